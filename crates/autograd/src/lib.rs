@@ -1,0 +1,1 @@
+//! A define-by-run tape and the one table of differentiable functions.

@@ -1,0 +1,2 @@
+//! The trainyard program: plans, runs and explains the training of large models.
+fn main() {}

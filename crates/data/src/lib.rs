@@ -1,0 +1,1 @@
+//! Corpora, tokenizers, token files, packing and loaders.

@@ -1,0 +1,1 @@
+//! Layers, units and model families; Hugging Face configs and weights.

@@ -1,0 +1,1 @@
+//! The step as a program: instructions, lanes, dependencies, lowerings, checker. Plain data.

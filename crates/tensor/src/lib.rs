@@ -1,0 +1,1 @@
+//! Dtypes, the memory pool, devices and the kernels.

@@ -1,0 +1,2 @@
+//! Every chore of the project: test, bench, tidy.
+fn main() {}
