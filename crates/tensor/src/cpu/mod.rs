@@ -1,0 +1,26 @@
+//! The CPU device: an instruction set, a thread pool and the kernels.
+
+pub mod isa;
+pub mod simd;
+pub mod threads;
+
+pub use isa::{Isa, IsaError};
+pub use threads::Threads;
+
+/// What every CPU kernel is handed: which instructions it may use and which threads it may run on.
+///
+/// Kernels are pure functions of their operands: the same bits come out whatever the number of threads.
+#[derive(Debug)]
+pub struct Cpu {
+    /// The highest rung of the ladder that kernels may use.
+    pub isa: Isa,
+    /// The threads of this rank.
+    pub threads: Threads,
+}
+
+impl Cpu {
+    /// A CPU context of `threads` threads (at least one) on the rung `isa`.
+    pub fn new(isa: Isa, threads: usize) -> Cpu {
+        Cpu { isa, threads: Threads::new(threads) }
+    }
+}

@@ -1,0 +1,473 @@
+//! Vectors of `f32` lanes, one type per instruction set, so that a kernel is written once.
+//!
+//! A kernel is a function generic over `S: Simd` that is handed a token `s: S`. Tokens of [`Avx2`] and [`Avx512`] can
+//! only be made by [`simd_fn!`](crate::simd_fn)'s trampolines after the CPU was asked, so holding one proves that the
+//! instructions exist and the methods are safe to call. The trampolines carry `#[target_feature]`; everything below
+//! is `#[inline(always)]` so that it is compiled with those features.
+//!
+//! Transcendental functions are polynomials on the primitives, the same on every rung; they differ between rungs only by the
+//! rounding of fused multiply-add, which [`Portable`] does not have.
+
+use half::{bf16, f16};
+
+/// A vector of [`Simd::LANES`] `f32` lanes and the operations on it.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// The vector.
+    type F: Copy;
+    /// A lane mask.
+    type M: Copy;
+    /// Lanes of a vector; at most 16.
+    const LANES: usize;
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::F;
+    /// The first `LANES` elements of `x`; panics when there are fewer.
+    fn load(self, x: &[f32]) -> Self::F;
+    /// To the first `LANES` elements of `y`; panics when there are fewer.
+    fn store(self, v: Self::F, y: &mut [f32]);
+    /// Widened.
+    fn load_bf16(self, x: &[bf16]) -> Self::F;
+    /// Rounded to nearest even.
+    fn store_bf16(self, v: Self::F, y: &mut [bf16]);
+    /// Widened.
+    fn load_f16(self, x: &[f16]) -> Self::F;
+    /// Rounded to nearest even; overflow gives infinity.
+    fn store_f16(self, v: Self::F, y: &mut [f16]);
+
+    /// `a + b`
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, fused where the hardware does.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The larger of each lane; `b` where either is NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller of each lane; `b` where either is NaN.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The square root.
+    fn sqrt(self, a: Self::F) -> Self::F;
+    /// Rounded to the nearest integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// `2^n` for integral `n` in `[-126, 127]`.
+    fn pow2(self, n: Self::F) -> Self::F;
+    /// `a > b`, false for NaN.
+    fn gt(self, a: Self::F, b: Self::F) -> Self::M;
+    /// `a` where the mask is set, else `b`.
+    fn select(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F;
+    /// The sum of the lanes, in an order fixed per type.
+    fn reduce_sum(self, a: Self::F) -> f32;
+    /// The largest lane.
+    fn reduce_max(self, a: Self::F) -> f32;
+
+    /// `-a`
+    #[inline(always)]
+    fn neg(self, a: Self::F) -> Self::F {
+        self.sub(self.splat(0.0), a)
+    }
+
+    /// `|a|`
+    #[inline(always)]
+    fn abs(self, a: Self::F) -> Self::F {
+        self.max(a, self.neg(a))
+    }
+
+    /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above.
+    ///
+    /// Cody-Waite reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then the Taylor polynomial of degree 7, whose
+    /// truncation error there is `r^8 / 8! < 5.2e-9`.
+    #[inline(always)]
+    fn exp(self, x: Self::F) -> Self::F {
+        let clamped = self.max(self.min(x, self.splat(88.02)), self.splat(-87.3));
+        let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
+        let r = self.fma(n, self.splat(-0.693_359_4), clamped);
+        let r = self.fma(n, self.splat(2.121_944_4e-4), r);
+        let mut p = self.splat(1.0 / 5040.0);
+        for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+            p = self.fma(p, r, self.splat(c));
+        }
+        let y = self.mul(p, self.pow2(n));
+        self.select(self.gt(self.splat(-87.3), x), self.splat(0.0), y)
+    }
+
+    /// `1 / (1 + e^-x)`
+    #[inline(always)]
+    fn sigmoid(self, x: Self::F) -> Self::F {
+        let one = self.splat(1.0);
+        self.div(one, self.add(one, self.exp(self.neg(x))))
+    }
+
+    /// `tanh x = 1 - 2 / (e^2x + 1)`, absolute error below 2e-7.
+    #[inline(always)]
+    fn tanh(self, x: Self::F) -> Self::F {
+        let (one, two) = (self.splat(1.0), self.splat(2.0));
+        self.sub(one, self.div(two, self.add(self.exp(self.mul(two, x)), one)))
+    }
+}
+
+/// Any CPU: eight lanes in an array, which compilers vectorise as far as the target allows.
+#[derive(Clone, Copy, Debug)]
+pub struct Portable;
+
+const P: usize = 8;
+
+#[inline(always)]
+fn zip(a: [f32; P], b: [f32; P], f: impl Fn(f32, f32) -> f32) -> [f32; P] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+impl Simd for Portable {
+    type F = [f32; P];
+    type M = [bool; P];
+    const LANES: usize = P;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::F {
+        [x; P]
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> Self::F {
+        std::array::from_fn(|i| x[i])
+    }
+    #[inline(always)]
+    fn store(self, v: Self::F, y: &mut [f32]) {
+        y[..P].copy_from_slice(&v);
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[bf16]) -> Self::F {
+        std::array::from_fn(|i| f32::from_bits((x[i].to_bits() as u32) << 16))
+    }
+    #[inline(always)]
+    fn store_bf16(self, v: Self::F, y: &mut [bf16]) {
+        for i in 0..P {
+            y[i] = bf16::from_f32(v[i]);
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[f16]) -> Self::F {
+        std::array::from_fn(|i| x[i].to_f32())
+    }
+    #[inline(always)]
+    fn store_f16(self, v: Self::F, y: &mut [f16]) {
+        for i in 0..P {
+            y[i] = f16::from_f32(v[i]);
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        a.map(f32::sqrt)
+    }
+    #[inline(always)]
+    fn round(self, a: Self::F) -> Self::F {
+        a.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    fn pow2(self, n: Self::F) -> Self::F {
+        n.map(|n| f32::from_bits(((n as i32 + 127) << 23) as u32))
+    }
+    #[inline(always)]
+    fn gt(self, a: Self::F, b: Self::F) -> Self::M {
+        std::array::from_fn(|i| a[i] > b[i])
+    }
+    #[inline(always)]
+    fn select(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F {
+        std::array::from_fn(|i| if mask[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn reduce_sum(self, a: Self::F) -> f32 {
+        ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    }
+    #[inline(always)]
+    fn reduce_max(self, a: Self::F) -> f32 {
+        a.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{Simd, bf16, f16};
+    use std::arch::x86_64::*;
+
+    /// AVX2, FMA and F16C: eight lanes. A value proves that the CPU has them.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Avx2(());
+
+    /// AVX-512 F, BW, VL and DQ: sixteen lanes. A value proves that the CPU has them.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Avx512(());
+
+    impl Avx2 {
+        /// # Safety
+        /// The CPU must have AVX2, FMA and F16C.
+        #[inline(always)]
+        pub unsafe fn assume() -> Self {
+            Avx2(())
+        }
+    }
+
+    impl Avx512 {
+        /// # Safety
+        /// The CPU must have AVX-512 F, BW, VL and DQ.
+        #[inline(always)]
+        pub unsafe fn assume() -> Self {
+            Avx512(())
+        }
+    }
+
+    /// Wraps a method body in `unsafe`: the token proves the instructions, asserts prove the bounds.
+    macro_rules! lanes {
+        ($($name:ident($($arg:ident: $t:ty),*) $(-> $r:ty)? $body:block)*) => {$(
+            #[inline(always)]
+            #[allow(unused_unsafe, clippy::macro_metavars_in_unsafe)]
+            fn $name(self, $($arg: $t),*) $(-> $r)? {
+                // SAFETY: `self` proves that the CPU has the instructions; slices are checked before they are read.
+                unsafe { $body }
+            }
+        )*};
+    }
+
+    impl Simd for Avx2 {
+        type F = __m256;
+        type M = __m256;
+        const LANES: usize = 8;
+
+        lanes! {
+            splat(x: f32) -> __m256 { _mm256_set1_ps(x) }
+            load(x: &[f32]) -> __m256 { _mm256_loadu_ps(x[..8].as_ptr()) }
+            store(v: __m256, y: &mut [f32]) { _mm256_storeu_ps(y[..8].as_mut_ptr(), v) }
+            load_bf16(x: &[bf16]) -> __m256 {
+                let raw = _mm_loadu_si128(x[..8].as_ptr().cast());
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(raw)))
+            }
+            store_bf16(v: __m256, y: &mut [bf16]) {
+                // Round to nearest even: add 0x7fff plus the lowest kept bit, then drop the low half; NaN stays quiet NaN.
+                let bits = _mm256_castps_si256(v);
+                let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
+                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+                let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+                let high = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+                let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(high, high));
+                _mm_storeu_si128(y[..8].as_mut_ptr().cast(), _mm256_castsi256_si128(packed))
+            }
+            load_f16(x: &[f16]) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(x[..8].as_ptr().cast())) }
+            store_f16(v: __m256, y: &mut [f16]) {
+                _mm_storeu_si128(y[..8].as_mut_ptr().cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
+            }
+            add(a: __m256, b: __m256) -> __m256 { _mm256_add_ps(a, b) }
+            sub(a: __m256, b: __m256) -> __m256 { _mm256_sub_ps(a, b) }
+            mul(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+            div(a: __m256, b: __m256) -> __m256 { _mm256_div_ps(a, b) }
+            fma(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+            max(a: __m256, b: __m256) -> __m256 { _mm256_max_ps(a, b) }
+            min(a: __m256, b: __m256) -> __m256 { _mm256_min_ps(a, b) }
+            sqrt(a: __m256) -> __m256 { _mm256_sqrt_ps(a) }
+            round(a: __m256) -> __m256 { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+            pow2(n: __m256) -> __m256 {
+                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+            }
+            gt(a: __m256, b: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_GT_OQ>(a, b) }
+            select(mask: __m256, a: __m256, b: __m256) -> __m256 { _mm256_blendv_ps(b, a, mask) }
+            reduce_sum(a: __m256) -> f32 {
+                let four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+            reduce_max(a: __m256) -> f32 {
+                let four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+                let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+    }
+
+    impl Simd for Avx512 {
+        type F = __m512;
+        type M = __mmask16;
+        const LANES: usize = 16;
+
+        lanes! {
+            splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
+            load(x: &[f32]) -> __m512 { _mm512_loadu_ps(x[..16].as_ptr()) }
+            store(v: __m512, y: &mut [f32]) { _mm512_storeu_ps(y[..16].as_mut_ptr(), v) }
+            load_bf16(x: &[bf16]) -> __m512 {
+                let raw = _mm256_loadu_si256(x[..16].as_ptr().cast());
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(raw)))
+            }
+            store_bf16(v: __m512, y: &mut [bf16]) {
+                let bits = _mm512_castps_si512(v);
+                let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7fff)));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+                let high = _mm512_srli_epi32::<16>(_mm512_mask_mov_epi32(rounded, nan, quiet));
+                _mm256_storeu_si256(y[..16].as_mut_ptr().cast(), _mm512_cvtepi32_epi16(high))
+            }
+            load_f16(x: &[f16]) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(x[..16].as_ptr().cast())) }
+            store_f16(v: __m512, y: &mut [f16]) {
+                let half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v);
+                _mm256_storeu_si256(y[..16].as_mut_ptr().cast(), half)
+            }
+            add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+            sub(a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
+            mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+            div(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
+            fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+            max(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+            min(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+            sqrt(a: __m512) -> __m512 { _mm512_sqrt_ps(a) }
+            round(a: __m512) -> __m512 {
+                _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a)
+            }
+            pow2(n: __m512) -> __m512 { _mm512_scalef_ps(_mm512_set1_ps(1.0), n) }
+            gt(a: __m512, b: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) }
+            select(mask: __mmask16, a: __m512, b: __m512) -> __m512 { _mm512_mask_blend_ps(mask, b, a) }
+            reduce_sum(a: __m512) -> f32 { _mm512_reduce_add_ps(a) }
+            reduce_max(a: __m512) -> f32 { _mm512_reduce_max_ps(a) }
+        }
+    }
+}
+
+/// Defines a kernel generic over the vector type, with one compiled form per rung and a dispatcher.
+///
+/// ```ignore
+/// simd_fn! {
+///     /// `y = a x + y`
+///     pub fn axpy[T: Element](s: S, a: f32, x: &[T], y: &mut [T]) { … s.fma(…) … }
+/// }
+/// axpy(cpu.isa, a, x, y);
+/// ```
+#[macro_export]
+macro_rules! simd_fn {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $([$($g:ident: $bound:path),+])?
+        ($s:ident: $S:ident $(, $arg:ident: $t:ty)* $(,)?) $(-> $r:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name$(<$($g: $bound),+>)?(isa: $crate::cpu::Isa $(, $arg: $t)*) $(-> $r)? {
+            #[inline(always)]
+            fn body<$S: $crate::cpu::simd::Simd $($(, $g: $bound)+)?>($s: $S $(, $arg: $t)*) $(-> $r)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2$(<$($g: $bound),+>)?($($arg: $t),*) $(-> $r)? {
+                // SAFETY: this function is only called on a CPU that has these features.
+                body(unsafe { $crate::cpu::simd::Avx2::assume() } $(, $arg)*)
+            }
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+            fn avx512$(<$($g: $bound),+>)?($($arg: $t),*) $(-> $r)? {
+                // SAFETY: this function is only called on a CPU that has these features.
+                body(unsafe { $crate::cpu::simd::Avx512::assume() } $(, $arg)*)
+            }
+
+            assert!(isa <= $crate::cpu::Isa::detect(), "kernel form `{isa}` on a CPU that lacks it");
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: `isa` is no higher than what was detected.
+                $crate::cpu::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: `isa` is no higher than what was detected.
+                isa if isa >= $crate::cpu::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                _ => body($crate::cpu::simd::Portable $(, $arg)*),
+            }
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Isa;
+    use crate::dtype::Element;
+
+    simd_fn! {
+        fn map_exp[T: Element](s: S, which: usize, x: &[T], y: &mut [T]) {
+            for (x, y) in x.chunks(S::LANES).zip(y.chunks_mut(S::LANES)) {
+                let v = T::load_partial(s, x, 0.0);
+                let v = match which {
+                    0 => s.exp(v),
+                    1 => s.tanh(v),
+                    2 => s.sigmoid(v),
+                    _ => v,
+                };
+                if y.len() == S::LANES { T::store(s, v, y) } else { T::store_partial(s, v, y) }
+            }
+        }
+    }
+
+    #[test]
+    fn transcendental_functions_agree_with_f64_on_every_rung() {
+        let x: Vec<f32> = (-2000..2000).map(|i| i as f32 * 0.0437).collect();
+        let exact: [fn(f64) -> f64; 3] = [f64::exp, f64::tanh, |x| 1.0 / (1.0 + (-x).exp())];
+        for isa in Isa::available() {
+            for (which, exact) in exact.iter().enumerate() {
+                let mut y = vec![0.0f32; x.len()];
+                map_exp(isa, which, &x, &mut y);
+                for (x, y) in x.iter().zip(&y) {
+                    let want = exact(*x as f64);
+                    let scale = if which == 0 { want } else { 1.0 };
+                    assert!((*y as f64 - want).abs() <= 4e-7 * scale + 2e-38, "{isa} {which} {x}: {y} against {want}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn halves_round_to_nearest_even_on_every_rung() {
+        let x: Vec<f32> = (0..4099u32).map(|i| f32::from_bits(i.wrapping_mul(1_048_583) ^ 0x3f80_0000)).collect();
+        let x: Vec<f32> = x.into_iter().chain([f32::NAN, f32::INFINITY, -0.0, 65520.0]).collect();
+        for isa in Isa::available() {
+            let b: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            let wide: Vec<f32> = x.clone();
+            let mut y = vec![bf16::ZERO; x.len()];
+            store_as(isa, &wide, &mut y);
+            for (i, (y, b)) in y.iter().zip(&b).enumerate() {
+                assert!(y == b || (y.is_nan() && b.is_nan()), "{isa} {}: {y:?} {b:?}", x[i]);
+            }
+        }
+    }
+
+    simd_fn! {
+        fn store_as[T: Element](s: S, x: &[f32], y: &mut [T]) {
+            for (x, y) in x.chunks(S::LANES).zip(y.chunks_mut(S::LANES)) {
+                let v = f32::load_partial(s, x, 0.0);
+                if y.len() == S::LANES { T::store(s, v, y) } else { T::store_partial(s, v, y) }
+            }
+        }
+    }
+}
