@@ -1,0 +1,201 @@
+//! Where tensors live and kernels run, chosen at run time at the grain of whole kernels.
+//!
+//! Two kinds today: `cpu`, and `meta`, which has shapes and no data. Every operation states its [`Cost`] and passes the kernel
+//! as a closure to [`Device::launch`]: the CPU runs it, meta only adds up the cost. Both allocate through the same pool
+//! code, so running a model on meta gives its FLOPs, bytes and memory exactly as the run will have them.
+
+use crate::cpu::{Cpu, Isa};
+use crate::error::{Result, TensorError};
+use crate::pool::{MemoryPool, Purpose};
+use crate::tensor::Tensor;
+use crate::{DType, Scalar, Shape};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// What one kernel call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Cost {
+    /// Multiplications and additions, each counted as one.
+    pub flops: u64,
+    /// Bytes that must move between memory and core: each operand once.
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Cost) {
+        self.flops += other.flops;
+        self.bytes += other.bytes;
+    }
+}
+
+impl Cost {
+    /// `flops` operations on `bytes` bytes.
+    pub fn new(flops: usize, bytes: usize) -> Cost {
+        Cost { flops: flops as u64, bytes: bytes as u64 }
+    }
+
+    /// No arithmetic worth counting beyond `flops_per_element` on the elements of the first tensor; every tensor moved once.
+    pub fn streaming(flops_per_element: usize, tensors: &[&Tensor]) -> Cost {
+        let elements = tensors.first().map_or(0, |t| t.elements());
+        Cost::new(flops_per_element * elements, tensors.iter().map(|t| t.bytes()).sum())
+    }
+}
+
+/// What was launched, by kernel name.
+#[derive(Clone, Debug, Default)]
+pub struct Profile {
+    /// Calls, cost and (on a real device) seconds of each kernel.
+    pub kernels: BTreeMap<&'static str, KernelProfile>,
+}
+
+/// One kernel's part of a [`Profile`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KernelProfile {
+    /// How many times it was launched.
+    pub calls: u64,
+    /// Summed cost.
+    pub cost: Cost,
+    /// Summed wall time; zero on meta.
+    pub seconds: f64,
+}
+
+impl Profile {
+    /// The cost of everything launched.
+    pub fn total(&self) -> Cost {
+        let mut total = Cost::default();
+        for kernel in self.kernels.values() {
+            total += kernel.cost;
+        }
+        total
+    }
+}
+
+/// A device; cheap to clone, all clones are one device with one pool.
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+struct Inner {
+    kind: Kind,
+    pool: MemoryPool,
+    profiling: AtomicBool,
+    profile: Mutex<Profile>,
+}
+
+enum Kind {
+    Cpu(Cpu),
+    Meta,
+}
+
+impl Device {
+    /// The CPU with `threads` threads on the rung `isa`; at most `limit` live bytes.
+    pub fn cpu(isa: Isa, threads: usize, limit: Option<usize>) -> Device {
+        Device::new(Kind::Cpu(Cpu::new(isa, threads)), MemoryPool::new(true, limit))
+    }
+
+    /// Shapes only.
+    pub fn meta() -> Device {
+        let device = Device::new(Kind::Meta, MemoryPool::new(false, None));
+        device.set_profiling(true);
+        device
+    }
+
+    fn new(kind: Kind, pool: MemoryPool) -> Device {
+        Device(Arc::new(Inner { kind, pool, profiling: AtomicBool::new(false), profile: Mutex::default() }))
+    }
+
+    /// Whether tensors here have no data.
+    pub fn is_meta(&self) -> bool {
+        matches!(self.0.kind, Kind::Meta)
+    }
+
+    /// `cpu` or `meta`.
+    pub fn name(&self) -> &'static str {
+        if self.is_meta() { "meta" } else { "cpu" }
+    }
+
+    /// The CPU context; None on meta.
+    pub fn as_cpu(&self) -> Option<&Cpu> {
+        match &self.0.kind {
+            Kind::Cpu(cpu) => Some(cpu),
+            Kind::Meta => None,
+        }
+    }
+
+    /// The pool behind every tensor of this device.
+    pub fn pool(&self) -> &MemoryPool {
+        &self.0.pool
+    }
+
+    /// Whether the two are one device.
+    pub fn same(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile.
+    pub fn launch(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu)) {
+        let profiling = self.0.profiling.load(Ordering::Relaxed);
+        let started = profiling.then(Instant::now);
+        if let Kind::Cpu(cpu) = &self.0.kind {
+            run(cpu);
+        }
+        if let Some(started) = started {
+            let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let entry = profile.kernels.entry(kernel).or_default();
+            entry.calls += 1;
+            entry.cost += cost;
+            if !self.is_meta() {
+                entry.seconds += started.elapsed().as_secs_f64();
+            }
+        }
+    }
+
+    /// Whether launches are profiled; always so on meta, off by default on the CPU.
+    pub fn set_profiling(&self, on: bool) {
+        self.0.profiling.store(on || self.is_meta(), Ordering::Relaxed);
+    }
+
+    /// The profile since it was last taken.
+    pub fn take_profile(&self) -> Profile {
+        std::mem::take(&mut self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+    }
+
+    /// A tensor with arbitrary contents.
+    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType, purpose: Purpose) -> Result<Tensor> {
+        Tensor::allocate(self, shape.into(), dtype, purpose)
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType, purpose: Purpose) -> Result<Tensor> {
+        let mut tensor = self.empty(shape, dtype, purpose)?;
+        tensor.fill_zero();
+        Ok(tensor)
+    }
+
+    /// A tensor with the values of `data`, row-major.
+    pub fn tensor<T: Scalar>(&self, shape: impl Into<Shape>, data: &[T], purpose: Purpose) -> Result<Tensor> {
+        let mut tensor = self.empty(shape, T::DTYPE, purpose)?;
+        if !self.is_meta() {
+            tensor.write(data)?;
+        }
+        Ok(tensor)
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0.kind {
+            Kind::Cpu(cpu) => write!(f, "cpu({}, {} threads)", cpu.isa, cpu.threads.count()),
+            Kind::Meta => write!(f, "meta"),
+        }
+    }
+}
+
+impl Device {
+    /// Fails unless the device has data.
+    pub fn require_data(&self, what: &'static str, shape: &Shape) -> Result<&Cpu> {
+        self.as_cpu().ok_or(TensorError::NoData { what, shape: *shape })
+    }
+}

@@ -1,0 +1,80 @@
+//! What can go wrong with tensors; every variant carries its operands.
+
+use crate::cpu::IsaError;
+use crate::{DType, Purpose, Shape};
+
+/// An error of a tensor operation.
+#[derive(Debug, thiserror::Error)]
+pub enum TensorError {
+    /// Operands do not fit together.
+    #[error("{op}: {what}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// Which operands, with their shapes.
+        what: String,
+    },
+    /// An operand has a type that the operation does not take.
+    #[error("{op} takes {expected}, not {got}")]
+    DType {
+        /// The operation.
+        op: &'static str,
+        /// What it takes.
+        expected: &'static str,
+        /// What it was given.
+        got: DType,
+    },
+    /// The pool's limit would be exceeded.
+    #[error(
+        "out of memory: {asked} more bytes for {purpose} would make {would} bytes, over the limit of {limit} by {over}; \
+         live now: {live}"
+    )]
+    OutOfMemory {
+        /// Bytes asked for.
+        asked: usize,
+        /// What for.
+        purpose: Purpose,
+        /// Live bytes after the allocation.
+        would: usize,
+        /// The limit.
+        limit: usize,
+        /// By how much it would be exceeded.
+        over: usize,
+        /// Live bytes of each purpose, as text.
+        live: String,
+    },
+    /// The operating system refused.
+    #[error("the operating system refused {bytes} bytes for {purpose}: {source}")]
+    Refused {
+        /// Bytes asked for.
+        bytes: usize,
+        /// What for.
+        purpose: Purpose,
+        /// Its reason.
+        source: std::io::Error,
+    },
+    /// Data was asked of the meta device, which has none.
+    #[error("{what} needs values, but this tensor of shape {shape} is on the meta device, which has shapes only")]
+    NoData {
+        /// What needed data.
+        what: &'static str,
+        /// The tensor's shape.
+        shape: Shape,
+    },
+    /// A bad choice of instruction set.
+    #[error(transparent)]
+    Isa(#[from] IsaError),
+}
+
+/// The result of a tensor operation.
+pub type Result<T, E = TensorError> = std::result::Result<T, E>;
+
+/// Fails with [`TensorError::Shape`] unless the condition holds.
+#[macro_export]
+macro_rules! ensure_shape {
+    ($condition:expr, $op:expr, $($what:tt)+) => {
+        if !$condition {
+            return Err($crate::TensorError::Shape { op: $op, what: format!($($what)+) });
+        }
+    };
+}

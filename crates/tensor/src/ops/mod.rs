@@ -1,0 +1,1 @@
+//! Operations on tensors: check, allocate, state the cost, launch.
