@@ -1,2 +1,52 @@
-//! Every chore of the project: test, bench, tidy.
-fn main() {}
+//! Every chore of the project: `cargo xtask test | tidy`.
+//!
+//! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
+//! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
+//! house that no compiler checks;
+//! Nothing here is needed to build or to use Trainyard.
+
+mod lexer;
+mod markdown;
+mod test;
+mod tidy;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Every chore of the project.")]
+struct Arguments {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Run everything that must hold: tidy, rustfmt, clippy, unit, integration and documentation tests.
+    Test,
+    /// Check the rules that no compiler checks: module essays, file length, unsafe code, crate arrows, dependencies, links.
+    Tidy,
+}
+
+fn main() -> ExitCode {
+    let root = workspace_root();
+    let outcome = match Arguments::parse().chore {
+        Chore::Test => test::run(&root),
+        Chore::Tidy => tidy::run(&root),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The folder with the workspace's `Cargo.toml`: the parent of this crate's.
+fn workspace_root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies inside the workspace").to_path_buf()
+}
