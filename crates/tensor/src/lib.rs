@@ -13,6 +13,7 @@ pub mod dtype;
 pub mod error;
 pub mod ops;
 pub mod pool;
+pub mod reference;
 pub mod shape;
 pub mod tensor;
 

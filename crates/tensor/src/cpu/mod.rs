@@ -1,5 +1,6 @@
 //! The CPU device: an instruction set, a thread pool and the kernels.
 
+pub mod attention;
 pub mod isa;
 pub mod simd;
 pub mod threads;

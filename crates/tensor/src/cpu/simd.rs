@@ -81,7 +81,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// truncation error there is `r^8 / 8! < 5.2e-9`.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
-        let clamped = self.max(self.min(x, self.splat(88.02)), self.splat(-87.3));
+        // In this order of operands the clamps hand a NaN on.
+        let clamped = self.max(self.splat(-87.3), self.min(self.splat(88.02), x));
         let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
         let r = self.fma(n, self.splat(-0.693_359_4), clamped);
         let r = self.fma(n, self.splat(2.121_944_4e-4), r);

@@ -1,0 +1,153 @@
+//! Strided row views: the columns of a fused matrix that one operand of attention occupies.
+//!
+//! A fused projection writes `[tokens, (heads + 2 kv_heads) * head_dim]`; queries, keys and values are column ranges of
+//! it, and so are their gradients. [`Rows`] reads such a range, [`RowsMut`] writes one. Three writers of one matrix are made
+//! by cutting it along columns, which keeps them disjoint without an unsafe word at the caller.
+
+use super::AttentionError;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Rows of `cols` elements, `stride` elements apart, for reading.
+#[derive(Debug)]
+pub struct Rows<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl<T> Clone for Rows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Rows<'_, T> {}
+
+/// Elements from the first of row 0 to the last of row `rows - 1`, or `None` when the view makes no sense.
+fn span(rows: usize, cols: usize, stride: usize) -> Option<usize> {
+    if rows == 0 || cols == 0 {
+        return Some(0);
+    }
+    if stride < cols && rows > 1 {
+        return None;
+    }
+    (rows - 1).checked_mul(stride)?.checked_add(cols)
+}
+
+impl<'a, T> Rows<'a, T> {
+    /// `rows` rows of `cols` elements of which row `r` starts at `data[r * stride]`.
+    pub fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Result<Self, AttentionError> {
+        match span(rows, cols, stride) {
+            Some(need) if need <= data.len() => Ok(Rows { data, rows, cols, stride }),
+            _ => Err(AttentionError::View { rows, cols, stride, len: data.len() }),
+        }
+    }
+
+    /// `rows` rows of `cols` elements without gaps.
+    pub fn dense(data: &'a [T], rows: usize, cols: usize) -> Result<Self, AttentionError> {
+        Rows::new(data, rows, cols, cols)
+    }
+
+    /// The columns of `range` of the same rows; panics when the range is outside.
+    pub fn columns(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.cols, "columns {range:?} of {}", self.cols);
+        let data = if self.rows == 0 { self.data } else { &self.data[range.start..] };
+        Rows { data, rows: self.rows, cols: range.end - range.start, stride: self.stride }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The elements of a row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Elements from one row's start to the next one's.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The first `rows` rows.
+    pub(super) fn first_rows(self, rows: usize) -> Self {
+        assert!(rows <= self.rows);
+        Rows { rows, ..self }
+    }
+
+    /// Row `row`.
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> &'a [T] {
+        assert!(row < self.rows, "row {row} of {}", self.rows);
+        &self.data[row * self.stride..][..self.cols]
+    }
+}
+
+/// Rows of `cols` elements, `stride` elements apart, for writing.
+#[derive(Debug)]
+pub struct RowsMut<'a, T> {
+    data: *mut T,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+    _slice: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: a `RowsMut` is the only way to its elements, as the `&mut [T]` that it was made of was.
+unsafe impl<T: Send> Send for RowsMut<'_, T> {}
+// SAFETY: through a shared reference elements are reached only by the unsafe `part`, whose contract is disjointness.
+unsafe impl<T: Send> Sync for RowsMut<'_, T> {}
+
+impl<'a, T> RowsMut<'a, T> {
+    /// `rows` rows of `cols` elements of which row `r` starts at `data[r * stride]`.
+    pub fn new(data: &'a mut [T], rows: usize, cols: usize, stride: usize) -> Result<Self, AttentionError> {
+        match span(rows, cols, stride) {
+            Some(need) if need <= data.len() => {
+                Ok(RowsMut { data: data.as_mut_ptr(), rows, cols, stride, _slice: PhantomData })
+            }
+            _ => Err(AttentionError::View { rows, cols, stride, len: data.len() }),
+        }
+    }
+
+    /// `rows` rows of `cols` elements without gaps.
+    pub fn dense(data: &'a mut [T], rows: usize, cols: usize) -> Result<Self, AttentionError> {
+        RowsMut::new(data, rows, cols, cols)
+    }
+
+    /// Columns `0..at` and `at..` of the same rows; panics when there are fewer.
+    pub fn split_columns(self, at: usize) -> (Self, Self) {
+        assert!(at <= self.cols, "column {at} of {}", self.cols);
+        // With no rows there may be no element to point past.
+        let right = if self.rows == 0 { self.data } else { self.data.wrapping_add(at) };
+        (RowsMut { cols: at, ..self }, RowsMut { data: right, cols: self.cols - at, ..self })
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The elements of a row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Elements from one row's start to the next one's.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The columns `cols` of row `row`, for writing.
+    ///
+    /// # Safety
+    /// No two parts that live at the same time may overlap.
+    #[inline(always)]
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn part(&self, row: usize, cols: Range<usize>) -> &mut [T] {
+        assert!(row < self.rows && cols.start <= cols.end && cols.end <= self.cols, "row {row}, columns {cols:?}");
+        // SAFETY: in bounds by the assertion and the constructor's check; disjoint by this function's contract.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + cols.start), cols.len()) }
+    }
+}
