@@ -1,6 +1,7 @@
 //! The CPU device: an instruction set, a thread pool and the kernels.
 
 pub mod attention;
+pub mod gemm;
 pub mod isa;
 pub mod simd;
 pub mod threads;

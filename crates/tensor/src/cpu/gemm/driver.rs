@@ -1,0 +1,393 @@
+//! Tasks, blocks and panels: everything between a product's operands and the register kernels.
+//!
+//! Both operands are packed into 32-bit *words*: a word is one `f32` of the shared dimension, or two `bf16` that are
+//! neighbours in it, which is what `vdpbf16ps` and `tdpbf16ps` consume. All rungs share the layout:
+//!
+//! - left, a panel of up to `mr` rows: row `i` is `a[i * A_STRIDE..][..kw]`, so that a register kernel addresses all rows from
+//!   one pointer with constant offsets;
+//! - right, a block of vector-wide panels: word row `k` of panel `p` is `b[p * panel + k * lanes..][..lanes]`;
+//! - sums, `c[i * stride + j]` in `f32`.
+//!
+//! ```text
+//! for task (rows x columns of the result)              dealt to the threads
+//!     for block of <= 256 words of the shared dimension
+//!         pack right block (256 x 512 words, 512 KiB)  stays in L2
+//!         for panel of mr rows
+//!             pack left panel (mr x 256 words)         stays in L1
+//!             for tile of nr columns                   right panel streams from L2
+//!                 register kernel
+//!             last block: epilogue of the panel's rows
+//! ```
+//!
+//! What it costs, per word of packing, is divided by the 512 rows (right) or columns (left) that use it: a register kernel
+//! does 32 multiply-adds of `f32` a cycle, a packed word costs 0.2 to 0.5 cycles, hence about 2 to 3 % in all.
+
+use super::MatRef;
+use super::epilogue::Sink;
+use super::pack;
+use crate::cpu::{Cpu, Isa};
+use crate::dtype::{DType, Element};
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+/// Words of the shared dimension in a block.
+pub(super) const BLOCK_WORDS: usize = 256;
+/// Words from row to row of a packed left panel; off a power of two so that rows fall into different cache sets.
+pub(super) const A_STRIDE: usize = BLOCK_WORDS + 16;
+/// The most rows of a left panel on any rung.
+const PANEL_ROWS_MAX: usize = 32;
+/// The most columns of a task.
+const TASK_COLS_MAX: usize = 512;
+/// The most rows of a task.
+const TASK_ROWS_MAX: usize = 512;
+/// Words from row to row of the sums' scratch, minus the task's columns; see `A_STRIDE`.
+const C_PAD: usize = 16;
+
+/// A register kernel.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub enum Rung {
+    /// `f32` in plain Rust.
+    Portable,
+    /// `f32` with AVX2 and FMA.
+    Avx2,
+    /// `f32` with AVX-512.
+    Avx512,
+    /// `bf16` pairs with `vdpbf16ps`.
+    Avx512Bf16,
+    /// `bf16` tiles with `tdpbf16ps`.
+    AmxBf16,
+}
+
+impl Rung {
+    /// The register kernel that products of `dtype` use when the ladder goes up to `isa`.
+    ///
+    /// `f16`, and `bf16` below AVX-512 BF16, are widened when packed. So is `bf16` on Intel's CPUs without usable AMX:
+    /// there `vdpbf16ps` issues every other cycle (measured: 87 GFLOP/s a core on Emerald Rapids) while two `f32`
+    /// multiply-adds issue in each (178 GFLOP/s), so that widening is twice as fast. On Zen 4 it is the other way round.
+    pub fn choose(isa: Isa, dtype: DType) -> Rung {
+        match (isa, dtype) {
+            (Isa::AmxBf16, DType::BF16) => Rung::AmxBf16,
+            (Isa::Avx512Bf16, DType::BF16) if pairs_are_fast() => Rung::Avx512Bf16,
+            (Isa::Portable, _) => Rung::Portable,
+            (Isa::Avx2, _) => Rung::Avx2,
+            _ => Rung::Avx512,
+        }
+    }
+
+    /// Whether words are pairs of `bf16`, else they are `f32`.
+    pub(super) fn pairs(self) -> bool {
+        self >= Rung::Avx512Bf16
+    }
+
+    /// Words of a right panel's row.
+    pub(super) fn lanes(self) -> usize {
+        if self < Rung::Avx512 { 8 } else { 16 }
+    }
+
+    /// Rows and columns of a register kernel's tile.
+    pub(super) fn tile(self) -> (usize, usize) {
+        match self {
+            Rung::Portable => (4, 8),
+            Rung::Avx2 => (6, 16),
+            Rung::Avx512 | Rung::Avx512Bf16 => (14, 32),
+            Rung::AmxBf16 => (32, 32),
+        }
+    }
+}
+
+/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do, Intel's do not.
+fn pairs_are_fast() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::sync::OnceLock;
+        static AMD: OnceLock<bool> = OnceLock::new();
+        *AMD.get_or_init(|| std::arch::x86_64::__cpuid(0).ebx == u32::from_le_bytes(*b"Auth"))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// A product's operand: a matrix of outer (row or column of the result) by shared index.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Operand<'a, T> {
+    data: *const T,
+    len: usize,
+    pub stride: usize,
+    /// Whether the shared index is the contiguous one.
+    pub along_k: bool,
+    _data: PhantomData<&'a [T]>,
+}
+
+// SAFETY: a shared slice in other words.
+unsafe impl<T: Sync> Sync for Operand<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Send for Operand<'_, T> {}
+
+impl<'a, T> Operand<'a, T> {
+    /// Outer index = row, shared index = column.
+    pub fn rows(m: MatRef<'a, T>) -> Self {
+        Operand { data: m.data.as_ptr(), len: m.data.len(), stride: m.stride, along_k: true, _data: PhantomData }
+    }
+
+    /// Outer index = column, shared index = row.
+    pub fn cols(m: MatRef<'a, T>) -> Self {
+        Operand { along_k: false, ..Self::rows(m) }
+    }
+
+    /// The address of an element, or of the end of the data for an empty part behind it.
+    pub fn at(&self, outer: usize, k: usize) -> *const T {
+        let offset = if self.along_k { outer * self.stride + k } else { k * self.stride + outer };
+        // SAFETY: clamped to the slice.
+        unsafe { self.data.add(offset.min(self.len)) }
+    }
+}
+
+/// The right operand.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Right<'a, T> {
+    /// To be packed by each task.
+    Plain(Operand<'a, T>),
+}
+
+/// Scratch of one thread, aligned to cache lines; it grows to what the largest product needs and is kept.
+#[derive(Default)]
+struct Workspace {
+    lines: Vec<Line>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u32; 16]);
+
+impl Workspace {
+    /// Addresses of `a`, `b` and `c` parts of the given sizes in words.
+    fn parts(&mut self, a: usize, b: usize, c: usize) -> (*mut u32, *mut u32, *mut f32) {
+        let (a, b, c) = (a.div_ceil(16), b.div_ceil(16), c.div_ceil(16));
+        if self.lines.len() < a + b + c {
+            self.lines = vec![Line([0; 16]); a + b + c];
+        }
+        let base = self.lines.as_mut_ptr();
+        // SAFETY: the three parts lie one after another in `lines`.
+        unsafe { (base.cast(), base.add(a).cast(), base.add(a + b).cast()) }
+    }
+}
+
+thread_local! {
+    static WORKSPACE: Cell<Workspace> = const { Cell::new(Workspace { lines: Vec::new() }) };
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The register kernel for products that this thread asks for, whatever the instruction set.
+    pub(super) static FORCED: Cell<Option<Rung>> = const { Cell::new(None) };
+}
+
+/// An upper bound on the scratch that products keep on `threads` threads, in bytes.
+pub fn workspace_bytes(threads: usize) -> usize {
+    let words = PANEL_ROWS_MAX * A_STRIDE
+        + BLOCK_WORDS * TASK_COLS_MAX
+        + (TASK_ROWS_MAX + PANEL_ROWS_MAX) * (TASK_COLS_MAX + C_PAD);
+    threads * words * 4
+}
+
+/// How a product is cut: all of it follows from the shapes and the number of threads.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    task_rows: usize,
+    task_cols: usize,
+    row_tasks: usize,
+    col_tasks: usize,
+    block_words: usize,
+    blocks: usize,
+}
+
+impl Cut {
+    fn new(rung: Rung, (m, n, k): (usize, usize, usize), threads: usize) -> Cut {
+        let (mr, nr) = rung.tile();
+        let words = if rung.pairs() { k.div_ceil(2) } else { k };
+        let blocks = words.div_ceil(BLOCK_WORDS).max(1);
+        let block_words = words.div_ceil(blocks).next_multiple_of(16);
+        let blocks = words.div_ceil(block_words.max(1)).max(1);
+
+        let mut col_tasks = n.div_ceil(TASK_COLS_MAX);
+        let mut row_tasks = m.div_ceil(TASK_ROWS_MAX);
+        // A product worth sharing (some ten microseconds) gets at least two tasks a thread, so that a thread that was
+        // held up costs less than half of its share. Cutting rows repeats the packing of the right operand, cutting columns
+        // that of the left: the longer side is cut.
+        let worth = m * n * k >= 1 << 19;
+        if threads > 1 && worth {
+            while col_tasks * row_tasks < 2 * threads {
+                let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks));
+                if rows >= cols && rows > 2 * mr {
+                    row_tasks += 1;
+                } else if cols > 2 * nr {
+                    col_tasks += 1;
+                } else if rows > 2 * mr {
+                    row_tasks += 1;
+                } else {
+                    break;
+                }
+            }
+        }
+        let task_rows = m.div_ceil(row_tasks).next_multiple_of(mr);
+        let task_cols = n.div_ceil(col_tasks).next_multiple_of(nr);
+        Cut {
+            task_rows,
+            task_cols,
+            row_tasks: m.div_ceil(task_rows),
+            col_tasks: n.div_ceil(task_cols),
+            block_words,
+            blocks,
+        }
+    }
+}
+
+/// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to `sink`: `m x n` sums of `k` products.
+pub(super) fn product<T: Element, S: Sink>(
+    cpu: &Cpu,
+    (m, n, k): (usize, usize, usize),
+    left: Operand<T>,
+    right: Right<T>,
+    sink: &S,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(cpu.isa <= Isa::detect(), "kernel form `{}` on a CPU that lacks it", cpu.isa);
+    let rung = Rung::choose(cpu.isa, T::DTYPE);
+    #[cfg(test)]
+    let rung = FORCED.get().unwrap_or(rung);
+    run(rung, cpu, (m, n, k), left, right, sink);
+}
+
+/// [`product`] with a given register kernel.
+pub(super) fn run<T: Element, S: Sink>(
+    rung: Rung,
+    cpu: &Cpu,
+    (m, n, k): (usize, usize, usize),
+    left: Operand<T>,
+    right: Right<T>,
+    sink: &S,
+) {
+    let cut = Cut::new(rung, (m, n, k), cpu.threads.count());
+    cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
+        let row = task % cut.row_tasks * cut.task_rows;
+        let col = task / cut.row_tasks * cut.task_cols;
+        let mut workspace = WORKSPACE.take();
+        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k };
+        run_task(rung, cpu.isa, &cut, part, left, right, sink, &mut workspace);
+        WORKSPACE.set(workspace);
+    });
+}
+
+/// A task's part of the result, and the length of the sums.
+#[derive(Clone, Copy)]
+struct Part {
+    row: usize,
+    rows: usize,
+    col: usize,
+    cols: usize,
+    k: usize,
+}
+
+fn run_task<T: Element, S: Sink>(
+    rung: Rung,
+    isa: Isa,
+    cut: &Cut,
+    part: Part,
+    left: Operand<T>,
+    right: Right<T>,
+    sink: &S,
+    workspace: &mut Workspace,
+) {
+    let (mr, nr) = rung.tile();
+    let lanes = rung.lanes();
+    let width = if rung.pairs() { 2 } else { 1 };
+    let padded_cols = part.cols.next_multiple_of(nr);
+    let c_stride = padded_cols + C_PAD;
+    // With one block the sums of a panel are finished at once, and the next panel reuses their place in L1.
+    let c_rows = if cut.blocks == 1 { mr } else { part.rows.next_multiple_of(mr) };
+    let (a, b, c) = workspace.parts(mr * A_STRIDE, padded_cols * cut.block_words, c_rows * c_stride);
+
+    for block in 0..cut.blocks {
+        // A sum of no products still goes through the kernels, as zero, and through the epilogue.
+        let k = block * cut.block_words * width;
+        let depth = (cut.block_words * width).min(part.k - k);
+        let words = depth.div_ceil(width);
+        let Right::Plain(right) = right;
+        // Panels are as long as the block's words, rounded up to whole tiles of 16; the rest is zeros.
+        let panel = words.next_multiple_of(16) * lanes;
+        // SAFETY: `b` has room for `padded_cols` columns of `block_words`; the operand holds the part.
+        unsafe { pack::right(rung, &right, part.col, part.cols, padded_cols, k, depth, b) };
+
+        for row in (0..part.rows).step_by(mr) {
+            let rows = mr.min(part.rows - row);
+            // SAFETY: inside `c` by its size.
+            let c = unsafe { c.add(if cut.blocks == 1 { 0 } else { row * c_stride }) };
+            // SAFETY: `a` has room for `mr` rows of a block; the operand holds the part.
+            unsafe { pack::left(rung, &left, part.row + row, rows, k, depth, a) };
+            if block == 0 && sink.seeded() {
+                for i in 0..rows {
+                    // SAFETY: row `i` of the panel's sums.
+                    let sums = unsafe { std::slice::from_raw_parts_mut(c.add(i * c_stride), part.cols) };
+                    sink.seed(part.row + row + i, part.col, sums);
+                }
+            }
+            let tiles =
+                Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add: block > 0 || sink.seeded() };
+            // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
+            unsafe { run_panel(rung, rows, &tiles) };
+            if block + 1 == cut.blocks {
+                for i in 0..rows {
+                    // SAFETY: row `i` of the panel's sums, and tasks own disjoint parts of the result.
+                    unsafe {
+                        let sums = std::slice::from_raw_parts(c.add(i * c_stride), part.cols);
+                        sink.finish(isa, part.row + row + i, part.col, sums);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What a register kernel needs to run along a panel of rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiles {
+    /// Words of the shared dimension.
+    pub words: usize,
+    /// The packed left panel.
+    pub a: *const u32,
+    /// The packed right block.
+    pub b: *const u32,
+    /// Words from one right panel to the next.
+    pub panel: usize,
+    /// The sums.
+    pub c: *mut f32,
+    /// Elements from row to row of the sums.
+    pub c_stride: usize,
+    /// Columns, a multiple of the tile's.
+    pub columns: usize,
+    /// Whether the sums continue from what `c` holds.
+    pub add: bool,
+}
+
+/// # Safety
+/// `tiles` must address packed parts as this module's essay lays them out, and the CPU must have the rung's instructions.
+unsafe fn run_panel(rung: Rung, rows: usize, tiles: &Tiles) {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match rung {
+            Rung::Portable => super::fma::portable(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx2 => super::fma::avx2(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx512 => super::fma::avx512(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx512Bf16 => super::avx512_bf16::panel(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::AmxBf16 => super::amx::panel(rows, tiles),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => unreachable!("{rung:?} on another architecture"),
+        }
+    }
+}

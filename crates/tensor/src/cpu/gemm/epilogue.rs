@@ -1,0 +1,301 @@
+//! What happens to finished sums: bias, activation, residual, scaling, rounding, storing.
+//!
+//! A [`Sink`] is handed rows of `f32` sums that have just left the register kernel. It is the only part of a product that
+//! knows the result's type and shape in memory, so kernels store to scratch without tails and without reading the result.
+
+use super::{Accumulate, Activation, MatMut, MatRef};
+use crate::cpu::Isa;
+use crate::cpu::simd::Simd;
+use crate::dtype::Element;
+use crate::simd_fn;
+use std::marker::PhantomData;
+
+/// Receives the sums of a product.
+pub(super) trait Sink: Sync {
+    /// Whether sums start from [`Sink::seed`] instead of zero.
+    fn seeded(&self) -> bool {
+        false
+    }
+
+    /// The values from which the sums of `row`, columns from `col` on, start.
+    fn seed(&self, _row: usize, _col: usize, _sums: &mut [f32]) {}
+
+    /// Takes the finished sums of `row`, columns from `col` on.
+    ///
+    /// # Safety
+    /// No two calls at the same time may be for overlapping parts of a row, and the part must lie inside the result.
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]);
+}
+
+/// A result matrix that tasks write disjoint parts of.
+#[derive(Debug)]
+pub(super) struct Out<'a, T> {
+    data: *mut T,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+    _data: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: parts are handed out through `part`, whose contract is that they do not overlap.
+unsafe impl<T: Send> Sync for Out<'_, T> {}
+
+impl<'a, T> Out<'a, T> {
+    pub(super) fn new(m: MatMut<'a, T>) -> Self {
+        Out { data: m.data.as_mut_ptr(), rows: m.rows, cols: m.cols, stride: m.stride, _data: PhantomData }
+    }
+
+    /// `len` elements of a row.
+    ///
+    /// # Safety
+    /// No two parts that live at the same time may overlap.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn part(&self, row: usize, col: usize, len: usize) -> &mut [T] {
+        assert!(row < self.rows && col + len <= self.cols, "row {row}, columns {col}..{} of a result", col + len);
+        // SAFETY: inside the matrix by the assertion and `MatMut`'s own check; disjoint by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + col), len) }
+    }
+}
+
+/// `y = act(sum + bias) + residual`
+pub(super) struct Forward<'a, T, O> {
+    pub bias: Option<&'a [T]>,
+    pub activation: Activation,
+    pub pre_activation: Option<Out<'a, T>>,
+    pub residual: Option<MatRef<'a, T>>,
+    pub y: Out<'a, O>,
+}
+
+impl<T: Element, O: Element> Sink for Forward<'_, T, O> {
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        let bias = self.bias.map(|bias| &bias[col..col + len]);
+        // SAFETY: by this function's contract.
+        let pre = self.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
+        let residual = self.residual.map(|residual| &residual.row(row)[col..col + len]);
+        // SAFETY: by this function's contract.
+        let y = unsafe { self.y.part(row, col, len) };
+        forward_row::<T, O>(isa, sums, bias, self.activation, pre, residual, y);
+    }
+}
+
+/// `dx = sum act'(pre) [+ dx]`
+pub(super) struct InputGradient<'a, T> {
+    pub activation: Option<(Activation, MatRef<'a, T>)>,
+    pub accumulate: Accumulate,
+    pub dx: Out<'a, T>,
+}
+
+impl<T: Element> Sink for InputGradient<'_, T> {
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        let (activation, pre) = match &self.activation {
+            Some((activation, pre)) => (*activation, Some(&pre.row(row)[col..col + len])),
+            None => (Activation::None, None),
+        };
+        // SAFETY: by this function's contract.
+        let dx = unsafe { self.dx.part(row, col, len) };
+        input_gradient_row::<T>(isa, sums, activation, pre, self.accumulate, dx);
+    }
+}
+
+/// `dw = sum`, the sum having started from `dw` when accumulating.
+pub(super) struct WeightGradient<'a> {
+    pub accumulate: Accumulate,
+    pub dw: Out<'a, f32>,
+}
+
+impl Sink for WeightGradient<'_> {
+    fn seeded(&self) -> bool {
+        self.accumulate == Accumulate::Add
+    }
+
+    fn seed(&self, row: usize, col: usize, sums: &mut [f32]) {
+        // SAFETY: a task seeds its own part before it finishes it.
+        sums.copy_from_slice(unsafe { self.dw.part(row, col, sums.len()) });
+    }
+
+    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: &[f32]) {
+        // SAFETY: by this function's contract.
+        unsafe { self.dw.part(row, col, sums.len()) }.copy_from_slice(sums);
+    }
+}
+
+/// `c = alpha sum + beta c`
+pub(super) struct Scaled<'a, T> {
+    pub alpha: f32,
+    pub beta: f32,
+    pub c: Out<'a, T>,
+}
+
+impl<T: Element> Sink for Scaled<'_, T> {
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        // SAFETY: by this function's contract.
+        let c = unsafe { self.c.part(row, col, sums.len()) };
+        scaled_row::<T>(isa, sums, self.alpha, self.beta, c);
+    }
+}
+
+/// `x[j..]`, one vector of it or what is left.
+#[inline(always)]
+fn load<T: Element, S: Simd>(s: S, x: &[T], j: usize) -> S::F {
+    if x.len() - j >= S::LANES { T::load(s, &x[j..]) } else { T::load_partial(s, &x[j..], 0.0) }
+}
+
+/// To `y[j..]`, one vector or what is left of it.
+#[inline(always)]
+fn store<T: Element, S: Simd>(s: S, v: S::F, y: &mut [T], j: usize) {
+    if y.len() - j >= S::LANES { T::store(s, v, &mut y[j..]) } else { T::store_partial(s, v, &mut y[j..]) }
+}
+
+simd_fn! {
+    fn forward_row[T: Element, O: Element](
+        s: S,
+        sums: &[f32],
+        bias: Option<&[T]>,
+        activation: Activation,
+        pre: Option<&mut [T]>,
+        residual: Option<&[T]>,
+        y: &mut [O],
+    ) {
+        let mut pre = pre;
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = load(s, sums, j);
+            if let Some(bias) = bias {
+                v = s.add(v, load(s, bias, j));
+            }
+            if let Some(pre) = &mut pre {
+                store(s, v, pre, j);
+            }
+            v = activate(s, activation, v);
+            if let Some(residual) = residual {
+                v = s.add(v, load(s, residual, j));
+            }
+            store(s, v, y, j);
+            j += S::LANES;
+        }
+    }
+}
+
+simd_fn! {
+    fn input_gradient_row[T: Element](
+        s: S,
+        sums: &[f32],
+        activation: Activation,
+        pre: Option<&[T]>,
+        accumulate: Accumulate,
+        dx: &mut [T],
+    ) {
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = load(s, sums, j);
+            if let Some(pre) = pre {
+                v = s.mul(v, derivative(s, activation, load(s, pre, j)));
+            }
+            if accumulate == Accumulate::Add {
+                v = s.add(v, load(s, dx, j));
+            }
+            store(s, v, dx, j);
+            j += S::LANES;
+        }
+    }
+}
+
+simd_fn! {
+    fn scaled_row[T: Element](s: S, sums: &[f32], alpha: f32, beta: f32, c: &mut [T]) {
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = s.mul(s.splat(alpha), load(s, sums, j));
+            if beta != 0.0 {
+                v = s.fma(s.splat(beta), load(s, c, j), v);
+            }
+            store(s, v, c, j);
+            j += S::LANES;
+        }
+    }
+}
+
+simd_fn! {
+    /// `sums (+)= Σ_rows a` for a few columns: the sums stay in L1 while the rows pass.
+    pub(super) fn column_sums[T: Element](s: S, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
+        if accumulate == Accumulate::Overwrite {
+            sums.fill(0.0);
+        }
+        for i in 0..a.rows() {
+            let row = a.row(i);
+            let mut j = 0;
+            while j < row.len() {
+                let v = s.add(load(s, sums, j), load(s, row, j));
+                store(s, v, sums, j);
+                j += S::LANES;
+            }
+        }
+    }
+}
+
+/// `Φ(x)`, the normal distribution function, and `e^(-x²/2)`, which both the function and its derivative need.
+///
+/// Abramowitz and Stegun 7.1.26 for `erf`, absolute error below 1.5e-7.
+#[inline(always)]
+fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
+    let z = s.mul(s.abs(x), s.splat(std::f32::consts::FRAC_1_SQRT_2));
+    let t = s.div(s.splat(1.0), s.fma(s.splat(0.327_591_1), z, s.splat(1.0)));
+    let mut p = s.splat(1.061_405_4);
+    for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
+        p = s.fma(p, t, s.splat(c));
+    }
+    let e = s.exp(s.neg(s.mul(z, z)));
+    let tail = s.mul(s.splat(0.5), s.mul(s.mul(p, t), e));
+    let cdf = s.select(s.gt(x, s.splat(0.0)), s.sub(s.splat(1.0), tail), tail);
+    (cdf, e)
+}
+
+/// `√(2/π)`, of the tanh form of GELU.
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+/// The cubic coefficient of the same.
+const GELU_CUBIC: f32 = 0.044_715;
+
+/// The activation of each lane.
+#[inline(always)]
+pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
+    match activation {
+        Activation::None => x,
+        Activation::Relu => s.max(x, s.splat(0.0)),
+        Activation::Silu => s.mul(x, s.sigmoid(x)),
+        Activation::GeluExact => s.mul(x, normal(s, x).0),
+        Activation::GeluTanh => {
+            let cube = s.mul(s.mul(x, x), x);
+            let u = s.mul(s.splat(SQRT_2_OVER_PI), s.fma(s.splat(GELU_CUBIC), cube, x));
+            // (1 + tanh u) / 2 = sigmoid(2u)
+            s.mul(x, s.sigmoid(s.add(u, u)))
+        }
+    }
+}
+
+/// The derivative of the activation at each lane.
+#[inline(always)]
+pub(crate) fn derivative<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
+    let one = s.splat(1.0);
+    match activation {
+        Activation::None => one,
+        Activation::Relu => s.select(s.gt(x, s.splat(0.0)), one, s.splat(0.0)),
+        Activation::Silu => {
+            let sigmoid = s.sigmoid(x);
+            s.mul(sigmoid, s.fma(x, s.sub(one, sigmoid), one))
+        }
+        Activation::GeluExact => {
+            // Φ(x) + x φ(x), φ(x) = e^(-x²/2) / √(2π)
+            let (cdf, e) = normal(s, x);
+            s.fma(s.mul(x, s.splat(0.398_942_3)), e, cdf)
+        }
+        Activation::GeluTanh => {
+            // With g = sigmoid(2u): g + x g (1 - g) 2 du/dx, du/dx = √(2/π) (1 + 3 · 0.044715 x²).
+            let square = s.mul(x, x);
+            let u = s.mul(s.mul(s.splat(SQRT_2_OVER_PI), x), s.fma(s.splat(GELU_CUBIC), square, one));
+            let g = s.sigmoid(s.add(u, u));
+            let slope = s.mul(s.splat(2.0 * SQRT_2_OVER_PI), s.fma(s.splat(3.0 * GELU_CUBIC), square, one));
+            s.fma(s.mul(s.mul(x, g), s.sub(one, g)), slope, g)
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! Matrix products: the three forms that training a linear layer needs, and the plain product for everything else.
+//!
+//! | form | computes | reduces over |
+//! |---|---|---|
+//! | [`forward`] | `y = act(x wᵀ + b) + residual` | input features |
+//! | [`input_gradient`] | `dx = (dy w) ⊙ act'(pre)` | output features |
+//! | [`weight_gradient`] | `dw (+)= dyᵀ x`, `db (+)= Σ dy` | tokens |
+//! | [`matmul`], [`matmul_batched`] | `c = α op(a) op(b) + β c` | the shared dimension |
+//!
+//! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row stride, so a group of a
+//! tensor's columns is a matrix too. Sums are accumulated in `f32` whatever the storage type.
+//!
+//! **How.** A product is cut into blocks of rows and columns of the result, the tasks; a task walks the shared dimension in
+//! blocks, packs one block of the right operand so that it fills a quarter of the L2 cache, and streams panels of the left
+//! operand through it; one panel stays in L1 while a register kernel runs along it ([`driver`]). Packing absorbs the
+//! storage type, the transposition and the tails, so each rung of the ladder has one register kernel ([`fma`],
+//! [`avx512_bf16`], [`amx`]) and it never sees an edge. The epilogue ([`epilogue`]) is applied to rows of sums while they
+//! are still in L1 or L2. Products with a handful of rows (generation) take another way: [`vector`].
+//!
+//! **Same bits.** Each sum is one chain over the shared dimension in ascending order; blocks only interrupt it. The bits of a
+//! result therefore depend on the shapes and on the instruction set, not on the number of threads or the cut into tasks.
+//! [`weight_gradient`] with [`Accumulate::Add`] continues the chain from the stored value.
+//!
+//! Operands whose shapes disagree are a caller's bug and panic with both shapes; tensors check shapes before they get here.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16;
+mod driver;
+mod epilogue;
+mod fma;
+mod pack;
+mod vector;
+
+#[cfg(test)]
+mod tests;
+#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
+mod tile_emulator;
+
+pub use driver::{Rung, workspace_bytes};
+
+use crate::cpu::Cpu;
+use crate::cpu::threads::Shares;
+use crate::dtype::Element;
+use driver::{Operand, Right};
+use epilogue::{Forward, InputGradient, Out, Scaled, WeightGradient};
+use std::ops::Range;
+
+/// A row-major matrix: row `i` is `data[i * stride..][..cols]`.
+#[derive(Clone, Copy, Debug)]
+pub struct MatRef<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+/// A row-major matrix to write to.
+#[derive(Debug)]
+pub struct MatMut<'a, T> {
+    data: &'a mut [T],
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+#[track_caller]
+fn check_extent(len: usize, rows: usize, cols: usize, stride: usize) {
+    assert!(stride >= cols, "a row stride of {stride} elements for rows of {cols}");
+    let needed = if rows == 0 { 0 } else { (rows - 1) * stride + cols };
+    assert!(len >= needed, "{rows} rows of {cols} at stride {stride} need {needed} elements, there are {len}");
+}
+
+impl<'a, T> MatRef<'a, T> {
+    /// `rows` rows of `cols` elements, one after another.
+    #[track_caller]
+    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Self::with_stride(data, rows, cols, cols)
+    }
+
+    /// `rows` rows of `cols` elements that start `stride` elements apart.
+    #[track_caller]
+    pub fn with_stride(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
+        check_extent(data.len(), rows, cols, stride);
+        MatRef { data, rows, cols, stride }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Elements from the start of one row to the start of the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Row `i`.
+    pub fn row(&self, i: usize) -> &'a [T] {
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        &self.data[i * self.stride..][..self.cols]
+    }
+
+    /// The matrix of some of the rows.
+    #[track_caller]
+    pub fn row_range(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
+        let data = if range.is_empty() { &self.data[..0] } else { &self.data[range.start * self.stride..] };
+        Self::with_stride(data, range.len(), self.cols, self.stride)
+    }
+
+    /// The matrix of some of the columns.
+    #[track_caller]
+    pub fn col_range(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.cols, "columns {range:?} of {}", self.cols);
+        let data = if self.rows == 0 { self.data } else { &self.data[range.start..] };
+        Self::with_stride(data, self.rows, range.len(), self.stride)
+    }
+}
+
+impl<'a, T> MatMut<'a, T> {
+    /// `rows` rows of `cols` elements, one after another.
+    #[track_caller]
+    pub fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
+        Self::with_stride(data, rows, cols, cols)
+    }
+
+    /// `rows` rows of `cols` elements that start `stride` elements apart.
+    #[track_caller]
+    pub fn with_stride(data: &'a mut [T], rows: usize, cols: usize, stride: usize) -> Self {
+        check_extent(data.len(), rows, cols, stride);
+        MatMut { data, rows, cols, stride }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Elements from the start of one row to the start of the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The same matrix for reading.
+    pub fn as_ref(&self) -> MatRef<'_, T> {
+        MatRef { data: self.data, rows: self.rows, cols: self.cols, stride: self.stride }
+    }
+}
+
+/// The activation functions that a product applies to its result, or differentiates.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Activation {
+    /// The identity.
+    #[default]
+    None,
+    /// `max(x, 0)`
+    Relu,
+    /// `x / (1 + e^-x)`, also called swish.
+    Silu,
+    /// `x Φ(x)` with the normal distribution function `Φ` (Hendrycks and Gimpel, 2016).
+    GeluExact,
+    /// `x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`, the same paper's approximation, as in GPT-2.
+    GeluTanh,
+}
+
+/// Whether a result replaces or is added to what is there.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Accumulate {
+    /// The old values are not read.
+    #[default]
+    Overwrite,
+    /// The result is added to the old values.
+    Add,
+}
+
+/// Whether an operand of [`matmul`] is used as it lies or transposed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Transpose {
+    /// As it lies.
+    #[default]
+    No,
+    /// Transposed.
+    Yes,
+}
+
+/// A weight matrix `[out, in]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Weight<'a, T> {
+    /// The weights as stored.
+    pub plain: MatRef<'a, T>,
+}
+
+impl<'a, T> From<MatRef<'a, T>> for Weight<'a, T> {
+    fn from(plain: MatRef<'a, T>) -> Self {
+        Weight { plain }
+    }
+}
+
+/// What [`forward`] does with each sum before it is stored. All of it happens in `f32`, with one rounding at the end.
+#[derive(Debug)]
+pub struct Epilogue<'a, T> {
+    /// Added to each row; `[N]`.
+    pub bias: Option<&'a [T]>,
+    /// Applied after the bias.
+    pub activation: Activation,
+    /// Receives `x wᵀ + bias`, which the activation's backward needs; `[M, N]`.
+    pub pre_activation: Option<MatMut<'a, T>>,
+    /// Added after the activation; `[M, N]`.
+    pub residual: Option<MatRef<'a, T>>,
+}
+
+impl<T> Default for Epilogue<'_, T> {
+    fn default() -> Self {
+        Epilogue { bias: None, activation: Activation::None, pre_activation: None, residual: None }
+    }
+}
+
+/// What [`input_gradient`] does with each sum before it is stored.
+#[derive(Clone, Copy, Debug)]
+pub struct GradientEpilogue<'a, T> {
+    /// The activation that produced the layer's input, and its argument `[M, K]`: the sums are multiplied by the derivative.
+    pub activation: Option<(Activation, MatRef<'a, T>)>,
+    /// Whether the result is added to what `dx` holds.
+    pub accumulate: Accumulate,
+}
+
+impl<T> Default for GradientEpilogue<'_, T> {
+    fn default() -> Self {
+        GradientEpilogue { activation: None, accumulate: Accumulate::Overwrite }
+    }
+}
+
+#[track_caller]
+fn expect_shape(what: &str, found: (usize, usize), wanted: (usize, usize)) {
+    assert!(found == wanted, "{what} is {found:?}, the other operands make it {wanted:?}");
+}
+
+/// `y = act(x wᵀ + bias) + residual`: `x [M, K]`, `w [N, K]`, `y [M, N]`.
+///
+/// `y` may have another type than the operands: logits of a `bf16` model can be had in `f32`.
+pub fn forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: Weight<T>, epilogue: Epilogue<T>, y: MatMut<O>) {
+    let (m, k, n) = (x.rows, x.cols, w.plain.rows);
+    expect_shape("the weight", (n, w.plain.cols), (n, k));
+    expect_shape("the output", (y.rows, y.cols), (m, n));
+    if let Some(bias) = epilogue.bias {
+        assert!(bias.len() == n, "a bias of {} elements for {n} outputs", bias.len());
+    }
+    if let Some(pre) = &epilogue.pre_activation {
+        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, n));
+    }
+    if let Some(residual) = &epilogue.residual {
+        expect_shape("the residual", (residual.rows, residual.cols), (m, n));
+    }
+    let sink = Forward {
+        bias: epilogue.bias,
+        activation: epilogue.activation,
+        pre_activation: epilogue.pre_activation.map(Out::new),
+        residual: epilogue.residual,
+        y: Out::new(y),
+    };
+    if m <= vector::ROWS_MAX {
+        vector::product(cpu, x, w.plain, &sink);
+    } else {
+        driver::product(cpu, (m, n, k), Operand::rows(x), Right::Plain(Operand::rows(w.plain)), &sink);
+    }
+}
+
+/// `dx = (dy w) ⊙ act'(pre) [+ dx]`: `dy [M, N]`, `w [N, K]`, `dx [M, K]`.
+pub fn input_gradient<T: Element>(
+    cpu: &Cpu,
+    dy: MatRef<T>,
+    w: Weight<T>,
+    epilogue: GradientEpilogue<T>,
+    dx: MatMut<T>,
+) {
+    let (m, n, k) = (dy.rows, dy.cols, w.plain.cols);
+    expect_shape("the weight", (w.plain.rows, k), (n, k));
+    expect_shape("the input gradient", (dx.rows, dx.cols), (m, k));
+    if let Some((_, pre)) = &epilogue.activation {
+        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, k));
+    }
+    let sink = InputGradient { activation: epilogue.activation, accumulate: epilogue.accumulate, dx: Out::new(dx) };
+    driver::product(cpu, (m, k, n), Operand::rows(dy), Right::Plain(Operand::cols(w.plain)), &sink);
+}
+
+/// `dw (+)= dyᵀ x` and `bias_gradient (+)= Σ_rows dy`: `dy [M, N]`, `x [M, K]`, `dw [N, K]` contiguous, `bias_gradient [N]`.
+///
+/// With [`Accumulate::Add`] the sums continue from the stored values, so that a batch in two parts gives what the whole batch
+/// gives.
+pub fn weight_gradient<T: Element>(
+    cpu: &Cpu,
+    dy: MatRef<T>,
+    x: MatRef<T>,
+    dw: &mut [f32],
+    accumulate: Accumulate,
+    bias_gradient: Option<&mut [f32]>,
+) {
+    let (m, n, k) = (dy.rows, dy.cols, x.cols);
+    assert!(x.rows == m, "gradients of {m} tokens with inputs of {} tokens", x.rows);
+    assert!(dw.len() == n * k, "a weight gradient of {} elements, the operands make it {n} x {k}", dw.len());
+    if let Some(db) = bias_gradient {
+        assert!(db.len() == n, "a bias gradient of {} elements for {n} outputs", db.len());
+        column_sums(cpu, dy, accumulate, db);
+    }
+    let sink = WeightGradient { accumulate, dw: Out::new(MatMut::new(dw, n, k)) };
+    driver::product(cpu, (n, k, m), Operand::cols(dy), Right::Plain(Operand::cols(x)), &sink);
+}
+
+/// `sums (+)= Σ_rows a`, each column one chain over the rows in order.
+pub fn column_sums<T: Element>(cpu: &Cpu, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
+    assert!(sums.len() == a.cols, "{} sums for {} columns", sums.len(), a.cols);
+    // 128 columns are at least four whole cache lines of a row, and leave a GPT-2 layer six tasks or more.
+    const COLUMNS: usize = 128;
+    let (len, shares) = (sums.len(), Shares::new(sums));
+    cpu.threads.for_ranges(len, COLUMNS, |columns| {
+        // SAFETY: the ranges are disjoint.
+        let sums = unsafe { shares.part(columns.clone()) };
+        epilogue::column_sums(cpu.isa, a.col_range(columns), accumulate, sums);
+    });
+}
+
+/// `c = α op(a) op(b) + β c`; with `β = 0` the old values are not read.
+pub fn matmul<T: Element>(
+    cpu: &Cpu,
+    a: MatRef<T>,
+    transpose_a: Transpose,
+    b: MatRef<T>,
+    transpose_b: Transpose,
+    alpha: f32,
+    beta: f32,
+    c: MatMut<T>,
+) {
+    let (m, k, a) = match transpose_a {
+        Transpose::No => (a.rows, a.cols, Operand::rows(a)),
+        Transpose::Yes => (a.cols, a.rows, Operand::cols(a)),
+    };
+    let (kb, n, b) = match transpose_b {
+        Transpose::No => (b.rows, b.cols, Operand::cols(b)),
+        Transpose::Yes => (b.cols, b.rows, Operand::rows(b)),
+    };
+    assert!(k == kb, "a product of {m} x {k} and {kb} x {n}");
+    expect_shape("the result", (c.rows, c.cols), (m, n));
+    driver::product(cpu, (m, n, k), a, Right::Plain(b), &Scaled { alpha, beta, c: Out::new(c) });
+}
+
+/// A batch of matrices of one shape, `step` elements apart; a step of 0 repeats one matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a, T> {
+    /// The elements, from the first matrix's first on.
+    pub data: &'a [T],
+    /// Rows of each matrix.
+    pub rows: usize,
+    /// Columns of each matrix.
+    pub cols: usize,
+    /// Elements from row to row.
+    pub stride: usize,
+    /// Elements from matrix to matrix.
+    pub step: usize,
+}
+
+impl<'a, T> Batch<'a, T> {
+    /// Matrices without gaps.
+    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Batch { data, rows, cols, stride: cols, step: rows * cols }
+    }
+
+    fn matrix(&self, i: usize) -> MatRef<'a, T> {
+        MatRef::with_stride(&self.data[i * self.step..], self.rows, self.cols, self.stride)
+    }
+}
+
+/// `c[i] = α op(a[i]) op(b[i]) + β c[i]` for `count` matrices; `c` holds them contiguously.
+pub fn matmul_batched<T: Element>(
+    cpu: &Cpu,
+    count: usize,
+    a: Batch<T>,
+    transpose_a: Transpose,
+    b: Batch<T>,
+    transpose_b: Transpose,
+    alpha: f32,
+    beta: f32,
+    c: &mut [T],
+) {
+    let m = if transpose_a == Transpose::No { a.rows } else { a.cols };
+    let n = if transpose_b == Transpose::No { b.cols } else { b.rows };
+    assert!(c.len() == count * m * n, "{count} results of {m} x {n} in {} elements", c.len());
+    let shares = Shares::new(c);
+    let one = |i: usize| {
+        // SAFETY: the results are disjoint.
+        let c = unsafe { shares.part(i * m * n..(i + 1) * m * n) };
+        matmul(cpu, a.matrix(i), transpose_a, b.matrix(i), transpose_b, alpha, beta, MatMut::new(c, m, n));
+    };
+    // Whole products per thread when there are enough of them to go round, else each product on all threads.
+    if count >= 2 * cpu.threads.count() {
+        cpu.threads.for_each(count, one);
+    } else {
+        (0..count).for_each(one);
+    }
+}
