@@ -65,7 +65,10 @@ fn unsafe_code(source: &Source) -> Vec<Complaint> {
         if !allowed {
             let what = format!("unsafe code outside of {}: give it a safe function there", UNSAFE_CRATES.join(" and "));
             complaints.push(Complaint::new(source, number, what));
-        } else if needs_reason(&line.code) && !has_reason(&source.lines[..number]) {
+        } else if needs_reason(&line.code)
+            && !has_reason(&source.lines[..number])
+            && !fulfils_a_trait(&source.lines[..number])
+        {
             let what = format!("unsafe code without `SAFETY:` (or `# Safety`) in the {REASON_LINES} lines above it");
             complaints.push(Complaint::new(source, number, what));
         }
@@ -94,6 +97,22 @@ fn has_reason(lines: &[Line]) -> bool {
     let attached =
         lines.iter().rev().skip(1).take_while(|l| l.is_only_comment() || l.code.trim_start().starts_with("#["));
     near.chain(attached).any(gives_reason)
+}
+
+/// Whether the last of `lines` is a method in an `impl Trait for Type`: its contract is the trait's, and stands there.
+///
+/// Told by indentation, which rustfmt makes exact: the enclosing item begins at the nearest line further left that
+/// is no `where` clause.
+fn fulfils_a_trait(lines: &[Line]) -> bool {
+    let indent = |line: &Line| line.code.len() - line.code.trim_start().len();
+    let Some((last, above)) = lines.split_last() else { return false };
+    let encloses = |line: &&Line| {
+        let code = line.code.trim();
+        !code.is_empty() && indent(line) < indent(last) && !matches!(code, "{" | "where") && !code.starts_with(')')
+    };
+    let is_function = last.code.trim_start().trim_start_matches("pub ").starts_with("unsafe fn");
+    let opener = above.iter().rev().find(encloses).map(|line| line.code.trim_start().trim_start_matches("unsafe "));
+    is_function && opener.is_some_and(|code| code.starts_with("impl") && code.contains(" for "))
 }
 
 /// Invariant 1, first half: `program` knows no tensors, threads, files or clocks.
@@ -214,6 +233,23 @@ mod tests {
             "crates/tensor/src/b.rs",
             "unsafe impl Send for F {}\n",
             &["crates/tensor/src/b.rs:2: unsafe code without"],
+        );
+    }
+
+    #[test]
+    fn methods_of_a_trait_have_the_contract_of_the_trait() {
+        let method = "    unsafe fn f() {\n    }\n}\n";
+        let implementation = format!("impl<T> A for B<T>\nwhere\n    T: C,\n{{\n    fn e() {{}}\n\n{method}");
+        expect_in("crates/tensor/src/b.rs", &implementation, &[]);
+        expect_in(
+            "crates/tensor/src/b.rs",
+            &format!("impl B {{\n{method}"),
+            &["crates/tensor/src/b.rs:3: unsafe code without"],
+        );
+        expect_in(
+            "crates/tensor/src/b.rs",
+            &format!("trait B {{\n{method}"),
+            &["crates/tensor/src/b.rs:3: unsafe code without"],
         );
     }
 
