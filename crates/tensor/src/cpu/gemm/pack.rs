@@ -74,6 +74,9 @@ pub(super) unsafe fn right<T: Element>(
 }
 
 /// [`left`] into `f32` words, in plain Rust.
+///
+/// # Safety
+/// As [`left`].
 #[inline(always)]
 unsafe fn left_plain<T: Element>(src: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize, a: *mut u32) {
     let padded = depth.next_multiple_of(16);
@@ -97,6 +100,9 @@ unsafe fn left_plain<T: Element>(src: &Operand<T>, row: usize, rows: usize, k: u
 }
 
 /// [`right`] into panels of 8 `f32` words, in plain Rust.
+///
+/// # Safety
+/// As [`right`].
 #[inline(always)]
 unsafe fn right_plain<T: Element>(
     src: &Operand<T>,
@@ -144,6 +150,8 @@ mod x86 {
     use crate::dtype::DType;
     use std::arch::x86_64::*;
 
+    /// # Safety
+    /// As [`left`](super::left).
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) unsafe fn left_avx2<T: Element>(
         src: &Operand<T>,
@@ -157,6 +165,8 @@ mod x86 {
         unsafe { super::left_plain(src, row, rows, k, depth, a) }
     }
 
+    /// # Safety
+    /// As [`right`](super::right).
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) unsafe fn right_avx2<T: Element>(
         src: &Operand<T>,
@@ -178,6 +188,9 @@ mod x86 {
     }
 
     /// Up to 16 elements as `f32` words; zeros behind `n`.
+    ///
+    /// # Safety
+    /// `n` elements must be readable from `p`; the CPU must have the instructions.
     #[inline(always)]
     unsafe fn singles<T: Element>(p: *const T, n: usize) -> __m512i {
         let mask = first(n) as u16;
@@ -193,6 +206,9 @@ mod x86 {
     }
 
     /// Words from `n` elements along the shared index.
+    ///
+    /// # Safety
+    /// `n` elements must be readable from `p`; the CPU must have the instructions.
     #[inline(always)]
     unsafe fn along_k<T: Element, const PAIRS: bool>(p: *const T, n: usize) -> __m512i {
         // SAFETY: as in `singles`.
@@ -200,6 +216,9 @@ mod x86 {
     }
 
     /// A word row: `n` words along the outer index, from shared index `k` on, of which `depth` (at least 1) are left.
+    ///
+    /// # Safety
+    /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
     unsafe fn along_outer<T: Element, const PAIRS: bool>(
         src: &Operand<T>,
@@ -224,6 +243,9 @@ mod x86 {
     }
 
     /// Transposes 16 x 16 words: pairs of rows, pairs of pairs, then 128-bit quarters in two steps.
+    ///
+    /// # Safety
+    /// The CPU must have AVX-512.
     #[inline(always)]
     unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         // SAFETY: the caller has AVX-512.
@@ -257,6 +279,9 @@ mod x86 {
     }
 
     /// Reads 16 outer indices x 16 words along the shared index; lines behind the ends are zeros.
+    ///
+    /// # Safety
+    /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
     unsafe fn square_along_k<T: Element, const PAIRS: bool>(
         src: &Operand<T>,
@@ -278,6 +303,9 @@ mod x86 {
     }
 
     /// Reads 16 word rows x 16 outer indices; lines behind the ends are zeros.
+    ///
+    /// # Safety
+    /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
     unsafe fn square_along_outer<T: Element, const PAIRS: bool>(
         src: &Operand<T>,
@@ -299,6 +327,8 @@ mod x86 {
         }
     }
 
+    /// # Safety
+    /// As [`left`](super::left).
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
     pub(super) unsafe fn left<T: Element, const PAIRS: bool>(
         src: &Operand<T>,
@@ -335,6 +365,8 @@ mod x86 {
         }
     }
 
+    /// # Safety
+    /// As [`right`](super::right).
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
     pub(super) unsafe fn right<T: Element, const PAIRS: bool>(
         src: &Operand<T>,

@@ -71,6 +71,9 @@ const REGISTERS: [i32; 16] = [
 ];
 
 /// Executes the instruction at the instruction pointer if it is one of AMX's.
+///
+/// # Safety
+/// The instruction pointer must point at code; memory operands must be valid, as for the instruction itself.
 unsafe fn execute(state: &mut State, registers: &mut [i64; 23]) -> bool {
     let ip = registers[libc::REG_RIP as usize] as *const u8;
     // SAFETY: instructions are at most 15 bytes, of which only decoded ones are read; operands are the program's own.
