@@ -1,8 +1,20 @@
 //! The CPU device: an instruction set, a thread pool and the kernels.
 
+pub mod activation;
 pub mod attention;
+pub mod cast;
+pub mod dropout;
+pub mod elementwise;
+pub mod embedding;
 pub mod gemm;
 pub mod isa;
+pub mod loss;
+pub mod norm;
+pub mod optim;
+pub mod philox;
+pub mod reduce;
+pub mod rope;
+mod rows;
 pub mod simd;
 pub mod threads;
 

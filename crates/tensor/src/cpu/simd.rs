@@ -16,6 +16,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     /// A lane mask.
     type M: Copy;
+    /// As many `u32` lanes: for random bits and for taking floating-point numbers apart.
+    type U: Copy;
     /// Lanes of a vector; at most 16.
     const LANES: usize;
 
@@ -63,25 +65,59 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// The largest lane.
     fn reduce_max(self, a: Self::F) -> f32;
 
-    /// `-a`
+    /// All lanes `x`.
+    fn splat_u32(self, x: u32) -> Self::U;
+    /// `0, 1, 2, ...`
+    fn iota_u32(self) -> Self::U;
+    /// `a + b`, wrapping.
+    fn add_u32(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a - b`, wrapping.
+    fn sub_u32(self, a: Self::U, b: Self::U) -> Self::U;
+    /// The upper and the lower half of the 64-bit product `a * b`.
+    fn mul_wide_u32(self, a: Self::U, b: Self::U) -> (Self::U, Self::U);
+    /// `a & b`
+    fn and_u32(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a ^ b`
+    fn xor_u32(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a >> bits`, for `bits < 32`.
+    fn shr_u32(self, a: Self::U, bits: u32) -> Self::U;
+    /// `a << bits`, for `bits < 32`.
+    fn shl_u32(self, a: Self::U, bits: u32) -> Self::U;
+    /// `a > b` as signed numbers.
+    fn gt_i32(self, a: Self::U, b: Self::U) -> Self::M;
+    /// The signed numbers `a`, rounded to `f32`.
+    fn i32_to_f32(self, a: Self::U) -> Self::F;
+    /// The bits of `a`.
+    fn to_bits(self, a: Self::F) -> Self::U;
+    /// The numbers whose bits are `a`.
+    fn from_bits(self, a: Self::U) -> Self::F;
+
+    /// `-a`, by the sign bit: exact for zeros, infinities and NaN too.
     #[inline(always)]
     fn neg(self, a: Self::F) -> Self::F {
-        self.sub(self.splat(0.0), a)
+        self.from_bits(self.xor_u32(self.to_bits(a), self.splat_u32(0x8000_0000)))
     }
 
     /// `|a|`
     #[inline(always)]
     fn abs(self, a: Self::F) -> Self::F {
-        self.max(a, self.neg(a))
+        self.from_bits(self.and_u32(self.to_bits(a), self.splat_u32(0x7fff_ffff)))
     }
 
-    /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above.
+    /// `magnitude` with the sign of `sign`; the magnitude must not be negative.
+    #[inline(always)]
+    fn with_sign_of(self, magnitude: Self::F, sign: Self::F) -> Self::F {
+        let bit = self.and_u32(self.to_bits(sign), self.splat_u32(0x8000_0000));
+        self.from_bits(self.xor_u32(self.to_bits(magnitude), bit))
+    }
+
+    /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above; NaN stays NaN.
     ///
     /// Cody-Waite reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then the Taylor polynomial of degree 7, whose
     /// truncation error there is `r^8 / 8! < 5.2e-9`.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
-        // In this order of operands the clamps hand a NaN on.
+        // The constants come first because `min` and `max` return their second operand for NaN.
         let clamped = self.max(self.splat(-87.3), self.min(self.splat(88.02), x));
         let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
         let r = self.fma(n, self.splat(-0.693_359_4), clamped);
@@ -107,6 +143,107 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let (one, two) = (self.splat(1.0), self.splat(2.0));
         self.sub(one, self.div(two, self.add(self.exp(self.mul(two, x)), one)))
     }
+
+    /// The complementary error function, relative error below 1e-6 for `|x| < 9`, absolute below 2e-7 everywhere.
+    ///
+    /// `erfc |x| = t P(t) e^(-x^2)` with `t = 1 / (1 + |x|/2)`, the substitution of Hastings (1955). `P`, of degree 8, is
+    /// the least-maximum fit of `e^(x^2) erfc x` on `[0, 10]`, relative error 4.3e-8; the rest is the rounding of
+    /// `x^2` in the exponent, `x^2 2^-24`. For negative `x`, `erfc x = 2 - erfc |x|`.
+    #[inline(always)]
+    fn erfc(self, x: Self::F) -> Self::F {
+        const P: [f32; 9] = [
+            -0.059_069_216,
+            0.284_576_17,
+            -0.487_202_3,
+            0.278_069_8,
+            -0.026_627_386,
+            0.202_687_55,
+            0.243_103_6,
+            0.282_375_33,
+            0.282_086_42,
+        ];
+        let one = self.splat(1.0);
+        let magnitude = self.abs(x);
+        let t = self.div(one, self.fma(magnitude, self.splat(0.5), one));
+        let mut p = self.splat(P[0]);
+        for c in &P[1..] {
+            p = self.fma(p, t, self.splat(*c));
+        }
+        let gauss = self.exp(self.neg(self.mul(x, x)));
+        let y = self.mul(self.mul(t, p), gauss);
+        self.select(self.gt(self.splat(0.0), x), self.sub(self.splat(2.0), y), y)
+    }
+
+    /// The error function, absolute error below 2e-7.
+    #[inline(always)]
+    fn erf(self, x: Self::F) -> Self::F {
+        self.with_sign_of(self.sub(self.splat(1.0), self.erfc(self.abs(x))), x)
+    }
+
+    /// The natural logarithm, relative error below 3e-7 away from 1 and absolute below 1e-7 near it; `-inf` at zero, NaN
+    /// below, infinity at infinity.
+    ///
+    /// `x = 2^e m` with `m` in `[sqrt 1/2, sqrt 2)`; `ln m = 2 atanh z`, `z = (m - 1) / (m + 1)`, `|z| < 0.1716`, by its
+    /// series up to `z^9 / 9`: truncation `z^10 / 11 < 2.1e-9` relative. Subnormal numbers are scaled by `2^25` first.
+    /// Multiplications and additions are not fused, so that the bits are the same on every rung: random numbers
+    /// are made with this function.
+    #[inline(always)]
+    fn ln(self, x: Self::F) -> Self::F {
+        let (zero, one) = (self.splat(0.0), self.splat(1.0));
+        let small = self.gt(self.splat(f32::MIN_POSITIVE), x);
+        let scaled = self.select(small, self.mul(x, self.splat(33_554_432.0)), x);
+        let bits = self.to_bits(scaled);
+        // 0x3f35_04f3 is sqrt 1/2: what lies below it belongs to the exponent before. The bias keeps the shift unsigned.
+        let above = self.add_u32(self.sub_u32(bits, self.splat_u32(0x3f35_04f3)), self.splat_u32(0x4000_0000));
+        let exponent = self.sub_u32(self.shr_u32(above, 23), self.splat_u32(128));
+        let m = self.from_bits(self.sub_u32(bits, self.shl_u32(exponent, 23)));
+        let e = self.sub(self.i32_to_f32(exponent), self.select(small, self.splat(25.0), zero));
+        let z = self.div(self.sub(m, one), self.add(m, one));
+        let zz = self.mul(z, z);
+        let mut p = self.splat(2.0 / 9.0);
+        for c in [2.0 / 7.0, 2.0 / 5.0, 2.0 / 3.0] {
+            p = self.add(self.mul(p, zz), self.splat(c));
+        }
+        // 2z + z^3 p(z^2) + e ln 2, the logarithm of 2 in two parts, of which the first is short enough for e times it
+        // to be exact.
+        let series = self.add(self.mul(self.mul(z, zz), p), self.mul(e, self.splat(-2.121_944_4e-4)));
+        let y = self.add(self.add(series, self.add(z, z)), self.mul(e, self.splat(0.693_359_4)));
+        let y = self.select(self.gt(x, zero), y, self.splat(f32::NAN));
+        let y = self.select(self.gt(x, self.splat(f32::MAX)), self.splat(f32::INFINITY), y);
+        // Zero of either sign: neither above nor below zero and not NaN.
+        let not_zero = self.abs(x);
+        self.select(self.gt(self.splat(1e-45), not_zero), self.splat(f32::NEG_INFINITY), y)
+    }
+
+    /// `(cos, sin)` of `2 pi turns` for `turns` in `[-1, 1]`, absolute error below 2e-7.
+    ///
+    /// The nearest quarter turn is taken off, which leaves `|r| <= pi / 4`, where the Taylor polynomials of degree 9 and 10
+    /// are off by less than 2e-9. Not fused, as [`Simd::ln`].
+    #[inline(always)]
+    fn cos_sin_turns(self, turns: Self::F) -> (Self::F, Self::F) {
+        let quarters = self.round(self.mul(turns, self.splat(4.0)));
+        let rest = self.sub(turns, self.mul(quarters, self.splat(0.25)));
+        let r = self.mul(rest, self.splat(std::f32::consts::TAU));
+        let rr = self.mul(r, r);
+        let mut sin = self.splat(1.0 / 362_880.0);
+        for c in [-1.0 / 5040.0, 1.0 / 120.0, -1.0 / 6.0] {
+            sin = self.add(self.mul(sin, rr), self.splat(c));
+        }
+        let sin = self.add(self.mul(self.mul(sin, rr), r), r);
+        let mut cos = self.splat(-1.0 / 3_628_800.0);
+        for c in [1.0 / 40_320.0, -1.0 / 720.0, 1.0 / 24.0, -0.5, 1.0] {
+            cos = self.add(self.mul(cos, rr), self.splat(c));
+        }
+        // Whole turns off: q is in [-2, 2].
+        let whole = self.round(self.mul(quarters, self.splat(0.25)));
+        let q = self.sub(quarters, self.mul(whole, self.splat(4.0)));
+        let odd = self.gt(self.splat(0.5), self.abs(self.sub(self.abs(q), self.splat(1.0))));
+        let (c, s) = (self.select(odd, sin, cos), self.select(odd, cos, sin));
+        // q: -2 -> (-c, -s), -1 -> (s, -c), 0 -> (c, s), 1 -> (-s, c), 2 -> (-c, -s).
+        let cos_stays = self.gt(self.splat(1.0), self.abs(self.add(q, self.splat(0.5))));
+        let sin_stays = self.gt(self.splat(1.0), self.abs(self.sub(q, self.splat(0.5))));
+        (self.select(cos_stays, c, self.neg(c)), self.select(sin_stays, s, self.neg(s)))
+    }
 }
 
 /// Any CPU: eight lanes in an array, which compilers vectorise as far as the target allows.
@@ -123,6 +260,7 @@ fn zip(a: [f32; P], b: [f32; P], f: impl Fn(f32, f32) -> f32) -> [f32; P] {
 impl Simd for Portable {
     type F = [f32; P];
     type M = [bool; P];
+    type U = [u32; P];
     const LANES: usize = P;
 
     #[inline(always)]
@@ -213,6 +351,59 @@ impl Simd for Portable {
     fn reduce_max(self, a: Self::F) -> f32 {
         a.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
+    #[inline(always)]
+    fn splat_u32(self, x: u32) -> Self::U {
+        [x; P]
+    }
+    #[inline(always)]
+    fn iota_u32(self) -> Self::U {
+        std::array::from_fn(|i| i as u32)
+    }
+    #[inline(always)]
+    fn add_u32(self, a: Self::U, b: Self::U) -> Self::U {
+        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    fn sub_u32(self, a: Self::U, b: Self::U) -> Self::U {
+        std::array::from_fn(|i| a[i].wrapping_sub(b[i]))
+    }
+    #[inline(always)]
+    fn mul_wide_u32(self, a: Self::U, b: Self::U) -> (Self::U, Self::U) {
+        let wide: [u64; P] = std::array::from_fn(|i| u64::from(a[i]) * u64::from(b[i]));
+        (wide.map(|w| (w >> 32) as u32), wide.map(|w| w as u32))
+    }
+    #[inline(always)]
+    fn and_u32(self, a: Self::U, b: Self::U) -> Self::U {
+        std::array::from_fn(|i| a[i] & b[i])
+    }
+    #[inline(always)]
+    fn xor_u32(self, a: Self::U, b: Self::U) -> Self::U {
+        std::array::from_fn(|i| a[i] ^ b[i])
+    }
+    #[inline(always)]
+    fn shr_u32(self, a: Self::U, bits: u32) -> Self::U {
+        a.map(|a| a >> bits)
+    }
+    #[inline(always)]
+    fn shl_u32(self, a: Self::U, bits: u32) -> Self::U {
+        a.map(|a| a << bits)
+    }
+    #[inline(always)]
+    fn gt_i32(self, a: Self::U, b: Self::U) -> Self::M {
+        std::array::from_fn(|i| a[i].cast_signed() > b[i].cast_signed())
+    }
+    #[inline(always)]
+    fn i32_to_f32(self, a: Self::U) -> Self::F {
+        a.map(|a| a.cast_signed() as f32)
+    }
+    #[inline(always)]
+    fn to_bits(self, a: Self::F) -> Self::U {
+        a.map(f32::to_bits)
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::U) -> Self::F {
+        a.map(f32::from_bits)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -264,6 +455,7 @@ mod x86 {
     impl Simd for Avx2 {
         type F = __m256;
         type M = __m256;
+        type U = __m256i;
         const LANES: usize = 8;
 
         lanes! {
@@ -314,12 +506,32 @@ mod x86 {
                 let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
                 _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
             }
+            splat_u32(x: u32) -> __m256i { _mm256_set1_epi32(x.cast_signed()) }
+            iota_u32() -> __m256i { _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7) }
+            add_u32(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+            sub_u32(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
+            mul_wide_u32(a: __m256i, b: __m256i) -> (__m256i, __m256i) {
+                // The multiplier takes even lanes; odd ones are shifted into their place.
+                let even = _mm256_mul_epu32(a, b);
+                let odd = _mm256_mul_epu32(_mm256_srli_epi64::<32>(a), _mm256_srli_epi64::<32>(b));
+                let high = _mm256_blend_epi32::<0b1010_1010>(_mm256_srli_epi64::<32>(even), odd);
+                (high, _mm256_blend_epi32::<0b1010_1010>(even, _mm256_slli_epi64::<32>(odd)))
+            }
+            and_u32(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
+            xor_u32(a: __m256i, b: __m256i) -> __m256i { _mm256_xor_si256(a, b) }
+            shr_u32(a: __m256i, bits: u32) -> __m256i { _mm256_srlv_epi32(a, _mm256_set1_epi32(bits.cast_signed())) }
+            shl_u32(a: __m256i, bits: u32) -> __m256i { _mm256_sllv_epi32(a, _mm256_set1_epi32(bits.cast_signed())) }
+            gt_i32(a: __m256i, b: __m256i) -> __m256 { _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b)) }
+            i32_to_f32(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
+            to_bits(a: __m256) -> __m256i { _mm256_castps_si256(a) }
+            from_bits(a: __m256i) -> __m256 { _mm256_castsi256_ps(a) }
         }
     }
 
     impl Simd for Avx512 {
         type F = __m512;
         type M = __mmask16;
+        type U = __m512i;
         const LANES: usize = 16;
 
         lanes! {
@@ -360,6 +572,24 @@ mod x86 {
             select(mask: __mmask16, a: __m512, b: __m512) -> __m512 { _mm512_mask_blend_ps(mask, b, a) }
             reduce_sum(a: __m512) -> f32 { _mm512_reduce_add_ps(a) }
             reduce_max(a: __m512) -> f32 { _mm512_reduce_max_ps(a) }
+            splat_u32(x: u32) -> __m512i { _mm512_set1_epi32(x.cast_signed()) }
+            iota_u32() -> __m512i { _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) }
+            add_u32(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+            sub_u32(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
+            mul_wide_u32(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
+                let even = _mm512_mul_epu32(a, b);
+                let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(a), _mm512_srli_epi64::<32>(b));
+                let high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64::<32>(even), odd);
+                (high, _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64::<32>(odd)))
+            }
+            and_u32(a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
+            xor_u32(a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
+            shr_u32(a: __m512i, bits: u32) -> __m512i { _mm512_srlv_epi32(a, _mm512_set1_epi32(bits.cast_signed())) }
+            shl_u32(a: __m512i, bits: u32) -> __m512i { _mm512_sllv_epi32(a, _mm512_set1_epi32(bits.cast_signed())) }
+            gt_i32(a: __m512i, b: __m512i) -> __mmask16 { _mm512_cmpgt_epi32_mask(a, b) }
+            i32_to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
+            to_bits(a: __m512) -> __m512i { _mm512_castps_si512(a) }
+            from_bits(a: __m512i) -> __m512 { _mm512_castsi512_ps(a) }
         }
     }
 }

@@ -1,4 +1,9 @@
 //! Naive scalar oracles, one file per kernel family: slow, short and kept for ever.
 
+pub mod activation;
 pub mod attention;
+pub mod loss;
 pub mod matmul;
+pub mod norm;
+pub mod optim;
+pub mod random;

@@ -1,0 +1,208 @@
+//! Softmax cross-entropy over rows of logits, fused.
+//!
+//! The loss of a row is `lse - x[target]`, `lse = log sum exp x`; its gradient is `softmax(x) - onehot(target)`. The
+//! gradient is written over the logits, which are needed no more. `lse` is made in one pass: a row is walked in blocks
+//! that stay in the first-level cache, the sum being rescaled when a block holds a new maximum (Milakov & Gimelshein 2018).
+//! Traffic: logits in (forward), in and out (backward); about 20 FLOPs an element each way.
+//!
+//! Rows whose target is [`IGNORE`] have loss 0 and gradient 0. Label smoothing and z-loss are not offered.
+//! A NaN among the logits makes the row's loss NaN.
+
+use crate::cpu::Cpu;
+use crate::cpu::embedding::IndexError;
+use crate::cpu::rows::{for_rows, largest, load_at, store_at, total};
+use crate::cpu::simd::Simd;
+use crate::cpu::threads::Shares;
+use crate::dtype::Element;
+use crate::simd_fn;
+
+/// The target of a row that does not count (Hugging Face's and PyTorch's value).
+pub const IGNORE: i32 = -100;
+
+/// Elements whose maximum is found before they are exponentiated: 4 to 8 KiB.
+const BLOCK: usize = 2048;
+
+/// Checks that every target is in `0..vocab` or [`IGNORE`]; returns how many count.
+pub fn check_targets(targets: &[i32], vocab: usize) -> Result<usize, IndexError> {
+    let outside = |target: &i32| *target != IGNORE && (*target < 0 || *target as usize >= vocab);
+    match targets.iter().position(outside) {
+        None => Ok(targets.iter().filter(|target| **target != IGNORE).count()),
+        Some(entry) => Err(IndexError { what: "target", index: targets[entry], entry, limit: vocab }),
+    }
+}
+
+/// What is known of rows of logits: one number a row in each.
+#[derive(Debug)]
+pub struct RowLosses<'a> {
+    /// `lse - x[target]`, 0 where ignored.
+    pub loss: &'a mut [f32],
+    /// The logarithm of the sum of exponentials.
+    pub lse: &'a mut [f32],
+    /// 1 where no logit is larger than the target's, else 0.
+    pub hit: Option<&'a mut [u32]>,
+}
+
+impl RowLosses<'_> {
+    fn check(&self, rows: usize) {
+        assert_eq!((self.loss.len(), self.lse.len()), (rows, rows), "lengths of loss and lse");
+        assert_eq!(self.hit.as_ref().map_or(rows, |hit| hit.len()), rows, "length of hit");
+    }
+}
+
+fn rows_of(len: usize, vocab: usize, rows: usize) {
+    assert!(vocab > 0, "cross-entropy over no classes");
+    assert_eq!(len, rows * vocab, "{rows} targets for {len} logits of {vocab} classes");
+}
+
+/// Losses of `logits` `[targets.len(), vocab]`.
+///
+/// # Errors
+/// When a target is neither a class nor [`IGNORE`].
+///
+/// # Panics
+/// When the lengths disagree, here and below.
+pub fn cross_entropy<T: Element>(
+    cpu: &Cpu,
+    vocab: usize,
+    logits: &[T],
+    targets: &[i32],
+    out: RowLosses<'_>,
+) -> Result<(), IndexError> {
+    rows_of(logits.len(), vocab, targets.len());
+    check_targets(targets, vocab)?;
+    out.check(targets.len());
+    let (loss, lse, hit) = (Shares::new(out.loss), Shares::new(out.lse), out.hit.map(Shares::new));
+    for_rows(cpu, targets.len(), vocab * size_of::<T>(), |range| {
+        // SAFETY: the ranges of a region do not overlap.
+        let (loss, lse) = unsafe { (loss.part(range.clone()), lse.part(range.clone())) };
+        // SAFETY: as above.
+        let hit = hit.as_ref().map(|hit| unsafe { hit.part(range.clone()) });
+        let logits = &logits[range.start * vocab..range.end * vocab];
+        stats_of_rows(cpu.isa, vocab, logits, &targets[range], RowLosses { loss, lse, hit });
+    });
+    Ok(())
+}
+
+/// Turns `logits` into `(softmax - onehot) * scale` given their `lse`; rows that are ignored become 0.
+///
+/// # Errors
+/// When a target is neither a class nor [`IGNORE`]; the logits are as before then.
+pub fn cross_entropy_backward<T: Element>(
+    cpu: &Cpu,
+    vocab: usize,
+    logits: &mut [T],
+    targets: &[i32],
+    lse: &[f32],
+    scale: f32,
+) -> Result<(), IndexError> {
+    rows_of(logits.len(), vocab, targets.len());
+    check_targets(targets, vocab)?;
+    assert_eq!(lse.len(), targets.len(), "length of lse");
+    let logits = Shares::new(logits);
+    for_rows(cpu, targets.len(), 2 * vocab * size_of::<T>(), |range| {
+        // SAFETY: the ranges of a region do not overlap.
+        let logits = unsafe { logits.part(range.start * vocab..range.end * vocab) };
+        gradient_of_rows(cpu.isa, vocab, logits, &targets[range.clone()], &lse[range], scale);
+    });
+    Ok(())
+}
+
+/// [`cross_entropy`] and [`cross_entropy_backward`] in one pass over memory: the losses, and `logits` turned into
+/// their gradient.
+///
+/// # Errors
+/// When a target is neither a class nor [`IGNORE`]; the logits are as before then.
+pub fn cross_entropy_in_place<T: Element>(
+    cpu: &Cpu,
+    vocab: usize,
+    logits: &mut [T],
+    targets: &[i32],
+    scale: f32,
+    out: RowLosses<'_>,
+) -> Result<(), IndexError> {
+    rows_of(logits.len(), vocab, targets.len());
+    check_targets(targets, vocab)?;
+    out.check(targets.len());
+    let (loss, lse, hit) = (Shares::new(out.loss), Shares::new(out.lse), out.hit.map(Shares::new));
+    let logits = Shares::new(logits);
+    for_rows(cpu, targets.len(), 2 * vocab * size_of::<T>(), |range| {
+        for row in range {
+            // SAFETY: every row belongs to one range.
+            let (loss, lse) = unsafe { (loss.part(row..row + 1), lse.part(row..row + 1)) };
+            // SAFETY: as above.
+            let hit = hit.as_ref().map(|hit| unsafe { hit.part(row..row + 1) });
+            // SAFETY: as above.
+            let logits = unsafe { logits.part(row * vocab..(row + 1) * vocab) };
+            let target = &targets[row..row + 1];
+            stats_of_rows(cpu.isa, vocab, logits, target, RowLosses { loss, lse: &mut *lse, hit });
+            gradient_of_rows(cpu.isa, vocab, logits, target, lse, scale);
+        }
+    });
+    Ok(())
+}
+
+/// The largest of `x` and the logarithm of the sum of exponentials.
+#[inline(always)]
+pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
+    let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f32);
+    for block in x.chunks(BLOCK) {
+        let larger = largest(s, block).max(max);
+        if larger > max {
+            sum *= (max - larger).exp();
+            max = larger;
+        }
+        let m = s.splat(max);
+        let mut acc = [s.splat(0.0); 4];
+        let mut i = 0;
+        while i < block.len() {
+            for (k, acc) in acc.iter_mut().enumerate() {
+                let v = load_at(s, block, i + k * S::LANES, f32::NEG_INFINITY);
+                *acc = s.add(*acc, s.exp(s.sub(v, m)));
+            }
+            i += 4 * S::LANES;
+        }
+        sum += total(s, acc);
+    }
+    (max, max + sum.ln())
+}
+
+simd_fn! {
+    fn stats_of_rows[T: Element](s: S, vocab: usize, logits: &[T], targets: &[i32], out: RowLosses<'_>) {
+        let mut out = out;
+        for (row, (x, target)) in logits.chunks_exact(vocab).zip(targets).enumerate() {
+            let (max, lse) = max_and_lse(s, x);
+            out.lse[row] = lse;
+            let (loss, hit) = match *target {
+                IGNORE => (0.0, 0),
+                target => {
+                    let logit = x[target as usize].to_f32();
+                    (lse - logit, u32::from(logit >= max))
+                }
+            };
+            out.loss[row] = loss;
+            if let Some(hits) = out.hit.as_deref_mut() {
+                hits[row] = hit;
+            }
+        }
+    }
+}
+
+simd_fn! {
+    fn gradient_of_rows[T: Element](s: S, vocab: usize, logits: &mut [T], targets: &[i32], lse: &[f32], scale: f32) {
+        for (x, (target, lse)) in logits.chunks_exact_mut(vocab).zip(targets.iter().zip(lse)) {
+            if *target == IGNORE {
+                x.fill(T::default());
+                continue;
+            }
+            let target = *target as usize;
+            let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
+            let (shift, factor) = (s.splat(*lse), s.splat(scale));
+            let mut i = 0;
+            while i < x.len() {
+                store_at(s, s.mul(s.exp(s.sub(load_at(s, x, i, 0.0), shift)), factor), x, i);
+                i += S::LANES;
+            }
+            x[target] = T::from_f32(at_target);
+        }
+    }
+}

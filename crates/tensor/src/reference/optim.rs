@@ -1,0 +1,85 @@
+//! Optimizer steps on `f64`, one parameter at a time where they allow it.
+
+use crate::cpu::optim::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
+
+/// AdamW; updates weights and moments.
+pub fn adamw(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &mut [f64]) {
+    let (b1, b2) = (f64::from(h.beta1), f64::from(h.beta2));
+    let (lr, eps, decay) = (f64::from(h.lr), f64::from(h.eps), f64::from(h.weight_decay));
+    for i in 0..p.len() {
+        m[i] = b1 * m[i] + (1.0 - b1) * g[i];
+        v[i] = b2 * v[i] + (1.0 - b2) * g[i] * g[i];
+        let (m, v) = (m[i] / (1.0 - b1.powf(step as f64)), v[i] / (1.0 - b2.powf(step as f64)));
+        p[i] = p[i] * (1.0 - lr * decay) - lr * m / (v.sqrt() + eps);
+    }
+}
+
+/// SGD with momentum.
+pub fn sgd(h: Sgd, p: &mut [f64], g: &[f64], m: &mut [f64]) {
+    let (lr, mu, decay) = (f64::from(h.lr), f64::from(h.momentum), f64::from(h.weight_decay));
+    for i in 0..p.len() {
+        let mut g = g[i];
+        match h.decay {
+            Decay::Coupled => g += decay * p[i],
+            Decay::Decoupled => p[i] *= 1.0 - lr * decay,
+        }
+        m[i] = mu * m[i] + g;
+        p[i] -= lr * if h.nesterov { g + mu * m[i] } else { m[i] };
+    }
+}
+
+/// Lion.
+pub fn lion(h: Lion, p: &mut [f64], g: &[f64], m: &mut [f64]) {
+    let (lr, b1, b2, decay) = (f64::from(h.lr), f64::from(h.beta1), f64::from(h.beta2), f64::from(h.weight_decay));
+    for i in 0..p.len() {
+        let direction = b1 * m[i] + (1.0 - b1) * g[i];
+        let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
+        p[i] = p[i] * (1.0 - lr * decay) - lr * sign;
+        m[i] = b2 * m[i] + (1.0 - b2) * g[i];
+    }
+}
+
+fn mean_square(x: &[f64]) -> f64 {
+    x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64
+}
+
+fn adafactor_apply(h: Adafactor, step: u64, p: &mut [f64], update: &[f64]) {
+    let lr = f64::from(h.lr);
+    let clip = (mean_square(update).sqrt() / f64::from(h.clip_threshold)).max(1.0);
+    let alpha = match h.step_size {
+        StepSize::Absolute => lr,
+        StepSize::Relative => mean_square(p).sqrt().max(f64::from(h.eps2)) * lr.min(1.0 / (step as f64).sqrt()),
+    };
+    for (p, u) in p.iter_mut().zip(update) {
+        *p = *p * (1.0 - lr * f64::from(h.weight_decay)) - alpha * u / clip;
+    }
+}
+
+/// Adafactor for a matrix `[r.len(), c.len()]`.
+pub fn adafactor_matrix(h: Adafactor, step: u64, p: &mut [f64], g: &[f64], r: &mut [f64], c: &mut [f64]) {
+    let (rows, columns) = (r.len(), c.len());
+    let beta2 = 1.0 - (step as f64).powf(f64::from(h.beta2_decay));
+    let square = |i: usize, j: usize| g[i * columns + j].powi(2) + f64::from(h.eps1);
+    for i in 0..rows {
+        let mean = (0..columns).map(|j| square(i, j)).sum::<f64>() / columns as f64;
+        r[i] = beta2 * r[i] + (1.0 - beta2) * mean;
+    }
+    for j in 0..columns {
+        let mean = (0..rows).map(|i| square(i, j)).sum::<f64>() / rows as f64;
+        c[j] = beta2 * c[j] + (1.0 - beta2) * mean;
+    }
+    let mean_r = r.iter().sum::<f64>() / rows as f64;
+    let update: Vec<f64> =
+        (0..rows * columns).map(|k| g[k] / (r[k / columns] * c[k % columns] / mean_r).sqrt()).collect();
+    adafactor_apply(h, step, p, &update);
+}
+
+/// Adafactor for what is no matrix.
+pub fn adafactor_vector(h: Adafactor, step: u64, p: &mut [f64], g: &[f64], v: &mut [f64]) {
+    let beta2 = 1.0 - (step as f64).powf(f64::from(h.beta2_decay));
+    for (v, g) in v.iter_mut().zip(g) {
+        *v = beta2 * *v + (1.0 - beta2) * (g * g + f64::from(h.eps1));
+    }
+    let update: Vec<f64> = g.iter().zip(&*v).map(|(g, v)| g / v.sqrt()).collect();
+    adafactor_apply(h, step, p, &update);
+}
