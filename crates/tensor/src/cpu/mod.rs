@@ -1,6 +1,8 @@
 //! The CPU device: an instruction set, a thread pool and the kernels.
 
 pub mod activation;
+#[cfg(target_arch = "x86_64")]
+pub mod amx;
 pub mod attention;
 pub mod cast;
 pub mod dropout;

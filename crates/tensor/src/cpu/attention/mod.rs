@@ -21,6 +21,8 @@
 //!
 //! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of scores returned to the caller.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod backward;
 mod forward;
 mod plan;
@@ -200,6 +202,10 @@ fn on_tiles(isa: Isa, dtype: DType) -> bool {
 /// not grow with the length beyond a few hundred rows.
 pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
     let _ = segment_max;
+    #[cfg(target_arch = "x86_64")]
+    if on_tiles(isa, dtype) {
+        return 4 * amx::forward_floats(spec);
+    }
     let _ = (isa, dtype);
     4 * forward::floats(spec)
 }
@@ -207,6 +213,10 @@ pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_m
 /// Bytes of workspace that each thread keeps for [`backward`] with segments of up to `segment_max` tokens: linear in it,
 /// for the f32 sums of dK and dV of one head.
 pub fn workspace_backward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if on_tiles(isa, dtype) {
+        return 4 * amx::backward_floats(spec, segment_max);
+    }
     let _ = (isa, dtype);
     4 * backward::floats(spec, segment_max)
 }
@@ -307,6 +317,12 @@ pub fn forward_cross<T: Element>(
         return Err(AttentionError::SegmentCount { queries: cu_q.len() - 1, keys: cu_k.len() - 1 });
     }
     let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(lse) };
+    #[cfg(target_arch = "x86_64")]
+    if on_tiles(cpu.isa, T::DTYPE) {
+        let tasks = plan::tasks(spec, cu_q, cu_k, amx::CHUNK, amx::UNIT);
+        cpu.threads.for_each(tasks.len(), |task| amx::forward(&job, &tasks[task]));
+        return Ok(());
+    }
     let tasks = plan::tasks(spec, cu_q, cu_k, vector::QUERIES, vector::QUERIES);
     cpu.threads.for_each(tasks.len(), |task| forward::task(&job, &tasks[task]));
     Ok(())
@@ -354,6 +370,11 @@ pub fn backward<T: Element>(
     check_segments("cu_seqlens", cu_seqlens, tokens)?;
     let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv };
     let tasks = plan::tasks(spec, cu_seqlens, cu_seqlens, usize::MAX / 2, 1);
+    #[cfg(target_arch = "x86_64")]
+    if on_tiles(cpu.isa, T::DTYPE) {
+        cpu.threads.for_each(tasks.len(), |task| amx::backward(&job, &tasks[task]));
+        return Ok(());
+    }
     cpu.threads.for_each(tasks.len(), |task| backward::task(&job, &tasks[task]));
     Ok(())
 }

@@ -5,6 +5,7 @@
 //! by cutting it along columns, which keeps them disjoint without an unsafe word at the caller.
 
 use super::AttentionError;
+use crate::dtype::Scalar;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -69,6 +70,15 @@ impl<'a, T> Rows<'a, T> {
     /// Elements from one row's start to the next one's.
     pub fn stride(&self) -> usize {
         self.stride
+    }
+
+    /// The same elements as the same type by another name; panics when the types differ.
+    pub(super) fn cast<U: Scalar>(self) -> Rows<'a, U>
+    where
+        T: Scalar,
+    {
+        assert_eq!(T::DTYPE, U::DTYPE);
+        Rows { data: bytemuck::cast_slice(self.data), rows: self.rows, cols: self.cols, stride: self.stride }
     }
 
     /// The first `rows` rows.

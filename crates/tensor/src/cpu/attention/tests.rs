@@ -44,12 +44,14 @@ struct Tolerance {
 impl Tolerance {
     /// Forward, and dV: the probabilities' error. With `u` the f32 roundoff: a score is a sum of `d` products, scaled and
     /// shifted, which errs by `(d + 4) u` of its magnitude, and so, relatively, does its exponential; the exponential itself
-    /// errs by 4e-7 (tested with the lane vectors); the normaliser and the sum over `n` keys by `n u` and the same again.
+    /// errs by 4e-7 (tested with the lane vectors), on tiles by 2.6e-6 and its rounding; the normaliser and the sum over `n` keys by `n u` and the same again.
     /// Tiles round probabilities to bf16 besides.
     fn of(isa: Isa, dtype: DType, spec: &AttentionSpec, score: f64, keys: usize) -> Tolerance {
         let u = unit(DType::F32);
-        let probability = 2.0 * ((spec.head_dim as f64 + 4.0) * u * score + 4e-7) + (2 * keys + 4) as f64 * u;
-        let tiles = if on_tiles(isa, dtype) { unit(DType::BF16) } else { 0.0 };
+        let tiles = on_tiles(isa, dtype);
+        let exponential = if tiles { 3e-6 } else { 4e-7 };
+        let probability = 2.0 * ((spec.head_dim as f64 + 4.0) * u * score + exponential) + (2 * keys + 4) as f64 * u;
+        let tiles = if tiles { unit(DType::BF16) } else { 0.0 };
         Tolerance { terms: probability + tiles, stored: unit(dtype) }
     }
 

@@ -93,7 +93,7 @@ simd_fn! {
                 i += 1;
             }
         }
-        debug_assert!(n % LANES_MAX == 0);
+        debug_assert!(n.is_multiple_of(LANES_MAX));
         let wide = if S::LANES == 16 { 4 * S::LANES } else { 2 * S::LANES };
         let mut j = 0;
         while j + wide <= n {

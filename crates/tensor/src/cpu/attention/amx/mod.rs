@@ -1,0 +1,124 @@
+//! The tile form, for bf16 operands on AMX: every product on tiles, everything between them in AVX-512.
+//!
+//! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head): a product of two units is two by two tiles
+//! ([`Tiles::quad`](crate::cpu::amx::Tiles::quad)). Operands are packed once per task into tiles without gaps; where a pack holds units of rows and of
+//! columns, pair `(row unit r, column unit c)` of a head of `D` column units is pair `r * D + c`.
+//!
+//! | pack | tile contents | used as |
+//! |---|---|---|
+//! | rows | 16 rows of 32 columns | left factor X |
+//! | dwords | the same, transposed by pairs of columns | right factor X^T |
+//! | pairs | 16 pairs of rows, interleaved, of 16 columns | right factor X |
+//! | columns | 16 columns of 32 rows | left factor X^T |
+//!
+//! Scores are made transposed, `S^T = K Q^T`, so that a lane is a query: maxima, sums and masks are elementwise. Rows and
+//! columns beyond the ends are packed as zeros. bf16 products are exact in f32; sums are f32 in the order of the hardware.
+
+mod backward;
+mod forward;
+mod pack;
+
+pub(super) use backward::{floats as backward_floats, task as backward};
+pub(super) use forward::{floats as forward_floats, task as forward};
+
+use super::plan::Segment;
+use super::{AttentionSpec, Rows};
+use crate::dtype::{Scalar, bf16};
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// Rows or columns of a unit.
+pub(super) const UNIT: usize = 32;
+/// Query rows of a forward task, counted over the heads of a group: packing 512 keys is then some 5 % of the work on them,
+/// and O^T, Q^T and the packs of [`SUPER`] keys stay within half of the 2 MiB of L2 that every AMX core has, up to heads of 128.
+pub(super) const CHUNK: usize = 512;
+/// Key units packed at a time: 512 keys.
+const SUPER: usize = 16;
+/// Bytes of a pair of tiles.
+const PAIR: usize = 2048;
+/// Floats of two by two tiles of sums.
+const QUAD: usize = 1024;
+
+/// log2 e, for exponentials as powers of two.
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln 2.
+const LN_2: f32 = std::f32::consts::LN_2;
+
+/// Units that hold `len` rows or columns.
+const fn units(len: usize) -> usize {
+    len.div_ceil(UNIT)
+}
+
+/// `x`, whose elements are known to be bf16, as such.
+fn as_bf16<T: Scalar>(x: Rows<'_, T>) -> Rows<'_, bf16> {
+    x.cast()
+}
+
+/// `2^x` of each lane for `x <= 0` (and a little above), relative error 2.6e-6; 0 far below; NaN stays NaN.
+///
+/// `2^x = 2^floor(x) 2^(x - floor(x))`; the second factor is the minimax polynomial of degree 4 on `[0, 1)` in relative error,
+/// found by Remez' exchange. Its error is 1/1500 of what rounding a probability to bf16 makes.
+#[target_feature(enable = "avx512f,avx512dq")]
+#[inline]
+fn exp2(x: __m512) -> __m512 {
+    // Round down (1), suppress exceptions (8), keep 0 fraction bits: x - floor(x).
+    let f = _mm512_reduce_ps::<0x09>(x);
+    let mut p = _mm512_set1_ps(0.013_534_168);
+    for c in [0.052_011_46, 0.241_442_76, 0.693_003_83, 1.000_002_6] {
+        p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    }
+    // Multiplies by 2^floor(x).
+    _mm512_scalef_ps(p, x)
+}
+
+/// Two vectors rounded to bf16: words 0 to 15 are `low`, 16 to 31 `high`.
+#[target_feature(enable = "avx512f,avx512bf16")]
+#[inline]
+fn round_pair(low: __m512, high: __m512) -> __m512i {
+    let pair: __m512bh = _mm512_cvtne2ps_pbh(high, low);
+    // SAFETY: both are 64 bytes without invalid values.
+    unsafe { std::mem::transmute(pair) }
+}
+
+/// Which of a unit's 32 queries see each key: what is needed to make a lane mask per key.
+#[derive(Clone, Copy)]
+struct UnitMask {
+    /// Position of the unit's first query minus the unit's first key.
+    ahead: isize,
+    causal: bool,
+    window: isize,
+    /// Keys of the unit that exist.
+    keys: usize,
+}
+
+impl UnitMask {
+    /// The mask of the queries `queries` (of one unit) against the keys `keys` (a whole unit, of which some may lie beyond
+    /// the segment), or `None` when everything is visible.
+    fn of(spec: &AttentionSpec, segment: &Segment, queries: &Range<usize>, keys: usize) -> Option<UnitMask> {
+        if segment.all_visible(spec, queries, &(keys..keys + UNIT)) {
+            return None;
+        }
+        Some(UnitMask {
+            ahead: segment.position(queries.start) - keys as isize,
+            causal: spec.causal,
+            window: spec.window.map_or(isize::MAX / 2, |window| window.min(isize::MAX as usize / 2) as isize),
+            keys: segment.keys.len() - keys,
+        })
+    }
+
+    /// One bit per query that sees key `key` of the unit.
+    #[inline(always)]
+    fn lanes(&self, key: usize) -> u32 {
+        if key >= self.keys {
+            return 0;
+        }
+        if !self.causal {
+            return u32::MAX;
+        }
+        // Query lane q sits at `ahead + q`: it sees the key when key <= ahead + q < key + window.
+        let first = (key as isize - self.ahead).clamp(0, 32);
+        let end = (key as isize + self.window - self.ahead).clamp(0, 32);
+        let below = |n: isize| ((1u64 << n) - 1) as u32;
+        below(end) & !below(first)
+    }
+}
