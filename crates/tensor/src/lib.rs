@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod mapped;
 pub mod ops;
 pub mod pool;
 pub mod reference;

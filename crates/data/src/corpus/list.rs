@@ -1,0 +1,160 @@
+//! Which files a corpus has.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Metadata};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{Compression, Corpus, CorpusOptions, Format, OnInvalid, SourceFile};
+use crate::error::{DataError, Result};
+
+/// Extensions that are read as text when found in a folder.
+const TEXT_EXTENSIONS: &[&str] = &[
+    "txt", "text", "md", "markdown", "rst", "tex", "org", "adoc", "html", "htm", "xml", "csv", "tsv", "rs", "py", "c",
+    "h", "cc", "cpp", "cxx", "hpp", "hh", "cu", "cuh", "java", "kt", "scala", "go", "js", "mjs", "ts", "tsx", "jsx",
+    "rb", "php", "pl", "lua", "r", "jl", "hs", "ml", "mli", "ex", "exs", "erl", "clj", "lisp", "el", "swift", "m",
+    "cs", "fs", "sh", "bash", "zsh", "sql", "css", "toml", "yaml", "yml", "ini", "cfg", "vim", "proto", "zig", "v",
+    "sv", "vhd", "asm", "s",
+];
+
+/// Extensions of one JSON object per line.
+const JSONL_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
+
+/// Extensions that are certainly not text; naming such a file is a mistake that deserves better than "not UTF-8".
+const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
+    ("parquet", "convert it to .jsonl"),
+    ("arrow", "convert it to .jsonl"),
+    ("zip", "unpack it"),
+    ("tar", "unpack it"),
+    ("tgz", "unpack it"),
+    ("xz", "unpack it, or compress with zstd"),
+    ("bz2", "unpack it, or compress with zstd"),
+    ("7z", "unpack it"),
+    ("bin", "it looks like a token file: give its prefix as prepared data instead"),
+    ("idx", "it looks like a token file: give its prefix as prepared data instead"),
+    ("safetensors", "it holds weights, not text"),
+    ("pdf", "extract its text first"),
+    ("json", "write one object per line and call it .jsonl"),
+];
+
+/// Folders inside folders beyond this are a loop or a mistake.
+const DEPTH_MAX: usize = 64;
+
+/// Adds a file, or what a folder holds.
+pub(super) fn add(path: &Path, files: &mut Vec<SourceFile>) -> Result<()> {
+    let metadata = fs::metadata(path).map_err(DataError::io("open", path))?;
+    if metadata.is_dir() {
+        return walk(path, 0, files);
+    }
+    let (format, compression) = classify(path)?.unwrap_or((Format::Text, Compression::None));
+    files.push(source(path.to_path_buf(), &metadata, true, format, compression));
+    Ok(())
+}
+
+fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> {
+    if depth > DEPTH_MAX {
+        let what = format!("lies more than {DEPTH_MAX} folders deep");
+        return Err(DataError::input(folder, None, what, "check for links that lead back"));
+    }
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(folder).map_err(DataError::io("list", folder))? {
+        entries.push(entry.map_err(DataError::io("list", folder))?.path());
+    }
+    entries.sort_unstable();
+    for path in entries {
+        if path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b".")) {
+            continue;
+        }
+        let metadata = fs::metadata(&path).map_err(DataError::io("open", &path))?;
+        if metadata.is_dir() {
+            walk(&path, depth + 1, files)?;
+        } else if metadata.is_file()
+            && let Ok(Some((format, compression))) = classify(&path)
+        {
+            files.push(source(path, &metadata, false, format, compression));
+        }
+    }
+    Ok(())
+}
+
+/// What a file's name says about it; `None` when it says nothing, an error when it says that it holds no text.
+fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
+    let extension = |p: &Path| p.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
+    let mut inner = path.to_path_buf();
+    let compression = match extension(path).as_deref() {
+        Some("gz") => Compression::Gzip,
+        Some("zst" | "zstd") => Compression::Zstd,
+        _ => Compression::None,
+    };
+    if compression != Compression::None {
+        inner.set_extension("");
+    }
+    let extension = extension(&inner).unwrap_or_default();
+    if JSONL_EXTENSIONS.contains(&extension.as_str()) {
+        return Ok(Some((Format::JsonLines, compression)));
+    }
+    if let Some((_, fix)) = FOREIGN_EXTENSIONS.iter().find(|(foreign, _)| *foreign == extension) {
+        return Err(DataError::input(path, None, format!("a .{extension} file is not read as text"), *fix));
+    }
+    if TEXT_EXTENSIONS.contains(&extension.as_str()) || compression != Compression::None {
+        return Ok(Some((Format::Text, compression)));
+    }
+    Ok(None)
+}
+
+fn source(path: PathBuf, metadata: &Metadata, named: bool, format: Format, compression: Compression) -> SourceFile {
+    let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let modified_ns = modified.map_or(0, |since| since.as_nanos() as u64);
+    SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression }
+}
+
+/// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`, `registry/src/*/*/**/*.rs`), up to
+/// `bytes_max` of them; `None` when there are none.
+///
+/// The order is a hash of each file's path below the registry, so that a part of them is a fair sample, and does not
+/// depend on the registry's name or on the machine. Files above 256 KiB are left out: they are generated tables. A file
+/// that is not UTF-8 is skipped.
+pub fn rust_sources(bytes_max: u64) -> Option<Corpus> {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| std::env::home_dir().map(|home| home.join(".cargo")))?;
+    rust_sources_in(&home, bytes_max)
+}
+
+pub(super) fn rust_sources_in(cargo_home: &Path, bytes_max: u64) -> Option<Corpus> {
+    const FILE_BYTES_MAX: u64 = 256 << 10;
+    let mut by_place: BTreeMap<(u64, PathBuf), SourceFile> = BTreeMap::new();
+    for registry in folders(&cargo_home.join("registry").join("src")) {
+        for package in folders(&registry) {
+            let mut files = Vec::new();
+            // A file that vanishes or cannot be read is no reason to have no corpus.
+            let _ = walk(&package, 0, &mut files);
+            for file in files {
+                let Ok(relative) = file.path.strip_prefix(&registry) else { continue };
+                if file.path.extension().is_some_and(|e| e == "rs") && (1..=FILE_BYTES_MAX).contains(&file.bytes) {
+                    let order = xxh3_64(relative.as_os_str().as_encoded_bytes());
+                    by_place.entry((order, relative.to_path_buf())).or_insert(file);
+                }
+            }
+        }
+    }
+    let mut bytes = 0;
+    let files: Vec<SourceFile> = by_place
+        .into_values()
+        .take_while(|file| {
+            bytes += file.bytes;
+            bytes <= bytes_max
+        })
+        .collect();
+    let options = CorpusOptions { on_invalid: OnInvalid::Skip, ..CorpusOptions::default() };
+    (!files.is_empty()).then_some(Corpus { files, options })
+}
+
+/// The folders inside a folder, sorted; none when it cannot be listed.
+fn folders(path: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(path).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let mut folders: Vec<PathBuf> = entries.filter(|p| p.is_dir()).collect();
+    folders.sort_unstable();
+    folders
+}

@@ -1,0 +1,162 @@
+//! Documents out of files and folders, streamed: memory holds one document at a time, never the corpus.
+//!
+//! A text file is one document, or several where a separator is set; a line of a `.jsonl` file is one, its text in a
+//! field. `.gz` and `.zst` of both are read through. Folders are walked in the order of their names, so that a corpus
+//! has one order on every machine. What this does not do: guess encodings, filter for quality, remove duplicates.
+
+mod list;
+mod read;
+
+use std::path::{Path, PathBuf};
+
+pub use list::rust_sources;
+pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
+
+use crate::error::{DataError, Result};
+
+/// How files become documents.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CorpusOptions {
+    /// The field of a JSONL object that holds the text.
+    pub field: String,
+    /// What separates documents inside a text file; without it a file is one document.
+    pub document_separator: Option<String>,
+    /// A longer document is an error: what would be read is held in memory, and a small compressed file can unpack to
+    /// anything.
+    pub document_bytes_max: u64,
+    /// What to do with a document that is not UTF-8, or a JSONL line without usable text.
+    pub on_invalid: OnInvalid,
+}
+
+impl Default for CorpusOptions {
+    fn default() -> Self {
+        Self {
+            field: "text".into(),
+            document_separator: None,
+            document_bytes_max: 1 << 30,
+            on_invalid: OnInvalid::Fail,
+        }
+    }
+}
+
+/// What to do with a document that cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnInvalid {
+    /// Stop with an error that names it.
+    Fail,
+    /// Count it and go on.
+    Skip,
+}
+
+/// A list of files, read on demand.
+#[derive(Debug, Clone)]
+pub struct Corpus {
+    files: Vec<SourceFile>,
+    options: CorpusOptions,
+}
+
+/// One file of a corpus, as it was when listed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its size on disk.
+    pub bytes: u64,
+    /// Last modification, nanoseconds since 1970.
+    pub modified_ns: u64,
+    /// Named by the user rather than found in a folder: then being empty is an error.
+    pub(crate) named: bool,
+    pub(crate) format: Format,
+    pub(crate) compression: Compression,
+}
+
+/// One document.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Document {
+    /// Its text, never empty.
+    pub text: String,
+    /// Place of its file in [`Corpus::files`].
+    pub file: usize,
+    /// Its line in a JSONL file, from 1; 0 elsewhere.
+    pub line: u64,
+}
+
+/// What a file holds once unpacked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Text,
+    JsonLines,
+}
+
+/// How a file is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Compression {
+    None,
+    Gzip,
+    Zstd,
+}
+
+impl Corpus {
+    /// Lists `paths`: files are taken as named, folders are walked for text and JSONL files.
+    ///
+    /// Fails when a path does not exist, is of a kind that holds no text, or when nothing is found.
+    pub fn open<P: AsRef<Path>>(paths: &[P], options: CorpusOptions) -> Result<Self> {
+        if options.document_separator.as_deref() == Some("") {
+            return Err(DataError::setting(
+                "document_separator",
+                "is empty",
+                "leave it out, or name the text between documents",
+            ));
+        }
+        let mut files = Vec::new();
+        for path in paths {
+            list::add(path.as_ref(), &mut files)?;
+        }
+        if files.is_empty() {
+            let names: Vec<String> = paths.iter().map(|p| p.as_ref().display().to_string()).collect();
+            return Err(DataError::TooLittle {
+                what: format!("no text found in [{}]", names.join(", ")),
+                fix: "give text or .jsonl files (also .gz or .zst of them), or a folder that holds some".into(),
+            });
+        }
+        Ok(Self { files, options })
+    }
+
+    /// The files, in reading order.
+    pub fn files(&self) -> &[SourceFile] {
+        &self.files
+    }
+
+    /// How its files become documents.
+    pub fn options(&self) -> &CorpusOptions {
+        &self.options
+    }
+
+    /// Bytes on disk of all files together.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|f| f.bytes).sum()
+    }
+
+    /// Whether any file is compressed, so that its text is larger than [`Corpus::bytes`] says.
+    pub fn is_compressed(&self) -> bool {
+        self.files.iter().any(|f| f.compression != Compression::None)
+    }
+
+    /// Reads from the beginning.
+    pub fn documents(&self) -> Documents<'_> {
+        Documents::new(self)
+    }
+
+    /// The texts alone, until `bytes_max` of them are read: what a tokenizer trains on.
+    pub fn texts(&self, bytes_max: u64) -> impl Iterator<Item = Result<String>> + Send + '_ {
+        let mut bytes = 0;
+        self.documents().map(|document| document.map(|d| d.text)).take_while(move |text| {
+            let go_on = bytes < bytes_max;
+            bytes += text.as_ref().map_or(0, |t| t.len() as u64);
+            go_on
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,98 @@
+//! What a model is fed.
+
+use crate::indexed::IndexedTokens;
+
+/// The target where there is none, as cross-entropies know it.
+pub const IGNORE: i32 = -100;
+
+/// Some rows of equal length, flattened row by row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MicroBatch {
+    /// Inputs, `[rows * sequence_length]`.
+    pub tokens: Vec<i32>,
+    /// The token after each input, or [`IGNORE`], `[rows * sequence_length]`.
+    pub targets: Vec<i32>,
+    /// Place of each input in its segment, from 0, `[rows * sequence_length]`.
+    pub positions: Vec<i32>,
+    /// Where each segment begins in the flattened batch, and at last its length. No segment crosses a row, nor, when
+    /// boundaries are respected, a document.
+    pub cu_seqlens: Vec<i32>,
+    /// Rows.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub sequence_length: usize,
+}
+
+impl MicroBatch {
+    /// No rows yet, memory for `rows`.
+    pub(crate) fn with_capacity(rows: usize, sequence_length: usize) -> Self {
+        let capacity = rows * sequence_length;
+        let mut cu_seqlens = Vec::with_capacity(rows + 1);
+        cu_seqlens.push(0);
+        Self {
+            tokens: Vec::with_capacity(capacity),
+            targets: Vec::with_capacity(capacity),
+            positions: Vec::with_capacity(capacity),
+            cu_seqlens,
+            rows: 0,
+            sequence_length,
+        }
+    }
+
+    /// Targets that count.
+    pub fn targets_counted(&self) -> usize {
+        self.targets.iter().filter(|&&t| t != IGNORE).count()
+    }
+
+    /// Longest segment, which attention kernels size their work by.
+    pub fn segment_max(&self) -> usize {
+        self.cu_seqlens.windows(2).map(|w| (w[1] - w[0]) as usize).max().unwrap_or(0)
+    }
+
+    /// Memory its vectors hold.
+    pub fn bytes(&self) -> usize {
+        let elements = [&self.tokens, &self.targets, &self.positions, &self.cu_seqlens].map(|v| v.capacity());
+        elements.iter().sum::<usize>() * size_of::<i32>()
+    }
+
+    /// Adds a row: `tokens` are its inputs and one more, from place `start` of `corpus`.
+    ///
+    /// With fewer than `sequence_length` + 1 tokens (at least 2), the rest of the row is padding that no target counts
+    /// and that the last segment takes in.
+    pub(crate) fn push_row(&mut self, tokens: &[i32], start: u64, corpus: &IndexedTokens, respect_boundaries: bool) {
+        let inputs = tokens.len() - 1;
+        let base = self.tokens.len();
+        let padding = self.sequence_length - inputs;
+        self.tokens.extend_from_slice(&tokens[..inputs]);
+        self.tokens.extend(std::iter::repeat_n(0, padding));
+        self.targets.extend_from_slice(&tokens[1..]);
+        self.targets.extend(std::iter::repeat_n(IGNORE, padding));
+        self.positions.extend(0..self.sequence_length as i32);
+        if respect_boundaries {
+            let mut document = corpus.document_of(start) + 1;
+            let mut last = start;
+            while document < corpus.documents() {
+                let boundary = corpus.document_start(document);
+                document += 1;
+                if boundary <= last {
+                    continue; // an empty document
+                }
+                let at = (boundary - start) as usize;
+                // Whoever predicts the first token of a document would do so from another document.
+                if at <= inputs {
+                    self.targets[base + at - 1] = IGNORE;
+                }
+                if at >= inputs {
+                    break;
+                }
+                self.cu_seqlens.push((base + at) as i32);
+                for (position, slot) in self.positions[base + at..].iter_mut().enumerate() {
+                    *slot = position as i32;
+                }
+                last = boundary;
+            }
+        }
+        self.rows += 1;
+        self.cu_seqlens.push((base + self.sequence_length) as i32);
+    }
+}

@@ -1,0 +1,246 @@
+//! Samples out of token files: sample `i` is a pure function of (specification, `i`).
+//!
+//! The documents of a corpus are one long run of tokens. A sample is `sequence_length` + 1 of them: inputs, and targets
+//! one further. `packed` sampling cuts the run into rows and deals every row once an epoch in a seeded order, shifting the
+//! cuts from epoch to epoch so that no tail is left out for ever; `random` sampling draws offsets uniformly, with
+//! replacement. Corpora are mixed by a fixed table that follows the weights as evenly as whole samples allow.
+//!
+//! Nothing here has state, so any number of ranks and workers deals the same samples, and a position is one number.
+
+mod batch;
+mod mixture;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+pub use batch::{IGNORE, MicroBatch};
+
+use crate::error::{DataError, Result};
+use crate::indexed::IndexedTokens;
+use crate::prepare::Sidecar;
+use crate::rng::{Permutation, Stream};
+use mixture::Mixture;
+
+/// Which samples there are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DatasetSpec {
+    /// One or several corpora.
+    pub sources: Vec<Source>,
+    /// Input tokens of a sample.
+    pub sequence_length: usize,
+    /// Tokens must lie below this: the rows of the model's embedding.
+    pub vocab_size: u32,
+    /// Whether a sample falls into segments at document boundaries, so that no token attends to, or predicts, another
+    /// document. Otherwise a sample is one segment.
+    pub respect_document_boundaries: bool,
+    /// Which tokens sample `i` takes.
+    pub sampling: Sampling,
+    /// Of the order.
+    pub seed: u64,
+}
+
+/// One corpus of a mixture.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Source {
+    /// Prefix of its token files.
+    pub prefix: PathBuf,
+    /// Its share of the samples, relative to the other weights.
+    pub weight: f64,
+}
+
+/// Which tokens sample `i` takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sampling {
+    /// Every row once an epoch, in a seeded order.
+    Packed,
+    /// Uniformly random offsets.
+    Random,
+}
+
+/// A place in the endless sequence of samples; part of every checkpoint.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Position {
+    /// Samples dealt so far, to all ranks together.
+    pub samples: u64,
+}
+
+/// Opened corpora and the rule that deals samples from them.
+#[derive(Debug)]
+pub struct Dataset {
+    spec: DatasetSpec,
+    corpora: Vec<IndexedTokens>,
+    mixture: Mixture,
+}
+
+/// Random streams of a corpus: bits 2 and up are its number, these are below.
+const STREAM_ORDER: u32 = 0;
+const STREAM_SHIFT: u32 = 1;
+const STREAM_OFFSET: u32 = 2;
+
+impl Dataset {
+    /// Opens and validates every corpus.
+    ///
+    /// Refuses a corpus prepared for a larger vocabulary, with less than one sample, or damaged; weights that are not
+    /// positive; a `sequence_length` of 0.
+    pub fn open(spec: DatasetSpec) -> Result<Self> {
+        check(&spec)?;
+        let mut corpora = Vec::with_capacity(spec.sources.len());
+        for source in &spec.sources {
+            corpora.push(open_source(&source.prefix, &spec)?);
+        }
+        let weights: Vec<f64> = spec.sources.iter().map(|s| s.weight).collect();
+        Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora })
+    }
+
+    /// What it was opened with.
+    pub fn spec(&self) -> &DatasetSpec {
+        &self.spec
+    }
+
+    /// The corpora, in the order of the sources.
+    pub fn corpora(&self) -> &[IndexedTokens] {
+        &self.corpora
+    }
+
+    /// Tokens of all corpora together.
+    pub fn tokens(&self) -> u64 {
+        self.corpora.iter().map(IndexedTokens::tokens).sum()
+    }
+
+    /// Samples until the corpora together have given as many tokens as they hold; informative, since corpora of a mixture
+    /// come round at different times.
+    pub fn samples_per_epoch(&self) -> u64 {
+        self.corpora.iter().map(|c| self.rows(c)).sum()
+    }
+
+    /// How many times corpus `c` has been gone through at `position`, with fractions.
+    pub fn epochs(&self, c: usize, position: Position) -> f64 {
+        self.mixture.samples_before(position.samples, c) as f64 / self.rows(&self.corpora[c]) as f64
+    }
+
+    /// Identifies the samples and their order: equal fingerprints, equal samples. A resumed run compares it.
+    pub fn fingerprint(&self) -> String {
+        let mut hash = Xxh3::new();
+        let spec = &self.spec;
+        let numbers = [
+            spec.sequence_length as u64,
+            u64::from(spec.respect_document_boundaries),
+            u64::from(spec.sampling == Sampling::Packed),
+            spec.seed,
+        ];
+        numbers.iter().for_each(|n| hash.update(&n.to_le_bytes()));
+        for (source, corpus) in spec.sources.iter().zip(&self.corpora) {
+            hash.update(&source.weight.to_le_bytes());
+            corpus.fingerprint_into(&mut hash);
+        }
+        format!("{:016x}", hash.digest())
+    }
+
+    /// Samples `first..first + rows` as one micro-batch of `rows` rows.
+    pub fn micro_batch(&self, first: u64, rows: usize) -> Result<MicroBatch> {
+        let mut batch = MicroBatch::with_capacity(rows, self.spec.sequence_length);
+        let mut tokens = Vec::with_capacity(self.spec.sequence_length + 1);
+        for sample in first..first + rows as u64 {
+            let (corpus, range) = self.locate(sample);
+            let corpus = &self.corpora[corpus];
+            tokens.clear();
+            corpus.read_into(range.clone(), self.spec.vocab_size, &mut tokens)?;
+            batch.push_row(&tokens, range.start, corpus, self.spec.respect_document_boundaries);
+        }
+        Ok(batch)
+    }
+
+    /// The corpus and the tokens of sample `i`: `sequence_length` + 1 of them.
+    pub fn locate(&self, i: u64) -> (usize, Range<u64>) {
+        let (c, nth) = self.mixture.place(i);
+        let corpus = &self.corpora[c];
+        let length = self.spec.sequence_length as u64;
+        let stream = (c as u32) << 2;
+        let start = match self.spec.sampling {
+            Sampling::Random => {
+                // Every offset whose length + 1 tokens exist.
+                Stream::new(self.spec.seed, stream | STREAM_OFFSET).below(nth, corpus.tokens() - length)
+            }
+            Sampling::Packed => {
+                let rows = self.rows(corpus);
+                let (epoch, place) = (nth / rows, nth % rows);
+                let row = Permutation::new(rows, self.spec.seed, stream | STREAM_ORDER, epoch).apply(place);
+                let slack = (corpus.tokens() - 1) % length;
+                let shift = Stream::new(self.spec.seed, stream | STREAM_SHIFT).below(epoch, slack + 1);
+                row * length + shift
+            }
+        };
+        (c, start..start + length + 1)
+    }
+
+    /// Asks the kernel to bring all corpora into memory in the background.
+    pub fn warm(&self) {
+        self.corpora.iter().for_each(IndexedTokens::warm);
+    }
+
+    /// Rows of a corpus in one epoch; at least one, by [`Dataset::open`].
+    fn rows(&self, corpus: &IndexedTokens) -> u64 {
+        (corpus.tokens() - 1) / self.spec.sequence_length as u64
+    }
+}
+
+fn check(spec: &DatasetSpec) -> Result<()> {
+    if spec.sources.is_empty() {
+        return Err(DataError::setting("sources", "is empty", "name at least one prepared corpus"));
+    }
+    // A row's positions and a micro-batch's segment starts are i32.
+    if !(1..=1 << 24).contains(&spec.sequence_length) {
+        let what = format!("is {}", spec.sequence_length);
+        return Err(DataError::setting("sequence_length", what, "take a length from 1 to 2^24"));
+    }
+    if spec.vocab_size == 0 {
+        return Err(DataError::setting("vocab_size", "is 0", "give the model's vocabulary size"));
+    }
+    Ok(())
+}
+
+fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<IndexedTokens> {
+    let corpus = IndexedTokens::open(prefix)?;
+    if let Some((sidecar, part)) = Sidecar::of_part(corpus.prefix())? {
+        if sidecar.tokenizer.vocab_size > spec.vocab_size as usize {
+            return Err(DataError::Vocabulary {
+                origin: prefix.display().to_string(),
+                what: format!(
+                    "was prepared with a vocabulary of {}, the model has {}",
+                    sidecar.tokenizer.vocab_size, spec.vocab_size
+                ),
+                fix: "prepare it with the model's tokenizer, or give the model the tokenizer's vocabulary".into(),
+            });
+        }
+        if (part.tokens, part.documents) != (corpus.tokens(), corpus.documents() as u64) {
+            let what = format!(
+                "has {} tokens in {} documents where its description says {} in {}",
+                corpus.tokens(),
+                corpus.documents(),
+                part.tokens,
+                part.documents
+            );
+            return Err(DataError::token_file(prefix, what, "prepare it again"));
+        }
+    }
+    let needed = spec.sequence_length as u64 + 1;
+    if corpus.tokens() < needed {
+        return Err(DataError::TooLittle {
+            what: format!(
+                "{} has {} tokens, and one sample of sequence_length {} takes {needed}",
+                prefix.display(),
+                corpus.tokens(),
+                spec.sequence_length
+            ),
+            fix: "give more text, or set a smaller sequence_length".into(),
+        });
+    }
+    Ok(corpus)
+}
+
+#[cfg(test)]
+mod tests;

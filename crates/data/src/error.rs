@@ -1,0 +1,131 @@
+//! What can go wrong between a text on disk and a batch, said so that the reader knows which file, where, and what to do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = DataError> = std::result::Result<T, E>;
+
+/// Everything this crate reports. Every message names the object, what is wrong with it, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// The operating system refused: missing file, permission, full disk.
+    #[error("cannot {action} {}: {reason}{}", path.display(), io_advice(reason))]
+    Io {
+        /// A verb: `open`, `read`, `create`, `write`, `sync`, `rename`, `list`, `map`.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's own words.
+        reason: io::Error,
+    },
+    /// A text, JSONL or compressed file whose content cannot be used.
+    #[error("{}{}: {what}; {fix}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Input {
+        /// The file.
+        path: PathBuf,
+        /// Line counted from 1, where the fault has one.
+        line: Option<u64>,
+        /// What is wrong.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// A token file (`.bin`, `.idx` or its sidecar) that is damaged or does not say the truth.
+    #[error("{}: {what}; {fix}", path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// A tokenizer that cannot be read, trained or used.
+    #[error("tokenizer {origin}: {what}; {fix}")]
+    Tokenizer {
+        /// Its file, or its kind when it has none.
+        origin: String,
+        /// What is wrong.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// Tokens or characters outside the vocabulary they are used with.
+    #[error("{origin}: {what}; {fix}")]
+    Vocabulary {
+        /// The data or text.
+        origin: String,
+        /// What is wrong.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// There is less data than the request needs.
+    #[error("{what}; {fix}")]
+    TooLittle {
+        /// What is there and what was needed.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// A setting outside its range.
+    #[error("{name}: {what}; {fix}")]
+    Setting {
+        /// The setting's name as the caller spells it.
+        name: &'static str,
+        /// What is wrong.
+        what: String,
+        /// What to do.
+        fix: String,
+    },
+    /// A worker thread ended without an answer; a defect of this crate.
+    #[error(
+        "a data worker stopped unexpectedly while {doing}; please report this, with the command and the data it ran on"
+    )]
+    Worker {
+        /// What it was doing.
+        doing: &'static str,
+    },
+    /// The loader already reported its error and delivers nothing more.
+    #[error("the loader stopped after the error it reported before; build a new one to continue")]
+    Stopped,
+}
+
+impl DataError {
+    /// An operating system error on `path`; curried for `map_err`.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DataError {
+        let path = path.to_path_buf();
+        move |reason| DataError::Io { action, path, reason }
+    }
+
+    pub(crate) fn input(path: &Path, line: Option<u64>, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        DataError::Input { path: path.to_path_buf(), line, what: what.into(), fix: fix.into() }
+    }
+
+    pub(crate) fn token_file(path: &Path, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        DataError::TokenFile { path: path.to_path_buf(), what: what.into(), fix: fix.into() }
+    }
+
+    pub(crate) fn tokenizer(origin: impl Into<String>, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        DataError::Tokenizer { origin: origin.into(), what: what.into(), fix: fix.into() }
+    }
+
+    pub(crate) fn setting(name: &'static str, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        DataError::Setting { name, what: what.into(), fix: fix.into() }
+    }
+}
+
+/// What to do about the errors that people meet most.
+fn io_advice(reason: &io::Error) -> &'static str {
+    match reason.kind() {
+        io::ErrorKind::NotFound => "; check the path",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "; check the permissions, or choose another folder"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "; free some space or choose another folder (nothing that was complete has been touched)"
+        }
+        _ => "",
+    }
+}

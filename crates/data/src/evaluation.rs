@@ -1,0 +1,115 @@
+//! A whole split in order, for losses that compare between runs, models and tokenizers.
+
+use crate::dataset::MicroBatch;
+use crate::error::{DataError, Result};
+use crate::indexed::IndexedTokens;
+use crate::prepare::Sidecar;
+use crate::tokenizer::Tokenizer;
+
+/// How a split is cut for evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EvalOptions {
+    /// Tokens of a row.
+    pub sequence_length: usize,
+    /// Rows of a batch.
+    pub rows: usize,
+    /// Tokens must lie below this.
+    pub vocab_size: u32,
+    /// As in training.
+    pub respect_document_boundaries: bool,
+}
+
+/// Iterator over the batches of a split; see [`eval_batches`].
+#[derive(Debug)]
+pub struct EvalBatches<'t> {
+    tokens: &'t IndexedTokens,
+    options: EvalOptions,
+    /// First input of the next row.
+    next: u64,
+    has_failed: bool,
+}
+
+/// Cuts a whole split into rows that lie back to back: every token but the first is the target of exactly one row (but
+/// the first of each document, where boundaries are respected).
+///
+/// The last batch may have fewer rows, and its last row ends in padding without targets.
+pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<EvalBatches<'_>> {
+    let flat = options.sequence_length.saturating_mul(options.rows);
+    if !(1..=i32::MAX as usize).contains(&flat) {
+        let what = format!("{} rows of {} tokens", options.rows, options.sequence_length);
+        return Err(DataError::setting(
+            "evaluation batch",
+            what,
+            "take at least 1 row of 1 token, at most 2^31 - 1 tokens",
+        ));
+    }
+    if tokens.tokens() < 2 {
+        return Err(DataError::TooLittle {
+            what: format!("{} has {} tokens, and a loss takes 2", tokens.prefix().display(), tokens.tokens()),
+            fix: "give more text, or a larger validation fraction".into(),
+        });
+    }
+    Ok(EvalBatches { tokens, options, next: 0, has_failed: false })
+}
+
+impl EvalBatches<'_> {
+    /// Batches in all.
+    pub fn batches(&self) -> u64 {
+        let rows = (self.tokens.tokens() - 1).div_ceil(self.options.sequence_length as u64);
+        rows.div_ceil(self.options.rows as u64)
+    }
+
+    fn batch(&mut self) -> Result<MicroBatch> {
+        let EvalOptions { sequence_length, rows, vocab_size, respect_document_boundaries } = self.options;
+        let last = self.tokens.tokens() - 1;
+        let mut batch = MicroBatch::with_capacity(rows, sequence_length);
+        let mut row = Vec::with_capacity(sequence_length + 1);
+        while batch.rows < rows && self.next < last {
+            let end = last.min(self.next + sequence_length as u64);
+            row.clear();
+            self.tokens.read_into(self.next..end + 1, vocab_size, &mut row)?;
+            batch.push_row(&row, self.next, self.tokens, respect_document_boundaries);
+            self.next = end;
+        }
+        Ok(batch)
+    }
+}
+
+impl Iterator for EvalBatches<'_> {
+    type Item = Result<MicroBatch>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_failed || self.next >= self.tokens.tokens().saturating_sub(1) {
+            return None;
+        }
+        let batch = self.batch();
+        self.has_failed = batch.is_err();
+        Some(batch)
+    }
+}
+
+/// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte: from the description beside the
+/// files, else by decoding document for document.
+///
+/// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens stand for no bytes.
+pub fn text_bytes(tokens: &IndexedTokens, tokenizer: &Tokenizer) -> Result<u64> {
+    if let Some((sidecar, part)) = Sidecar::of_part(tokens.prefix())?
+        && sidecar.tokenizer.fingerprint == tokenizer.fingerprint()
+        && part.tokens == tokens.tokens()
+    {
+        return Ok(part.text_bytes);
+    }
+    let vocab_size = tokenizer.vocab_size() as u32;
+    let mut ids = Vec::new();
+    let mut bytes = 0;
+    for document in 0..tokens.documents() {
+        ids.clear();
+        tokens.read_into(tokens.document(document), vocab_size, &mut ids)?;
+        let kept: Vec<u32> = ids.iter().map(|&t| t as u32).filter(|&t| Some(t) != tokenizer.eos()).collect();
+        bytes += tokenizer.decode(&kept).len() as u64;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests;

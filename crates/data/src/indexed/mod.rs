@@ -1,0 +1,187 @@
+//! Token files: Megatron-LM's `.bin` (tokens) and `.idx` (where sequences and documents begin), read and written.
+//!
+//! A pair is named by its prefix: `data/my` means `data/my.bin` and `data/my.idx`. [`IndexedTokens`] maps both files and
+//! validates the index against the data before anything is read through it; [`IndexedWriter`] leaves a complete pair or
+//! none. Other tools read our files and we read theirs; multimodal modes are accepted and ignored.
+
+mod format;
+mod writer;
+
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use trainyard_tensor::mapped::MappedFile;
+use xxhash_rust::xxh3::Xxh3;
+
+pub use format::{HEADER_BYTES, IdxFault, IdxLayout, MAGIC, TokenType, VERSION, parse_idx};
+pub use writer::{IndexedSummary, IndexedWriter};
+
+use crate::error::{DataError, Result};
+
+/// What to do about a token file that cannot be trusted.
+const REBUILD: &str = "the file is damaged or incomplete: run `trainyard data prepare` again, or copy it again";
+
+/// A mapped, validated pair of token files.
+#[derive(Debug)]
+pub struct IndexedTokens {
+    prefix: PathBuf,
+    layout: IdxLayout,
+    idx: MappedFile,
+    bin: MappedFile,
+}
+
+impl IndexedTokens {
+    /// Opens `PREFIX.bin` and `PREFIX.idx`; a path ending in `.bin` or `.idx` is taken as its prefix.
+    pub fn open(prefix: &Path) -> Result<Self> {
+        let prefix = match prefix.extension().and_then(|e| e.to_str()) {
+            Some("bin" | "idx") => prefix.with_extension(""),
+            _ => prefix.to_path_buf(),
+        };
+        let (bin_path, idx_path) = (bin_path(&prefix), idx_path(&prefix));
+        let idx = MappedFile::open(&idx_path).map_err(DataError::io("open", &idx_path))?;
+        let bin = MappedFile::open(&bin_path).map_err(DataError::io("open", &bin_path))?;
+        let layout = parse_idx(&idx).map_err(|fault| DataError::token_file(&idx_path, fault.to_string(), REBUILD))?;
+        if bin.len() as u64 != layout.bin_bytes() {
+            let what = format!(
+                "has {} bytes where the index counts {} tokens of {}, {} bytes",
+                bin.len(),
+                layout.tokens,
+                layout.token_type,
+                layout.bin_bytes()
+            );
+            return Err(DataError::token_file(&bin_path, what, REBUILD));
+        }
+        Ok(Self { prefix, layout, idx, bin })
+    }
+
+    /// The path without `.bin` or `.idx`.
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
+    }
+
+    /// Tokens in all documents together.
+    pub fn tokens(&self) -> u64 {
+        self.layout.tokens
+    }
+
+    /// Documents.
+    pub fn documents(&self) -> usize {
+        self.layout.documents
+    }
+
+    /// Sequences; a document is one unless it is longer than 2^31 - 1 tokens or its writer chose otherwise.
+    pub fn sequences(&self) -> usize {
+        self.layout.sequences
+    }
+
+    /// How tokens are stored.
+    pub fn token_type(&self) -> TokenType {
+        self.layout.token_type
+    }
+
+    /// First token of document `d` in the concatenation; `documents()` gives `tokens()`. Panics beyond that.
+    pub fn document_start(&self, d: usize) -> u64 {
+        self.layout.document_start(&self.idx, d)
+    }
+
+    /// Tokens of document `d` in the concatenation.
+    pub fn document(&self, d: usize) -> Range<u64> {
+        self.layout.document(&self.idx, d)
+    }
+
+    /// The document that holds token `token` (below `tokens()`), by bisection.
+    pub fn document_of(&self, token: u64) -> usize {
+        let (mut low, mut high) = (0, self.layout.documents);
+        // Invariant: document_start(low) <= token < document_start(high). Of empty documents the last start wins.
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if self.document_start(middle) <= token { low = middle } else { high = middle }
+        }
+        low
+    }
+
+    /// Appends the tokens of `range` to `out`, checking that each lies in `0..vocab_size`.
+    pub fn read_into(&self, range: Range<u64>, vocab_size: u32, out: &mut Vec<i32>) -> Result<()> {
+        if range.start > range.end || range.end > self.layout.tokens {
+            let what = format!("tokens {}..{} were asked of {}", range.start, range.end, self.layout.tokens);
+            return Err(DataError::token_file(&bin_path(&self.prefix), what, "please report this"));
+        }
+        let size = self.layout.token_type.bytes();
+        let bytes = &self.bin[range.start as usize * size..range.end as usize * size];
+        let before = out.len();
+        // Types that hold more than an i32 wrap to a negative value or saturate, which the check below refuses.
+        match self.layout.token_type {
+            TokenType::U8 => out.extend(bytes.iter().map(|&b| i32::from(b))),
+            TokenType::I8 => out.extend(bytes.iter().map(|&b| i32::from(b as i8))),
+            TokenType::I16 => out.extend(words(bytes).map(|w: [u8; 2]| i32::from(i16::from_le_bytes(w)))),
+            TokenType::U16 => out.extend(words(bytes).map(|w: [u8; 2]| i32::from(u16::from_le_bytes(w)))),
+            TokenType::I32 => out.extend(words(bytes).map(i32::from_le_bytes)),
+            TokenType::I64 => {
+                out.extend(words(bytes).map(|w: [u8; 8]| i32::try_from(i64::from_le_bytes(w)).unwrap_or(-1)));
+            }
+        }
+        // Negative values are huge as u32, so one maximum decides.
+        let largest = out[before..].iter().map(|&t| t as u32).max().unwrap_or(0);
+        if largest < vocab_size || out.len() == before {
+            return Ok(());
+        }
+        let at = out[before..].iter().position(|&t| t as u32 >= vocab_size).unwrap_or(0);
+        let token = out[before + at];
+        out.truncate(before);
+        Err(DataError::Vocabulary {
+            origin: bin_path(&self.prefix).display().to_string(),
+            what: format!("token {} is {token}, outside the vocabulary of {vocab_size}", range.start + at as u64),
+            fix: "the data was prepared with another tokenizer than the model's: prepare it again with the model's \
+                  tokenizer, or set the model's vocabulary to the tokenizer's"
+                .into(),
+        })
+    }
+
+    /// Reads every token once and refuses the first outside `0..vocab_size`.
+    pub fn check_tokens(&self, vocab_size: u32) -> Result<()> {
+        const STEP: u64 = 1 << 16;
+        let mut buffer = Vec::with_capacity(STEP as usize);
+        let mut start = 0;
+        while start < self.tokens() {
+            buffer.clear();
+            let end = self.tokens().min(start + STEP);
+            self.read_into(start..end, vocab_size, &mut buffer)?;
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Asks the kernel to bring both files into memory in the background.
+    pub fn warm(&self) {
+        self.idx.warm();
+        self.bin.warm();
+    }
+
+    /// Adds what identifies this data to `hash`: the whole index, which changes when any document's length does.
+    pub(crate) fn fingerprint_into(&self, hash: &mut Xxh3) {
+        hash.update(&self.idx);
+    }
+}
+
+/// `PREFIX.bin`.
+pub fn bin_path(prefix: &Path) -> PathBuf {
+    with_suffix(prefix, ".bin")
+}
+
+/// `PREFIX.idx`.
+pub fn idx_path(prefix: &Path) -> PathBuf {
+    with_suffix(prefix, ".idx")
+}
+
+/// Appends to the file name; unlike `with_extension` it keeps dots that belong to the name.
+pub(crate) fn with_suffix(prefix: &Path, suffix: &str) -> PathBuf {
+    let mut path = OsString::from(prefix);
+    path.push(suffix);
+    PathBuf::from(path)
+}
+
+/// Fixed-size words of a byte slice.
+fn words<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
+    bytes.as_chunks::<N>().0.iter().copied()
+}

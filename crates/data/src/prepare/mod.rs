@@ -1,0 +1,311 @@
+//! From text to token files: read, tokenize on several threads, divide, write; or find that it was done already.
+//!
+//! `prepare` writes `OUT.train.bin/.idx`, `OUT.validation.bin/.idx` and `OUT.json` (see [`Sidecar`]). The bytes do not
+//! depend on the number of workers: documents are read in order by one thread, encoded by many, and written in order by
+//! the caller's. At most a few pieces of text per worker are in memory besides the document being read.
+//!
+//! A document goes to validation by a hash of its text, so that it stays there when the corpus grows and so that
+//! duplicates never lie on both sides. A corpus of one document is divided by position instead: its last part validates.
+
+mod pipeline;
+mod sidecar;
+
+use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3;
+
+pub use sidecar::{Sidecar, SidecarPart, SidecarSource, SidecarSplit, SidecarTokenizer};
+
+use crate::atomic;
+use crate::corpus::{Corpus, OnInvalid};
+use crate::error::{DataError, Result};
+use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, idx_path, with_suffix};
+use crate::tokenizer::Tokenizer;
+use pipeline::{Encoded, Part, Split};
+
+/// What to prepare.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PrepareOptions {
+    /// Prefix of the files written.
+    pub out: PathBuf,
+    /// Share of the documents (of the characters, where there is one document) that validates; 0 for none, below 1.
+    pub validation_fraction: f64,
+    /// Decides which documents those are.
+    pub seed: u64,
+    /// Encoding threads; 0 for one per core.
+    pub workers: usize,
+    /// Whether to end each document with the tokenizer's end-of-text token, if it has one.
+    pub append_eos: bool,
+    /// Whether to keep an earlier result with the same inputs.
+    pub reuse: bool,
+}
+
+impl PrepareOptions {
+    /// The usual: half a percent for validation, all cores, end-of-text tokens, reuse.
+    pub fn new(out: impl Into<PathBuf>) -> Self {
+        Self { out: out.into(), validation_fraction: 0.005, seed: 0, workers: 0, append_eos: true, reuse: true }
+    }
+}
+
+/// How far it has come.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PrepareProgress {
+    /// Documents encoded.
+    pub documents: u64,
+    /// Bytes of text encoded.
+    pub text_bytes: u64,
+    /// Tokens written.
+    pub tokens: u64,
+    /// Bytes on disk of all source files; equals the text in the end unless some are compressed or JSONL.
+    pub source_bytes: u64,
+}
+
+/// What is there now.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prepared {
+    /// Prefix of the training token files.
+    pub train: PathBuf,
+    /// Prefix of the validation token files.
+    pub validation: Option<PathBuf>,
+    /// The full description.
+    pub sidecar: Sidecar,
+    /// Whether an earlier result was kept.
+    pub reused: bool,
+    /// Why it was kept or made, for the user.
+    pub reason: String,
+}
+
+/// Prepares `corpus` with `tokenizer`, or keeps what is there when it was made from the same files (path, size, time of
+/// change), tokenizer and options. `progress` is called after every piece, from the calling thread.
+pub fn prepare(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &PrepareOptions,
+    mut progress: impl FnMut(PrepareProgress),
+) -> Result<Prepared> {
+    if !(0.0..1.0).contains(&options.validation_fraction) {
+        let what = format!("is {}", options.validation_fraction);
+        return Err(DataError::setting(
+            "validation_fraction",
+            what,
+            "take a share from 0 (none) to below 1, such as 0.01",
+        ));
+    }
+    if options.out.file_name().is_none() {
+        let what = format!("{:?} has no file name", options.out);
+        return Err(DataError::setting("out", what, "give a prefix such as data/my"));
+    }
+    let key = key(corpus, tokenizer, options);
+    let reason = match earlier(options, &key) {
+        Ok(sidecar) => {
+            let reason = "the same files, tokenizer and options were prepared before".into();
+            return Ok(prepared(options, sidecar, true, reason));
+        }
+        Err(reason) => reason,
+    };
+    let mut split = Split::new(options.validation_fraction, options.seed);
+    let sidecar = loop {
+        match build(corpus, tokenizer, options, &key, split, &mut progress)? {
+            (_, Some(sidecar)) => break sidecar,
+            // A small corpus can leave one side empty by chance: the document nearest the border then crosses it.
+            (counts, None) => split = split.repaired(&counts).unwrap_or(split),
+        }
+    };
+    Ok(prepared(options, sidecar, false, reason))
+}
+
+/// `OUT.train`.
+pub fn train_prefix(out: &Path) -> PathBuf {
+    with_suffix(out, ".train")
+}
+
+/// `OUT.validation`.
+pub fn validation_prefix(out: &Path) -> PathBuf {
+    with_suffix(out, ".validation")
+}
+
+fn prepared(options: &PrepareOptions, sidecar: Sidecar, reused: bool, reason: String) -> Prepared {
+    Prepared {
+        train: train_prefix(&options.out),
+        validation: sidecar.validation.is_some().then(|| validation_prefix(&options.out)),
+        sidecar,
+        reused,
+        reason,
+    }
+}
+
+/// Everything the result depends on, hashed. The number of workers is not among it.
+fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> String {
+    let mut hash = Xxh3::new();
+    let mut field = |bytes: &[u8]| {
+        hash.update(&(bytes.len() as u64).to_le_bytes());
+        hash.update(bytes);
+    };
+    field(b"trainyard-tokens 1");
+    field(tokenizer.fingerprint().as_bytes());
+    field(format!("{:?} {}", tokenizer.eos(), options.append_eos).as_bytes());
+    field(&options.validation_fraction.to_le_bytes());
+    field(&options.seed.to_le_bytes());
+    field(corpus.options().field.as_bytes());
+    field(corpus.options().document_separator.as_deref().unwrap_or("").as_bytes());
+    field(&[u8::from(corpus.options().on_invalid == OnInvalid::Skip)]);
+    for file in corpus.files() {
+        field(file.path.as_os_str().as_encoded_bytes());
+        field(&file.bytes.to_le_bytes());
+        field(&file.modified_ns.to_le_bytes());
+    }
+    format!("{:016x}", hash.digest())
+}
+
+/// An earlier result with this key, opened to see that it is whole; or why there is none.
+fn earlier(options: &PrepareOptions, key: &str) -> Result<Sidecar, String> {
+    if !options.reuse {
+        return Err("reuse is switched off".into());
+    }
+    let sidecar = match Sidecar::read(&options.out) {
+        Ok(Some(sidecar)) => sidecar,
+        Ok(None) => return Err("no earlier result".into()),
+        Err(error) => return Err(format!("the earlier result cannot be used: {error}")),
+    };
+    if sidecar.key != key {
+        return Err("the files, the tokenizer or the options changed since the earlier result".into());
+    }
+    let parts = [
+        (train_prefix(&options.out), Some(&sidecar.train)),
+        (validation_prefix(&options.out), sidecar.validation.as_ref()),
+    ];
+    for (prefix, part) in parts {
+        let Some(part) = part else { continue };
+        match IndexedTokens::open(&prefix) {
+            Ok(tokens) if (tokens.tokens(), tokens.documents() as u64) == (part.tokens, part.documents) => {}
+            Ok(_) => return Err(format!("{} is not what its description says", prefix.display())),
+            Err(error) => return Err(format!("the earlier result is damaged: {error}")),
+        }
+    }
+    Ok(sidecar)
+}
+
+/// One pass over the corpus; no description when `split` left a side empty that another would not.
+fn build(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &PrepareOptions,
+    key: &str,
+    split: Split,
+    progress: &mut impl FnMut(PrepareProgress),
+) -> Result<(pipeline::Counts, Option<Sidecar>)> {
+    let token_type = TokenType::for_vocabulary(tokenizer.vocab_size());
+    let wants_validation = options.validation_fraction > 0.0;
+    let mut train = Output::create(&train_prefix(&options.out), token_type)?;
+    let mut validation = match wants_validation {
+        true => Some(Output::create(&validation_prefix(&options.out), token_type)?),
+        false => None,
+    };
+    let eos = tokenizer.eos().filter(|_| options.append_eos);
+    let mut so_far = PrepareProgress { source_bytes: corpus.bytes(), ..PrepareProgress::default() };
+    let workers = match options.workers {
+        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        n => n,
+    };
+    let counts = pipeline::run(corpus, tokenizer, split, workers, |piece: Encoded| {
+        let output = match piece.part {
+            Part::Train => &mut train,
+            Part::Validation => validation.as_mut().unwrap_or(&mut train),
+        };
+        output.writer.append(&piece.tokens)?;
+        output.text_bytes += piece.text_bytes;
+        so_far.text_bytes += piece.text_bytes;
+        so_far.tokens += piece.tokens.len() as u64;
+        if piece.ends_document {
+            if let Some(eos) = eos {
+                output.writer.append(&[eos])?;
+                so_far.tokens += 1;
+            }
+            so_far.documents += 1;
+        }
+        if piece.ends_part {
+            output.writer.end_document();
+        }
+        progress(so_far);
+        Ok(())
+    })?;
+    if counts.documents == 0 {
+        return Err(DataError::TooLittle {
+            what: format!(
+                "the {} files have no usable document ({} empty, {} invalid)",
+                corpus.files().len(),
+                counts.skipped.empty,
+                counts.skipped.invalid
+            ),
+            fix: "give files that have text".into(),
+        });
+    }
+    let by = match (wants_validation, counts.by_position) {
+        (false, _) => "none",
+        (true, true) => "position",
+        (true, false) => "document",
+    };
+    if split.repaired(&counts).is_some() {
+        // A side is empty; the files would be written again at once.
+        return Ok((counts, None));
+    }
+    // From here on the description of an older result would be wrong.
+    atomic::remove_if_present(&Sidecar::path(&options.out))?;
+    let train = train.finish(&options.out, ".train")?;
+    let validation = match validation {
+        Some(output) => Some(output.finish(&options.out, ".validation")?),
+        None => {
+            // Left from a run that had one.
+            atomic::remove_if_present(&idx_path(&validation_prefix(&options.out)))?;
+            None
+        }
+    };
+    let sources = corpus.files().iter().take(Sidecar::SOURCES_MAX);
+    let sidecar = Sidecar {
+        format: Sidecar::format(),
+        version: Sidecar::version(),
+        key: key.into(),
+        tokenizer: SidecarTokenizer {
+            kind: tokenizer.kind().into(),
+            fingerprint: tokenizer.fingerprint(),
+            vocab_size: tokenizer.vocab_size(),
+            eos: tokenizer.eos(),
+        },
+        split: SidecarSplit { by: by.into(), validation_fraction: options.validation_fraction, seed: options.seed },
+        train,
+        validation,
+        empty_documents: counts.skipped.empty,
+        invalid_documents: counts.skipped.invalid,
+        source_files: corpus.files().len() as u64,
+        sources: sources
+            .map(|f| SidecarSource { path: f.path.clone(), bytes: f.bytes, modified_ns: f.modified_ns })
+            .collect(),
+    };
+    sidecar.write(&options.out)?;
+    Ok((counts, Some(sidecar)))
+}
+
+/// One pair of files being written.
+struct Output {
+    writer: IndexedWriter,
+    text_bytes: u64,
+}
+
+impl Output {
+    fn create(prefix: &Path, token_type: TokenType) -> Result<Self> {
+        Ok(Self { writer: IndexedWriter::create(prefix, token_type)?, text_bytes: 0 })
+    }
+
+    fn finish(self, out: &Path, suffix: &str) -> Result<SidecarPart> {
+        let summary = self.writer.finish()?;
+        let name = with_suffix(Path::new(out.file_name().unwrap_or_default()), suffix);
+        Ok(SidecarPart {
+            name: name.to_string_lossy().into_owned(),
+            documents: summary.documents,
+            tokens: summary.tokens,
+            text_bytes: self.text_bytes,
+            token_type: summary.token_type.to_string(),
+            bin_xxh3: summary.bin_xxh3,
+        })
+    }
+}

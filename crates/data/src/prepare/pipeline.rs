@@ -1,0 +1,253 @@
+//! One thread reads, several encode, the caller's thread takes the results in order.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::corpus::{Corpus, Document, Skipped};
+use crate::error::{DataError, Result};
+use crate::tokenizer::Tokenizer;
+
+/// Text per job: large enough that handing it over costs nothing, small enough that workers end together.
+const JOB_BYTES: usize = 1 << 18;
+
+/// Jobs in flight per worker.
+const JOBS_PER_WORKER: usize = 4;
+
+/// Where a text goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    Train,
+    Validation,
+}
+
+/// Tokens of one piece of text, in reading order.
+pub(super) struct Encoded {
+    pub(super) part: Part,
+    /// Whether the document ends here.
+    pub(super) ends_document: bool,
+    /// Whether it ends here for this part: also where a document is cut between the parts.
+    pub(super) ends_part: bool,
+    pub(super) tokens: Vec<u32>,
+    pub(super) text_bytes: u64,
+}
+
+/// Which documents validate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Split {
+    fraction: f64,
+    seed: u64,
+    /// Documents with a hash below this validate.
+    threshold: u64,
+    /// Set once the threshold was moved to fill an empty side; it is not moved again.
+    is_repaired: bool,
+}
+
+/// What a pass saw.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub(super) documents: u64,
+    pub(super) by_position: bool,
+    pub(super) skipped: Skipped,
+    validation_documents: u64,
+    hash_min: Option<u64>,
+    hash_max: Option<u64>,
+}
+
+impl Split {
+    pub(super) fn new(fraction: f64, seed: u64) -> Self {
+        // 2^64 x fraction; the conversion saturates, and a fraction of 0 gives 0: nobody.
+        Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, is_repaired: false }
+    }
+
+    /// Another threshold, when a side that was asked for stayed empty although there are several different documents.
+    pub(super) fn repaired(&self, counts: &Counts) -> Option<Self> {
+        let (low, high) = (counts.hash_min?, counts.hash_max?);
+        if self.is_repaired || self.fraction == 0.0 || counts.by_position || low == high {
+            return None;
+        }
+        let threshold = match counts.validation_documents {
+            0 => low + 1,
+            n if n == counts.documents => high,
+            _ => return None,
+        };
+        Some(Self { threshold, is_repaired: true, ..*self })
+    }
+
+    fn hash(&self, text: &str) -> u64 {
+        xxh3_64_with_seed(text.as_bytes(), self.seed)
+    }
+}
+
+/// A piece of text on its way to a worker.
+struct Piece {
+    part: Part,
+    ends_document: bool,
+    ends_part: bool,
+    file: usize,
+    text: String,
+}
+
+/// Some pieces, and where their tokens go.
+struct Job {
+    pieces: Vec<Piece>,
+    reply: SyncSender<Result<Vec<Encoded>>>,
+}
+
+/// Encodes the whole corpus with `workers` threads; `take` gets every piece in reading order.
+pub(super) fn run(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    split: Split,
+    workers: usize,
+    mut take: impl FnMut(Encoded) -> Result<()>,
+) -> Result<Counts> {
+    // The order of results is the order in which their reply channels are queued, whoever fills them; the queue's bound
+    // limits what is in memory. When this thread leaves early its receivers go, and every other thread notices.
+    let (jobs, queue) = sync_channel::<Job>(workers * JOBS_PER_WORKER);
+    let (replies, results) = sync_channel::<Receiver<Result<Vec<Encoded>>>>(workers * JOBS_PER_WORKER);
+    let queue = Mutex::new(queue);
+    thread::scope(|scope| {
+        let results = results;
+        let reader = scope.spawn(move || read(corpus, tokenizer, split, &Outlet { jobs, replies }));
+        for _ in 0..workers {
+            scope.spawn(|| encode_jobs(corpus, tokenizer, &queue));
+        }
+        for reply in &results {
+            let pieces = reply.recv().map_err(|_| DataError::Worker { doing: "encoding text" })??;
+            for piece in pieces {
+                take(piece)?;
+            }
+        }
+        drop(results);
+        reader.join().map_err(|_| DataError::Worker { doing: "reading text" })?
+    })
+}
+
+/// The reader's side: where jobs and the promises of their results go.
+struct Outlet {
+    jobs: SyncSender<Job>,
+    replies: SyncSender<Receiver<Result<Vec<Encoded>>>>,
+}
+
+impl Outlet {
+    /// Hands `pieces` to the workers; `false` when nobody listens any more.
+    fn send(&self, pieces: Vec<Piece>) -> bool {
+        let (reply, result) = sync_channel(1);
+        self.replies.send(result).is_ok() && self.jobs.send(Job { pieces, reply }).is_ok()
+    }
+}
+
+fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -> Result<Counts> {
+    let mut counts = Counts::default();
+    let mut batch = Batch { pieces: Vec::new(), bytes: 0 };
+    let mut documents = corpus.documents();
+    let first = documents.next().transpose()?;
+    let second = documents.next().transpose()?;
+    let is_single = first.is_some() && second.is_none();
+    for document in first.into_iter().chain(second).map(Ok).chain(documents.by_ref()) {
+        let Document { text, file, .. } = document?;
+        counts.documents += 1;
+        let going_on = if is_single && split.fraction > 0.0 {
+            counts.by_position = true;
+            let (train, validation) = divide(&text, split.fraction)?;
+            batch.add(tokenizer, Part::Train, file, train, false, outlet)
+                && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
+        } else {
+            let hash = split.hash(&text);
+            counts.hash_min = Some(counts.hash_min.map_or(hash, |low| low.min(hash)));
+            counts.hash_max = Some(counts.hash_max.map_or(hash, |high| high.max(hash)));
+            let part = if hash < split.threshold { Part::Validation } else { Part::Train };
+            counts.validation_documents += u64::from(part == Part::Validation);
+            batch.add(tokenizer, part, file, &text, true, outlet)
+        };
+        if !going_on {
+            return Ok(counts); // the other side has its own error to report
+        }
+    }
+    if !batch.pieces.is_empty() {
+        outlet.send(batch.pieces);
+    }
+    counts.skipped = documents.skipped();
+    Ok(counts)
+}
+
+/// Divides the only document: the last `fraction` of its characters validates.
+fn divide(text: &str, fraction: f64) -> Result<(&str, &str)> {
+    let characters = text.chars().count();
+    let train = (characters as f64 * (1.0 - fraction)) as usize;
+    if train == 0 || train == characters {
+        return Err(DataError::TooLittle {
+            what: format!("a text of {characters} characters cannot give {fraction} of them to validation"),
+            fix: "give more text, or set the validation fraction to 0".into(),
+        });
+    }
+    let middle = text.char_indices().nth(train).map_or(text.len(), |(at, _)| at);
+    Ok(text.split_at(middle))
+}
+
+/// Pieces collected until they are worth a job.
+struct Batch {
+    pieces: Vec<Piece>,
+    bytes: usize,
+}
+
+impl Batch {
+    fn add(&mut self, tokenizer: &Tokenizer, part: Part, file: usize, text: &str, ends: bool, outlet: &Outlet) -> bool {
+        let pieces = tokenizer.pieces(text, JOB_BYTES);
+        let last = pieces.len() - 1;
+        for (number, piece) in pieces.into_iter().enumerate() {
+            self.bytes += piece.len();
+            self.pieces.push(Piece {
+                part,
+                ends_document: ends && number == last,
+                ends_part: number == last,
+                file,
+                text: piece.to_owned(),
+            });
+            if self.bytes >= JOB_BYTES {
+                self.bytes = 0;
+                if !outlet.send(std::mem::take(&mut self.pieces)) {
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}
+
+fn encode_jobs(corpus: &Corpus, tokenizer: &Tokenizer, queue: &Mutex<Receiver<Job>>) {
+    loop {
+        let job = match queue.lock() {
+            Ok(queue) => queue.recv(),
+            Err(_) => return, // another worker panicked; the caller learns it from the missing reply
+        };
+        let Ok(job) = job else { return };
+        // A panic must not end the thread: with nobody left to take jobs, the reader would wait for ever. The missing
+        // reply tells the caller. A reply that nobody wants is dropped, and jobs are drained until the reader ends.
+        let pieces =
+            AssertUnwindSafe(|| job.pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect());
+        if let Ok(encoded) = catch_unwind(pieces) {
+            let _ = job.reply.send(encoded);
+        }
+    }
+}
+
+fn encode(corpus: &Corpus, tokenizer: &Tokenizer, piece: Piece) -> Result<Encoded> {
+    let tokens = tokenizer.encode_ordinary(&piece.text).map_err(|error| match error {
+        DataError::Vocabulary { what, fix, .. } => {
+            DataError::Vocabulary { origin: corpus.files()[piece.file].path.display().to_string(), what, fix }
+        }
+        other => other,
+    })?;
+    Ok(Encoded {
+        part: piece.part,
+        ends_document: piece.ends_document,
+        ends_part: piece.ends_part,
+        tokens,
+        text_bytes: piece.text.len() as u64,
+    })
+}

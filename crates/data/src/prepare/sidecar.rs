@@ -1,0 +1,149 @@
+//! The `.json` beside prepared token files: what they were made from, so that they are reused, or refused, for a reason.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::atomic;
+use crate::error::{DataError, Result};
+use crate::indexed::with_suffix;
+
+/// The `format` of every sidecar.
+const FORMAT: &str = "trainyard-tokens";
+const VERSION: u32 = 1;
+
+/// What `PREFIX.json` says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Sidecar {
+    /// `trainyard-tokens`.
+    pub format: String,
+    /// Of this structure.
+    pub version: u32,
+    /// Hash over everything the result depends on; equal keys mean equal results.
+    pub key: String,
+    /// The tokenizer that made the tokens.
+    pub tokenizer: SidecarTokenizer,
+    /// How documents were divided.
+    pub split: SidecarSplit,
+    /// The training part.
+    pub train: SidecarPart,
+    /// The validation part, where one was asked for.
+    pub validation: Option<SidecarPart>,
+    /// Documents passed over because they had no text.
+    pub empty_documents: u64,
+    /// Documents passed over because they were invalid and skipping was asked for.
+    pub invalid_documents: u64,
+    /// Number of source files.
+    pub source_files: u64,
+    /// The first of them (at most [`Sidecar::SOURCES_MAX`]).
+    pub sources: Vec<SidecarSource>,
+}
+
+/// The tokenizer that made the tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SidecarTokenizer {
+    /// `bytes`, `characters` or `tokenizer.json`.
+    pub kind: String,
+    /// [`crate::Tokenizer::fingerprint`].
+    pub fingerprint: String,
+    /// Tokens lie below this.
+    pub vocab_size: usize,
+    /// The token after each document.
+    pub eos: Option<u32>,
+}
+
+/// How documents were divided.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SidecarSplit {
+    /// `none`, `document` (by hash) or `position` (the end of the only document).
+    pub by: String,
+    /// Share of the documents, or of the characters, asked for validation.
+    pub validation_fraction: f64,
+    /// Of the hash.
+    pub seed: u64,
+}
+
+/// One pair of token files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SidecarPart {
+    /// File name of the pair, without `.bin` or `.idx`.
+    pub name: String,
+    /// Documents.
+    pub documents: u64,
+    /// Tokens, end-of-text ones included.
+    pub tokens: u64,
+    /// Bytes of UTF-8 text that the tokens stand for: the denominator of bits per byte.
+    pub text_bytes: u64,
+    /// How tokens are stored.
+    pub token_type: String,
+    /// xxh3 of the `.bin`.
+    pub bin_xxh3: String,
+}
+
+/// One source file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SidecarSource {
+    /// As given.
+    pub path: PathBuf,
+    /// On disk.
+    pub bytes: u64,
+    /// Last modification, nanoseconds since 1970.
+    pub modified_ns: u64,
+}
+
+impl Sidecar {
+    /// Source files listed by name; a folder of millions need not be repeated.
+    pub const SOURCES_MAX: usize = 1000;
+
+    pub(super) fn format() -> String {
+        FORMAT.into()
+    }
+
+    pub(super) fn version() -> u32 {
+        VERSION
+    }
+
+    /// `PREFIX.json`.
+    pub fn path(prefix: &Path) -> PathBuf {
+        with_suffix(prefix, ".json")
+    }
+
+    /// Reads `PREFIX.json`; `Ok(None)` when there is none.
+    pub fn read(prefix: &Path) -> Result<Option<Self>> {
+        const FIX: &str = "remove it, or run `trainyard data prepare` again";
+        let path = Self::path(prefix);
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(reason) if reason.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(reason) => return Err(DataError::io("read", &path)(reason)),
+        };
+        let sidecar: Self = serde_json::from_slice(&bytes)
+            .map_err(|e| DataError::token_file(&path, format!("is not a description of token files ({e})"), FIX))?;
+        if sidecar.format != FORMAT || sidecar.version != VERSION {
+            let what = format!(
+                "is of format {:?} version {}, not {FORMAT:?} version {VERSION}",
+                sidecar.format, sidecar.version
+            );
+            return Err(DataError::token_file(&path, what, FIX));
+        }
+        Ok(Some(sidecar))
+    }
+
+    /// The sidecar and the part that describe the token files `PREFIX.bin`, when `PREFIX` is `X.train` or `X.validation`
+    /// of a prepared X; `Ok(None)` for token files from elsewhere.
+    pub fn of_part(prefix: &Path) -> Result<Option<(Self, SidecarPart)>> {
+        let Some(name) = prefix.file_name().and_then(|n| n.to_str()) else { return Ok(None) };
+        let Some(stem) = name.strip_suffix(".train").or_else(|| name.strip_suffix(".validation")) else {
+            return Ok(None);
+        };
+        let Some(sidecar) = Self::read(&prefix.with_file_name(stem))? else { return Ok(None) };
+        let part = [Some(&sidecar.train), sidecar.validation.as_ref()].into_iter().flatten().find(|p| p.name == name);
+        Ok(part.cloned().map(|part| (sidecar, part)))
+    }
+
+    pub(super) fn write(&self, prefix: &Path) -> Result<()> {
+        let path = Self::path(prefix);
+        let text = serde_json::to_string_pretty(self).map_err(|e| DataError::io("write", &path)(e.into()))?;
+        atomic::write(&path, format!("{text}\n").as_bytes())
+    }
+}

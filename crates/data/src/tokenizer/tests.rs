@@ -1,0 +1,158 @@
+use super::*;
+use proptest::prelude::*;
+
+const TEXT: &str = "The yard holds forty trains. The trains leave the yard at dawn; \"the yard\", they say, \"is empty\".\n\n\
+                    Numbers: 1 22 333 4444.\n\tTabs\n   spaces   \nÜber die Brücke, 日本語, 🚂🚃!\r\nend\n";
+
+fn trained() -> Tokenizer {
+    Tokenizer::train_bpe(std::iter::once(Ok(TEXT.repeat(3))), 330, |_| ()).unwrap()
+}
+
+#[test]
+fn every_kind_gives_the_text_back() {
+    for tokenizer in [Tokenizer::bytes(), Tokenizer::characters_from(TEXT).unwrap(), trained()] {
+        let tokens = tokenizer.encode(TEXT).unwrap();
+        assert!(tokens.iter().all(|&t| (t as usize) < tokenizer.vocab_size()));
+        assert_eq!(tokenizer.decode(&tokens), TEXT, "{}", tokenizer.kind());
+    }
+}
+
+#[test]
+fn every_kind_survives_saving_with_its_fingerprint() {
+    let folder = tempfile::tempdir().unwrap();
+    for tokenizer in [Tokenizer::bytes(), Tokenizer::characters_from(TEXT).unwrap(), trained()] {
+        let path = folder.path().join("tokenizer.json");
+        tokenizer.save(&path).unwrap();
+        let loaded = Tokenizer::load(folder.path()).unwrap();
+        assert_eq!(loaded.fingerprint(), tokenizer.fingerprint());
+        assert_eq!((loaded.eos(), loaded.vocab_size()), (tokenizer.eos(), tokenizer.vocab_size()));
+        assert_eq!(loaded.encode(TEXT).unwrap(), tokenizer.encode(TEXT).unwrap());
+    }
+}
+
+#[test]
+fn an_exported_tokenizer_has_the_same_ids() {
+    let folder = tempfile::tempdir().unwrap();
+    for tokenizer in [Tokenizer::bytes(), Tokenizer::characters_from(TEXT).unwrap(), trained()] {
+        tokenizer.save_hugging_face(folder.path(), 128).unwrap();
+        let exported = Tokenizer::load(folder.path()).unwrap();
+        assert_eq!(exported.kind(), "tokenizer.json");
+        assert_eq!(exported.vocab_size(), tokenizer.vocab_size(), "{}", tokenizer.kind());
+        assert_eq!(exported.eos(), tokenizer.eos());
+        assert_eq!(exported.encode(TEXT).unwrap(), tokenizer.encode(TEXT).unwrap());
+        assert_eq!(exported.decode(&tokenizer.encode(TEXT).unwrap()), TEXT);
+    }
+}
+
+#[test]
+fn training_is_deterministic_and_bounded() {
+    let (one, two) = (trained(), trained());
+    assert_eq!(one.fingerprint(), two.fingerprint());
+    assert!(one.vocab_size() > 257 && one.vocab_size() <= 330);
+    assert_eq!(one.eos(), one.token_to_id(END_OF_TEXT));
+    let tokens = one.encode(TEXT).unwrap();
+    assert!(tokens.len() * 3 < TEXT.len() * 2, "merges must shorten: {} of {}", tokens.len(), TEXT.len());
+    let Kind::HuggingFace(inner) = &*one.kind else { panic!() };
+    let vocabulary = hugging_face::vocabulary(inner);
+    assert!(vocabulary.iter().enumerate().all(|(place, (_, id))| place == *id as usize), "ids have no holes");
+}
+
+#[test]
+fn training_reports_progress_and_passes_errors_on() {
+    let seen = std::sync::Mutex::new(Vec::new());
+    Tokenizer::train_bpe([Ok(TEXT.to_owned()), Ok(TEXT.to_owned())].into_iter(), 300, |p| seen.lock().unwrap().push(p))
+        .unwrap();
+    let bytes = TEXT.len() as u64;
+    let expected = [
+        TrainProgress::Counting { bytes },
+        TrainProgress::Counting { bytes: 2 * bytes },
+        TrainProgress::Merging { bytes: 2 * bytes },
+    ];
+    assert_eq!(*seen.lock().unwrap(), expected);
+    let failing = [Ok("text".to_owned()), Err(DataError::Stopped)].into_iter();
+    assert!(matches!(Tokenizer::train_bpe(failing, 300, |_| ()), Err(DataError::Stopped)));
+    assert!(matches!(Tokenizer::train_bpe(std::iter::empty(), 300, |_| ()), Err(DataError::TooLittle { .. })));
+    assert!(matches!(Tokenizer::train_bpe(std::iter::empty(), 256, |_| ()), Err(DataError::Setting { .. })));
+}
+
+#[test]
+fn special_tokens_are_text_in_training_data_only() {
+    let tokenizer = trained();
+    let text = format!("a{END_OF_TEXT}b");
+    assert!(tokenizer.encode(&text).unwrap().contains(&tokenizer.eos().unwrap()));
+    let ordinary = tokenizer.encode_ordinary(&text).unwrap();
+    assert!(!ordinary.contains(&tokenizer.eos().unwrap()));
+    assert_eq!(tokenizer.decode(&ordinary), text);
+}
+
+#[test]
+fn a_config_beside_the_file_names_the_end_of_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let chosen = trained().with_eos("!").unwrap();
+    chosen.save(&path).unwrap();
+    assert_eq!(Tokenizer::load(&path).unwrap().eos(), chosen.eos());
+    let config = folder.path().join("tokenizer_config.json");
+    std::fs::write(&config, r#"{"eos_token": {"content": "?", "special": true}}"#).unwrap();
+    assert_eq!(Tokenizer::load(&path).unwrap().eos(), chosen.token_to_id("?"));
+    std::fs::write(&config, r#"{"eos_token": "<nowhere>"}"#).unwrap();
+    assert!(Tokenizer::load(&path).unwrap_err().to_string().contains("<nowhere>"));
+    assert!(chosen.with_eos("<nowhere>").is_err());
+}
+
+#[test]
+fn streams_hold_back_half_characters() {
+    let tokenizer = Tokenizer::bytes();
+    let mut stream = tokenizer.stream_decoder();
+    let pieces: Vec<String> = "a日🚂b".bytes().map(|b| stream.push(u32::from(b))).collect();
+    assert_eq!(pieces, ["a", "", "", "日", "", "", "", "🚂", "b"]);
+    assert_eq!(stream.finish(), "");
+    stream.push(0xE6);
+    assert_eq!(stream.finish(), "\u{FFFD}");
+    // Bytes that are never text do not silence what follows.
+    let mut stream = tokenizer.stream_decoder();
+    let text: String = [0xFF, 0xFF, 0xFF, 0xFF, 0x41].iter().map(|&b| stream.push(b)).collect();
+    assert!(text.ends_with('A'), "{text:?}");
+}
+
+proptest! {
+    #[test]
+    fn streamed_text_is_the_whole_text(text in "\\PC{0,40}") {
+        for tokenizer in [Tokenizer::bytes(), trained_once()] {
+            let mut stream = tokenizer.stream_decoder();
+            let mut streamed: String = tokenizer.encode(&text).unwrap().iter().map(|&t| stream.push(t)).collect();
+            streamed.push_str(&stream.finish());
+            prop_assert_eq!(&streamed, &text);
+        }
+    }
+
+    #[test]
+    fn pieces_encode_to_the_tokens_of_the_whole(text in "([a-zé]{1,5}|[ \n\t]{1,3}|[0-9.,;']{1,3}|\r\n){0,60}", bytes in 1usize..40) {
+        for tokenizer in [Tokenizer::bytes(), trained_once()] {
+            let pieces = tokenizer.pieces(&text, bytes);
+            prop_assert_eq!(pieces.concat(), &text[..]);
+            let joined: Vec<u32> = pieces.iter().flat_map(|p| tokenizer.encode(p).unwrap()).collect();
+            prop_assert_eq!(joined, tokenizer.encode(&text).unwrap());
+        }
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_no_tokenizer_and_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        prop_assert!(Tokenizer::from_json(&bytes, "test").is_err());
+    }
+
+    #[test]
+    fn decoding_any_ids_never_panics(tokens in proptest::collection::vec(any::<u32>(), 0..20), low in proptest::collection::vec(0u32..400, 0..20)) {
+        for tokenizer in [Tokenizer::bytes(), Tokenizer::characters_from(TEXT).unwrap(), trained_once()] {
+            tokenizer.decode(&tokens);
+            tokenizer.decode(&low);
+            let mut stream = tokenizer.stream_decoder();
+            low.iter().for_each(|&t| drop(stream.push(t)));
+        }
+    }
+}
+
+fn trained_once() -> Tokenizer {
+    static TRAINED: std::sync::OnceLock<Tokenizer> = std::sync::OnceLock::new();
+    TRAINED.get_or_init(trained).clone()
+}

@@ -1,0 +1,106 @@
+//! Training of byte-level BPE, by the trainer of the crate `tokenizers`.
+
+use std::sync::Mutex;
+
+use tokenizers::AddedToken;
+use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+use super::hugging_face::{byte_alphabet, may_cut};
+use super::{END_OF_TEXT, cut};
+use crate::error::{DataError, Result};
+
+/// How far training has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TrainProgress {
+    /// Counting words; so many bytes of text read.
+    Counting {
+        /// Bytes so far.
+        bytes: u64,
+    },
+    /// All text is counted, pairs are being merged (the library does not say how far).
+    Merging {
+        /// Bytes of text in all.
+        bytes: u64,
+    },
+}
+
+/// Texts are counted in parallel in pieces of this size.
+const PIECE_BYTES: usize = 1 << 16;
+
+/// A merge must occur twice, or it memorises rather than compresses.
+const PAIR_COUNT_MIN: u64 = 2;
+
+/// The content of the trained `tokenizer.json`.
+pub(super) fn train_bpe<I>(texts: I, vocab_size: usize, progress: impl FnMut(TrainProgress) + Send) -> Result<String>
+where
+    I: Iterator<Item = Result<String>> + Send,
+{
+    const SMALLEST: usize = 256 + 1;
+    if !(SMALLEST..=1 << 24).contains(&vocab_size) {
+        let what = format!("is {vocab_size}");
+        let fix = format!("take at least {SMALLEST}, for 256 bytes and {END_OF_TEXT}, and at most 2^24");
+        return Err(DataError::setting("vocab_size", what, fix));
+    }
+    let failed = |e: tokenizers::Error| DataError::tokenizer("training", e.to_string(), "please report this");
+    let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    tokenizer.with_decoder(Some(ByteLevelDecoder::new(false, true, true)));
+    let mut trainer = TrainerWrapper::from(
+        BpeTrainer::builder()
+            .vocab_size(vocab_size)
+            .min_frequency(PAIR_COUNT_MIN)
+            .show_progress(false)
+            .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+            .initial_alphabet(byte_alphabet())
+            .build(),
+    );
+
+    // The library's iterator cannot fail, so an error ends it and waits here. A mutex, because it is read from the
+    // library's threads, one at a time.
+    let feed = Mutex::new(Feed { error: None, bytes: 0, progress });
+    let pieces = texts
+        .map_while(|text| {
+            let mut feed = feed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            match text {
+                Ok(text) => {
+                    feed.bytes += text.len() as u64;
+                    let bytes = feed.bytes;
+                    (feed.progress)(TrainProgress::Counting { bytes });
+                    Some(text)
+                }
+                Err(error) => {
+                    feed.error = Some(error);
+                    None
+                }
+            }
+        })
+        .flat_map(|text| cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::to_owned).collect::<Vec<_>>())
+        .chain(std::iter::once_with(|| {
+            let mut feed = feed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let bytes = feed.bytes;
+            (feed.progress)(TrainProgress::Merging { bytes });
+            String::new()
+        }));
+    let trained = tokenizer.train(&mut trainer, pieces).map(|_| ());
+    let feed = feed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(error) = feed.error {
+        return Err(error);
+    }
+    trained.map_err(failed)?;
+    if feed.bytes == 0 {
+        return Err(DataError::TooLittle {
+            what: "there is no text to train a tokenizer on".into(),
+            fix: "give files that have text".into(),
+        });
+    }
+    tokenizer.to_string(true).map_err(failed)
+}
+
+struct Feed<P> {
+    error: Option<DataError>,
+    bytes: u64,
+    progress: P,
+}
