@@ -135,11 +135,11 @@ impl Device {
     }
 
     /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile.
-    pub fn launch(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu)) {
+    pub fn launch(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu) -> Result<()>) -> Result<()> {
         let profiling = self.0.profiling.load(Ordering::Relaxed);
         let started = profiling.then(Instant::now);
         if let Kind::Cpu(cpu) = &self.0.kind {
-            run(cpu);
+            run(cpu)?;
         }
         if let Some(started) = started {
             let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -150,6 +150,7 @@ impl Device {
                 entry.seconds += started.elapsed().as_secs_f64();
             }
         }
+        Ok(())
     }
 
     /// Whether launches are profiled; always so on meta, off by default on the CPU.

@@ -61,6 +61,15 @@ pub enum TensorError {
         /// The tensor's shape.
         shape: Shape,
     },
+    /// A token, position or target outside its table.
+    #[error(transparent)]
+    Index(#[from] crate::cpu::embedding::IndexError),
+    /// Attention's operands do not fit together.
+    #[error(transparent)]
+    Attention(#[from] crate::cpu::attention::AttentionError),
+    /// A drop probability outside `[0, 1)`.
+    #[error(transparent)]
+    DropRate(#[from] crate::cpu::dropout::DropRateError),
     /// A bad choice of instruction set.
     #[error(transparent)]
     Isa(#[from] IsaError),

@@ -1,1 +1,71 @@
-//! Operations on tensors: check, allocate, state the cost, launch.
+//! Operations on tensors: check shapes, allocate results, state the cost, launch.
+//!
+//! This is the list that a device implements. Functions named `*_backward` are the kernels that `autograd` pairs with their
+//! forwards; nothing here records anything. Sums over parameters' gradients take `(&mut Tensor, bool)`: where to, and whether to overwrite.
+
+mod attention;
+mod embedding;
+mod linear;
+mod loss;
+mod norm;
+mod pointwise;
+
+pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
+pub use embedding::{embedding, embedding_backward};
+pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
+pub use loss::{TokenLosses, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
+pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward};
+pub use pointwise::{accumulate, activate, activation_backward, add, add_into, cast, dropout, swiglu, swiglu_backward};
+
+use crate::cpu::gemm::Accumulate;
+use crate::error::Result;
+use crate::{DType, Device, Purpose, Tensor, ensure_shape};
+
+/// Where a parameter's gradient is summed, and whether to overwrite what is there.
+pub type GradientSlot<'a> = (&'a mut Tensor, bool);
+
+fn accumulate_mode(overwrite: bool) -> Accumulate {
+    if overwrite { Accumulate::Overwrite } else { Accumulate::Add }
+}
+
+/// Scratch memory of `floats` f32 numbers.
+fn workspace(device: &Device, floats: usize) -> Result<Tensor> {
+    device.empty([floats], DType::F32, Purpose::Workspace)
+}
+
+/// Fails unless `b` has the dtype of `a`.
+fn same_dtype(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
+    ensure_shape!(a.dtype() == b.dtype(), op, "operands of {} and {}", a.dtype(), b.dtype());
+    Ok(())
+}
+
+/// Fails unless both have one shape and dtype.
+fn same_form(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
+    same_dtype(op, a, b)?;
+    ensure_shape!(a.shape() == b.shape(), op, "shapes {} and {}", a.shape(), b.shape());
+    Ok(())
+}
+
+/// Fails unless a gradient slot is f32 with the parameter's number of elements.
+fn check_slot(op: &'static str, slot: &Option<GradientSlot<'_>>, elements: usize) -> Result<()> {
+    if let Some((tensor, _)) = slot {
+        ensure_shape!(
+            tensor.dtype() == DType::F32 && tensor.elements() == elements,
+            op,
+            "a gradient slot of {} {} for a parameter of {elements} elements",
+            tensor.dtype(),
+            tensor.shape()
+        );
+    }
+    Ok(())
+}
+
+/// Kernels of norms add to their weight gradients: zeroes a slot that is to be overwritten.
+fn prepare_adding(slot: &mut Option<GradientSlot<'_>>) {
+    if let Some((tensor, overwrite)) = slot
+        && *overwrite
+    {
+        tensor.fill_zero();
+        *overwrite = false;
+    }
+}

@@ -1,0 +1,172 @@
+//! Differentiating: the nodes of a recording, last to first.
+
+use crate::functions::Function;
+use crate::tape::{Node, Operand, Recording, Saved, Value, Var, in_backward};
+use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Result};
+use std::collections::BTreeMap;
+use trainyard_tensor::{Tensor, ops};
+
+/// What the backward of one function sees: its saved tensors, its outputs' gradients, and where its inputs' gradients go.
+pub struct Backward<'a> {
+    parameters: &'a dyn Parameters,
+    gradients: &'a mut dyn Gradients,
+    values: &'a [Value],
+    /// The nodes before this one, for recomputing their results.
+    earlier: &'a [Node],
+    node: &'a Node,
+    flow: &'a mut Flow,
+}
+
+/// Gradients on their way, and recomputed values, both by value id.
+struct Flow {
+    gradients: Vec<Option<Tensor>>,
+    recomputed: BTreeMap<usize, Tensor>,
+}
+
+impl Recording {
+    /// Runs backward from `outputs` (each with its gradient) and returns the gradients of `inputs`, None where nothing
+    /// flowed. Parameters' gradients go to `gradients`. What the recording kept is freed as it is used.
+    pub fn backward(
+        mut self,
+        outputs: &[(&Var, Tensor)],
+        inputs: &[&Var],
+        parameters: &dyn Parameters,
+        gradients: &mut dyn Gradients,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let mut flow = Flow { gradients: vec![None; self.values.len()], recomputed: BTreeMap::new() };
+        for (output, gradient) in outputs {
+            if output.tensor().shape() != gradient.shape() {
+                return Err(AutogradError::GradientShape {
+                    output: output.tensor().shape().to_string(),
+                    gradient: gradient.shape().to_string(),
+                });
+            }
+            if self.values.get(output.id).is_some_and(|value| value.wanted) {
+                flow.add(output.id, gradient.clone())?;
+            }
+        }
+        while let Some(node) = self.nodes.pop() {
+            let outputs = node.first_output..node.first_output + node.outputs;
+            if outputs.clone().any(|id| flow.gradients[id].is_some()) {
+                let name = node.function.info().name;
+                let mut cx = Backward {
+                    parameters,
+                    gradients: &mut *gradients,
+                    values: &self.values,
+                    earlier: &self.nodes,
+                    node: &node,
+                    flow: &mut flow,
+                };
+                node.function.backward(&mut cx).map_err(in_backward(name))?;
+            }
+            for id in outputs {
+                flow.gradients[id] = None;
+                flow.recomputed.remove(&id);
+            }
+        }
+        Ok(inputs.iter().map(|input| flow.gradients.get_mut(input.id).and_then(Option::take)).collect())
+    }
+}
+
+impl Flow {
+    fn add(&mut self, id: usize, gradient: Tensor) -> Result<()> {
+        self.gradients[id] = Some(match self.gradients[id].take() {
+            None => gradient,
+            Some(before) => ops::add_into(before, &gradient)?,
+        });
+        Ok(())
+    }
+}
+
+impl Backward<'_> {
+    /// The gradient of output `index`; None where nothing flowed into it. Owned, so it may be worked on in place if unique.
+    pub fn output_gradient(&mut self, index: usize) -> Option<Tensor> {
+        self.flow.gradients[self.node.first_output + index].take()
+    }
+
+    /// Saved tensor `index`, recomputed when it was not kept.
+    pub fn saved(&mut self, index: usize) -> Result<Tensor> {
+        let saved = self.node.saved[index].clone();
+        self.restore(saved)
+    }
+
+    fn restore(&mut self, saved: Saved) -> Result<Tensor> {
+        let id = match saved {
+            Saved::Tensor(tensor) => return Ok(tensor),
+            Saved::Recompute(id) => id,
+        };
+        if let Some(tensor) = self.flow.recomputed.get(&id) {
+            return Ok(tensor.clone());
+        }
+        let producer = self.values[id].producer.expect("only results of functions are recomputed");
+        let node = &self.earlier[producer];
+        let mut cx = Backward {
+            parameters: self.parameters,
+            gradients: &mut *self.gradients,
+            values: self.values,
+            earlier: &self.earlier[..producer],
+            node,
+            flow: &mut *self.flow,
+        };
+        let tensor = node.function.recompute(&mut cx)?;
+        self.flow.recomputed.insert(id, tensor.clone());
+        Ok(tensor)
+    }
+
+    /// Whether a gradient of input `index` is wanted.
+    pub fn wants(&self, index: usize) -> Result<bool> {
+        match self.node.inputs[index] {
+            Operand::Value(id) => Ok(self.values.get(id).is_some_and(|value| value.wanted)),
+            Operand::Param(id) => Ok(self.parameters.parameter(id)?.trained),
+        }
+    }
+
+    /// The number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.node.inputs.len()
+    }
+
+    /// Adds to the gradient of input `index`, which is a value. Dropped when that input wants none.
+    pub fn add_gradient(&mut self, index: usize, gradient: Tensor) -> Result<()> {
+        match self.node.inputs[index] {
+            Operand::Value(id) if self.values.get(id).is_some_and(|value| value.wanted) => self.flow.add(id, gradient),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes what has so far flowed into input `index`, for kernels that add to it as they write; to be given back
+    /// through [`Backward::add_gradient`].
+    pub fn take_gradient(&mut self, index: usize) -> Option<Tensor> {
+        match self.node.inputs[index] {
+            Operand::Value(id) => self.flow.gradients.get_mut(id).and_then(Option::take),
+            Operand::Param(_) => None,
+        }
+    }
+
+    /// The compute copy of input `index`, which is a parameter.
+    pub fn parameter(&self, index: usize) -> Result<Parameter> {
+        match self.node.inputs[index] {
+            Operand::Param(id) => self.parameters.parameter(id),
+            Operand::Value(_) => unreachable!("input {index} of {} is a value", self.node.function.info().name),
+        }
+    }
+
+    /// Where the gradient of input `index`, a parameter, is to be summed; None when it is not trained.
+    pub fn gradient_target(&mut self, index: usize) -> Result<Option<GradientTarget>> {
+        match self.node.inputs[index] {
+            Operand::Param(id) if self.parameters.parameter(id)?.trained => self.gradients.target(id),
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether input `index` is a parameter.
+    pub fn is_param(&self, index: usize) -> bool {
+        matches!(self.node.inputs[index], Operand::Param(_))
+    }
+}
+
+impl Function {
+    fn recompute(&self, cx: &mut Backward<'_>) -> Result<Tensor> {
+        self.recompute_output(cx)
+    }
+}

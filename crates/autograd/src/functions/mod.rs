@@ -1,0 +1,120 @@
+//! The table of differentiable functions.
+//!
+//! Each row names a function, what it saves for backward, and its FLOPs; the type beside it holds the attributes of one
+//! call and implements [`Differentiable`]. The forward is a method of [`Tape`](crate::Tape) in the same file. To add a function: write its file,
+//! add a row, and give it an example in `tests/table.rs`, which checks every row by finite differences and fails for a row
+//! without one.
+//!
+//! Symbols: m rows (tokens), k and n inner and outer width of a product, d width of a row, p attended pairs of query and key,
+//! h heads, c width of a head, v vocabulary.
+
+mod attention;
+mod dropout;
+mod embedding;
+mod linear;
+mod loss;
+mod norm;
+mod pointwise;
+
+pub use linear::LinearOptions;
+
+use crate::tape::Tape;
+use crate::{AutogradError, Backward, Result};
+use trainyard_tensor::Tensor;
+
+/// The backward of one function.
+pub trait Differentiable {
+    /// Reads the gradients of the outputs, adds to those of the inputs.
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()>;
+
+    /// Repeats the forward from what was saved, bit for bit; only for rows that say `recomputed`.
+    fn recompute(&self, cx: &mut Backward<'_>) -> Result<Tensor> {
+        let _ = cx;
+        Err(AutogradError::NotDifferentiable("recompute of a function that is kept"))
+    }
+}
+
+/// What the table says of a function.
+#[derive(Clone, Copy, Debug)]
+pub struct Info {
+    /// Its name in traces and errors.
+    pub name: &'static str,
+    /// What backward keeps alive.
+    pub saves: &'static str,
+    /// FLOPs of forward and of backward.
+    pub flops: &'static str,
+    /// Whether [`Policy::Selective`](crate::Policy) recomputes the result instead of keeping it.
+    pub recomputed_when_selective: bool,
+}
+
+macro_rules! functions {
+    ($($variant:ident($ty:ty): $name:literal, $saves:literal, $flops:literal, $keep:ident;)*) => {
+        /// One call of a function, with its attributes.
+        #[derive(Clone, Debug)]
+        #[allow(missing_docs)]
+        pub enum Function { $($variant($ty),)* }
+
+        /// Every function there is.
+        pub const TABLE: &[Info] = &[$(Info {
+            name: $name,
+            saves: $saves,
+            flops: $flops,
+            recomputed_when_selective: functions!(@ $keep),
+        },)*];
+
+        impl Function {
+            /// The function's row in the table.
+            pub fn info(&self) -> &'static Info {
+                enum Row { $($variant,)* }
+                &TABLE[match self { $(Function::$variant(_) => Row::$variant as usize,)* }]
+            }
+
+            pub(crate) fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+                match self { $(Function::$variant(f) => f.backward(cx),)* }
+            }
+
+            pub(crate) fn recompute_output(&self, cx: &mut Backward<'_>) -> Result<Tensor> {
+                match self { $(Function::$variant(f) => f.recompute(cx),)* }
+            }
+        }
+
+        $(impl From<$ty> for Function {
+            fn from(f: $ty) -> Function {
+                Function::$variant(f)
+            }
+        })*
+    };
+    (@ recomputed) => { true };
+    (@ kept) => { false };
+}
+
+functions! {
+    // variant                                  name                    saved                                FLOPs forward; backward     selective
+    Parameter(pointwise::Parameter):            "parameter",            "nothing",                           "0; m",                     kept;
+    Add(pointwise::Add):                        "add",                  "nothing",                           "m d; 0",                   kept;
+    Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
+    LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
+    Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
+    Rope(attention::Rope):                      "rope",                 "nothing",                           "6 m h c; 6 m h c",         kept;
+    QkNorm(norm::QkNorm):                       "qk_norm",              "qkv, inverse rms",                  "4 m h c; 8 m h c",         kept;
+    RmsNorm(norm::RmsNorm):                     "rms_norm",             "x, inverse rms",                    "4 m d; 8 m d",             recomputed;
+    LayerNorm(norm::LayerNorm):                 "layer_norm",           "x, mean, inverse deviation",        "7 m d; 11 m d",            recomputed;
+    SwiGlu(pointwise::SwiGlu):                  "swiglu",               "gate and up",                       "6 m d; 10 m d",            recomputed;
+    Activate(pointwise::Activate):              "activate",             "x",                                 "8 m d; 10 m d",            recomputed;
+    Embedding(embedding::Embedding):            "embedding",            "nothing",                           "m d; m d",                 kept;
+    Dropout(dropout::Dropout):                  "dropout",              "nothing: the mask is regenerated",  "m d; m d",                 kept;
+}
+
+/// What every function file uses.
+mod prelude {
+    pub(super) use super::Differentiable;
+    pub(super) use crate::{Backward, GradientTarget, Operand, ParamId, Result, Saved, Tape, Var};
+    pub(super) use trainyard_tensor::{Tensor, ops};
+}
+
+impl Tape<'_> {
+    /// The name of every function in the table.
+    pub fn function_names() -> impl Iterator<Item = &'static str> {
+        TABLE.iter().map(|row| row.name)
+    }
+}

@@ -1,0 +1,121 @@
+//! Parameters by slot, and where their gradients go.
+
+use crate::{AutogradError, Result};
+use std::collections::BTreeMap;
+use std::fmt;
+use trainyard_tensor::{DType, Purpose, Tensor};
+
+/// A parameter's slot: its unit, and its place in that unit.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ParamId {
+    /// The unit's index in the model.
+    pub unit: u32,
+    /// The parameter's index in the unit.
+    pub index: u32,
+}
+
+impl ParamId {
+    /// Parameter `index` of unit `unit`.
+    pub const fn new(unit: u32, index: u32) -> ParamId {
+        ParamId { unit, index }
+    }
+}
+
+impl fmt::Display for ParamId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.unit, self.index)
+    }
+}
+
+/// The compute copy of a parameter, as functions use it.
+#[derive(Clone, Debug)]
+pub struct Parameter {
+    /// The values, in the compute dtype.
+    pub value: Tensor,
+    /// Whether training updates it.
+    pub trained: bool,
+}
+
+/// Gives parameters by slot. What it gives may change between forward and backward (released, gathered again), the values may not.
+pub trait Parameters {
+    /// The parameter, or [`AutogradError::NoParameter`].
+    fn parameter(&self, id: ParamId) -> Result<Parameter>;
+}
+
+/// Where one parameter's gradient is summed.
+#[derive(Debug)]
+pub struct GradientTarget {
+    /// f32, of the parameter's shape.
+    pub tensor: Tensor,
+    /// True at the first contribution of a step: the old contents are to be overwritten, not added to.
+    pub overwrite: bool,
+}
+
+/// Takes gradients of parameters.
+pub trait Gradients {
+    /// Where the gradient of `id` goes; None when it is not wanted (frozen). Each call is followed by one contribution.
+    fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>>;
+}
+
+/// A simple holder of parameters and gradients, for tests and small programs; the engine has its own, over flat unit buffers.
+#[derive(Debug, Default)]
+pub struct Store {
+    values: BTreeMap<ParamId, Tensor>,
+    gradients: BTreeMap<ParamId, Tensor>,
+}
+
+impl Store {
+    /// An empty store.
+    pub fn new() -> Store {
+        Store::default()
+    }
+
+    /// Adds or replaces a parameter.
+    pub fn insert(&mut self, id: ParamId, value: Tensor) {
+        self.values.insert(id, value);
+    }
+
+    /// The summed gradient of a parameter, if any reached it.
+    pub fn gradient(&self, id: ParamId) -> Option<&Tensor> {
+        self.gradients.get(&id)
+    }
+
+    /// Splits into the two roles that backward needs at once.
+    pub fn split(&mut self) -> (StoreValues<'_>, StoreGradients<'_>) {
+        (StoreValues(&self.values), StoreGradients { values: &self.values, gradients: &mut self.gradients })
+    }
+}
+
+/// The parameters of a [`Store`].
+pub struct StoreValues<'a>(&'a BTreeMap<ParamId, Tensor>);
+
+/// The gradients of a [`Store`].
+pub struct StoreGradients<'a> {
+    values: &'a BTreeMap<ParamId, Tensor>,
+    gradients: &'a mut BTreeMap<ParamId, Tensor>,
+}
+
+impl Parameters for StoreValues<'_> {
+    fn parameter(&self, id: ParamId) -> Result<Parameter> {
+        let value = self.0.get(&id).ok_or(AutogradError::NoParameter(id))?;
+        Ok(Parameter { value: value.clone(), trained: true })
+    }
+}
+
+impl Parameters for Store {
+    fn parameter(&self, id: ParamId) -> Result<Parameter> {
+        StoreValues(&self.values).parameter(id)
+    }
+}
+
+impl Gradients for StoreGradients<'_> {
+    fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>> {
+        let value = self.values.get(&id).ok_or(AutogradError::NoParameter(id))?;
+        let overwrite = !self.gradients.contains_key(&id);
+        if overwrite {
+            let fresh = value.device().empty(*value.shape(), DType::F32, Purpose::Grads)?;
+            self.gradients.insert(id, fresh);
+        }
+        Ok(Some(GradientTarget { tensor: self.gradients[&id].clone(), overwrite }))
+    }
+}

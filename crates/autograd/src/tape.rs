@@ -1,0 +1,279 @@
+//! Recording: values, nodes, and what is kept for backward.
+
+use crate::functions::Function;
+use crate::{AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
+pub use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::{Device, Tensor};
+
+/// What a tape keeps for backward.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Policy {
+    /// Nothing: evaluation, generation, and the first forward under full checkpointing.
+    Nothing,
+    /// Everything that backward asks for.
+    Everything,
+    /// Everything but the results of cheap functions (norms, activations, dropout), which backward recomputes from
+    /// what those functions keep themselves. Matrix products and attention are never repeated.
+    Selective,
+}
+
+/// A value on a tape: a tensor and its place in the graph. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Var {
+    pub(crate) id: usize,
+    tensor: Tensor,
+}
+
+impl Var {
+    /// The value.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The value, giving up the place in the graph.
+    pub fn into_tensor(self) -> Tensor {
+        self.tensor
+    }
+}
+
+/// An input of a function.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operand {
+    /// A value on the tape.
+    Value(usize),
+    /// A parameter, by slot.
+    Param(ParamId),
+}
+
+impl From<&Var> for Operand {
+    fn from(var: &Var) -> Operand {
+        Operand::Value(var.id)
+    }
+}
+
+impl From<ParamId> for Operand {
+    fn from(id: ParamId) -> Operand {
+        Operand::Param(id)
+    }
+}
+
+/// Something that backward will need.
+#[derive(Clone, Debug)]
+pub enum Saved {
+    /// Kept.
+    Tensor(Tensor),
+    /// Not kept: recomputed by its producer, which is cheap.
+    Recompute(usize),
+}
+
+pub(crate) struct Node {
+    pub function: Function,
+    pub inputs: Vec<Operand>,
+    /// The ids of the outputs are `first_output ..`.
+    pub first_output: usize,
+    pub outputs: usize,
+    pub saved: Vec<Saved>,
+}
+
+pub(crate) struct Value {
+    /// The node that made it; None for leaves and constants.
+    pub producer: Option<usize>,
+    /// Whether a gradient is to flow to it.
+    pub wanted: bool,
+}
+
+/// Records what the model code does.
+pub struct Tape<'a> {
+    device: Device,
+    parameters: &'a dyn Parameters,
+    gradients: Option<&'a mut dyn Gradients>,
+    policy: Policy,
+    random: RandomKey,
+    sites: u32,
+    recording: Recording,
+}
+
+/// What was recorded; owns everything backward needs but the parameters.
+#[derive(Default)]
+pub struct Recording {
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) values: Vec<Value>,
+}
+
+impl<'a> Tape<'a> {
+    /// A tape on `device` that reads `parameters`. `random` keys its random functions: `site` tells where in the step this
+    /// tape is (unit and micro-batch, at most 16 bits), and each random function on the tape adds its own ordinal, so that a forward
+    /// repeated under the same key draws the same numbers.
+    pub fn new(device: &Device, parameters: &'a dyn Parameters, policy: Policy, random: RandomKey) -> Tape<'a> {
+        Tape {
+            device: device.clone(),
+            parameters,
+            gradients: None,
+            policy,
+            random,
+            sites: 0,
+            recording: Recording::default(),
+        }
+    }
+
+    /// Lets a loss take its parameters' gradients while its forward has the logits at hand, instead of computing the
+    /// logits twice. Backward must then start with a gradient of exactly 1 for the loss.
+    pub fn with_gradients(mut self, gradients: &'a mut dyn Gradients) -> Tape<'a> {
+        self.gradients = Some(gradients);
+        self
+    }
+
+    /// Where results go.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether anything is kept for backward.
+    pub fn records(&self) -> bool {
+        self.policy != Policy::Nothing
+    }
+
+    /// A parameter's compute copy, now.
+    pub fn parameter(&self, id: ParamId) -> Result<Parameter> {
+        self.parameters.parameter(id)
+    }
+
+    pub(crate) fn gradients(&mut self) -> Option<&mut (dyn Gradients + 'a)> {
+        if self.policy == Policy::Nothing { None } else { self.gradients.as_deref_mut() }
+    }
+
+    /// An input whose gradient is wanted.
+    pub fn leaf(&mut self, tensor: Tensor) -> Var {
+        self.value(tensor, None, true)
+    }
+
+    /// An input without gradient.
+    pub fn constant(&mut self, tensor: Tensor) -> Var {
+        self.value(tensor, None, false)
+    }
+
+    /// The same value, through which no gradient flows back.
+    pub fn stop_gradient(&mut self, x: &Var) -> Var {
+        self.constant(x.tensor.clone())
+    }
+
+    /// The key of the next random function on this tape.
+    pub fn next_random(&mut self) -> RandomKey {
+        self.sites += 1;
+        RandomKey { site: (self.random.site << 16) | self.sites, ..self.random }
+    }
+
+    /// What backward needs of `x`: the tensor, or under [`Policy::Selective`] a note to recompute it.
+    pub fn save(&self, x: &Var) -> Saved {
+        let cheap = self.policy == Policy::Selective
+            && self
+                .recording
+                .values
+                .get(x.id)
+                .and_then(|value| value.producer)
+                .is_some_and(|node| self.recording.nodes[node].function.info().recomputed_when_selective);
+        if cheap { Saved::Recompute(x.id) } else { Saved::Tensor(x.tensor.clone()) }
+    }
+
+    /// Records `function` and gives its outputs their place in the graph. `saved` is called only when backward will want it.
+    pub fn record(
+        &mut self,
+        function: impl Into<Function>,
+        inputs: &[Operand],
+        outputs: Vec<Tensor>,
+        saved: impl FnOnce(&Self) -> Vec<Saved>,
+    ) -> Result<Vec<Var>> {
+        if self.policy == Policy::Nothing || !self.any_wanted(inputs)? {
+            return Ok(outputs.into_iter().map(|tensor| self.value(tensor, None, false)).collect());
+        }
+        let node = Node {
+            function: function.into(),
+            inputs: inputs.to_vec(),
+            first_output: self.recording.values.len(),
+            outputs: outputs.len(),
+            saved: saved(self),
+        };
+        let producer = self.recording.nodes.len();
+        self.recording.nodes.push(node);
+        Ok(outputs.into_iter().map(|tensor| self.value(tensor, Some(producer), true)).collect())
+    }
+
+    /// As [`Tape::record`], for functions of one output.
+    pub fn record_one(
+        &mut self,
+        function: impl Into<Function>,
+        inputs: &[Operand],
+        output: Tensor,
+        saved: impl FnOnce(&Self) -> Vec<Saved>,
+    ) -> Result<Var> {
+        Ok(self.record(function, inputs, vec![output], saved)?.remove(0))
+    }
+
+    /// Whether a gradient is wanted of any of the inputs.
+    pub fn any_wanted(&self, inputs: &[Operand]) -> Result<bool> {
+        for input in inputs {
+            let wanted = match input {
+                Operand::Value(id) => self.recording.values.get(*id).is_some_and(|value| value.wanted),
+                Operand::Param(id) => self.parameters.parameter(*id)?.trained,
+            };
+            if wanted {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Ends the recording; backward may come later, with other copies of the parameters.
+    pub fn finish(self) -> Recording {
+        self.recording
+    }
+
+    fn value(&mut self, tensor: Tensor, producer: Option<usize>, wanted: bool) -> Var {
+        if self.policy == Policy::Nothing {
+            return Var { id: usize::MAX, tensor };
+        }
+        self.recording.values.push(Value { producer, wanted });
+        Var { id: self.recording.values.len() - 1, tensor }
+    }
+}
+
+impl Recording {
+    /// Bytes of activations kept for backward, each buffer once.
+    pub fn saved_bytes(&self) -> usize {
+        let mut seen = std::collections::BTreeSet::new();
+        let kept = self.nodes.iter().flat_map(|node| &node.saved);
+        kept.filter_map(|saved| match saved {
+            Saved::Tensor(tensor) if seen.insert(tensor.buffer_id()) => Some(tensor.buffer_bytes()),
+            _ => None,
+        })
+        .sum()
+    }
+
+    /// The names of the recorded functions, in order.
+    pub fn function_names(&self) -> Vec<&'static str> {
+        self.nodes.iter().map(|node| node.function.info().name).collect()
+    }
+}
+
+impl std::fmt::Debug for Recording {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Recording({})", self.function_names().join(" "))
+    }
+}
+
+impl From<&Saved> for Option<Tensor> {
+    fn from(saved: &Saved) -> Option<Tensor> {
+        match saved {
+            Saved::Tensor(tensor) => Some(tensor.clone()),
+            Saved::Recompute(_) => None,
+        }
+    }
+}
+
+/// Names the function in an error of its backward.
+pub(crate) fn in_backward(function: &'static str) -> impl FnOnce(AutogradError) -> AutogradError {
+    move |source| match source {
+        already @ AutogradError::InBackward { .. } => already,
+        source => AutogradError::InBackward { function, source: Box::new(source) },
+    }
+}

@@ -1,0 +1,305 @@
+//! Walks the table: every function's backward against finite differences of its forward, and what the policies keep.
+//!
+//! With a fixed output gradient `g`, the directional derivative along `u` is `g · (f(z + h u) - f(z - h u)) / 2h`, up to `O(h²)` and
+//! a rounding error of about `2⁻²⁴ |g||f| / h`; backward must give `z̄ · u` for the same. Inputs and parameters are perturbed together.
+
+use std::sync::Arc;
+use trainyard_autograd::functions::LinearOptions;
+use trainyard_autograd::{AutogradError, ParamId, Policy, Result, Store, TABLE, Tape, Var};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cpu::attention::AttentionSpec;
+use trainyard_tensor::cpu::gemm::Activation;
+use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
+use trainyard_tensor::ops::{HeadLayout, Segments};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+const KEY: RandomKey = RandomKey { seed: 7, step: 3, site: 1 };
+
+type Build = Box<dyn Fn(&mut Tape<'_>, &[Var]) -> Result<Var>>;
+
+/// A problem: shapes of the inputs and of the parameters, and a forward that contains the function.
+struct Example {
+    inputs: Vec<Vec<usize>>,
+    params: Vec<Vec<usize>>,
+    build: Build,
+}
+
+fn p(index: u32) -> ParamId {
+    ParamId::new(0, index)
+}
+
+fn example(
+    inputs: &[&[usize]],
+    params: &[&[usize]],
+    build: impl Fn(&mut Tape<'_>, &[Var]) -> Result<Var> + 'static,
+) -> Example {
+    let owned = |shapes: &[&[usize]]| shapes.iter().map(|s| s.to_vec()).collect();
+    Example { inputs: owned(inputs), params: owned(params), build: Box::new(build) }
+}
+
+fn ints(device: &Device, values: &[i32]) -> Tensor {
+    device.tensor([values.len()], values, Purpose::Data).unwrap()
+}
+
+/// At least one example for every row of the table.
+fn examples(name: &str, device: &Device) -> Vec<Example> {
+    let layout = HeadLayout { heads: 4, kv_heads: 2, head_dim: 6 };
+    let spec = AttentionSpec::causal(4, 2, 6);
+    let device = device.clone();
+    match name {
+        "parameter" => vec![example(&[], &[&[3, 5]], |t, _| t.param(p(0)))],
+        "add" => vec![
+            example(&[&[3, 5], &[3, 5]], &[], |t, x| t.add(&x[0], &x[1])),
+            example(&[&[3, 5]], &[], |t, x| t.add(&x[0], &x[0])),
+        ],
+        "linear" => {
+            let mut all = vec![example(&[&[5, 7]], &[&[9, 7]], |t, x| t.linear(&x[0], p(0), LinearOptions::default()))];
+            for activation in [Activation::Silu, Activation::GeluExact, Activation::GeluTanh] {
+                all.push(example(&[&[5, 7], &[5, 9]], &[&[9, 7], &[9]], move |t, x| {
+                    t.linear(&x[0], p(0), LinearOptions { bias: Some(p(1)), activation, residual: Some(&x[1]) })
+                }));
+            }
+            all
+        }
+        "linear_cross_entropy" => vec![example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
+            let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
+            t.linear_cross_entropy(&x[0], p(0), &targets, 0.7)
+        })],
+        "attention" => {
+            let segments = Segments::new(&[0, 4, 5, 9]).unwrap();
+            let window = AttentionSpec { window: Some(3), ..spec };
+            [spec, window]
+                .into_iter()
+                .map(|spec| {
+                    let segments = segments.clone();
+                    example(&[&[9, layout.columns()]], &[], move |t, x| t.attention(&x[0], spec, &segments))
+                })
+                .collect()
+        }
+        "rope" => {
+            let table = Arc::new(RopeTable::new(6, 1e4, RopeScaling::None, 16).unwrap());
+            vec![example(&[&[5, layout.columns()]], &[], move |t, x| {
+                t.rope(x[0].clone(), layout, &table, &ints(&device, &[0, 1, 2, 0, 15]))
+            })]
+        }
+        "qk_norm" => vec![example(&[&[5, layout.columns()]], &[&[6], &[6]], move |t, x| {
+            t.qk_norm(&x[0], layout, p(0), p(1), 1e-5)
+        })],
+        "rms_norm" => vec![
+            example(&[&[5, 24]], &[&[24]], |t, x| t.rms_norm(&x[0], p(0), 1e-5)),
+            // x also flows past the norm, so backward adds to a gradient that is there.
+            example(&[&[5, 24]], &[&[24]], |t, x| {
+                let y = t.rms_norm(&x[0], p(0), 1e-5)?;
+                t.add(&x[0], &y)
+            }),
+        ],
+        "layer_norm" => vec![
+            example(&[&[5, 24]], &[&[24], &[24]], |t, x| t.layer_norm(&x[0], p(0), Some(p(1)), 1e-5)),
+            example(&[&[5, 24]], &[&[24]], |t, x| {
+                let y = t.layer_norm(&x[0], p(0), None, 1e-5)?;
+                t.add(&x[0], &y)
+            }),
+        ],
+        "swiglu" => vec![example(&[&[5, 14]], &[], |t, x| t.swiglu(&x[0]))],
+        "activate" => [Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
+            .map(|a| example(&[&[5, 14]], &[], move |t, x| t.activate(&x[0], a)))
+            .into(),
+        "embedding" => vec![example(&[], &[&[10, 6], &[5, 6]], move |t, _| {
+            let (tokens, positions) = (ints(&device, &[3, 9, 3, 0]), ints(&device, &[0, 1, 2, 4]));
+            t.embedding(&tokens, p(0), Some((&positions, p(1))))
+        })],
+        "dropout" => vec![example(&[&[40, 33]], &[], |t, x| t.dropout(&x[0], 0.3, true))],
+        _ => Vec::new(),
+    }
+}
+
+/// Deterministic values in about (-1, 1).
+fn values(n: usize, seed: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i * 7919 + seed * 104_729 + 13) as f64 * 0.618_033_988_75).fract() as f32 * 2.0 - 1.0).collect()
+}
+
+fn tensors(device: &Device, shapes: &[Vec<usize>], point: &[Vec<f32>]) -> Vec<Tensor> {
+    shapes.iter().zip(point).map(|(shape, v)| device.tensor(shape, v, Purpose::Activations).unwrap()).collect()
+}
+
+fn store(device: &Device, example: &Example, point: &[Vec<f32>]) -> Store {
+    let mut store = Store::new();
+    for (index, tensor) in tensors(device, &example.params, &point[example.inputs.len()..]).into_iter().enumerate() {
+        store.insert(p(index as u32), tensor);
+    }
+    store
+}
+
+fn forward(device: &Device, example: &Example, point: &[Vec<f32>]) -> Vec<f32> {
+    let store = store(device, example, point);
+    let mut tape = Tape::new(device, &store, Policy::Everything, KEY);
+    let inputs: Vec<Var> =
+        tensors(device, &example.inputs, point).into_iter().map(|tensor| tape.leaf(tensor)).collect();
+    (example.build)(&mut tape, &inputs).unwrap().tensor().to_f32_vec().unwrap()
+}
+
+/// The gradients of inputs and parameters for output gradient `g`.
+fn gradients(device: &Device, example: &Example, point: &[Vec<f32>], policy: Policy) -> (Vec<Vec<f32>>, Vec<f32>) {
+    let mut store = store(device, example, point);
+    let (parameters, mut sink) = store.split();
+    let mut tape = Tape::new(device, &parameters, policy, KEY);
+    let inputs: Vec<Var> =
+        tensors(device, &example.inputs, point).into_iter().map(|tensor| tape.leaf(tensor)).collect();
+    let y = (example.build)(&mut tape, &inputs).unwrap();
+    let scalar = y.tensor().elements() == 1;
+    let g = if scalar { vec![1.0] } else { values(y.tensor().elements(), 99) };
+    let seed = device.tensor(*y.tensor().shape(), &g, Purpose::Activations).unwrap();
+    let recording = tape.finish();
+    let wanted: Vec<&Var> = inputs.iter().collect();
+    let got = recording.backward(&[(&y, seed)], &wanted, &parameters, &mut sink).unwrap();
+    let mut all: Vec<Vec<f32>> = got.into_iter().map(|t| t.expect("a gradient").to_f32_vec().unwrap()).collect();
+    for index in 0..example.params.len() {
+        all.push(store.gradient(p(index as u32)).expect("a gradient").to_f32_vec().unwrap());
+    }
+    (all, g)
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+fn check(name: &str, device: &Device, example: &Example) {
+    let shapes: Vec<&Vec<usize>> = example.inputs.iter().chain(&example.params).collect();
+    let count = |shape: &[usize]| shape.iter().product::<usize>();
+    let point: Vec<Vec<f32>> = shapes.iter().enumerate().map(|(i, s)| values(count(s), i)).collect();
+    let (gradients, g) = gradients(device, example, &point, Policy::Everything);
+    let h = 1e-2f32;
+    for direction in 0..3 {
+        let u: Vec<Vec<f32>> =
+            shapes.iter().enumerate().map(|(i, s)| values(count(s), 31 + 17 * direction + i)).collect();
+        let moved = |sign: f32| -> Vec<f32> {
+            let at: Vec<Vec<f32>> =
+                point.iter().zip(&u).map(|(z, u)| z.iter().zip(u).map(|(z, u)| z + sign * h * u).collect()).collect();
+            forward(device, example, &at)
+        };
+        let (above, below) = (moved(1.0), moved(-1.0));
+        let change: Vec<f32> = above.iter().zip(&below).map(|(a, b)| (a - b) / (2.0 * h)).collect();
+        let numeric = dot(&g, &change);
+        let analytic: f64 = gradients.iter().zip(&u).map(|(z, u)| dot(z, u)).sum();
+        let scale = dot(&g, &g).sqrt() * dot(&change, &change).sqrt();
+        assert!((numeric - analytic).abs() <= 2e-3 * scale + 1e-5, "{name}: numeric {numeric}, backward {analytic}");
+    }
+}
+
+#[test]
+fn every_row_has_a_right_backward() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    for row in TABLE {
+        let examples = examples(row.name, &device);
+        assert!(!examples.is_empty(), "`{}` has no example in this test", row.name);
+        for example in &examples {
+            check(row.name, &device, example);
+        }
+    }
+    assert_eq!(device.pool().usage().live_total(), 0, "something leaked");
+}
+
+/// A block of every function that models use, for comparing policies.
+fn block() -> Example {
+    let layout = HeadLayout { heads: 4, kv_heads: 2, head_dim: 6 };
+    let spec = AttentionSpec::causal(4, 2, 6);
+    let segments = Segments::new(&[0, 4, 9]).unwrap();
+    example(
+        &[&[9, 24]],
+        &[&[24], &[layout.columns(), 24], &[24, 24], &[24], &[64, 24], &[24, 32], &[40, 24], &[24, 40]],
+        move |t, x| {
+            let h = &x[0];
+            let n = t.rms_norm(h, p(0), 1e-5)?;
+            let qkv = t.linear(&n, p(1), LinearOptions::default())?;
+            let a = t.attention(&qkv, spec, &segments)?;
+            let a = t.dropout(&a, 0.1, true)?;
+            let h = t.linear(&a, p(2), LinearOptions { residual: Some(h), ..LinearOptions::default() })?;
+            let n = t.rms_norm(&h, p(3), 1e-5)?;
+            let gate_up = t.linear(&n, p(4), LinearOptions::default())?;
+            let f = t.swiglu(&gate_up)?;
+            let h = t.linear(&f, p(5), LinearOptions { residual: Some(&h), ..LinearOptions::default() })?;
+            let up = t.linear(&h, p(6), LinearOptions::default())?;
+            let up = t.activate(&up, Activation::GeluTanh)?;
+            t.linear(&up, p(7), LinearOptions { residual: Some(&h), ..LinearOptions::default() })
+        },
+    )
+}
+
+#[test]
+fn selective_keeps_less_and_changes_no_bit() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let example = block();
+    let shapes: Vec<&Vec<usize>> = example.inputs.iter().chain(&example.params).collect();
+    let point: Vec<Vec<f32>> = shapes.iter().enumerate().map(|(i, s)| values(s.iter().product(), i)).collect();
+    let everything = gradients(&device, &example, &point, Policy::Everything);
+    let selective = gradients(&device, &example, &point, Policy::Selective);
+    assert_eq!(everything, selective);
+
+    let saved = |policy| {
+        let store = store(&device, &example, &point);
+        let mut tape = Tape::new(&device, &store, policy, KEY);
+        let x = tape.leaf(device.tensor([9, 24], &point[0], Purpose::Activations).unwrap());
+        (example.build)(&mut tape, &[x]).unwrap();
+        tape.finish().saved_bytes()
+    };
+    assert!(saved(Policy::Selective) < saved(Policy::Everything));
+    assert_eq!(saved(Policy::Nothing), 0);
+    assert_eq!(device.pool().usage().live_total(), 0);
+}
+
+#[test]
+fn a_loss_with_gradients_at_hand_gives_the_same_bits_and_refuses_another_upstream() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let targets = ints(&device, &[3, 0, -100, 10]);
+    let run = |eager: bool, upstream: f32| {
+        let mut store = Store::new();
+        store.insert(p(0), device.tensor([11, 5], &values(55, 1), Purpose::Params).unwrap());
+        let (parameters, mut sink) = store.split();
+        let (dx, error) = {
+            // The sink is lent to the tape for forward, then to backward.
+            let (x, loss, recording) = {
+                let mut tape = Tape::new(&device, &parameters, Policy::Everything, KEY);
+                if eager {
+                    tape = tape.with_gradients(&mut sink);
+                }
+                let x = tape.leaf(device.tensor([4, 5], &values(20, 2), Purpose::Activations).unwrap());
+                let loss = tape.linear_cross_entropy(&x, p(0), &targets, 0.25).unwrap();
+                (x, loss, tape.finish())
+            };
+            let seed = device.tensor([], &[upstream], Purpose::Activations).unwrap();
+            match recording.backward(&[(&loss, seed)], &[&x], &parameters, &mut sink) {
+                Ok(mut got) => (got.remove(0).map(|t| t.to_f32_vec().unwrap()), None),
+                Err(error) => (None, Some(error)),
+            }
+        };
+        (dx, store.gradient(p(0)).map(|t| t.to_f32_vec().unwrap()), error)
+    };
+    let (eager, lazy) = (run(true, 1.0), run(false, 1.0));
+    assert!(eager.0.is_some() && eager.0 == lazy.0 && eager.1 == lazy.1);
+    let refused = run(true, 2.0).2.expect("an error");
+    assert!(
+        matches!(&refused, AutogradError::InBackward { source, .. } if matches!(**source, AutogradError::EagerUpstream(_)))
+    );
+}
+
+#[test]
+fn meta_counts_what_the_cpu_counts() {
+    let example = block();
+    let counted = |device: &Device| {
+        device.set_profiling(true);
+        let mut store = Store::new();
+        for (index, shape) in example.params.iter().enumerate() {
+            store.insert(p(index as u32), device.zeros(shape, DType::F32, Purpose::Params).unwrap());
+        }
+        let (parameters, mut sink) = store.split();
+        let mut tape = Tape::new(device, &parameters, Policy::Selective, KEY);
+        let x = tape.leaf(device.zeros([9, 24], DType::F32, Purpose::Activations).unwrap());
+        let y = (example.build)(&mut tape, std::slice::from_ref(&x)).unwrap();
+        let seed = device.zeros([9, 24], DType::F32, Purpose::Activations).unwrap();
+        tape.finish().backward(&[(&y, seed)], &[&x], &parameters, &mut sink).unwrap();
+        let calls: Vec<_> = device.take_profile().kernels.iter().map(|(name, k)| (*name, k.calls, k.cost)).collect();
+        (calls, Purpose::ALL.map(|purpose| device.pool().usage().peak(purpose)))
+    };
+    assert_eq!(counted(&Device::meta()), counted(&Device::cpu(Isa::detect(), 2, None)));
+}

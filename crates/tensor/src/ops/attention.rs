@@ -1,0 +1,203 @@
+//! Attention and rotary positions on a fused qkv matrix: columns of h query heads, h_kv key heads, h_kv value heads.
+
+use super::same_form;
+use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
+use crate::cpu::norm::HeadColumns;
+use crate::cpu::rope::{self as ropes, RopeTable, Rotation};
+use crate::error::{Result, TensorError};
+use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+use std::sync::Arc;
+
+/// How many heads of which width a fused qkv matrix holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HeadLayout {
+    /// Query heads.
+    pub heads: usize,
+    /// Key heads, and as many value heads.
+    pub kv_heads: usize,
+    /// Columns of one head.
+    pub head_dim: usize,
+}
+
+impl HeadLayout {
+    /// Columns of the whole matrix.
+    pub fn columns(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    pub(super) fn check(&self, op: &'static str, qkv: &Tensor) -> Result<()> {
+        ensure_shape!(qkv.last_dim() == self.columns(), op, "{} for {self:?}, {} columns", qkv.shape(), self.columns());
+        Ok(())
+    }
+
+    fn part(&self, first_head: usize, heads: usize) -> HeadColumns {
+        let first = first_head * self.head_dim;
+        HeadColumns { row_stride: self.columns(), first, heads, head_dim: self.head_dim }
+    }
+
+    /// Where the query heads lie.
+    pub fn query_columns(&self) -> HeadColumns {
+        self.part(0, self.heads)
+    }
+
+    /// Where the key heads lie.
+    pub fn key_columns(&self) -> HeadColumns {
+        self.part(self.heads, self.kv_heads)
+    }
+}
+
+impl From<&AttentionSpec> for HeadLayout {
+    fn from(spec: &AttentionSpec) -> HeadLayout {
+        HeadLayout { heads: spec.heads, kv_heads: spec.kv_heads, head_dim: spec.head_dim }
+    }
+}
+
+/// The bounds of packed sequences, first 0, last the number of tokens. Known to the host on every device, because costs and
+/// launches depend on them.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Segments(Arc<[i32]>);
+
+impl Segments {
+    /// Checks that the bounds start at 0 and do not fall.
+    pub fn new(bounds: &[i32]) -> Result<Segments> {
+        ensure_shape!(
+            bounds.first() == Some(&0) && bounds.is_sorted(),
+            "segments",
+            "bounds must start at 0 and not fall: {bounds:?}"
+        );
+        Ok(Segments(bounds.into()))
+    }
+
+    /// `rows` sequences of `length` tokens.
+    pub fn uniform(rows: usize, length: usize) -> Segments {
+        Segments((0..=rows).map(|row| (row * length) as i32).collect())
+    }
+
+    /// The bounds.
+    pub fn bounds(&self) -> &[i32] {
+        &self.0
+    }
+
+    /// The number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.0[self.0.len() - 1] as usize
+    }
+
+    /// The length of the longest sequence.
+    pub fn longest(&self) -> usize {
+        self.0.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0)
+    }
+}
+
+fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 3], TensorError> {
+    let (q, kv) = (spec.q_cols(), spec.kv_cols());
+    let all = Rows::dense(data, rows, q + 2 * kv)?;
+    Ok([all.columns(0..q), all.columns(q..q + kv), all.columns(q + kv..q + 2 * kv)])
+}
+
+/// Attention of qkv within each segment: out [m, h c] and the log-sum-exp of each query's scores, f32 [h, m].
+pub fn attention(qkv: &Tensor, spec: &AttentionSpec, segments: &Segments) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "attention";
+    HeadLayout::from(spec).check(OP, qkv)?;
+    let m = qkv.rows();
+    ensure_shape!(segments.tokens() == m, OP, "segments of {} tokens for {} rows", segments.tokens(), m);
+    let mut out = qkv.empty_like([m, spec.q_cols()], qkv.dtype())?;
+    let mut lse = qkv.empty_like([spec.heads, m], DType::F32)?;
+    let cost = Cost {
+        flops: kernels::flops_forward(spec, segments.bounds()),
+        bytes: kernels::bytes_forward(spec, m, qkv.dtype()),
+    };
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+        let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
+        let out = RowsMut::dense(out.get_mut::<T>(), m, spec.q_cols())?;
+        Ok(kernels::forward(cpu, spec, q, k, v, segments.bounds(), out, lse.get_mut::<f32>())?)
+    })?);
+    Ok((out, lse))
+}
+
+/// The gradient of qkv.
+pub fn attention_backward(
+    dout: &Tensor,
+    qkv: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+    spec: &AttentionSpec,
+    segments: &Segments,
+) -> Result<Tensor> {
+    const OP: &str = "attention_backward";
+    same_form(OP, dout, out)?;
+    HeadLayout::from(spec).check(OP, qkv)?;
+    let m = qkv.rows();
+    let mut dqkv = qkv.empty_like(*qkv.shape(), qkv.dtype())?;
+    let cost = Cost {
+        flops: kernels::flops_backward(spec, segments.bounds()),
+        bytes: kernels::bytes_backward(spec, m, qkv.dtype()),
+    };
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+        let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
+        let out = Rows::dense(out.get::<T>(), m, spec.q_cols())?;
+        let dout = Rows::dense(dout.get::<T>(), m, spec.q_cols())?;
+        let all = RowsMut::dense(dqkv.get_mut::<T>(), m, spec.q_cols() + 2 * spec.kv_cols())?;
+        let (dq, rest) = all.split_columns(spec.q_cols());
+        let (dk, dv) = rest.split_columns(spec.kv_cols());
+        Ok(kernels::backward(cpu, spec, q, k, v, out, lse.get::<f32>(), dout, segments.bounds(), dq, dk, dv)?)
+    })?);
+    Ok(dqkv)
+}
+
+/// Attention of new tokens over a cache: qkv [n, ..] holds their queries, `keys` and `values` [capacity, h_kv c] the
+/// cache, into which the new tokens' keys and values are written from row `start` on. Returns [n, h c].
+pub fn attention_decode(
+    qkv: &Tensor,
+    spec: &AttentionSpec,
+    keys: &mut Tensor,
+    values: &mut Tensor,
+    start: usize,
+) -> Result<Tensor> {
+    const OP: &str = "attention_decode";
+    HeadLayout::from(spec).check(OP, qkv)?;
+    same_form(OP, keys, values)?;
+    let (n, kv) = (qkv.rows(), spec.kv_cols());
+    let capacity = keys.rows();
+    ensure_shape!(
+        keys.dtype() == qkv.dtype() && keys.last_dim() == kv && start + n <= capacity,
+        OP,
+        "{n} tokens from {start} on in a cache {keys:?}"
+    );
+    let mut out = qkv.empty_like([n, spec.q_cols()], qkv.dtype())?;
+    let cost = Cost::new(4 * spec.q_cols() * n * (start + n), (start + n) * kv * 2 * qkv.dtype().size());
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+        let [q, k, v] = columns(qkv.get::<T>(), n, spec)?;
+        let (key_cache, value_cache) = (keys.get_mut::<T>(), values.get_mut::<T>());
+        for row in 0..n {
+            let place = (start + row) * kv..(start + row + 1) * kv;
+            key_cache[place.clone()].copy_from_slice(k.row(row));
+            value_cache[place].copy_from_slice(v.row(row));
+        }
+        let (k, v) = (Rows::dense(key_cache, capacity, kv)?, Rows::dense(value_cache, capacity, kv)?);
+        let out = RowsMut::dense(out.get_mut::<T>(), n, spec.q_cols())?;
+        Ok(kernels::decode(cpu, spec, q, k, v, start, out)?)
+    })?);
+    Ok(out)
+}
+
+/// Rotates the query and key columns of qkv by their positions (i32 [m]), or back; in place when nobody else holds qkv.
+pub fn rope(
+    qkv: Tensor,
+    layout: HeadLayout,
+    table: &RopeTable,
+    positions: &Tensor,
+    rotation: Rotation,
+) -> Result<Tensor> {
+    const OP: &str = "rope";
+    layout.check(OP, &qkv)?;
+    ensure_shape!(positions.elements() == qkv.rows(), OP, "{} positions for {}", positions.elements(), qkv.shape());
+    let heads = layout.heads + layout.kv_heads;
+    let cost = Cost::new(3 * qkv.rows() * heads * layout.head_dim, 2 * qkv.bytes());
+    let mut qkv = super::pointwise::into_unique(qkv)?;
+    by_float!(OP, qkv.dtype(), T => qkv.device().clone().launch(OP, cost, |cpu| {
+        let positions = positions.get::<i32>();
+        Ok(ropes::rope(cpu, rotation, layout.part(0, heads), table, positions, qkv.get_mut::<T>())?)
+    })?);
+    Ok(qkv)
+}

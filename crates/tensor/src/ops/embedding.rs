@@ -1,0 +1,43 @@
+//! Embedding tables.
+
+use super::same_dtype;
+use crate::cpu::embedding as kernels;
+use crate::error::Result;
+use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+
+/// Row `tokens[i]` (i32) of `table` [v, d], plus row `positions[i]` of the position table where given: [m, d].
+pub fn embedding(tokens: &Tensor, table: &Tensor, positions: Option<(&Tensor, &Tensor)>) -> Result<Tensor> {
+    const OP: &str = "embedding";
+    ensure_shape!(tokens.dtype() == DType::I32 && table.shape().len() == 2, OP, "{tokens:?} of table {table:?}");
+    let (m, d) = (tokens.elements(), table.last_dim());
+    if let Some((rows, weight)) = positions {
+        same_dtype(OP, table, weight)?;
+        ensure_shape!(rows.elements() == m && weight.last_dim() == d, OP, "{rows:?} of positions {weight:?}");
+    }
+    let mut y = table.device().empty([m, d], table.dtype(), crate::Purpose::Activations)?;
+    let cost = Cost::new(m * d, 2 * y.bytes());
+    by_float!(OP, table.dtype(), T => table.device().launch(OP, cost, |cpu| {
+        let positions = positions.map(|(rows, weight)| (rows.get::<i32>(), weight.get::<T>()));
+        Ok(kernels::embedding(cpu, d, tokens.get::<i32>(), table.get::<T>(), positions, y.get_mut::<T>())?)
+    })?);
+    Ok(y)
+}
+
+/// Adds each row of `dy` [m, d] to row `rows[i]` of the f32 gradient, in order of i.
+pub fn embedding_backward(dy: &Tensor, rows: &Tensor, gradient: &mut Tensor, overwrite: bool) -> Result<()> {
+    const OP: &str = "embedding_backward";
+    let d = dy.last_dim();
+    ensure_shape!(
+        gradient.dtype() == DType::F32 && gradient.last_dim() == d && rows.elements() == dy.rows(),
+        OP,
+        "{dy:?} into {gradient:?}"
+    );
+    if overwrite {
+        gradient.fill_zero();
+    }
+    let cost = Cost::new(dy.elements(), dy.bytes() + 8 * dy.elements());
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+        Ok(kernels::embedding_backward(cpu, d, rows.get::<i32>(), dy.get::<T>(), gradient.get_mut::<f32>())?)
+    })?);
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! Linear layers in the three forms of training.
+
+use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
+use crate::cpu::gemm::{self, Activation, Epilogue, GradientEpilogue, MatMut, MatRef, Weight};
+use crate::error::Result;
+use crate::{Cost, Tensor, by_float, ensure_shape};
+
+fn product_cost(m: usize, n: usize, k: usize, operands: &[&Tensor]) -> Cost {
+    Cost::new(2 * m * n * k, operands.iter().map(|t| t.bytes()).sum())
+}
+
+/// `act(x wᵀ + bias) + residual`, and the argument of the activation if `keep_pre`: x [m, k], w [n, k], bias [n], result [m, n].
+pub fn linear(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    activation: Activation,
+    residual: Option<&Tensor>,
+    keep_pre: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    const OP: &str = "linear";
+    same_dtype(OP, x, w)?;
+    let (m, k) = (x.rows(), x.last_dim());
+    let n = w.rows();
+    ensure_shape!(w.shape().len() == 2 && w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
+    let shape = x.shape().with_last(n);
+    if let Some(bias) = bias {
+        same_dtype(OP, x, bias)?;
+        ensure_shape!(bias.elements() == n, OP, "bias {} for {n} outputs", bias.shape());
+    }
+    if let Some(residual) = residual {
+        same_dtype(OP, x, residual)?;
+        ensure_shape!(*residual.shape() == shape, OP, "residual {} for a result of {shape}", residual.shape());
+    }
+    let mut y = x.empty_like(shape, x.dtype())?;
+    let mut pre = keep_pre.then(|| x.empty_like(shape, x.dtype())).transpose()?;
+    let cost = product_cost(m, n, k, &[x, w, &y]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+        let epilogue = Epilogue {
+            bias: bias.map(|b| b.get::<T>()),
+            activation,
+            pre_activation: pre.as_mut().map(|p| MatMut::new(p.get_mut::<T>(), m, n)),
+            residual: residual.map(|r| MatRef::new(r.get::<T>(), m, n)),
+        };
+        let weight = Weight::from(MatRef::new(w.get::<T>(), n, k));
+        gemm::forward(cpu, MatRef::new(x.get::<T>(), m, k), weight, epilogue, MatMut::new(y.get_mut::<T>(), m, n));
+        Ok(())
+    })?);
+    Ok((y, pre))
+}
+
+/// `dy w`: dy [m, n], w [n, k], result [m, k].
+pub fn linear_input_gradient(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
+    const OP: &str = "linear_input_gradient";
+    same_dtype(OP, dy, w)?;
+    let (m, n, k) = (dy.rows(), dy.last_dim(), w.last_dim());
+    ensure_shape!(w.rows() == n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
+    let mut dx = dy.empty_like(dy.shape().with_last(k), dy.dtype())?;
+    let cost = product_cost(m, n, k, &[dy, w, &dx]);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+        let weight = Weight::from(MatRef::new(w.get::<T>(), n, k));
+        let dy = MatRef::new(dy.get::<T>(), m, n);
+        gemm::input_gradient(cpu, dy, weight, GradientEpilogue::default(), MatMut::new(dx.get_mut::<T>(), m, k));
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// `dw (+)= dyᵀ x` and `db (+)= Σ dy` in f32: dy [m, n], x [m, k], dw [n, k], db [n].
+pub fn linear_weight_gradient(
+    dy: &Tensor,
+    x: &Tensor,
+    mut dw: Option<GradientSlot<'_>>,
+    mut db: Option<GradientSlot<'_>>,
+) -> Result<()> {
+    const OP: &str = "linear_weight_gradient";
+    same_dtype(OP, dy, x)?;
+    let (m, n, k) = (dy.rows(), dy.last_dim(), x.last_dim());
+    ensure_shape!(x.rows() == m, OP, "gradient {} and input {}", dy.shape(), x.shape());
+    check_slot(OP, &dw, n * k)?;
+    check_slot(OP, &db, n)?;
+    let flops = if dw.is_some() { 2 * m * n * k } else { 0 };
+    let moved = dw.as_ref().map_or(0, |(t, _)| t.bytes());
+    let cost = Cost::new(flops, dy.bytes() + x.bytes() + moved);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+        let (dy, x) = (MatRef::new(dy.get::<T>(), m, n), MatRef::new(x.get::<T>(), m, k));
+        if let Some((tensor, overwrite)) = &mut db {
+            gemm::column_sums(cpu, dy, accumulate_mode(*overwrite), tensor.get_mut::<f32>());
+        }
+        if let Some((tensor, overwrite)) = &mut dw {
+            gemm::weight_gradient(cpu, dy, x, tensor.get_mut::<f32>(), accumulate_mode(*overwrite), None);
+        }
+        Ok(())
+    })?);
+    Ok(())
+}

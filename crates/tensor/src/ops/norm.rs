@@ -1,0 +1,196 @@
+//! Normalisations.
+
+use super::{GradientSlot, HeadLayout, check_slot, prepare_adding, same_dtype, same_form, workspace};
+use crate::cpu::norm::{self, AddTo};
+use crate::error::Result;
+use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+
+fn check_weight(op: &'static str, x: &Tensor, w: &Tensor, dim: usize) -> Result<()> {
+    same_dtype(op, x, w)?;
+    ensure_shape!(w.elements() == dim, op, "a weight of {} for rows of {dim}", w.shape());
+    Ok(())
+}
+
+/// `x / rms(x) * w` of rows, and the inverse rms of each row (f32): x [.., d], w [d].
+pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f32) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "rms_norm";
+    check_weight(OP, x, w, x.last_dim())?;
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    let mut inverse_rms = x.empty_like([x.rows()], DType::F32)?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(4, &[x, &y]), |cpu| {
+        norm::rms_norm(cpu, x.get::<T>(), w.get::<T>(), eps, y.get_mut::<T>(), inverse_rms.get_mut::<f32>());
+        Ok(())
+    })?);
+    Ok((y, inverse_rms))
+}
+
+/// The gradient of x, plus `base`; `dw` sums the weight's.
+pub fn rms_norm_backward(
+    dy: &Tensor,
+    x: &Tensor,
+    w: &Tensor,
+    inverse_rms: &Tensor,
+    base: Option<Tensor>,
+    mut dw: Option<GradientSlot<'_>>,
+) -> Result<Tensor> {
+    const OP: &str = "rms_norm_backward";
+    same_form(OP, dy, x)?;
+    check_slot(OP, &dw, w.elements())?;
+    prepare_adding(&mut dw);
+    let (mut dx, base) = output_over(OP, x, base)?;
+    let mut scratch = workspace(x.device(), norm::backward_workspace(x.rows(), x.last_dim()))?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(8, &[x, dy, &dx]), |cpu| {
+        let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
+        norm::rms_norm_backward(
+            cpu, dy.get::<T>(), x.get::<T>(), w.get::<T>(), inverse_rms.get::<f32>(), base.add_to::<T>(),
+            dx.get_mut::<T>(), dweight, scratch.get_mut::<f32>(),
+        );
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// `(x - mean) / sqrt(var + eps) * w + b` of rows, with each row's mean and inverse deviation (f32): x [.., d], w and b [d].
+pub fn layer_norm(x: &Tensor, w: &Tensor, b: Option<&Tensor>, eps: f32) -> Result<(Tensor, Tensor, Tensor)> {
+    const OP: &str = "layer_norm";
+    check_weight(OP, x, w, x.last_dim())?;
+    let zeros;
+    let b = match b {
+        Some(b) => b,
+        None => {
+            zeros = x.device().zeros(*w.shape(), w.dtype(), crate::Purpose::Workspace)?;
+            &zeros
+        }
+    };
+    check_weight(OP, x, b, x.last_dim())?;
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    let mut mean = x.empty_like([x.rows()], DType::F32)?;
+    let mut inverse_std = x.empty_like([x.rows()], DType::F32)?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(7, &[x, &y]), |cpu| {
+        norm::layer_norm(
+            cpu, x.get::<T>(), w.get::<T>(), b.get::<T>(), eps, y.get_mut::<T>(), mean.get_mut::<f32>(),
+            inverse_std.get_mut::<f32>(),
+        );
+        Ok(())
+    })?);
+    Ok((y, mean, inverse_std))
+}
+
+/// The gradient of x, plus `base`; `dw` and `db` sum the parameters'.
+pub fn layer_norm_backward(
+    dy: &Tensor,
+    x: &Tensor,
+    w: &Tensor,
+    mean: &Tensor,
+    inverse_std: &Tensor,
+    base: Option<Tensor>,
+    mut dw: Option<GradientSlot<'_>>,
+    mut db: Option<GradientSlot<'_>>,
+) -> Result<Tensor> {
+    const OP: &str = "layer_norm_backward";
+    same_form(OP, dy, x)?;
+    check_slot(OP, &dw, w.elements())?;
+    check_slot(OP, &db, w.elements())?;
+    prepare_adding(&mut dw);
+    prepare_adding(&mut db);
+    let (mut dx, base) = output_over(OP, x, base)?;
+    let mut scratch = workspace(x.device(), 2 * norm::backward_workspace(x.rows(), x.last_dim()))?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(11, &[x, dy, &dx]), |cpu| {
+        let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
+        let dbias = db.as_mut().map(|(t, _)| t.get_mut::<f32>());
+        norm::layer_norm_backward(
+            cpu, dy.get::<T>(), x.get::<T>(), w.get::<T>(), mean.get::<f32>(), inverse_std.get::<f32>(),
+            base.add_to::<T>(), dx.get_mut::<T>(), dweight, dbias, scratch.get_mut::<f32>(),
+        );
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// RMSNorm of each query and key head of a fused qkv matrix, values copied; and the inverse rms, queries' [m, h] then keys' [m, h_kv].
+pub fn qk_norm(qkv: &Tensor, layout: HeadLayout, wq: &Tensor, wk: &Tensor, eps: f32) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "qk_norm";
+    layout.check(OP, qkv)?;
+    check_weight(OP, qkv, wq, layout.head_dim)?;
+    check_weight(OP, qkv, wk, layout.head_dim)?;
+    let m = qkv.rows();
+    let mut y = qkv.empty_like(*qkv.shape(), qkv.dtype())?;
+    let mut inverse_rms = qkv.empty_like([m * (layout.heads + layout.kv_heads)], DType::F32)?;
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, Cost::streaming(4, &[qkv, &y]), |cpu| {
+        let (x, y) = (qkv.get::<T>(), y.get_mut::<T>());
+        y.copy_from_slice(x);
+        let (inverse_q, inverse_k) = inverse_rms.get_mut::<f32>().split_at_mut(m * layout.heads);
+        norm::rms_norm_heads(cpu, layout.query_columns(), x, wq.get::<T>(), eps, y, inverse_q);
+        norm::rms_norm_heads(cpu, layout.key_columns(), x, wk.get::<T>(), eps, y, inverse_k);
+        Ok(())
+    })?);
+    Ok((y, inverse_rms))
+}
+
+/// The gradient of qkv from that of the result, in place when `dy` is held by nobody else.
+pub fn qk_norm_backward(
+    dy: Tensor,
+    qkv: &Tensor,
+    layout: HeadLayout,
+    wq: &Tensor,
+    wk: &Tensor,
+    inverse_rms: &Tensor,
+    mut dwq: Option<GradientSlot<'_>>,
+    mut dwk: Option<GradientSlot<'_>>,
+) -> Result<Tensor> {
+    const OP: &str = "qk_norm_backward";
+    same_form(OP, &dy, qkv)?;
+    check_slot(OP, &dwq, layout.head_dim)?;
+    check_slot(OP, &dwk, layout.head_dim)?;
+    prepare_adding(&mut dwq);
+    prepare_adding(&mut dwk);
+    let m = qkv.rows();
+    let heads = layout.heads.max(layout.kv_heads);
+    let mut scratch = workspace(qkv.device(), norm::backward_workspace(m * heads, layout.head_dim))?;
+    let mut dx = super::pointwise::into_unique(dy)?;
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, Cost::streaming(8, &[qkv, &dx]), |cpu| {
+        let (x, dx) = (qkv.get::<T>(), dx.get_mut::<T>());
+        let (inverse_q, inverse_k) = inverse_rms.get::<f32>().split_at(m * layout.heads);
+        let dw = dwq.as_mut().map(|(t, _)| t.get_mut::<f32>());
+        norm::rms_norm_heads_backward(
+            cpu, layout.query_columns(), x, wq.get::<T>(), inverse_q, dx, dw, scratch.get_mut::<f32>(),
+        );
+        let dw = dwk.as_mut().map(|(t, _)| t.get_mut::<f32>());
+        norm::rms_norm_heads_backward(
+            cpu, layout.key_columns(), x, wk.get::<T>(), inverse_k, dx, dw, scratch.get_mut::<f32>(),
+        );
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// What an input gradient is added to.
+enum Base {
+    Nothing,
+    Output,
+    Other(Tensor),
+}
+
+impl Base {
+    fn add_to<T: crate::Element>(&self) -> AddTo<'_, T> {
+        match self {
+            Base::Nothing => AddTo::Nothing,
+            Base::Output => AddTo::Output,
+            Base::Other(tensor) => AddTo::Gradient(tensor.get::<T>()),
+        }
+    }
+}
+
+/// The tensor to write: `base` itself when nobody else holds it, else a new one.
+fn output_over(op: &'static str, x: &Tensor, base: Option<Tensor>) -> Result<(Tensor, Base)> {
+    match base {
+        None => Ok((x.empty_like(*x.shape(), x.dtype())?, Base::Nothing)),
+        Some(base) => {
+            same_form(op, x, &base)?;
+            if base.is_unique() {
+                return Ok((base, Base::Output));
+            }
+            Ok((x.empty_like(*x.shape(), x.dtype())?, Base::Other(base)))
+        }
+    }
+}

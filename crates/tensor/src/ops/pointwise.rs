@@ -1,0 +1,172 @@
+//! Elementwise operations that model families use.
+
+use super::{same_dtype, same_form};
+use crate::cpu::activation::{self, Activation as Curve};
+use crate::cpu::gemm::Activation;
+use crate::cpu::philox::RandomKey;
+use crate::cpu::{cast as casts, dropout as dropouts, elementwise};
+use crate::error::Result;
+use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+
+/// The same tensor if nobody else holds it, else a copy.
+pub(super) fn into_unique(x: Tensor) -> Result<Tensor> {
+    if x.is_unique() { Ok(x) } else { copy(&x) }
+}
+
+fn copy(x: &Tensor) -> Result<Tensor> {
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    x.device().launch("copy", Cost::streaming(0, &[x, x]), |_| {
+        y.as_bytes_mut()?.copy_from_slice(x.as_bytes()?);
+        Ok(())
+    })?;
+    Ok(y)
+}
+
+/// `a + b` of one shape and dtype.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    const OP: &str = "add";
+    same_form(OP, a, b)?;
+    let mut y = a.empty_like(*a.shape(), a.dtype())?;
+    let shape = [1, a.elements()];
+    by_float!(OP, a.dtype(), T => a.device().launch(OP, Cost::streaming(1, &[a, b, a]), |cpu| {
+        let (a, b) = (elementwise::Operand::Full(a.get::<T>()), elementwise::Operand::Full(b.get::<T>()));
+        elementwise::binary(cpu, elementwise::Binary::Add, shape, a, b, y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// `a + b`, written over `a` when nobody else holds it.
+pub fn add_into(mut a: Tensor, b: &Tensor) -> Result<Tensor> {
+    const OP: &str = "add_into";
+    same_form(OP, &a, b)?;
+    if !a.is_unique() {
+        return add(&a, b);
+    }
+    let cost = Cost::streaming(1, &[&a, b, b]);
+    by_float!(OP, a.dtype(), T => b.device().launch(OP, cost, |cpu| {
+        elementwise::accumulate(cpu, b.get::<T>(), a.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(a)
+}
+
+/// `target (+)= x`, widening to the target's f32.
+pub fn accumulate(x: &Tensor, target: &mut Tensor, overwrite: bool) -> Result<()> {
+    const OP: &str = "accumulate";
+    ensure_shape!(
+        target.dtype() == DType::F32 && target.elements() == x.elements(),
+        OP,
+        "{} into {} {}",
+        x.shape(),
+        target.dtype(),
+        target.shape()
+    );
+    let cost = Cost::streaming(1, &[target, x]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+        if overwrite {
+            casts::cast(cpu, x.get::<T>(), target.get_mut::<f32>());
+        } else {
+            elementwise::accumulate(cpu, x.get::<T>(), target.get_mut::<f32>());
+        }
+        Ok(())
+    })?);
+    Ok(())
+}
+
+/// `x` in another float dtype, for activations.
+pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let mut y = x.empty_like(*x.shape(), dtype)?;
+    cast_into(x, &mut y)?;
+    Ok(y)
+}
+
+/// `x` rounded or widened into `y`.
+pub fn cast_into(x: &Tensor, y: &mut Tensor) -> Result<()> {
+    const OP: &str = "cast";
+    ensure_shape!(x.elements() == y.elements(), OP, "{} into {}", x.shape(), y.shape());
+    let cost = Cost::streaming(0, &[x, y]);
+    let device = x.device().clone();
+    by_float!(OP, x.dtype(), A => by_float!(OP, y.dtype(), B => device.launch(OP, cost, |cpu| {
+        casts::cast(cpu, x.get::<A>(), y.get_mut::<B>());
+        Ok(())
+    })?));
+    Ok(())
+}
+
+fn curve(activation: Activation) -> Option<Curve> {
+    match activation {
+        Activation::None => None,
+        Activation::Relu => Some(Curve::Relu),
+        Activation::Silu => Some(Curve::Silu),
+        Activation::GeluExact => Some(Curve::Gelu),
+        Activation::GeluTanh => Some(Curve::GeluTanh),
+    }
+}
+
+/// The activation of each element.
+pub fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    const OP: &str = "activate";
+    let Some(curve) = curve(activation) else { return Ok(x.clone()) };
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(8, &[x, x]), |cpu| {
+        activation::activation(cpu, curve, x.get::<T>(), y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// `dy * act'(x)`, given the activation's argument.
+pub fn activation_backward(activation: Activation, x: &Tensor, dy: Tensor) -> Result<Tensor> {
+    const OP: &str = "activation_backward";
+    same_form(OP, x, &dy)?;
+    let Some(curve) = curve(activation) else { return Ok(dy) };
+    let mut dx = x.empty_like(*x.shape(), x.dtype())?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(10, &[x, &dy, x]), |cpu| {
+        activation::activation_backward(cpu, curve, dy.get::<T>(), x.get::<T>(), dx.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// `silu(gate) * up` of a fused [.., 2 f], gate first: [.., f].
+pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
+    const OP: &str = "swiglu";
+    ensure_shape!(gate_up.last_dim().is_multiple_of(2), OP, "{} has no two halves", gate_up.shape());
+    let width = gate_up.last_dim() / 2;
+    let mut y = gate_up.empty_like(gate_up.shape().with_last(width), gate_up.dtype())?;
+    let cost = Cost::new(6 * y.elements(), gate_up.bytes() + y.bytes());
+    by_float!(OP, gate_up.dtype(), T => gate_up.device().launch(OP, cost, |cpu| {
+        activation::glu(cpu, Curve::Silu, width, gate_up.get::<T>(), y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// The gradient of gate and up.
+pub fn swiglu_backward(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    const OP: &str = "swiglu_backward";
+    same_dtype(OP, gate_up, dy)?;
+    let width = dy.last_dim();
+    ensure_shape!(*gate_up.shape() == dy.shape().with_last(2 * width), OP, "{} and {}", gate_up.shape(), dy.shape());
+    let mut dx = gate_up.empty_like(*gate_up.shape(), gate_up.dtype())?;
+    let cost = Cost::new(10 * dy.elements(), 2 * gate_up.bytes() + dy.bytes());
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+        activation::glu_backward(cpu, Curve::Silu, width, dy.get::<T>(), gate_up.get::<T>(), dx.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// Each element zero with `probability`, else divided by the rest; the mask is a function of the key and the element.
+/// Its own backward.
+pub fn dropout(x: &Tensor, probability: f32, key: RandomKey) -> Result<Tensor> {
+    const OP: &str = "dropout";
+    let rate = dropouts::DropRate::new(probability)?;
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(1, &[x, x]), |cpu| {
+        dropouts::dropout(cpu, key, 0, rate, x.get::<T>(), y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
