@@ -1,1 +1,4 @@
 //! Runs step programs: lanes, precision, optimizers, checkpoints, the trainer.
+
+pub mod config;
+pub mod schedule;

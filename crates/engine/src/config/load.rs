@@ -1,0 +1,223 @@
+//! Layers: defaults, then the file, then each `--set`, later ones winning. A preset counts in the layer that names it, below
+//! that layer's other keys, so that a file may change a preset and `--set model.preset=...` replaces a file's shape.
+
+use super::error::{Origin, Problems};
+use super::nearest::nearest;
+use super::presets::{self, PRESETS};
+use super::{Config, ConfigError};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use toml::de::{DeTable, DeValue};
+use toml::{Table, Value};
+
+/// One value to set, before its name is checked.
+struct Entry {
+    /// The path of the key: section and key, or whatever was written.
+    path: Vec<String>,
+    value: Value,
+    origin: Origin,
+}
+
+impl Config {
+    /// Defaults, then the file, then each of `sets` (`section.key=value`).
+    ///
+    /// A value of `sets` is read as TOML, and as a string when it is not TOML.
+    ///
+    /// # Errors
+    ///
+    /// Every unknown key, with the nearest known one, and every value of a wrong type, all together.
+    pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config, ConfigError> {
+        let text = file.map(std::fs::read_to_string).transpose();
+        let text = text.map_err(|error| {
+            let mut problems = Problems::default();
+            let path = file.map(Path::display).map(|path| path.to_string()).unwrap_or_default();
+            problems.add(Origin::Default, format!("cannot read {path}: {error}"));
+            ConfigError { problems: problems.0 }
+        })?;
+        Config::from_layers(file.zip(text.as_deref()), sets)
+    }
+
+    /// As [`Config::load`], from text that is already read; `path` is for messages.
+    pub fn parse(path: &Path, text: &str, sets: &[String]) -> Result<Config, ConfigError> {
+        Config::from_layers(Some((path, text)), sets)
+    }
+
+    fn from_layers(file: Option<(&Path, &str)>, sets: &[String]) -> Result<Config, ConfigError> {
+        let mut config = Config::default();
+        let mut problems = Problems::default();
+        if let Some((path, text)) = file {
+            let entries = read_file(path, text, &mut problems);
+            config.apply(entries, &mut problems);
+        }
+        let entries = sets.iter().filter_map(|argument| read_set(argument, &mut problems)).collect();
+        config.apply(entries, &mut problems);
+        problems.into_result(config)
+    }
+
+    fn apply(&mut self, entries: Vec<Entry>, problems: &mut Problems) {
+        let named = entries.iter().rev().find(|entry| entry.path == ["model", "preset"]);
+        if let Some(Entry { value: Value::String(name), origin, .. }) = named {
+            match presets::find(name) {
+                Some(preset) => {
+                    self.model = Default::default();
+                    self.origins.retain(|key, _| !key.starts_with("model."));
+                    for mut entry in read_file(Path::new(preset.name), preset.toml, problems) {
+                        entry.path.insert(0, "model".to_owned());
+                        entry.origin = Origin::Preset(preset.name.to_owned());
+                        self.set(entry, problems);
+                    }
+                }
+                None => {
+                    let known: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
+                    let hint = nearest(name, known.iter().copied());
+                    let hint = hint.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
+                    let known = known.join(", ");
+                    let message = format!("model.preset \"{name}\" is unknown{hint} Known presets: {known}");
+                    problems.add(origin.clone(), message);
+                }
+            }
+        }
+        for entry in entries {
+            self.set(entry, problems);
+        }
+    }
+
+    fn set(&mut self, entry: Entry, problems: &mut Problems) {
+        let Entry { path, value, origin } = entry;
+        let (section, key) = match path.as_slice() {
+            [section, key] if self.section(section).is_some() => (section, key),
+            _ => return problems.add(origin, self.unknown(&path)),
+        };
+        let Some(target) = self.section_mut(section) else { return };
+        if !target.keys().iter().any(|known| known.name == key) {
+            return problems.add(origin, self.unknown(&path));
+        }
+        match target.set(key, &value) {
+            Ok(()) => {
+                self.origins.insert(format!("{section}.{key}"), origin);
+            }
+            Err(why) => problems.add(origin, format!("{section}.{key} {why}")),
+        }
+    }
+
+    /// The message for a key that does not exist: where the user may have meant it to be.
+    fn unknown(&self, path: &[String]) -> String {
+        let written = path.join(".");
+        if self.section(&written).is_some() {
+            return format!("`{written}` is a section: write its keys below [{written}]");
+        }
+        let sections: Vec<_> = self.sections().iter().map(|section| (section.name(), section.keys())).collect();
+        let all = || sections.iter().flat_map(|(section, keys)| keys.iter().map(move |key| (*section, key)));
+        let did_you_mean = |name: String| format!("unknown key `{written}`; did you mean `{name}`?");
+
+        let name = path.last().map(String::as_str).unwrap_or_default();
+        let inside = (path.len() >= 2).then(|| path[0].as_str());
+        let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
+
+        // What another program calls it, or the right key in the wrong section: exact matches before near ones, and
+        // those of the section that was written before others.
+        let mut exact: Vec<_> = all().filter(|(_, key)| key.name == name || key.elsewhere.contains(&name)).collect();
+        exact.sort_by_key(|(section, key)| (Some(*section) != inside, key.name != name));
+        if let Some((section, key)) = exact.first() {
+            return did_you_mean(format!("{section}.{}", key.name));
+        }
+        if let Some((section, keys)) = known_section {
+            if let Some(key) = nearest(name, keys.iter().map(|key| key.name)) {
+                return did_you_mean(format!("{section}.{key}"));
+            }
+            let keys: Vec<_> = keys.iter().map(|key| key.name).collect();
+            return format!("unknown key `{written}`; [{section}] has {}", keys.join(", "));
+        }
+        if let Some(key) = nearest(name, all().map(|(_, key)| key.name)) {
+            let section = all().find(|(_, known)| known.name == key).map(|(section, _)| section).unwrap_or_default();
+            return did_you_mean(format!("{section}.{key}"));
+        }
+        let first = path.first().map(String::as_str).unwrap_or_default();
+        if let Some(section) = nearest(first, sections.iter().map(|(section, _)| *section)) {
+            return format!("unknown section `{first}`; did you mean [{section}]?");
+        }
+        let names: Vec<_> = sections.iter().map(|(section, _)| *section).collect();
+        format!("unknown key `{written}`; the sections are {}", names.join(", "))
+    }
+}
+
+/// The entries of a file, in its order, with the line of each key.
+fn read_file(path: &Path, text: &str, problems: &mut Problems) -> Vec<Entry> {
+    let values = match text.parse::<Table>() {
+        Ok(values) => values,
+        Err(error) => {
+            let line = error.span().map_or(1, |span| line_of(text, span.start));
+            problems.add(Origin::File { path: path.to_owned(), line }, error.message().trim().replace('\n', ", "));
+            return Vec::new();
+        }
+    };
+    let mut lines = BTreeMap::new();
+    if let Ok(table) = DeTable::parse(text) {
+        for (name, value) in table.get_ref() {
+            let at = |span: std::ops::Range<usize>| line_of(text, span.start);
+            lines.insert((name.get_ref().to_string(), String::new()), at(name.span()));
+            if let DeValue::Table(table) = value.get_ref() {
+                for key in table.keys() {
+                    lines.insert((name.get_ref().to_string(), key.get_ref().to_string()), at(key.span()));
+                }
+            }
+        }
+    }
+    let line = |section: &str, key: &str| lines.get(&(section.to_owned(), key.to_owned())).copied().unwrap_or(1);
+    let entry = |path: Vec<String>, value: Value, file: PathBuf, line: usize| Entry {
+        path,
+        value,
+        origin: Origin::File { path: file, line },
+    };
+    let mut entries = Vec::new();
+    for (name, value) in values {
+        match value {
+            Value::Table(table) if table.is_empty() && !is_section(&name) => {
+                let line = line(&name, "");
+                entries.push(entry(vec![name], Value::Table(table), path.to_owned(), line));
+            }
+            Value::Table(table) => {
+                for (key, value) in table {
+                    let line = line(&name, &key);
+                    entries.push(entry(vec![name.clone(), key], value, path.to_owned(), line));
+                }
+            }
+            value => {
+                let line = line(&name, "");
+                entries.push(entry(vec![name], value, path.to_owned(), line));
+            }
+        }
+    }
+    entries.sort_by_key(|entry| match entry.origin {
+        Origin::File { line, .. } => line,
+        _ => 0,
+    });
+    entries
+}
+
+fn is_section(name: &str) -> bool {
+    Config::default().section(name).is_some()
+}
+
+/// The 1-based line of a byte offset.
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
+}
+
+/// One `section.key=value`.
+fn read_set(argument: &str, problems: &mut Problems) -> Option<Entry> {
+    let origin = Origin::Set(argument.to_owned());
+    let Some((name, text)) = argument.split_once('=') else {
+        problems.add(origin, "a setting is written section.key=value");
+        return None;
+    };
+    let path: Vec<_> = name.trim().split('.').map(str::to_owned).collect();
+    if path.iter().any(String::is_empty) {
+        problems.add(origin, "a setting is written section.key=value");
+        return None;
+    }
+    // Bare words are strings: `optimizer.name=lion`. So is everything else that is no TOML value: `/data/a.txt`.
+    let table = format!("value = {text}").parse::<Table>();
+    let value = table.ok().filter(|table| table.len() == 1).and_then(|mut table| table.remove("value"));
+    Some(Entry { path, value: value.unwrap_or_else(|| Value::String(text.to_owned())), origin })
+}

@@ -1,0 +1,59 @@
+//! The nearest known name, for "did you mean".
+
+/// The candidate with the least edit distance to `name`, when that is small enough to be a slip: at most a third of the
+/// letters, and at least two are always forgiven. The first of equals wins.
+pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let limit = (name.chars().count() / 3).max(2);
+    let distances = candidates.into_iter().map(|candidate| (distance(name, candidate), candidate));
+    distances
+        .filter(|(d, candidate)| *d <= limit && *d < candidate.chars().count())
+        .min_by_key(|(d, _)| *d)
+        .map(|(_, c)| c)
+}
+
+/// Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours each cost one.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    // A name far longer than any key is no slip, and the table below would be as large as a hostile file wants.
+    if a.len().abs_diff(b.len()) > 16 {
+        return usize::MAX;
+    }
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    for (j, cell) in rows[0].iter_mut().enumerate() {
+        *cell = j;
+    }
+    for i in 1..=a.len() {
+        rows[i][0] = i;
+        for j in 1..=b.len() {
+            let substitution = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut best = substitution.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                best = best.min(rows[i - 2][j - 2] + 1);
+            }
+            rows[i][j] = best;
+        }
+    }
+    rows[a.len()][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_count_edits_and_swaps() {
+        for (a, b, want) in [("steps", "steps", 0), ("stpes", "steps", 1), ("kitten", "sitting", 3), ("", "abc", 3)] {
+            assert_eq!(distance(a, b), want, "{a} {b}");
+            assert_eq!(distance(b, a), want, "{b} {a}");
+        }
+    }
+
+    #[test]
+    fn only_slips_have_a_nearest() {
+        let keys = ["steps", "tokens", "seconds", "learning_rate"];
+        assert_eq!(nearest("stpes", keys), Some("steps"));
+        assert_eq!(nearest("lerning_rat", keys), Some("learning_rate"));
+        assert_eq!(nearest("zzz", keys), None);
+        assert_eq!(nearest(&"x".repeat(100_000), keys), None);
+    }
+}

@@ -1,0 +1,619 @@
+//! From what was asked for to what will be done: every derived value with its derivation, every impossibility a problem.
+
+use super::error::Problems;
+use super::sections::*;
+use super::value::ConfigValue;
+use super::{Batch, Config, ConfigError, Origin};
+use crate::schedule::Schedule;
+use serde::Serialize;
+use std::path::PathBuf;
+use trainyard_tensor::cpu::Isa;
+
+/// What the configuration depends on and does not contain.
+#[derive(Clone, Debug)]
+pub struct Inputs {
+    /// Cores that this process may use.
+    pub cores: usize,
+    /// Where `cores` comes from, e.g. `cores that this process may use`.
+    pub cores_because: String,
+    /// Ranks that see different data.
+    pub data_parallel_degree: usize,
+    /// Tokens in the tokenizer's vocabulary, once it is known.
+    pub tokenizer_vocabulary: Option<usize>,
+    /// What the `config.json` in `model.path` says, once it is read.
+    pub pretrained: Option<Pretrained>,
+    /// Whether the caller brings batches of its own (benchmarks), so that `[data]` need not name any.
+    pub batches_supplied: bool,
+}
+
+/// What must be known of a Hugging Face model to check the rest against it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Pretrained {
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// The longest sequence.
+    pub max_sequence_length: usize,
+    /// Transformer blocks.
+    pub layers: usize,
+}
+
+impl Inputs {
+    /// Inputs of one rank on this machine; `OMP_NUM_THREADS` is respected.
+    pub fn of_this_machine() -> Inputs {
+        let available = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let asked = std::env::var("OMP_NUM_THREADS").ok().and_then(|text| text.trim().parse::<usize>().ok());
+        let (cores, because) = match asked {
+            Some(n) if n > 0 => (n, "OMP_NUM_THREADS".to_owned()),
+            _ => (available, "cores that this process may use".to_owned()),
+        };
+        Inputs {
+            cores,
+            cores_because: because,
+            data_parallel_degree: 1,
+            tokenizer_vocabulary: None,
+            pretrained: None,
+            batches_supplied: false,
+        }
+    }
+}
+
+/// A value that was not asked for, and why it is what it is.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Derivation {
+    /// `section.key`.
+    pub key: String,
+    /// As TOML.
+    pub value: String,
+    /// One phrase.
+    pub because: String,
+}
+
+/// What to train.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub enum ModelSource {
+    /// A shape.
+    Shape(ModelShape),
+    /// A Hugging Face folder.
+    HuggingFace {
+        /// The folder.
+        path: PathBuf,
+        /// Whether its weights are the start.
+        load_weights: bool,
+    },
+}
+
+/// A model's shape, complete but for the vocabulary while the tokenizer is not known.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+#[allow(missing_docs, reason = "each field is a key of [model] and documented there")]
+pub struct ModelShape {
+    pub family: Family,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub ffn_dim: usize,
+    pub vocab_size: Option<usize>,
+    pub max_sequence_length: usize,
+    pub norm_eps: f64,
+    /// `None` for learned positions.
+    pub rope: Option<Rope>,
+    pub tie_embeddings: bool,
+    pub qkv_bias: bool,
+    pub output_bias: bool,
+    pub mlp_bias: bool,
+    pub qk_norm: bool,
+    pub sliding_window: Option<usize>,
+    pub activation: Activation,
+    pub dropout: f64,
+    pub init_std: f64,
+}
+
+/// Rotary positions: base and stretching; `factor` and what follows count only for the scalings that use them.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+#[allow(missing_docs, reason = "each field is a rope_ key of [model] and documented there")]
+pub struct Rope {
+    pub theta: f64,
+    pub scaling: RopeScaling,
+    pub factor: f64,
+    pub original_length: usize,
+    pub low_freq_factor: f64,
+    pub high_freq_factor: f64,
+    pub beta_fast: f64,
+    pub beta_slow: f64,
+}
+
+/// When training ends; the first limit to be reached. At least one is set.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Limits {
+    /// Optimizer steps.
+    pub steps: Option<u64>,
+    /// Seconds of training.
+    pub seconds: Option<f64>,
+}
+
+/// The update rule with every number; those that the rule does not use have their defaults.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+#[allow(missing_docs, reason = "each field is a key of [optimizer] and documented there")]
+pub struct OptimizerSettings {
+    pub name: OptimizerName,
+    pub learning_rate: f64,
+    /// The peak for matrices under Muon; else that of all.
+    pub matrix_learning_rate: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    pub momentum: f64,
+    pub nesterov: bool,
+    /// `None`: no clipping.
+    pub clip_norm: Option<f64>,
+    pub muon_scale: MuonScale,
+    pub newton_schulz_steps: usize,
+    pub factored_decay: f64,
+    pub update_clip: f64,
+    pub relative_step: bool,
+}
+
+/// A configuration in which nothing is open: see [`Config::resolve`].
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Resolved {
+    /// What was asked for.
+    pub requested: Config,
+    /// The same with every derived key filled in.
+    pub config: Config,
+    /// The model.
+    pub model: ModelSource,
+    /// The batch.
+    pub batch: Batch,
+    /// Tokens of a sequence.
+    pub sequence_length: usize,
+    /// When training ends.
+    pub limits: Limits,
+    /// The update rule.
+    pub optimizer: OptimizerSettings,
+    /// The learning rate over the steps.
+    pub schedule: Schedule,
+    /// Threads of the kernels.
+    pub threads: usize,
+    /// The rung of the kernel ladder.
+    #[serde(serialize_with = "isa_name")]
+    pub isa: Isa,
+    /// Whether there is anything to evaluate on.
+    pub validation: bool,
+    /// What was derived, in the order of the sections.
+    pub derivations: Vec<Derivation>,
+}
+
+fn isa_name<S: serde::Serializer>(isa: &Isa, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(isa.name())
+}
+
+impl Resolved {
+    /// Tokens of one optimizer step, over all ranks.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.batch.global as u64 * self.sequence_length as u64
+    }
+
+    /// What block `block` keeps from forward for backward.
+    pub fn checkpoint_mode(&self, block: usize) -> CheckpointMode {
+        let section = &self.config.activation_checkpointing;
+        let range = section.overrides.0.iter().rev().find(|o| (o.first..=o.last).contains(&block));
+        range.map_or(section.mode, |o| o.mode)
+    }
+}
+
+impl Config {
+    /// Derives what is unset and checks that the whole is possible. Touches nothing but the paths that are named, to see that
+    /// they exist.
+    ///
+    /// # Errors
+    ///
+    /// Every problem found, not only the first.
+    pub fn resolve(&self, inputs: &Inputs) -> Result<Resolved, ConfigError> {
+        let mut requested = self.clone();
+        // Zero threads is another way to say unset.
+        requested.compute.threads = requested.compute.threads.filter(|threads| *threads > 0);
+        let mut r = Resolver { config: requested.clone(), derivations: Vec::new(), problems: Problems::default() };
+        r.run();
+        let model = r.model(inputs);
+        r.tokenizer();
+        let validation = r.data(inputs);
+        let sequence_length = r.sequence_length(inputs);
+        let batch = r.batch(inputs);
+        let limits = r.limits(batch, sequence_length);
+        let optimizer = r.optimizer();
+        let schedule = r.schedule(optimizer.learning_rate, limits.steps);
+        r.precision();
+        r.activation_checkpointing(inputs);
+        let (isa, threads) = r.compute(inputs);
+        r.rest(validation);
+        r.path_exists("model.path", self.model.path.as_ref());
+        r.path_exists("tokenizer.path", self.tokenizer.path.as_ref());
+
+        let order: Vec<_> = self.sections().iter().map(|section| section.name()).collect();
+        r.derivations.sort_by_key(|d| order.iter().position(|name| d.key.split('.').next() == Some(name)));
+        let resolved = Resolved {
+            requested,
+            config: r.config,
+            model,
+            batch,
+            sequence_length,
+            limits,
+            optimizer,
+            schedule,
+            threads,
+            isa,
+            validation,
+            derivations: r.derivations,
+        };
+        r.problems.into_result(resolved)
+    }
+}
+
+/// The configuration being completed. Methods go on after a problem with some harmless value, so that one mistake does not hide
+/// the next.
+pub(super) struct Resolver {
+    pub(super) config: Config,
+    derivations: Vec<Derivation>,
+    problems: Problems,
+}
+
+impl Resolver {
+    /// A problem of `key`, shown with the place where it was set.
+    pub(super) fn problem(&mut self, key: &str, message: impl Into<String>) {
+        let origin = self.config.origin(key);
+        self.problems.add(origin, message);
+    }
+
+    /// Fills in a derived value and records why.
+    pub(super) fn fill<T: ConfigValue>(&mut self, key: &str, value: &T, because: impl Into<String>) {
+        let Some(toml) = value.to_value() else { return };
+        if let Some((section, name)) = key.split_once('.')
+            && let Some(section) = self.config.section_mut(section)
+            && let Err(why) = section.set(name, &toml)
+        {
+            self.problem(key, format!("{key} {why}"));
+        }
+        self.derivations.push(Derivation { key: key.to_owned(), value: toml.to_string(), because: because.into() });
+    }
+
+    /// The given value, or the derived one with its derivation.
+    pub(super) fn settle<T: ConfigValue + Clone>(
+        &mut self,
+        key: &str,
+        given: &Option<T>,
+        default: T,
+        because: impl Into<String>,
+    ) -> T {
+        given.clone().unwrap_or_else(|| {
+            self.fill(key, &default, because);
+            default
+        })
+    }
+
+    /// Rejects a key that nothing would read.
+    pub(super) fn unused<T>(&mut self, key: &str, given: &Option<T>, because: &str) {
+        if given.is_some() {
+            self.problem(key, format!("{key} has no effect: {because}; remove it"));
+        }
+    }
+
+    /// Rejects numbers outside `[low, high]`.
+    pub(super) fn within(&mut self, key: &str, value: f64, low: f64, high: f64) {
+        if !(low..=high).contains(&value) {
+            self.problem(key, format!("{key} = {value} is out of range: it must be from {low} to {high}"));
+        }
+    }
+
+    /// Rejects counts outside `[low, high]`.
+    pub(super) fn count(&mut self, key: &str, value: Option<u64>, low: u64, high: u64) {
+        let Some(value) = value else { return };
+        if value < low {
+            self.problem(key, format!("{key} = {value} is too small: it must be at least {low}"));
+        } else if value > high {
+            self.problem(key, format!("{key} = {value} is too large: it must be at most {high}"));
+        }
+    }
+
+    pub(super) fn positive(&mut self, key: &str, value: Option<f64>) {
+        if let Some(value) = value.filter(|value| *value <= 0.0 || !value.is_finite()) {
+            self.problem(key, format!("{key} = {value} must be greater than 0"));
+        }
+    }
+
+    fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
+        if let Some(path) = path.filter(|path| !path.exists()) {
+            self.problem(key, format!("{key} names {}, which does not exist", path.display()));
+        }
+    }
+
+    fn run(&mut self) {
+        let Some(name) = self.config.run.name.clone() else { return };
+        let plain = !name.is_empty() && !name.starts_with('.') && name.len() <= 200;
+        if !plain || name.chars().any(|c| c.is_control() || c == '/' || c == '\\') {
+            let message =
+                format!("run.name = {name:?} cannot be a folder: no slashes, no dot in front, 1 to 200 bytes");
+            self.problem("run.name", message);
+        }
+    }
+
+    fn tokenizer(&mut self) {
+        let TokenizerSection { path, kind, vocab_size } = self.config.tokenizer.clone();
+        let from = match (&path, &self.config.model.path) {
+            (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
+            (None, Some(_)) => Some("model.path brings its tokenizer"),
+            (None, None) => None,
+        };
+        if let Some(from) = from {
+            self.unused("tokenizer.kind", &kind, from);
+            return self.unused("tokenizer.vocab_size", &vocab_size, from);
+        }
+        let kind = self.settle("tokenizer.kind", &kind, TokenizerKind::Bpe, "no tokenizer.path is given");
+        if kind != TokenizerKind::Bpe {
+            return self.unused("tokenizer.vocab_size", &vocab_size, "only bpe is trained to a size");
+        }
+        let size = self.settle("tokenizer.vocab_size", &vocab_size, 8192, "the usual for small corpora");
+        // Byte-level: every byte is a token, and one more ends a document.
+        self.count("tokenizer.vocab_size", Some(size as u64), 257, 1 << 24);
+    }
+
+    fn data(&mut self, inputs: &Inputs) -> bool {
+        let data = self.config.data.clone();
+        if data.train.0.is_empty() && !inputs.batches_supplied {
+            self.problem("data.train", "data.train is empty: name a file or a folder to train on");
+        }
+        let given = [("data.train", Some(&data.train)), ("data.validation", data.validation.as_ref())];
+        for (key, sources) in given.into_iter().filter_map(|(key, sources)| Some((key, &sources?.0))) {
+            let weighted = sources.iter().filter(|source| source.weight.is_some()).count();
+            if weighted != 0 && weighted != sources.len() {
+                self.problem(key, format!("{key} has weights for some entries only; give all of them one, or none"));
+            }
+            for source in sources {
+                if let Some(weight) = source.weight.filter(|weight| *weight <= 0.0) {
+                    let message = format!("{key}: the weight {weight} of {} must be above 0", source.path.display());
+                    self.problem(key, message);
+                }
+                self.path_exists(key, Some(&source.path));
+            }
+        }
+        let validation = match &data.validation {
+            Some(sources) => {
+                self.unused("data.validation_fraction", &data.validation_fraction, "data.validation is given");
+                !sources.0.is_empty()
+            }
+            None if inputs.batches_supplied => false,
+            None => {
+                let key = "data.validation_fraction";
+                let fraction = self.settle(key, &data.validation_fraction, 0.01, "no data.validation is given");
+                self.within(key, fraction, 0.0, 0.5);
+                fraction > 0.0
+            }
+        };
+        match data.sampling {
+            Sampling::Random => self.unused("data.shuffle", &data.shuffle, "random sampling has no order"),
+            Sampling::Packed => drop(self.settle("data.shuffle", &data.shuffle, true, "the usual for training")),
+        }
+        if data.text_field.is_empty() {
+            self.problem("data.text_field", "data.text_field is empty: name the field that holds the text");
+        }
+        self.count("data.workers", Some(data.workers as u64), 1, 256);
+        self.count("data.prefetch", Some(data.prefetch as u64), 1, 4096);
+        let cache = self.config.run.directory.join("data-cache");
+        self.settle("data.cache", &data.cache, cache, "inside run.directory");
+        validation
+    }
+
+    fn sequence_length(&mut self, inputs: &Inputs) -> usize {
+        /// Longer ones must be asked for: activations grow with it.
+        const DERIVED_MAX: usize = 2048;
+        let given = self.config.training.sequence_length;
+        let longest = match inputs.pretrained {
+            Some(pretrained) => Some((pretrained.max_sequence_length, "config.json's longest")),
+            None => self.config.model.max_sequence_length.map(|n| (n, "model.max_sequence_length")),
+        };
+        let key = "training.sequence_length";
+        let length = match (given, longest) {
+            (Some(given), _) => given,
+            (None, Some((longest, what))) => {
+                let because = format!("{what}, {longest}, at most {DERIVED_MAX}");
+                self.settle(key, &None, longest.min(DERIVED_MAX), because)
+            }
+            (None, None) if self.config.model.path.is_some() => DERIVED_MAX,
+            (None, None) => {
+                self.problem(
+                    key,
+                    "training.sequence_length is not set, and no model.max_sequence_length to take it from",
+                );
+                1
+            }
+        };
+        self.count(key, Some(length as u64), 1, 1 << 24);
+        if let Some((longest, what)) = longest.filter(|(longest, _)| length > *longest) {
+            self.problem(
+                key,
+                format!("training.sequence_length = {length} is longer than the model takes: {what} is {longest}"),
+            );
+        }
+        length
+    }
+
+    fn batch(&mut self, inputs: &Inputs) -> Batch {
+        let t = &self.config.training;
+        let (micro, global, steps) = (t.micro_batch_size, t.global_batch_size, t.accumulation_steps);
+        let degree = inputs.data_parallel_degree;
+        match Batch::resolve(micro, global, steps, degree) {
+            Ok((batch, because)) => {
+                for (key, value, because) in because {
+                    self.fill(&format!("training.{key}"), &value, because);
+                }
+                batch
+            }
+            Err(error) => {
+                let blamed =
+                    [("global_batch_size", global), ("micro_batch_size", micro), ("accumulation_steps", steps)];
+                let key = blamed.iter().find(|(_, value)| value.is_some()).map_or("global_batch_size", |(key, _)| key);
+                self.problem(&format!("training.{key}"), error.to_string());
+                Batch { micro: 1, accumulation: 1, data_parallel_degree: degree.max(1), global: degree.max(1) }
+            }
+        }
+    }
+
+    fn limits(&mut self, batch: Batch, sequence_length: usize) -> Limits {
+        let TrainingSection { steps, tokens, seconds, skipped_steps_max, .. } = self.config.training;
+        self.count("training.skipped_steps_max", Some(skipped_steps_max), 1, u64::MAX);
+        self.count("training.steps", steps, 1, u64::MAX);
+        self.count("training.tokens", tokens, 1, u64::MAX);
+        self.positive("training.seconds", seconds);
+        if steps.is_none() && tokens.is_none() && seconds.is_none() {
+            let message = "nothing ends the training: give training.steps, training.tokens or training.seconds";
+            self.problem("training.steps", message);
+        }
+        let per_step = (batch.global as u64).saturating_mul(sequence_length as u64).max(1);
+        let by_tokens = tokens.map(|tokens| tokens.div_ceil(per_step));
+        if let (None, Some(tokens), Some(derived)) = (steps, tokens, by_tokens) {
+            let because = format!(
+                "{tokens} tokens / (global_batch_size {} x sequence_length {sequence_length}), rounded up",
+                batch.global
+            );
+            self.fill("training.steps", &derived, because);
+        }
+        Limits { steps: [steps, by_tokens].into_iter().flatten().min(), seconds }
+    }
+
+    fn schedule(&mut self, peak: f64, steps: Option<u64>) -> Schedule {
+        let section = self.config.schedule.clone();
+        let ScheduleSection { kind, .. } = section;
+        let (default, because) = match steps {
+            Some(steps) => ((steps / 50).min(2000), format!("2 % of {steps} steps, at most 2000")),
+            None => (20, "the number of steps is not known yet".to_owned()),
+        };
+        let warmup_steps = self.settle("schedule.warmup_steps", &section.warmup_steps, default, because);
+        if let Some(steps) = steps.filter(|steps| warmup_steps > *steps) {
+            let message = format!("schedule.warmup_steps = {warmup_steps} is more than the {steps} steps of the run");
+            self.problem("schedule.warmup_steps", message);
+        }
+        if kind == ScheduleKind::Constant {
+            let because = "a constant schedule does not decay";
+            self.unused("schedule.decay_steps", &section.decay_steps, because);
+            self.unused("schedule.min_ratio", &section.min_ratio, because);
+        }
+        let mut min_ratio = 1.0;
+        if kind != ScheduleKind::Constant {
+            min_ratio = self.settle("schedule.min_ratio", &section.min_ratio, 0.1, "the usual");
+            self.within("schedule.min_ratio", min_ratio, 0.0, 1.0);
+            self.count("schedule.decay_steps", section.decay_steps, 1, u64::MAX);
+        }
+        let mut decay_shape = DecayShape::Linear;
+        if kind == ScheduleKind::Wsd {
+            decay_shape = self.settle("schedule.decay_shape", &section.decay_shape, DecayShape::Linear, "the usual");
+        } else {
+            self.unused("schedule.decay_shape", &section.decay_shape, "only wsd has decays of several shapes");
+        }
+        let decay_steps = section.decay_steps;
+        let schedule = Schedule { kind, peak, min_ratio, warmup_steps, decay_steps, decay_shape, steps };
+        if let (Some(steps), Some(decay)) = (steps, decay_steps) {
+            if warmup_steps.saturating_add(decay) > steps && warmup_steps <= steps {
+                let message = format!(
+                    "schedule.warmup_steps = {warmup_steps} and schedule.decay_steps = {decay} do not fit into {steps} steps"
+                );
+                self.problem("schedule.decay_steps", message);
+            }
+        } else if let (Some(steps), Some((start, end))) = (steps, schedule.decay()) {
+            let because = match kind {
+                ScheduleKind::Wsd => format!("the last fifth of {steps} steps"),
+                _ => format!("{steps} steps - warmup_steps {warmup_steps}"),
+            };
+            self.fill("schedule.decay_steps", &(end - start), because);
+        }
+        schedule
+    }
+
+    fn precision(&mut self) {
+        let PrecisionSection { compute, loss_scale_initial, loss_scale_window } = self.config.precision.clone();
+        if compute != Compute::F16 {
+            let because = format!("only f16 scales its loss, and precision.compute is {compute}");
+            self.unused("precision.loss_scale_initial", &loss_scale_initial, &because);
+            return self.unused("precision.loss_scale_window", &loss_scale_window, &because);
+        }
+        let scale = self.settle("precision.loss_scale_initial", &loss_scale_initial, 65536.0, "2^16, the usual");
+        // Scaling by a power of two changes exponents only, so it costs no bit of precision.
+        if !(1.0..=16_777_216.0).contains(&scale) || scale.log2().fract() != 0.0 {
+            let message = format!("precision.loss_scale_initial = {scale} must be a power of two from 1 to 16777216");
+            self.problem("precision.loss_scale_initial", message);
+        }
+        let window = self.settle("precision.loss_scale_window", &loss_scale_window, 1000, "the usual");
+        self.count("precision.loss_scale_window", Some(window), 1, u64::MAX);
+    }
+
+    fn activation_checkpointing(&mut self, inputs: &Inputs) {
+        let key = "activation_checkpointing.overrides";
+        let layers = inputs.pretrained.map(|pretrained| pretrained.layers).or(self.config.model.layers);
+        let Some(layers) = layers else { return };
+        for range in self.config.activation_checkpointing.overrides.0.clone() {
+            if range.last >= layers {
+                let message = format!(
+                    "{key} names block {}, but the last of {layers} blocks is {}",
+                    range.last,
+                    layers.saturating_sub(1)
+                );
+                self.problem(key, message);
+            }
+        }
+    }
+
+    fn compute(&mut self, inputs: &Inputs) -> (Isa, usize) {
+        let best = Isa::detect();
+        let isa = match self.config.compute.isa.clone() {
+            None => {
+                self.fill("compute.isa", &best.name().to_owned(), "the best of this machine");
+                best
+            }
+            Some(name) => Isa::choose(&name).unwrap_or_else(|error| {
+                self.problem("compute.isa", format!("compute.isa: {error}"));
+                best
+            }),
+        };
+        let asked = self.config.compute.threads;
+        let threads = self.settle("compute.threads", &asked, inputs.cores.max(1), inputs.cores_because.clone());
+        self.count("compute.threads", Some(threads as u64), 1, 1024);
+        (isa, threads)
+    }
+
+    /// `[memory]`, `[checkpoint]`, `[evaluation]`.
+    fn rest(&mut self, validation: bool) {
+        self.count("memory.limit", self.config.memory.limit.map(|limit| limit.0), 1 << 20, u64::MAX);
+        let CheckpointSection { interval_steps, interval_seconds, keep_last, keep_best } = self.config.checkpoint;
+        self.count("checkpoint.interval_steps", interval_steps, 1, u64::MAX);
+        self.positive("checkpoint.interval_seconds", interval_seconds);
+        if interval_steps.is_none() && interval_seconds.is_none() {
+            self.fill("checkpoint.interval_seconds", &600.0, "checkpoint.interval_steps is unset too");
+        }
+        if keep_last == 0 {
+            let message = "checkpoint.keep_last = 0 would keep nothing to resume from: it must be at least 1";
+            self.problem("checkpoint.keep_last", message);
+        }
+        let because = if validation { "there is validation data" } else { "there is no validation data" };
+        let keep_best = self.settle("checkpoint.keep_best", &keep_best, validation, because);
+        if keep_best && !validation {
+            let message =
+                "checkpoint.keep_best needs validation data: give data.validation or data.validation_fraction";
+            self.problem("checkpoint.keep_best", message);
+        }
+        let EvaluationSection { interval_steps, batches_max } = self.config.evaluation;
+        self.count("evaluation.interval_steps", interval_steps, 1, u64::MAX);
+        self.count("evaluation.batches_max", batches_max.map(|n| n as u64), 1, u64::MAX);
+        if interval_steps.is_some() && !validation {
+            let message =
+                "evaluation.interval_steps needs validation data: give data.validation or data.validation_fraction";
+            self.problem("evaluation.interval_steps", message);
+        }
+    }
+}
+
+impl Resolver {
+    /// Where `key` was set.
+    pub(super) fn origin(&self, key: &str) -> Origin {
+        self.config.origin(key)
+    }
+}

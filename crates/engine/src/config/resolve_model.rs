@@ -1,0 +1,385 @@
+//! `[model]` and `[optimizer]`: the two sections whose keys depend most on each other.
+
+use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
+use super::sections::*;
+use super::{Origin, Section};
+
+/// Keys of `[model]` that say something beside a Hugging Face folder.
+const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
+
+/// Token ids are 32-bit and signed in files.
+const VOCABULARY_MAX: u64 = i32::MAX as u64;
+
+impl Resolver {
+    pub(super) fn model(&mut self, inputs: &Inputs) -> ModelSource {
+        let section = self.config.model.clone();
+        if section.dropout < 0.0 || section.dropout >= 1.0 {
+            let message =
+                format!("model.dropout = {} is out of range: it must be at least 0 and below 1", section.dropout);
+            self.problem("model.dropout", message);
+        }
+        match section.path.clone() {
+            Some(path) => {
+                if section.preset.is_some() {
+                    self.problem(
+                        "model.preset",
+                        "model.preset and model.path are both given: keep the one that is meant",
+                    );
+                } else {
+                    for key in section.keys().iter().map(|key| key.name).filter(|key| !BESIDE_PATH.contains(key)) {
+                        if section.get(key).is_some() {
+                            let message = format!(
+                                "model.{key} is given beside model.path, whose config.json decides the shape: remove it"
+                            );
+                            self.problem(&format!("model.{key}"), message);
+                        }
+                    }
+                }
+                if let (Some(pretrained), Some(vocabulary)) = (inputs.pretrained, inputs.tokenizer_vocabulary)
+                    && vocabulary > pretrained.vocab_size
+                {
+                    let rows = pretrained.vocab_size;
+                    let message =
+                        format!("the tokenizer has {vocabulary} tokens, but the model in model.path has only {rows}");
+                    self.problem("model.path", message);
+                }
+                let because = "model.path is given";
+                let load_weights = self.settle("model.load_weights", &section.load_weights, true, because);
+                ModelSource::HuggingFace { path, load_weights }
+            }
+            None => {
+                self.unused("model.load_weights", &section.load_weights, "without model.path there is nothing to load");
+                ModelSource::Shape(self.shape(&section, inputs))
+            }
+        }
+    }
+
+    /// A key of a shape that has no default.
+    fn needed(&mut self, key: &str, given: Option<usize>, max: u64) -> usize {
+        if given.is_none() {
+            let message = format!(
+                "{key} is not set: give model.preset, or model.path, or model.dim, model.layers and model.heads"
+            );
+            self.problem(key, message);
+        }
+        self.count(key, given.map(|n| n as u64), 1, max);
+        given.map_or(1, |n| n.clamp(1, max as usize))
+    }
+
+    fn shape(&mut self, m: &ModelSection, inputs: &Inputs) -> ModelShape {
+        let known = self.config.model.dim.is_some() || self.config.model.layers.is_some() || m.heads.is_some();
+        let (dim, layers, heads) = if known || m.preset.is_some() {
+            (
+                self.needed("model.dim", m.dim, 1 << 20),
+                self.needed("model.layers", m.layers, 1 << 14),
+                self.needed("model.heads", m.heads, 1 << 14),
+            )
+        } else {
+            (self.needed("model.dim", None, 1), 1, 1)
+        };
+        let family = self.settle("model.family", &m.family, Family::Llama, "the usual today");
+        let gpt2 = family == Family::Gpt2;
+        let usual = if gpt2 { "as GPT-2 has it" } else { "as Llama has it" };
+
+        let kv_heads = self.settle("model.kv_heads", &m.kv_heads, heads, format!("as many as heads, {heads}"));
+        self.count("model.kv_heads", Some(kv_heads as u64), 1, 1 << 14);
+        if gpt2 && kv_heads != heads {
+            let message =
+                format!("model.kv_heads = {kv_heads}: gpt2 has no grouped-query attention, so it must be {heads}");
+            self.problem("model.kv_heads", message);
+        } else if kv_heads > 0 && !heads.is_multiple_of(kv_heads) {
+            let message = format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}");
+            self.problem("model.kv_heads", message);
+        }
+        if m.head_dim.is_none() && !dim.is_multiple_of(heads) {
+            let message =
+                format!("model.heads = {heads} does not divide model.dim = {dim}; change one, or set model.head_dim");
+            self.problem("model.heads", message);
+        }
+        let because = format!("dim {dim} / heads {heads}");
+        let head_dim = self.settle("model.head_dim", &m.head_dim, (dim / heads).max(1), because);
+        self.count("model.head_dim", Some(head_dim as u64), 1, 1 << 16);
+        if gpt2 && head_dim.saturating_mul(heads) != dim {
+            let message = format!("model.head_dim = {head_dim}: gpt2 wants heads {heads} x head_dim to be dim {dim}");
+            self.problem("model.head_dim", message);
+        } else if !gpt2 && !head_dim.is_multiple_of(2) {
+            let message =
+                format!("a head_dim of {head_dim} is odd, and rotary positions turn pairs: make model.head_dim even");
+            self.problem("model.head_dim", message);
+        }
+        let (ffn, because) = if gpt2 {
+            (4 * dim, format!("4 x dim {dim}"))
+        } else {
+            ((8 * dim).div_ceil(3).next_multiple_of(64), format!("8/3 x dim {dim}, rounded up to a multiple of 64"))
+        };
+        let ffn_dim = self.settle("model.ffn_dim", &m.ffn_dim, ffn, because);
+        self.count("model.ffn_dim", Some(ffn_dim as u64), 1, 1 << 22);
+
+        let key = "model.max_sequence_length";
+        let sequence_length = self.config.training.sequence_length;
+        let max_sequence_length = match (m.max_sequence_length, sequence_length) {
+            (Some(given), _) => given,
+            (None, Some(length)) => self.settle(key, &None, length, "training.sequence_length"),
+            // Reported once, as the lack of training.sequence_length.
+            (None, None) => 1,
+        };
+        self.count(key, Some(max_sequence_length as u64), 1, 1 << 24);
+        let norm_eps = self.settle("model.norm_eps", &m.norm_eps, 1e-5, usual);
+        self.positive("model.norm_eps", Some(norm_eps));
+        let init_std = self.settle("model.init_std", &m.init_std, 0.02, "the usual");
+        self.positive("model.init_std", Some(init_std));
+        self.count("model.sliding_window", m.sliding_window.map(|n| n as u64), 1, 1 << 24);
+        if gpt2 {
+            self.unused("model.sliding_window", &m.sliding_window, "gpt2 attends to everything before");
+            self.unused("model.qk_norm", &m.qk_norm.filter(|norm| *norm), "gpt2 has no query/key normalisation");
+        }
+        let mut bias = |key: &str, given: &Option<bool>| self.settle(key, given, gpt2, usual);
+        let tie_embeddings = bias("model.tie_embeddings", &m.tie_embeddings);
+        let qkv_bias = bias("model.qkv_bias", &m.qkv_bias);
+        let output_bias = bias("model.output_bias", &m.output_bias);
+        let mlp_bias = bias("model.mlp_bias", &m.mlp_bias);
+        let activation = if gpt2 { Activation::GeluTanh } else { Activation::Silu };
+        ModelShape {
+            family,
+            dim,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            ffn_dim,
+            vocab_size: self.vocabulary(m, inputs),
+            max_sequence_length,
+            norm_eps,
+            rope: self.rope(m, gpt2),
+            tie_embeddings,
+            qkv_bias,
+            output_bias,
+            mlp_bias,
+            qk_norm: m.qk_norm.unwrap_or(false),
+            sliding_window: m.sliding_window,
+            activation: self.settle("model.activation", &m.activation, activation, usual),
+            dropout: m.dropout,
+            init_std,
+        }
+    }
+
+    fn vocabulary(&mut self, m: &ModelSection, inputs: &Inputs) -> Option<usize> {
+        let key = "model.vocab_size";
+        let from_preset = matches!(self.origin(key), Origin::Preset(_));
+        let tokenizer = &self.config.tokenizer;
+        let trained = tokenizer.path.is_none() && matches!(tokenizer.kind, None | Some(TokenizerKind::Bpe));
+        let known = inputs.tokenizer_vocabulary.map(|n| (n, "the tokenizer's"));
+        let known = known.or_else(|| {
+            let asked = tokenizer.vocab_size.filter(|_| trained);
+            asked.map(|n| (n, "tokenizer.vocab_size"))
+        });
+        self.count("model.vocab_multiple", m.vocab_multiple.map(|n| n as u64), 1, 1 << 16);
+        self.count(key, m.vocab_size.map(|n| n as u64), 1, VOCABULARY_MAX);
+        match (m.vocab_size, known) {
+            (Some(given), Some((tokens, _))) if !from_preset => {
+                if given < tokens {
+                    let message =
+                        format!("model.vocab_size = {given} has no row for some of the tokenizer's {tokens} tokens");
+                    self.problem(key, message);
+                }
+                self.unused("model.vocab_multiple", &m.vocab_multiple, "model.vocab_size is given");
+                Some(given)
+            }
+            (Some(given), None) => {
+                if !from_preset {
+                    self.unused("model.vocab_multiple", &m.vocab_multiple, "model.vocab_size is given");
+                }
+                Some(given)
+            }
+            (_, Some((tokens, whose))) => {
+                let because = "so that products with the embedding fill their tiles";
+                let multiple = self.settle("model.vocab_multiple", &m.vocab_multiple, 64, because).max(1);
+                let size = tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(usize::MAX);
+                let instead = m.vocab_size.map(|n| format!(", instead of the preset's {n}")).unwrap_or_default();
+                let because = format!("{whose} {tokens}, rounded up to a multiple of {multiple}{instead}");
+                self.fill(key, &size, because);
+                self.count(key, Some(size as u64), 1, VOCABULARY_MAX);
+                Some(size)
+            }
+            (None, None) => None,
+        }
+    }
+
+    fn rope(&mut self, m: &ModelSection, gpt2: bool) -> Option<Rope> {
+        let scaling = m.rope_scaling.unwrap_or(RopeScaling::None);
+        let stretched = scaling != RopeScaling::None;
+        let (llama3, yarn) = (scaling == RopeScaling::Llama3, scaling == RopeScaling::Yarn);
+        if gpt2 {
+            self.unused("model.rope_theta", &m.rope_theta, "gpt2 has learned positions");
+            self.unused("model.rope_scaling", &m.rope_scaling, "gpt2 has learned positions");
+        }
+        let none = format!("model.rope_scaling is {scaling}");
+        if !stretched || gpt2 {
+            self.unused("model.rope_factor", &m.rope_factor, &none);
+        }
+        if !(llama3 || yarn) {
+            self.unused("model.rope_original_length", &m.rope_original_length, &none);
+        }
+        if !llama3 {
+            self.unused("model.rope_low_freq_factor", &m.rope_low_freq_factor, &none);
+            self.unused("model.rope_high_freq_factor", &m.rope_high_freq_factor, &none);
+        }
+        if !yarn {
+            self.unused("model.rope_beta_fast", &m.rope_beta_fast, &none);
+            self.unused("model.rope_beta_slow", &m.rope_beta_slow, &none);
+        }
+        if gpt2 {
+            return None;
+        }
+        let theta = self.settle("model.rope_theta", &m.rope_theta, 10_000.0, "the usual");
+        if theta <= 1.0 {
+            self.problem("model.rope_theta", format!("model.rope_theta = {theta} must be greater than 1"));
+        }
+        if stretched && m.rope_factor.is_none() {
+            let message = format!("model.rope_scaling = {scaling} needs model.rope_factor");
+            self.problem("model.rope_scaling", message);
+        }
+        if let Some(factor) = m.rope_factor.filter(|factor| *factor < 1.0) {
+            self.problem("model.rope_factor", format!("model.rope_factor = {factor} must be at least 1"));
+        }
+        self.count("model.rope_original_length", m.rope_original_length.map(|n| n as u64), 1, 1 << 24);
+        if (llama3 || yarn) && m.rope_original_length.is_none() {
+            let message = format!("model.rope_scaling = {scaling} needs model.rope_original_length");
+            self.problem("model.rope_scaling", message);
+        }
+        let (mut low, mut high, mut fast, mut slow) = (1.0, 4.0, 32.0, 1.0);
+        if llama3 {
+            low = self.settle("model.rope_low_freq_factor", &m.rope_low_freq_factor, low, "Llama 3.1's");
+            high = self.settle("model.rope_high_freq_factor", &m.rope_high_freq_factor, high, "Llama 3.1's");
+            if low <= 0.0 || high <= low {
+                let message = format!(
+                    "model.rope_high_freq_factor = {high} must be above model.rope_low_freq_factor = {low}, and that above 0"
+                );
+                self.problem("model.rope_high_freq_factor", message);
+            }
+        }
+        if yarn {
+            fast = self.settle("model.rope_beta_fast", &m.rope_beta_fast, fast, "the paper's");
+            slow = self.settle("model.rope_beta_slow", &m.rope_beta_slow, slow, "the paper's");
+            if slow <= 0.0 || fast <= slow {
+                let message = format!(
+                    "model.rope_beta_fast = {fast} must be above model.rope_beta_slow = {slow}, and that above 0"
+                );
+                self.problem("model.rope_beta_fast", message);
+            }
+        }
+        Some(Rope {
+            theta,
+            scaling,
+            factor: m.rope_factor.unwrap_or(1.0),
+            original_length: m.rope_original_length.unwrap_or(0),
+            low_freq_factor: low,
+            high_freq_factor: high,
+            beta_fast: fast,
+            beta_slow: slow,
+        })
+    }
+
+    pub(super) fn optimizer(&mut self) -> OptimizerSettings {
+        use OptimizerName::{Adafactor, AdamW, Lion, Muon, Sgd};
+        let o = self.config.optimizer.clone();
+        let name = o.name;
+        let usual = format!("the usual for {name}");
+        let foreign = format!("{name} does not use it");
+        let rate = match name {
+            AdamW | Muon => 3e-4,
+            Lion => 1e-4,
+            Sgd => 0.1,
+            Adafactor => 1e-3,
+        };
+        let learning_rate = self.settle("optimizer.learning_rate", &o.learning_rate, rate, usual.as_str());
+        self.positive("optimizer.learning_rate", Some(learning_rate));
+
+        // A number of the rule, with its default and its range; a problem when the rule has no such number.
+        let mut number = |key: &str, given: &Option<f64>, rules: &[(OptimizerName, f64)], low: f64, high: f64| {
+            let Some((_, default)) = rules.iter().find(|(rule, _)| *rule == name) else {
+                self.unused(key, given, &foreign);
+                return rules[0].1;
+            };
+            let value = self.settle(key, given, *default, usual.as_str());
+            self.within(key, value, low, high);
+            value
+        };
+        // The largest number below one: decays are in [0, 1).
+        let below_one = 1.0 - f64::EPSILON / 2.0;
+        let beta1 = number("optimizer.beta1", &o.beta1, &[(AdamW, 0.9), (Lion, 0.9), (Muon, 0.9)], 0.0, below_one);
+        let beta2 = number("optimizer.beta2", &o.beta2, &[(AdamW, 0.95), (Lion, 0.99), (Muon, 0.95)], 0.0, below_one);
+        let eps = number("optimizer.eps", &o.eps, &[(AdamW, 1e-8), (Muon, 1e-8)], f64::MIN_POSITIVE, 1.0);
+        let momentum = number("optimizer.momentum", &o.momentum, &[(Sgd, 0.9), (Muon, 0.95)], 0.0, below_one);
+        let factored = number("optimizer.factored_decay", &o.factored_decay, &[(Adafactor, -0.8)], -1.0, -0.01);
+        let update_clip = number("optimizer.update_clip", &o.update_clip, &[(Adafactor, 1.0)], 1e-6, 1e6);
+
+        let nesterov = match name {
+            Sgd | Muon => self.settle("optimizer.nesterov", &o.nesterov, name == Muon, usual.as_str()),
+            _ => {
+                self.unused("optimizer.nesterov", &o.nesterov, &foreign);
+                false
+            }
+        };
+        if nesterov && momentum == 0.0 {
+            self.problem("optimizer.nesterov", "optimizer.nesterov needs a momentum above 0");
+        }
+        let mut relative_step = false;
+        if name == Adafactor {
+            relative_step = self.settle("optimizer.relative_step", &o.relative_step, false, usual.as_str());
+        } else {
+            self.unused("optimizer.relative_step", &o.relative_step, &foreign);
+        }
+        let (mut matrix_learning_rate, mut muon_scale, mut iterations) = (learning_rate, MuonScale::Original, 5);
+        if name == Muon {
+            muon_scale = self.settle("optimizer.muon_scale", &o.muon_scale, muon_scale, usual.as_str());
+            iterations =
+                self.settle("optimizer.newton_schulz_steps", &o.newton_schulz_steps, iterations, usual.as_str());
+            self.count("optimizer.newton_schulz_steps", Some(iterations as u64), 1, 20);
+            let key = "optimizer.matrix_learning_rate";
+            matrix_learning_rate = match muon_scale {
+                MuonScale::Original => self.settle(key, &o.matrix_learning_rate, 0.02, usual.as_str()),
+                MuonScale::MatchRmsAdamw => {
+                    let because = "learning_rate, which muon_scale = match_rms_adamw makes fit";
+                    self.settle(key, &o.matrix_learning_rate, learning_rate, because)
+                }
+            };
+            self.positive(key, Some(matrix_learning_rate));
+        } else {
+            self.unused("optimizer.muon_scale", &o.muon_scale, &foreign);
+            self.unused("optimizer.newton_schulz_steps", &o.newton_schulz_steps, &foreign);
+            self.unused("optimizer.matrix_learning_rate", &o.matrix_learning_rate, &foreign);
+        }
+        if o.weight_decay < 0.0 {
+            let message = format!("optimizer.weight_decay = {} must not be negative", o.weight_decay);
+            self.problem("optimizer.weight_decay", message);
+        } else if o.weight_decay * learning_rate.max(matrix_learning_rate) >= 1.0 {
+            let message = format!(
+                "optimizer.weight_decay = {} times the learning rate is at least 1, which would flip the sign of the weights",
+                o.weight_decay
+            );
+            self.problem("optimizer.weight_decay", message);
+        }
+        if o.clip_norm < 0.0 {
+            let message = format!("optimizer.clip_norm = {} must not be negative; 0 turns clipping off", o.clip_norm);
+            self.problem("optimizer.clip_norm", message);
+        }
+        OptimizerSettings {
+            name,
+            learning_rate,
+            matrix_learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: o.weight_decay,
+            momentum,
+            nesterov,
+            clip_norm: (o.clip_norm > 0.0).then_some(o.clip_norm),
+            muon_scale,
+            newton_schulz_steps: iterations,
+            factored_decay: factored,
+            update_clip,
+            relative_step,
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! The sections and their keys. This file is the only place where a key is named, typed, defaulted and documented;
+//! `docs/config.md` is printed from it.
+//!
+//! A key whose default depends on others is an `Option`: unset, [`Config::resolve`](super::Config::resolve) derives it and
+//! says how.
+
+use super::section::section;
+use super::value::{ByteSize, Overrides, Sources, choices};
+use std::path::PathBuf;
+
+choices! {
+    /// A family of models: which blocks there are and what they are called in Hugging Face files.
+    Family {
+        /// RMSNorm, rotary positions, gated MLP: Llama, Mistral, Qwen2, Qwen3, SmolLM.
+        Llama = "llama",
+        /// LayerNorm, learned positions, GELU: GPT-2.
+        Gpt2 = "gpt2",
+    }
+}
+
+choices! {
+    /// The nonlinearity of the MLP; gated (SwiGLU, GeGLU) in the Llama family.
+    Activation {
+        /// x sigmoid(x).
+        Silu = "silu",
+        /// Exact GELU, with erf.
+        Gelu = "gelu",
+        /// GELU approximated with tanh, as GPT-2 has it (`gelu_new`).
+        GeluTanh = "gelu_tanh",
+        /// max(x, 0).
+        Relu = "relu",
+    }
+}
+
+choices! {
+    /// How rotary frequencies are stretched beyond the length that the model was first trained on.
+    RopeScaling {
+        /// Not at all.
+        None = "none",
+        /// Positions divided by the factor.
+        Linear = "linear",
+        /// Llama 3.1's rule: long wavelengths divided, short ones kept, a ramp between.
+        Llama3 = "llama3",
+        /// YaRN (Peng et al. 2023).
+        Yarn = "yarn",
+    }
+}
+
+choices! {
+    /// A tokenizer to make when no file is given.
+    TokenizerKind {
+        /// Byte-level byte-pair encoding, trained on the corpus.
+        Bpe = "bpe",
+        /// One token a byte.
+        Bytes = "bytes",
+        /// One token for each character of the corpus.
+        Characters = "characters",
+    }
+}
+
+choices! {
+    /// How sequences are cut from the corpus.
+    Sampling {
+        /// Every token once an epoch: documents packed one after the other, sequences in shuffled order.
+        Packed = "packed",
+        /// Windows that begin anywhere, drawn with replacement.
+        Random = "random",
+    }
+}
+
+choices! {
+    /// An update rule.
+    OptimizerName {
+        /// Adam with decoupled weight decay (Loshchilov & Hutter 2019).
+        AdamW = "adamw",
+        /// Gradient descent with momentum.
+        Sgd = "sgd",
+        /// Sign of an interpolated momentum (Chen et al. 2023).
+        Lion = "lion",
+        /// Orthogonalised momentum for matrices (Jordan et al. 2024), AdamW for the rest.
+        Muon = "muon",
+        /// Factored second moments (Shazeer & Stern 2018).
+        Adafactor = "adafactor",
+    }
+}
+
+choices! {
+    /// What Muon multiplies the orthogonalised update of a matrix by.
+    MuonScale {
+        /// sqrt(max(1, rows / columns)).
+        Original = "original",
+        /// 0.2 sqrt(max(rows, columns)): updates as large as AdamW's, so that its learning rates serve.
+        MatchRmsAdamw = "match_rms_adamw",
+    }
+}
+
+choices! {
+    /// The learning rate over the steps.
+    ScheduleKind {
+        /// The peak throughout.
+        Constant = "constant",
+        /// A line from the peak to the minimum.
+        Linear = "linear",
+        /// Half a cosine from the peak to the minimum.
+        Cosine = "cosine",
+        /// Warmup, stable, decay: the peak until the last `decay_steps`.
+        Wsd = "wsd",
+    }
+}
+
+choices! {
+    /// The shape of the decay of `wsd`.
+    DecayShape {
+        /// A line.
+        Linear = "linear",
+        /// Half a cosine.
+        Cosine = "cosine",
+        /// One minus the square root of the progress (Hägele et al. 2024).
+        Sqrt = "sqrt",
+    }
+}
+
+choices! {
+    /// What products are computed in; masters, gradients, statistics and optimizer state are always f32.
+    Compute {
+        /// IEEE binary32.
+        F32 = "f32",
+        /// bfloat16 operands, f32 accumulation.
+        Bf16 = "bf16",
+        /// IEEE binary16 operands, f32 accumulation, dynamic loss scaling.
+        F16 = "f16",
+    }
+}
+
+choices! {
+    /// What a block keeps from forward for backward.
+    CheckpointMode {
+        /// Everything that backward reads.
+        None = "none",
+        /// What is dear to compute for its bytes; the rest is computed again.
+        Selective = "selective",
+        /// Only the block's input; its forward runs again.
+        Full = "full",
+    }
+}
+
+choices! {
+    /// Where the model runs.
+    DeviceKind {
+        /// The processor.
+        Cpu = "cpu",
+    }
+}
+
+section! {
+    /// The run and its folder.
+    RunSection = "run" {
+        /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the configuration file's name, or the recipe's.
+        #[elsewhere("run_name", "job_name", "description")]
+        name: Option<String> = None;
+        /// Where run folders are.
+        #[elsewhere("output_dir", "dump_folder", "out_dir")]
+        directory: PathBuf = PathBuf::from("runs");
+    }
+}
+
+section! {
+    /// The model: a Hugging Face folder (`path`), or a named shape (`preset`), or a shape written out, or a preset with some keys changed.
+    ModelSection = "model" {
+        /// A named shape; keys written beside it change it. The list is below.
+        #[elsewhere("flavor", "model_name", "name")]
+        preset: Option<String> = None;
+        /// A Hugging Face folder: its `config.json` gives the shape, so no key of the shape may be given beside it.
+        #[elsewhere("hf_assets_path", "model_name_or_path", "pretrained_model_name_or_path")]
+        path: Option<PathBuf> = None;
+        /// Whether to start from the weights in `path` (fine-tuning) or from random ones. Unset: true.
+        load_weights: Option<bool> = None;
+        /// The family of a shape that is written out. Unset: llama.
+        #[elsewhere("model_type", "architecture")]
+        family: Option<Family> = None;
+        /// Width of the residual stream.
+        #[elsewhere("hidden_size", "n_embd", "d_model", "embed_dim")]
+        dim: Option<usize> = None;
+        /// Transformer blocks.
+        #[elsewhere("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")]
+        layers: Option<usize> = None;
+        /// Attention heads.
+        #[elsewhere("num_attention_heads", "n_head", "n_heads", "num_heads")]
+        heads: Option<usize> = None;
+        /// Heads of keys and values (grouped-query attention). Unset: as many as `heads`.
+        #[elsewhere("num_key_value_heads", "n_kv_heads", "num_query_groups")]
+        kv_heads: Option<usize> = None;
+        /// Width of a head. Unset: `dim / heads`.
+        #[elsewhere("kv_channels")]
+        head_dim: Option<usize> = None;
+        /// Width of the MLP. Unset: 4 x `dim` for gpt2; 8/3 x `dim`, rounded up to a multiple of 64, for llama.
+        #[elsewhere("intermediate_size", "n_inner", "ffn_hidden_size", "hidden_dim")]
+        ffn_dim: Option<usize> = None;
+        /// Rows of the embedding. Unset: the tokenizer's vocabulary, rounded up to `vocab_multiple`.
+        #[elsewhere("padded_vocab_size")]
+        vocab_size: Option<usize> = None;
+        /// What a derived `vocab_size` is rounded up to, so that products with the embedding fill their tiles. Unset: 64.
+        #[elsewhere("make_vocab_size_divisible_by")]
+        vocab_multiple: Option<usize> = None;
+        /// The longest sequence the model takes. Unset: `training.sequence_length`.
+        #[elsewhere("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")]
+        max_sequence_length: Option<usize> = None;
+        /// Added to the variance inside normalisations. Unset: 1e-5.
+        #[elsewhere("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
+        norm_eps: Option<f64> = None;
+        /// Base of the rotary frequencies. Unset: 10000. Llama family only.
+        #[elsewhere("rotary_base", "rope_base")]
+        rope_theta: Option<f64> = None;
+        /// How rotary frequencies are stretched. Unset: none. Llama family only.
+        #[elsewhere("rope_type", "rope_parameters")]
+        rope_scaling: Option<RopeScaling> = None;
+        /// By how much they are stretched; needed when `rope_scaling` is not none.
+        #[elsewhere("factor", "scaling_factor")]
+        rope_factor: Option<f64> = None;
+        /// The length that the model was first trained on; needed by llama3 and yarn.
+        #[elsewhere("original_max_position_embeddings")]
+        rope_original_length: Option<usize> = None;
+        /// llama3: wavelengths above `rope_original_length` divided by this are stretched fully. Unset: 1.
+        #[elsewhere("low_freq_factor")]
+        rope_low_freq_factor: Option<f64> = None;
+        /// llama3: wavelengths below `rope_original_length` divided by this are kept. Unset: 4.
+        #[elsewhere("high_freq_factor")]
+        rope_high_freq_factor: Option<f64> = None;
+        /// yarn: dimensions that turn more often than this over `rope_original_length` are kept. Unset: 32.
+        #[elsewhere("beta_fast")]
+        rope_beta_fast: Option<f64> = None;
+        /// yarn: dimensions that turn less often than this are stretched fully. Unset: 1.
+        #[elsewhere("beta_slow")]
+        rope_beta_slow: Option<f64> = None;
+        /// Whether the head is the embedding, transposed. Unset: true for gpt2, false for llama.
+        #[elsewhere("tie_word_embeddings", "weight_tying")]
+        tie_embeddings: Option<bool> = None;
+        /// Biases on queries, keys and values. Unset: true for gpt2, false for llama (Qwen2 has them).
+        #[elsewhere("attention_bias", "add_qkv_bias")]
+        qkv_bias: Option<bool> = None;
+        /// A bias on attention's output. Unset: true for gpt2, false for llama.
+        output_bias: Option<bool> = None;
+        /// Biases in the MLP. Unset: true for gpt2, false for llama.
+        mlp_bias: Option<bool> = None;
+        /// RMSNorm on the queries and keys of each head (Qwen3). Unset: false. Llama family only.
+        #[elsewhere("qk_layernorm", "use_qk_norm")]
+        qk_norm: Option<bool> = None;
+        /// How many tokens back attention sees, itself included. Unset: all.
+        #[elsewhere("window_size", "attention_window")]
+        sliding_window: Option<usize> = None;
+        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama.
+        #[elsewhere("hidden_act", "activation_function")]
+        activation: Option<Activation> = None;
+        /// Probability with which elements are dropped from embeddings and from what blocks add to the residual stream.
+        #[elsewhere("resid_pdrop", "embd_pdrop", "hidden_dropout")]
+        dropout: f64 = 0.0;
+        /// Standard deviation of the initial weights; projections into the residual stream get it divided by sqrt(2 `layers`). Unset: 0.02.
+        #[elsewhere("initializer_range", "init_method_std")]
+        init_std: Option<f64> = None;
+    }
+}
+
+section! {
+    /// Text to tokens.
+    TokenizerSection = "tokenizer" {
+        /// A Hugging Face `tokenizer.json`, or a folder that has one. Unset: one of `kind` is made from the corpus; with `model.path`, that folder's.
+        #[elsewhere("tokenizer_path", "tokenizer_name_or_path", "tokenizer_file", "tokenizer_model")]
+        path: Option<PathBuf> = None;
+        /// What to make when there is no `path`. Unset: bpe.
+        #[elsewhere("tokenizer_type")]
+        kind: Option<TokenizerKind> = None;
+        /// Size of the vocabulary to train; bpe only. Unset: 8192.
+        vocab_size: Option<usize> = None;
+    }
+}
+
+section! {
+    /// Text and token files, and how sequences are cut from them.
+    DataSection = "data" {
+        /// Corpora to train on: text, JSONL, `.zst`, `.gz`, directories, or tokens prepared by `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
+        #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
+        train: Sources = Sources(vec![]);
+        /// Corpora to evaluate on. Unset: split off `train`.
+        #[elsewhere("valid_data_path", "validation_file", "eval_dataset", "val")]
+        validation: Option<Sources> = None;
+        /// The share of `train` held back for validation when `validation` is unset; 0 for none. Unset: 0.01.
+        #[elsewhere("validation_split_percentage", "split", "val_fraction")]
+        validation_fraction: Option<f64> = None;
+        /// How sequences are cut from the corpus.
+        sampling: Sampling = Sampling::Packed;
+        /// Whether the order is shuffled, by `training.seed`; packed sampling only. Unset: true.
+        shuffle: Option<bool> = None;
+        /// Whether tokens attend only within their own document.
+        #[elsewhere("reset_attention_mask", "document_masking", "eod_mask_loss")]
+        respect_document_boundaries: bool = true;
+        /// The field of a JSONL record that holds the text.
+        #[elsewhere("text_column", "content_field", "json_keys", "text_key")]
+        text_field: String = "text".to_owned();
+        /// Threads that assemble batches.
+        #[elsewhere("num_workers", "dataloader_num_workers")]
+        workers: usize = 1;
+        /// Batches kept ready.
+        #[elsewhere("prefetch_factor", "dataloader_prefetch_factor")]
+        prefetch: usize = 4;
+        /// Where token files of corpora that were given as text are kept. Unset: `data-cache` inside `run.directory`.
+        #[elsewhere("cache_dir", "data_cache_path")]
+        cache: Option<PathBuf> = None;
+    }
+}
+
+section! {
+    /// How much is trained, and the batch. One batch is `micro_batch_size` x `accumulation_steps` x the data-parallel degree = `global_batch_size` sequences: any two give the third.
+    TrainingSection = "training" {
+        /// Optimizer steps. With `tokens` and `seconds`, the first limit to be reached ends the run; at least one is needed.
+        #[elsewhere("max_steps", "train_iters", "max_iters", "num_train_steps", "total_steps")]
+        steps: Option<u64> = None;
+        /// Tokens to train on.
+        #[elsewhere("max_tokens", "num_tokens", "train_tokens")]
+        tokens: Option<u64> = None;
+        /// Seconds of training. Without `steps` and `tokens`, the number of steps is measured over the first ones and then fixed.
+        #[elsewhere("max_time", "exit_duration", "time_limit", "duration")]
+        seconds: Option<f64> = None;
+        /// Sequences in one forward and backward on one rank. Unset: from the other two; 8 when nothing is given.
+        #[elsewhere("train_micro_batch_size_per_gpu", "per_device_train_batch_size", "local_batch_size", "batch_size")]
+        micro_batch_size: Option<usize> = None;
+        /// Sequences in one optimizer step, over all ranks. Unset: from the other two.
+        #[elsewhere("train_batch_size", "total_batch_size")]
+        global_batch_size: Option<usize> = None;
+        /// Micro-batches in one optimizer step, on each rank. Unset: from the other two; 1 when nothing is given.
+        #[elsewhere("gradient_accumulation_steps", "grad_accum_steps")]
+        accumulation_steps: Option<usize> = None;
+        /// Tokens of a sequence. Unset: the model's longest, at most 2048.
+        #[elsewhere("seq_len", "seq_length", "max_seq_length", "context_length", "block_size")]
+        sequence_length: Option<usize> = None;
+        /// Decides initial weights, order of the data and dropout.
+        #[elsewhere("random_seed")]
+        seed: u64 = 1337;
+        /// Steps that may be skipped in a row for a loss or gradient that is not finite, before the run stops.
+        skipped_steps_max: u64 = 10;
+    }
+}
+
+section! {
+    /// The update rule. Norms and biases are never decayed.
+    OptimizerSection = "optimizer" {
+        /// The update rule.
+        #[elsewhere("optimizer_type", "optim", "type")]
+        name: OptimizerName = OptimizerName::AdamW;
+        /// The peak of the schedule. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion, 0.1 for sgd, 1e-3 for adafactor.
+        #[elsewhere("lr", "max_lr")]
+        learning_rate: Option<f64> = None;
+        /// Decay of the first moment: adamw, lion, muon's AdamW part. Unset: 0.9.
+        #[elsewhere("adam_beta1", "betas")]
+        beta1: Option<f64> = None;
+        /// Decay of the second moment (lion: of the momentum). Unset: 0.95 for adamw and muon's AdamW part, 0.99 for lion.
+        #[elsewhere("adam_beta2", "betas")]
+        beta2: Option<f64> = None;
+        /// Added to the root of the second moment: adamw, muon's AdamW part. Unset: 1e-8.
+        #[elsewhere("adam_eps", "adam_epsilon", "epsilon")]
+        eps: Option<f64> = None;
+        /// Decoupled weight decay, multiplied by the learning rate.
+        #[elsewhere("wd", "decay")]
+        weight_decay: f64 = 0.1;
+        /// Momentum: sgd, muon. Unset: 0.9 for sgd, 0.95 for muon.
+        #[elsewhere("muon_momentum", "sgd_momentum")]
+        momentum: Option<f64> = None;
+        /// Nesterov's form of the momentum: sgd, muon. Unset: false for sgd, true for muon.
+        nesterov: Option<bool> = None;
+        /// The largest global norm of the gradient; longer ones are scaled down to it. 0: no clipping.
+        #[elsewhere("gradient_clipping", "max_grad_norm", "max_norm", "clip_grad", "grad_clip")]
+        clip_norm: f64 = 1.0;
+        /// Muon: the peak learning rate of matrices; `learning_rate` is that of the rest. Unset: 0.02 with `muon_scale = "original"`, else `learning_rate`.
+        #[elsewhere("muon_lr", "matrix_lr")]
+        matrix_learning_rate: Option<f64> = None;
+        /// Muon: what the orthogonalised update is multiplied by. Unset: original.
+        #[elsewhere("adjust_lr_fn")]
+        muon_scale: Option<MuonScale> = None;
+        /// Muon: Newton-Schulz iterations. Unset: 5.
+        #[elsewhere("ns_steps")]
+        newton_schulz_steps: Option<usize> = None;
+        /// Adafactor: the second moment decays by 1 - step^this. Unset: -0.8.
+        #[elsewhere("beta2_decay", "decay_rate")]
+        factored_decay: Option<f64> = None;
+        /// Adafactor: updates with a larger root mean square are scaled down to it. Unset: 1.
+        #[elsewhere("clip_threshold")]
+        update_clip: Option<f64> = None;
+        /// Adafactor: whether steps are relative to the root mean square of each parameter. Unset: false.
+        #[elsewhere("scale_parameter")]
+        relative_step: Option<bool> = None;
+    }
+}
+
+section! {
+    /// The learning rate over the steps.
+    ScheduleSection = "schedule" {
+        /// The shape.
+        #[elsewhere("lr_scheduler_type", "lr_decay_style", "decay_type", "type")]
+        kind: ScheduleKind = ScheduleKind::Cosine;
+        /// Steps over which the rate rises to its peak. Unset: 2 % of the steps, at most 2000; 20 when the steps are not known.
+        #[elsewhere("num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup", "warmup_num_steps")]
+        warmup_steps: Option<u64> = None;
+        /// Steps over which the rate falls. Unset: all after the warmup for linear and cosine, the last 20 % for wsd.
+        #[elsewhere("lr_decay_iters", "wsd_decay_iters", "lr_wsd_decay_iters")]
+        decay_steps: Option<u64> = None;
+        /// The shape of wsd's decay. Unset: linear.
+        #[elsewhere("lr_wsd_decay_style")]
+        decay_shape: Option<DecayShape> = None;
+        /// The rate at the end of the decay, as a share of the peak. Unset: 0.1.
+        #[elsewhere("min_lr_factor", "min_lr_ratio", "lr_min", "min_lr")]
+        min_ratio: Option<f64> = None;
+    }
+}
+
+section! {
+    /// Arithmetic.
+    PrecisionSection = "precision" {
+        /// What products are computed in.
+        #[elsewhere("dtype", "mixed_precision", "mixed_precision_param", "torch_dtype")]
+        compute: Compute = Compute::Bf16;
+        /// f16: the first loss scale, a power of two. Unset: 65536.
+        #[elsewhere("initial_scale_power", "init_scale", "initial_loss_scale")]
+        loss_scale_initial: Option<f64> = None;
+        /// f16: steps without overflow after which the scale doubles. Unset: 1000.
+        #[elsewhere("growth_interval")]
+        loss_scale_window: Option<u64> = None;
+    }
+}
+
+section! {
+    /// What is kept from forward for backward, and what is computed again.
+    ActivationCheckpointingSection = "activation_checkpointing" {
+        /// The mode of every block.
+        #[elsewhere("recompute_granularity", "gradient_checkpointing")]
+        mode: CheckpointMode = CheckpointMode::None;
+        /// Other modes for some blocks: `[{ blocks = "0-5", mode = "full" }]`; later entries win.
+        overrides: Overrides = Overrides(vec![]);
+    }
+}
+
+section! {
+    /// Where and with how many threads.
+    ComputeSection = "compute" {
+        /// Where the model runs.
+        device: DeviceKind = DeviceKind::Cpu;
+        /// The highest rung of the kernel ladder to use: portable, avx2, avx512, avx512-bf16, amx-bf16. Unset: the best of the machine.
+        isa: Option<String> = None;
+        /// Threads of the kernels. Unset: the cores that the process may use.
+        #[elsewhere("num_threads", "omp_num_threads")]
+        threads: Option<usize> = None;
+    }
+}
+
+section! {
+    /// Limits on memory.
+    MemorySection = "memory" {
+        /// The most bytes that the run's pool may hold: "2GiB" or a number. Unset: no limit.
+        #[elsewhere("max_memory", "memory_limit")]
+        limit: Option<ByteSize> = None;
+    }
+}
+
+section! {
+    /// When the state is written and what is kept. One is always written at the end, and before each evaluation that follows new steps.
+    CheckpointSection = "checkpoint" {
+        /// Steps between checkpoints. Unset: none by steps.
+        #[elsewhere("interval", "save_interval", "save_steps", "every")]
+        interval_steps: Option<u64> = None;
+        /// Seconds between checkpoints. Unset: 600 when `interval_steps` is unset too, else none by time.
+        interval_seconds: Option<f64> = None;
+        /// How many of the newest are kept.
+        #[elsewhere("keep_latest_k", "save_total_limit", "keep_last_n")]
+        keep_last: usize = 2;
+        /// Whether the one with the lowest validation loss is kept as well. Unset: true when there is validation data.
+        #[elsewhere("load_best_model_at_end", "save_best")]
+        keep_best: Option<bool> = None;
+    }
+}
+
+section! {
+    /// Loss on held-back text.
+    EvaluationSection = "evaluation" {
+        /// Steps between evaluations. Unset: only at the end.
+        #[elsewhere("eval_interval", "eval_steps", "freq", "interval")]
+        interval_steps: Option<u64> = None;
+        /// The most batches that one evaluation reads. Unset: the whole validation text.
+        #[elsewhere("eval_iters", "steps", "max_eval_batches")]
+        batches_max: Option<usize> = None;
+    }
+}
+
+section! {
+    /// What is recorded beside the display.
+    MetricsSection = "metrics" {
+        /// `metrics.jsonl`: one object a step.
+        jsonl: bool = true;
+        /// TensorBoard event files.
+        #[elsewhere("enable_tensorboard", "report_to")]
+        tensorboard: bool = true;
+        /// `trace/rank-0.json`: a timeline of the program's instructions, for Perfetto.
+        #[elsewhere("enable_profiling", "profiling")]
+        profile: bool = false;
+    }
+}

@@ -1,0 +1,374 @@
+//! Whole configurations: good ones, bad ones, printed ones, random ones.
+
+use super::*;
+use proptest::prelude::*;
+use std::path::Path;
+
+fn inputs() -> Inputs {
+    Inputs {
+        cores: 2,
+        cores_because: "cores that this process may use".to_owned(),
+        data_parallel_degree: 1,
+        tokenizer_vocabulary: None,
+        pretrained: None,
+        batches_supplied: false,
+    }
+}
+
+fn parse(text: &str, sets: &[&str]) -> Result<Config, ConfigError> {
+    let sets: Vec<_> = sets.iter().map(|set| set.to_string()).collect();
+    Config::parse(Path::new("c.toml"), text, &sets)
+}
+
+fn resolve(text: &str, sets: &[&str]) -> Result<Resolved, ConfigError> {
+    parse(text, sets)?.resolve(&inputs())
+}
+
+/// Everything that a run needs; the paths exist when the tests run in the crate's folder.
+const GOOD: &str = "\
+[model]
+dim = 64
+layers = 2
+heads = 4
+
+[data]
+train = 'src/lib.rs'
+
+[training]
+steps = 100
+sequence_length = 32
+";
+
+#[test]
+fn layers_win_in_order() {
+    let config = parse(GOOD, &["training.steps=7", "training.steps=9", "optimizer.name=lion", "data.train=[\"a=b\"]"]);
+    let config = config.unwrap();
+    assert_eq!(config.training.steps, Some(9));
+    assert_eq!(config.optimizer.name, OptimizerName::Lion);
+    assert_eq!(config.data.train.0[0].path, Path::new("a=b"));
+    assert_eq!(config.training.seed, 1337, "a default");
+    assert_eq!(config.origin("model.dim"), Origin::File { path: "c.toml".into(), line: 2 });
+    assert_eq!(config.origin("training.steps"), Origin::Set("training.steps=9".to_owned()));
+    assert_eq!(config.origin("training.seed"), Origin::Default);
+    assert_eq!(Config::load(None, &[]).unwrap(), Config::default());
+}
+
+#[test]
+fn every_derived_value_has_its_derivation() {
+    let r = resolve(GOOD, &["training.micro_batch_size=4", "training.global_batch_size=32", "training.steps=1000"])
+        .unwrap();
+    let because =
+        |key: &str| r.derivations.iter().find(|d| d.key == key).map(|d| (d.value.as_str(), d.because.as_str()));
+    let accumulation = because("training.accumulation_steps").unwrap();
+    assert_eq!(accumulation, ("8", "global_batch_size 32 / (micro_batch_size 4 x data-parallel degree 1)"));
+    assert_eq!(because("compute.threads"), Some(("2", "cores that this process may use")));
+    assert_eq!(because("model.head_dim"), Some(("16", "dim 64 / heads 4")));
+    assert_eq!(because("model.ffn_dim"), Some(("192", "8/3 x dim 64, rounded up to a multiple of 64")));
+    assert_eq!(because("model.max_sequence_length"), Some(("32", "training.sequence_length")));
+    assert_eq!(because("schedule.warmup_steps"), Some(("20", "2 % of 1000 steps, at most 2000")));
+    assert_eq!(because("schedule.decay_steps"), Some(("980", "1000 steps - warmup_steps 20")));
+    assert_eq!(because("model.dim"), None, "it was given");
+    assert_eq!(r.batch.accumulation, 8);
+    assert_eq!(r.tokens_per_step(), 32 * 32);
+    assert_eq!(r.threads, 2);
+    let ModelSource::Shape(shape) = &r.model else { panic!("a shape") };
+    assert_eq!((shape.kv_heads, shape.head_dim, shape.vocab_size), (4, 16, None));
+    assert_eq!(r.explain().lines().count(), r.derivations.len());
+}
+
+#[test]
+fn limits_become_steps() {
+    let text = GOOD.replace("steps = 100", "tokens = 1_000_000");
+    let r = resolve(&text, &["training.micro_batch_size=4"]).unwrap();
+    assert_eq!(r.limits, Limits { steps: Some(7813), seconds: None }, "1000000 / 128, rounded up");
+    let r = resolve(&text, &["training.steps=10", "training.seconds=60"]).unwrap();
+    assert_eq!(r.limits, Limits { steps: Some(10), seconds: Some(60.0) });
+    let r = resolve(&GOOD.replace("steps = 100", "seconds = 60"), &[]).unwrap();
+    assert_eq!(r.limits, Limits { steps: None, seconds: Some(60.0) });
+    assert_eq!(r.schedule.steps, None);
+}
+
+#[test]
+fn the_vocabulary_comes_from_the_tokenizer() {
+    let vocabulary = |text: &str, sets: &[&str], known: Option<usize>| {
+        let inputs = Inputs { tokenizer_vocabulary: known, ..inputs() };
+        let ModelSource::Shape(shape) = parse(text, sets).unwrap().resolve(&inputs).unwrap().model else { panic!() };
+        shape.vocab_size
+    };
+    assert_eq!(vocabulary(GOOD, &[], Some(8001)), Some(8064));
+    assert_eq!(vocabulary(GOOD, &["model.vocab_multiple=1"], Some(8001)), Some(8001));
+    assert_eq!(vocabulary(GOOD, &["model.vocab_size=9000"], Some(8001)), Some(9000));
+    assert_eq!(vocabulary(GOOD, &["tokenizer.vocab_size=1000"], None), Some(1024));
+    let preset = "[model]\npreset = 'gpt2-124m'\n[data]\ntrain = 'src'\n[training]\nsteps = 1";
+    assert_eq!(vocabulary(preset, &[], None), Some(50257));
+    assert_eq!(vocabulary(preset, &[], Some(8001)), Some(8064), "the tokenizer that is used, not the preset's");
+}
+
+#[test]
+fn presets_are_shapes_that_resolve() {
+    for preset in PRESETS {
+        let text = format!("[model]\npreset = '{}'\n[data]\ntrain = 'src'\n[training]\nsteps = 1", preset.name);
+        let r = resolve(&text, &[]).unwrap_or_else(|error| panic!("{}: {error}", preset.name));
+        assert!(r.sequence_length <= 2048);
+        let ModelSource::Shape(shape) = r.model else { panic!("{}", preset.name) };
+        assert!(shape.dim > 0 && shape.vocab_size.is_some() == preset.toml.contains("vocab_size"));
+    }
+    let text = "[model]\npreset = 'llama-1b'\nlayers = 2\n[data]\ntrain = 'src'\n[training]\nsteps = 1";
+    let config = parse(text, &[]).unwrap();
+    assert_eq!((config.model.layers, config.model.dim), (Some(2), Some(2048)), "keys beside a preset change it");
+    let config = parse(text, &["model.preset=gpt2-124m", "model.dim=1536"]).unwrap();
+    assert_eq!((config.model.layers, config.model.dim), (Some(12), Some(1536)), "a later preset replaces the shape");
+}
+
+#[test]
+fn overrides_of_checkpointing_are_ranges_and_later_ones_win() {
+    let overrides = "[{ blocks = '0-1', mode = 'full' }, { blocks = 1, mode = 'none' }]";
+    let text = format!("{GOOD}[activation_checkpointing]\nmode = 'selective'\noverrides = {overrides}\n");
+    let r = resolve(&text, &["model.layers=3"]).unwrap();
+    let modes: Vec<_> = (0..3).map(|block| r.checkpoint_mode(block).name()).collect();
+    assert_eq!(modes, ["full", "none", "selective"]);
+}
+
+#[test]
+fn a_resolved_configuration_is_a_file_again() {
+    let memory = ["memory.limit=1.5GiB", "data.train=[{ path = \"src\", weight = 2 }]", "data.validation=src/lib.rs"];
+    let muon = ["optimizer.name=muon", "schedule.kind=wsd", "precision.compute=f16"];
+    let ranges = ["activation_checkpointing.overrides=[{ blocks = \"0-1\", mode = \"full\" }]", "training.tokens=1e6"];
+    for sets in
+        [&[][..], &memory, &muon, &ranges, &["model.preset=gpt2-355m"], &["model.preset=llama-8b", "model.layers=2"]]
+    {
+        let inputs = Inputs { tokenizer_vocabulary: Some(1000), ..inputs() };
+        let first = parse(GOOD, sets).unwrap().resolve(&inputs).unwrap();
+        let text = first.to_toml();
+        let again = Config::parse(Path::new("again.toml"), &text, &[]).unwrap().resolve(&inputs).unwrap();
+        assert_eq!(again, first, "{text}");
+        assert_eq!(again.to_toml(), text);
+    }
+}
+
+#[test]
+fn the_documentation_is_up_to_date() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/config.md");
+    let text = documentation();
+    if std::env::var_os("TRAINYARD_BLESS").is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(committed == text, "docs/config.md is stale: run this test with TRAINYARD_BLESS=1 and commit the file");
+}
+
+#[test]
+fn every_key_is_documented_and_its_default_is_accepted() {
+    for section in Config::default().sections() {
+        assert!(!section.about().is_empty(), "[{}]", section.name());
+        for key in section.keys() {
+            assert!(!key.about.is_empty(), "{}.{}", section.name(), key.name);
+            if let Some(default) = key.default {
+                let mut config = Config::default();
+                config.section_mut(section.name()).unwrap().set(key.name, &default).unwrap();
+                assert_eq!(config, Config::default(), "{}.{}", section.name(), key.name);
+            }
+        }
+    }
+}
+
+/// Settings over the good configuration, and what the message must contain.
+const BAD: &[(&[&str], &[&str])] = &[
+    // Names.
+    (&["training.stpes=5"], &["--set training.stpes=5: unknown key `training.stpes`; did you mean `training.steps`?"]),
+    (&["trainin.steps=5"], &["did you mean `training.steps`?"]),
+    (&["optimizer.lr=1e-3"], &["did you mean `optimizer.learning_rate`?"]),
+    (&["training.learning_rate=1"], &["did you mean `optimizer.learning_rate`?"]),
+    (&["model.hidden_size=64"], &["did you mean `model.dim`?"]),
+    (&["training.gradient_accumulation_steps=2"], &["did you mean `training.accumulation_steps`?"]),
+    (&["steps=5"], &["unknown key `steps`; did you mean `training.steps`?"]),
+    (&["metrics.wombat=1"], &["unknown key `metrics.wombat`; [metrics] has jsonl, tensorboard, profile"]),
+    (&["zoo.wombat=1"], &["the sections are run, model"]),
+    (&["training.steps"], &["section.key=value"]),
+    (&[".steps=1"], &["section.key=value"]),
+    // Types.
+    (&["training.steps=many"], &["training.steps takes a whole number, not the string \"many\""]),
+    (&["training.steps=1.5"], &["training.steps takes a whole number, not 1.5"]),
+    (&["training.steps=-5"], &["training.steps takes a whole number, not -5"]),
+    (&["optimizer.learning_rate=nan"], &["optimizer.learning_rate takes a number, not nan"]),
+    (&["metrics.jsonl=yes"], &["metrics.jsonl takes true or false, not the string \"yes\""]),
+    (&["optimizer.name=adamv"], &["did you mean \"adamw\"?", "one of \"adamw\", \"sgd\""]),
+    (&["schedule.kind=cosin"], &["did you mean \"cosine\"?"]),
+    (&["precision.compute=fp64"], &["one of \"f32\", \"bf16\", \"f16\""]),
+    (&["compute.device=cuda"], &["compute.device takes \"cpu\", not the string \"cuda\""]),
+    (&["memory.limit=2GX"], &["a size such as \"2GiB\""]),
+    (&["data.train=[{ pth = 'a' }]"], &["unknown key `pth`; did you mean `path`?"]),
+    (&["data.train=[{ weight = 1 }]"], &["without a `path`"]),
+    (&["data.train=[3]"], &["data.train takes a path, or a list"]),
+    (&["run.directory=''"], &["run.directory is an empty path"]),
+    (&["model.preset=gpt2-123m"], &["did you mean \"gpt2-124m\"?"]),
+    (&["activation_checkpointing.overrides=[{ blocks = '3-1', mode = 'full' }]"], &["which is empty"]),
+    (&["activation_checkpointing.overrides=[{ blocks = '0', mode = 'ful' }]"], &["did you mean \"full\"?"]),
+    // Shapes.
+    (&["model.heads=5"], &["model.heads = 5 does not divide model.dim = 64"]),
+    (&["model.kv_heads=3"], &["model.kv_heads = 3 does not divide model.heads = 4"]),
+    (&["model.head_dim=15"], &["rotary positions turn pairs"]),
+    (&["model.dim=0"], &["model.dim = 0 is too small"]),
+    (&["model.dim=99999999999"], &["model.dim = 99999999999 is too large"]),
+    (&["model.layers=auto"], &["model.layers is not set"]),
+    (&["model.family=gpt2", "model.kv_heads=2"], &["gpt2 has no grouped-query attention"]),
+    (&["model.family=gpt2", "model.rope_theta=5000"], &["learned positions"]),
+    (&["model.max_sequence_length=16"], &["training.sequence_length = 32 is longer than the model takes"]),
+    (&["model.rope_scaling=llama3"], &["needs model.rope_factor", "needs model.rope_original_length"]),
+    (&["model.rope_factor=2"], &["model.rope_factor has no effect: model.rope_scaling is none"]),
+    (&["model.dropout=1.0"], &["model.dropout = 1 is out of range"]),
+    (&["model.path=src", "model.layers=2"], &["--set model.layers=2: model.layers is given beside model.path"]),
+    (&["model.path=nowhere/at/all"], &["names nowhere/at/all, which does not exist"]),
+    (&["model.preset=gpt2-124m", "model.path=src"], &["model.preset and model.path are both given"]),
+    (&["model.load_weights=true"], &["without model.path there is nothing to load"]),
+    // Data and tokens.
+    (&["data.train=[]"], &["data.train is empty"]),
+    (&["data.train=missing.txt"], &["missing.txt, which does not exist"]),
+    (&["data.train=[{ path = 'src', weight = 1 }, 'src']"], &["weights for some entries only"]),
+    (&["data.train=[{ path = 'src', weight = -1 }]"], &["must be above 0"]),
+    (&["data.validation=src", "data.validation_fraction=0.1"], &["data.validation_fraction has no effect"]),
+    (&["data.validation_fraction=0.9"], &["must be from 0 to 0.5"]),
+    (&["data.sampling=random", "data.shuffle=true"], &["random sampling has no order"]),
+    (&["data.workers=0"], &["data.workers = 0 is too small"]),
+    (&["tokenizer.path=src", "tokenizer.kind=bytes"], &["tokenizer.kind has no effect"]),
+    (&["tokenizer.kind=bytes", "tokenizer.vocab_size=300"], &["only bpe is trained to a size"]),
+    (&["tokenizer.vocab_size=100"], &["must be at least 257"]),
+    (&["tokenizer.vocab_size=1000", "model.vocab_size=900"], &["no row for some of the tokenizer's 1000 tokens"]),
+    // Training.
+    (&["training.steps=auto"], &["nothing ends the training"]),
+    (&["training.steps=0"], &["training.steps = 0 is too small"]),
+    (&["training.seconds=0"], &["training.seconds = 0 must be greater than 0"]),
+    (&["training.sequence_length=auto"], &["training.sequence_length is not set"]),
+    (&["training.micro_batch_size=4", "training.global_batch_size=6"], &["does not divide by 4"]),
+    (
+        &["training.micro_batch_size=4", "training.global_batch_size=8", "training.accumulation_steps=3"],
+        &["is not micro_batch_size 4 x accumulation_steps 3 x data-parallel degree 1 = 12"],
+    ),
+    (&["training.micro_batch_size=0"], &["training.micro_batch_size is 0"]),
+    (&["optimizer.learning_rate=-1"], &["optimizer.learning_rate = -1 must be greater than 0"]),
+    (&["optimizer.beta1=1.0"], &["optimizer.beta1 = 1 is out of range"]),
+    (&["optimizer.momentum=0.9"], &["optimizer.momentum has no effect: adamw does not use it"]),
+    (&["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"], &["needs a momentum above 0"]),
+    (&["optimizer.weight_decay=-0.1"], &["must not be negative"]),
+    (&["optimizer.weight_decay=5000"], &["flip the sign"]),
+    (&["optimizer.clip_norm=-1"], &["0 turns clipping off"]),
+    (&["schedule.warmup_steps=101"], &["schedule.warmup_steps = 101 is more than the 100 steps"]),
+    (&["schedule.warmup_steps=60", "schedule.decay_steps=50"], &["do not fit into 100 steps"]),
+    (&["schedule.kind=constant", "schedule.min_ratio=0.1"], &["a constant schedule does not decay"]),
+    (&["schedule.min_ratio=2"], &["must be from 0 to 1"]),
+    (&["schedule.decay_shape=sqrt"], &["only wsd"]),
+    (&["precision.compute=f16", "precision.loss_scale_initial=1000"], &["power of two"]),
+    (&["precision.loss_scale_window=10"], &["only f16 scales its loss"]),
+    // The machine and the records.
+    (&["compute.isa=avx3"], &["unknown instruction set `avx3`"]),
+    (&["compute.threads=100000"], &["must be at most 1024"]),
+    (&["memory.limit=17B"], &["memory.limit = 17 is too small"]),
+    (
+        &["activation_checkpointing.overrides=[{ blocks = '0-2', mode = 'full' }]"],
+        &["names block 2, but the last of 2 blocks is 1"],
+    ),
+    (&["checkpoint.keep_last=0"], &["nothing to resume from"]),
+    (&["checkpoint.interval_seconds=-1"], &["must be greater than 0"]),
+    (&["checkpoint.keep_best=true", "data.validation_fraction=0"], &["needs validation data"]),
+    (&["evaluation.interval_steps=10", "data.validation_fraction=0"], &["needs validation data"]),
+    (&["run.name=../up"], &["cannot be a folder"]),
+];
+
+#[test]
+fn bad_settings_are_explained() {
+    for (sets, fragments) in BAD {
+        let error = match resolve(GOOD, sets) {
+            Err(error) => error.to_string(),
+            Ok(_) => panic!("{sets:?} was accepted"),
+        };
+        for fragment in *fragments {
+            assert!(error.contains(fragment), "{sets:?} gave\n{error}\nwithout\n{fragment}");
+        }
+    }
+}
+
+#[test]
+fn bad_files_are_explained_with_their_line() {
+    for (text, fragment) in [
+        ("[training]\n\nstpes = 5\n", "c.toml:3: unknown key `training.stpes`; did you mean `training.steps`?"),
+        ("steps = 5\n", "c.toml:1: unknown key `steps`; did you mean `training.steps`?"),
+        ("\n[trianing]\nsteps = 5\n", "c.toml:3: unknown key `trianing.steps`; did you mean `training.steps`?"),
+        ("[training]\nsteps = \n", "c.toml:2: "),
+        ("[training]\nsteps = 5\nsteps = 6\n", "c.toml:3: duplicate key"),
+        ("[training\n", "c.toml:1: "),
+        ("[training]\nsteps = 'x'\n", "c.toml:2: training.steps takes a whole number"),
+        ("[training.steps]\nn = 1\n", "c.toml:1: training.steps takes a whole number, not a table"),
+        ("training = 5\n", "c.toml:1: `training` is a section"),
+        ("[zoo]\n", "c.toml:1: unknown key `zoo`"),
+        ("[model]\npreset = 3\n", "c.toml:2: model.preset takes a string, not 3"),
+    ] {
+        let error = parse(text, &[]).unwrap_err().to_string();
+        assert!(error.contains(fragment), "{text:?} gave\n{error}\nwithout\n{fragment}");
+    }
+    let error = Config::load(Some(Path::new("no/such/file.toml")), &[]).unwrap_err().to_string();
+    assert!(error.contains("cannot read no/such/file.toml"), "{error}");
+}
+
+#[test]
+fn all_problems_are_reported_together() {
+    let error = resolve(GOOD, &["model.heads=5", "checkpoint.keep_last=0", "schedule.min_ratio=2"]).unwrap_err();
+    assert_eq!(error.problems.len(), 3, "{error}");
+    assert!(error.to_string().starts_with("configuration: 3 problems\n"));
+    let error = parse("[a]\nb = 1\n[training]\nsteps = 'x'\n", &["c.d=1"]).unwrap_err();
+    assert_eq!(error.problems.len(), 3, "{error}");
+}
+
+#[test]
+fn a_tokenizer_larger_than_a_loaded_model_is_an_error() {
+    let pretrained = Pretrained { vocab_size: 1000, max_sequence_length: 128, layers: 2 };
+    let inputs = Inputs { tokenizer_vocabulary: Some(1001), pretrained: Some(pretrained), ..inputs() };
+    let text = "[model]\npath = 'src'\n[data]\ntrain = 'src'\n[training]\nsteps = 1\nsequence_length = 256";
+    let error = parse(text, &[]).unwrap().resolve(&inputs).unwrap_err().to_string();
+    assert!(error.contains("1001 tokens, but the model in model.path has only 1000"), "{error}");
+    assert!(error.contains("config.json's longest is 128"), "{error}");
+}
+
+/// Any value that TOML can hold under a key.
+fn any_value() -> impl Strategy<Value = String> {
+    prop_oneof![
+        any::<i64>().prop_map(|n| n.to_string()),
+        (-4i64..70).prop_map(|n| n.to_string()),
+        any::<f64>().prop_map(|x| format!("{x:?}").replace("NaN", "nan")),
+        any::<bool>().prop_map(|b| b.to_string()),
+        "[a-z0-9_-]{0,8}".prop_map(|s| format!("'{s}'")),
+        Just("[]".to_owned()),
+        Just("{ path = 1 }".to_owned()),
+        Just("[1, 'a', { blocks = '0-9', mode = 'full' }]".to_owned()),
+        Just("1979-05-27".to_owned()),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_text_never_panics(text in "\\PC{0,200}", set in "\\PC{0,60}") {
+        let _ = Config::parse(Path::new("c.toml"), &text, &[set]);
+    }
+
+    /// Known keys with any values: resolving says yes or no, and what it says yes to prints and reads back.
+    #[test]
+    fn random_values_of_known_keys_never_panic(choices in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..12)) {
+        let keys: Vec<String> = Config::default()
+            .sections()
+            .iter()
+            .flat_map(|section| section.keys().into_iter().map(|key| format!("{}.{}", section.name(), key.name)))
+            .collect();
+        let sets: Vec<String> = choices.iter().map(|(index, value)| format!("{}={value}", index.get(&keys))).collect();
+        for set in &sets {
+            let one = std::slice::from_ref(set);
+            if let Ok(resolved) = Config::parse(Path::new("c.toml"), GOOD, one).and_then(|config| config.resolve(&inputs())) {
+                let again = Config::parse(Path::new("c.toml"), &resolved.to_toml(), &[]).unwrap().resolve(&inputs()).unwrap();
+                prop_assert_eq!(again, resolved);
+            }
+        }
+        if let Ok(config) = Config::parse(Path::new("c.toml"), GOOD, &sets) {
+            let _ = config.resolve(&inputs());
+        }
+    }
+}
