@@ -1,10 +1,11 @@
-//! Every chore of the project: `cargo xtask test | tidy`.
+//! Every chore of the project: `cargo xtask test | tidy | bench`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
 //! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
-//! house that no compiler checks;
+//! house that no compiler checks; `bench` measures the program against its peers and writes what it found.
 //! Nothing here is needed to build or to use Trainyard.
 
+mod bench;
 mod lexer;
 mod markdown;
 mod test;
@@ -28,6 +29,8 @@ enum Chore {
     Test,
     /// Check the rules that no compiler checks: module essays, file length, unsafe code, crate arrows, dependencies, links.
     Tidy,
+    /// Measure the release build against its bars and peers; prints a table and writes target/bench/NAME.json.
+    Bench(bench::Options),
 }
 
 fn main() -> ExitCode {
@@ -35,6 +38,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().chore {
         Chore::Test => test::run(&root),
         Chore::Tidy => tidy::run(&root),
+        Chore::Bench(options) => bench::run(&root, &options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -1,0 +1,84 @@
+//! The peer: PyTorch in its own Python environment, with the allocator that makes it fastest.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+const PYTHON_VARIABLE: &str = "TRAINYARD_PEERS_PYTHON";
+const PACKAGES: [&str; 3] = ["torch", "numpy", "transformers"];
+/// Where distributions put gperftools' allocator.
+const ALLOCATOR_FOLDERS: [&str; 5] =
+    ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"];
+const ALLOCATORS: [&str; 2] = ["libtcmalloc.so.4", "libtcmalloc_minimal.so.4"];
+
+/// A Python that has the peer's packages.
+pub struct Peers {
+    python: PathBuf,
+    scripts: PathBuf,
+    allocator: Option<PathBuf>,
+}
+
+impl Peers {
+    /// `TRAINYARD_PEERS_PYTHON` when it is set, else an environment in `target/peers-venv`, which is made on first use.
+    pub fn find(root: &Path, target: &Path) -> Result<Self> {
+        let python = match std::env::var_os(PYTHON_VARIABLE) {
+            Some(python) => PathBuf::from(python),
+            None => environment(&target.join("peers-venv"))?,
+        };
+        let allocator = ALLOCATORS
+            .iter()
+            .flat_map(|name| ALLOCATOR_FOLDERS.map(|folder| Path::new(folder).join(name)))
+            .find(|p| p.exists());
+        match &allocator {
+            Some(path) => println!("peer: {} with {}", python.display(), path.display()),
+            None => println!(
+                "peer: {} WITHOUT tcmalloc, which makes it up to 1.5 times faster: install libgoogle-perftools4 for a fair comparison",
+                python.display()
+            ),
+        }
+        Ok(Self { python, scripts: root.join("scripts/peers"), allocator })
+    }
+
+    /// `script` of `scripts/peers` with `arguments`.
+    pub fn command(&self, script: &str, arguments: &[String]) -> Command {
+        let mut command = Command::new(&self.python);
+        command.arg(self.scripts.join(script)).args(arguments).env("PYTHONDONTWRITEBYTECODE", "1");
+        if let Some(allocator) = &self.allocator {
+            command.env("LD_PRELOAD", allocator);
+        }
+        command
+    }
+
+    /// For the record.
+    pub fn allocator(&self) -> String {
+        self.allocator.as_ref().map_or("system".into(), |path| path.display().to_string())
+    }
+}
+
+/// The Python of a virtual environment in `folder`; makes it and installs the packages when it is not there.
+fn environment(folder: &Path) -> Result<PathBuf> {
+    let python = folder.join("bin/python");
+    // Written last, so that an installation that was interrupted is done again.
+    let complete = folder.join("complete");
+    if complete.exists() {
+        return Ok(python);
+    }
+    println!(
+        "installing {} into {} (set {PYTHON_VARIABLE} to use another Python)",
+        PACKAGES.join(", "),
+        folder.display()
+    );
+    step(Command::new("python3").args(["-m", "venv"]).arg(folder))?;
+    step(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES))?;
+    std::fs::write(&complete, "").with_context(|| format!("cannot write {}", complete.display()))?;
+    Ok(python)
+}
+
+fn step(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot run {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} failed; set {PYTHON_VARIABLE} to a Python that has {}", PACKAGES.join(", "));
+    }
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! The benchmarks: what is run on both sides, and the bars.
+//!
+//! What a program prints is one JSON object on a line; the last such line counts. Both sides use the same keys, so that a figure
+//! is compared under one name:
+//!
+//! | benchmark | keys |
+//! |---|---|
+//! | kernels | `peak.bf16_tflops`, `peak.f32_tflops`; `cases`: `name`, `kind` (`product`, `attention`), `form` (`forward`, `input_gradient`, `weight_gradient`, `backward`), `dtype`, `flops`, `tflops` and the sizes (`tokens`, `inputs`, `outputs`; `batch`, `heads`, `kv_heads`, `seq`, `head_dim`), from which the peer takes what to run |
+//! | train, startup | `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since process start), `data_wait_s` (per step), `peak_rss_bytes` |
+//! | memory | `cases`: `name`, `kind` (`peak`, `cut`), `error` (of the prediction, relative, the worst purpose) or `cut` (activations without / with full checkpointing) |
+//!
+//! A benchmark that trains ([`Ours::Trains`]) goes the way of a user instead: `trainyard train` with a config file, and the figures come from the
+//! run's `metrics.jsonl`.
+
+use anyhow::Result;
+
+use super::measure::{Measured, Row, geometric_mean, utilisation};
+
+/// How our side is run.
+pub enum Ours {
+    /// A command that prints a JSON line.
+    Prints(&'static [&'static str]),
+    /// `trainyard train` with these arguments; `runs/RUN/metrics.jsonl` is read.
+    Trains { run: &'static str, arguments: &'static [&'static str] },
+}
+
+impl Ours {
+    /// Arguments of the program.
+    pub fn arguments(&self) -> &'static [&'static str] {
+        match self {
+            Ours::Prints(arguments) | Ours::Trains { arguments, .. } => arguments,
+        }
+    }
+}
+
+/// One way to run the peer.
+pub struct Peer {
+    /// For the record.
+    pub label: &'static str,
+    /// In `scripts/peers`.
+    pub script: &'static str,
+    /// `{text}` is the text's path, `{ours}` a file with what ours printed.
+    pub arguments: &'static [&'static str],
+}
+
+/// One benchmark.
+pub struct Benchmark {
+    /// As on the command line.
+    pub name: &'static str,
+    /// One line for people.
+    pub about: &'static str,
+    /// Files that are put into the folder it runs in.
+    pub files: &'static [(&'static str, &'static str)],
+    /// What to run of ours; `{text}` is the text's path.
+    pub ours: Ours,
+    /// Ways to run the peer, of which the fastest is compared.
+    pub peers: &'static [Peer],
+    /// JSON pointer to what makes a peer the fastest: larger is better.
+    pub peer_speed: &'static str,
+    /// Figures and bars.
+    pub rows: fn(&Measured) -> Result<Vec<Row>>,
+}
+
+impl Benchmark {
+    /// Whether it is about the text that the caller gives.
+    pub fn needs_text(&self) -> bool {
+        let peers = self.peers.iter().flat_map(|peer| peer.arguments);
+        self.ours.arguments().iter().chain(peers).any(|argument| argument.contains("{text}"))
+    }
+}
+
+macro_rules! torch_train {
+    ($label:literal, $($argument:literal),*) => {
+        Peer { label: concat!("PyTorch, ", $label), script: "torch_train.py", arguments: &["--steps", "5", $($argument),*] }
+    };
+}
+
+/// The character-level recipe of `scripts/peers/torch_shakespeare.py`, in our words.
+const SHAKESPEARE: &str = include_str!("shakespeare.toml");
+
+/// All of them, in the order in which they run.
+pub const BENCHMARKS: &[Benchmark] = &[
+    Benchmark {
+        name: "kernels",
+        about: "matrix products in the three forms of training, and attention, against the measured peak and PyTorch",
+        files: &[],
+        ours: Ours::Prints(&["bench", "kernels", "--json"]),
+        peers: &[Peer { label: "PyTorch, eager", script: "torch_kernels.py", arguments: &["{ours}"] }],
+        peer_speed: "",
+        rows: kernels,
+    },
+    Benchmark {
+        name: "train-bf16",
+        about: "GPT-2 124M, 4 x 512 tokens, bf16, AdamW: the whole step",
+        files: &[],
+        ours: Ours::Prints(&["bench", "train", "--precision", "bf16", "--json"]),
+        peers: &[
+            torch_train!("bf16, eager", "--dtype", "bf16", "--mode", "eager"),
+            torch_train!("bf16, compiled", "--dtype", "bf16", "--mode", "compile"),
+            torch_train!("bf16, max-autotune", "--dtype", "bf16", "--mode", "max-autotune"),
+            // Without bf16 tiles PyTorch is faster in f32, and then that is what we have to beat.
+            torch_train!("f32, compiled", "--dtype", "f32", "--mode", "compile"),
+        ],
+        peer_speed: "/tokens_per_s",
+        rows: |m| train(m, 2.5),
+    },
+    Benchmark {
+        name: "train-f32",
+        about: "GPT-2 124M, 4 x 512 tokens, f32, AdamW: the whole step",
+        files: &[],
+        ours: Ours::Prints(&["bench", "train", "--precision", "f32", "--json"]),
+        peers: &[
+            torch_train!("f32, eager", "--dtype", "f32", "--mode", "eager"),
+            torch_train!("f32, compiled", "--dtype", "f32", "--mode", "compile"),
+        ],
+        peer_speed: "/tokens_per_s",
+        rows: |m| train(m, 1.25),
+    },
+    Benchmark {
+        name: "startup",
+        about: "from process start to the end of the first step, GPT-2 124M",
+        files: &[],
+        ours: Ours::Prints(&["bench", "train", "--precision", "bf16", "--steps", "2", "--json"]),
+        peers: &[Peer {
+            label: "PyTorch, f32, eager",
+            script: "torch_train.py",
+            arguments: &["--dtype", "f32", "--mode", "eager", "--warmup", "1", "--steps", "1"],
+        }],
+        peer_speed: "",
+        rows: startup,
+    },
+    Benchmark {
+        name: "shakespeare",
+        about: "character-level recipe, 2,000 steps: time per step and loss over the whole validation split",
+        files: &[("shakespeare.toml", SHAKESPEARE)],
+        ours: Ours::Trains {
+            run: "shakespeare",
+            arguments: &["train", "shakespeare.toml", "--set", "data.train=[\"{text}\"]"],
+        },
+        peers: &[Peer { label: "PyTorch, f32, eager", script: "torch_shakespeare.py", arguments: &["{text}"] }],
+        peer_speed: "",
+        rows: shakespeare,
+    },
+    Benchmark {
+        name: "memory",
+        about: "measured peak bytes against the meta device's prediction: three models, three checkpointing modes",
+        files: &[],
+        ours: Ours::Prints(&["bench", "memory", "--json"]),
+        peers: &[],
+        peer_speed: "",
+        rows: memory,
+    },
+];
+
+fn kernels(m: &Measured) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (dtype, share_bar, ratio_bar) in [("bf16", 0.45, Some(1.3)), ("f32", 0.80, None)] {
+        let peak = m.ours(&format!("/peak/{dtype}_tflops"))?;
+        let cases: Vec<_> = m.cases(&[("kind", "product"), ("dtype", dtype)], "tflops")?;
+        for case in &cases {
+            utilisation(&format!("{} in {dtype}", case.name), case.ours / peak)?;
+        }
+        let ours = geometric_mean(cases.iter().map(|c| c.ours))?;
+        let theirs: Option<Vec<f64>> = cases.iter().map(|c| c.theirs).collect();
+        let theirs = theirs.map(geometric_mean).transpose()?;
+        rows.push(Row::new(format!("{dtype} products, share of the peak"), "", ours / peak).at_least(share_bar));
+        let against = Row::new(format!("{dtype} products, geometric mean"), "TFLOP/s", ours).against(theirs);
+        rows.push(match ratio_bar {
+            Some(bar) => against.ratio_at_least(bar),
+            None => against,
+        });
+    }
+    for dtype in ["bf16", "f32"] {
+        let cases = m.cases(&[("kind", "attention"), ("dtype", dtype)], "tflops")?;
+        let theirs: Option<Vec<f64>> = cases.iter().map(|c| c.theirs).collect();
+        let ours = geometric_mean(cases.iter().map(|c| c.ours))?;
+        let theirs = theirs.map(geometric_mean).transpose()?;
+        rows.push(Row::new(format!("{dtype} attention, geometric mean"), "TFLOP/s", ours).against(theirs));
+    }
+    Ok(rows)
+}
+
+fn train(m: &Measured, bar: f64) -> Result<Vec<Row>> {
+    let mfu = utilisation("the step", m.ours("/mfu")?)?;
+    let gib = |bytes: f64| bytes / f64::from(1 << 30);
+    Ok(vec![
+        Row::new("speed", "tokens/s", m.ours("/tokens_per_s")?).against(m.theirs("/tokens_per_s")?).ratio_at_least(bar),
+        Row::new("model FLOPs", "TFLOP/s", m.ours("/tflops")?).against(m.theirs("/tflops")?),
+        Row::new("utilisation of the measured peak", "", mfu),
+        Row::new("peak memory", "GiB", gib(m.ours("/peak_rss_bytes")?))
+            .against(m.theirs("/peak_rss_bytes")?.map(gib))
+            .ratio_at_most(1.0),
+        Row::new("waiting for data, share of the step", "", m.ours("/data_wait_s")? / m.ours("/step_s")?).at_most(0.01),
+    ])
+}
+
+fn startup(m: &Measured) -> Result<Vec<Row>> {
+    let theirs = match (m.theirs("/first_step_s")?, m.theirs("/step_s")?) {
+        (Some(first), Some(step)) => Some(first - step),
+        _ => None,
+    };
+    let ours = m.ours("/first_step_s")? - m.ours("/step_s")?;
+    Ok(vec![Row::new("first step done, beyond a step's time", "s", ours).against(theirs).at_most(1.0)])
+}
+
+fn shakespeare(m: &Measured) -> Result<Vec<Row>> {
+    let ms = |s: f64| s * 1e3;
+    Ok(vec![
+        Row::new("time per step", "ms", ms(m.ours("/step_s")?))
+            .against(m.theirs("/step_s")?.map(ms))
+            .ratio_at_most(0.2),
+        Row::new("validation loss", "nats", m.ours("/val_loss")?).against(m.theirs("/val_loss")?).at_most(1.90),
+        Row::new("waiting for data, share of the step", "", m.ours("/data_wait_share")?).at_most(0.01),
+    ])
+}
+
+fn memory(m: &Measured) -> Result<Vec<Row>> {
+    let peaks = m.cases(&[("kind", "peak")], "error")?.into_iter();
+    let cuts = m.cases(&[("kind", "cut")], "cut")?.into_iter();
+    let peaks =
+        peaks.map(|c| Row::new(format!("{}, worst error of a purpose", c.name), "", c.ours.abs()).at_most(0.02));
+    let cuts =
+        cuts.map(|c| Row::new(format!("{}, activations cut by full checkpointing", c.name), "x", c.ours).at_least(5.0));
+    Ok(peaks.chain(cuts).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn verdicts(
+        rows: fn(&Measured) -> Result<Vec<Row>>,
+        ours: serde_json::Value,
+        theirs: Option<serde_json::Value>,
+    ) -> Vec<Option<bool>> {
+        rows(&Measured { ours: vec![ours], theirs: theirs.into_iter().collect() })
+            .unwrap()
+            .iter()
+            .map(Row::passed)
+            .collect()
+    }
+
+    #[test]
+    fn kernels_are_judged_by_share_and_ratio() {
+        let case = |kind: &str, dtype: &str, tflops: f64| json!({"name": format!("{kind} {dtype}"), "kind": kind, "dtype": dtype, "tflops": tflops});
+        let cases = |products: f64| {
+            json!({"peak": {"bf16_tflops": 2.0, "f32_tflops": 1.0}, "cases": [
+                case("product", "bf16", 1.0), case("product", "f32", products), case("attention", "bf16", 0.5), case("attention", "f32", 0.2)]})
+        };
+        let expected = [Some(true), Some(false), Some(true), None, None, None];
+        assert_eq!(verdicts(kernels, cases(0.85), Some(cases(0.3))), expected);
+        let impossible = kernels(&Measured { ours: vec![cases(1.1)], theirs: vec![] }).unwrap_err().to_string();
+        assert!(impossible.contains("110.0 % of the measured peak"), "{impossible}");
+    }
+
+    #[test]
+    fn steps_are_judged() {
+        let run = |speed: f64, memory: f64, wait: f64| json!({"tokens_per_s": speed, "tflops": 0.5, "mfu": 0.4, "peak_rss_bytes": memory, "data_wait_s": wait, "step_s": 1.0, "first_step_s": 1.5});
+        assert_eq!(
+            verdicts(|m| train(m, 2.5), run(500.0, 3e9, 0.001), Some(run(200.0, 4e9, 0.0))),
+            [Some(true), None, None, Some(true), Some(true)]
+        );
+        assert_eq!(
+            verdicts(|m| train(m, 2.5), run(400.0, 5e9, 0.1), Some(run(200.0, 4e9, 0.0))),
+            [Some(false), None, None, Some(false), Some(false)]
+        );
+        assert_eq!(verdicts(startup, run(1.0, 1.0, 0.0), None), [Some(true)]);
+    }
+
+    #[test]
+    fn memory_has_a_row_for_each_case() {
+        let ours = json!({"cases": [
+            {"name": "gpt2 none", "kind": "peak", "error": -0.03}, {"name": "gpt2 full", "kind": "peak", "error": 0.01},
+            {"name": "gpt2", "kind": "cut", "cut": 6.0}]});
+        assert_eq!(verdicts(memory, ours, None), [Some(false), Some(true), Some(true)]);
+    }
+}
