@@ -4,6 +4,8 @@ use super::{Complaint, Source};
 use crate::lexer::{Line, words};
 
 const LINES_MAX: usize = 799;
+/// A module's first line says at least what it is.
+const ESSAY_CHARS_MIN: usize = 10;
 /// Crates that may hold unsafe code: kernels and memory, and the bindings of communicators.
 const UNSAFE_CRATES: [&str; 2] = ["tensor", "comm"];
 /// How far above unsafe code its reason may end.
@@ -29,9 +31,10 @@ fn length(source: &Source) -> Option<Complaint> {
 
 /// Modules, programs and examples begin by saying what they are; test files may.
 fn essay(source: &Source) -> Option<Complaint> {
-    let explained = source.path.contains("src/") || source.path.contains("examples/");
+    let test = source.path.contains("/tests/") || source.path.ends_with("/tests.rs");
+    let explained = !test && (source.path.contains("src/") || source.path.contains("examples/"));
     let first = source.text.lines().find(|line| !line.starts_with("#!"))?;
-    let long_enough = first.strip_prefix("//!").is_some_and(|text| text.trim().len() >= 20);
+    let long_enough = first.strip_prefix("//!").is_some_and(|text| text.trim().len() >= ESSAY_CHARS_MIN);
     (explained && !long_enough).then(|| {
         Complaint::new(source, 1, "begins without a module essay (`//!`: what it is, why, what it does not do)")
     })
@@ -190,7 +193,7 @@ mod tests {
     fn modules_begin_with_an_essay() {
         expect(check, &[("crates/a/src/b.rs", "use x;\n")], &["crates/a/src/b.rs:1: begins without"]);
         expect(check, &[("crates/a/examples/b.rs", "//! Short.\n")], &["crates/a/examples/b.rs:1: begins without"]);
-        expect(check, &[("crates/a/tests/b.rs", "use x;\n")], &[]);
+        expect(check, &[("crates/a/tests/b.rs", "use x;\n"), ("crates/a/src/b/tests.rs", "use x;\n")], &[]);
         expect(check, &[("crates/a/src/b.rs", "#!/usr/bin/env x\n//! Text that says what this is.\n")], &[]);
     }
 

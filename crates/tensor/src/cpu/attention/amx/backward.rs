@@ -159,6 +159,9 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, space: &mut [f32]) {
 
 impl Space {
     /// Packs Q and dO of `units` of `head` in both forms, and gets their statistics.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions, and `self` room for the units.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     unsafe fn pack_queries<T: Element>(
         &self,
@@ -354,6 +357,9 @@ impl Space {
     }
 
     /// Writes dQ of `units` of `head`.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions; no other task may write these rows of this head.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     unsafe fn store_queries<T: Element>(
         &self,
