@@ -1,4 +1,5 @@
 //! Runs step programs: lanes, precision, optimizers, checkpoints, the trainer.
 
 pub mod config;
+pub mod metrics;
 pub mod schedule;

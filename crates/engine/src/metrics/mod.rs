@@ -1,0 +1,320 @@
+//! What a run says about itself: one record a step and one an evaluation, and the places they go.
+//!
+//! [`StepMetrics`] is the one list of names; [`Recorder`] writes it to `metrics.jsonl` ([`jsonl`]) and to TensorBoard event files
+//! ([`tensorboard`]), [`Progress`] shows it. Records are facts that were measured: nothing here smooths, and a utilisation above
+//! one is not a figure but a [`UtilizationAboveOne`] error, because then the FLOPs, the time or the peak are wrong.
+//!
+//! Steps count completed optimizer steps: the record of the first step has `step = 1`, and a checkpoint of step n is taken after the record n.
+
+pub mod jsonl;
+pub mod progress;
+pub mod tensorboard;
+
+pub use jsonl::{JsonLines, Repair};
+pub use progress::{Plain, Progress, Quiet, Terminal, TimeLeft};
+pub use tensorboard::EventWriter;
+
+use crate::config::MetricsSection;
+use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// One optimizer step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Completed steps, this one included.
+    pub step: u64,
+    /// Mean loss of a token over the global batch, in nats; not finite in a step that was skipped for it.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub loss: f64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Global norm of the gradient before clipping.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub grad_norm: f64,
+    /// Tokens trained on since the beginning of the run, this step's included.
+    pub tokens: u64,
+    /// Tokens per second in this step.
+    pub tps: f64,
+    /// Model TFLOP/s in this step: what the model's mathematics needs, recomputation not counted.
+    pub tflops: f64,
+    /// `tflops` as a share of the peak measured at start, from 0 to 1; `None` when no peak is known.
+    pub mfu: Option<f64>,
+    /// Seconds from the previous step's end to this one's.
+    pub step_s: f64,
+    /// Seconds of those spent waiting for data.
+    pub data_wait_s: f64,
+    /// The most bytes of the pool in use at once.
+    pub mem_peak_bytes: u64,
+    /// The same for each purpose; each peaks when it does, so they add up to at least the total.
+    pub mem_peak: BTreeMap<String, u64>,
+    /// The loss scale, in f16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
+    /// Whether the update was left out because the loss or the gradient was not finite.
+    pub skipped: bool,
+}
+
+/// One evaluation on held-back text.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationMetrics {
+    /// Steps completed before it.
+    pub step: u64,
+    /// Mean loss of a token, in nats.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub loss: f64,
+    /// exp(loss).
+    #[serde(deserialize_with = "null_is_nan")]
+    pub perplexity: f64,
+    /// Bits per byte of the text, when its bytes are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bits_per_byte: Option<f64>,
+    /// Tokens that were predicted.
+    pub tokens: u64,
+    /// Seconds it took.
+    pub seconds: f64,
+}
+
+impl EvaluationMetrics {
+    /// From the sum of the losses of `tokens` tokens (nats) that stand for `bytes` bytes of text.
+    pub fn new(step: u64, loss_sum: f64, tokens: u64, bytes: Option<u64>, seconds: f64) -> EvaluationMetrics {
+        let loss = loss_sum / tokens as f64;
+        let bits_per_byte =
+            bytes.filter(|bytes| *bytes > 0).map(|bytes| loss_sum / std::f64::consts::LN_2 / bytes as f64);
+        EvaluationMetrics { step, loss, perplexity: loss.exp(), bits_per_byte, tokens, seconds }
+    }
+}
+
+/// JSON has no infinities: they are written as null.
+fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// A utilisation that cannot be: the work, the time or the peak is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[error(
+    "a utilisation of {utilization:.3} is impossible: {tflops:.3} TFLOP/s against a measured peak of {peak_tflops:.3}; \
+     the count of operations, the clock or the peak is wrong"
+)]
+pub struct UtilizationAboveOne {
+    /// The quotient.
+    pub utilization: f64,
+    /// What was computed per second.
+    pub tflops: f64,
+    /// What the machine can compute per second.
+    pub peak_tflops: f64,
+}
+
+/// Rates of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Throughput {
+    /// Tokens per second.
+    pub tps: f64,
+    /// Model TFLOP/s.
+    pub tflops: f64,
+    /// `tflops` as a share of the peak.
+    pub mfu: Option<f64>,
+}
+
+impl Throughput {
+    /// `tokens` and `flops` in `seconds`, against a peak in FLOP/s.
+    ///
+    /// # Errors
+    ///
+    /// When more would have been computed than the machine can.
+    pub fn new(tokens: u64, flops: f64, seconds: f64, peak: Option<f64>) -> Result<Throughput, UtilizationAboveOne> {
+        // A clock that did not move measures nothing.
+        let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
+        let rate = flops * per_second;
+        let mfu = peak.filter(|peak| *peak > 0.0).map(|peak| rate / peak);
+        if let (Some(utilization), Some(peak)) = (mfu.filter(|mfu| *mfu > 1.0), peak) {
+            return Err(UtilizationAboveOne { utilization, tflops: rate / 1e12, peak_tflops: peak / 1e12 });
+        }
+        Ok(Throughput { tps: tokens as f64 * per_second, tflops: rate / 1e12, mfu })
+    }
+}
+
+/// Why a record could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsError {
+    /// The operating system refused.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was to be done.
+        action: &'static str,
+        /// To which file.
+        path: PathBuf,
+        /// Its reason.
+        source: std::io::Error,
+    },
+    /// A figure that cannot be.
+    #[error(transparent)]
+    Utilization(#[from] UtilizationAboveOne),
+}
+
+impl MetricsError {
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> MetricsError {
+        let path = path.to_owned();
+        move |source| MetricsError::Io { action, path, source }
+    }
+}
+
+/// Every place that records go to, as `[metrics]` says.
+#[derive(Debug)]
+pub struct Recorder {
+    steps: Option<JsonLines>,
+    evaluations: Option<JsonLines>,
+    events: Option<EventWriter>,
+}
+
+impl Recorder {
+    /// Opens the records of the run in `folder`: `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/`.
+    ///
+    /// `resumed` is the step of the checkpoint that the run goes on from (0 for a new run): later records are removed, so that no
+    /// step appears twice. What was removed or repaired is said in the second result.
+    pub fn open(
+        folder: &Path,
+        section: &MetricsSection,
+        resumed: u64,
+    ) -> Result<(Recorder, Vec<String>), MetricsError> {
+        let mut notices = Vec::new();
+        let mut open = |name: &str| {
+            let (lines, repair) = JsonLines::open(&folder.join(name), resumed)?;
+            notices.extend(repair.notice(name));
+            Ok::<_, MetricsError>(Some(lines))
+        };
+        let (mut steps, mut evaluations) = (None, None);
+        if section.jsonl {
+            steps = open("metrics.jsonl")?;
+            evaluations = open("evaluations.jsonl")?;
+        }
+        let events =
+            section.tensorboard.then(|| EventWriter::create(&folder.join("tensorboard"), resumed)).transpose()?;
+        Ok((Recorder { steps, evaluations, events }, notices))
+    }
+
+    /// Records one step.
+    ///
+    /// # Errors
+    ///
+    /// A utilisation above one, and refusals of the operating system.
+    pub fn step(&mut self, metrics: &StepMetrics) -> Result<(), MetricsError> {
+        if let Some(utilization) = metrics.mfu.filter(|mfu| *mfu > 1.0) {
+            let peak_tflops = metrics.tflops / utilization;
+            return Err(UtilizationAboveOne { utilization, tflops: metrics.tflops, peak_tflops }.into());
+        }
+        if let Some(lines) = &mut self.steps {
+            lines.append(metrics)?;
+        }
+        self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &step_scalars(metrics)))
+    }
+
+    /// Records one evaluation.
+    pub fn evaluation(&mut self, metrics: &EvaluationMetrics) -> Result<(), MetricsError> {
+        if let Some(lines) = &mut self.evaluations {
+            lines.append(metrics)?;
+        }
+        let mut scalars = vec![
+            ("validation_metrics/loss".to_owned(), metrics.loss),
+            ("validation_metrics/perplexity".to_owned(), metrics.perplexity),
+        ];
+        scalars.extend(metrics.bits_per_byte.map(|bits| ("validation_metrics/bits_per_byte".to_owned(), bits)));
+        self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &scalars))
+    }
+
+    /// Makes everything written so far durable.
+    pub fn sync(&mut self) -> Result<(), MetricsError> {
+        self.steps.iter_mut().chain(&mut self.evaluations).try_for_each(JsonLines::sync)
+    }
+}
+
+/// A step under the names that torchtitan gives these curves, so that runs of both lie in one chart.
+fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
+    const GIB: f64 = (1u64 << 30) as f64;
+    let data_share = if m.step_s > 0.0 { 100.0 * m.data_wait_s / m.step_s } else { 0.0 };
+    let mut scalars: Vec<(String, f64)> = [
+        ("loss_metrics/global_avg_loss", m.loss),
+        ("grad_norm", m.grad_norm),
+        ("lr", m.lr),
+        ("n_tokens_seen", m.tokens as f64),
+        ("throughput(tps)", m.tps),
+        ("tflops", m.tflops),
+        ("time_metrics/end_to_end(s)", m.step_s),
+        ("time_metrics/data_loading(s)", m.data_wait_s),
+        ("time_metrics/data_loading(%)", data_share),
+        ("memory/max_active(GiB)", m.mem_peak_bytes as f64 / GIB),
+        ("skipped", f64::from(u8::from(m.skipped))),
+    ]
+    .map(|(tag, value)| (tag.to_owned(), value))
+    .into();
+    scalars.extend(m.mfu.map(|mfu| ("mfu(%)".to_owned(), 100.0 * mfu)));
+    scalars.extend(m.loss_scale.map(|scale| ("loss_scale".to_owned(), scale)));
+    scalars
+        .extend(m.mem_peak.iter().map(|(purpose, bytes)| (format!("memory/max_{purpose}(GiB)"), *bytes as f64 / GIB)));
+    scalars
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn sample(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: 2.5,
+            lr: 3e-4,
+            grad_norm: 1.25,
+            tokens: step * 2048,
+            tps: 2300.0,
+            tflops: 1.9,
+            mfu: Some(0.31),
+            step_s: 0.89,
+            data_wait_s: 0.001,
+            mem_peak_bytes: 3 << 29,
+            mem_peak: BTreeMap::from([("params".to_owned(), 1 << 29), ("activations".to_owned(), 1 << 30)]),
+            loss_scale: None,
+            skipped: false,
+        }
+    }
+
+    #[test]
+    fn a_utilisation_above_one_is_an_error_and_never_written() {
+        let ok = Throughput::new(2048, 1e12, 0.5, Some(4e12)).unwrap();
+        assert_eq!(ok, Throughput { tps: 4096.0, tflops: 2.0, mfu: Some(0.5) });
+        assert_eq!(Throughput::new(1, 1e12, 1.0, None).unwrap().mfu, None);
+        assert_eq!(Throughput::new(1, 1e12, 0.0, Some(1e12)).unwrap().tps, 0.0);
+        let error = Throughput::new(2048, 1e12, 0.1, Some(4e12)).unwrap_err();
+        assert_eq!(error.utilization, 2.5);
+
+        let folder = tempfile::tempdir().unwrap();
+        let (mut recorder, _) = Recorder::open(folder.path(), &MetricsSection::default(), 0).unwrap();
+        let error = recorder.step(&StepMetrics { mfu: Some(1.01), ..sample(1) }).unwrap_err();
+        assert!(matches!(error, MetricsError::Utilization(_)), "{error}");
+        recorder.sync().unwrap();
+        assert_eq!(std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap(), "");
+    }
+
+    #[test]
+    fn records_have_the_names_that_are_promised() {
+        let record = serde_json::to_value(sample(3)).unwrap();
+        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s mem_peak_bytes mem_peak skipped";
+        let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
+        assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));
+    }
+
+    #[test]
+    fn a_loss_that_is_not_finite_is_null_and_comes_back() {
+        let text = serde_json::to_string(&StepMetrics { loss: f64::NAN, skipped: true, ..sample(1) }).unwrap();
+        assert!(text.contains("\"loss\":null"), "{text}");
+        assert!(serde_json::from_str::<StepMetrics>(&text).unwrap().loss.is_nan());
+    }
+
+    #[test]
+    fn perplexity_and_bits_per_byte_follow_from_the_loss() {
+        let e = EvaluationMetrics::new(7, 1000.0 * std::f64::consts::LN_2, 500, Some(2000), 1.0);
+        assert!((e.loss - 2.0 * std::f64::consts::LN_2).abs() < 1e-12);
+        assert!((e.perplexity - 4.0).abs() < 1e-12);
+        assert!((e.bits_per_byte.unwrap() - 0.5).abs() < 1e-12);
+    }
+}

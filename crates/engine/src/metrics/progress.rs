@@ -1,0 +1,314 @@
+//! What the user sees while a run goes on: a bar with one line of figures on a terminal, plain lines elsewhere.
+
+use super::{EvaluationMetrics, StepMetrics};
+use crate::config::Limits;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+/// A display. The trainer tells; the display decides what to show.
+pub trait Progress: Send {
+    /// Training begins after `done` steps; `steps` is where it ends, when that is known.
+    fn begin(&mut self, done: u64, steps: Option<u64>);
+    /// A step is complete.
+    fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>);
+    /// An evaluation is complete.
+    fn evaluation(&mut self, metrics: &EvaluationMetrics);
+    /// Something to know: a checkpoint, a skipped step, a repair.
+    fn note(&mut self, text: &str);
+    /// Training has ended; whatever is drawn is left in a readable state.
+    fn end(&mut self);
+}
+
+/// The display that fits standard error: [`Terminal`] or [`Plain`].
+pub fn for_stderr() -> Box<dyn Progress> {
+    if std::io::stderr().is_terminal() {
+        Box::new(Terminal::new())
+    } else {
+        Box::new(Plain::new(std::io::stderr(), Plain::EVERY_S))
+    }
+}
+
+/// Shows nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Quiet;
+
+impl Progress for Quiet {
+    fn begin(&mut self, _: u64, _: Option<u64>) {}
+    fn step(&mut self, _: &StepMetrics, _: Option<u64>, _: Option<Duration>) {}
+    fn evaluation(&mut self, _: &EvaluationMetrics) {}
+    fn note(&mut self, _: &str) {}
+    fn end(&mut self) {}
+}
+
+/// A bar and a line of figures, redrawn in place.
+#[derive(Debug)]
+pub struct Terminal {
+    bar: ProgressBar,
+}
+
+impl Terminal {
+    /// On standard error.
+    pub fn new() -> Terminal {
+        Terminal::on(ProgressDrawTarget::stderr())
+    }
+
+    fn on(target: ProgressDrawTarget) -> Terminal {
+        let bar = ProgressBar::with_draw_target(None, target);
+        // The template is a constant; should it ever be refused, the default bar is still a bar.
+        let style =
+            ProgressStyle::with_template("{bar:24.cyan/dim} {msg}").unwrap_or_else(|_| ProgressStyle::default_bar());
+        bar.set_style(style);
+        Terminal { bar }
+    }
+}
+
+impl Default for Terminal {
+    fn default() -> Self {
+        Terminal::new()
+    }
+}
+
+impl Progress for Terminal {
+    fn begin(&mut self, done: u64, steps: Option<u64>) {
+        self.bar.set_length(steps.unwrap_or(0));
+        self.bar.set_position(done);
+        self.bar.set_message(steps.map_or("first step".to_owned(), |steps| format!("step {done}/{steps}")));
+    }
+
+    fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
+        if let Some(steps) = steps {
+            self.bar.set_length(steps);
+        }
+        self.bar.set_position(metrics.step);
+        self.bar.set_message(step_line(metrics, steps, left));
+    }
+
+    fn evaluation(&mut self, metrics: &EvaluationMetrics) {
+        let line = evaluation_line(metrics);
+        self.bar.suspend(|| eprintln!("{line}"));
+    }
+
+    fn note(&mut self, text: &str) {
+        self.bar.suspend(|| eprintln!("{text}"));
+    }
+
+    fn end(&mut self) {
+        self.bar.abandon();
+    }
+}
+
+/// A line now and then: the first step, the last, and one for every so many seconds of training between.
+#[derive(Debug)]
+pub struct Plain<W> {
+    out: W,
+    every_s: f64,
+    since_s: f64,
+}
+
+impl Plain<std::io::Stderr> {
+    /// Seconds of training between lines in a log file: a day is 8,640 lines.
+    pub const EVERY_S: f64 = 10.0;
+}
+
+impl<W: Write + Send> Plain<W> {
+    /// Writes to `out`, a step's line at most every `every_s` seconds of training.
+    pub fn new(out: W, every_s: f64) -> Plain<W> {
+        Plain { out, every_s, since_s: f64::INFINITY }
+    }
+
+    fn line(&mut self, text: &str) {
+        // A display that cannot be written to must not end a training.
+        let _ = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
+    }
+}
+
+impl<W: Write + Send> Progress for Plain<W> {
+    fn begin(&mut self, _: u64, _: Option<u64>) {
+        self.since_s = f64::INFINITY;
+    }
+
+    fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
+        self.since_s += metrics.step_s;
+        if self.since_s >= self.every_s || steps == Some(metrics.step) {
+            self.since_s = 0.0;
+            self.line(&step_line(metrics, steps, left));
+        }
+    }
+
+    fn evaluation(&mut self, metrics: &EvaluationMetrics) {
+        self.line(&evaluation_line(metrics));
+    }
+
+    fn note(&mut self, text: &str) {
+        self.line(text);
+    }
+
+    fn end(&mut self) {}
+}
+
+/// `step 120/2000  loss 3.1416  lr 3.00e-4  grad 1.23  12,345 tok/s  0.72 TFLOP/s  MFU 21.3 %  1.2 GiB  1m 20s left`
+pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) -> String {
+    let mut parts = vec![
+        steps.map_or_else(|| format!("step {}", m.step), |steps| format!("step {}/{steps}", m.step)),
+        format!("loss {:.4}", m.loss),
+        format!("lr {:.2e}", m.lr),
+        format!("grad {:.2}", m.grad_norm),
+        format!("{} tok/s", grouped(m.tps)),
+        format!("{:.2} TFLOP/s", m.tflops),
+    ];
+    parts.extend(m.mfu.map(|mfu| format!("MFU {:.1} %", 100.0 * mfu)));
+    parts.push(bytes(m.mem_peak_bytes));
+    parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));
+    parts.extend(m.skipped.then(|| "SKIPPED".to_owned()));
+    parts.extend(left.map(|left| format!("{} left", duration(left))));
+    parts.join("  ")
+}
+
+/// `evaluation at step 500  loss 1.8741  perplexity 6.51  2.7031 bits/byte  111,540 tokens  1s`
+pub fn evaluation_line(m: &EvaluationMetrics) -> String {
+    let mut parts = vec![
+        format!("evaluation at step {}", m.step),
+        format!("loss {:.4}", m.loss),
+        format!("perplexity {:.2}", m.perplexity),
+    ];
+    parts.extend(m.bits_per_byte.map(|bits| format!("{bits:.4} bits/byte")));
+    parts.push(format!("{} tokens", grouped(m.tokens as f64)));
+    parts.push(duration(Duration::from_secs_f64(m.seconds.clamp(0.0, 1e9))));
+    parts.join("  ")
+}
+
+/// A whole number with commas between thousands.
+fn grouped(value: f64) -> String {
+    let digits = format!("{:.0}", value.max(0.0));
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Bytes in the binary unit that leaves one to four digits before the point.
+fn bytes(value: u64) -> String {
+    let (unit, scale) = match value {
+        0..0x10_0000 => ("KiB", 10),
+        0x10_0000..0x4000_0000 => ("MiB", 20),
+        _ => ("GiB", 30),
+    };
+    format!("{:.1} {unit}", value as f64 / (1u64 << scale) as f64)
+}
+
+/// The two largest units: `2d 3h`, `1h 5m`, `1m 20s`, `7s`.
+fn duration(time: Duration) -> String {
+    let s = time.as_secs();
+    match s {
+        0..60 => format!("{s}s"),
+        60..3600 => format!("{}m {}s", s / 60, s % 60),
+        3600..86_400 => format!("{}h {}m", s / 3600, s % 3600 / 60),
+        _ => format!("{}d {}h", s / 86_400, s % 86_400 / 3600),
+    }
+}
+
+/// Estimates the time left from the steps so far, without a clock of its own.
+#[derive(Clone, Debug)]
+pub struct TimeLeft {
+    limits: Limits,
+    /// Exponential mean of the seconds of a step, and the weight it rests on.
+    mean_s: f64,
+    weight: f64,
+}
+
+impl TimeLeft {
+    /// With the limits of the run; its steps may be fixed later.
+    pub fn new(limits: Limits) -> TimeLeft {
+        TimeLeft { limits, mean_s: 0.0, weight: 0.0 }
+    }
+
+    /// Sets the number of steps, once it is known.
+    pub fn set_steps(&mut self, steps: u64) {
+        self.limits.steps = Some(steps);
+    }
+
+    /// After step `step`, which took `step_s`, with `elapsed_s` of training behind: the time until the first limit.
+    pub fn update(&mut self, step: u64, step_s: f64, elapsed_s: f64) -> Option<Duration> {
+        /// A mean over about the last fifty steps.
+        const NEW: f64 = 0.02;
+        self.mean_s += NEW * (step_s - self.mean_s);
+        self.weight += NEW * (1.0 - self.weight);
+        let by_steps = self.limits.steps.map(|steps| steps.saturating_sub(step) as f64 * self.mean_s / self.weight);
+        let by_clock = self.limits.seconds.map(|seconds| (seconds - elapsed_s).max(0.0));
+        let seconds = by_steps.into_iter().chain(by_clock).reduce(f64::min)?;
+        Duration::try_from_secs_f64(seconds.max(0.0)).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::tests::sample;
+
+    #[test]
+    fn the_line_has_every_figure() {
+        let line = step_line(&sample(12), Some(100), Some(Duration::from_secs(80)));
+        assert_eq!(
+            line,
+            "step 12/100  loss 2.5000  lr 3.00e-4  grad 1.25  2,300 tok/s  1.90 TFLOP/s  MFU 31.0 %  1.5 GiB  1m 20s left"
+        );
+        let skipped = StepMetrics { skipped: true, loss: f64::NAN, mfu: None, loss_scale: Some(1024.0), ..sample(1) };
+        let line = step_line(&skipped, None, None);
+        assert!(line.starts_with("step 1  loss NaN") && line.ends_with("scale 1024  SKIPPED"), "{line}");
+        let line = evaluation_line(&EvaluationMetrics::new(500, 1.5 * 111_540.0, 111_540, Some(111_540), 2.0));
+        assert_eq!(line, "evaluation at step 500  loss 1.5000  perplexity 4.48  2.1640 bits/byte  111,540 tokens  2s");
+    }
+
+    #[test]
+    fn plain_lines_are_spaced_by_training_time() {
+        let mut out = Vec::new();
+        let mut plain = Plain::new(&mut out, 10.0);
+        plain.begin(0, Some(100));
+        for step in 1..=100 {
+            plain.step(&StepMetrics { step_s: 1.0, ..sample(step) }, Some(100), None);
+        }
+        plain.note("done");
+        let text = String::from_utf8(out).unwrap();
+        let steps: Vec<_> = text.lines().map(|line| line.split(' ').nth(1).unwrap_or("")).collect();
+        assert_eq!(steps[..4], ["1/100", "11/100", "21/100", "31/100"]);
+        assert_eq!(text.lines().count(), 12, "ten lines, the last step, the note: {text}");
+    }
+
+    #[test]
+    fn the_time_left_ends_at_the_first_limit() {
+        let seconds = |limits: Limits, step, elapsed_s| {
+            let mut left = TimeLeft::new(limits);
+            left.update(step, 2.0, elapsed_s).map(|left| left.as_secs_f64().round())
+        };
+        assert_eq!(seconds(Limits { steps: Some(100), seconds: None }, 40, 80.0), Some(120.0));
+        assert_eq!(seconds(Limits { steps: Some(100), seconds: Some(90.0) }, 40, 80.0), Some(10.0));
+        assert_eq!(seconds(Limits { steps: None, seconds: Some(90.0) }, 40, 100.0), Some(0.0));
+        assert_eq!(seconds(Limits { steps: None, seconds: None }, 40, 100.0), None);
+    }
+
+    #[test]
+    fn the_bar_takes_every_call_without_a_terminal() {
+        let mut bar = Terminal::on(ProgressDrawTarget::hidden());
+        bar.begin(3, None);
+        bar.step(&sample(4), Some(10), None);
+        bar.note("a note");
+        bar.evaluation(&EvaluationMetrics::new(4, 1.0, 1, None, 0.0));
+        assert_eq!((bar.bar.position(), bar.bar.length()), (4, Some(10)));
+        bar.end();
+    }
+
+    #[test]
+    fn figures_are_readable() {
+        assert_eq!(grouped(1_234_567.4), "1,234,567");
+        assert_eq!([grouped(0.0), grouped(999.0)], ["0", "999"]);
+        assert_eq!([bytes(2048), bytes(3 << 20), bytes(5 << 30)], ["2.0 KiB", "3.0 MiB", "5.0 GiB"]);
+        for (s, want) in [(7, "7s"), (80, "1m 20s"), (3900, "1h 5m"), (183_600, "2d 3h")] {
+            assert_eq!(duration(Duration::from_secs(s)), want);
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The records of a run that is interrupted and resumed, through the public interface.
+
+use std::path::PathBuf;
+use trainyard_engine::config::MetricsSection;
+use trainyard_engine::metrics::{EvaluationMetrics, Recorder, StepMetrics};
+
+fn step(step: u64) -> StepMetrics {
+    StepMetrics {
+        step,
+        loss: 10.0 / step as f64,
+        lr: 1e-3,
+        grad_norm: 1.0,
+        tokens: 64 * step,
+        tps: 640.0,
+        tflops: 0.5,
+        mfu: Some(0.25),
+        step_s: 0.1,
+        data_wait_s: 0.0,
+        mem_peak_bytes: 1 << 20,
+        mem_peak: [("params".to_owned(), 1 << 19)].into(),
+        loss_scale: None,
+        skipped: false,
+    }
+}
+
+/// To look at the event files with TensorBoard itself: set `TRAINYARD_KEEP` to a folder, then `scripts/golden/make_events.py FOLDER/tensorboard`.
+#[test]
+fn a_resumed_run_has_each_step_once() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = std::env::var_os("TRAINYARD_KEEP").map_or(temporary.path().to_owned(), PathBuf::from);
+    let (mut recorder, notices) = Recorder::open(&folder, &MetricsSection::default(), 0).unwrap();
+    assert!(notices.is_empty(), "{notices:?}");
+    (1..=8).for_each(|n| recorder.step(&step(n)).unwrap());
+    recorder.evaluation(&EvaluationMetrics::new(8, 20.0, 10, Some(40), 0.5)).unwrap();
+    drop(recorder);
+
+    let (mut recorder, notices) = Recorder::open(&folder, &MetricsSection::default(), 5).unwrap();
+    assert_eq!(notices.len(), 2, "both files had records after step 5: {notices:?}");
+    (6..=10).for_each(|n| recorder.step(&step(n)).unwrap());
+    recorder.evaluation(&EvaluationMetrics::new(10, 10.0, 10, Some(40), 0.5)).unwrap();
+    recorder.sync().unwrap();
+
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    let read: Vec<StepMetrics> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(read, (1..=10).map(step).collect::<Vec<_>>());
+    let text = std::fs::read_to_string(folder.join("evaluations.jsonl")).unwrap();
+    assert_eq!(text.lines().count(), 1);
+    assert_eq!(std::fs::read_dir(folder.join("tensorboard")).unwrap().count(), 2, "one event file for each start");
+}
