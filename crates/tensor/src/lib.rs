@@ -7,6 +7,7 @@
 //!
 //! This crate knows nothing of gradients: it has forward and backward kernels, and `autograd` pairs them.
 
+pub mod bench;
 pub mod cpu;
 pub mod device;
 pub mod dtype;

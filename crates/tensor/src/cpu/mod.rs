@@ -13,6 +13,7 @@ pub mod isa;
 pub mod loss;
 pub mod norm;
 pub mod optim;
+pub mod peak;
 pub mod philox;
 pub mod reduce;
 pub mod rope;

@@ -64,7 +64,12 @@ pub(super) unsafe fn panel(rows: usize, t: &Tiles) {
         let _tiles = Configured::new();
         for j in (0..t.columns).step_by(32) {
             let (b, c) = (t.b.add(j / 16 * t.panel), t.c.add(j));
-            if rows > 16 { tile_2x2(t, b, c) } else { tile_1x2(t, b, c) }
+            if rows > 16 {
+                tile_2x2(t, b, c)
+            } else {
+                tile_1x2(t, b, c)
+            }
+            t.ahead.fetch(j / 32, t.columns / 32);
         }
     }
 }

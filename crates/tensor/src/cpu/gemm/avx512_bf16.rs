@@ -50,11 +50,6 @@ impl Lanes for Pairs {
         // SAFETY: `self` proves the instructions; the pointer by contract.
         unsafe { _mm512_storeu_ps(p, sums) }
     }
-    #[inline(always)]
-    fn prefetch(self, p: *const u32) {
-        // SAFETY: a hint; SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
 }
 
 /// # Safety

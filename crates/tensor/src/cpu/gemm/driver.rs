@@ -34,8 +34,8 @@ use std::marker::PhantomData;
 pub(super) const BLOCK_WORDS: usize = 256;
 /// Words from row to row of a packed left panel; off a power of two so that rows fall into different cache sets.
 pub(super) const A_STRIDE: usize = BLOCK_WORDS + 16;
-/// The most rows of a left panel on any rung.
-const PANEL_ROWS_MAX: usize = 32;
+/// Rows of the left operand that are packed at once, at most; see [`group_rows`].
+const GROUP_ROWS_MAX: usize = 128;
 /// The most columns of a task.
 const TASK_COLS_MAX: usize = 512;
 /// The most rows of a task.
@@ -184,9 +184,9 @@ thread_local! {
 
 /// An upper bound on the scratch that products keep on `threads` threads, in bytes.
 pub fn workspace_bytes(threads: usize) -> usize {
-    let words = PANEL_ROWS_MAX * A_STRIDE
+    let words = GROUP_ROWS_MAX * A_STRIDE
         + BLOCK_WORDS * TASK_COLS_MAX
-        + (TASK_ROWS_MAX + PANEL_ROWS_MAX) * (TASK_COLS_MAX + C_PAD);
+        + (TASK_ROWS_MAX + GROUP_ROWS_MAX) * (TASK_COLS_MAX + C_PAD);
     threads * words * 4
 }
 
@@ -307,7 +307,8 @@ fn run_task<T: Element, S: Sink>(
     let c_stride = padded_cols + C_PAD;
     // With one block the sums of a panel are finished at once, and the next panel reuses their place in L1.
     let c_rows = if cut.blocks == 1 { mr } else { part.rows.next_multiple_of(mr) };
-    let (a, b, c) = workspace.parts(mr * A_STRIDE, padded_cols * cut.block_words, c_rows * c_stride);
+    let group_rows = group_rows(rung, left.along_k);
+    let (a, b, c) = workspace.parts(group_rows * A_STRIDE, padded_cols * cut.block_words, c_rows * c_stride);
 
     for block in 0..cut.blocks {
         // A sum of no products still goes through the kernels, as zero, and through the epilogue.
@@ -322,10 +323,15 @@ fn run_task<T: Element, S: Sink>(
 
         for row in (0..part.rows).step_by(mr) {
             let rows = mr.min(part.rows - row);
-            // SAFETY: inside `c` by its size.
-            let c = unsafe { c.add(if cut.blocks == 1 { 0 } else { row * c_stride }) };
-            // SAFETY: `a` has room for `mr` rows of a block; the operand holds the part.
-            unsafe { pack::left(rung, &left, part.row + row, rows, k, depth, a) };
+            let in_group = row % group_rows;
+            if in_group == 0 {
+                let rows = group_rows.min(part.rows - row);
+                // SAFETY: `a` has room for a group's rows of a block; the operand holds the part.
+                unsafe { pack::left(rung, &left, part.row + row, rows, k, depth, a) };
+            }
+            // SAFETY: inside `a` and `c` by their sizes.
+            let (a, c) =
+                unsafe { (a.add(in_group * A_STRIDE), c.add(if cut.blocks == 1 { 0 } else { row * c_stride })) };
             if block == 0 && sink.seeded() {
                 for i in 0..rows {
                     // SAFETY: row `i` of the panel's sums.
@@ -333,8 +339,18 @@ fn run_task<T: Element, S: Sink>(
                     sink.seed(part.row + row + i, part.col, sums);
                 }
             }
-            let tiles =
-                Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add: block > 0 || sink.seeded() };
+            // What will be packed next, if it is one panel: it is fetched into the cache while this one is computed.
+            let ahead = if !left.along_k {
+                Ahead::NOTHING
+            } else if row + rows < part.rows {
+                Ahead::new(&left, part.row + row + rows, mr.min(part.rows - row - rows), k, depth)
+            } else if block + 1 < cut.blocks {
+                Ahead::new(&left, part.row, mr.min(part.rows), k + depth, depth.min(part.k - k - depth))
+            } else {
+                Ahead::NOTHING
+            };
+            let add = block > 0 || sink.seeded();
+            let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add, ahead };
             // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
             if block + 1 == cut.blocks {
@@ -348,6 +364,57 @@ fn run_task<T: Element, S: Sink>(
             }
         }
     }
+}
+
+/// Rows of the left operand that are packed at once.
+///
+/// Rows along the shared index are packed a panel at a time. Where they run across memory, a panel would read 28 to 64 bytes
+/// of each of 256 lines that may all fall into a few cache sets (4,096-byte strides are common) and be gone when the next panel
+/// needs their rest; so several panels are packed at once, and the kernels read them from L2.
+fn group_rows(rung: Rung, along_k: bool) -> usize {
+    let (mr, _) = rung.tile();
+    if along_k { mr } else { GROUP_ROWS_MAX / mr * mr }
+}
+
+/// A part of an operand to fetch into the cache.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ahead {
+    start: *const u8,
+    rows: usize,
+    row_bytes: usize,
+    stride_bytes: usize,
+}
+
+impl Ahead {
+    const NOTHING: Ahead = Ahead { start: std::ptr::null(), rows: 0, row_bytes: 0, stride_bytes: 0 };
+
+    fn new<T>(operand: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize) -> Ahead {
+        let (row_bytes, stride_bytes) = (depth * size_of::<T>(), operand.stride * size_of::<T>());
+        Ahead { start: operand.at(row, k).cast(), rows, row_bytes, stride_bytes }
+    }
+
+    /// Asks for the `index`-th of `count` portions.
+    #[inline(always)]
+    pub(super) fn fetch(&self, index: usize, count: usize) {
+        let portion = self.rows.div_ceil(count);
+        for row in index * portion..self.rows.min((index + 1) * portion) {
+            for at in (0..self.row_bytes).step_by(64) {
+                prefetch(self.start.wrapping_add(row * self.stride_bytes + at));
+            }
+        }
+    }
+}
+
+/// Asks for the cache line at `p`, which need not be mapped.
+#[inline(always)]
+pub(super) fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint that never faults; SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast())
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
 }
 
 /// What a register kernel needs to run along a panel of rows.
@@ -369,6 +436,8 @@ pub(super) struct Tiles {
     pub columns: usize,
     /// Whether the sums continue from what `c` holds.
     pub add: bool,
+    /// What to fetch meanwhile.
+    pub ahead: Ahead,
 }
 
 /// # Safety

@@ -12,7 +12,7 @@
 //! Two multiply-adds and two 512-bit loads can issue in a cycle, so a tile needs at most one load per multiply-add, and at
 //! least 8 accumulators to cover a latency of 4 cycles. The last rows of a task use a shorter tile.
 
-use super::driver::{A_STRIDE, Tiles};
+use super::driver::{A_STRIDE, Tiles, prefetch};
 use crate::cpu::simd::{Portable, Simd};
 
 /// What a register kernel does with words; a word is one `f32`, or a pair of `bf16`.
@@ -39,8 +39,6 @@ pub(super) trait Lanes: Copy {
     /// # Safety
     /// `p` must point to `LANES` sums.
     unsafe fn store_sums(self, p: *mut f32, sums: Self::Sums);
-    /// Asks for the cache line at `p`, which need not be mapped.
-    fn prefetch(self, p: *const u32);
 }
 
 /// One `f32` a word.
@@ -80,16 +78,6 @@ impl<S: Simd> Lanes for Singles<S> {
         // SAFETY: by contract.
         self.0.store(sums, unsafe { std::slice::from_raw_parts_mut(p, S::LANES) });
     }
-    #[inline(always)]
-    fn prefetch(self, p: *const u32) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a hint; SSE is part of x86-64.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast())
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = p;
-    }
 }
 
 /// How far ahead of use the right panel's lines are asked for, in words of the shared dimension: at 14 cycles a word some
@@ -119,7 +107,7 @@ unsafe fn tile<L: Lanes, const MR: usize, const NV: usize>(l: L, t: &Tiles, b: *
                 right[v] = l.load(b.add(v * t.panel));
             }
             for v in 0..NV {
-                l.prefetch(b.wrapping_add(v * t.panel + PREFETCH_WORDS * L::LANES));
+                prefetch(b.wrapping_add(v * t.panel + PREFETCH_WORDS * L::LANES).cast());
             }
             for i in 0..MR {
                 let left = l.broadcast(a.add(i * A_STRIDE));
@@ -148,6 +136,7 @@ pub(super) unsafe fn tiles<L: Lanes, const MR: usize, const NV: usize>(l: L, t: 
     for j in (0..t.columns).step_by(columns) {
         // SAFETY: by contract.
         unsafe { tile::<L, MR, NV>(l, t, t.b.add(j / L::LANES * t.panel), t.c.add(j)) };
+        t.ahead.fetch(j / columns, t.columns / columns);
     }
 }
 

@@ -147,6 +147,7 @@ unsafe fn right_plain<T: Element>(
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{A_STRIDE, Element, Operand};
+    use crate::cpu::gemm::driver::prefetch;
     use crate::dtype::DType;
     use std::arch::x86_64::*;
 
@@ -351,9 +352,10 @@ mod x86 {
                 }
                 return;
             }
-            for first_row in (0..rows).step_by(16) {
-                let n = (rows - first_row).min(16);
-                for (block, at) in (0..depth).step_by(step).enumerate() {
+            // Along the outer index within a block of the shared one: 16 or 32 streams that the hardware prefetches.
+            for (block, at) in (0..depth).step_by(step).enumerate() {
+                for first_row in (0..rows).step_by(16) {
+                    let n = (rows - first_row).min(16);
                     let r = square_along_outer::<T, PAIRS>(src, row + first_row, n, k + at, depth - at);
                     for (i, words) in transpose(r).into_iter().enumerate() {
                         if i < n {
@@ -381,17 +383,30 @@ mod x86 {
         let padded = depth.div_ceil(width).next_multiple_of(16);
         // SAFETY: `b` has room for the padded panels; reads are masked to the part.
         unsafe {
+            if !src.along_k {
+                for (block, at) in (0..depth).step_by(step).enumerate() {
+                    for first_col in (0..padded_cols).step_by(16) {
+                        let n = cols.saturating_sub(first_col).min(16);
+                        let to = b.add(first_col * padded + block * 256);
+                        let r = square_along_outer::<T, PAIRS>(src, col + first_col, n, k + at, depth - at);
+                        for (i, words) in r.into_iter().enumerate() {
+                            _mm512_store_si512(to.add(i * 16).cast(), words);
+                        }
+                    }
+                }
+                return;
+            }
             for first_col in (0..padded_cols).step_by(16) {
                 let n = cols.saturating_sub(first_col).min(16);
-                let panel = b.add(first_col * padded);
                 for (block, at) in (0..depth).step_by(step).enumerate() {
-                    let r = if src.along_k {
-                        transpose(square_along_k::<T, PAIRS>(src, col + first_col, n, k + at, depth - at))
-                    } else {
-                        square_along_outer::<T, PAIRS>(src, col + first_col, n, k + at, depth - at)
-                    };
+                    let to = b.add(first_col * padded + block * 256);
+                    // The rows are short for the hardware prefetcher: the next panel's are asked for by hand.
+                    for i in 0..16 {
+                        prefetch(src.at(col + (first_col + 16 + i).min(cols - 1), k + at).cast());
+                    }
+                    let r = transpose(square_along_k::<T, PAIRS>(src, col + first_col, n, k + at, depth - at));
                     for (i, words) in r.into_iter().enumerate() {
-                        _mm512_store_si512(panel.add((block * 16 + i) * 16).cast(), words);
+                        _mm512_store_si512(to.add(i * 16).cast(), words);
                     }
                 }
             }
