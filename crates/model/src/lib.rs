@@ -1,1 +1,41 @@
-//! Layers, units and model families; Hugging Face configs and weights.
+//! Models: units, layers, the GPT-2 and Llama families, Hugging Face configurations and weights.
+//!
+//! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). A unit is what the rest of the system moves
+//! about (shards, gathers, checkpoints, cuts, freezes), so it states its parameters and runs on any tape, and holds no
+//! values. What is here:
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
+//! | [`unit`], [`batch`], [`cache`] | the interface of a unit and what it runs on |
+//! | [`units`] | embedding, block and head of both families |
+//! | [`parameter`], [`init`] | what a parameter is, its place in its unit's flat buffer, its initial values |
+//! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
+//! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
+//!
+//! What it does not do: it holds no parameters and no optimizer, runs no training step, and samples no text.
+
+pub mod batch;
+pub mod cache;
+pub mod costs;
+pub mod error;
+pub mod hf;
+pub mod init;
+pub mod model;
+pub mod parameter;
+pub mod presets;
+pub mod rope;
+pub mod spec;
+pub mod unit;
+pub mod units;
+pub mod weights;
+
+pub use batch::{Batch, BatchShape, BatchSlices, IGNORED};
+pub use cache::KvCache;
+pub use error::{ModelError, Result};
+pub use init::initialise;
+pub use model::Model;
+pub use parameter::{Init, ParameterKind, ParameterSpec, Source, UnitLayout};
+pub use presets::{PRESET_NAMES, preset};
+pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
+pub use unit::{Forward, Output, Unit};

@@ -1,0 +1,169 @@
+//! What a unit runs on: the tokens of a micro-batch on the device.
+//!
+//! Sequences are packed one after another into one row of m tokens; `cu_seqlens` holds where each begins, `[0, …, m]`, and
+//! attention stays within them. There is no padding and no mask: unequal lengths cost nothing.
+
+use crate::{ModelError, Result};
+use trainyard_tensor::ops::Segments;
+use trainyard_tensor::{Device, Purpose, Tensor};
+
+/// The target of a token that does not count in the loss.
+pub const IGNORED: i32 = -100;
+
+/// A micro-batch on the host, as the loader gives it.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchSlices<'a> {
+    /// Token ids, [m].
+    pub tokens: &'a [i32],
+    /// The token to predict at each place, or [`IGNORED`], [m]; absent in generation.
+    pub targets: Option<&'a [i32]>,
+    /// The place of each token in its sequence, [m].
+    pub positions: &'a [i32],
+    /// Where sequences begin, and at last m.
+    pub cu_seqlens: &'a [i32],
+}
+
+/// A micro-batch on the device; its memory counts as [`Purpose::Data`].
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// i32 [m].
+    pub tokens: Tensor,
+    /// i32 [m].
+    pub targets: Option<Tensor>,
+    /// i32 [m].
+    pub positions: Tensor,
+    /// Where sequences begin; on the host.
+    pub segments: Segments,
+    /// Targets that count.
+    pub counted: usize,
+    /// One more than the largest position.
+    pub positions_end: usize,
+}
+
+impl Batch {
+    /// Checks a batch and copies it to the device. `vocab_size` bounds tokens and targets, `positions_max` positions.
+    pub fn new(
+        device: &Device,
+        slices: &BatchSlices<'_>,
+        vocab_size: usize,
+        positions_max: Option<usize>,
+    ) -> Result<Batch> {
+        let BatchSlices { tokens, targets, positions, cu_seqlens } = *slices;
+        let m = tokens.len();
+        let fail = |problem: String| Err(ModelError::Batch(problem));
+        if m == 0 {
+            return fail("no tokens".into());
+        }
+        if positions.len() != m || targets.is_some_and(|targets| targets.len() != m) {
+            let targets = targets.map_or(String::new(), |t| format!(" and {} targets", t.len()));
+            return fail(format!("{m} tokens with {} positions{targets}", positions.len()));
+        }
+        let bounded = cu_seqlens.first() == Some(&0) && cu_seqlens.last().is_some_and(|last| *last as usize == m);
+        if !bounded || cu_seqlens.windows(2).any(|pair| pair[0] >= pair[1]) {
+            return fail(format!("cu_seqlens must rise from 0 to the number of tokens, {m}; it is {cu_seqlens:?}"));
+        }
+        let outside = |id: i32| id < 0 || id as usize >= vocab_size;
+        if let Some(at) = tokens.iter().position(|id| outside(*id)) {
+            return fail(format!("token {} at {at} is outside of the vocabulary of {vocab_size}", tokens[at]));
+        }
+        let mut counted = 0;
+        for (at, target) in targets.unwrap_or_default().iter().enumerate() {
+            if *target == IGNORED {
+                continue;
+            }
+            if outside(*target) {
+                return fail(format!("target {target} at {at} is outside of the vocabulary of {vocab_size}"));
+            }
+            counted += 1;
+        }
+        let last = positions.iter().copied().max().unwrap_or(0);
+        if let Some(negative) = positions.iter().find(|position| **position < 0) {
+            return fail(format!("position {negative}"));
+        }
+        if let Some(limit) = positions_max.filter(|limit| last as usize >= *limit) {
+            return fail(format!("position {last} in a model with {limit} positions: use shorter sequences"));
+        }
+        let put = |data: &[i32]| device.tensor([data.len()], data, Purpose::Data);
+        Ok(Batch {
+            tokens: put(tokens)?,
+            targets: targets.map(put).transpose()?,
+            positions: put(positions)?,
+            segments: Segments::new(cu_seqlens)?,
+            counted,
+            positions_end: last as usize + 1,
+        })
+    }
+
+    /// The number of tokens, m.
+    pub fn len(&self) -> usize {
+        self.tokens.elements()
+    }
+
+    /// Whether there are none; no batch is.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A batch's shape without its contents: what the cost of a step depends on.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BatchShape {
+    /// The length of each sequence.
+    pub sequences: Vec<usize>,
+}
+
+impl BatchShape {
+    /// `count` sequences of `length` tokens.
+    pub fn uniform(count: usize, length: usize) -> BatchShape {
+        BatchShape { sequences: vec![length; count] }
+    }
+
+    /// Tokens in all.
+    pub fn tokens(&self) -> usize {
+        self.sequences.iter().sum()
+    }
+
+    /// A batch of this shape in which every token is 0, with targets.
+    pub fn batch(&self, device: &Device) -> Result<Batch> {
+        let tokens = vec![0; self.tokens()];
+        let positions: Vec<i32> = self.sequences.iter().flat_map(|length| 0..*length as i32).collect();
+        let mut cu_seqlens = vec![0];
+        let mut end = 0;
+        for length in &self.sequences {
+            end += *length as i32;
+            cu_seqlens.push(end);
+        }
+        let slices =
+            BatchSlices { tokens: &tokens, targets: Some(&tokens), positions: &positions, cu_seqlens: &cu_seqlens };
+        Batch::new(device, &slices, 1, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_batches_are_refused_with_the_reason() {
+        let device = Device::meta();
+        let check = |tokens: &[i32], targets: &[i32], positions: &[i32], cu_seqlens: &[i32], expect: &str| {
+            let slices = BatchSlices { tokens, targets: Some(targets), positions, cu_seqlens };
+            let error = Batch::new(&device, &slices, 10, Some(4)).unwrap_err().to_string();
+            assert!(error.contains(expect), "{error:?} does not say {expect:?}");
+        };
+        check(&[], &[], &[], &[0], "no tokens");
+        check(&[1, 2], &[1], &[0, 1], &[0, 2], "1 targets");
+        check(&[1, 2], &[1, 2], &[0], &[0, 2], "1 positions");
+        check(&[1, 2], &[1, 2], &[0, 1], &[0, 1], "cu_seqlens");
+        check(&[1, 2], &[1, 2], &[0, 1], &[0, 0, 2], "cu_seqlens");
+        check(&[1, 10], &[1, 2], &[0, 1], &[0, 2], "token 10 at 1");
+        check(&[1, -1], &[1, 2], &[0, 1], &[0, 2], "token -1 at 1");
+        check(&[1, 2], &[-5, 2], &[0, 1], &[0, 2], "target -5 at 0");
+        check(&[1, 2], &[1, 2], &[0, -1], &[0, 2], "position -1");
+        check(&[1, 2], &[1, 2], &[3, 4], &[0, 2], "position 4 in a model with 4");
+        let slices =
+            BatchSlices { tokens: &[1, 2], targets: Some(&[IGNORED, 3]), positions: &[0, 0], cu_seqlens: &[0, 1, 2] };
+        let batch = Batch::new(&device, &slices, 10, Some(4)).unwrap();
+        assert_eq!((batch.len(), batch.counted, batch.positions_end), (2, 1, 1));
+    }
+}

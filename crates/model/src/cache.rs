@@ -1,0 +1,67 @@
+//! Keys and values of the tokens so far, so that generation pays for new tokens only.
+
+use crate::spec::ModelSpec;
+use crate::{ModelError, Result};
+use trainyard_tensor::cpu::attention::AttentionSpec;
+use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
+
+/// The cache of one sequence: for each layer keys and values, [capacity, h_kv c] each, of which the first [`KvCache::len`] rows are filled.
+///
+/// Keys are stored rotated. A sliding window masks older rows but does not free them.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<(Tensor, Tensor)>,
+    len: usize,
+    capacity: usize,
+}
+
+impl KvCache {
+    /// An empty cache for `capacity` tokens, in the compute dtype.
+    pub fn new(device: &Device, spec: &ModelSpec, capacity: usize, dtype: DType) -> Result<KvCache> {
+        let width = spec.kv_heads * spec.head_dim;
+        let tensor = || device.zeros([capacity.max(1), width], dtype, Purpose::Activations);
+        let layers = (0..spec.layers).map(|_| Ok((tensor()?, tensor()?))).collect::<Result<_>>()?;
+        Ok(KvCache { layers, len: 0, capacity: capacity.max(1) })
+    }
+
+    /// Tokens in it.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds nothing yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Forgets all but the first `len` tokens.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Appends the keys and values of `qkv` [n, (h + 2 h_kv) c] to `layer` and attends from its queries to all that is there: [n, h c].
+    pub(crate) fn attend(&mut self, layer: usize, qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
+        let new = qkv.rows();
+        if self.len + new > self.capacity {
+            return Err(ModelError::Cache(format!(
+                "{new} tokens after {} in a cache made for {}: make it larger, or generate less",
+                self.len, self.capacity
+            )));
+        }
+        let layers = self.layers.len();
+        let Some((keys, values)) = self.layers.get_mut(layer) else {
+            return Err(ModelError::Cache(format!("layer {layer} in a cache made for {layers} layers")));
+        };
+        Ok(ops::attention_decode(qkv, spec, keys, values, self.len)?)
+    }
+
+    /// Counts the tokens that all layers have appended.
+    pub(crate) fn advance(&mut self, new: usize) {
+        self.len += new;
+    }
+}

@@ -1,0 +1,203 @@
+//! What each unit of a model costs, from running its own code on a device without data.
+//!
+//! There is no formula per layer here: [`unit_costs`] runs forward and backward of every unit on [`Device::meta`], where each
+//! kernel states its FLOPs and bytes and every allocation is counted. A user's own unit is priced the same way.
+//!
+//! Beside it stands [`FlopsPerToken`], the figure that the field reports utilisation with.
+
+use crate::batch::{Batch, BatchShape};
+use crate::spec::ModelSpec;
+use crate::unit::{Forward, Unit};
+use crate::{Model, Result};
+use trainyard_autograd::{Gradients, Policy, RandomKey, Recording, Store, Tape, Var};
+use trainyard_tensor::{Cost, DType, Device, Purpose, Tensor};
+
+/// The cost of one unit on one micro-batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnitCost {
+    /// The unit's name.
+    pub name: String,
+    /// Elements of its parameters.
+    pub parameters: usize,
+    /// FLOPs and bytes moved by forward.
+    pub forward: Cost,
+    /// The same of backward, with what it repeats of forward under full checkpointing.
+    pub backward: Cost,
+    /// Bytes that live from forward to backward: what the unit keeps and, for all but the first, its input. Each buffer once.
+    pub saved_bytes: usize,
+    /// Bytes of its output.
+    pub output_bytes: usize,
+    /// The most bytes of activations at once inside forward, beyond its input.
+    pub forward_peak_bytes: usize,
+    /// The same inside backward, what forward saved and the output's gradient included.
+    pub backward_peak_bytes: usize,
+    /// The most bytes of kernels' scratch memory at once.
+    pub workspace_bytes: usize,
+}
+
+/// Prices every unit of `model` for micro-batches of `shape` in `dtype`, with what is kept for backward given by `policy`:
+/// [`Policy::Nothing`] is full checkpointing, where a unit keeps its input and repeats its forward.
+pub fn unit_costs(model: &Model, shape: &BatchShape, dtype: DType, policy: Policy) -> Result<Vec<UnitCost>> {
+    let device = Device::meta();
+    unit_costs_on(&device, model, shape, dtype, policy)
+}
+
+/// [`unit_costs`] measured on `device`, which must be idle: on a real device what it launches is what is counted. All parameters are zero there.
+pub fn unit_costs_on(
+    device: &Device,
+    model: &Model,
+    shape: &BatchShape,
+    dtype: DType,
+    policy: Policy,
+) -> Result<Vec<UnitCost>> {
+    device.set_profiling(true);
+    let batch = shape.batch(device)?;
+    let mut store = Store::new();
+    for (id, parameter) in model.parameters() {
+        store.insert(id, device.zeros(&parameter.shape, dtype, Purpose::Params)?);
+        // Gradients exist before they are written, as in a run.
+        let _ = store.split().1.target(id)?;
+    }
+    let mut costs = Vec::with_capacity(model.units().len());
+    let mut input: Option<Tensor> = None;
+    for unit in model.units() {
+        let (cost, output) = unit_cost(device, unit.as_ref(), &batch, &mut store, input.take(), policy)?;
+        costs.push(cost);
+        input = Some(output);
+    }
+    Ok(costs)
+}
+
+/// One unit, and its output for the next.
+fn unit_cost(
+    device: &Device,
+    unit: &dyn Unit,
+    batch: &Batch,
+    store: &mut Store,
+    input: Option<Tensor>,
+    policy: Policy,
+) -> Result<(UnitCost, Tensor)> {
+    let live = |purpose| device.pool().usage().live(purpose);
+    let peak = |purpose| device.pool().usage().peak(purpose);
+    let input_bytes = input.as_ref().map_or(0, Tensor::buffer_bytes);
+    let before = live(Purpose::Activations);
+    let scratch_before = live(Purpose::Workspace);
+
+    device.take_profile();
+    device.pool().reset_peaks();
+    let mut run = Run::forward(device, unit, batch, store, input.clone(), policy)?;
+    let forward = device.take_profile().total();
+    let forward_peak_bytes = peak(Purpose::Activations) - before;
+    let forward_workspace = peak(Purpose::Workspace) - scratch_before;
+    let output_bytes = run.output.tensor().buffer_bytes();
+    // The output goes to the next unit; here it counts only when backward keeps it too.
+    let passed_on = if run.output.tensor().is_unique() { output_bytes } else { 0 };
+    let saved_bytes = input_bytes + live(Purpose::Activations) - before - passed_on;
+
+    device.pool().reset_peaks();
+    if policy == Policy::Nothing {
+        drop(run);
+        run = Run::forward(device, unit, batch, store, input, Policy::Everything)?;
+    }
+    let next = run.backward(device, store)?;
+    let cost = UnitCost {
+        name: unit.name().into(),
+        parameters: unit.parameters().iter().map(|parameter| parameter.elements()).sum(),
+        forward,
+        backward: device.take_profile().total(),
+        saved_bytes,
+        output_bytes,
+        forward_peak_bytes,
+        backward_peak_bytes: peak(Purpose::Activations) - before,
+        workspace_bytes: forward_workspace.max(peak(Purpose::Workspace) - scratch_before),
+    };
+    Ok((cost, next))
+}
+
+/// A unit's forward, recorded.
+struct Run {
+    leaf: Option<Var>,
+    output: Var,
+    recording: Recording,
+}
+
+impl Run {
+    fn forward(
+        device: &Device,
+        unit: &dyn Unit,
+        batch: &Batch,
+        store: &mut Store,
+        input: Option<Tensor>,
+        policy: Policy,
+    ) -> Result<Run> {
+        let (parameters, mut gradients) = store.split();
+        let mut tape = Tape::new(device, &parameters, policy, RandomKey { seed: 0, step: 0, site: 0 })
+            .with_gradients(&mut gradients);
+        let leaf = input.map(|input| tape.leaf(input));
+        let output = unit.forward(&mut tape, &mut Forward::training(batch, 1.0), leaf.as_ref())?;
+        Ok(Run { leaf, output, recording: tape.finish() })
+    }
+
+    fn backward(self, device: &Device, store: &mut Store) -> Result<Tensor> {
+        let output = self.output.tensor();
+        let mut gradient = device.zeros(*output.shape(), output.dtype(), Purpose::Activations)?;
+        if gradient.elements() == 1 && !device.is_meta() {
+            // A loss that took its gradients in forward insists on an upstream gradient of one.
+            gradient.write(&[1.0f32])?;
+        }
+        let (parameters, mut gradients) = store.split();
+        let inputs: Vec<&Var> = self.leaf.iter().collect();
+        self.recording.backward(&[(&self.output, gradient)], &inputs, &parameters, &mut gradients)?;
+        Ok(self.output.into_tensor())
+    }
+}
+
+/// FLOPs of training on one token, by two conventions.
+///
+/// Utilisation (MFU) is reported with `convention`, so that figures compare with those of other systems; `causal` is what the
+/// mathematics needs. Neither counts what checkpointing repeats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlopsPerToken {
+    /// `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B): N the parameters that every token is multiplied by, that is all but
+    /// tables that are only looked up (an untied token table, learned positions); L layers, h c the width of all heads, s the sequence's
+    /// length. Attention as if every token saw all of its sequence.
+    pub convention: f64,
+    /// The same with attention only to what a token sees: half of the sequence, or its window.
+    pub causal: f64,
+}
+
+impl ModelSpec {
+    /// Elements of all parameters that take part in a product for every token, gains and biases included.
+    pub fn multiplied_parameters(&self) -> usize {
+        let ModelSpec { dim, ffn_dim, .. } = *self;
+        let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
+        let gated = self.family == crate::Family::Llama;
+        let up = if gated { 2 * ffn_dim } else { ffn_dim };
+        let when = |present: bool, size: usize| if present { size } else { 0 };
+        let norm = dim + when(self.norm_bias, dim);
+        let block = dim * (qkv + q + up + ffn_dim)
+            + 2 * norm
+            + when(self.qkv_bias, qkv)
+            + when(self.o_bias, dim)
+            + when(self.mlp_bias, up + dim)
+            + when(self.qk_norm, 2 * self.head_dim);
+        self.layers * block + norm + self.vocab_size * dim
+    }
+
+    /// FLOPs of training on one token of a sequence of `length` tokens.
+    pub fn flops_per_token(&self, length: usize) -> FlopsPerToken {
+        let products = 6.0 * self.multiplied_parameters() as f64;
+        let width = (self.heads * self.head_dim) as f64;
+        // Pairs of query and key, averaged over the sequence: position p sees min(p + 1, window).
+        let seen = |layer| {
+            let window = self.window(layer).unwrap_or(length).min(length) as f64;
+            let length = length.max(1) as f64;
+            (window * (window + 1.0) / 2.0 + (length - window) * window) / length
+        };
+        let pairs: f64 = (0..self.layers).map(seen).sum();
+        FlopsPerToken {
+            convention: products + 12.0 * (self.layers * length) as f64 * width,
+            causal: products + 12.0 * pairs * width,
+        }
+    }
+}

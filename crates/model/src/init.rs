@@ -1,0 +1,44 @@
+//! Initial values: a function of (seed, slot, element), so that a shard fills its part by itself and gets the same bits.
+
+use crate::parameter::{Init, ParameterSpec};
+use trainyard_autograd::ParamId;
+use trainyard_tensor::cpu::Cpu;
+use trainyard_tensor::cpu::philox::{self, RandomKey};
+
+/// Fills `out` with the initial values of the elements `first ..` of parameter `id`.
+pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, first: usize, out: &mut [f32]) {
+    match parameter.init {
+        Init::Zeros => out.fill(0.0),
+        Init::Ones => out.fill(1.0),
+        Init::Normal { std } => {
+            let site = (id.unit << 12) | (id.index & 0xfff);
+            let key = RandomKey { seed, step: RandomKey::INIT, site };
+            philox::fill_normal(cpu, key, first as u64, 0.0, std, out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parameter::ParameterKind;
+    use trainyard_tensor::cpu::Isa;
+
+    #[test]
+    fn a_shard_fills_its_part_with_the_same_bits() {
+        let parameter = ParameterSpec::new("w", &[100, 50], Init::Normal { std: 0.02 }, ParameterKind::Matrix, "w");
+        let fill = |id, seed, first: usize, len| {
+            let mut out = vec![0.0; len];
+            initialise(&Cpu::new(Isa::detect(), 2), seed, id, &parameter, first, &mut out);
+            out
+        };
+        let id = ParamId::new(3, 1);
+        let whole = fill(id, 7, 0, 5000);
+        assert_eq!(fill(id, 7, 1234, 1000), whole[1234..2234]);
+        assert_ne!(fill(ParamId::new(3, 2), 7, 0, 5000), whole);
+        assert_ne!(fill(id, 8, 0, 5000), whole);
+        let mean = whole.iter().sum::<f32>() / 5000.0;
+        let std = (whole.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / 5000.0).sqrt();
+        assert!(mean.abs() < 0.001 && (std - 0.02).abs() < 0.001, "mean {mean}, std {std}");
+    }
+}

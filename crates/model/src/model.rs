@@ -1,0 +1,151 @@
+//! A model: its units in order.
+
+use crate::batch::{Batch, BatchSlices};
+use crate::parameter::{ParameterSpec, UnitLayout};
+use crate::rope::RopeTables;
+use crate::spec::ModelSpec;
+use crate::unit::{Forward, Unit};
+use crate::units::{Block, Embedding, Head};
+use crate::{ModelError, Result};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_tensor::Device;
+
+/// A chain of units. It holds no parameter values: those are the engine's, or a [`Store`](trainyard_autograd::Store)'s.
+pub struct Model {
+    spec: Option<ModelSpec>,
+    units: Vec<Box<dyn Unit>>,
+    vocab_size: usize,
+    positions_max: Option<usize>,
+}
+
+impl Model {
+    /// The model that `spec` describes: an embedding, `layers` blocks, a head.
+    pub fn new(spec: ModelSpec) -> Result<Model> {
+        spec.validate()?;
+        let rope = RopeTables::new(&spec).map(Arc::new);
+        let mut units: Vec<Box<dyn Unit>> = vec![Box::new(Embedding::new(&spec))];
+        for layer in 0..spec.layers {
+            units.push(Box::new(Block::new(&spec, layer, rope.clone())));
+        }
+        units.push(Box::new(Head::new(&spec, spec.layers as u32 + 1)));
+        let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
+        Ok(Model { spec: Some(spec), units, vocab_size, positions_max })
+    }
+
+    /// A model of one's own units. `vocab_size` bounds tokens and targets.
+    pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
+        let model = Model { spec: None, units, vocab_size, positions_max: None };
+        model.check_units()?;
+        Ok(model)
+    }
+
+    fn check_units(&self) -> Result<()> {
+        let mut names = BTreeSet::new();
+        for unit in &self.units {
+            let fail = |problem: String| Err(ModelError::Unit { unit: unit.name().into(), problem });
+            if !names.insert(unit.name()) {
+                return fail("another unit has this name".into());
+            }
+            let mut parameters = BTreeSet::new();
+            if let Some(twice) = unit.parameters().iter().find(|p| !parameters.insert(&p.name)) {
+                return fail(format!("two parameters are called `{}`", twice.name));
+            }
+            if let Some(id) = unit.borrowed().iter().find(|id| self.find(**id).is_none()) {
+                return fail(format!("borrows parameter {id}, which no unit has"));
+            }
+        }
+        if self.units.is_empty() {
+            return Err(ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() });
+        }
+        Ok(())
+    }
+
+    /// The description it was built from; None for a model of one's own units.
+    pub fn spec(&self) -> Option<&ModelSpec> {
+        self.spec.as_ref()
+    }
+
+    /// Its units, in order.
+    pub fn units(&self) -> &[Box<dyn Unit>] {
+        &self.units
+    }
+
+    /// The vocabulary that tokens and targets are from.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Every parameter with its slot, in order.
+    pub fn parameters(&self) -> impl Iterator<Item = (ParamId, &ParameterSpec)> {
+        self.units.iter().enumerate().flat_map(|(unit, u)| {
+            u.parameters().iter().enumerate().map(move |(index, p)| (ParamId::new(unit as u32, index as u32), p))
+        })
+    }
+
+    /// The parameter in slot `id`.
+    pub fn find(&self, id: ParamId) -> Option<&ParameterSpec> {
+        self.units.get(id.unit as usize)?.parameters().get(id.index as usize)
+    }
+
+    /// The name of slot `id` in the whole model, e.g. `block.3.attn.qkv.weight`.
+    pub fn parameter_name(&self, id: ParamId) -> Option<String> {
+        let parameter = self.find(id)?;
+        Some(format!("{}.{}", self.units[id.unit as usize].name(), parameter.name))
+    }
+
+    /// Elements of all parameters; what is tied counts once.
+    pub fn parameter_count(&self) -> usize {
+        self.parameters().map(|(_, parameter)| parameter.elements()).sum()
+    }
+
+    /// How the parameters of `unit` lie in its flat buffer.
+    pub fn layout(&self, unit: usize, shards: usize) -> UnitLayout {
+        UnitLayout::new(self.units[unit].parameters(), shards)
+    }
+
+    /// Checks a batch against this model's vocabulary and positions and copies it to the device.
+    pub fn batch(&self, device: &Device, slices: &BatchSlices<'_>) -> Result<Batch> {
+        Batch::new(device, slices, self.vocab_size, self.positions_max)
+    }
+
+    /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs units one at a time.)
+    pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
+        if let Some(cache) = cx.cache.as_deref() {
+            self.check_cached(tape, cx, cache.len())?;
+        }
+        let mut x: Option<Var> = None;
+        for unit in &self.units {
+            x = Some(unit.forward(tape, cx, x.as_ref())?);
+        }
+        if let Some(cache) = cx.cache.as_deref_mut() {
+            cache.advance(cx.batch.len());
+        }
+        x.ok_or_else(|| ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() })
+    }
+
+    fn check_cached(&self, tape: &Tape<'_>, cx: &Forward<'_>, len: usize) -> Result<()> {
+        if tape.records() {
+            return Err(ModelError::Cache("no gradient flows through it: use a tape that records nothing".into()));
+        }
+        if cx.batch.segments.bounds().len() != 2 {
+            return Err(ModelError::Cache("it holds one sequence, and this batch has several".into()));
+        }
+        if cx.batch.positions_end != len + cx.batch.len() {
+            return Err(ModelError::Cache(format!(
+                "it holds {len} tokens, so {} more end at position {}, not {}",
+                cx.batch.len(),
+                len + cx.batch.len(),
+                cx.batch.positions_end
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Model({} units, {} parameters)", self.units.len(), self.parameter_count())
+    }
+}

@@ -1,0 +1,217 @@
+//! What a unit says of each of its parameters, and how they lie in its flat buffer.
+//!
+//! Fused projections are one parameter made of several tensors of the interchange format: query, key and value are
+//! rows of one matrix, gate and up of another, so that each is one product. [`Source`] says which rows come from where.
+
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// What a parameter is to the optimizer: decay groups and the choice of algorithm follow from it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ParameterKind {
+    /// The weight of a product; decays, and is what Muon is for.
+    Matrix,
+    /// A table whose rows are looked up (and, when tied, multiplied by); decays.
+    Embedding,
+    /// The gain of a normalisation; does not decay.
+    Norm,
+    /// An addend; does not decay.
+    Bias,
+}
+
+impl ParameterKind {
+    /// Whether weight decay applies by default.
+    pub fn decays(self) -> bool {
+        matches!(self, ParameterKind::Matrix | ParameterKind::Embedding)
+    }
+}
+
+/// The distribution of initial values.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Init {
+    /// Normal around zero.
+    Normal {
+        /// Standard deviation.
+        std: f32,
+    },
+    /// Zeros.
+    Zeros,
+    /// Ones.
+    Ones,
+}
+
+/// A tensor of the interchange format that is part of a parameter.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Source {
+    /// Its name there.
+    pub hf_name: String,
+    /// The rows of our parameter (elements, when that has one dimension) that it is.
+    pub rows: Range<usize>,
+    /// Whether it lies transposed there: [columns, rows] (GPT-2's `Conv1D`).
+    pub transposed: bool,
+}
+
+impl Source {
+    /// The shape that the tensor has in files, for a parameter of `shape`.
+    pub fn shape(&self, shape: &[usize]) -> Vec<usize> {
+        let mut dims = shape.to_vec();
+        if let Some(first) = dims.first_mut() {
+            *first = self.rows.len();
+        }
+        if self.transposed {
+            dims.reverse();
+        }
+        dims
+    }
+}
+
+/// One parameter of a unit.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ParameterSpec {
+    /// Its name in the unit, e.g. `attn.qkv.weight`.
+    pub name: String,
+    /// Its dimensions; products take `[out, in]`.
+    pub shape: Vec<usize>,
+    /// Its initial values.
+    pub init: Init,
+    /// What it is to the optimizer.
+    pub kind: ParameterKind,
+    /// What it is in files, in the order of rows and covering all of them; empty for a parameter that has no name there.
+    pub sources: Vec<Source>,
+}
+
+impl ParameterSpec {
+    /// A parameter that is one tensor, `hf_name`, in files.
+    pub fn new(
+        name: &str,
+        shape: &[usize],
+        init: Init,
+        kind: ParameterKind,
+        hf_name: impl Into<String>,
+    ) -> ParameterSpec {
+        let source =
+            Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
+        ParameterSpec { name: name.into(), shape: shape.to_vec(), init, kind, sources: vec![source] }
+    }
+
+    /// The same, made of several tensors one below the other: (name in files, rows).
+    pub fn fused(mut self, parts: &[(String, usize)]) -> ParameterSpec {
+        let mut start = 0;
+        self.sources = parts
+            .iter()
+            .map(|(hf_name, rows)| {
+                let rows = start..start + rows;
+                start = rows.end;
+                Source { hf_name: hf_name.clone(), rows, transposed: false }
+            })
+            .collect();
+        self
+    }
+
+    /// The same, with all its tensors transposed in files.
+    pub fn transposed(mut self) -> ParameterSpec {
+        self.sources.iter_mut().for_each(|source| source.transposed = true);
+        self
+    }
+
+    /// The number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Elements of one row of the first dimension.
+    pub fn row_elements(&self) -> usize {
+        self.shape.iter().skip(1).product()
+    }
+}
+
+/// Where a unit's parameters lie in its one flat buffer.
+///
+/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded so that it divides into equal,
+/// aligned shards: one collective moves a unit without copies. The elements of the gaps are zero and stay zero.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct UnitLayout {
+    ranges: Vec<Range<usize>>,
+    elements: usize,
+    shards: usize,
+}
+
+impl UnitLayout {
+    /// Elements: a cache line (and a widest vector) of the smallest dtype in use, two bytes.
+    pub const ALIGN: usize = 32;
+
+    /// The layout of `parameters` in order, for `shards` shards.
+    pub fn new(parameters: &[ParameterSpec], shards: usize) -> UnitLayout {
+        let mut end = 0;
+        let mut ranges = Vec::with_capacity(parameters.len());
+        for parameter in parameters {
+            let start = end;
+            ranges.push(start..start + parameter.elements());
+            end = (start + parameter.elements()).next_multiple_of(Self::ALIGN);
+        }
+        UnitLayout { ranges, elements: end.next_multiple_of(Self::ALIGN * shards.max(1)), shards: shards.max(1) }
+    }
+
+    /// The elements of parameter `index`.
+    pub fn range(&self, index: usize) -> Range<usize> {
+        self.ranges[index].clone()
+    }
+
+    /// The elements of every parameter, in order.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.ranges
+    }
+
+    /// Elements of the buffer, padding included.
+    pub fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// Elements of one shard.
+    pub fn shard_elements(&self) -> usize {
+        self.elements / self.shards
+    }
+
+    /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty when none does.
+    pub fn part_in_shard(&self, index: usize, shard: usize) -> Range<usize> {
+        let parameter = &self.ranges[index];
+        let shard = shard * self.shard_elements()..(shard + 1) * self.shard_elements();
+        let start = parameter.start.max(shard.start).min(parameter.end);
+        let end = parameter.end.min(shard.end).max(start);
+        start - parameter.start..end - parameter.start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn vector(elements: usize) -> ParameterSpec {
+        ParameterSpec::new("p", &[elements], Init::Zeros, ParameterKind::Bias, "p")
+    }
+
+    proptest! {
+        /// Design invariant 3: one flat buffer, aligned, padded to the shard count, every element in exactly one shard.
+        #[test]
+        fn a_unit_is_one_flat_buffer_padded_to_the_shard_count(
+            sizes in prop::collection::vec(1usize..500, 1..8), shards in 1usize..9,
+        ) {
+            let parameters: Vec<_> = sizes.iter().map(|n| vector(*n)).collect();
+            let layout = UnitLayout::new(&parameters, shards);
+            prop_assert_eq!(layout.elements(), layout.shard_elements() * shards);
+            prop_assert!(layout.shard_elements().is_multiple_of(UnitLayout::ALIGN));
+            let mut end = 0;
+            for (index, size) in sizes.iter().enumerate() {
+                let range = layout.range(index);
+                prop_assert!(range.start >= end && range.start.is_multiple_of(UnitLayout::ALIGN) && range.len() == *size);
+                end = range.end;
+                let parts: Vec<_> = (0..shards).flat_map(|shard| layout.part_in_shard(index, shard)).collect();
+                prop_assert_eq!(parts, (0..*size).collect::<Vec<_>>());
+            }
+            prop_assert!(end <= layout.elements());
+        }
+    }
+}

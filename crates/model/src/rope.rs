@@ -1,0 +1,64 @@
+//! Rotary tables, shared by the blocks of a model.
+
+use crate::spec::{ModelSpec, RopeScaling};
+use crate::{ModelError, Result};
+use std::sync::{Arc, Mutex, PoisonError};
+use trainyard_tensor::cpu::rope::{RopeScaling as Scaling, RopeTable};
+
+/// Cosines and sines of a model's rotary embedding, as far as positions have reached so far.
+///
+/// A model may allow 131,072 positions and be trained on 2,048 of them: the table starts small and doubles when a batch
+/// reaches beyond it. A position's values do not depend on the table's length.
+#[derive(Debug)]
+pub struct RopeTables {
+    dim: usize,
+    theta: f64,
+    scaling: Scaling,
+    table: Mutex<Option<Arc<RopeTable>>>,
+}
+
+impl RopeTables {
+    /// The tables of `spec`, None when it has no rotary positions.
+    pub fn new(spec: &ModelSpec) -> Option<RopeTables> {
+        let rope = spec.rope.as_ref()?;
+        let scaling = match rope.scaling {
+            None => Scaling::None,
+            Some(RopeScaling::Linear { factor }) => Scaling::Linear { factor },
+            Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions }) => {
+                Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context: original_max_positions }
+            }
+            Some(RopeScaling::Yarn {
+                factor,
+                original_max_positions,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+                mscale,
+                mscale_all_dim,
+                truncate,
+            }) => Scaling::Yarn {
+                factor,
+                beta_fast,
+                beta_slow,
+                original_context: original_max_positions,
+                attention_factor,
+                mscale,
+                mscale_all_dim,
+                truncate,
+            },
+        };
+        Some(RopeTables { dim: spec.rotary_dim(), theta: rope.theta, scaling, table: Mutex::new(None) })
+    }
+
+    /// A table for the positions before `end`, at least.
+    pub fn reaching(&self, end: usize) -> Result<Arc<RopeTable>> {
+        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(table) = table.as_ref().filter(|table| table.positions >= end) {
+            return Ok(table.clone());
+        }
+        let positions = end.next_power_of_two().max(64);
+        let made = RopeTable::new(self.dim, self.theta, self.scaling, positions)
+            .map_err(|error| ModelError::Spec { field: "rope", problem: error.to_string() })?;
+        Ok(table.insert(Arc::new(made)).clone())
+    }
+}

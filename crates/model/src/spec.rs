@@ -1,0 +1,386 @@
+//! What a model is, as data: our configuration of it.
+//!
+//! A [`ModelSpec`] holds every choice that changes the function computed or its initial weights, resolved: nothing here is
+//! derived when it is read. [`presets`](crate::presets) fill it in by name, [`hf`](crate::hf) translates it from and to `config.json`.
+
+use crate::{ModelError, Result};
+use serde::{Deserialize, Serialize};
+
+/// The two shapes of block there are. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other fields.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Family {
+    /// LayerNorm, learned positions, an MLP of two products (Radford et al. 2019).
+    Gpt2,
+    /// RMSNorm, rotary positions, a gated MLP of three products (Touvron et al. 2023).
+    Llama,
+}
+
+/// The function inside the MLP.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `x sigmoid(x)`; in `llama` it gates: SwiGLU.
+    Silu,
+    /// `x Φ(x)`
+    Gelu,
+    /// GELU's tanh form, which GPT-2 was trained with.
+    GeluTanh,
+    /// `max(x, 0)`
+    Relu,
+}
+
+/// Rotary position embedding (Su et al. 2021).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RopeSpec {
+    /// Base of the wavelengths.
+    pub theta: f64,
+    /// The part of each head that is rotated.
+    #[serde(default = "one")]
+    pub partial_factor: f64,
+    /// How wavelengths are stretched to reach beyond the context of pre-training.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scaling: Option<RopeScaling>,
+}
+
+/// Rules of stretching rotary wavelengths; the fields are those of Hugging Face's `rope_parameters`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "lowercase", deny_unknown_fields)]
+pub enum RopeScaling {
+    /// Every position divided by `factor` (Chen et al. 2023).
+    Linear {
+        /// New context over old.
+        factor: f64,
+    },
+    /// Llama 3.1's: long wavelengths divided by `factor`, short ones kept, a blend between.
+    Llama3 {
+        /// New context over old.
+        factor: f64,
+        /// Wavelengths above `original_max_positions / low_freq_factor` are scaled fully.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_positions / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// Context of pre-training.
+        original_max_positions: usize,
+    },
+    /// YaRN (Peng et al. 2023): a blend by turns over the original context; cosines and sines are scaled too.
+    Yarn {
+        /// New context over old.
+        factor: f64,
+        /// Context of pre-training.
+        original_max_positions: usize,
+        /// Turns above which a wavelength is kept.
+        #[serde(default = "thirty_two")]
+        beta_fast: f64,
+        /// Turns below which it is scaled fully.
+        #[serde(default = "one")]
+        beta_slow: f64,
+        /// Factor on cosines and sines; when absent derived from `factor` and the two below.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        attention_factor: Option<f64>,
+        /// Weight of `ln factor` in the attention factor's numerator.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mscale: Option<f64>,
+        /// The same in its denominator.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mscale_all_dim: Option<f64>,
+        /// Whether the blend's ends are rounded outwards to whole dimensions.
+        #[serde(default = "yes")]
+        truncate: bool,
+    },
+}
+
+fn one() -> f64 {
+    1.0
+}
+fn thirty_two() -> f64 {
+    32.0
+}
+fn yes() -> bool {
+    true
+}
+
+/// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f = `ffn_dim`, v = `vocab_size`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelSpec {
+    /// The shape of block.
+    pub family: Family,
+    /// Rows of the token table.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub dim: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; divides `heads`. Fewer than `heads` is grouped-query attention (Ainslie et al. 2023).
+    pub kv_heads: usize,
+    /// Width of a head; `heads * head_dim` need not be `dim`.
+    pub head_dim: usize,
+    /// Inner width of the MLP.
+    pub ffn_dim: usize,
+    /// The most positions of a sequence.
+    pub max_positions: usize,
+    /// The function inside the MLP.
+    pub activation: Activation,
+    /// Added to the variance (LayerNorm) or mean square (RMSNorm).
+    pub norm_eps: f64,
+    /// Whether norms add a bias; LayerNorm only.
+    #[serde(default)]
+    pub norm_bias: bool,
+    /// Whether the query, key and value projections have biases.
+    #[serde(default)]
+    pub qkv_bias: bool,
+    /// Whether the projection after attention has one.
+    #[serde(default)]
+    pub o_bias: bool,
+    /// Whether the products of the MLP have them.
+    #[serde(default)]
+    pub mlp_bias: bool,
+    /// RMSNorm on each query and key head before the rotation (Qwen3).
+    #[serde(default)]
+    pub qk_norm: bool,
+    /// Whether the head multiplies by the token table (Press & Wolf 2017).
+    #[serde(default)]
+    pub tie_embeddings: bool,
+    /// Rotary positions; present exactly in `llama`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope: Option<RopeSpec>,
+    /// The most tokens a query sees back, itself included (Beltagy et al. 2020).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The layers with a sliding window; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_layers: Option<Vec<usize>>,
+    /// Probability of dropping an element of the embedding's and of each residual branch's output, in training.
+    #[serde(default)]
+    pub dropout: f64,
+    /// Standard deviation of initial weights.
+    #[serde(default = "default_init_std")]
+    pub init_std: f64,
+    /// The token that begins a text, for generation and export.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bos_token: Option<u32>,
+    /// The tokens that end a text.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub eos_tokens: Vec<u32>,
+    /// The token that fills a batch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pad_token: Option<u32>,
+}
+
+fn default_init_std() -> f64 {
+    0.02
+}
+
+impl ModelSpec {
+    /// A GPT-2 of these sizes: heads of `dim / heads`, MLP of `4 dim`, tied, with biases, no dropout.
+    pub fn gpt2(vocab_size: usize, dim: usize, layers: usize, heads: usize, max_positions: usize) -> ModelSpec {
+        ModelSpec {
+            family: Family::Gpt2,
+            vocab_size,
+            dim,
+            layers,
+            heads,
+            kv_heads: heads,
+            head_dim: dim / heads.max(1),
+            ffn_dim: 4 * dim,
+            max_positions,
+            activation: Activation::GeluTanh,
+            norm_eps: 1e-5,
+            norm_bias: true,
+            qkv_bias: true,
+            o_bias: true,
+            mlp_bias: true,
+            qk_norm: false,
+            tie_embeddings: true,
+            rope: None,
+            sliding_window: None,
+            sliding_layers: None,
+            dropout: 0.0,
+            init_std: 0.02,
+            bos_token: None,
+            eos_tokens: Vec::new(),
+            pad_token: None,
+        }
+    }
+
+    /// A Llama of these sizes: as many key/value heads as query heads, heads of `dim / heads`, untied, plain rotary positions of base 10,000.
+    pub fn llama(
+        vocab_size: usize,
+        dim: usize,
+        layers: usize,
+        heads: usize,
+        ffn_dim: usize,
+        max_positions: usize,
+    ) -> ModelSpec {
+        ModelSpec {
+            family: Family::Llama,
+            ffn_dim,
+            activation: Activation::Silu,
+            norm_bias: false,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            tie_embeddings: false,
+            rope: Some(RopeSpec { theta: 10_000.0, partial_factor: 1.0, scaling: None }),
+            ..ModelSpec::gpt2(vocab_size, dim, layers, heads, max_positions)
+        }
+    }
+
+    /// Columns of the fused query/key/value matrix: `(h + 2 h_kv) c`.
+    pub fn qkv_dim(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// The window of `layer`, if it has one.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.sliding_window.filter(|_| self.sliding_layers.as_ref().is_none_or(|layers| layers.contains(&layer)))
+    }
+
+    /// Columns of a head that are rotated; 0 without rotary positions. Rounded down as the field does.
+    pub fn rotary_dim(&self) -> usize {
+        self.rope.as_ref().map_or(0, |rope| (self.head_dim as f64 * rope.partial_factor) as usize)
+    }
+
+    /// The most positions that weights exist for; None where positions are computed.
+    pub fn learned_positions(&self) -> Option<usize> {
+        self.rope.is_none().then_some(self.max_positions)
+    }
+
+    /// Checks that a model can be built, naming the first field that stands in the way.
+    pub fn validate(&self) -> Result<()> {
+        let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
+        for (field, value, limit) in [
+            ("vocab_size", self.vocab_size, 1 << 24),
+            ("dim", self.dim, 1 << 20),
+            ("layers", self.layers, 1 << 14),
+            ("heads", self.heads, 1 << 14),
+            ("kv_heads", self.kv_heads, 1 << 14),
+            ("head_dim", self.head_dim, 1 << 14),
+            ("ffn_dim", self.ffn_dim, 1 << 24),
+            ("max_positions", self.max_positions, 1 << 30),
+        ] {
+            if value == 0 || value > limit {
+                return fail(field, format!("{value} is not between 1 and {limit}"));
+            }
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return fail(
+                "kv_heads",
+                format!(
+                    "{} does not divide heads = {}: each key/value head serves a whole group",
+                    self.kv_heads, self.heads
+                ),
+            );
+        }
+        if !(self.norm_eps > 0.0 && self.norm_eps < 1.0) {
+            return fail("norm_eps", format!("{} is not between 0 and 1", self.norm_eps));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return fail("dropout", format!("{} is no probability below 1", self.dropout));
+        }
+        if !(self.init_std > 0.0 && self.init_std.is_finite()) {
+            return fail("init_std", format!("{} is not a positive number", self.init_std));
+        }
+        match self.family {
+            Family::Gpt2 => self.validate_gpt2()?,
+            Family::Llama => self.validate_llama()?,
+        }
+        match (self.sliding_window, &self.sliding_layers) {
+            (Some(0), _) => return fail("sliding_window", "0: a token must at least see itself".into()),
+            (None, Some(_)) => return fail("sliding_layers", "given without sliding_window".into()),
+            (_, Some(layers)) => {
+                if let Some(layer) = layers.iter().find(|layer| **layer >= self.layers) {
+                    return fail("sliding_layers", format!("layer {layer} of a model with {} layers", self.layers));
+                }
+            }
+            _ => {}
+        }
+        let tokens = self.bos_token.iter().chain(&self.eos_tokens).chain(&self.pad_token);
+        if let Some(token) = tokens.into_iter().find(|token| **token as usize >= self.vocab_size) {
+            return fail(
+                "bos_token, eos_tokens, pad_token",
+                format!("token {token} is outside of vocab_size = {}", self.vocab_size),
+            );
+        }
+        Ok(())
+    }
+
+    fn validate_gpt2(&self) -> Result<()> {
+        let fail = |field, problem: &str| Err(ModelError::Spec { field, problem: problem.into() });
+        if self.rope.is_some() {
+            return fail("rope", "family gpt2 learns its positions; remove [model.rope] or use family llama");
+        }
+        if self.qk_norm {
+            return fail("qk_norm", "family gpt2 has none; use family llama");
+        }
+        Ok(())
+    }
+
+    fn validate_llama(&self) -> Result<()> {
+        let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
+        let Some(rope) = &self.rope else {
+            return fail(
+                "rope",
+                "family llama needs [model.rope] with its theta (10000 unless the model says otherwise)".into(),
+            );
+        };
+        if self.norm_bias {
+            return fail("norm_bias", "family llama has RMSNorm, which has no bias".into());
+        }
+        if self.activation != Activation::Silu {
+            return fail("activation", "family llama gates with silu".into());
+        }
+        if !(rope.theta > 1.0 && rope.theta.is_finite()) {
+            return fail("rope.theta", format!("{} is not a number above 1", rope.theta));
+        }
+        if !(rope.partial_factor > 0.0 && rope.partial_factor <= 1.0) {
+            return fail("rope.partial_factor", format!("{} is not in (0, 1]", rope.partial_factor));
+        }
+        let rotary = self.rotary_dim();
+        if rotary == 0 || !rotary.is_multiple_of(2) {
+            return fail(
+                "head_dim",
+                format!(
+                    "{rotary} rotary columns (head_dim {} times rope.partial_factor {}): they rotate in pairs",
+                    self.head_dim, rope.partial_factor
+                ),
+            );
+        }
+        let numbers: &[(&str, f64)] = match &rope.scaling {
+            None => &[],
+            Some(RopeScaling::Linear { factor }) => &[("factor", *factor)],
+            Some(RopeScaling::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_positions,
+            }) => {
+                if low >= high {
+                    return fail("rope.scaling", format!("low_freq_factor {low} is not below high_freq_factor {high}"));
+                }
+                &[
+                    ("factor", *factor),
+                    ("low_freq_factor", *low),
+                    ("original_max_positions", *original_max_positions as f64),
+                ]
+            }
+            Some(RopeScaling::Yarn {
+                factor, original_max_positions, beta_fast, beta_slow, attention_factor, ..
+            }) => &[
+                ("factor", *factor),
+                ("beta_fast", *beta_fast),
+                ("beta_slow", *beta_slow),
+                ("attention_factor", attention_factor.unwrap_or(1.0)),
+                ("original_max_positions", *original_max_positions as f64),
+            ],
+        };
+        match numbers.iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+            Some((name, value)) => fail("rope.scaling", format!("{name} = {value} is not a positive number")),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Reading a folder of weights into a model's flat unit buffers.
+
+use super::file::{StoredTensor, TensorFile};
+use super::{INDEX, SINGLE, WeightsError};
+use crate::Model;
+use crate::hf::implied_zeros;
+use crate::parameter::{ParameterSpec, Source, UnitLayout};
+use crate::spec::Family;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use trainyard_autograd::ParamId;
+
+/// Bytes converted at a time.
+const CHUNK: usize = 1 << 22;
+
+/// An open folder of weights that fit a model.
+#[derive(Debug)]
+pub struct WeightReader {
+    files: Vec<TensorFile>,
+    /// Where each tensor is, by the model's name for it.
+    places: BTreeMap<String, (usize, StoredTensor)>,
+    layouts: Vec<UnitLayout>,
+    notes: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl WeightReader {
+    /// Opens `folder` and checks that it holds exactly the tensors of `model`, in the right shapes. Reads headers only,
+    /// except to compare a tied head that is stored nevertheless.
+    pub fn open(folder: &Path, model: &Model) -> Result<WeightReader, WeightsError> {
+        let (files, mut places) = open_files(folder)?;
+        let mut notes = Vec::new();
+        drop_buffers(model, &mut places, &mut notes);
+        add_prefix(model, &mut places);
+        let layouts = (0..model.units().len()).map(|unit| model.layout(unit, 1)).collect();
+        let mut reader = WeightReader { files, places, layouts, notes };
+        let mut problems = Vec::new();
+        reader.drop_tied_head(model, &mut problems)?;
+        reader.drop_zeros(model, &mut problems)?;
+        reader.compare(model, &mut problems);
+        if problems.is_empty() { Ok(reader) } else { Err(WeightsError::Mismatch { path: folder.into(), problems }) }
+    }
+
+    /// What the user should know, such as stored tensors that are no weights.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Reads a whole unit into its flat buffer, laid out for one shard; gaps become zero.
+    pub fn read_unit(&self, model: &Model, unit: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+        let layout = &self.layouts[unit];
+        out.fill(0.0);
+        for (index, parameter) in model.units()[unit].parameters().iter().enumerate() {
+            self.read_parameter(parameter, &mut out[layout.range(index)])?;
+        }
+        Ok(())
+    }
+
+    /// Reads the parameter in slot `id`.
+    pub fn read_slot(&self, model: &Model, id: ParamId, out: &mut [f32]) -> Result<(), WeightsError> {
+        match model.find(id) {
+            Some(parameter) => self.read_parameter(parameter, out),
+            None => Err(WeightsError::NotExportable(format!("there is no parameter {id}"))),
+        }
+    }
+
+    fn read_parameter(&self, parameter: &ParameterSpec, out: &mut [f32]) -> Result<(), WeightsError> {
+        let width = parameter.row_elements();
+        for source in &parameter.sources {
+            let out = &mut out[source.rows.start * width..source.rows.end * width];
+            self.read_source(source, width, out)?;
+        }
+        Ok(())
+    }
+
+    fn read_source(&self, source: &Source, width: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+        let (file, tensor) = &self.places[&source.hf_name];
+        if !source.transposed {
+            return self.read_range(*file, tensor, 0, out);
+        }
+        // Stored as [width, rows]: a stripe of stored rows becomes a stripe of our columns.
+        let rows = source.rows.len();
+        let stripe = (CHUNK / 4 / rows.max(1)).clamp(1, width.max(1));
+        let mut values = vec![0.0; stripe * rows];
+        for first in (0..width).step_by(stripe) {
+            let columns = stripe.min(width - first);
+            let values = &mut values[..columns * rows];
+            self.read_range(*file, tensor, first * rows, values)?;
+            for (row, out) in out.chunks_exact_mut(width).enumerate() {
+                for (column, x) in out[first..first + columns].iter_mut().enumerate() {
+                    *x = values[column * rows + row];
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Elements `first ..` of a stored tensor.
+    fn read_range(
+        &self,
+        file: usize,
+        tensor: &StoredTensor,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
+        let file = &self.files[file];
+        let Some(dtype) = tensor.float_dtype() else {
+            let problem = format!("a tensor of dtype {} is needed as f32, bf16 or f16", tensor.dtype);
+            return Err(WeightsError::Format { path: file.path().into(), problem });
+        };
+        let mut bytes = vec![0; CHUNK.min(out.len() * dtype.size())];
+        let mut at = first * dtype.size();
+        for part in out.chunks_mut(CHUNK / dtype.size()) {
+            let bytes = &mut bytes[..part.len() * dtype.size()];
+            file.read(tensor, at, bytes)?;
+            dtype.decode(bytes, part);
+            at += bytes.len();
+        }
+        Ok(())
+    }
+
+    /// Every difference between what is stored and what the model has.
+    fn compare(&self, model: &Model, problems: &mut Vec<String>) {
+        let mut wanted = BTreeSet::new();
+        for (id, parameter) in model.parameters() {
+            if parameter.sources.is_empty() {
+                problems
+                    .push(format!("parameter {} has no name in files", model.parameter_name(id).unwrap_or_default()));
+            }
+            for source in &parameter.sources {
+                wanted.insert(source.hf_name.as_str());
+                let shape = source.shape(&parameter.shape);
+                match self.places.get(&source.hf_name) {
+                    None => problems.push(format!("`{}` {shape:?} is missing", source.hf_name)),
+                    Some((_, stored)) if stored.shape != shape => {
+                        problems.push(format!("`{}` is {:?} and should be {shape:?}", source.hf_name, stored.shape))
+                    }
+                    Some((_, stored)) if stored.float_dtype().is_none() => problems.push(format!(
+                        "`{}` has dtype {}; weights must be F32, BF16 or F16",
+                        source.hf_name, stored.dtype
+                    )),
+                    Some(_) => {}
+                }
+            }
+        }
+        for (name, (_, stored)) in self.places.iter().filter(|(name, _)| !wanted.contains(name.as_str())) {
+            problems.push(format!("`{name}` {:?} is no part of it", stored.shape));
+        }
+    }
+
+    /// A tied model needs no `lm_head.weight`; one that is stored must equal the token table.
+    fn drop_tied_head(&mut self, model: &Model, problems: &mut Vec<String>) -> Result<(), WeightsError> {
+        const HEAD: &str = "lm_head.weight";
+        if !model.spec().is_some_and(|spec| spec.tie_embeddings) {
+            return Ok(());
+        }
+        let table = model.find(crate::units::Embedding::TOKENS).and_then(|p| p.sources.first());
+        let Some(table) = table.and_then(|source| self.places.get(&source.hf_name)).cloned() else { return Ok(()) };
+        let Some(head) = self.places.remove(HEAD) else { return Ok(()) };
+        let same_form = head.1.shape == table.1.shape && head.1.dtype == table.1.dtype;
+        if !same_form || !self.same_bytes(&head, &table)? {
+            problems.push(format!(
+                "`{HEAD}` differs from the token table, but the model ties the two (tie_embeddings, tie_word_embeddings)"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Biases that the model does not have may be stored as zeros.
+    fn drop_zeros(&mut self, model: &Model, problems: &mut Vec<String>) -> Result<(), WeightsError> {
+        for (name, _) in model.spec().map(implied_zeros).unwrap_or_default() {
+            let Some((file, tensor)) = self.places.remove(&name) else { continue };
+            let mut values = vec![0.0; tensor.shape.iter().product()];
+            self.read_range(file, &tensor, 0, &mut values)?;
+            if values.iter().any(|x| *x != 0.0) {
+                problems.push(format!("`{name}` is not zero, and the model has no such bias"));
+            }
+        }
+        Ok(())
+    }
+
+    fn same_bytes(&self, a: &(usize, StoredTensor), b: &(usize, StoredTensor)) -> Result<bool, WeightsError> {
+        let len = (a.1.range.end - a.1.range.start) as usize;
+        let (mut x, mut y) = (vec![0; CHUNK.min(len)], vec![0; CHUNK.min(len)]);
+        for at in (0..len).step_by(CHUNK) {
+            let n = CHUNK.min(len - at);
+            self.files[a.0].read(&a.1, at, &mut x[..n])?;
+            self.files[b.0].read(&b.1, at, &mut y[..n])?;
+            if x[..n] != y[..n] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+type Places = BTreeMap<String, (usize, StoredTensor)>;
+
+fn open_files(folder: &Path) -> Result<(Vec<TensorFile>, Places), WeightsError> {
+    let single = folder.join(SINGLE);
+    if single.exists() {
+        let file = TensorFile::open(&single)?;
+        let places = file.tensors().iter().map(|(name, tensor)| (name.clone(), (0, tensor.clone()))).collect();
+        return Ok((vec![file], places));
+    }
+    let path = folder.join(INDEX);
+    if !path.exists() {
+        return Err(WeightsError::NoWeights(folder.into()));
+    }
+    let bad = |problem: String| WeightsError::Index { path: path.clone(), problem };
+    let text = std::fs::read(&path).map_err(WeightsError::io("reading", &path))?;
+    let index: Index =
+        serde_json::from_slice(&text).map_err(|error| bad(format!("not an index of weights: {error}")))?;
+    let names: BTreeSet<&String> = index.weight_map.values().collect();
+    let mut files = Vec::new();
+    let mut places = Places::new();
+    for (number, name) in names.into_iter().enumerate() {
+        if Path::new(name).file_name().is_none_or(|file| file != name.as_str()) {
+            return Err(bad(format!("`{name}` is not the name of a file beside it")));
+        }
+        let shard: PathBuf = folder.join(name);
+        if !shard.exists() {
+            return Err(bad(format!("it names the file {name}, which is missing")));
+        }
+        let file = TensorFile::open(&shard)?;
+        for (tensor, stored) in file.tensors() {
+            match index.weight_map.get(tensor) {
+                Some(listed) if listed == name => places.insert(tensor.clone(), (number, stored.clone())),
+                Some(listed) => return Err(bad(format!("it has `{tensor}` in {listed}, and {name} holds one too"))),
+                None => return Err(bad(format!("{name} holds `{tensor}`, which it does not list"))),
+            };
+        }
+        files.push(file);
+    }
+    match index.weight_map.iter().find(|(tensor, _)| !places.contains_key(*tensor)) {
+        Some((tensor, file)) => Err(bad(format!("it has `{tensor}` in {file}, which does not hold it"))),
+        None => Ok((files, places)),
+    }
+}
+
+/// Masks and rotary tables that old files hold beside weights.
+fn drop_buffers(model: &Model, places: &mut Places, notes: &mut Vec<String>) {
+    let suffixes: &[&str] = match model.spec().map(|spec| spec.family) {
+        Some(Family::Gpt2) => &[".attn.bias", ".attn.masked_bias"],
+        Some(Family::Llama) => &[".rotary_emb.inv_freq"],
+        None => &[],
+    };
+    let before = places.len();
+    places.retain(|name, _| !suffixes.iter().any(|suffix| name.ends_with(suffix)));
+    if places.len() < before {
+        notes.push(format!(
+            "{} stored tensors are masks or tables, not weights, and were not used",
+            before - places.len()
+        ));
+    }
+}
+
+/// Files of a bare decoder leave out the prefix that the model with a head has.
+fn add_prefix(model: &Model, places: &mut Places) {
+    let Some(spec) = model.spec() else { return };
+    let prefix = crate::units::prefix(spec);
+    if places.keys().any(|name| name.starts_with(prefix)) {
+        return;
+    }
+    let bare = std::mem::take(places);
+    places.extend(bare.into_iter().map(|(name, place)| {
+        let name = if name.starts_with("lm_head") { name } else { format!("{prefix}{name}") };
+        (name, place)
+    }));
+}

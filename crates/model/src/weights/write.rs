@@ -1,0 +1,252 @@
+//! Writing a Hugging Face folder.
+
+use super::file::StoredDType;
+use super::{INDEX, SINGLE, WeightsError};
+use crate::hf::{config_json, generation_config_json, implied_zeros};
+use crate::parameter::{ParameterSpec, Source};
+use crate::{Model, ModelError};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use trainyard_tensor::DType;
+
+/// How to write.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportOptions {
+    /// The dtype of the files: f32, bf16 or f16.
+    pub dtype: DType,
+    /// The most bytes of one file; a tensor larger than this gets a file of its own.
+    pub max_shard_bytes: u64,
+}
+
+impl Default for ExportOptions {
+    /// bf16, files of up to 5 GB.
+    fn default() -> ExportOptions {
+        ExportOptions { dtype: DType::BF16, max_shard_bytes: 5_000_000_000 }
+    }
+}
+
+/// What was written.
+#[derive(Clone, Debug)]
+pub struct Exported {
+    /// The files, in the order in which they appeared.
+    pub files: Vec<PathBuf>,
+    /// Bytes of weights.
+    pub bytes: u64,
+}
+
+/// The place of a tensor in the folder.
+struct Place {
+    file: usize,
+    start: u64,
+}
+
+/// The files to write, and where every tensor goes.
+struct Plan {
+    dtype: StoredDType,
+    names: Vec<String>,
+    headers: Vec<Vec<u8>>,
+    sizes: Vec<u64>,
+    places: BTreeMap<String, Place>,
+    elements: u64,
+}
+
+/// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which is made if needed.
+///
+/// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard) and is called once for each, so that
+/// no more than one unit is in memory. Files appear under their names when they are complete, the weights before what refers to them.
+pub fn export<E>(
+    folder: &Path,
+    model: &Model,
+    options: ExportOptions,
+    mut values: impl FnMut(usize, &mut [f32]) -> Result<(), E>,
+) -> Result<Exported, ModelError>
+where
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let spec = model.spec().ok_or_else(|| {
+        WeightsError::NotExportable("it is built of units of one's own, for which there is no config.json".into())
+    })?;
+    let config = config_json(spec, options.dtype)?;
+    let plan = Plan::new(model, implied_zeros(spec), options)?;
+    fs::create_dir_all(folder).map_err(WeightsError::io("creating", folder))?;
+    let mut files = plan.create(folder)?;
+    for (index, unit) in model.units().iter().enumerate() {
+        let layout = model.layout(index, 1);
+        let mut flat = vec![0.0; layout.elements()];
+        values(index, &mut flat)
+            .map_err(|error| WeightsError::Values { unit: unit.name().into(), source: error.into() })?;
+        for (number, parameter) in unit.parameters().iter().enumerate() {
+            for source in &parameter.sources {
+                plan.write(&mut files, folder, parameter, source, &flat[layout.range(number)])?;
+            }
+        }
+    }
+    let mut written = Vec::new();
+    for (file, name) in files.iter().zip(&plan.names) {
+        let path = folder.join(name);
+        file.sync_all().map_err(WeightsError::io("writing", &path))?;
+        fs::rename(partial(&path), &path).map_err(WeightsError::io("renaming", &path))?;
+        written.push(path);
+    }
+    if plan.names.len() > 1 {
+        written.push(put(folder, INDEX, &plan.index())?);
+    }
+    written.push(put(folder, "generation_config.json", &generation_config_json(spec))?);
+    written.push(put(folder, "config.json", &config)?);
+    // What an earlier export left would shadow this one.
+    let stale = if plan.names.len() > 1 { SINGLE } else { INDEX };
+    match fs::remove_file(folder.join(stale)) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(WeightsError::io("removing", folder.join(stale))(error).into());
+        }
+        _ => {}
+    }
+    Ok(Exported { files: written, bytes: plan.elements * plan.dtype.size() as u64 })
+}
+
+impl Plan {
+    fn new(model: &Model, zeros: Vec<(String, Vec<usize>)>, options: ExportOptions) -> Result<Plan, WeightsError> {
+        let dtype = match options.dtype {
+            DType::F32 => StoredDType::F32,
+            DType::BF16 => StoredDType::BF16,
+            DType::F16 => StoredDType::F16,
+            other => return Err(WeightsError::NotExportable(format!("weights as {other}; choose f32, bf16 or f16"))),
+        };
+        // By name, as transformers orders files.
+        let mut tensors: BTreeMap<String, Vec<usize>> = zeros.into_iter().collect();
+        for (id, parameter) in model.parameters() {
+            if parameter.sources.is_empty() {
+                let name = model.parameter_name(id).unwrap_or_default();
+                return Err(WeightsError::NotExportable(format!("parameter {name} has no name in files")));
+            }
+            for source in &parameter.sources {
+                tensors.insert(source.hf_name.clone(), source.shape(&parameter.shape));
+            }
+        }
+        let mut shards: Vec<Vec<(String, Vec<usize>, u64)>> = vec![Vec::new()];
+        let (mut shard_bytes, mut elements) = (0, 0);
+        for (name, shape) in tensors {
+            let count = shape.iter().product::<usize>() as u64;
+            let bytes = count * dtype.size() as u64;
+            if shard_bytes > 0 && shard_bytes + bytes > options.max_shard_bytes {
+                shards.push(Vec::new());
+                shard_bytes = 0;
+            }
+            shard_bytes += bytes;
+            elements += count;
+            shards.last_mut().expect("there is always one").push((name, shape, bytes));
+        }
+        let mut plan = Plan {
+            dtype,
+            names: Vec::new(),
+            headers: Vec::new(),
+            sizes: Vec::new(),
+            places: BTreeMap::new(),
+            elements,
+        };
+        for (file, shard) in shards.iter().enumerate() {
+            plan.names.push(match shards.len() {
+                1 => SINGLE.into(),
+                count => format!("model-{:05}-of-{count:05}.safetensors", file + 1),
+            });
+            plan.add_shard(file, shard);
+        }
+        Ok(plan)
+    }
+
+    fn add_shard(&mut self, file: usize, shard: &[(String, Vec<usize>, u64)]) {
+        let mut header = Map::new();
+        header.insert("__metadata__".into(), json!({"format": "pt"}));
+        let mut end = 0;
+        for (name, shape, bytes) in shard {
+            let entry = json!({"dtype": self.dtype.name(), "shape": shape, "data_offsets": [end, end + bytes]});
+            header.insert(name.clone(), entry);
+            self.places.insert(name.clone(), Place { file, start: end });
+            end += bytes;
+        }
+        let mut text = Value::Object(header).to_string().into_bytes();
+        // Spaces, so that the data is aligned for whoever maps it.
+        text.resize(text.len().next_multiple_of(8), b' ');
+        let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(text);
+        for place in self.places.values_mut().filter(|place| place.file == file) {
+            place.start += bytes.len() as u64;
+        }
+        self.sizes.push(bytes.len() as u64 + end);
+        self.headers.push(bytes);
+    }
+
+    /// Makes the files under temporary names, in full length and so with zeros for what will not be written.
+    fn create(&self, folder: &Path) -> Result<Vec<File>, WeightsError> {
+        let create = |((name, header), size): ((&String, &Vec<u8>), &u64)| {
+            let path = partial(&folder.join(name));
+            let make = || -> std::io::Result<File> {
+                let mut file = File::create(&path)?;
+                file.set_len(*size)?;
+                file.write_all(header)?;
+                Ok(file)
+            };
+            make().map_err(WeightsError::io("creating", &path))
+        };
+        self.names.iter().zip(&self.headers).zip(&self.sizes).map(create).collect()
+    }
+
+    fn write(
+        &self,
+        files: &mut [File],
+        folder: &Path,
+        parameter: &ParameterSpec,
+        source: &Source,
+        values: &[f32],
+    ) -> Result<(), WeightsError> {
+        let place = &self.places[&source.hf_name];
+        let width = parameter.row_elements();
+        let values = &values[source.rows.start * width..source.rows.end * width];
+        let transposed: Vec<f32>;
+        let values = if source.transposed {
+            transposed = (0..width).flat_map(|column| values[column..].iter().step_by(width).copied()).collect();
+            &transposed
+        } else {
+            values
+        };
+        let file = &mut files[place.file];
+        let path = || folder.join(&self.names[place.file]);
+        file.seek(SeekFrom::Start(place.start)).map_err(|e| WeightsError::io("writing", path())(e))?;
+        let mut bytes = Vec::new();
+        for part in values.chunks(1 << 20) {
+            self.dtype.encode(part, &mut bytes);
+            file.write_all(&bytes).map_err(|e| WeightsError::io("writing", path())(e))?;
+        }
+        Ok(())
+    }
+
+    fn index(&self) -> String {
+        let map = self.places.iter().map(|(name, place)| (name.clone(), json!(self.names[place.file])));
+        let total = self.elements * self.dtype.size() as u64;
+        let index = json!({
+            "metadata": {"total_parameters": self.elements, "total_size": total},
+            "weight_map": Value::Object(map.collect()),
+        });
+        format!("{index:#}\n")
+    }
+}
+
+fn partial(path: &Path) -> PathBuf {
+    path.with_extension("partial")
+}
+
+/// Writes a small file so that it is there whole or not at all.
+fn put(folder: &Path, name: &str, text: &str) -> Result<PathBuf, WeightsError> {
+    let path = folder.join(name);
+    let write = || -> std::io::Result<()> {
+        let mut file = File::create(partial(&path))?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(partial(&path), &path)
+    };
+    write().map_err(WeightsError::io("writing", &path))?;
+    Ok(path)
+}

@@ -1,0 +1,199 @@
+//! What holds of a model whatever its values: caches, packing, dropout, costs.
+
+mod common;
+
+use common::*;
+use trainyard_autograd::{Policy, Store, Tape};
+use trainyard_model::costs::{unit_costs, unit_costs_on};
+use trainyard_model::{BatchShape, BatchSlices, Forward, KvCache, Model, ModelSpec, Output};
+use trainyard_tensor::{DType, Device};
+
+/// A small model of each kind that differs in how attention sees.
+fn small_models() -> Vec<(&'static str, ModelSpec)> {
+    let llama = ModelSpec { kv_heads: 2, ..ModelSpec::llama(53, 24, 2, 4, 40, 64) };
+    let qwen3 = ModelSpec { qk_norm: true, head_dim: 8, tie_embeddings: true, ..llama.clone() };
+    let mistral = ModelSpec { sliding_window: Some(4), sliding_layers: Some(vec![1]), ..llama.clone() };
+    let plain = ModelSpec {
+        norm_bias: false,
+        qkv_bias: false,
+        o_bias: false,
+        mlp_bias: false,
+        ..ModelSpec::gpt2(53, 24, 2, 4, 64)
+    };
+    vec![
+        ("gpt2", ModelSpec::gpt2(53, 24, 2, 4, 64)),
+        ("gpt2 without biases", plain),
+        ("llama", llama),
+        ("qwen3", qwen3),
+        ("mistral", mistral),
+    ]
+}
+
+/// Logits of `tokens` through a cache, in pieces of the given lengths; each piece's last row.
+fn in_pieces(
+    model: &Model,
+    store: &Store,
+    device: &Device,
+    tokens: &[i32],
+    pieces: &[usize],
+    dtype: DType,
+) -> Vec<Vec<f32>> {
+    let mut cache = KvCache::new(device, model.spec().unwrap(), tokens.len(), dtype).unwrap();
+    let mut rows = Vec::new();
+    let mut start = 0;
+    for piece in pieces {
+        let part = &tokens[start..start + piece];
+        let positions: Vec<i32> = (start as i32..(start + piece) as i32).collect();
+        let slices =
+            BatchSlices { tokens: part, targets: None, positions: &positions, cu_seqlens: &[0, *piece as i32] };
+        let batch = model.batch(device, &slices).unwrap();
+        let mut tape = Tape::new(device, store, Policy::Nothing, KEY);
+        let y = model.forward(&mut tape, &mut Forward::generation(&batch, &mut cache)).unwrap();
+        rows.push(y.tensor().to_f32_vec().unwrap());
+        start += piece;
+    }
+    assert_eq!(cache.len(), start);
+    rows
+}
+
+#[test]
+fn generating_through_a_cache_gives_the_logits_of_the_whole() {
+    let device = cpu();
+    for (name, spec) in small_models() {
+        let (model, store) = initialised(spec, &device, DType::F32);
+        let tokens = tokens(21, 53);
+        let whole = logits(&model, &store, &device, &batch(&model, &device, 1, &tokens, None));
+        for pieces in [vec![1; 21], vec![9, 1, 1, 10], vec![21]] {
+            let mut end = 0;
+            for (piece, row) in pieces.iter().zip(in_pieces(&model, &store, &device, &tokens, &pieces, DType::F32)) {
+                end += piece;
+                let error = relative_error(&row, &whole[(end - 1) * 53..end * 53]);
+                assert!(error < 1e-5, "{name}, {pieces:?}: token {end} differs by {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn misuse_of_a_cache_is_an_error() {
+    let device = cpu();
+    let (model, store) = initialised(ModelSpec::llama(53, 24, 2, 4, 40, 64), &device, DType::F32);
+    let spec = model.spec().unwrap();
+    let check = |expect: &str, spec: &ModelSpec, policy, positions: &[i32], cu_seqlens: &[i32]| {
+        let mut cache = KvCache::new(&device, spec, 3, DType::F32).unwrap();
+        let tokens = vec![1; positions.len()];
+        let slices = BatchSlices { tokens: &tokens, targets: None, positions, cu_seqlens };
+        let batch = model.batch(&device, &slices).unwrap();
+        let mut tape = Tape::new(&device, &store, policy, KEY);
+        let error = model.forward(&mut tape, &mut Forward::generation(&batch, &mut cache)).unwrap_err().to_string();
+        assert!(error.contains(expect), "{error:?} does not say {expect:?}");
+    };
+    check("4 tokens after 0 in a cache made for 3", spec, Policy::Nothing, &[0, 1, 2, 3], &[0, 4]);
+    check("no gradient flows", spec, Policy::Everything, &[0, 1], &[0, 2]);
+    check("this batch has several", spec, Policy::Nothing, &[0, 0], &[0, 1, 2]);
+    check("end at position 2, not 5", spec, Policy::Nothing, &[3, 4], &[0, 2]);
+    check("a cache made for 1 layers", &ModelSpec { layers: 1, ..spec.clone() }, Policy::Nothing, &[0, 1], &[0, 2]);
+}
+
+#[test]
+fn packed_sequences_do_not_see_each_other() {
+    let device = cpu();
+    for (name, spec) in small_models() {
+        let (model, store) = initialised(spec, &device, DType::F32);
+        let tokens = tokens(16, 53);
+        let (a, b) = tokens.split_at(5);
+        let positions: Vec<i32> = (0..5).chain(0..11).collect();
+        let slices = BatchSlices { tokens: &tokens, targets: None, positions: &positions, cu_seqlens: &[0, 5, 16] };
+        let packed = logits(&model, &store, &device, &model.batch(&device, &slices).unwrap());
+        let alone = [a, b].map(|part| logits(&model, &store, &device, &batch(&model, &device, 1, part, None))).concat();
+        let error = relative_error(&packed, &alone);
+        assert!(error < 1e-6, "{name}: {error:e}");
+    }
+}
+
+/// With the same key a step with dropout is the same bits, whatever is kept and recomputed; with another it is not.
+#[test]
+fn dropout_replays_bit_exactly() {
+    let device = cpu();
+    for (name, spec) in small_models() {
+        let spec = ModelSpec { dropout: 0.3, ..spec };
+        let tokens = tokens(24, 53);
+        let run = |policy, eager| {
+            let (model, mut store) = initialised(spec.clone(), &device, DType::F32);
+            let batch = batch(&model, &device, 2, &tokens, Some(&tokens));
+            loss_and_gradients(&model, &mut store, &device, &batch, policy, eager)
+        };
+        let first = run(Policy::Everything, true);
+        assert_eq!(run(Policy::Everything, true), first, "{name}");
+        assert_eq!(run(Policy::Selective, true), first, "{name}: recomputing changes no bit");
+        let (model, store) = initialised(spec.clone(), &device, DType::F32);
+        let batch = batch(&model, &device, 2, &tokens, Some(&tokens));
+        let loss = |seed, training| {
+            let key = trainyard_autograd::RandomKey { seed, ..KEY };
+            let mut tape = Tape::new(&device, &store, Policy::Nothing, key);
+            let output = Output::Loss { scale: 1.0 / batch.counted as f32 };
+            let mut cx = Forward { training, ..Forward::evaluation(&batch, output) };
+            model.forward(&mut tape, &mut cx).unwrap().tensor().to_scalar().unwrap()
+        };
+        assert_eq!(loss(KEY.seed, true), first.0, "{name}: recording changes no bit");
+        assert_ne!(loss(1, true), loss(2, true), "{name}: the seed matters");
+        assert_eq!(loss(1, false), loss(2, false), "{name}: evaluation drops nothing");
+    }
+}
+
+/// What meta predicts is what the CPU launches and allocates.
+#[test]
+fn costs_on_meta_are_the_counters_of_the_cpu() {
+    for (name, spec) in small_models() {
+        for dropout in [0.0, 0.1] {
+            let model = Model::new(ModelSpec { dropout, ..spec.clone() }).unwrap();
+            let shape = BatchShape { sequences: vec![17, 3, 12] };
+            for policy in [Policy::Nothing, Policy::Selective, Policy::Everything] {
+                for dtype in [DType::F32, DType::BF16] {
+                    let predicted = unit_costs(&model, &shape, dtype, policy).unwrap();
+                    let measured = unit_costs_on(&cpu(), &model, &shape, dtype, policy).unwrap();
+                    assert_eq!(predicted, measured, "{name}, dropout {dropout}, {policy:?}, {dtype}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn checkpointing_keeps_less_and_full_repeats_forward() {
+    let model = Model::new(ModelSpec::llama(512, 256, 4, 4, 704, 512)).unwrap();
+    let shape = BatchShape::uniform(2, 256);
+    let [full, selective, none] = [Policy::Nothing, Policy::Selective, Policy::Everything]
+        .map(|policy| unit_costs(&model, &shape, DType::BF16, policy).unwrap());
+    let blocks = 1..5;
+    let saved = |costs: &[trainyard_model::costs::UnitCost]| -> usize {
+        costs[blocks.clone()].iter().map(|cost| cost.saved_bytes).sum()
+    };
+    assert!(saved(&full) * 5 <= saved(&none), "{} and {}", saved(&full), saved(&none));
+    assert!(saved(&selective) < saved(&none), "{} and {}", saved(&selective), saved(&none));
+    for unit in blocks {
+        assert_eq!(full[unit].forward, none[unit].forward);
+        assert_eq!(full[unit].backward.flops, none[unit].backward.flops + none[unit].forward.flops);
+        assert!(selective[unit].backward.flops < full[unit].backward.flops);
+    }
+}
+
+/// The two conventions against what the kernels count, for a model whose FLOPs are nearly all in products.
+#[test]
+fn flops_per_token_agree_with_the_counted_ones() {
+    let model = Model::new(ModelSpec::llama(4096, 512, 2, 8, 1408, 512)).unwrap();
+    let spec = model.spec().unwrap();
+    let shape = BatchShape::uniform(2, 512);
+    let costs = unit_costs(&model, &shape, DType::BF16, Policy::Everything).unwrap();
+    let counted: u64 = costs.iter().map(|cost| cost.forward.flops + cost.backward.flops).sum();
+    let per_token = counted as f64 / shape.tokens() as f64;
+    let expected = spec.flops_per_token(512);
+    // Counted beyond it: norms, rotations, activations, and the scores that attention's backward makes again.
+    assert!(per_token > expected.causal && per_token < 1.02 * expected.causal, "{per_token} and {expected:?}");
+    assert!(expected.convention > expected.causal);
+    let untied = spec.multiplied_parameters() + spec.vocab_size * spec.dim;
+    assert_eq!(untied, model.parameter_count(), "all but the token table that is only looked up");
+    let windowed = ModelSpec { sliding_window: Some(1), ..spec.clone() }.flops_per_token(512).causal;
+    let per_layer = 12.0 * (spec.heads * spec.head_dim * spec.layers) as f64;
+    assert_eq!(windowed, 6.0 * spec.multiplied_parameters() as f64 + per_layer);
+}

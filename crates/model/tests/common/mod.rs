@@ -1,0 +1,127 @@
+//! What several test files need: golden folders, models with their weights, and comparisons.
+#![allow(dead_code, reason = "each test file uses some of it")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use trainyard_autograd::{ParamId, Policy, RandomKey, Store, Tape};
+use trainyard_model::weights::WeightReader;
+use trainyard_model::{Batch, BatchSlices, Forward, Model, ModelSpec, Output, ParameterSpec, hf, initialise};
+use trainyard_tensor::cpu::{Cpu, Isa};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
+
+/// Every golden model.
+pub const GOLDENS: [&str; 7] = ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm"];
+
+pub fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+pub fn cpu() -> Device {
+    Device::cpu(Isa::detect(), 2, None)
+}
+
+pub fn read_config(folder: &Path, file: &str) -> ModelSpec {
+    let text = std::fs::read_to_string(folder.join(file)).unwrap();
+    let imported = hf::from_config_json(&text).unwrap_or_else(|error| panic!("{folder:?}: {error}"));
+    assert_eq!(imported.notes, [] as [String; 0], "{folder:?}");
+    imported.spec
+}
+
+/// A golden model with its weights, f32.
+pub fn load(name: &str, device: &Device) -> (Model, Store) {
+    let folder = golden(name);
+    let model = Model::new(read_config(&folder, "config.json")).unwrap();
+    let reader = WeightReader::open(&folder, &model).unwrap();
+    let mut store = Store::new();
+    for unit in 0..model.units().len() {
+        let layout = model.layout(unit, 1);
+        let mut flat = vec![f32::NAN; layout.elements()];
+        reader.read_unit(&model, unit, &mut flat).unwrap();
+        for (index, parameter) in model.units()[unit].parameters().iter().enumerate() {
+            let values = &flat[layout.range(index)];
+            let tensor = device.tensor(&parameter.shape, values, Purpose::Params).unwrap();
+            store.insert(ParamId::new(unit as u32, index as u32), tensor);
+        }
+    }
+    (model, store)
+}
+
+/// A model with initial weights in `dtype`.
+pub fn initialised(spec: ModelSpec, device: &Device, dtype: DType) -> (Model, Store) {
+    let model = Model::new(spec).unwrap();
+    let mut store = Store::new();
+    for (id, parameter) in model.parameters() {
+        store.insert(id, initial(device, id, parameter, dtype));
+    }
+    (model, store)
+}
+
+fn initial(device: &Device, id: ParamId, parameter: &ParameterSpec, dtype: DType) -> Tensor {
+    let mut values = vec![0.0; parameter.elements()];
+    initialise(&Cpu::new(Isa::detect(), 2), 1, id, parameter, 0, &mut values);
+    // Away from the ones and zeros that hide mistakes.
+    for (i, x) in values.iter_mut().enumerate() {
+        *x += 0.01 * ((i % 7) as f32 - 3.0);
+    }
+    let tensor = device.tensor(&parameter.shape, &values, Purpose::Params).unwrap();
+    trainyard_tensor::ops::cast(&tensor, dtype).unwrap()
+}
+
+/// `rows` sequences of equal length, with targets where given.
+pub fn batch(model: &Model, device: &Device, rows: usize, tokens: &[i32], targets: Option<&[i32]>) -> Batch {
+    let length = tokens.len() / rows;
+    let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
+    let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
+    let slices = BatchSlices { tokens, targets, positions: &positions, cu_seqlens: &cu_seqlens };
+    model.batch(device, &slices).unwrap()
+}
+
+/// Tokens without a pattern.
+pub fn tokens(count: usize, vocab: usize) -> Vec<i32> {
+    (0..count).map(|i| ((i * i * 31 + i * 7 + 3) % vocab) as i32).collect()
+}
+
+/// Logits without recording.
+pub fn logits(model: &Model, store: &Store, device: &Device, batch: &Batch) -> Vec<f32> {
+    let mut tape = Tape::new(device, store, Policy::Nothing, KEY);
+    let y = model.forward(&mut tape, &mut Forward::evaluation(batch, Output::Logits)).unwrap();
+    y.tensor().to_f32_vec().unwrap()
+}
+
+/// The loss and every parameter's gradient, on one tape.
+pub fn loss_and_gradients(
+    model: &Model,
+    store: &mut Store,
+    device: &Device,
+    batch: &Batch,
+    policy: Policy,
+    eager: bool,
+) -> (f32, BTreeMap<ParamId, Vec<f32>>) {
+    let scale = 1.0 / batch.counted as f32;
+    let (loss, recording) = {
+        let (parameters, mut gradients) = store.split();
+        let mut tape = Tape::new(device, &parameters, policy, KEY);
+        if eager {
+            tape = tape.with_gradients(&mut gradients);
+        }
+        let loss = model.forward(&mut tape, &mut Forward::training(batch, scale)).unwrap();
+        (loss, tape.finish())
+    };
+    let value = loss.tensor().to_scalar().unwrap();
+    let one = device.tensor(*loss.tensor().shape(), &[1.0f32], Purpose::Activations).unwrap();
+    let (parameters, mut gradients) = store.split();
+    recording.backward(&[(&loss, one)], &[], &parameters, &mut gradients).unwrap();
+    let ids: Vec<ParamId> = model.parameters().map(|(id, _)| id).collect();
+    let gradients = ids.into_iter().map(|id| (id, store.gradient(id).unwrap().to_f32_vec().unwrap())).collect();
+    (value, gradients)
+}
+
+/// Norm of the difference over norm of what is expected.
+pub fn relative_error(got: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(expected).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    difference / norm(&mut expected.iter().map(|b| f64::from(*b))).max(1e-30)
+}

@@ -1,0 +1,102 @@
+//! The functions computed are those of transformers: logits and every gradient of tiny models of each family, as
+//! `scripts/golden/make_goldens.py` got them from transformers in f32.
+
+mod common;
+
+use common::*;
+use safetensors::SafeTensors;
+use std::collections::BTreeMap;
+use trainyard_autograd::{ParamId, Policy};
+use trainyard_model::Model;
+use trainyard_tensor::Device;
+use trainyard_tensor::cpu::Isa;
+
+/// The bar of the project.
+const TOLERANCE: f64 = 1e-4;
+
+struct Golden {
+    input_ids: Vec<i32>,
+    labels: Vec<i32>,
+    floats: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+}
+
+fn read_golden(name: &str) -> Golden {
+    let bytes = std::fs::read(golden(name).join("golden.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let ints = |name: &str| {
+        let data = file.tensor(name).unwrap().data();
+        data.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    let mut floats = BTreeMap::new();
+    for (name, view) in file.iter().filter(|(_, view)| view.dtype() == safetensors::Dtype::F32) {
+        let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        floats.insert(name.to_string(), (view.shape().to_vec(), values));
+    }
+    Golden { input_ids: ints("input_ids"), labels: ints("labels"), floats }
+}
+
+/// Our gradient of a parameter as the tensors that it is in files.
+fn by_hf_name(model: &Model, gradients: &BTreeMap<ParamId, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
+    let mut named = BTreeMap::new();
+    for (id, parameter) in model.parameters() {
+        let width = parameter.row_elements();
+        for source in &parameter.sources {
+            let values = &gradients[&id][source.rows.start * width..source.rows.end * width];
+            let values = if source.transposed {
+                (0..width).flat_map(|column| values[column..].iter().step_by(width).copied()).collect()
+            } else {
+                values.to_vec()
+            };
+            named.insert(source.hf_name.clone(), values);
+        }
+    }
+    named
+}
+
+fn check(name: &str, device: &Device, policy: Policy, eager: bool) {
+    let golden = read_golden(name);
+    let (model, mut store) = load(name, device);
+    let batch = batch(&model, device, 2, &golden.input_ids, Some(&golden.labels));
+    let error = relative_error(&logits(&model, &store, device, &batch), &golden.floats["logits"].1);
+    assert!(error <= TOLERANCE, "{name} on {device:?}: logits differ by {error:e}");
+
+    let (loss, gradients) = loss_and_gradients(&model, &mut store, device, &batch, policy, eager);
+    let error = relative_error(&[loss], &golden.floats["loss"].1);
+    assert!(error <= TOLERANCE, "{name} on {device:?}: the loss is {loss}, off by {error:e}");
+    let ours = by_hf_name(&model, &gradients);
+    let theirs = golden.floats.iter().filter_map(|(name, (_, g))| Some((name.strip_prefix("grad.")?, g)));
+    let mut compared = 0;
+    for (parameter, expected) in theirs {
+        let got = ours.get(parameter).unwrap_or_else(|| panic!("{name}: no gradient for {parameter}"));
+        let error = relative_error(got, expected);
+        assert!(
+            error <= TOLERANCE,
+            "{name} on {device:?}, {policy:?}: the gradient of {parameter} differs by {error:e}"
+        );
+        compared += 1;
+    }
+    assert_eq!(compared, ours.len(), "{name}: every gradient has its golden");
+}
+
+#[test]
+fn logits_and_every_gradient_agree_with_transformers() {
+    for name in GOLDENS {
+        check(name, &cpu(), Policy::Everything, true);
+    }
+}
+
+#[test]
+fn the_same_with_cheap_results_recomputed_and_the_loss_taken_in_backward() {
+    for name in GOLDENS {
+        check(name, &cpu(), Policy::Selective, false);
+    }
+}
+
+#[test]
+fn the_same_on_every_rung_of_this_machine() {
+    for isa in Isa::available() {
+        for name in ["gpt2", "qwen3"] {
+            check(name, &Device::cpu(isa, 2, None), Policy::Everything, true);
+        }
+    }
+}

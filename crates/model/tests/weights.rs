@@ -1,0 +1,365 @@
+//! Safetensors in and out.
+
+mod common;
+
+use common::*;
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use trainyard_model::weights::{ExportOptions, WeightReader, WeightsError, export};
+use trainyard_model::{Model, ModelSpec, initialise, preset};
+use trainyard_tensor::DType;
+use trainyard_tensor::cpu::{Cpu, Isa};
+
+fn open(folder: &Path) -> Result<(Model, WeightReader), WeightsError> {
+    let model = Model::new(read_config(folder, "config.json")).unwrap();
+    let reader = WeightReader::open(folder, &model)?;
+    Ok((model, reader))
+}
+
+fn read_all(model: &Model, reader: &WeightReader) -> Vec<Vec<f32>> {
+    let read = |unit| {
+        let mut flat = vec![f32::NAN; model.layout(unit, 1).elements()];
+        reader.read_unit(model, unit, &mut flat).unwrap();
+        flat
+    };
+    (0..model.units().len()).map(read).collect()
+}
+
+fn write_all(folder: &Path, model: &Model, dtype: DType, max_shard_bytes: u64, units: &[Vec<f32>]) {
+    let options = ExportOptions { dtype, max_shard_bytes };
+    export(folder, model, options, |unit, out| {
+        out.copy_from_slice(&units[unit]);
+        Ok::<_, std::io::Error>(())
+    })
+    .unwrap();
+}
+
+/// What transformers wrote, read and written by us, is the same file to the last byte.
+#[test]
+fn reading_and_writing_a_transformers_file_gives_the_same_bytes() {
+    for name in GOLDENS {
+        let (model, reader) = open(&golden(name)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        write_all(folder.path(), &model, DType::F32, u64::MAX, &read_all(&model, &reader));
+        let ours = fs::read(folder.path().join("model.safetensors")).unwrap();
+        let theirs = fs::read(golden(name).join("model.safetensors")).unwrap();
+        assert!(ours == theirs, "{name}");
+        assert_eq!(read_config(folder.path(), "config.json"), *model.spec().unwrap());
+        assert!(folder.path().join("generation_config.json").exists());
+        assert!(fs::read_dir(folder.path()).unwrap().all(|f| !f.unwrap().path().ends_with("partial")));
+    }
+}
+
+#[test]
+fn shards_hold_what_one_file_holds() {
+    let (model, reader) = open(&golden("qwen3")).unwrap();
+    let units = read_all(&model, &reader);
+    // Transformers' shards.
+    let sharded = WeightReader::open(&golden("qwen3/sharded"), &model).unwrap();
+    assert_eq!(read_all(&model, &sharded), units);
+    // Ours, in every dtype, over an older single file that must not shadow them.
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let folder = tempfile::tempdir().unwrap();
+        write_all(folder.path(), &model, dtype, u64::MAX, &units);
+        write_all(folder.path(), &model, dtype, 10_000, &units);
+        assert!(!folder.path().join("model.safetensors").exists());
+        let index: Value =
+            serde_json::from_slice(&fs::read(folder.path().join("model.safetensors.index.json")).unwrap()).unwrap();
+        let elements = model.parameter_count() * dtype.size();
+        assert_eq!(index["metadata"]["total_size"], json!(elements));
+        let files: std::collections::BTreeSet<_> =
+            index["weight_map"].as_object().unwrap().values().map(|file| file.as_str().unwrap()).collect();
+        assert!(files.len() > 3, "{files:?}");
+        for file in files {
+            let bytes = fs::read(folder.path().join(file)).unwrap();
+            // Only a tensor that is larger by itself makes a file larger.
+            let tensors = SafeTensors::deserialize(&bytes).unwrap();
+            let size: usize = tensors.iter().map(|(_, tensor)| tensor.data().len()).sum();
+            assert!(size <= 10_000 || tensors.len() == 1, "{file}: {size}");
+        }
+        let reader = WeightReader::open(folder.path(), &model).unwrap();
+        let back = read_all(&model, &reader);
+        for (a, b) in back.iter().flatten().zip(units.iter().flatten()) {
+            let tolerance = match dtype {
+                DType::F32 => 0.0,
+                DType::BF16 => b.abs() / 256.0,
+                _ => b.abs() / 2048.0 + 1e-7,
+            };
+            assert!((a - b).abs() <= tolerance, "{dtype}: {a} and {b}");
+        }
+        // What was rounded once is exact from then on.
+        let again = tempfile::tempdir().unwrap();
+        write_all(again.path(), &model, dtype, 10_000, &back);
+        assert_eq!(read_all(&model, &WeightReader::open(again.path(), &model).unwrap()), back);
+    }
+}
+
+#[test]
+fn a_gpt2_without_biases_is_exported_with_zeros_and_read_back_either_way() {
+    let spec = ModelSpec {
+        vocab_size: 31,
+        dim: 16,
+        head_dim: 4,
+        ffn_dim: 64,
+        layers: 2,
+        ..preset("shakespeare-char").unwrap()
+    };
+    let model = Model::new(spec).unwrap();
+    let cpu = Cpu::new(Isa::detect(), 1);
+    let mut units: Vec<Vec<f32>> = Vec::new();
+    for (unit, u) in model.units().iter().enumerate() {
+        let layout = model.layout(unit, 1);
+        let mut flat = vec![0.0; layout.elements()];
+        for (index, parameter) in u.parameters().iter().enumerate() {
+            let id = trainyard_autograd::ParamId::new(unit as u32, index as u32);
+            initialise(&cpu, 1, id, parameter, 0, &mut flat[layout.range(index)]);
+        }
+        units.push(flat);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    write_all(folder.path(), &model, DType::F32, u64::MAX, &units);
+    assert_eq!(read_all(&model, &WeightReader::open(folder.path(), &model).unwrap()), units);
+    let (with_biases, reader) = open(folder.path()).unwrap();
+    assert_eq!(with_biases.parameter_count(), model.parameter_count() + 2 * (2 * 16 + 48 + 16 + 64 + 16) + 16);
+    let total = |units: &[Vec<f32>]| units.iter().flatten().map(|x| f64::from(*x)).sum::<f64>();
+    assert!((total(&read_all(&with_biases, &reader)) - total(&units)).abs() < 1e-9);
+}
+
+/// A safetensors file as its two parts, to be spoiled.
+struct Parts {
+    header: Value,
+    data: Vec<u8>,
+}
+
+impl Parts {
+    fn read(path: &Path) -> Parts {
+        let bytes = fs::read(path).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        Parts { header: serde_json::from_slice(&bytes[8..8 + length]).unwrap(), data: bytes[8 + length..].to_vec() }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        with_header(&self.header.to_string(), &self.data)
+    }
+
+    fn remove(&mut self, name: &str) {
+        let entry = self.header.as_object_mut().unwrap().shift_remove(name).unwrap();
+        let [start, end] = [0, 1].map(|i| entry["data_offsets"][i].as_u64().unwrap());
+        self.data.drain(start as usize..end as usize);
+        for other in self.header.as_object_mut().unwrap().values_mut() {
+            for i in 0..2 {
+                if let Some(at) = other["data_offsets"].get(i).and_then(Value::as_u64).filter(|at| *at >= end) {
+                    other["data_offsets"][i] = json!(at - (end - start));
+                }
+            }
+        }
+    }
+
+    fn add(&mut self, name: &str, dtype: &str, shape: &[usize], data: &[u8]) {
+        let start = self.data.len();
+        self.data.extend(data);
+        self.header[name] = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, self.data.len()]});
+    }
+}
+
+fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+}
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const NORM: &str = "model.norm.weight";
+
+/// Spoils the weights of a golden model and expects an error that says so.
+fn check_spoilt(name: &str, expect: &[&str], spoil: impl FnOnce(&mut Parts) -> Option<Vec<u8>>) {
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(golden(name).join("config.json"), folder.path().join("config.json")).unwrap();
+    let mut parts = Parts::read(&golden(name).join("model.safetensors"));
+    let bytes = spoil(&mut parts).unwrap_or_else(|| parts.bytes());
+    fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    let error = open(folder.path()).map(|_| ()).expect_err(expect[0]).to_string();
+    for expect in expect {
+        assert!(error.contains(expect), "{error:?} does not say {expect:?}");
+    }
+}
+
+#[test]
+fn damaged_and_lying_files_are_errors_that_say_what_is_wrong() {
+    let raw = |bytes: Vec<u8>| move |_: &mut Parts| Some(bytes);
+    check_spoilt("llama", &["0 bytes are too few"], raw(vec![]));
+    check_spoilt("llama", &["5 bytes are too few"], raw(b"12345".to_vec()));
+    check_spoilt("llama", &["claims a header of"], raw(b"not a safetensors file at all".to_vec()));
+    check_spoilt("llama", &["claims a header of 18446744073709551615"], raw(vec![0xff; 64]));
+    check_spoilt("llama", &["header is not as specified"], raw(with_header("{\"a\":", &[])));
+    check_spoilt("llama", &["header is not as specified"], raw(with_header("[1, 2]", &[])));
+    check_spoilt("llama", &["header is not as specified"], raw(with_header("\u{0}\u{1}", &[])));
+    check_spoilt("llama", &["header is not as specified", "dtype"], raw(with_header(r#"{"a": {"shape": [1]}}"#, &[])));
+    let entry = |text: &str| with_header(&format!("{{\"a\": {text}}}"), &[0; 8]);
+    check_spoilt("llama", &["unknown dtype `F31`"], raw(entry(r#"{"dtype":"F31","shape":[2],"data_offsets":[0,8]}"#)));
+    check_spoilt(
+        "llama",
+        &["needs 12 bytes and claims 0..8"],
+        raw(entry(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#)),
+    );
+    check_spoilt("llama", &["claims 8..0"], raw(entry(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#)));
+    check_spoilt(
+        "llama",
+        &["ends at byte 16", "cut short"],
+        raw(entry(r#"{"dtype":"F32","shape":[4],"data_offsets":[0,16]}"#)),
+    );
+    check_spoilt("llama", &["leaves a gap"], raw(entry(r#"{"dtype":"F32","shape":[1],"data_offsets":[4,8]}"#)));
+    check_spoilt(
+        "llama",
+        &["4 bytes after the last"],
+        raw(entry(r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#)),
+    );
+    check_spoilt(
+        "llama",
+        &["impossible shape"],
+        raw(entry(r#"{"dtype":"F32","shape":[9223372036854775807,4],"data_offsets":[0,8]}"#)),
+    );
+    check_spoilt(
+        "llama",
+        &["header is not as specified"],
+        raw(entry(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#)),
+    );
+    let two = |a: &str, b: &str| {
+        let e = |o: &str| format!(r#"{{"dtype":"F32","shape":[1],"data_offsets":{o}}}"#);
+        with_header(&format!("{{\"a\":{},\"{b}\":{}}}", e("[0,4]"), e(a)), &[0; 8])
+    };
+    check_spoilt("llama", &["`b` at 0..4 overlaps"], raw(two("[0,4]", "b")));
+    check_spoilt("llama", &["`a` is there twice"], raw(two("[4,8]", "a")));
+    check_spoilt("llama", &["cut short"], |parts| {
+        let mut bytes = parts.bytes();
+        bytes.truncate(bytes.len() - 100);
+        Some(bytes)
+    });
+    check_spoilt("llama", &["7 bytes after the last tensor"], |parts| Some([parts.bytes(), vec![0; 7]].concat()));
+}
+
+#[test]
+fn weights_of_another_model_are_errors_that_list_the_differences() {
+    check_spoilt("llama", &["`model.norm.weight` [32] is missing"], |parts| {
+        parts.remove(NORM);
+        None
+    });
+    check_spoilt("llama", &["`lm_head.weight` [97, 32] is missing"], |parts| {
+        parts.remove("lm_head.weight");
+        None
+    });
+    check_spoilt("llama", &["`model.extra` [3] is no part of it"], |parts| {
+        parts.add("model.extra", "F32", &[3], &[0; 12]);
+        None
+    });
+    check_spoilt("llama", &["`model.norm.weight` is [4, 8] and should be [32]"], |parts| {
+        parts.header[NORM]["shape"] = json!([4, 8]);
+        None
+    });
+    check_spoilt("gpt2", &["c_attn.weight` is [96, 32] and should be [32, 96]"], |parts| {
+        parts.header["transformer.h.0.attn.c_attn.weight"]["shape"] = json!([96, 32]);
+        None
+    });
+    check_spoilt("llama", &["`model.norm.weight` has dtype I32"], |parts| {
+        parts.header[NORM]["dtype"] = json!("I32");
+        None
+    });
+    check_spoilt("smollm", &["`lm_head.weight` differs from the token table", "tie_word_embeddings"], |parts| {
+        let size = 97 * 32 * 4;
+        parts.add("lm_head.weight", "F32", &[97, 32], &vec![7; size]);
+        None
+    });
+    check_spoilt("llama", &["and 14 more"], |parts| {
+        for name in parts.header.as_object().unwrap().keys().cloned().collect::<Vec<_>>() {
+            if name != "__metadata__" && name != EMBEDDING {
+                parts.remove(&name);
+            }
+        }
+        None
+    });
+}
+
+#[test]
+fn what_is_harmless_is_accepted() {
+    let open_with = |name: &str, change: &dyn Fn(&mut Parts)| {
+        let folder = tempfile::tempdir().unwrap();
+        fs::copy(golden(name).join("config.json"), folder.path().join("config.json")).unwrap();
+        let mut parts = Parts::read(&golden(name).join("model.safetensors"));
+        change(&mut parts);
+        fs::write(folder.path().join("model.safetensors"), parts.bytes()).unwrap();
+        let (model, reader) = open(folder.path()).unwrap();
+        let (_, expected) = open(&golden(name)).unwrap();
+        assert_eq!(read_all(&model, &reader), read_all(&model, &expected), "{name}");
+        reader.notes().to_vec()
+    };
+    // A tied head that is stored as well.
+    open_with("smollm", &|parts| {
+        let [start, end] = [0, 1].map(|i| parts.header[EMBEDDING]["data_offsets"][i].as_u64().unwrap() as usize);
+        let table = parts.data[start..end].to_vec();
+        parts.add("lm_head.weight", "F32", &[97, 32], &table);
+    });
+    // Old files: masks of GPT-2, names of the bare decoder.
+    let notes = open_with("gpt2", &|parts| {
+        parts.add("transformer.h.0.attn.bias", "U8", &[1, 1, 4, 4], &[1; 16]);
+        parts.add("transformer.h.0.attn.masked_bias", "F32", &[], &[0; 4]);
+        let header = std::mem::take(parts.header.as_object_mut().unwrap());
+        let bare = header.into_iter().map(|(k, v)| (k.trim_start_matches("transformer.").to_string(), v));
+        parts.header = Value::Object(bare.collect());
+    });
+    assert!(notes[0].starts_with("2 stored tensors are masks"), "{notes:?}");
+}
+
+#[test]
+fn bad_indexes_are_errors() {
+    let check = |expect: &str, change: &dyn Fn(&Path)| {
+        let folder = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(golden("qwen3/sharded")).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+        }
+        change(folder.path());
+        let error = open(folder.path()).map(|_| ()).expect_err(expect).to_string();
+        assert!(error.contains(expect), "{error:?} does not say {expect:?}");
+    };
+    const INDEX: &str = "model.safetensors.index.json";
+    const FIRST: &str = "model-00001-of-00004.safetensors";
+    let edit = |folder: &Path, change: &dyn Fn(&mut Value)| {
+        let mut index: Value = serde_json::from_slice(&fs::read(folder.join(INDEX)).unwrap()).unwrap();
+        change(&mut index["weight_map"]);
+        fs::write(folder.join(INDEX), index.to_string()).unwrap();
+    };
+    check("holds neither", &|folder| fs::remove_file(folder.join(INDEX)).unwrap());
+    check("not an index", &|folder| fs::write(folder.join(INDEX), "{}").unwrap());
+    check("which is missing", &|folder| fs::remove_file(folder.join(FIRST)).unwrap());
+    check("not the name of a file beside it", &|folder| {
+        edit(folder, &|map| map[EMBEDDING] = json!("../x.safetensors"))
+    });
+    check("which does not hold it", &|folder| edit(folder, &|map| map["ghost"] = json!(FIRST)));
+    check("holds one too", &|folder| edit(folder, &|map| map[EMBEDDING] = json!("model-00002-of-00004.safetensors")));
+    check("which it does not list", &|folder| {
+        edit(folder, &|map| drop(map.as_object_mut().unwrap().shift_remove(EMBEDDING)));
+    });
+    check("cut short", &|folder| {
+        let bytes = fs::read(folder.join(FIRST)).unwrap();
+        fs::write(folder.join(FIRST), &bytes[..bytes.len() - 1]).unwrap();
+    });
+}
+
+#[test]
+fn export_errors_name_the_unit_or_the_file() {
+    let (model, _) = open(&golden("llama")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(folder.path(), &model, ExportOptions::default(), |unit, _| {
+        if unit == 2 { Err(std::io::Error::other("disk gone")) } else { Ok(()) }
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("unit `block.1` for export: disk gone"), "{error}");
+    assert!(!folder.path().join("config.json").exists() && !folder.path().join("model.safetensors").exists());
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = export(&file, &model, ExportOptions::default(), |_, _| Ok::<_, std::io::Error>(())).unwrap_err();
+    assert!(error.to_string().starts_with("creating "), "{error}");
+    let options = ExportOptions { dtype: DType::I32, ..ExportOptions::default() };
+    let error = export(folder.path(), &model, options, |_, _| Ok::<_, std::io::Error>(())).unwrap_err();
+    assert!(error.to_string().contains("choose f32, bf16 or f16"), "{error}");
+}
