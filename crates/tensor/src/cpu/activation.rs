@@ -13,25 +13,13 @@
 //! some 20 to 40 FLOPs each, so from cache these kernels are bound by arithmetic.
 
 use crate::cpu::Cpu;
+pub use crate::cpu::gemm::Activation;
 use crate::cpu::rows::{for_elements, for_rows, load_at, store_at};
 use crate::cpu::simd::Simd;
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use crate::simd_fn;
 use std::f32::consts::FRAC_1_SQRT_2;
-
-/// An activation function.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Activation {
-    /// GELU with the error function.
-    Gelu,
-    /// GELU with the hyperbolic tangent (`gelu_new`, `gelu_pytorch_tanh`).
-    GeluTanh,
-    /// `max(x, 0)`
-    Relu,
-    /// `x sigmoid(x)` (`swish`)
-    Silu,
-}
 
 /// A function and its derivative on lanes.
 pub(crate) trait Curve: Copy + Send + Sync {
@@ -41,7 +29,9 @@ pub(crate) trait Curve: Copy + Send + Sync {
 }
 
 #[derive(Clone, Copy)]
-pub(crate) struct Gelu;
+pub(crate) struct Identity;
+#[derive(Clone, Copy)]
+pub(crate) struct GeluExact;
 #[derive(Clone, Copy)]
 pub(crate) struct GeluTanh;
 #[derive(Clone, Copy)]
@@ -55,7 +45,18 @@ const NORMAL_PEAK: f32 = 0.398_942_3;
 const TANH_LINEAR: f32 = 1.595_769_1;
 const TANH_CUBIC: f32 = 0.071_354_814;
 
-impl Curve for Gelu {
+impl Curve for Identity {
+    #[inline(always)]
+    fn value<S: Simd>(self, _: S, x: S::F) -> S::F {
+        x
+    }
+    #[inline(always)]
+    fn both<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        (x, s.splat(1.0))
+    }
+}
+
+impl Curve for GeluExact {
     #[inline(always)]
     fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
         let below = s.mul(s.splat(0.5), s.erfc(s.mul(x, s.splat(-FRAC_1_SQRT_2))));
@@ -114,8 +115,12 @@ impl Curve for Silu {
 macro_rules! with_curve {
     ($activation:expr, $curve:ident => $call:expr) => {
         match $activation {
-            Activation::Gelu => {
-                let $curve = Gelu;
+            Activation::None => {
+                let $curve = Identity;
+                $call
+            }
+            Activation::GeluExact => {
+                let $curve = GeluExact;
                 $call
             }
             Activation::GeluTanh => {

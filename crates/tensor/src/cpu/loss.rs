@@ -108,7 +108,7 @@ pub fn cross_entropy_backward<T: Element>(
 }
 
 /// [`cross_entropy`] and [`cross_entropy_backward`] in one pass over memory: the losses, and `logits` turned into
-/// their gradient.
+/// their gradient. The `lse` of ignored rows is 0 here.
 ///
 /// # Errors
 /// When a target is neither a class nor [`IGNORE`]; the logits are as before then.
@@ -128,14 +128,17 @@ pub fn cross_entropy_in_place<T: Element>(
     for_rows(cpu, targets.len(), 2 * vocab * size_of::<T>(), |range| {
         for row in range {
             // SAFETY: every row belongs to one range.
-            let (loss, lse) = unsafe { (loss.part(row..row + 1), lse.part(row..row + 1)) };
-            // SAFETY: as above.
-            let hit = hit.as_ref().map(|hit| unsafe { hit.part(row..row + 1) });
-            // SAFETY: as above.
             let logits = unsafe { logits.part(row * vocab..(row + 1) * vocab) };
-            let target = &targets[row..row + 1];
-            stats_of_rows(cpu.isa, vocab, logits, target, RowLosses { loss, lse: &mut *lse, hit });
-            gradient_of_rows(cpu.isa, vocab, logits, target, lse, scale);
+            let found = loss_row(cpu.isa, logits, targets[row], Some(scale));
+            // SAFETY: as above.
+            unsafe {
+                loss.part(row..row + 1)[0] = found.loss;
+                lse.part(row..row + 1)[0] = found.lse;
+            }
+            if let Some(hit) = &hit {
+                // SAFETY: as above.
+                unsafe { hit.part(row..row + 1)[0] = u32::from(found.hit) };
+            }
         }
     });
     Ok(())
@@ -187,6 +190,44 @@ simd_fn! {
     }
 }
 
+/// What one row of logits comes to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LossRow {
+    pub loss: f32,
+    pub lse: f32,
+    pub hit: bool,
+}
+
+simd_fn! {
+    /// One row's loss, and the row turned into its gradient when there is a `scale`.
+    pub(crate) fn loss_row[T: Element](s: S, x: &mut [T], target: i32, scale: Option<f32>) -> LossRow {
+        if target == IGNORE {
+            if scale.is_some() {
+                x.fill(T::default());
+            }
+            return LossRow { loss: 0.0, lse: 0.0, hit: false };
+        }
+        let (max, lse) = max_and_lse(s, x);
+        let logit = x[target as usize].to_f32();
+        if let Some(scale) = scale {
+            gradient_row(s, x, target as usize, lse, scale);
+        }
+        LossRow { loss: lse - logit, lse, hit: logit >= max }
+    }
+}
+
+#[inline(always)]
+fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: usize, lse: f32, scale: f32) {
+    let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
+    let (shift, factor) = (s.splat(lse), s.splat(scale));
+    let mut i = 0;
+    while i < x.len() {
+        store_at(s, s.mul(s.exp(s.sub(load_at(s, x, i, 0.0), shift)), factor), x, i);
+        i += S::LANES;
+    }
+    x[target] = T::from_f32(at_target);
+}
+
 simd_fn! {
     fn gradient_of_rows[T: Element](s: S, vocab: usize, logits: &mut [T], targets: &[i32], lse: &[f32], scale: f32) {
         for (x, (target, lse)) in logits.chunks_exact_mut(vocab).zip(targets.iter().zip(lse)) {
@@ -194,15 +235,7 @@ simd_fn! {
                 x.fill(T::default());
                 continue;
             }
-            let target = *target as usize;
-            let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
-            let (shift, factor) = (s.splat(*lse), s.splat(scale));
-            let mut i = 0;
-            while i < x.len() {
-                store_at(s, s.mul(s.exp(s.sub(load_at(s, x, i, 0.0), shift)), factor), x, i);
-                i += S::LANES;
-            }
-            x[target] = T::from_f32(at_target);
+            gradient_row(s, x, *target as usize, *lse, scale);
         }
     }
 }

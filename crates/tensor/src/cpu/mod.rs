@@ -5,12 +5,16 @@ pub mod activation;
 pub mod amx;
 pub mod attention;
 pub mod cast;
+#[cfg(test)]
+mod conformance;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod gemm;
+pub mod head;
 pub mod isa;
 pub mod loss;
+pub mod muon;
 pub mod norm;
 pub mod optim;
 pub mod peak;

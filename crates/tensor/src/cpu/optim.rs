@@ -7,8 +7,8 @@
 //! `p *= 1 - lr * weight_decay`.
 //!
 //! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write three and the copy);
-//! SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes. These kernels run at memory bandwidth. Muon, which is
-//! matrix products, is not here.
+//! SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes. These kernels run at memory bandwidth. Muon is in
+//! [`muon`](crate::cpu::muon).
 
 use crate::cpu::Cpu;
 use crate::cpu::reduce::sum_of_squares;

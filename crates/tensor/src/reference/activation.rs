@@ -32,8 +32,9 @@ fn erfc_tail(x: f64) -> f64 {
 /// `f(x)`
 pub fn value(f: Activation, x: f64) -> f64 {
     match f {
-        Activation::Gelu => 0.5 * x * erfc(-x * FRAC_1_SQRT_2),
+        Activation::GeluExact => 0.5 * x * erfc(-x * FRAC_1_SQRT_2),
         Activation::GeluTanh => 0.5 * x * (1.0 + (FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)).tanh()),
+        Activation::None => x,
         Activation::Relu => x.max(0.0),
         Activation::Silu => x / (1.0 + (-x).exp()),
     }
@@ -42,12 +43,13 @@ pub fn value(f: Activation, x: f64) -> f64 {
 /// `f'(x)`
 pub fn slope(f: Activation, x: f64) -> f64 {
     match f {
-        Activation::Gelu => 0.5 * erfc(-x * FRAC_1_SQRT_2) + x * (-0.5 * x * x).exp() / (2.0 * PI).sqrt(),
+        Activation::GeluExact => 0.5 * erfc(-x * FRAC_1_SQRT_2) + x * (-0.5 * x * x).exp() / (2.0 * PI).sqrt(),
         Activation::GeluTanh => {
             let tanh = (FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)).tanh();
             let inner = FRAC_2_PI.sqrt() * (1.0 + 3.0 * 0.044715 * x * x);
             0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner
         }
+        Activation::None => 1.0,
         Activation::Relu => f64::from(x > 0.0),
         Activation::Silu => {
             let g = 1.0 / (1.0 + (-x).exp());

@@ -153,6 +153,14 @@ impl<'a, T> MatMut<'a, T> {
         self.stride
     }
 
+    /// Some of the rows, for writing.
+    #[track_caller]
+    pub fn rows_mut(&mut self, range: Range<usize>) -> MatMut<'_, T> {
+        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
+        let start = if range.is_empty() { 0 } else { range.start * self.stride };
+        MatMut::with_stride(&mut self.data[start..], range.len(), self.cols, self.stride)
+    }
+
     /// The same matrix for reading.
     pub fn as_ref(&self) -> MatRef<'_, T> {
         MatRef { data: self.data, rows: self.rows, cols: self.cols, stride: self.stride }
