@@ -42,7 +42,7 @@ pub(crate) struct Silu;
 /// `1 / sqrt(2 pi)`
 const NORMAL_PEAK: f32 = 0.398_942_3;
 /// `2 sqrt(2 / pi)`, and that times 0.044715.
-const TANH_LINEAR: f32 = 1.595_769_1;
+const TANH_LINEAR: f32 = 1.595_769;
 const TANH_CUBIC: f32 = 0.071_354_814;
 
 impl Curve for Identity {

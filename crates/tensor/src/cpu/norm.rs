@@ -220,7 +220,7 @@ pub fn rms_norm_backward<T: Element>(
     assert_eq!((dy.len(), dx.len(), inv_rms.len()), (x.len(), x.len(), rows), "lengths of dy, dx and inv_rms");
     check_base(base, x.len());
     let dx = Shares::new(dx);
-    let bytes = x.len() * size_of::<T>() * 3;
+    let bytes = 3 * size_of_val(x);
     over_row_blocks(cpu, rows, dim, bytes, [dweight, None], workspace, |range, [dw, _]| {
         let span = range.start * dim..range.end * dim;
         // SAFETY: row blocks do not overlap.
@@ -534,7 +534,7 @@ pub fn layer_norm_backward<T: Element>(
     assert_eq!((mean.len(), inv_std.len()), (rows, rows), "lengths of mean and inv_std");
     check_base(base, x.len());
     let dx = Shares::new(dx);
-    let bytes = x.len() * size_of::<T>() * 3;
+    let bytes = 3 * size_of_val(x);
     over_row_blocks(cpu, rows, dim, bytes, [dweight, dbias], workspace, |range, [dw, db]| {
         let span = range.start * dim..range.end * dim;
         // SAFETY: row blocks do not overlap.

@@ -99,7 +99,7 @@ fn curve(activation: Activation) -> Option<Curve> {
         Activation::None => None,
         Activation::Relu => Some(Curve::Relu),
         Activation::Silu => Some(Curve::Silu),
-        Activation::GeluExact => Some(Curve::Gelu),
+        Activation::GeluExact => Some(Curve::GeluExact),
         Activation::GeluTanh => Some(Curve::GeluTanh),
     }
 }

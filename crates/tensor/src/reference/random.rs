@@ -41,5 +41,5 @@ pub fn normal(key: RandomKey, element: u64) -> f64 {
     let unit = |word: u32| f64::from(word >> 8) / 16_777_216.0;
     let (radius, turns) = (unit(words[word / 2 * 2]), unit(words[word / 2 * 2 + 1]));
     let (sin, cos) = (turns * std::f64::consts::TAU).sin_cos();
-    (-2.0 * (1.0 - radius).ln()).sqrt() * if word % 2 == 0 { cos } else { sin }
+    (-2.0 * (1.0 - radius).ln()).sqrt() * if word.is_multiple_of(2) { cos } else { sin }
 }

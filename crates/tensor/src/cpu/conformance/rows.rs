@@ -80,7 +80,8 @@ fn functions_of_one_number_at_the_ends_of_their_range() {
             |isa, y| {
                 for (bits, (x, want)) in y.iter().zip(&cases) {
                     let y = f32::from_bits(*bits);
-                    let same = y == *want || (y.is_nan() && want.is_nan()) || (y - want).abs() <= 1e-6 * want.abs() + 1e-37;
+                    let same =
+                        y == *want || (y.is_nan() && want.is_nan()) || (y - want).abs() <= 1e-6 * want.abs() + 1e-37;
                     assert!(same, "{isa} {f:?}({x}) = {y}, not {want}");
                 }
             },
