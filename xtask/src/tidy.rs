@@ -83,6 +83,8 @@ fn check(sources: &[Source]) -> Vec<Complaint> {
 
 /// Folders at the root that hold what building and running leave behind, as in `.gitignore`.
 const NOT_SOURCES: [&str; 3] = ["target", "runs", "data"];
+/// What fuzzing leaves behind: inputs that are nobody's text.
+const FUZZING: [&str; 3] = ["fuzz/corpus", "fuzz/artifacts", "fuzz/coverage"];
 /// Hidden folders that are sources all the same.
 const HIDDEN_SOURCES: [&str; 3] = [".ci", ".cargo", ".github"];
 /// Extensions of files that the rules read; a file without one (licences, `.ci/run`) is read as well. Of the others only
@@ -102,7 +104,8 @@ fn read_all(root: &Path) -> Result<Vec<Source>> {
             let at_root = folder == root;
             if entry.file_type()?.is_dir() {
                 let hidden = name.starts_with('.') && !HIDDEN_SOURCES.contains(&name.as_ref());
-                let left_behind = name == "target" || at_root && NOT_SOURCES.contains(&name.as_ref());
+                let fuzzing = FUZZING.iter().any(|folder| entry.path() == root.join(folder));
+                let left_behind = name == "target" || fuzzing || at_root && NOT_SOURCES.contains(&name.as_ref());
                 if !hidden && !left_behind {
                     folders.push(entry.path());
                 }
@@ -158,7 +161,16 @@ mod tests {
     #[test]
     fn what_building_leaves_behind_is_not_read() {
         let folder = tempfile::tempdir().unwrap();
-        for path in ["a.rs", "target/b.rs", "runs/c.rs", ".git/d.rs", ".ci/run", "crates/x/src/data/e.rs", "f.png"] {
+        for path in [
+            "a.rs",
+            "target/b.rs",
+            "runs/c.rs",
+            ".git/d.rs",
+            "fuzz/corpus/e",
+            ".ci/run",
+            "crates/x/src/data/e.rs",
+            "f.png",
+        ] {
             let path = folder.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "//! Text.\n").unwrap();
