@@ -80,6 +80,11 @@ impl Store {
         self.gradients.get(&id)
     }
 
+    /// Takes a parameter's summed gradient out, so that the next one starts afresh.
+    pub fn take_gradient(&mut self, id: ParamId) -> Option<Tensor> {
+        self.gradients.remove(&id)
+    }
+
     /// Splits into the two roles that backward needs at once.
     pub fn split(&mut self) -> (StoreValues<'_>, StoreGradients<'_>) {
         (StoreValues(&self.values), StoreGradients { values: &self.values, gradients: &mut self.gradients })

@@ -1,6 +1,7 @@
 //! A model: its units in order.
 
 use crate::batch::{Batch, BatchSlices};
+use crate::init::initialise;
 use crate::parameter::{ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
@@ -9,8 +10,8 @@ use crate::units::{Block, Embedding, Head};
 use crate::{ModelError, Result};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use trainyard_autograd::{ParamId, Tape, Var};
-use trainyard_tensor::Device;
+use trainyard_autograd::{ParamId, Store, Tape, Var};
+use trainyard_tensor::{DType, Device, Purpose};
 
 /// A chain of units. It holds no parameter values: those are the engine's, or a [`Store`](trainyard_autograd::Store)'s.
 pub struct Model {
@@ -108,6 +109,29 @@ impl Model {
     /// Checks a batch against this model's vocabulary and positions and copies it to the device.
     pub fn batch(&self, device: &Device, slices: &BatchSlices<'_>) -> Result<Batch> {
         Batch::new(device, slices, self.vocab_size, self.positions_max)
+    }
+
+    /// A batch of sequences of equal `length`, one after another in `tokens` and `targets`.
+    pub fn rows(&self, device: &Device, length: usize, tokens: &[i32], targets: Option<&[i32]>) -> Result<Batch> {
+        if length == 0 || !tokens.len().is_multiple_of(length) {
+            return Err(ModelError::Batch(format!("{} tokens are no rows of {length}", tokens.len())));
+        }
+        let positions: Vec<i32> = (0..tokens.len()).map(|i| (i % length) as i32).collect();
+        let cu_seqlens: Vec<i32> = (0..=tokens.len() / length).map(|row| (row * length) as i32).collect();
+        self.batch(device, &BatchSlices { tokens, targets, positions: &positions, cu_seqlens: &cu_seqlens })
+    }
+
+    /// Initial values in f32, for small programs; the engine has its own buffers.
+    pub fn initial_store(&self, device: &Device, seed: u64) -> Result<Store> {
+        let mut store = Store::new();
+        for (id, parameter) in self.parameters() {
+            let mut value = device.empty(&parameter.shape, DType::F32, Purpose::Params)?;
+            if let Some(cpu) = device.as_cpu() {
+                initialise(cpu, seed, id, parameter, 0, value.data_mut()?);
+            }
+            store.insert(id, value);
+        }
+        Ok(store)
     }
 
     /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs units one at a time.)

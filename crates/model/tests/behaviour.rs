@@ -6,7 +6,7 @@ use common::*;
 use trainyard_autograd::{Policy, Store, Tape};
 use trainyard_model::costs::{unit_costs, unit_costs_on};
 use trainyard_model::{BatchShape, BatchSlices, Forward, KvCache, Model, ModelSpec, Output};
-use trainyard_tensor::{DType, Device};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// A small model of each kind that differs in how attention sees.
 fn small_models() -> Vec<(&'static str, ModelSpec)> {
@@ -108,6 +108,51 @@ fn packed_sequences_do_not_see_each_other() {
         let alone = [a, b].map(|part| logits(&model, &store, &device, &batch(&model, &device, 1, part, None))).concat();
         let error = relative_error(&packed, &alone);
         assert!(error < 1e-6, "{name}: {error:e}");
+    }
+}
+
+/// Forward and backward unit by unit, as the engine runs them, under every policy: the bits of the whole on one tape.
+#[test]
+fn units_one_at_a_time_give_the_bits_of_one_tape() {
+    let device = cpu();
+    for (name, spec) in small_models() {
+        let tokens = tokens(24, 53);
+        let (model, mut store) = initialised(spec.clone(), &device, DType::F32);
+        let batch = batch(&model, &device, 2, &tokens, Some(&tokens));
+        let expected = loss_and_gradients(&model, &mut store, &device, &batch, Policy::Everything, false);
+        for policy in [Policy::Nothing, Policy::Selective, Policy::Everything] {
+            let (model, mut store) = initialised(spec.clone(), &device, DType::F32);
+            let forward = |store: &Store, unit: usize, input: Option<Tensor>, policy| {
+                let mut tape = Tape::new(&device, store, policy, KEY);
+                let leaf = input.map(|input| tape.leaf(input));
+                let mut cx = Forward::training(&batch, 1.0 / batch.counted as f32);
+                let output = model.units()[unit].forward(&mut tape, &mut cx, leaf.as_ref()).unwrap();
+                (leaf, output, tape.finish())
+            };
+            let mut runs = Vec::new();
+            let mut input = None;
+            for unit in 0..model.units().len() {
+                let run = forward(&store, unit, input.clone(), policy);
+                let output = run.1.tensor().clone();
+                runs.push((input.replace(output), run));
+            }
+            let loss = input.unwrap().to_scalar().unwrap();
+            let mut gradient = device.tensor([], &[1.0f32], Purpose::Activations).unwrap();
+            while let Some((input, run)) = runs.pop() {
+                let (leaf, output, recording) = match policy {
+                    Policy::Nothing => forward(&store, runs.len(), input, Policy::Everything),
+                    _ => run,
+                };
+                let (parameters, mut gradients) = store.split();
+                let inputs: Vec<_> = leaf.iter().collect();
+                let given = recording.backward(&[(&output, gradient.clone())], &inputs, &parameters, &mut gradients);
+                if let Some(Some(next)) = given.unwrap().pop() {
+                    gradient = next;
+                }
+            }
+            let gradients = model.parameters().map(|(id, _)| (id, store.gradient(id).unwrap().to_f32_vec().unwrap()));
+            assert!((loss, gradients.collect()) == expected, "{name}, {policy:?}");
+        }
     }
 }
 

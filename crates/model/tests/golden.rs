@@ -6,10 +6,11 @@ mod common;
 use common::*;
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
-use trainyard_autograd::{ParamId, Policy};
+use trainyard_autograd::{ParamId, Parameters, Policy};
 use trainyard_model::Model;
-use trainyard_tensor::Device;
 use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::ops::cast;
+use trainyard_tensor::{DType, Device};
 
 /// The bar of the project.
 const TOLERANCE: f64 = 1e-4;
@@ -97,6 +98,37 @@ fn the_same_on_every_rung_of_this_machine() {
     for isa in Isa::available() {
         for name in ["gpt2", "qwen3"] {
             check(name, &Device::cpu(isa, 2, None), Policy::Everything, true);
+        }
+    }
+}
+
+/// In 16 bits the same functions, to their resolution: 2^-8 of each value in bf16, 2^-11 in f16, some of it at every layer.
+#[test]
+fn half_precision_stays_near() {
+    for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {
+        for name in GOLDENS {
+            let golden = read_golden(name);
+            let device = cpu();
+            let (model, mut store) = load(name, &device);
+            for (id, _) in model.parameters() {
+                let value = store.parameter(id).unwrap().value;
+                store.insert(id, cast(&value, dtype).unwrap());
+            }
+            let batch = batch(&model, &device, 2, &golden.input_ids, Some(&golden.labels));
+            let error = relative_error(&logits(&model, &store, &device, &batch), &golden.floats["logits"].1);
+            assert!(error <= tolerance, "{name} in {dtype}: logits differ by {error:e}");
+            assert!(error > tolerance / 1000.0, "{name} in {dtype}: computed in f32?");
+            let (_, gradients) = loss_and_gradients(&model, &mut store, &device, &batch, Policy::Everything, true);
+            let ours = by_hf_name(&model, &gradients);
+            // Compared as we hold them, fused: the keys' bias shifts all scores of a query nearly alike, so that its
+            // gradient on its own is the small difference of large numbers.
+            for (_, parameter) in model.parameters() {
+                let names: Vec<&str> = parameter.sources.iter().map(|source| source.hf_name.as_str()).collect();
+                let got = names.iter().flat_map(|name| ours[*name].clone()).collect::<Vec<_>>();
+                let expected = names.iter().flat_map(|name| golden.floats[&format!("grad.{name}")].1.clone());
+                let error = relative_error(&got, &expected.collect::<Vec<_>>());
+                assert!(error <= 2.0 * tolerance, "{name} in {dtype}: the gradient of {names:?} differs by {error:e}");
+            }
         }
     }
 }

@@ -3,12 +3,13 @@
 mod common;
 
 use common::*;
+use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use trainyard_model::weights::{ExportOptions, WeightReader, WeightsError, export};
-use trainyard_model::{Model, ModelSpec, initialise, preset};
+use trainyard_model::{Model, ModelSpec, hf, initialise, preset};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::{Cpu, Isa};
 
@@ -362,4 +363,57 @@ fn export_errors_name_the_unit_or_the_file() {
     let options = ExportOptions { dtype: DType::I32, ..ExportOptions::default() };
     let error = export(folder.path(), &model, options, |_, _| Ok::<_, std::io::Error>(())).unwrap_err();
     assert!(error.to_string().contains("choose f32, bf16 or f16"), "{error}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Whatever happens to a file's bytes, opening it is an answer and not a panic; what opens can be read.
+    #[test]
+    fn spoilt_bytes_never_panic(
+        changes in prop::collection::vec((0usize..3000, any::<u8>()), 1..4), cut in 0usize..200_000,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut bytes = fs::read(golden("llama").join("model.safetensors")).unwrap();
+        for (at, byte) in changes {
+            bytes[at] = byte;
+        }
+        bytes.truncate(cut);
+        fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+        let model = Model::new(read_config(&golden("llama"), "config.json")).unwrap();
+        if let Ok(reader) = WeightReader::open(folder.path(), &model) {
+            read_all(&model, &reader);
+        }
+    }
+
+    /// The same of configs whose values were swapped for others.
+    #[test]
+    fn spoilt_configs_never_panic(name in prop::sample::select(GOLDENS.to_vec()), key in 0usize..40, value in spoilt_value()) {
+        let text = fs::read_to_string(golden(name).join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        let map = config.as_object_mut().unwrap();
+        let key = map.keys().nth(key % map.len()).unwrap().clone();
+        map[&key] = value;
+        if let Ok(imported) = hf::from_config_json(&config.to_string()) {
+            // Building allocates per layer; what is absurd is not built here.
+            if imported.spec.layers < 100 {
+                prop_assert!(Model::new(imported.spec).is_ok());
+            }
+        }
+    }
+}
+
+fn spoilt_value() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        (-3i64..200).prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-z_]{0,8}".prop_map(Value::from),
+        prop::collection::vec(any::<i32>(), 0..3).prop_map(Value::from),
+        Just(json!({"rope_type": "yarn", "factor": 1e308, "rope_theta": 1.0000001})),
+        Just(json!({"rope_type": "llama3", "factor": -1, "low_freq_factor": 1, "high_freq_factor": 1})),
+    ]
 }

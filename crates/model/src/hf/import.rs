@@ -387,8 +387,9 @@ impl Keys {
     }
 
     fn optional_size(&mut self, key: &str) -> Result<Option<usize>> {
-        let read = |value: &Value| value.as_u64().filter(|n| *n > 0).and_then(|n| usize::try_from(n).ok());
-        self.typed(key, "a positive whole number", read)
+        // What is larger than this is no size of a model, and sums and products of sizes must not overflow.
+        let read = |value: &Value| value.as_u64().filter(|n| *n > 0 && *n < 1 << 31).map(|n| n as usize);
+        self.typed(key, "a positive whole number below 2^31", read)
     }
 
     fn size(&mut self, key: &'static str, default: Option<usize>) -> Result<usize> {

@@ -2,14 +2,15 @@
 
 use super::file::{StoredTensor, TensorFile};
 use super::{INDEX, SINGLE, WeightsError};
-use crate::Model;
 use crate::hf::implied_zeros;
 use crate::parameter::{ParameterSpec, Source, UnitLayout};
 use crate::spec::Family;
+use crate::{Model, ModelError};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use trainyard_autograd::ParamId;
+use trainyard_autograd::{ParamId, Store};
+use trainyard_tensor::{DType, Device, Purpose};
 
 /// Bytes converted at a time.
 const CHUNK: usize = 1 << 22;
@@ -67,6 +68,17 @@ impl WeightReader {
             Some(parameter) => self.read_parameter(parameter, out),
             None => Err(WeightsError::NotExportable(format!("there is no parameter {id}"))),
         }
+    }
+
+    /// Reads every parameter into a [`Store`], in f32, for small programs; the engine reads units into its own buffers.
+    pub fn read_store(&self, model: &Model, device: &Device) -> Result<Store, ModelError> {
+        let mut store = Store::new();
+        for (id, parameter) in model.parameters() {
+            let mut value = device.empty(&parameter.shape, DType::F32, Purpose::Params)?;
+            self.read_parameter(parameter, value.data_mut()?)?;
+            store.insert(id, value);
+        }
+        Ok(store)
     }
 
     fn read_parameter(&self, parameter: &ParameterSpec, out: &mut [f32]) -> Result<(), WeightsError> {

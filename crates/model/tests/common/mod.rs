@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trainyard_autograd::{ParamId, Policy, RandomKey, Store, Tape};
+use trainyard_autograd::{ParamId, Parameters, Policy, RandomKey, Store, Tape};
 use trainyard_model::weights::WeightReader;
-use trainyard_model::{Batch, BatchSlices, Forward, Model, ModelSpec, Output, ParameterSpec, hf, initialise};
-use trainyard_tensor::cpu::{Cpu, Isa};
-use trainyard_tensor::{DType, Device, Purpose, Tensor};
+use trainyard_model::{Batch, Forward, Model, ModelSpec, Output, hf};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::ops::cast;
+use trainyard_tensor::{DType, Device, Purpose};
 
 pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
 
@@ -33,49 +34,27 @@ pub fn read_config(folder: &Path, file: &str) -> ModelSpec {
 pub fn load(name: &str, device: &Device) -> (Model, Store) {
     let folder = golden(name);
     let model = Model::new(read_config(&folder, "config.json")).unwrap();
-    let reader = WeightReader::open(&folder, &model).unwrap();
-    let mut store = Store::new();
-    for unit in 0..model.units().len() {
-        let layout = model.layout(unit, 1);
-        let mut flat = vec![f32::NAN; layout.elements()];
-        reader.read_unit(&model, unit, &mut flat).unwrap();
-        for (index, parameter) in model.units()[unit].parameters().iter().enumerate() {
-            let values = &flat[layout.range(index)];
-            let tensor = device.tensor(&parameter.shape, values, Purpose::Params).unwrap();
-            store.insert(ParamId::new(unit as u32, index as u32), tensor);
-        }
-    }
+    let store = WeightReader::open(&folder, &model).unwrap().read_store(&model, device).unwrap();
     (model, store)
 }
 
-/// A model with initial weights in `dtype`.
+/// A model with initial weights in `dtype`, moved away from the ones and zeros that hide mistakes.
 pub fn initialised(spec: ModelSpec, device: &Device, dtype: DType) -> (Model, Store) {
     let model = Model::new(spec).unwrap();
-    let mut store = Store::new();
-    for (id, parameter) in model.parameters() {
-        store.insert(id, initial(device, id, parameter, dtype));
+    let mut store = model.initial_store(device, 1).unwrap();
+    for (id, _) in model.parameters() {
+        let mut value = store.parameter(id).unwrap().value;
+        for (i, x) in value.data_mut::<f32>().unwrap().iter_mut().enumerate() {
+            *x += 0.01 * ((i % 7) as f32 - 3.0);
+        }
+        store.insert(id, cast(&value, dtype).unwrap());
     }
     (model, store)
-}
-
-fn initial(device: &Device, id: ParamId, parameter: &ParameterSpec, dtype: DType) -> Tensor {
-    let mut values = vec![0.0; parameter.elements()];
-    initialise(&Cpu::new(Isa::detect(), 2), 1, id, parameter, 0, &mut values);
-    // Away from the ones and zeros that hide mistakes.
-    for (i, x) in values.iter_mut().enumerate() {
-        *x += 0.01 * ((i % 7) as f32 - 3.0);
-    }
-    let tensor = device.tensor(&parameter.shape, &values, Purpose::Params).unwrap();
-    trainyard_tensor::ops::cast(&tensor, dtype).unwrap()
 }
 
 /// `rows` sequences of equal length, with targets where given.
 pub fn batch(model: &Model, device: &Device, rows: usize, tokens: &[i32], targets: Option<&[i32]>) -> Batch {
-    let length = tokens.len() / rows;
-    let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
-    let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
-    let slices = BatchSlices { tokens, targets, positions: &positions, cu_seqlens: &cu_seqlens };
-    model.batch(device, &slices).unwrap()
+    model.rows(device, tokens.len() / rows, tokens, targets).unwrap()
 }
 
 /// Tokens without a pattern.
