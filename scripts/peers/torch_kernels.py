@@ -4,7 +4,7 @@
     trainyard bench kernels --json > ours.json; torch_kernels.py ours.json
 
 A `product` belongs to a linear layer y[tokens, outputs] = x[tokens, inputs] w[outputs, inputs]^T, in one of three forms:
-forward, input_gradient (dy w) and weight_gradient (dy^T x; PyTorch's result stays in the case's type, ours
+forward, input-gradient (dy w) and weight-gradient (dy^T x; PyTorch's result stays in the case's type, ours
 accumulates into f32). `attention` is causal scaled-dot-product attention, forward or backward. `flops` comes with the case, so that both
 sides divide the same number. Prints one JSON line: `cases` with `name`, `seconds` (median) and `tflops`.
 """
@@ -28,8 +28,8 @@ def product(case):
     w = torch.randn(outputs, inputs).to(dtype)
     return {
         "forward": lambda: F.linear(x, w),
-        "input_gradient": lambda: dy @ w,
-        "weight_gradient": lambda: dy.t() @ x,
+        "input-gradient": lambda: dy @ w,
+        "weight-gradient": lambda: dy.t() @ x,
     }[case["form"]]
 
 
