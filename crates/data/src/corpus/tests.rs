@@ -1,3 +1,5 @@
+//! Reading: order, compression, separators, skipping, and lines that are not what they should be.
+
 use std::fs;
 use std::io::Write;
 

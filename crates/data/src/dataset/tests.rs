@@ -1,3 +1,5 @@
+//! Packing and sampling: what a row holds, what an epoch covers, what a fingerprint sees.
+
 use super::*;
 use crate::indexed::{IndexedWriter, TokenType};
 use proptest::prelude::*;

@@ -1,3 +1,5 @@
+//! Every token once, and the bytes behind the tokens.
+
 use super::*;
 use crate::dataset::IGNORE;
 use crate::indexed::{IndexedWriter, TokenType};

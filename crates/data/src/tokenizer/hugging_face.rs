@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use super::END_OF_TEXT;
+use super::byte_bpe::ByteBpe;
 use crate::error::{DataError, Result};
 
 /// Names under which models call their end-of-text token, the most telling first.
@@ -19,6 +20,10 @@ pub(super) struct HuggingFace {
     inner: tokenizers::Tokenizer,
     /// The same with special tokens read as text; made when first needed, since most programs need one of the two.
     ordinary: OnceLock<tokenizers::Tokenizer>,
+    /// Takes the library's place where it can, with the same result.
+    fast: Option<ByteBpe>,
+    /// Texts of the special tokens, which the fast encoder does not look for.
+    special: Vec<String>,
     pub(super) vocab_size: usize,
     /// Whether a text may be cut where [`may_cut`] says without changing its tokens.
     pub(super) splittable: bool,
@@ -50,10 +55,14 @@ impl HuggingFace {
             return Err(DataError::tokenizer(origin, "has no tokens, or ids beyond 2^31", FIX));
         };
         let splittable = is_splittable(value, &inner);
+        let added = inner.get_added_tokens_decoder();
+        let special = added.values().map(|token| token.content.clone()).collect();
         let is_byte_level = value.get("decoder").and_then(kind) == Some("ByteLevel");
         Ok(Self {
             inner,
             ordinary: OnceLock::new(),
+            fast: ByteBpe::new(value),
+            special,
             vocab_size: largest as usize + 1,
             splittable,
             byte_of: is_byte_level.then(|| byte_characters().into_iter().zip(0..=u8::MAX).collect()),
@@ -70,10 +79,21 @@ impl HuggingFace {
     }
 
     pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_with(&self.inner, text)
+        match &self.fast {
+            Some(fast) if !self.special.iter().any(|token| text.contains(token)) => Ok(fast.encode(text)),
+            _ => self.encode_with(&self.inner, text),
+        }
     }
 
     pub(super) fn encode_ordinary(&self, text: &str) -> Result<Vec<u32>> {
+        if let Some(fast) = &self.fast {
+            return Ok(fast.encode(text));
+        }
+        self.encode_ordinary_slowly(text)
+    }
+
+    /// By the library, whatever the kind; what the fast encoder is held to.
+    pub(super) fn encode_ordinary_slowly(&self, text: &str) -> Result<Vec<u32>> {
         let ordinary = self.ordinary.get_or_init(|| {
             let mut clone = self.inner.clone();
             clone.set_encode_special_tokens(true);
@@ -156,7 +176,8 @@ fn is_splittable(value: &Value, inner: &tokenizers::Tokenizer) -> bool {
     normalizer_is_local && kinds_known && splits && tokens_within_lines
 }
 
-fn kind(value: &Value) -> Option<&str> {
+/// The `type` of a part of the file.
+pub(super) fn kind(value: &Value) -> Option<&str> {
     value.get("type").and_then(Value::as_str)
 }
 
@@ -169,15 +190,7 @@ fn check_merges(value: &Value) -> Result<(), String> {
     };
     let prefix = model["continuing_subword_prefix"].as_str().unwrap_or("");
     for (rank, merge) in merges.iter().enumerate() {
-        let pair = match merge {
-            Value::String(pair) => pair.split_once(' '),
-            Value::Array(pair) => match pair.as_slice() {
-                [Value::String(a), Value::String(b)] => Some((a.as_str(), b.as_str())),
-                _ => None,
-            },
-            _ => None,
-        };
-        let Some((left, right)) = pair else {
+        let Some((left, right)) = merge_pair(merge) else {
             return Err(format!("merge {rank} is not a pair of tokens"));
         };
         let merged = format!("{left}{}", right.strip_prefix(prefix).unwrap_or(right));
@@ -191,6 +204,18 @@ fn check_merges(value: &Value) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// The two parts of a merge, in either of the ways they are written.
+pub(super) fn merge_pair(merge: &Value) -> Option<(&str, &str)> {
+    match merge {
+        Value::String(pair) => pair.split_once(' '),
+        Value::Array(pair) => match pair.as_slice() {
+            [Value::String(left), Value::String(right)] => Some((left, right)),
+            _ => None,
+        },
+        _ => None,
+    }
 }
 
 /// The byte tokenizer as a BPE without merges: the ids are the bytes, then end-of-text.
@@ -247,7 +272,7 @@ fn bpe_without_merges(vocab: serde_json::Map<String, Value>) -> Value {
 }
 
 /// GPT-2's printable stand-in for each byte: itself where it prints, else the next code point from 256 on.
-fn byte_characters() -> Vec<char> {
+pub(super) fn byte_characters() -> Vec<char> {
     let printable = |b: u32| matches!(b, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut next = 256;
     (0..256u32)
@@ -266,6 +291,13 @@ fn byte_characters() -> Vec<char> {
 /// The library's alphabet, as a set that its trainer takes.
 pub(super) fn byte_alphabet() -> std::collections::HashSet<char> {
     ByteLevel::alphabet().into_iter().collect()
+}
+
+#[cfg(test)]
+impl HuggingFace {
+    pub(super) fn has_fast_path(&self) -> bool {
+        self.fast.is_some()
+    }
 }
 
 /// The vocabulary as (token, id) sorted by id; for tests and reports.

@@ -5,10 +5,12 @@
 //! `tokenizer.json` too. Truncation, padding and the template that adds a beginning-of-text token are switched off: what
 //! goes in is what comes out, and the end-of-text token is put between documents by whoever writes them.
 
+mod byte_bpe;
 mod characters;
 mod hugging_face;
 mod stream;
 mod train;
+mod words;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! Round trips, files, training, streams and pieces, for all three kinds.
+
 use super::*;
 use proptest::prelude::*;
 
@@ -137,6 +139,17 @@ proptest! {
     }
 
     #[test]
+    fn the_fast_encoder_gives_the_ids_of_the_library(
+        text in "(the|yard|trains?| |\n|\t|[0-9]{1,3}|'s|\\PC|<\\|endoftext\\|>){0,60}",
+        ignore_merges: bool,
+    ) {
+        let tokenizer = if ignore_merges { ignoring_merges() } else { trained_once() };
+        let Kind::HuggingFace(inner) = &*tokenizer.kind else { panic!() };
+        prop_assert!(inner.has_fast_path());
+        prop_assert_eq!(inner.encode_ordinary(&text).unwrap(), inner.encode_ordinary_slowly(&text).unwrap());
+    }
+
+    #[test]
     fn arbitrary_bytes_are_no_tokenizer_and_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         prop_assert!(Tokenizer::from_json(&bytes, "test").is_err());
     }
@@ -150,6 +163,31 @@ proptest! {
             low.iter().for_each(|&t| drop(stream.push(t)));
         }
     }
+}
+
+/// As Llama 3 and others have it: a word of the vocabulary is taken whole, even where merges would not make it.
+fn ignoring_merges() -> Tokenizer {
+    static IGNORING: std::sync::OnceLock<Tokenizer> = std::sync::OnceLock::new();
+    let make = || {
+        let mut value: Value = serde_json::from_str(&trained_once().json).unwrap();
+        value["model"]["ignore_merges"] = json!(true);
+        value["model"]["vocab"]["\u{120}trains"] = json!(330);
+        Tokenizer::from_json(value.to_string().as_bytes(), "test").unwrap()
+    };
+    IGNORING.get_or_init(make).clone()
+}
+
+/// Long words and repeated ones, as code and tables have them.
+#[test]
+fn the_fast_encoder_holds_on_a_long_text() {
+    let tokenizer = trained_once();
+    let Kind::HuggingFace(inner) = &*tokenizer.kind else { panic!() };
+    let mut text = TEXT.repeat(20);
+    text.push_str(&"=".repeat(500));
+    text.push_str(&"the".repeat(300));
+    text.push_str(&" ".repeat(300));
+    text.push_str(&"日本語".repeat(200));
+    assert_eq!(inner.encode_ordinary(&text).unwrap(), inner.encode_ordinary_slowly(&text).unwrap());
 }
 
 fn trained_once() -> Tokenizer {

@@ -2,13 +2,13 @@
 
 use std::sync::Mutex;
 
-use tokenizers::AddedToken;
 use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
-use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Trainer};
 
-use super::hugging_face::{byte_alphabet, may_cut};
+use super::hugging_face::{byte_alphabet, byte_characters, may_cut};
+use super::words::words;
 use super::{END_OF_TEXT, cut};
 use crate::error::{DataError, Result};
 
@@ -28,7 +28,7 @@ pub enum TrainProgress {
 }
 
 /// Texts are counted in parallel in pieces of this size.
-const PIECE_BYTES: usize = 1 << 16;
+const PIECE_BYTES: usize = 1 << 19;
 
 /// A merge must occur twice, or it memorises rather than compresses.
 const PAIR_COUNT_MIN: u64 = 2;
@@ -45,18 +45,13 @@ where
         return Err(DataError::setting("vocab_size", what, fix));
     }
     let failed = |e: tokenizers::Error| DataError::tokenizer("training", e.to_string(), "please report this");
-    let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
-    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
-    tokenizer.with_decoder(Some(ByteLevelDecoder::new(false, true, true)));
-    let mut trainer = TrainerWrapper::from(
-        BpeTrainer::builder()
-            .vocab_size(vocab_size)
-            .min_frequency(PAIR_COUNT_MIN)
-            .show_progress(false)
-            .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
-            .initial_alphabet(byte_alphabet())
-            .build(),
-    );
+    let mut trainer = BpeTrainer::builder()
+        .vocab_size(vocab_size)
+        .min_frequency(PAIR_COUNT_MIN)
+        .show_progress(false)
+        .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+        .initial_alphabet(byte_alphabet())
+        .build();
 
     // The library's iterator cannot fail, so an error ends it and waits here. A mutex, because it is read from the
     // library's threads, one at a time.
@@ -77,25 +72,29 @@ where
                 }
             }
         })
-        .flat_map(|text| cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::to_owned).collect::<Vec<_>>())
-        .chain(std::iter::once_with(|| {
-            let mut feed = feed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            let bytes = feed.bytes;
-            (feed.progress)(TrainProgress::Merging { bytes });
-            String::new()
-        }));
-    let trained = tokenizer.train(&mut trainer, pieces).map(|_| ());
-    let feed = feed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        .flat_map(|text| cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::to_owned).collect::<Vec<_>>());
+    // Words as the pre-tokenizer would cut them, in the printable characters that stand for bytes.
+    let characters = byte_characters();
+    let in_characters = |word: &str| word.bytes().map(|byte| characters[usize::from(byte)]).collect();
+    let counted = trainer.feed(pieces, |text| Ok(words(text).map(in_characters).collect()));
+    let mut feed = feed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     if let Some(error) = feed.error {
         return Err(error);
     }
-    trained.map_err(failed)?;
+    counted.map_err(failed)?;
     if feed.bytes == 0 {
         return Err(DataError::TooLittle {
             what: "there is no text to train a tokenizer on".into(),
             fix: "give files that have text".into(),
         });
     }
+    (feed.progress)(TrainProgress::Merging { bytes: feed.bytes });
+    let mut model = BPE::default();
+    let special = trainer.train(&mut model).map_err(failed)?;
+    let mut tokenizer = tokenizers::Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    tokenizer.with_decoder(Some(ByteLevelDecoder::new(false, true, true)));
+    tokenizer.add_special_tokens(special).map_err(failed)?;
     tokenizer.to_string(true).map_err(failed)
 }
 
