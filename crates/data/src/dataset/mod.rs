@@ -73,6 +73,8 @@ pub struct Position {
 pub struct Dataset {
     spec: DatasetSpec,
     corpora: Vec<IndexedTokens>,
+    /// Hash of each corpus's tokens, where a description has one.
+    hashes: Vec<Option<String>>,
     mixture: Mixture,
 }
 
@@ -89,11 +91,14 @@ impl Dataset {
     pub fn open(spec: DatasetSpec) -> Result<Self> {
         check(&spec)?;
         let mut corpora = Vec::with_capacity(spec.sources.len());
+        let mut hashes = Vec::with_capacity(spec.sources.len());
         for source in &spec.sources {
-            corpora.push(open_source(&source.prefix, &spec)?);
+            let (corpus, hash) = open_source(&source.prefix, &spec)?;
+            corpora.push(corpus);
+            hashes.push(hash);
         }
         let weights: Vec<f64> = spec.sources.iter().map(|s| s.weight).collect();
-        Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora })
+        Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora, hashes })
     }
 
     /// What it was opened with.
@@ -133,8 +138,9 @@ impl Dataset {
             spec.seed,
         ];
         numbers.iter().for_each(|n| hash.update(&n.to_le_bytes()));
-        for (source, corpus) in spec.sources.iter().zip(&self.corpora) {
+        for ((source, corpus), tokens) in spec.sources.iter().zip(&self.corpora).zip(&self.hashes) {
             hash.update(&source.weight.to_le_bytes());
+            hash.update(tokens.as_deref().unwrap_or("unknown").as_bytes());
             corpus.fingerprint_into(&mut hash);
         }
         format!("{:016x}", hash.digest())
@@ -203,8 +209,10 @@ fn check(spec: &DatasetSpec) -> Result<()> {
     Ok(())
 }
 
-fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<IndexedTokens> {
+/// A corpus, and the hash of its tokens if its description says one.
+fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<(IndexedTokens, Option<String>)> {
     let corpus = IndexedTokens::open(prefix)?;
+    let mut hash = None;
     if let Some((sidecar, part)) = Sidecar::of_part(corpus.prefix())? {
         if sidecar.tokenizer.vocab_size > spec.vocab_size as usize {
             return Err(DataError::Vocabulary {
@@ -226,6 +234,7 @@ fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<IndexedTokens> {
             );
             return Err(DataError::token_file(prefix, what, "prepare it again"));
         }
+        hash = Some(part.bin_xxh3);
     }
     let needed = spec.sequence_length as u64 + 1;
     if corpus.tokens() < needed {
@@ -239,7 +248,7 @@ fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<IndexedTokens> {
             fix: "give more text, or set a smaller sequence_length".into(),
         });
     }
-    Ok(corpus)
+    Ok((corpus, hash))
 }
 
 #[cfg(test)]

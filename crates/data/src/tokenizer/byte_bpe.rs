@@ -51,7 +51,7 @@ struct Cache {
 
 thread_local! {
     static CACHE: RefCell<Cache> =
-        RefCell::new(Cache { number: 0, words: HashMap::with_hasher(Fast), ids: Vec::new() });
+        const { RefCell::new(Cache { number: 0, words: HashMap::with_hasher(Fast), ids: Vec::new() }) };
 }
 
 impl ByteBpe {
