@@ -1,0 +1,165 @@
+//! Writing beside the training: one thread, one snapshot at a time.
+//!
+//! The snapshot is a copy, so training goes on while it is written; a second one waits until the first is on disk (back-pressure), so
+//! at most one copy exists beside the one that is being made. Errors come back at the next call, whichever it is.
+
+use super::store::CheckpointStore;
+use super::write::Written;
+use super::{CheckpointError, Snapshot};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// Something that the writer has done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A checkpoint is on disk.
+    Written(Written),
+    /// An evaluation is the best so far; its checkpoint will be kept.
+    Best {
+        /// Steps completed at it.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+    },
+}
+
+enum Job {
+    Write(Box<Snapshot<'static>>),
+    Evaluated { step: u64, loss: f64 },
+}
+
+type Outcome = Result<Option<Event>, CheckpointError>;
+
+/// A thread that writes checkpoints.
+#[derive(Debug)]
+pub struct BackgroundWriter {
+    /// `None` once the thread is to end.
+    jobs: Option<Sender<Job>>,
+    outcomes: Receiver<Outcome>,
+    thread: Option<JoinHandle<()>>,
+    /// Jobs without an outcome.
+    pending: usize,
+    events: Vec<Event>,
+    error: Option<CheckpointError>,
+}
+
+impl BackgroundWriter {
+    /// Takes over the store.
+    pub fn new(mut store: CheckpointStore) -> Result<BackgroundWriter, CheckpointError> {
+        let (jobs, todo) = channel::<Job>();
+        let (done, outcomes) = channel();
+        let folder = store.folder().to_owned();
+        let work = move || {
+            for job in todo {
+                let outcome = match job {
+                    Job::Write(snapshot) => store.write(&snapshot).map(|written| Some(Event::Written(written))),
+                    Job::Evaluated { step, loss } => {
+                        store.record_evaluation(step, loss).map(|best| best.then_some(Event::Best { step, loss }))
+                    }
+                };
+                if done.send(outcome).is_err() {
+                    break;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
+        let thread = thread.map_err(CheckpointError::io("start a thread that writes to", &folder))?;
+        Ok(BackgroundWriter {
+            jobs: Some(jobs),
+            outcomes,
+            thread: Some(thread),
+            pending: 0,
+            events: Vec::new(),
+            error: None,
+        })
+    }
+
+    /// Hands over a snapshot, after waiting for the one before it. The new one is handed over even when the one before failed.
+    ///
+    /// # Errors
+    ///
+    /// Of the snapshot before.
+    pub fn submit(&mut self, snapshot: Snapshot<'static>) -> Result<Vec<Event>, CheckpointError> {
+        self.wait();
+        self.send(Job::Write(Box::new(snapshot)));
+        self.take()
+    }
+
+    /// Records an evaluation of the snapshot that was submitted at `step`.
+    pub fn evaluated(&mut self, step: u64, loss: f64) -> Result<Vec<Event>, CheckpointError> {
+        self.send(Job::Evaluated { step, loss });
+        self.poll()
+    }
+
+    /// What has been done since the last call; does not wait.
+    pub fn poll(&mut self) -> Result<Vec<Event>, CheckpointError> {
+        while self.pending > 0
+            && let Ok(outcome) = self.outcomes.try_recv()
+        {
+            self.note(outcome);
+        }
+        self.take()
+    }
+
+    /// Waits until everything is on disk.
+    pub fn finish(mut self) -> Result<Vec<Event>, CheckpointError> {
+        self.wait();
+        self.join();
+        self.take()
+    }
+
+    fn send(&mut self, job: Job) {
+        match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
+            Some(Ok(())) => self.pending += 1,
+            _ => self.error = self.error.take().or(Some(CheckpointError::WriterGone)),
+        }
+    }
+
+    fn wait(&mut self) {
+        while self.pending > 0 {
+            match self.outcomes.recv() {
+                Ok(outcome) => self.note(outcome),
+                Err(_) => {
+                    self.pending = 0;
+                    self.error = self.error.take().or(Some(CheckpointError::WriterGone));
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, outcome: Outcome) {
+        self.pending -= 1;
+        match outcome {
+            Ok(event) => self.events.extend(event),
+            // The first is the cause.
+            Err(error) => self.error = self.error.take().or(Some(error)),
+        }
+    }
+
+    fn take(&mut self) -> Result<Vec<Event>, CheckpointError> {
+        match self.error.take() {
+            Some(error) => Err(error),
+            None => Ok(std::mem::take(&mut self.events)),
+        }
+    }
+
+    fn join(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            self.error = self.error.take().or(Some(CheckpointError::WriterGone));
+        }
+    }
+}
+
+impl Drop for BackgroundWriter {
+    /// Waits: a checkpoint that was begun is finished. An error that nobody can take any more is logged.
+    fn drop(&mut self) {
+        self.wait();
+        self.join();
+        if let Some(error) = self.error.take() {
+            tracing::error!(%error, "a checkpoint could not be written");
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Checkpoints on disk: a folder appears whole or not at all, is checked before it is believed, and the one before is kept until then.
+//!
+//! A [`Snapshot`] is named byte regions in parts (`model`, `optimizer`), a JSON state and some plain files; this module knows
+//! nothing of models or ranks. It becomes
+//!
+//! ```text
+//! RUN/checkpoints/step-00000123/
+//!     model.safetensors                      or model-00001-of-00003.safetensors ... and model.safetensors.index.json
+//!     optimizer.safetensors
+//!     config.json ...                        attachments, as the caller likes
+//!     manifest.json                          step, state, every tensor, every file with its size and XXH3
+//!     manifest.xxh3                          the checksum of manifest.json
+//! RUN/checkpoints/best.json                  step and loss of the best evaluation
+//! ```
+//!
+//! Writing ([`CheckpointStore::write`]): all files into a hidden sibling folder, each one synced, everything read back and compared with
+//! its checksum, the folder synced, renamed, the parent synced; only then are old ones pruned, never the new one, and what is
+//! pruned is renamed away first, so that no half-deleted folder has a checkpoint's name. [`BackgroundWriter`] does this on a
+//! thread of its own. Reading ([`CheckpointStore::find_latest`], [`Checkpoint`]): the newest whose every checksum agrees, with the
+//! reason why each newer one was passed over.
+//!
+//! The read-back sees the page cache, so it catches lost and wrong writes of software, not of a disk that lies after a
+//! sync. `docs/checkpoints.md` is the description for users.
+
+mod background;
+mod fault;
+mod manifest;
+mod read;
+mod store;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use background::{BackgroundWriter, Event};
+pub use fault::{Fault, FaultKind};
+pub use manifest::{FileEntry, Manifest, TensorEntry};
+pub use read::{Checkpoint, TensorRef};
+pub use store::{Best, CheckpointStore, Found, Retention, Skipped, find_latest};
+pub use write::Written;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trainyard_tensor::DType;
+
+/// Everything of one moment of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot<'a> {
+    /// Completed optimizer steps.
+    pub step: u64,
+    /// Groups of tensors, each in files of its own.
+    pub parts: Vec<Part<'a>>,
+    /// What the trainer needs besides: position of the data, loss scale, counters.
+    pub state: serde_json::Value,
+    /// Small files to lie beside the tensors, by name: `config.json`, `tokenizer.json`.
+    pub attachments: Vec<(String, Vec<u8>)>,
+}
+
+/// A group of tensors.
+#[derive(Clone, Debug)]
+pub struct Part<'a> {
+    /// The stem of its file names: `model` makes a folder that Hugging Face libraries load.
+    pub name: String,
+    /// In any order; names are unique.
+    pub regions: Vec<Region<'a>>,
+}
+
+/// A named tensor as bytes, little-endian, row-major.
+#[derive(Clone, Debug)]
+pub struct Region<'a> {
+    /// Its name.
+    pub name: String,
+    /// Type of an element.
+    pub dtype: DType,
+    /// Its shape; the product times the element's size is the number of bytes.
+    pub shape: Vec<usize>,
+    /// The values.
+    pub bytes: Bytes<'a>,
+}
+
+/// Bytes that are borrowed, or shared with whoever wrote them. The shared ones can go to another thread.
+#[derive(Clone)]
+pub enum Bytes<'a> {
+    /// Borrowed for the duration of a write.
+    Borrowed(&'a [u8]),
+    /// Owned together with others; nobody changes them while a snapshot holds them.
+    Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
+}
+
+impl Bytes<'_> {
+    /// The bytes.
+    pub fn get(&self) -> &[u8] {
+        match self {
+            Bytes::Borrowed(bytes) => bytes,
+            Bytes::Shared(bytes) => (**bytes).as_ref(),
+        }
+    }
+}
+
+impl<'a> From<&'a [u8]> for Bytes<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Bytes::Borrowed(bytes)
+    }
+}
+
+impl From<Vec<u8>> for Bytes<'_> {
+    fn from(bytes: Vec<u8>) -> Self {
+        Bytes::Shared(Arc::new(bytes))
+    }
+}
+
+impl fmt::Debug for Bytes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.get().len())
+    }
+}
+
+/// What can go wrong with checkpoints.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The operating system refused.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was to be done.
+        action: &'static str,
+        /// To what.
+        path: PathBuf,
+        /// Its reason.
+        source: std::io::Error,
+    },
+    /// No space is left; what was written of this checkpoint has been removed.
+    #[error(
+        "no space left for a checkpoint of {needed} bytes while writing {path}: free some, or lower checkpoint.keep_last; \
+         earlier checkpoints are whole"
+    )]
+    DiskFull {
+        /// Where it was noticed.
+        path: PathBuf,
+        /// Size of the whole checkpoint.
+        needed: u64,
+    },
+    /// Somebody else writes here.
+    #[error("another process is writing checkpoints to {path}: wait for it or end it, or give this run another name")]
+    Locked {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A checkpoint is not what its checksums and headers say.
+    #[error("{path} is damaged: {reason}")]
+    Damaged {
+        /// The folder or file.
+        path: PathBuf,
+        /// What does not agree.
+        reason: String,
+    },
+    /// There are checkpoints, but none can be believed.
+    #[error("no checkpoint in {path} is whole: {}", skipped.iter().map(Skipped::to_string).collect::<Vec<_>>().join("; "))]
+    NoneGood {
+        /// The folder of checkpoints.
+        path: PathBuf,
+        /// Each with its reason, newest first.
+        skipped: Vec<Skipped>,
+    },
+    /// A tensor that the reader asked for is not there.
+    #[error("{path} has no tensor `{name}` in its part `{part}`")]
+    NoTensor {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The part.
+        part: String,
+        /// The tensor.
+        name: String,
+    },
+    /// The snapshot contradicts itself.
+    #[error("this snapshot cannot be written: {0}")]
+    Snapshot(String),
+    /// The background thread has ended.
+    #[error("the checkpoint writer has stopped; its reason was reported before")]
+    WriterGone,
+    /// A fault that a test asked for.
+    #[error("crashed at position {0}, as injected")]
+    Injected(u64),
+}
+
+impl CheckpointError {
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError {
+        let path = path.to_owned();
+        move |source| CheckpointError::Io { action, path, source }
+    }
+
+    pub(crate) fn damaged(path: &Path, reason: impl Into<String>) -> CheckpointError {
+        CheckpointError::Damaged { path: path.to_owned(), reason: reason.into() }
+    }
+}

@@ -1,0 +1,305 @@
+//! The checkpoints of a run: writing one, keeping some, finding the newest that is whole.
+
+use super::fault::{Disk, Fault};
+use super::read::Checkpoint;
+use super::write::{Sizes, Written, check, size, write_files};
+use super::{CheckpointError, Snapshot};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::{self, File, TryLockError};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Which checkpoints outlive newer ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Retention {
+    /// How many of the newest, at least one.
+    pub keep_last: usize,
+    /// Whether also the one with the lowest evaluation loss.
+    pub keep_best: bool,
+}
+
+/// The best evaluation so far.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Best {
+    /// Steps completed at it.
+    pub step: u64,
+    /// Its loss.
+    pub loss: f64,
+}
+
+/// A checkpoint that was passed over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skipped {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Why.
+    pub reason: String,
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} was passed over: {}", self.path.display(), self.reason)
+    }
+}
+
+/// The newest checkpoint that is whole.
+#[derive(Debug)]
+pub struct Found {
+    /// Completed optimizer steps.
+    pub step: u64,
+    /// The checkpoint, every checksum verified.
+    pub checkpoint: Checkpoint,
+    /// Newer ones that are not whole, newest first.
+    pub skipped: Vec<Skipped>,
+}
+
+/// Writes the checkpoints of one run. One process at a time: opening takes a lock, which ends with the store or the process.
+#[derive(Debug)]
+pub struct CheckpointStore {
+    folder: PathBuf,
+    retention: Retention,
+    sizes: Sizes,
+    disk: Disk,
+    /// Held, not read.
+    _lock: File,
+}
+
+impl CheckpointStore {
+    /// Opens `RUN/checkpoints`, creating it if need be, and clears what a crash left behind: each act is a line of the second result.
+    pub fn open(run: &Path, retention: Retention) -> Result<(CheckpointStore, Vec<String>), CheckpointError> {
+        let folder = run.join("checkpoints");
+        fs::create_dir_all(&folder).map_err(CheckpointError::io("create", &folder))?;
+        let lock_path = folder.join(".lock");
+        let lock = File::create(&lock_path).map_err(CheckpointError::io("create", &lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Locked { path: folder }),
+            Err(TryLockError::Error(error)) => return Err(CheckpointError::io("lock", &lock_path)(error)),
+        }
+        let retention = Retention { keep_last: retention.keep_last.max(1), ..retention };
+        let (sizes, disk) = (Sizes::default(), Disk::default());
+        let mut store = CheckpointStore { folder, retention, sizes, disk, _lock: lock };
+        let notices = store.recover()?;
+        Ok((store, notices))
+    }
+
+    /// Lets one change to the disk go wrong, for tests.
+    pub fn inject(&mut self, fault: Option<Fault>) {
+        self.disk = Disk::with_fault(fault);
+    }
+
+    /// How many changes to the disk there were since [`CheckpointStore::inject`].
+    pub fn changes(&self) -> u64 {
+        self.disk.position()
+    }
+
+    /// Sets the size at which a part goes on in another file (1 GiB unless set), and the bytes of one write.
+    pub fn set_sizes(&mut self, shard_bytes: usize, chunk_bytes: usize) {
+        self.sizes = Sizes { shard_bytes, chunk_bytes: chunk_bytes.max(1) };
+    }
+
+    /// `RUN/checkpoints`.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The newest checkpoint of this run that is whole: see [`find_latest`].
+    pub fn find_latest(&self) -> Result<Option<Found>, CheckpointError> {
+        latest_in(&self.folder)
+    }
+
+    /// Writes a checkpoint, durable when this returns, then prunes. One of the same step is replaced.
+    ///
+    /// # Errors
+    ///
+    /// The snapshot's own contradictions, and refusals of the operating system; then nothing has changed but for what `recover` clears.
+    pub fn write(&mut self, snapshot: &Snapshot<'_>) -> Result<Written, CheckpointError> {
+        check(snapshot)?;
+        let begun = Instant::now();
+        let step = snapshot.step;
+        let (path, temporary) = (self.path(step), self.hidden(step, "tmp"));
+        let bytes = match self.write_and_rename(snapshot, &path, &temporary) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                // As far as that goes: what stays is hidden, and cleared when the store is next opened.
+                if temporary.exists() {
+                    let _ = self.disk.remove_tree(&temporary);
+                }
+                return Err(match error {
+                    CheckpointError::Io { source, path, .. }
+                        if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) =>
+                    {
+                        CheckpointError::DiskFull { path, needed: size(snapshot) }
+                    }
+                    other => other,
+                });
+            }
+        };
+        let mut written = Written { step, path, bytes, seconds: 0.0, pruned: Vec::new(), notices: Vec::new() };
+        match self.prune(step) {
+            Ok(pruned) => written.pruned = pruned,
+            Err(injected @ CheckpointError::Injected(_)) => return Err(injected),
+            Err(error) => written.notices.push(format!("an old checkpoint stays: {error}")),
+        }
+        written.seconds = begun.elapsed().as_secs_f64();
+        Ok(written)
+    }
+
+    fn write_and_rename(
+        &mut self,
+        snapshot: &Snapshot<'_>,
+        path: &Path,
+        temporary: &Path,
+    ) -> Result<u64, CheckpointError> {
+        if temporary.exists() {
+            self.disk.remove_tree(temporary)?;
+        }
+        self.disk.create_dir(temporary)?;
+        let bytes = write_files(&mut self.disk, temporary, snapshot, self.sizes)?;
+        let old = self.hidden(snapshot.step, "old");
+        let replacing = path.exists();
+        if replacing {
+            // A crash between the two renames leaves the old one hidden and whole; `recover` brings it back.
+            self.disk.rename(path, &old)?;
+        }
+        if let Err(error) = self.disk.rename(temporary, path) {
+            if replacing {
+                let _ = self.disk.rename(&old, path);
+            }
+            return Err(error);
+        }
+        self.disk.sync_dir(&self.folder)?;
+        Ok(bytes)
+    }
+
+    /// Records an evaluation; whether it is the best so far.
+    pub fn record_evaluation(&mut self, step: u64, loss: f64) -> Result<bool, CheckpointError> {
+        if !loss.is_finite() || self.best().is_some_and(|best| best.loss <= loss) {
+            return Ok(false);
+        }
+        let text = serde_json::to_vec_pretty(&Best { step, loss })
+            .map_err(|error| CheckpointError::Snapshot(format!("its loss is no JSON: {error}")))?;
+        let path = self.folder.join("best.json");
+        self.disk.replace(&path, &text)?;
+        Ok(true)
+    }
+
+    /// The best evaluation whose checkpoint is still there.
+    pub fn best(&self) -> Option<Best> {
+        let text = fs::read(self.folder.join("best.json")).ok()?;
+        let best: Best = serde_json::from_slice(&text).ok()?;
+        self.path(best.step).is_dir().then_some(best)
+    }
+
+    fn path(&self, step: u64) -> PathBuf {
+        self.folder.join(format!("step-{step:08}"))
+    }
+
+    /// The name of a folder that is not, or no longer, a checkpoint.
+    fn hidden(&self, step: u64, what: &str) -> PathBuf {
+        self.folder.join(format!(".step-{step:08}.{what}"))
+    }
+
+    /// Removes what neither `keep_last` nor `keep_best` keeps, given that `newest` is whole. Later steps, which are damaged or belong to
+    /// another continuation, are not touched.
+    fn prune(&mut self, newest: u64) -> Result<Vec<u64>, CheckpointError> {
+        let older: Vec<u64> = steps(&self.folder)?.into_iter().filter(|step| *step < newest).collect();
+        let best = self.best().filter(|_| self.retention.keep_best).map(|best| best.step);
+        let kept: BTreeSet<u64> = older.iter().rev().take(self.retention.keep_last - 1).copied().chain(best).collect();
+        let mut pruned = Vec::new();
+        for step in older.into_iter().filter(|step| !kept.contains(step)) {
+            let trash = self.hidden(step, "trash");
+            self.disk.rename(&self.path(step), &trash)?;
+            self.disk.remove_tree(&trash)?;
+            pruned.push(step);
+        }
+        let old = self.hidden(newest, "old");
+        if old.exists() {
+            self.disk.remove_tree(&old)?;
+        }
+        Ok(pruned)
+    }
+
+    /// Clears what a crash left: half-written and half-removed folders go, a checkpoint that was being replaced comes back.
+    fn recover(&mut self) -> Result<Vec<String>, CheckpointError> {
+        let mut notices = Vec::new();
+        for name in names(&self.folder)? {
+            let Some((step, what)) = name.strip_prefix(".step-").and_then(|rest| rest.split_once('.')) else {
+                continue;
+            };
+            let Ok(step) = step.parse::<u64>() else { continue };
+            let path = self.folder.join(&name);
+            match what {
+                "old" if !self.path(step).exists() => {
+                    self.disk.rename(&path, &self.path(step))?;
+                    notices.push(format!("brought back the checkpoint of step {step}, whose replacement was cut off"));
+                }
+                "tmp" | "trash" | "old" => {
+                    self.disk.remove_tree(&path)?;
+                    if what == "tmp" {
+                        notices.push(format!("removed a half-written checkpoint of step {step}"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(notices)
+    }
+}
+
+/// The newest checkpoint in `RUN/checkpoints` that is whole, and why newer ones are not; `None` when there is none at all. Takes no lock and
+/// changes nothing, so it may be used beside a training.
+///
+/// # Errors
+///
+/// When there are checkpoints but none is whole.
+pub fn find_latest(run: &Path) -> Result<Option<Found>, CheckpointError> {
+    latest_in(&run.join("checkpoints"))
+}
+
+fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
+    let mut skipped = Vec::new();
+    for step in steps(folder)?.into_iter().rev() {
+        let path = folder.join(format!("step-{step:08}"));
+        let verified = Checkpoint::open(&path).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint));
+        match verified {
+            Ok(checkpoint) if checkpoint.step() == step => return Ok(Some(Found { step, checkpoint, skipped })),
+            Ok(checkpoint) => {
+                skipped.push(Skipped { path, reason: format!("its manifest is of step {}", checkpoint.step()) });
+            }
+            Err(CheckpointError::Damaged { reason, .. }) => skipped.push(Skipped { path, reason }),
+            Err(error) => skipped.push(Skipped { path, reason: error.to_string() }),
+        }
+    }
+    match skipped.is_empty() {
+        true => Ok(None),
+        false => Err(CheckpointError::NoneGood { path: folder.to_owned(), skipped }),
+    }
+}
+
+/// Steps that have a folder, ascending.
+fn steps(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
+    let parse = |name: &String| {
+        let step = name.strip_prefix("step-")?.parse().ok()?;
+        (*name == format!("step-{step:08}")).then_some(step)
+    };
+    let mut steps: Vec<u64> = names(folder)?.iter().filter_map(parse).collect();
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// Names in a folder, sorted; none when it does not exist.
+fn names(folder: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(CheckpointError::io("list", folder)(error)),
+    };
+    let names = entries.map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()));
+    let mut names: Vec<_> = names.collect::<Result<_, _>>().map_err(CheckpointError::io("list", folder))?;
+    names.sort();
+    Ok(names)
+}

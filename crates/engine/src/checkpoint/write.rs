@@ -1,0 +1,244 @@
+//! A snapshot into a folder: sharding, safetensors headers, checksums on the way, read-back.
+
+use super::fault::{Disk, Output};
+use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, TensorEntry, hex, is_plain};
+use super::{CheckpointError, Part, Region, Snapshot};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use trainyard_tensor::DType;
+use xxhash_rust::xxh3::Xxh3;
+
+/// A checkpoint that is on disk for good.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Written {
+    /// Its step.
+    pub step: u64,
+    /// Its folder.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// Seconds from the beginning of the write to the last sync.
+    pub seconds: f64,
+    /// Steps of the checkpoints that were removed for it.
+    pub pruned: Vec<u64>,
+    /// What went wrong after it was durable: a removal that was refused.
+    pub notices: Vec<String>,
+}
+
+/// Sizes of files and of single writes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    /// A file is ended before it would exceed this; a larger tensor has a file of its own.
+    pub shard_bytes: usize,
+    /// Bytes of one write and of one step of the checksum: small enough for the cache.
+    pub chunk_bytes: usize,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Sizes { shard_bytes: 1 << 30, chunk_bytes: 1 << 20 }
+    }
+}
+
+/// The name of a type in safetensors files.
+pub(super) const fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::BF16 => "BF16",
+        DType::F16 => "F16",
+        DType::I32 => "I32",
+        DType::U32 => "U32",
+    }
+}
+
+/// Refuses what could not be read again.
+pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
+    let refuse = |what: String| Err(CheckpointError::Snapshot(what));
+    let mut parts = BTreeSet::new();
+    for Part { name: part, regions } in &snapshot.parts {
+        if !is_plain(part) || part.contains('.') || !parts.insert(part) {
+            return refuse(format!("the part name {part:?} is no plain word or is used twice"));
+        }
+        let mut names = BTreeSet::new();
+        for Region { name, dtype, shape, bytes } in regions {
+            if name.is_empty() || name == "__metadata__" || !names.insert(name) {
+                return refuse(format!("{part}: the tensor name {name:?} is reserved or used twice"));
+            }
+            let want = shape.iter().try_fold(dtype.size(), |size, n| size.checked_mul(*n));
+            let got = bytes.get().len();
+            if want != Some(got) {
+                return refuse(format!("{part}: `{name}` is {dtype} {shape:?} but has {got} bytes"));
+            }
+        }
+    }
+    let mut names = BTreeSet::new();
+    for (name, _) in &snapshot.attachments {
+        let ours =
+            name == MANIFEST || name == MANIFEST_SUM || parts.iter().any(|part| name.starts_with(&format!("{part}.")));
+        let shard = name.ends_with(".safetensors");
+        if !is_plain(name) || ours || shard || !names.insert(name) {
+            return refuse(format!("the attachment name {name:?} is reserved, used twice or no file name"));
+        }
+    }
+    Ok(())
+}
+
+/// An upper bound of a snapshot's size on disk, for messages.
+pub(super) fn size(snapshot: &Snapshot<'_>) -> u64 {
+    let regions = snapshot.parts.iter().flat_map(|part| &part.regions);
+    let tensors: usize = regions.map(|region| region.bytes.get().len()).sum();
+    let attachments: usize = snapshot.attachments.iter().map(|(_, bytes)| bytes.len()).sum();
+    (tensors + attachments) as u64
+}
+
+/// Writes every file of the snapshot into `folder`, which is new, and makes them durable; returns the bytes of all of them.
+pub(super) fn write_files(
+    disk: &mut Disk,
+    folder: &Path,
+    snapshot: &Snapshot<'_>,
+    sizes: Sizes,
+) -> Result<u64, CheckpointError> {
+    let mut manifest = Manifest::new(snapshot.step, snapshot.state.clone());
+    for part in &snapshot.parts {
+        write_part(disk, folder, part, sizes, &mut manifest)?;
+    }
+    for (name, bytes) in &snapshot.attachments {
+        manifest.files.push(write_file(disk, folder, name, sizes, &[bytes])?);
+    }
+    let (text, sum) = manifest.encode()?;
+    let mut ours = manifest.files.clone();
+    ours.push(write_file(disk, folder, MANIFEST, sizes, &[&text])?);
+    ours.push(write_file(disk, folder, MANIFEST_SUM, sizes, &[sum.as_bytes()])?);
+    ours.iter().try_for_each(|entry| verify(folder, entry))?;
+    disk.sync_dir(folder)?;
+    Ok(ours.iter().map(|entry| entry.bytes).sum())
+}
+
+fn write_part(
+    disk: &mut Disk,
+    folder: &Path,
+    part: &Part<'_>,
+    sizes: Sizes,
+    manifest: &mut Manifest,
+) -> Result<(), CheckpointError> {
+    // Wide elements first, so that every tensor lies at a multiple of its element's size; by name within, so that the file
+    // does not depend on the caller's order.
+    let mut regions: Vec<&Region<'_>> = part.regions.iter().collect();
+    regions.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
+    let mut shards: Vec<Vec<&Region<'_>>> = Vec::new();
+    let mut filled = 0usize;
+    for region in regions {
+        let bytes = region.bytes.get().len();
+        match shards.last_mut() {
+            Some(shard) if filled.saturating_add(bytes) <= sizes.shard_bytes => {
+                shard.push(region);
+                filled += bytes;
+            }
+            _ => {
+                shards.push(vec![region]);
+                filled = bytes;
+            }
+        }
+    }
+    let mut entries = BTreeMap::new();
+    let count = shards.len();
+    for (i, shard) in shards.iter().enumerate() {
+        let file = match count {
+            1 => format!("{}.safetensors", part.name),
+            _ => format!("{}-{:05}-of-{count:05}.safetensors", part.name, i + 1),
+        };
+        let header = header(shard);
+        let contents: Vec<&[u8]> =
+            std::iter::once(header.as_slice()).chain(shard.iter().map(|region| region.bytes.get())).collect();
+        manifest.files.push(write_file(disk, folder, &file, sizes, &contents)?);
+        for region in shard {
+            let dtype = dtype_name(region.dtype).to_owned();
+            let entry = TensorEntry { dtype, shape: region.shape.clone(), file: file.clone() };
+            entries.insert(region.name.clone(), entry);
+        }
+    }
+    if count > 1 {
+        // What Hugging Face libraries look for beside sharded files.
+        let total: usize = part.regions.iter().map(|region| region.bytes.get().len()).sum();
+        let map: BTreeMap<_, _> = entries.iter().map(|(name, entry)| (name, &entry.file)).collect();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
+        let name = format!("{}.safetensors.index.json", part.name);
+        let text = format!("{index:#}");
+        manifest.files.push(write_file(disk, folder, &name, sizes, &[text.as_bytes()])?);
+    }
+    manifest.parts.insert(part.name.clone(), entries);
+    Ok(())
+}
+
+/// The beginning of a safetensors file: u64 length, JSON padded with spaces to a multiple of eight.
+fn header(regions: &[&Region<'_>]) -> Vec<u8> {
+    let mut offset = 0;
+    let mut entries = serde_json::Map::new();
+    entries.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    for region in regions {
+        let end = offset + region.bytes.get().len();
+        let entry = json!({ "dtype": dtype_name(region.dtype), "shape": region.shape, "data_offsets": [offset, end] });
+        entries.insert(region.name.clone(), entry);
+        offset = end;
+    }
+    let mut json = serde_json::Value::Object(entries).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(json);
+    bytes
+}
+
+/// Writes one file and makes it durable.
+fn write_file(
+    disk: &mut Disk,
+    folder: &Path,
+    name: &str,
+    sizes: Sizes,
+    contents: &[&[u8]],
+) -> Result<FileEntry, CheckpointError> {
+    let mut out: Output = disk.create(&folder.join(name))?;
+    let (mut hasher, mut bytes) = (Xxh3::new(), 0);
+    for piece in contents {
+        for chunk in piece.chunks(sizes.chunk_bytes) {
+            hasher.update(chunk);
+            bytes += chunk.len() as u64;
+            disk.write(&mut out, chunk)?;
+        }
+    }
+    disk.sync(out)?;
+    Ok(FileEntry { name: name.to_owned(), bytes, xxh3: hex(hasher.digest()) })
+}
+
+/// Reads a file and compares it with its entry.
+pub(super) fn verify(folder: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
+    let path = folder.join(&entry.name);
+    let mut file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(CheckpointError::damaged(folder, format!("{} is missing", entry.name)));
+        }
+        Err(error) => return Err(CheckpointError::io("open", &path)(error)),
+    };
+    let (mut hasher, mut bytes, mut chunk) = (Xxh3::new(), 0, vec![0; 1 << 20]);
+    loop {
+        let n = file.read(&mut chunk).map_err(CheckpointError::io("read", &path))?;
+        if n == 0 {
+            break;
+        }
+        hasher.update(&chunk[..n]);
+        bytes += n as u64;
+    }
+    if bytes != entry.bytes {
+        let reason = format!("{} has {bytes} bytes instead of {}", entry.name, entry.bytes);
+        return Err(CheckpointError::damaged(folder, reason));
+    }
+    let sum = hex(hasher.digest());
+    if sum != entry.xxh3 {
+        let reason = format!("{} has the checksum {sum} instead of {}", entry.name, entry.xxh3);
+        return Err(CheckpointError::damaged(folder, reason));
+    }
+    Ok(())
+}
