@@ -30,7 +30,7 @@ struct OwnUnit {
 }
 
 impl OwnUnit {
-    fn new(index: u32, name: &str, part: Part, shapes: &[(&str, &[usize])]) -> Box<dyn Unit> {
+    fn boxed(index: u32, name: &str, part: Part, shapes: &[(&str, &[usize])]) -> Box<dyn Unit> {
         let parameter = |(name, shape): &(&str, &[usize])| {
             let normal = Init::Normal { std: 0.1 };
             let (kind, init) =
@@ -75,10 +75,10 @@ pub fn train(steps: usize) -> Result<Vec<f32>> {
     let block: &[(&str, &[usize])] =
         &[("norm", &[DIM]), ("qkv", &[3 * DIM, DIM]), ("out", &[DIM, DIM]), ("up", &[64, DIM]), ("down", &[DIM, 64])];
     let units = vec![
-        OwnUnit::new(0, "embedding", Part::Embedding, &[("tokens", &[VOCAB, DIM]), ("positions", &[LENGTH, DIM])]),
-        OwnUnit::new(1, "block.0", Part::ParallelBlock, block),
-        OwnUnit::new(2, "block.1", Part::ParallelBlock, block),
-        OwnUnit::new(3, "head", Part::Head, &[("norm", &[DIM]), ("lm", &[VOCAB, DIM])]),
+        OwnUnit::boxed(0, "embedding", Part::Embedding, &[("tokens", &[VOCAB, DIM]), ("positions", &[LENGTH, DIM])]),
+        OwnUnit::boxed(1, "block.0", Part::ParallelBlock, block),
+        OwnUnit::boxed(2, "block.1", Part::ParallelBlock, block),
+        OwnUnit::boxed(3, "head", Part::Head, &[("norm", &[DIM]), ("lm", &[VOCAB, DIM])]),
     ];
     let model = Model::from_units(units, VOCAB)?;
     let device = Device::cpu(Isa::detect(), 2, None);

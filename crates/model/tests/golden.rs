@@ -66,7 +66,7 @@ fn check(name: &str, device: &Device, policy: Policy, eager: bool) {
     assert!(error <= TOLERANCE, "{name} on {device:?}: the loss is {loss}, off by {error:e}");
     let ours = by_hf_name(&model, &gradients);
     let theirs = golden.floats.iter().filter_map(|(name, (_, g))| Some((name.strip_prefix("grad.")?, g)));
-    let mut compared = 0;
+    let (mut compared, mut worst) = (0, error);
     for (parameter, expected) in theirs {
         let got = ours.get(parameter).unwrap_or_else(|| panic!("{name}: no gradient for {parameter}"));
         let error = relative_error(got, expected);
@@ -74,9 +74,10 @@ fn check(name: &str, device: &Device, policy: Policy, eager: bool) {
             error <= TOLERANCE,
             "{name} on {device:?}, {policy:?}: the gradient of {parameter} differs by {error:e}"
         );
-        compared += 1;
+        (compared, worst) = (compared + 1, worst.max(error));
     }
     assert_eq!(compared, ours.len(), "{name}: every gradient has its golden");
+    println!("{name} on {device:?}, {policy:?}: relative errors up to {worst:.1e}");
 }
 
 #[test]

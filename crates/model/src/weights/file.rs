@@ -63,11 +63,23 @@ impl StoredDType {
 
     /// Rounds f32 to stored bytes, to nearest, ties to even.
     pub(super) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
-        out.clear();
+        out.resize(values.len() * self.size(), 0);
         match self {
-            StoredDType::F32 => out.extend(values.iter().flat_map(|x| x.to_le_bytes())),
-            StoredDType::BF16 => out.extend(values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
-            StoredDType::F16 => out.extend(values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
+            StoredDType::F32 => {
+                for (b, x) in out.chunks_exact_mut(4).zip(values) {
+                    b.copy_from_slice(&x.to_le_bytes());
+                }
+            }
+            StoredDType::BF16 => {
+                for (b, x) in out.chunks_exact_mut(2).zip(values) {
+                    b.copy_from_slice(&bf16::from_f32(*x).to_le_bytes());
+                }
+            }
+            StoredDType::F16 => {
+                for (b, x) in out.chunks_exact_mut(2).zip(values) {
+                    b.copy_from_slice(&f16::from_f32(*x).to_le_bytes());
+                }
+            }
         }
     }
 }
