@@ -58,20 +58,18 @@ impl Config {
         let named = entries.iter().rev().find(|entry| entry.path == ["model", "preset"]);
         if let Some(Entry { value: Value::String(name), origin, .. }) = named {
             match presets::find(name) {
-                Some(preset) => {
+                Some(keys) => {
                     self.model = Default::default();
                     self.origins.retain(|key, _| !key.starts_with("model."));
-                    for mut entry in read_file(Path::new(preset.name), preset.toml, problems) {
-                        entry.path.insert(0, "model".to_owned());
-                        entry.origin = Origin::Preset(preset.name.to_owned());
-                        self.set(entry, problems);
+                    for (key, value) in keys {
+                        let (path, origin) = (vec!["model".to_owned(), key], Origin::Preset(name.clone()));
+                        self.set(Entry { path, value, origin }, problems);
                     }
                 }
                 None => {
-                    let known: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
-                    let hint = nearest(name, known.iter().copied());
+                    let hint = nearest(name, PRESETS.iter().copied());
                     let hint = hint.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
-                    let known = known.join(", ");
+                    let known = PRESETS.join(", ");
                     let message = format!("model.preset \"{name}\" is unknown{hint} Known presets: {known}");
                     problems.add(origin.clone(), message);
                 }

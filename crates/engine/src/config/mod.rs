@@ -29,7 +29,7 @@ mod value;
 pub use batch::{Batch, BatchError};
 pub use error::{ConfigError, Origin, Problem};
 pub use nearest::nearest;
-pub use presets::{PRESETS, Preset};
+pub use presets::PRESETS;
 pub use print::documentation;
 pub use resolve::{Derivation, Inputs, Limits, ModelShape, ModelSource, OptimizerSettings, Pretrained, Resolved, Rope};
 pub use section::{Key, Section};

@@ -1,91 +1,102 @@
-//! Named model shapes, each a few lines of TOML in the words of `[model]`.
+//! Named model shapes in the words of `[model]`. The shapes are the model crate's; here they become keys, leaving out what would
+//! be derived anyway, so that a key written beside a preset (`dim`, `layers`) still moves what depends on it.
 
-/// A named shape.
-#[derive(Clone, Copy, Debug)]
-pub struct Preset {
-    /// As written in `model.preset`.
-    pub name: &'static str,
-    /// What it is.
-    pub about: &'static str,
-    /// Keys of `[model]`.
-    pub toml: &'static str,
+use super::sections::{Activation, Family, RopeScaling};
+use toml::{Table, Value};
+use trainyard_model::{Activation as ModelActivation, Family as ModelFamily, ModelSpec, RopeScaling as Scaling};
+
+/// Every name that `model.preset` takes.
+pub const PRESETS: &[&str] = &trainyard_model::PRESET_NAMES;
+
+/// The keys of `[model]` that the preset sets; `None` when there is no such preset.
+pub fn find(name: &str) -> Option<Table> {
+    trainyard_model::preset(name).ok().map(|spec| keys(&spec))
 }
 
-/// Every preset, small ones first within a family.
-pub const PRESETS: &[Preset] = &[
-    Preset {
-        name: "quickstart",
-        about: "a small Llama shape that learns something in two minutes on two cores",
-        toml: "family = 'llama'\ndim = 256\nlayers = 6\nheads = 4\nkv_heads = 2\nffn_dim = 704\n\
-               max_sequence_length = 256\ntie_embeddings = true",
-    },
-    Preset {
-        name: "shakespeare-char",
-        about: "the known small recipe for character-level Shakespeare",
-        toml: "family = 'gpt2'\ndim = 128\nlayers = 4\nheads = 4\nmax_sequence_length = 64",
-    },
-    Preset {
-        name: "gpt2-124m",
-        about: "GPT-2 small",
-        toml: "family = 'gpt2'\ndim = 768\nlayers = 12\nheads = 12\nvocab_size = 50257\nmax_sequence_length = 1024",
-    },
-    Preset {
-        name: "gpt2-355m",
-        about: "GPT-2 medium",
-        toml: "family = 'gpt2'\ndim = 1024\nlayers = 24\nheads = 16\nvocab_size = 50257\nmax_sequence_length = 1024",
-    },
-    Preset {
-        name: "gpt2-774m",
-        about: "GPT-2 large",
-        toml: "family = 'gpt2'\ndim = 1280\nlayers = 36\nheads = 20\nvocab_size = 50257\nmax_sequence_length = 1024",
-    },
-    Preset {
-        name: "gpt2-1.5b",
-        about: "GPT-2 XL",
-        toml: "family = 'gpt2'\ndim = 1600\nlayers = 48\nheads = 25\nvocab_size = 50257\nmax_sequence_length = 1024",
-    },
-    Preset {
-        name: "smollm2-135m",
-        about: "SmolLM2 135M",
-        toml: "family = 'llama'\ndim = 576\nlayers = 30\nheads = 9\nkv_heads = 3\nffn_dim = 1536\nvocab_size = 49152\n\
-               max_sequence_length = 8192\nrope_theta = 100000.0\nnorm_eps = 1e-5\ntie_embeddings = true",
-    },
-    Preset {
-        name: "qwen2.5-0.5b",
-        about: "Qwen2.5 0.5B",
-        toml: "family = 'llama'\ndim = 896\nlayers = 24\nheads = 14\nkv_heads = 2\nffn_dim = 4864\nvocab_size = 151936\n\
-               max_sequence_length = 32768\nrope_theta = 1000000.0\nnorm_eps = 1e-6\ntie_embeddings = true\nqkv_bias = true",
-    },
-    Preset {
-        name: "qwen3-0.6b",
-        about: "Qwen3 0.6B",
-        toml: "family = 'llama'\ndim = 1024\nlayers = 28\nheads = 16\nkv_heads = 8\nhead_dim = 128\nffn_dim = 3072\n\
-               vocab_size = 151936\nmax_sequence_length = 40960\nrope_theta = 1000000.0\nnorm_eps = 1e-6\n\
-               tie_embeddings = true\nqk_norm = true",
-    },
-    Preset {
-        name: "llama-1b",
-        about: "Llama 3.2 1B",
-        toml: "family = 'llama'\ndim = 2048\nlayers = 16\nheads = 32\nkv_heads = 8\nffn_dim = 8192\nvocab_size = 128256\n\
-               max_sequence_length = 131072\nrope_theta = 500000.0\nrope_scaling = 'llama3'\nrope_factor = 32.0\n\
-               rope_original_length = 8192\nnorm_eps = 1e-5\ntie_embeddings = true",
-    },
-    Preset {
-        name: "llama-8b",
-        about: "Llama 3.1 8B",
-        toml: "family = 'llama'\ndim = 4096\nlayers = 32\nheads = 32\nkv_heads = 8\nffn_dim = 14336\nvocab_size = 128256\n\
-               max_sequence_length = 131072\nrope_theta = 500000.0\nrope_scaling = 'llama3'\nrope_factor = 8.0\n\
-               rope_original_length = 8192\nnorm_eps = 1e-5",
-    },
-    Preset {
-        name: "mistral-7b",
-        about: "Mistral 7B v0.1",
-        toml: "family = 'llama'\ndim = 4096\nlayers = 32\nheads = 32\nkv_heads = 8\nffn_dim = 14336\nvocab_size = 32000\n\
-               max_sequence_length = 32768\nsliding_window = 4096\nnorm_eps = 1e-5",
-    },
-];
+/// The width of the MLP when none is given.
+pub(super) fn usual_ffn_dim(family: Family, dim: usize) -> usize {
+    match family {
+        Family::Gpt2 => 4 * dim,
+        Family::Llama => (8 * dim).div_ceil(3).next_multiple_of(64),
+    }
+}
 
-/// The preset of this name.
-pub fn find(name: &str) -> Option<&'static Preset> {
-    PRESETS.iter().find(|preset| preset.name == name)
+fn keys(spec: &ModelSpec) -> Table {
+    let mut keys = Table::new();
+    let mut set = |key: &str, value: Value| drop(keys.insert(key.to_owned(), value));
+    let whole = |n: usize| Value::Integer(n as i64);
+    let gpt2 = spec.family == ModelFamily::Gpt2;
+    let family = if gpt2 { Family::Gpt2 } else { Family::Llama };
+    set("family", Value::String(family.name().to_owned()));
+    for (key, value, usual) in [
+        ("dim", spec.dim, 0),
+        ("layers", spec.layers, 0),
+        ("heads", spec.heads, 0),
+        ("kv_heads", spec.kv_heads, spec.heads),
+        ("head_dim", spec.head_dim, spec.dim / spec.heads.max(1)),
+        ("ffn_dim", spec.ffn_dim, usual_ffn_dim(family, spec.dim)),
+        ("vocab_size", spec.vocab_size, 0),
+        ("max_sequence_length", spec.max_positions, 0),
+    ] {
+        if value != usual {
+            set(key, whole(value));
+        }
+    }
+    for (key, value, usual) in [("norm_eps", spec.norm_eps, 1e-5), ("init_std", spec.init_std, 0.02)] {
+        if value != usual {
+            set(key, Value::Float(value));
+        }
+    }
+    for (key, value, usual) in [
+        ("tie_embeddings", spec.tie_embeddings, gpt2),
+        ("qkv_bias", spec.qkv_bias, gpt2),
+        ("output_bias", spec.o_bias, gpt2),
+        ("mlp_bias", spec.mlp_bias, gpt2),
+        ("qk_norm", spec.qk_norm, false),
+    ] {
+        if value != usual {
+            set(key, Value::Boolean(value));
+        }
+    }
+    if let Some(window) = spec.sliding_window {
+        set("sliding_window", whole(window));
+    }
+    let activation = match spec.activation {
+        ModelActivation::Silu => Activation::Silu,
+        ModelActivation::Gelu => Activation::Gelu,
+        ModelActivation::GeluTanh => Activation::GeluTanh,
+        ModelActivation::Relu => Activation::Relu,
+    };
+    if activation != if gpt2 { Activation::GeluTanh } else { Activation::Silu } {
+        set("activation", Value::String(activation.name().to_owned()));
+    }
+    let Some(rope) = &spec.rope else { return keys };
+    if rope.theta != 10_000.0 {
+        set("rope_theta", Value::Float(rope.theta));
+    }
+    let mut scaled = |kind: RopeScaling, factor: f64, more: &[(&str, f64, f64)], original: Option<usize>| {
+        set("rope_scaling", Value::String(kind.name().to_owned()));
+        set("rope_factor", Value::Float(factor));
+        if let Some(original) = original {
+            set("rope_original_length", whole(original));
+        }
+        for (key, value, usual) in more {
+            if value != usual {
+                set(key, Value::Float(*value));
+            }
+        }
+    };
+    match rope.scaling {
+        None => {}
+        Some(Scaling::Linear { factor }) => scaled(RopeScaling::Linear, factor, &[], None),
+        Some(Scaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_positions }) => {
+            let more = [("rope_low_freq_factor", low, 1.0), ("rope_high_freq_factor", high, 4.0)];
+            scaled(RopeScaling::Llama3, factor, &more, Some(original_max_positions));
+        }
+        Some(Scaling::Yarn { factor, original_max_positions, beta_fast, beta_slow, .. }) => {
+            let more = [("rope_beta_fast", beta_fast, 32.0), ("rope_beta_slow", beta_slow, 1.0)];
+            scaled(RopeScaling::Yarn, factor, &more, Some(original_max_positions));
+        }
+    }
+    keys
 }

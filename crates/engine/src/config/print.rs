@@ -65,10 +65,11 @@ pub fn documentation() -> String {
             let _ = writeln!(text, "| `{}` | {} | {default} | {about} |", key.name, key.expected);
         }
         if section.name() == "model" {
-            text.push_str("\nPresets:\n\n| preset | what |\n|---|---|\n");
+            text.push_str("\nPresets:\n\n| preset | sets |\n|---|---|\n");
             for preset in PRESETS {
-                let _ =
-                    writeln!(text, "| `{}` | {}: `{}` |", preset.name, preset.about, preset.toml.replace('\n', "; "));
+                let keys = super::presets::find(preset).unwrap_or_default();
+                let keys: Vec<_> = keys.iter().map(|(key, value)| format!("`{key} = {value}`")).collect();
+                let _ = writeln!(text, "| `{preset}` | {} |", keys.join(", "));
             }
         }
     }

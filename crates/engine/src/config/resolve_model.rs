@@ -1,5 +1,6 @@
 //! `[model]` and `[optimizer]`: the two sections whose keys depend most on each other.
 
+use super::presets::usual_ffn_dim;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
 use super::{Origin, Section};
@@ -7,8 +8,8 @@ use super::{Origin, Section};
 /// Keys of `[model]` that say something beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
 
-/// Token ids are 32-bit and signed in files.
-const VOCABULARY_MAX: u64 = i32::MAX as u64;
+/// More rows than any tokenizer has tokens.
+const VOCABULARY_MAX: u64 = 1 << 24;
 
 impl Resolver {
     pub(super) fn model(&mut self, inputs: &Inputs) -> ModelSource {
@@ -98,7 +99,7 @@ impl Resolver {
         }
         let because = format!("dim {dim} / heads {heads}");
         let head_dim = self.settle("model.head_dim", &m.head_dim, (dim / heads).max(1), because);
-        self.count("model.head_dim", Some(head_dim as u64), 1, 1 << 16);
+        self.count("model.head_dim", Some(head_dim as u64), 1, 1 << 14);
         if gpt2 && head_dim.saturating_mul(heads) != dim {
             let message = format!("model.head_dim = {head_dim}: gpt2 wants heads {heads} x head_dim to be dim {dim}");
             self.problem("model.head_dim", message);
@@ -107,13 +108,13 @@ impl Resolver {
                 format!("a head_dim of {head_dim} is odd, and rotary positions turn pairs: make model.head_dim even");
             self.problem("model.head_dim", message);
         }
-        let (ffn, because) = if gpt2 {
-            (4 * dim, format!("4 x dim {dim}"))
-        } else {
-            ((8 * dim).div_ceil(3).next_multiple_of(64), format!("8/3 x dim {dim}, rounded up to a multiple of 64"))
+        let because = match family {
+            Family::Gpt2 => format!("4 x dim {dim}"),
+            Family::Llama => format!("8/3 x dim {dim}, rounded up to a multiple of 64"),
         };
+        let ffn = usual_ffn_dim(family, dim);
         let ffn_dim = self.settle("model.ffn_dim", &m.ffn_dim, ffn, because);
-        self.count("model.ffn_dim", Some(ffn_dim as u64), 1, 1 << 22);
+        self.count("model.ffn_dim", Some(ffn_dim as u64), 1, 1 << 24);
 
         let key = "model.max_sequence_length";
         let sequence_length = self.config.training.sequence_length;
@@ -125,7 +126,7 @@ impl Resolver {
         };
         self.count(key, Some(max_sequence_length as u64), 1, 1 << 24);
         let norm_eps = self.settle("model.norm_eps", &m.norm_eps, 1e-5, usual);
-        self.positive("model.norm_eps", Some(norm_eps));
+        self.within("model.norm_eps", norm_eps, f64::MIN_POSITIVE, 0.1);
         let init_std = self.settle("model.init_std", &m.init_std, 0.02, "the usual");
         self.positive("model.init_std", Some(init_std));
         self.count("model.sliding_window", m.sliding_window.map(|n| n as u64), 1, 1 << 24);
@@ -139,6 +140,9 @@ impl Resolver {
         let output_bias = bias("model.output_bias", &m.output_bias);
         let mlp_bias = bias("model.mlp_bias", &m.mlp_bias);
         let activation = if gpt2 { Activation::GeluTanh } else { Activation::Silu };
+        if let Some(other) = m.activation.filter(|other| !gpt2 && *other != Activation::Silu) {
+            self.problem("model.activation", format!("model.activation = {other}: the llama family gates with silu"));
+        }
         ModelShape {
             family,
             dim,

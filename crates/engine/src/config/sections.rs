@@ -19,7 +19,7 @@ choices! {
 }
 
 choices! {
-    /// The nonlinearity of the MLP; gated (SwiGLU, GeGLU) in the Llama family.
+    /// The nonlinearity of the MLP; in the Llama family it gates (SwiGLU).
     Activation {
         /// x sigmoid(x).
         Silu = "silu",
@@ -248,7 +248,7 @@ section! {
         /// How many tokens back attention sees, itself included. Unset: all.
         #[elsewhere("window_size", "attention_window")]
         sliding_window: Option<usize> = None;
-        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama.
+        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama, which takes no other.
         #[elsewhere("hidden_act", "activation_function")]
         activation: Option<Activation> = None;
         /// Probability with which elements are dropped from embeddings and from what blocks add to the residual stream.

@@ -107,11 +107,30 @@ fn the_vocabulary_comes_from_the_tokenizer() {
 #[test]
 fn presets_are_shapes_that_resolve() {
     for preset in PRESETS {
-        let text = format!("[model]\npreset = '{}'\n[data]\ntrain = 'src'\n[training]\nsteps = 1", preset.name);
-        let r = resolve(&text, &[]).unwrap_or_else(|error| panic!("{}: {error}", preset.name));
+        let text = format!("[model]\npreset = '{preset}'\n[data]\ntrain = 'src'\n[training]\nsteps = 1");
+        let r = resolve(&text, &[]).unwrap_or_else(|error| panic!("{preset}: {error}"));
         assert!(r.sequence_length <= 2048);
-        let ModelSource::Shape(shape) = r.model else { panic!("{}", preset.name) };
-        assert!(shape.dim > 0 && shape.vocab_size.is_some() == preset.toml.contains("vocab_size"));
+        let ModelSource::Shape(shape) = r.model else { panic!("{preset}") };
+        let want = trainyard_model::preset(preset).unwrap();
+        let sizes = [shape.dim, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn_dim];
+        assert_eq!(sizes, [want.dim, want.layers, want.heads, want.kv_heads, want.head_dim, want.ffn_dim], "{preset}");
+        assert_eq!(
+            (shape.vocab_size, shape.max_sequence_length),
+            (Some(want.vocab_size), want.max_positions),
+            "{preset}"
+        );
+        assert_eq!(
+            (shape.norm_eps, shape.init_std, shape.dropout),
+            (want.norm_eps, want.init_std, want.dropout),
+            "{preset}"
+        );
+        let flags = [shape.tie_embeddings, shape.qkv_bias, shape.output_bias, shape.mlp_bias, shape.qk_norm];
+        let wanted = [want.tie_embeddings, want.qkv_bias, want.o_bias, want.mlp_bias, want.qk_norm];
+        assert_eq!((flags, shape.sliding_window), (wanted, want.sliding_window), "{preset}");
+        assert_eq!(shape.rope.map(|rope| rope.theta), want.rope.as_ref().map(|rope| rope.theta), "{preset}");
+        let scaled = shape.rope.is_some_and(|rope| rope.scaling != RopeScaling::None);
+        assert_eq!(scaled, want.rope.is_some_and(|rope| rope.scaling.is_some()), "{preset}");
+        assert_eq!(format!("{:?}", shape.activation), format!("{:?}", want.activation), "{preset}");
     }
     let text = "[model]\npreset = 'llama-1b'\nlayers = 2\n[data]\ntrain = 'src'\n[training]\nsteps = 1";
     let config = parse(text, &[]).unwrap();
@@ -215,6 +234,8 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["model.family=gpt2", "model.rope_theta=5000"], &["learned positions"]),
     (&["model.max_sequence_length=16"], &["training.sequence_length = 32 is longer than the model takes"]),
     (&["model.rope_scaling=llama3"], &["needs model.rope_factor", "needs model.rope_original_length"]),
+    (&["model.activation=gelu"], &["the llama family gates with silu"]),
+    (&["model.norm_eps=0"], &["model.norm_eps = 0 is out of range"]),
     (&["model.rope_factor=2"], &["model.rope_factor has no effect: model.rope_scaling is none"]),
     (&["model.dropout=1.0"], &["model.dropout = 1 is out of range"]),
     (&["model.path=src", "model.layers=2"], &["--set model.layers=2: model.layers is given beside model.path"]),
