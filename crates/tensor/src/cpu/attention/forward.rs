@@ -1,19 +1,35 @@
 //! Forward in the vector form: f32 blocks of 64 queries by 64 keys. See [`vector`](super::vector) for the products.
+//!
+//! A task keeps Q^T, O^T and the statistics of a chunk of queries (all heads of a group) and walks its keys [`SUPER`] at a
+//! time: these are widened once, into rows without gaps, and serve every block of queries. Rows of a fused matrix lie a page
+//! or more apart; fetched anew for each block they cost a third of the products.
 
-use super::plan::{Segment, Task};
+use super::plan::{self, Segment, Task};
 use super::scratch::{carve, lines, total, with};
 use super::vector::{
-    FLOOR, KEYS, LANES_MAX, Left, Mask, QUERIES, Statistics, narrow, product, scale_lanes, softmax_block, transpose,
-    widen,
+    FLOOR, KEYS, LANES_MAX, Left, MASKED, Mask, QUERIES, SUPER, Statistics, Strip, Strips, narrow, product,
+    scale_lanes, softmax_block, transpose, widen,
 };
 use super::{AttentionSpec, Forward};
 use crate::dtype::Element;
 use crate::simd_fn;
+use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
-/// The parts of the workspace, in floats: a widened key or value block or query block; Q^T; O^T; S^T; three statistics.
-fn parts(spec: &AttentionSpec) -> [usize; 7] {
-    let (d, row) = (spec.head_dim, lines(spec.head_dim));
-    [KEYS.max(QUERIES) * row, d * QUERIES, d * QUERIES, KEYS * QUERIES, QUERIES, QUERIES, QUERIES]
+/// Query rows of a task, counted over the heads of a group.
+pub(super) const CHUNK: usize = 512;
+
+/// Query blocks of a task.
+fn blocks(spec: &AttentionSpec) -> usize {
+    spec.group() * plan::chunk(spec, CHUNK, QUERIES) / QUERIES
+}
+
+/// The parts of the workspace, in floats: K, V; of each query block Q^T, O^T, maxima and sums; of the block at hand S^T and the
+/// decay.
+fn parts(spec: &AttentionSpec) -> [usize; 8] {
+    let (row, blocks) = (lines(spec.head_dim), blocks(spec));
+    let (wide, queries) = (SUPER * row, QUERIES * blocks);
+    [wide, wide, queries * row, queries * row, queries, queries, KEYS * QUERIES, QUERIES]
 }
 
 /// Floats of workspace of a task.
@@ -21,69 +37,104 @@ pub(super) fn floats(spec: &AttentionSpec) -> usize {
     total(&parts(spec))
 }
 
-/// One chunk of at most `QUERIES` queries of the heads of one key/value head.
+/// One chunk of the queries of the heads of one key/value head.
 pub(super) fn task<T: Element>(job: &Forward<'_, T>, task: &Task) {
-    with(floats(job.spec), |space| {
-        for head in 0..job.spec.group() {
-            for start in task.chunk.clone().step_by(QUERIES) {
-                let queries = start..task.chunk.end.min(start + QUERIES);
-                block(job, task, task.kv_head * job.spec.group() + head, queries, space);
-            }
-        }
-    });
+    with(floats(job.spec), |space| run(job, task, space));
 }
 
-fn block<T: Element>(
-    job: &Forward<'_, T>,
-    task: &Task,
-    head: usize,
-    queries: std::ops::Range<usize>,
-    space: &mut [f32],
-) {
+/// The query blocks of a task: (number, head, local queries), head after head.
+fn query_blocks<T>(job: &Forward<'_, T>, task: &Task) -> impl Iterator<Item = (usize, usize, Range<usize>)> + use<T> {
+    let (group, chunk, kv_head) = (job.spec.group(), task.chunk.clone(), task.kv_head);
+    let per_head = chunk.len().div_ceil(QUERIES);
+    (0..group * per_head).map(move |block| {
+        let start = chunk.start + block % per_head * QUERIES;
+        (block, kv_head * group + block / per_head, start..chunk.end.min(start + QUERIES))
+    })
+}
+
+fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
     let (isa, spec, segment) = (job.isa, job.spec, &task.segment);
     let (d, row) = (spec.head_dim, lines(spec.head_dim));
-    let [wide, q_t, o_t, scores, max, sum, decay] = carve(space, parts(spec));
-    let lanes = queries.len().next_multiple_of(LANES_MAX);
-    let q_cols = head * d..(head + 1) * d;
+    let [k, v, q_t, o_t, max, sum, scores, decay] = carve(space, parts(spec));
     let kv_cols = task.kv_head * d..(task.kv_head + 1) * d;
-    let q_rows = segment.queries.start + queries.start..segment.queries.start + queries.end;
+    let rows_of = |queries: &Range<usize>| segment.queries.start + queries.start..segment.queries.start + queries.end;
+    let of_block = |block: usize| block * QUERIES * row..(block + 1) * QUERIES * row;
+    let lanes_of = |block: usize| block * QUERIES..(block + 1) * QUERIES;
 
-    widen(isa, job.q, q_rows.clone(), q_cols.clone(), spec.scale, wide, row);
-    // Lanes without a query hold zeros: their scores are 0 and nobody reads what becomes of them.
-    wide[queries.len() * row..lanes * row].fill(0.0);
-    transpose(wide, row, lanes, d, q_t, QUERIES);
-    o_t.fill(0.0);
-    max.fill(FLOOR);
-    sum.fill(0.0);
+    for (block, head, queries) in query_blocks(job, task) {
+        let lanes = queries.len().next_multiple_of(LANES_MAX);
+        // Scores come out in units of log2 e: probabilities are powers of two.
+        widen(isa, job.q, rows_of(&queries), head * d..(head + 1) * d, spec.scale * LOG2_E, k);
+        // Lanes without a query hold zeros: their scores are 0 and nobody reads what becomes of them.
+        k[queries.len() * row..lanes * row].fill(0.0);
+        transpose(isa, k, row, lanes, d, &mut q_t[of_block(block)], QUERIES);
+        o_t[of_block(block)].fill(0.0);
+        max[lanes_of(block)].fill(FLOOR);
+        sum[lanes_of(block)].fill(0.0);
+    }
 
-    let visible = segment.visible_to_any(spec, &queries);
+    let visible = segment.visible_to_any(spec, &task.chunk);
     // Key blocks lie on a grid from the segment's start, so that a query's arithmetic does not depend on its chunk.
-    for start in (visible.start / KEYS * KEYS..visible.end).step_by(KEYS) {
-        let keys = start..visible.end.min(start + KEYS);
-        let rows = segment.keys.start + keys.start..segment.keys.start + keys.end;
-        widen(isa, job.k, rows.clone(), kv_cols.clone(), 1.0, wide, row);
-        let by_key = Left { data: wide, row, col: 1 };
-        product(isa, keys.len(), lanes, d, by_key, q_t, QUERIES, scores, QUERIES, false);
-        let mask = Mask::of(spec, segment, &queries, &keys);
-        if softmax_block(isa, keys.len(), lanes, mask, scores, Statistics { max, sum, decay }) {
-            scale_lanes(isa, d, lanes, decay, o_t);
+    for first in (visible.start / SUPER * SUPER..visible.end).step_by(SUPER) {
+        let wide = first.max(visible.start / KEYS * KEYS)..visible.end.min(first + SUPER);
+        let rows = segment.keys.start + wide.start..segment.keys.start + wide.end;
+        widen(isa, job.k, rows.clone(), kv_cols.clone(), 1.0, k);
+        widen(isa, job.v, rows, kv_cols.clone(), 1.0, v);
+        for (block, _, queries) in query_blocks(job, task) {
+            let lanes = queries.len().next_multiple_of(LANES_MAX);
+            let (q_t, o_t) = (&q_t[of_block(block)], &mut o_t[of_block(block)]);
+            let seen = segment.visible_to_any(spec, &queries);
+            let end = seen.end.min(wide.end);
+            for start in (wide.start.max(seen.start / KEYS * KEYS)..end).step_by(KEYS) {
+                let keys = start..end.min(start + KEYS);
+                let at = (start - wide.start) * row;
+                let strips = Strips::of(spec, segment, &queries, &keys);
+                for Strip { keys, lanes } in strips.iter() {
+                    let by_key = Left { data: &k[at + keys.start * row..], row, col: 1 };
+                    let scores = &mut scores[keys.start * QUERIES + lanes.start..];
+                    product(
+                        isa,
+                        keys.len(),
+                        lanes.len(),
+                        d,
+                        by_key,
+                        &q_t[lanes.start..],
+                        QUERIES,
+                        scores,
+                        QUERIES,
+                        false,
+                    );
+                }
+                let mask = Mask::of(spec, segment, &queries, &keys);
+                let state = Statistics { max: &mut max[lanes_of(block)], sum: &mut sum[lanes_of(block)], decay };
+                if softmax_block(isa, &strips, lanes, mask, scores, state) {
+                    scale_lanes(isa, d, lanes, decay, o_t);
+                }
+                for Strip { keys, lanes } in strips.iter() {
+                    let by_column = Left { data: &v[at + keys.start * row..], row: 1, col: row };
+                    let scores = &scores[keys.start * QUERIES + lanes.start..];
+                    let o_t = &mut o_t[lanes.start..];
+                    product(isa, d, lanes.len(), keys.len(), by_column, scores, QUERIES, o_t, QUERIES, true);
+                }
+            }
         }
-        widen(isa, job.v, rows, kv_cols.clone(), 1.0, wide, row);
-        let by_column = Left { data: wide, row: 1, col: row };
-        product(isa, d, lanes, keys.len(), by_column, scores, QUERIES, o_t, QUERIES, true);
     }
 
-    // SAFETY: this task alone writes these queries' statistics of this head.
-    let lse = unsafe { job.lse.part(head * job.q.rows() + q_rows.start..head * job.q.rows() + q_rows.end) };
-    for (i, lse) in lse.iter_mut().enumerate() {
-        let seen = sum[i] != 0.0;
-        *lse = if seen { max[i] + sum[i].ln() } else { f32::NEG_INFINITY };
-        decay[i] = if seen { sum[i].recip() } else { 0.0 };
+    for (block, head, queries) in query_blocks(job, task) {
+        let (o_t, rows) = (&mut o_t[of_block(block)], rows_of(&queries));
+        let (max, sum) = (&max[lanes_of(block)], &sum[lanes_of(block)]);
+        // SAFETY: this task alone writes these queries' statistics of this head.
+        let lse = unsafe { job.lse.part(head * job.q.rows() + rows.start..head * job.q.rows() + rows.end) };
+        decay.fill(0.0);
+        for (i, lse) in lse.iter_mut().enumerate() {
+            let seen = sum[i] != 0.0;
+            *lse = if seen { max[i] * LN_2 + sum[i].ln() } else { f32::NEG_INFINITY };
+            decay[i] = if seen { sum[i].recip() } else { 0.0 };
+        }
+        scale_lanes(isa, d, queries.len().next_multiple_of(LANES_MAX), decay, o_t);
+        transpose(isa, o_t, QUERIES, d, queries.len(), k, row);
+        narrow(isa, k, 1.0, &job.out, rows, head * d..(head + 1) * d);
     }
-    decay[queries.len()..].fill(0.0);
-    scale_lanes(isa, d, lanes, decay, o_t);
-    transpose(o_t, QUERIES, d, queries.len(), wide, row);
-    narrow(isa, wide, row, 1.0, &job.out, q_rows, q_cols);
 }
 
 /// Local query `i` of a segment over all keys that it sees, for the query heads of `kv_head`: two passes over keys and
@@ -97,13 +148,13 @@ pub(super) fn one_query<T: Element>(job: &Forward<'_, T>, segment: &Segment, i: 
         for head in 0..group {
             let first = (kv_head * group + head) * d;
             let query = segment.queries.start + i..segment.queries.start + i + 1;
-            widen(job.isa, job.q, query, first..first + d, spec.scale, &mut q[head * row..(head + 1) * row], row);
+            widen(job.isa, job.q, query, first..first + d, spec.scale, &mut q[head * row..(head + 1) * row]);
         }
         row_attention(job.isa, job, segment.keys.start + keys.start, keys.len(), kv_head, q, o, scores);
         for head in 0..group {
             let first = (kv_head * group + head) * d;
             let query = segment.queries.start + i..segment.queries.start + i + 1;
-            narrow(job.isa, &o[head * row..(head + 1) * row], row, 1.0, &job.out, query, first..first + d);
+            narrow(job.isa, &o[head * row..(head + 1) * row], 1.0, &job.out, query, first..first + d);
         }
     });
 }
@@ -132,7 +183,7 @@ simd_fn! {
             return;
         }
         for (o, scores) in o.chunks_exact_mut(row).zip(scores.chunks_exact_mut(stride)) {
-            scores[count..].fill(MASKED_TAIL);
+            scores[count..].fill(MASKED);
             let mut max = s.splat(FLOOR);
             for x in scores.chunks_exact(S::LANES) {
                 max = s.max(max, s.load(x));
@@ -162,6 +213,3 @@ simd_fn! {
         }
     }
 }
-
-/// Scores beyond the last key.
-const MASKED_TAIL: f32 = super::vector::MASKED;

@@ -16,8 +16,9 @@
 //! | portable, AVX2, AVX-512, AVX-512 BF16 | `vector`: operands widened to f32, products by broadcast and fused multiply-add |
 //! | AMX bf16, for bf16 operands | `amx`: all products on bf16 operands with f32 sums; P and dS are rounded to bf16 |
 //!
-//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. `vdpbf16ps` is not used: on
-//! CPUs that have it without AMX it issues at half the rate of the f32 multiply-add, so it wins nothing but the widening.
+//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. `vdpbf16ps` is not used: two
+//! multiply-adds per lane, but measured on Emerald Rapids it issues once in two cycles or slower, against two f32 multiply-adds a
+//! cycle: half the arithmetic per second (docs/LOG.md).
 //!
 //! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of scores returned to the caller.
 
@@ -28,6 +29,8 @@ mod forward;
 mod plan;
 mod rows;
 mod scratch;
+#[cfg(target_arch = "x86_64")]
+mod transpose;
 mod vector;
 
 #[cfg(test)]
@@ -323,7 +326,7 @@ pub fn forward_cross<T: Element>(
         cpu.threads.for_each(tasks.len(), |task| amx::forward(&job, &tasks[task]));
         return Ok(());
     }
-    let tasks = plan::tasks(spec, cu_q, cu_k, vector::QUERIES, vector::QUERIES);
+    let tasks = plan::tasks(spec, cu_q, cu_k, forward::CHUNK, vector::QUERIES);
     cpu.threads.for_each(tasks.len(), |task| forward::task(&job, &tasks[task]));
     Ok(())
 }

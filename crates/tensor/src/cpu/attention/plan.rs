@@ -75,10 +75,15 @@ pub(super) struct Task {
     cost: u64,
 }
 
+/// Queries of a task that may have `rows` query rows, counted over the heads of a group: whole multiples of `grid`.
+pub(super) fn chunk(spec: &AttentionSpec, rows: usize, grid: usize) -> usize {
+    (rows / spec.group()).div_ceil(grid).max(1).saturating_mul(grid)
+}
+
 /// The tasks of a call, the costly ones first so that the last ones to finish are short. `rows` is how many query rows,
-/// counted over the heads of a group, one task may have; it is rounded to the grid of `grid` queries.
+/// one task may have: see [`chunk`].
 pub(super) fn tasks(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32], rows: usize, grid: usize) -> Vec<Task> {
-    let chunk = (rows / spec.group()).div_ceil(grid).max(1).saturating_mul(grid);
+    let chunk = chunk(spec, rows, grid);
     let mut tasks = Vec::with_capacity((cu_q.len() - 1) * spec.kv_heads);
     let mut uniform = true;
     for segment in segments(cu_q, cu_k) {

@@ -36,7 +36,7 @@ mod vector;
 #[cfg(test)]
 mod tests;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
-mod tile_emulator;
+pub(in crate::cpu) mod tile_emulator;
 
 pub use driver::{Rung, workspace_bytes};
 

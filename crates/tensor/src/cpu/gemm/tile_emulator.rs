@@ -1,4 +1,4 @@
-//! Runs AMX instructions on CPUs that lack them, so that the machine code of [`super::amx`] is tested everywhere.
+//! Runs AMX instructions on CPUs that lack them, so that the machine code of the tile kernels is tested everywhere.
 //!
 //! An instruction that the CPU does not know raises SIGILL. The handler decodes the one at fault (VEX encoding, Intel SDM
 //! volume 2), does what the manual's pseudocode says on tiles in memory, and steps over it. Each costs a microsecond or so.
@@ -25,7 +25,7 @@ thread_local! {
 }
 
 /// From now on, AMX instructions work in this process.
-pub(super) fn install() {
+pub(in crate::cpu) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: the handler has the signature that SA_SIGINFO asks for.

@@ -6,7 +6,7 @@
 
 use super::{CHUNK, LN_2, LOG2_E, PAIR, QUAD, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
 use crate::cpu::amx::{Pairs, Tiles};
-use crate::cpu::attention::plan::Task;
+use crate::cpu::attention::plan::{self, Task};
 use crate::cpu::attention::scratch::{carve, total, with};
 use crate::cpu::attention::vector::FLOOR;
 use crate::cpu::attention::{AttentionSpec, Forward};
@@ -19,7 +19,7 @@ const BLOCK: usize = 4;
 
 /// Query units of a task: those of a chunk, for each head of a group.
 fn query_units(spec: &AttentionSpec) -> usize {
-    spec.group() * (CHUNK / spec.group()).div_ceil(UNIT).max(1)
+    spec.group() * plan::chunk(spec, CHUNK, UNIT) / UNIT
 }
 
 /// The parts of the workspace, in floats: Q^T, K, V^T, O^T, scores, probabilities, maxima, sums.

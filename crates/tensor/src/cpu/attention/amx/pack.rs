@@ -3,6 +3,7 @@
 use super::{PAIR, UNIT, round_pair};
 use crate::cpu::amx::TILE;
 use crate::cpu::attention::Rows;
+use crate::cpu::attention::transpose::transpose;
 use crate::dtype::bf16;
 use std::arch::x86_64::*;
 
@@ -46,38 +47,6 @@ unsafe fn store_tile(tile: *mut u8, rows: &[__m512i; 16]) {
         // SAFETY: by the contract.
         unsafe { _mm512_store_si512(tile.add(r * 64).cast(), *row) };
     }
-}
-
-/// The transpose of 16 x 16 dwords: four rounds of exchanging halves at distances 1, 2, 4 and 8.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    let mut t = r;
-    for i in (0..16).step_by(2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    // In each 128-bit lane l, u[4g + j] holds column 4l + j of rows 4g to 4g + 3.
-    let mut u = t;
-    for g in (0..16).step_by(4) {
-        u[g] = _mm512_unpacklo_epi64(t[g], t[g + 2]);
-        u[g + 1] = _mm512_unpackhi_epi64(t[g], t[g + 2]);
-        u[g + 2] = _mm512_unpacklo_epi64(t[g + 1], t[g + 3]);
-        u[g + 3] = _mm512_unpackhi_epi64(t[g + 1], t[g + 3]);
-    }
-    // The same among the lanes: a 4 x 4 transpose of lanes for each j.
-    let mut v = u;
-    for j in 0..4 {
-        let low01 = _mm512_shuffle_i32x4::<0x44>(u[j], u[4 + j]);
-        let high01 = _mm512_shuffle_i32x4::<0xee>(u[j], u[4 + j]);
-        let low23 = _mm512_shuffle_i32x4::<0x44>(u[8 + j], u[12 + j]);
-        let high23 = _mm512_shuffle_i32x4::<0xee>(u[8 + j], u[12 + j]);
-        v[j] = _mm512_shuffle_i32x4::<0x88>(low01, low23);
-        v[4 + j] = _mm512_shuffle_i32x4::<0xdd>(low01, low23);
-        v[8 + j] = _mm512_shuffle_i32x4::<0x88>(high01, high23);
-        v[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high01, high23);
-    }
-    v
 }
 
 /// The two tiles of pairs of rows: row `r` interleaves rows `2r` and `2r + 1`; columns 0 to 15, then 16 to 31.
@@ -159,7 +128,8 @@ pub(super) unsafe fn columns(unit: &Unit<'_>, pair: *mut u8) {
 pub(super) fn add_row_dots(a: &Unit<'_>, b: &Unit<'_>, sums: &mut [f32]) {
     for (r, sum) in sums.iter_mut().enumerate().take(a.rows) {
         // SAFETY: both are 64 bytes without invalid values.
-        let (a, b): (__m512bh, __m512bh) = unsafe { (std::mem::transmute(a.load(r)), std::mem::transmute(b.load(r))) };
+        let (a, b): (__m512bh, __m512bh) =
+            unsafe { std::mem::transmute::<[__m512i; 2], [__m512bh; 2]>([a.load(r), b.load(r)]).into() };
         *sum += _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), a, b));
     }
 }
