@@ -190,8 +190,7 @@ pub fn measure<T: Element>(cpu: &Cpu, case: &Case, seconds: f64) -> Result<Measu
         _ => 1e-5,
     };
     for (what, error, bound) in [("output", errors[0], 2.0 * roundoff), ("gradients", errors[1], 4.0 * roundoff)] {
-        // Not `error > bound`: NaN is wrong too.
-        if !(error <= bound) {
+        if error.is_nan() || error > bound {
             return Err(BenchError::Wrong { name: case.name, what, error, bound });
         }
     }
