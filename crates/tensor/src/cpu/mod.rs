@@ -19,6 +19,7 @@ pub mod norm;
 pub mod optim;
 pub mod peak;
 pub mod philox;
+pub mod plain;
 pub mod reduce;
 pub mod rope;
 mod rows;

@@ -8,6 +8,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+pub mod plain;
 mod pointwise;
 
 pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};

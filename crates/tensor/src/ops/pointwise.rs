@@ -1,6 +1,6 @@
 //! Elementwise operations that model families use.
 
-use super::{same_dtype, same_form};
+use super::{plain, same_dtype, same_form};
 use crate::cpu::activation::{self, Activation as Curve};
 use crate::cpu::gemm::Activation;
 use crate::cpu::philox::RandomKey;
@@ -22,9 +22,12 @@ fn copy(x: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `a + b` of one shape and dtype.
+/// `a + b`, broadcast together.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const OP: &str = "add";
+    if a.shape() != b.shape() {
+        return plain::binary(elementwise::Binary::Add, a, b);
+    }
     same_form(OP, a, b)?;
     let mut y = a.empty_like(*a.shape(), a.dtype())?;
     let shape = [1, a.elements()];

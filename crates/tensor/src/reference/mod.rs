@@ -6,4 +6,5 @@ pub mod loss;
 pub mod matmul;
 pub mod norm;
 pub mod optim;
+pub mod plain;
 pub mod random;

@@ -7,6 +7,7 @@
 
 mod norm;
 mod optim;
+mod plain;
 mod random;
 mod rows;
 mod training;
