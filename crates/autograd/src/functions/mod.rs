@@ -14,6 +14,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+mod plain;
 mod pointwise;
 
 pub use linear::LinearOptions;
@@ -45,6 +46,8 @@ pub struct Info {
     pub flops: &'static str,
     /// Whether [`Policy::Selective`](crate::Policy) recomputes the result instead of keeping it.
     pub recomputed_when_selective: bool,
+    /// Whether it has a derivative; reaching one that has none is [`AutogradError::NotDifferentiable`].
+    pub differentiable: bool,
 }
 
 macro_rules! functions {
@@ -59,7 +62,8 @@ macro_rules! functions {
             name: $name,
             saves: $saves,
             flops: $flops,
-            recomputed_when_selective: functions!(@ $keep),
+            recomputed_when_selective: matches!(Keep::$keep, Keep::recomputed),
+            differentiable: !matches!(Keep::$keep, Keep::no_derivative),
         },)*];
 
         impl Function {
@@ -84,8 +88,14 @@ macro_rules! functions {
             }
         })*
     };
-    (@ recomputed) => { true };
-    (@ kept) => { false };
+}
+
+/// The last column of the table.
+#[allow(non_camel_case_types, dead_code)]
+enum Keep {
+    kept,
+    recomputed,
+    no_derivative,
 }
 
 functions! {
@@ -103,6 +113,29 @@ functions! {
     Activate(pointwise::Activate):              "activate",             "x",                                 "8 m d; 10 m d",            recomputed;
     Embedding(embedding::Embedding):            "embedding",            "nothing",                           "m d; m d",                 kept;
     Dropout(dropout::Dropout):                  "dropout",              "nothing: the mask is regenerated",  "m d; m d",                 kept;
+    // The plain functions, n elements of the operand, one row for each kind.
+    Unary(plain::elementwise::Unary):           "unary",                "x or y, whichever serves",          "1 to 16 n; 4 n",           kept;
+    Binary(plain::elementwise::Binary):         "binary",               "a, b",                              "n; 2 n for each gradient", kept;
+    WithNumber(plain::elementwise::WithNumber): "with_number",          "x for powers and clamps",           "n; n",                     kept;
+    Cast(plain::elementwise::Cast):             "cast",                 "nothing",                           "0; 0",                     kept;
+    DropoutAdd(plain::elementwise::DropoutAdd): "dropout_add",          "nothing: the mask is regenerated",  "2 n; n",                   kept;
+    Mask(plain::mask::Mask):                    "mask",                 "nothing",                           "n; none",                  no_derivative;
+    Where(plain::mask::Where):                  "where",                "the mask",                          "0; 0",                     kept;
+    MaskedFill(plain::mask::MaskedFill):        "masked_fill",          "the mask",                          "0; 0",                     kept;
+    Sum(plain::reduce::Sum):                    "sum",                  "nothing",                           "n; n for means",           kept;
+    Amax(plain::reduce::Amax):                  "amax",                 "x, y",                              "n; 2 n",                   kept;
+    Variance(plain::reduce::Variance):          "variance",             "x, mean",                           "4 n; 2 n",                 kept;
+    Softmax(plain::reduce::Softmax):            "softmax",              "y",                                 "11 or 18 n; 4 or 11 n",    kept;
+    CumulativeSum(plain::reduce::CumulativeSum): "cumulative_sum",      "nothing",                           "n; n",                     kept;
+    Argmax(plain::reduce::Argmax):              "argmax",               "nothing",                           "n; none",                  no_derivative;
+    TopK(plain::reduce::TopK):                  "top_k",                "indices",                           "n; n",                     kept;
+    Rearrange(plain::arrange::Rearrange):       "rearrange",            "nothing",                           "0; n where repeated",      kept;
+    Concat(plain::arrange::Concat):             "concat",               "nothing",                           "0; 0",                     kept;
+    Gather(plain::index::Gather):               "gather",               "indices",                           "0; n",                     kept;
+    IndexAdd(plain::index::IndexAdd):           "index_add",            "indices",                           "2 n; 0",                   kept;
+    Matmul(plain::product::Matmul):             "matmul",               "a, b",                              "2 m n k; 4 m n k",         kept;
+    MseLoss(plain::loss::MseLoss):              "mse_loss",             "a, b",                              "3 n; 2 n each",            kept;
+    CrossEntropy(plain::loss::CrossEntropy):    "cross_entropy",        "x, log-sum-exp",                    "20 n; 20 n",               kept;
 }
 
 /// What every function file uses.

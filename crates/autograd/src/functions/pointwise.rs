@@ -1,15 +1,18 @@
 //! Functions of one element, or nearly so, that the model families use.
 
 use super::prelude::*;
+use trainyard_tensor::Shape;
 use trainyard_tensor::cpu::gemm::Activation;
 
 /// A parameter as a value on the tape, for model code that computes with it directly.
 #[derive(Clone, Debug)]
 pub struct Parameter;
 
-/// `a + b` of one shape.
+/// `a + b`, broadcast together.
 #[derive(Clone, Debug)]
-pub struct Add;
+pub struct Add {
+    shapes: [Shape; 2],
+}
 
 /// An activation on its own.
 #[derive(Clone, Debug)]
@@ -28,10 +31,11 @@ impl Tape<'_> {
         self.record_one(Parameter, &[id.into()], value, |_| Vec::new())
     }
 
-    /// `a + b`, of one shape.
+    /// `a + b`, broadcast together.
     pub fn add(&mut self, a: &Var, b: &Var) -> Result<Var> {
         let y = ops::add(a.tensor(), b.tensor())?;
-        self.record_one(Add, &[a.into(), b.into()], y, |_| Vec::new())
+        let shapes = [*a.tensor().shape(), *b.tensor().shape()];
+        self.record_one(Add { shapes }, &[a.into(), b.into()], y, |_| Vec::new())
     }
 
     /// The activation of each element.
@@ -60,8 +64,13 @@ impl Differentiable for Parameter {
 impl Differentiable for Add {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
-        cx.add_gradient(0, dy.clone())?;
-        cx.add_gradient(1, dy)
+        if cx.wants(0)? {
+            cx.add_gradient(0, ops::plain::sum_to(dy.clone(), &self.shapes[0])?)?;
+        }
+        if cx.wants(1)? {
+            cx.add_gradient(1, ops::plain::sum_to(dy, &self.shapes[1])?)?;
+        }
+        Ok(())
     }
 }
 
