@@ -10,7 +10,7 @@
 
 use crate::cpu::Cpu;
 use crate::cpu::embedding::IndexError;
-use crate::cpu::rows::{for_rows, largest, load_at, store_at, total};
+use crate::cpu::rows::{Fold, fold, for_rows, largest, load_at, store_at, total};
 use crate::cpu::simd::Simd;
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
@@ -144,6 +144,21 @@ pub fn cross_entropy_in_place<T: Element>(
     Ok(())
 }
 
+/// The sum of `e^(x - max)`.
+#[derive(Clone, Copy)]
+struct ExpAbout(f32);
+
+impl Fold for ExpAbout {
+    #[inline(always)]
+    fn fill(self) -> f32 {
+        f32::NEG_INFINITY
+    }
+    #[inline(always)]
+    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.add(acc, s.exp(s.sub(x, s.splat(self.0))))
+    }
+}
+
 /// The largest of `x` and the logarithm of the sum of exponentials.
 #[inline(always)]
 pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
@@ -154,17 +169,7 @@ pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
             sum *= (max - larger).exp();
             max = larger;
         }
-        let m = s.splat(max);
-        let mut acc = [s.splat(0.0); 4];
-        let mut i = 0;
-        while i < block.len() {
-            for (k, acc) in acc.iter_mut().enumerate() {
-                let v = load_at(s, block, i + k * S::LANES, f32::NEG_INFINITY);
-                *acc = s.add(*acc, s.exp(s.sub(v, m)));
-            }
-            i += 4 * S::LANES;
-        }
-        sum += total(s, acc);
+        sum += total(s, fold(s, ExpAbout(max), 0.0, block));
     }
     (max, max + sum.ln())
 }

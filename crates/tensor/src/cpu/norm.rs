@@ -291,6 +291,31 @@ fn over_row_blocks(
     }
 }
 
+/// The sums of `g` and of `g (x - centre)`, `g = dy weight`.
+#[inline(always)]
+fn weighted_sums<S: Simd, T: Element>(s: S, dy: &[T], weight: &[T], x: &[T], centre: f32) -> (f32, f32) {
+    let c = s.splat(centre);
+    let (mut sums, mut dots) = ([s.splat(0.0); 4], [s.splat(0.0); 4]);
+    let width = 4 * S::LANES;
+    let blocks = dy.chunks_exact(width).zip(weight.chunks_exact(width)).zip(x.chunks_exact(width));
+    for ((dy, weight), x) in blocks {
+        for k in 0..4 {
+            let lanes = k * S::LANES..(k + 1) * S::LANES;
+            let g = s.mul(T::load(s, &dy[lanes.clone()]), T::load(s, &weight[lanes.clone()]));
+            sums[k] = s.add(sums[k], g);
+            dots[k] = s.fma(g, s.sub(T::load(s, &x[lanes]), c), dots[k]);
+        }
+    }
+    let mut i = x.len() - x.len() % width;
+    while i < x.len() {
+        let g = s.mul(load_at(s, dy, i, 0.0), load_at(s, weight, i, 0.0));
+        sums[0] = s.add(sums[0], g);
+        dots[0] = s.fma(g, s.sub(load_at(s, x, i, 0.0), c), dots[0]);
+        i += S::LANES;
+    }
+    (total(s, sums), total(s, dots))
+}
+
 /// One row of the backward; `dy: None` means that the gradient comes in `dx`.
 #[inline(always)]
 fn rms_row_backward<S: Simd, T: Element>(
@@ -304,20 +329,7 @@ fn rms_row_backward<S: Simd, T: Element>(
     dweight: Option<&mut [f32]>,
 ) {
     let dim = x.len();
-    let dot = {
-        let dy = dy.unwrap_or(dx);
-        let mut acc = [s.splat(0.0); 4];
-        let mut i = 0;
-        while i < dim {
-            for (k, acc) in acc.iter_mut().enumerate() {
-                let j = i + k * S::LANES;
-                let g = s.mul(load_at(s, dy, j, 0.0), load_at(s, weight, j, 0.0));
-                *acc = s.fma(g, load_at(s, x, j, 0.0), *acc);
-            }
-            i += 4 * S::LANES;
-        }
-        total(s, acc)
-    };
+    let (_, dot) = weighted_sums(s, dy.unwrap_or(dx), weight, x, 0.0);
     // inv (g - x inv mean(g x inv)) = inv g - x (inv^3 mean(g x))
     let (a, b) = (s.splat(inv), s.splat(-inv * inv * inv * dot / dim as f32));
     let mut i = 0;
@@ -555,20 +567,10 @@ simd_fn! {
             let span = row * dim..(row + 1) * dim;
             let (dy, x, base, dx) = (&dy[span.clone()], &x[span.clone()], at(base, span.clone()), &mut dx[span]);
             let centre = s.splat(*mean);
-            let (mut sums, mut dots) = ([s.splat(0.0); 4], [s.splat(0.0); 4]);
-            let mut i = 0;
-            while i < dim {
-                for k in 0..4 {
-                    let j = i + k * S::LANES;
-                    let g = s.mul(load_at(s, dy, j, 0.0), load_at(s, weight, j, 0.0));
-                    sums[k] = s.add(sums[k], g);
-                    dots[k] = s.fma(g, s.sub(load_at(s, x, j, 0.0), centre), dots[k]);
-                }
-                i += 4 * S::LANES;
-            }
+            let (sum, dot) = weighted_sums(s, dy, weight, x, *mean);
             // inv (g - mean(g) - (x - mean) inv^2 mean(g (x - mean)))
-            let shift = s.splat(-inv * total(s, sums) / dim as f32);
-            let (a, b) = (s.splat(*inv), s.splat(-inv * inv * inv * total(s, dots) / dim as f32));
+            let shift = s.splat(-inv * sum / dim as f32);
+            let (a, b) = (s.splat(*inv), s.splat(-inv * inv * inv * dot / dim as f32));
             let mut i = 0;
             while i < dim {
                 let (dy, x) = (load_at(s, dy, i, 0.0), s.sub(load_at(s, x, i, 0.0), centre));

@@ -77,7 +77,7 @@ pub(crate) fn load_at<S: Simd, T: Element>(s: S, x: &[T], i: usize, fill: f32) -
         // SAFETY: just checked.
         T::load(s, unsafe { x.get_unchecked(i..i + S::LANES) })
     } else {
-        T::load_partial(s, x.get(i..).unwrap_or(&[]), fill)
+        s.load(&tail(x, i, fill))
     }
 }
 
@@ -88,56 +88,121 @@ pub(crate) fn store_at<S: Simd, T: Element>(s: S, v: S::F, y: &mut [T], i: usize
         // SAFETY: just checked.
         T::store(s, v, unsafe { y.get_unchecked_mut(i..i + S::LANES) })
     } else {
-        T::store_partial(s, v, y.get_mut(i..).unwrap_or(&mut []));
+        let mut lanes = [0.0; LANES_MAX];
+        s.store(v, &mut lanes);
+        store_tail(&lanes[..S::LANES], y, i);
     }
 }
 
-/// Four running sums, so that additions overlap.
+/// Lanes of the widest vector.
+const LANES_MAX: usize = 16;
+
+// The ends of rows are kept out of the loops: inlined, they would be most of the code of every kernel.
+#[cold]
+#[inline(never)]
+fn tail<T: Element>(x: &[T], i: usize, fill: f32) -> [f32; LANES_MAX] {
+    let mut lanes = [fill; LANES_MAX];
+    for (lane, x) in lanes.iter_mut().zip(x.get(i..).unwrap_or(&[])) {
+        *lane = x.to_f32();
+    }
+    lanes
+}
+
+#[cold]
+#[inline(never)]
+fn store_tail<T: Element>(lanes: &[f32], y: &mut [T], i: usize) {
+    for (y, lane) in y.get_mut(i..).unwrap_or(&mut []).iter_mut().zip(lanes) {
+        *y = T::from_f32(*lane);
+    }
+}
+
+/// The sum of four running sums, which are kept so that additions overlap.
 #[inline(always)]
 pub(crate) fn total<S: Simd>(s: S, acc: [S::F; 4]) -> f32 {
     s.reduce_sum(s.add(s.add(acc[0], acc[1]), s.add(acc[2], acc[3])))
 }
 
+/// A reduction that takes vectors one after another into a running one.
+pub(crate) trait Fold: Copy {
+    /// What is read beyond the end of a row: it changes no running value.
+    fn fill(self) -> f32;
+    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F;
+}
+
+/// Folds `x` into four running vectors that start as `start`.
+#[inline(always)]
+pub(crate) fn fold<S: Simd, T: Element, R: Fold>(s: S, reduction: R, start: f32, x: &[T]) -> [S::F; 4] {
+    let mut acc = [s.splat(start); 4];
+    let mut blocks = x.chunks_exact(4 * S::LANES);
+    for block in &mut blocks {
+        for (k, acc) in acc.iter_mut().enumerate() {
+            *acc = reduction.take(s, *acc, T::load(s, &block[k * S::LANES..(k + 1) * S::LANES]));
+        }
+    }
+    let rest = blocks.remainder();
+    let mut i = 0;
+    while i < rest.len() {
+        acc[0] = reduction.take(s, acc[0], load_at(s, rest, i, reduction.fill()));
+        i += S::LANES;
+    }
+    acc
+}
+
+#[derive(Clone, Copy)]
+struct Sum;
+impl Fold for Sum {
+    #[inline(always)]
+    fn fill(self) -> f32 {
+        0.0
+    }
+    #[inline(always)]
+    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.add(acc, x)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct SquaresAbout(f32);
+impl Fold for SquaresAbout {
+    #[inline(always)]
+    fn fill(self) -> f32 {
+        self.0
+    }
+    #[inline(always)]
+    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        let d = s.sub(x, s.splat(self.0));
+        s.fma(d, d, acc)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Largest;
+impl Fold for Largest {
+    #[inline(always)]
+    fn fill(self) -> f32 {
+        f32::NEG_INFINITY
+    }
+    #[inline(always)]
+    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.max(x, acc)
+    }
+}
+
 /// The sum of `x` in `f32`.
 #[inline(always)]
 pub(crate) fn sum<S: Simd, T: Element>(s: S, x: &[T]) -> f32 {
-    let mut acc = [s.splat(0.0); 4];
-    let mut i = 0;
-    while i < x.len() {
-        for (k, acc) in acc.iter_mut().enumerate() {
-            *acc = s.add(*acc, load_at(s, x, i + k * S::LANES, 0.0));
-        }
-        i += 4 * S::LANES;
-    }
-    total(s, acc)
+    total(s, fold(s, Sum, 0.0, x))
 }
 
 /// The sum of `(x - centre)^2` in `f32`.
 #[inline(always)]
 pub(crate) fn sum_of_squares_about<S: Simd, T: Element>(s: S, x: &[T], centre: f32) -> f32 {
-    let mut acc = [s.splat(0.0); 4];
-    let c = s.splat(centre);
-    let mut i = 0;
-    while i < x.len() {
-        for (k, acc) in acc.iter_mut().enumerate() {
-            let d = s.sub(load_at(s, x, i + k * S::LANES, centre), c);
-            *acc = s.fma(d, d, *acc);
-        }
-        i += 4 * S::LANES;
-    }
-    total(s, acc)
+    total(s, fold(s, SquaresAbout(centre), 0.0, x))
 }
 
 /// The largest of `x`; negative infinity of nothing. NaN is passed over.
 #[inline(always)]
 pub(crate) fn largest<S: Simd, T: Element>(s: S, x: &[T]) -> f32 {
-    let mut acc = [s.splat(f32::NEG_INFINITY); 4];
-    let mut i = 0;
-    while i < x.len() {
-        for (k, acc) in acc.iter_mut().enumerate() {
-            *acc = s.max(load_at(s, x, i + k * S::LANES, f32::NEG_INFINITY), *acc);
-        }
-        i += 4 * S::LANES;
-    }
+    let acc = fold(s, Largest, f32::NEG_INFINITY, x);
     s.reduce_max(s.max(s.max(acc[0], acc[1]), s.max(acc[2], acc[3])))
 }

@@ -113,21 +113,27 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above; NaN stays NaN.
     ///
-    /// Cody-Waite reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then the Taylor polynomial of degree 7, whose
-    /// truncation error there is `r^8 / 8! < 5.2e-9`.
+    /// Cody-Waite reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then [`Simd::exp_reduced`].
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
         // The constants come first because `min` and `max` return their second operand for NaN.
         let clamped = self.max(self.splat(-87.3), self.min(self.splat(88.02), x));
         let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
-        let r = self.fma(n, self.splat(-0.693_359_4), clamped);
+        let y = self.mul(self.exp_reduced(clamped, n), self.pow2(n));
+        self.select(self.gt(self.splat(-87.3), x), self.splat(0.0), y)
+    }
+
+    /// `e^(x - n ln 2)` for the `n` nearest to `x / ln 2`: the polynomial of degree 5 with constant term 1 whose greatest
+    /// relative error on `|r| <= ln 2 / 2` is least, 9.2e-8; with the roundings, 1.5e-7.
+    #[inline(always)]
+    fn exp_reduced(self, x: Self::F, n: Self::F) -> Self::F {
+        let r = self.fma(n, self.splat(-0.693_359_4), x);
         let r = self.fma(n, self.splat(2.121_944_4e-4), r);
-        let mut p = self.splat(1.0 / 5040.0);
-        for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        let mut p = self.splat(0.008_290_272);
+        for c in [0.041_898_16, 0.166_676_39, 0.499_991_48, 0.999_999_7, 1.0] {
             p = self.fma(p, r, self.splat(c));
         }
-        let y = self.mul(p, self.pow2(n));
-        self.select(self.gt(self.splat(-87.3), x), self.splat(0.0), y)
+        p
     }
 
     /// `1 / (1 + e^-x)`
@@ -590,6 +596,19 @@ mod x86 {
             i32_to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
             bits_of(a: __m512) -> __m512i { _mm512_castps_si512(a) }
             float_of(a: __m512i) -> __m512 { _mm512_castsi512_ps(a) }
+        }
+
+        #[inline(always)]
+        fn exp(self, x: __m512) -> __m512 {
+            // As the general form; scaling by 2^n is one instruction, and its mask is what is 0 below.
+            let clamped = self.min(self.splat(88.02), x);
+            let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
+            let p = self.exp_reduced(clamped, n);
+            // SAFETY: `self` proves that the CPU has the instructions.
+            unsafe {
+                let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-87.3));
+                _mm512_maskz_scalef_ps(kept, p, n)
+            }
         }
     }
 }
