@@ -91,21 +91,13 @@ pub trait Element: Scalar + Default + PartialEq + fmt::Debug {
     /// Loads up to `S::LANES` elements, the rest being `fill`: for the tails of rows.
     #[inline(always)]
     fn load_partial<S: Simd>(s: S, x: &[Self], fill: f32) -> S::F {
-        let mut lanes = [fill; 16];
-        for (lane, v) in lanes[..S::LANES].iter_mut().zip(x) {
-            *lane = v.to_f32();
-        }
-        s.load(&lanes)
+        s.load_tail(&x[..x.len().min(S::LANES)], fill)
     }
 
     /// Stores the first `min(y.len(), S::LANES)` lanes.
     #[inline(always)]
     fn store_partial<S: Simd>(s: S, v: S::F, y: &mut [Self]) {
-        let mut lanes = [0.0; 16];
-        s.store(v, &mut lanes);
-        for (y, lane) in y.iter_mut().zip(&lanes[..S::LANES]) {
-            *y = Self::from_f32(*lane);
-        }
+        s.store_tail(v, y);
     }
 }
 

@@ -155,7 +155,7 @@ impl Fold for ExpAbout {
     }
     #[inline(always)]
     fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
-        s.add(acc, s.exp(s.sub(x, s.splat(self.0))))
+        s.add(acc, s.exp_nonpositive(s.sub(x, s.splat(self.0))))
     }
 }
 
@@ -224,11 +224,21 @@ simd_fn! {
 #[inline(always)]
 fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: usize, lse: f32, scale: f32) {
     let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
-    let (shift, factor) = (s.splat(lse), s.splat(scale));
-    let mut i = 0;
-    while i < x.len() {
-        store_at(s, s.mul(s.exp(s.sub(load_at(s, x, i, 0.0), shift)), factor), x, i);
-        i += S::LANES;
+    if scale > 0.0 {
+        // The scale goes into the exponent: e^(x - lse + ln scale). Not so large a one that it overflows there.
+        let shift = s.splat(lse - scale.ln());
+        let mut i = 0;
+        while i < x.len() {
+            store_at(s, s.exp(s.sub(load_at(s, x, i, 0.0), shift)), x, i);
+            i += S::LANES;
+        }
+    } else {
+        let (shift, factor) = (s.splat(lse), s.splat(scale));
+        let mut i = 0;
+        while i < x.len() {
+            store_at(s, s.mul(s.exp(s.sub(load_at(s, x, i, 0.0), shift)), factor), x, i);
+            i += S::LANES;
+        }
     }
     x[target] = T::from_f32(at_target);
 }

@@ -77,7 +77,7 @@ pub(crate) fn load_at<S: Simd, T: Element>(s: S, x: &[T], i: usize, fill: f32) -
         // SAFETY: just checked.
         T::load(s, unsafe { x.get_unchecked(i..i + S::LANES) })
     } else {
-        s.load(&tail(x, i, fill))
+        s.load_tail(x.get(i..).unwrap_or(&[]), fill)
     }
 }
 
@@ -88,31 +88,7 @@ pub(crate) fn store_at<S: Simd, T: Element>(s: S, v: S::F, y: &mut [T], i: usize
         // SAFETY: just checked.
         T::store(s, v, unsafe { y.get_unchecked_mut(i..i + S::LANES) })
     } else {
-        let mut lanes = [0.0; LANES_MAX];
-        s.store(v, &mut lanes);
-        store_tail(&lanes[..S::LANES], y, i);
-    }
-}
-
-/// Lanes of the widest vector.
-const LANES_MAX: usize = 16;
-
-// The ends of rows are kept out of the loops: inlined, they would be most of the code of every kernel.
-#[cold]
-#[inline(never)]
-fn tail<T: Element>(x: &[T], i: usize, fill: f32) -> [f32; LANES_MAX] {
-    let mut lanes = [fill; LANES_MAX];
-    for (lane, x) in lanes.iter_mut().zip(x.get(i..).unwrap_or(&[])) {
-        *lane = x.to_f32();
-    }
-    lanes
-}
-
-#[cold]
-#[inline(never)]
-fn store_tail<T: Element>(lanes: &[f32], y: &mut [T], i: usize) {
-    for (y, lane) in y.get_mut(i..).unwrap_or(&mut []).iter_mut().zip(lanes) {
-        *y = T::from_f32(*lane);
+        s.store_tail(v, y.get_mut(i..).unwrap_or(&mut []));
     }
 }
 
