@@ -155,6 +155,26 @@ proptest! {
     }
 
     #[test]
+    fn a_damaged_tokenizer_is_refused_or_works(damage in proptest::collection::vec((any::<prop::sample::Index>(), 0usize..9), 1..4)) {
+        let mut value: Value = serde_json::from_str(&trained_once().json).unwrap();
+        for (place, replacement) in damage {
+            let pointers = pointers(&value);
+            let replacements = [
+                json!(null), json!(0), json!(-1), json!(1e30), json!(""), json!([]), json!({}), json!(true),
+                json!({ "type": "Sequence", "pretokenizers": [], "normalizers": [], "decoders": [] }),
+            ];
+            let pointer: &String = place.get(&pointers);
+            *value.pointer_mut(pointer).unwrap() = replacements[replacement].clone();
+        }
+        if let Ok(tokenizer) = Tokenizer::from_json(value.to_string().as_bytes(), "test")
+            && let Ok(tokens) = tokenizer.encode(TEXT)
+        {
+            prop_assert!(tokens.iter().all(|&t| (t as usize) < tokenizer.vocab_size()));
+            tokenizer.decode(&tokens);
+        }
+    }
+
+    #[test]
     fn decoding_any_ids_never_panics(tokens in proptest::collection::vec(any::<u32>(), 0..20), low in proptest::collection::vec(0u32..400, 0..20)) {
         for tokenizer in [Tokenizer::bytes(), Tokenizer::characters_from(TEXT).unwrap(), trained_once()] {
             tokenizer.decode(&tokens);
@@ -163,6 +183,24 @@ proptest! {
             low.iter().for_each(|&t| drop(stream.push(t)));
         }
     }
+}
+
+/// Every part of a JSON value, but of long lists only the first and last few.
+fn pointers(value: &Value) -> Vec<String> {
+    let children: Vec<(String, &Value)> = match value {
+        Value::Object(fields) => {
+            fields.iter().map(|(name, child)| (name.replace('~', "~0").replace('/', "~1"), child)).collect()
+        }
+        Value::Array(list) => list.iter().enumerate().map(|(place, child)| (place.to_string(), child)).collect(),
+        _ => Vec::new(),
+    };
+    let count = children.len();
+    let kept = children.into_iter().enumerate().filter(|(place, _)| *place < 12 || place + 3 > count);
+    kept.flat_map(|(_, (name, child))| {
+        let below = pointers(child).into_iter().map(|rest| format!("/{name}{rest}")).collect::<Vec<_>>();
+        std::iter::once(format!("/{name}")).chain(below)
+    })
+    .collect()
 }
 
 /// As Llama 3 and others have it: a word of the vocabulary is taken whole, even where merges would not make it.
