@@ -25,6 +25,8 @@ pub mod rope;
 mod rows;
 pub mod simd;
 pub mod threads;
+#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
+pub(crate) mod tile_emulator;
 
 pub use isa::{Isa, IsaError};
 pub use threads::Threads;

@@ -10,7 +10,7 @@ fn rungs() -> Vec<Isa> {
     let mut rungs: Vec<Isa> = Isa::available().collect();
     #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
     if Isa::detect() == Isa::Avx512Bf16 {
-        crate::cpu::gemm::tile_emulator::install();
+        crate::cpu::tile_emulator::install();
         rungs.push(Isa::AmxBf16);
     }
     rungs

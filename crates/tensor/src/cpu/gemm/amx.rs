@@ -12,46 +12,8 @@
 //! A packed right panel is already what the `b` operand wants: word row `k` holds the pairs `(2k, 2k + 1)` of 16 columns.
 
 use super::driver::{A_STRIDE, Tiles};
+use crate::cpu::amx;
 use std::arch::asm;
-
-/// The operand of `ldtilecfg`, 64 bytes (Intel SDM volume 1, 18.3.2): palette 1, then bytes per row and rows per tile.
-#[repr(C, align(64))]
-struct TileConfig {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    bytes_per_row: [u16; 16],
-    rows: [u8; 16],
-}
-
-/// All eight tiles at full size.
-static FULL: TileConfig = TileConfig {
-    palette: 1,
-    start_row: 0,
-    reserved: [0; 14],
-    bytes_per_row: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
-    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
-};
-
-/// The tile registers, configured as long as the value lives. Released they need not be saved on a context switch.
-struct Configured(());
-
-impl Configured {
-    /// # Safety
-    /// The CPU must have AMX, and the operating system must have granted it.
-    unsafe fn new() -> Self {
-        // SAFETY: reads 64 bytes; by contract.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const FULL, options(nostack, readonly, preserves_flags)) };
-        Configured(())
-    }
-}
-
-impl Drop for Configured {
-    fn drop(&mut self) {
-        // SAFETY: tiles were configured, so the instruction exists; it touches no memory.
-        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
-    }
-}
 
 /// Runs along a panel of up to 32 rows.
 ///
@@ -61,15 +23,10 @@ impl Drop for Configured {
 pub(super) unsafe fn panel(rows: usize, t: &Tiles) {
     // SAFETY: by contract.
     unsafe {
-        let _tiles = Configured::new();
+        let _tiles = amx::Tiles::configure();
         for j in (0..t.columns).step_by(32) {
             let (b, c) = (t.b.add(j / 16 * t.panel), t.c.add(j));
-            if rows > 16 {
-                tile_2x2(t, b, c)
-            } else {
-                tile_1x2(t, b, c)
-            }
-            t.ahead.fetch(j / 32, t.columns / 32);
+            if rows > 16 { tile_2x2(t, b, c) } else { tile_1x2(t, b, c) }
         }
     }
 }

@@ -11,7 +11,7 @@
 //! ```text
 //! for task (rows x columns of the result)              dealt to the threads
 //!     for block of <= 256 words of the shared dimension
-//!         pack right block (256 x 512 words, 512 KiB)  stays in L2
+//!         pack right block (256 x 768 words, 768 KiB)  stays in L2
 //!         for panel of mr rows
 //!             pack left panel (mr x 256 words)         stays in L1
 //!             for tile of nr columns                   right panel streams from L2
@@ -19,14 +19,20 @@
 //!             last block: epilogue of the panel's rows
 //! ```
 //!
-//! What it costs, per word of packing, is divided by the 512 rows (right) or columns (left) that use it: a register kernel
-//! does 32 multiply-adds of `f32` a cycle, a packed word costs 0.2 to 0.5 cycles, hence about 2 to 3 % in all.
+//! What packing costs per word is divided by the up to 1,024 rows (right) or 768 columns (left) that use it. A register kernel does 32
+//! multiply-adds of `f32` a cycle and a packed word takes 0.6, hence some 4 % of a large product, and as much again goes into
+//! the sums' way through memory. Keeping weights packed between products would save 2 % at 1,024 rows, at the price of
+//! two more copies of all weights (each form reduces over another dimension): they are packed each time.
+//!
+//! Measured without effect, and left out: fetching the next panel, block, or the result's lines ahead of use. Measured worse:
+//! tasks of 512 x 512 (5 % of the peak), which fit L2 together with their sums, but pack more often.
 
 use super::MatRef;
 use super::epilogue::Sink;
 use super::pack;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
+use std::alloc::Layout;
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -37,9 +43,9 @@ pub(super) const A_STRIDE: usize = BLOCK_WORDS + 16;
 /// Rows of the left operand that are packed at once, at most; see [`group_rows`].
 const GROUP_ROWS_MAX: usize = 128;
 /// The most columns of a task.
-const TASK_COLS_MAX: usize = 512;
+const TASK_COLS_MAX: usize = 768;
 /// The most rows of a task.
-const TASK_ROWS_MAX: usize = 512;
+const TASK_ROWS_MAX: usize = 1024;
 /// Words from row to row of the sums' scratch, minus the task's columns; see `A_STRIDE`.
 const C_PAD: usize = 16;
 
@@ -149,31 +155,70 @@ pub(super) enum Right<'a, T> {
     Plain(Operand<'a, T>),
 }
 
-/// Scratch of one thread, aligned to cache lines; it grows to what the largest product needs and is kept.
-#[derive(Default)]
+/// Scratch of one thread; it grows to what the largest product needs and is kept.
 struct Workspace {
-    lines: Vec<Line>,
+    start: *mut u32,
+    bytes: usize,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u32; 16]);
+/// Scratch is aligned to huge pages, of which it then takes one or two instead of 500 small ones: it shares the TLB with
+/// operands whose rows lie pages apart.
+const HUGE_PAGE: usize = 2 << 20;
 
 impl Workspace {
-    /// Addresses of `a`, `b` and `c` parts of the given sizes in words.
+    const EMPTY: Workspace = Workspace { start: std::ptr::null_mut(), bytes: 0 };
+
+    /// Addresses of `a`, `b` and `c` parts of the given sizes in words, each aligned to cache lines.
     fn parts(&mut self, a: usize, b: usize, c: usize) -> (*mut u32, *mut u32, *mut f32) {
-        let (a, b, c) = (a.div_ceil(16), b.div_ceil(16), c.div_ceil(16));
-        if self.lines.len() < a + b + c {
-            self.lines = vec![Line([0; 16]); a + b + c];
+        let (a, b, c) = (a.next_multiple_of(16), b.next_multiple_of(16), c.next_multiple_of(16));
+        let bytes = (a + b + c) * 4;
+        if self.bytes < bytes {
+            *self = Workspace::new(bytes);
         }
-        let base = self.lines.as_mut_ptr();
-        // SAFETY: the three parts lie one after another in `lines`.
-        unsafe { (base.cast(), base.add(a).cast(), base.add(a + b).cast()) }
+        // SAFETY: the three parts lie one after another in the scratch.
+        unsafe { (self.start, self.start.add(a), self.start.add(a + b).cast()) }
+    }
+
+    fn layout(bytes: usize) -> Layout {
+        Layout::from_size_align(bytes, HUGE_PAGE).expect("bounded by `workspace_bytes`")
+    }
+
+    fn new(bytes: usize) -> Workspace {
+        let bytes = bytes.next_multiple_of(HUGE_PAGE);
+        let layout = Workspace::layout(bytes);
+        // SAFETY: the layout is not empty. Before its first touch the memory is advised, and then zeroed: kernels may read
+        // padding that no packing wrote.
+        let start = unsafe {
+            let start = std::alloc::alloc(layout);
+            if start.is_null() {
+                std::alloc::handle_alloc_error(layout);
+            }
+            #[cfg(target_os = "linux")]
+            libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
+            start.write_bytes(0, bytes);
+            start
+        };
+        Workspace { start: start.cast(), bytes }
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: allocated with this layout.
+            unsafe { std::alloc::dealloc(self.start.cast(), Workspace::layout(self.bytes)) };
+        }
+    }
+}
+
+impl Default for Workspace {
+    fn default() -> Self {
+        Workspace::EMPTY
     }
 }
 
 thread_local! {
-    static WORKSPACE: Cell<Workspace> = const { Cell::new(Workspace { lines: Vec::new() }) };
+    static WORKSPACE: Cell<Workspace> = const { Cell::new(Workspace::EMPTY) };
 }
 
 #[cfg(test)]
@@ -187,7 +232,7 @@ pub fn workspace_bytes(threads: usize) -> usize {
     let words = GROUP_ROWS_MAX * A_STRIDE
         + BLOCK_WORDS * TASK_COLS_MAX
         + (TASK_ROWS_MAX + GROUP_ROWS_MAX) * (TASK_COLS_MAX + C_PAD);
-    threads * words * 4
+    threads * (words * 4).next_multiple_of(HUGE_PAGE)
 }
 
 /// How a product is cut: all of it follows from the shapes and the number of threads.
@@ -201,6 +246,30 @@ struct Cut {
     blocks: usize,
 }
 
+/// What a task's parts cost, in units of one multiply-add per word of the register kernel.
+///
+/// Measured on Emerald Rapids at 32 multiply-adds a cycle: packing takes 0.6 cycles a word on either side, a finished sum one
+/// cycle, both mostly spent on the way from and to L3; a task takes a microsecond to hand out. AMX does its multiply-adds 8
+/// times as fast, and the rest does not change.
+#[derive(Clone, Copy, Debug)]
+struct Prices {
+    pack: f64,
+    finish: f64,
+    task: f64,
+}
+
+impl Prices {
+    fn of(rung: Rung) -> Prices {
+        let speed = if rung == Rung::AmxBf16 { 8.0 } else { 1.0 };
+        Prices { pack: 20.0 * speed, finish: 32.0 * speed, task: 80_000.0 * speed }
+    }
+
+    fn task(&self, rows: usize, cols: usize, words: usize) -> f64 {
+        let (rows, cols, words) = (rows as f64, cols as f64, words as f64);
+        rows * cols * words + self.pack * (rows + cols) * words + self.finish * rows * cols + self.task
+    }
+}
+
 impl Cut {
     fn new(rung: Rung, (m, n, k): (usize, usize, usize), threads: usize) -> Cut {
         let (mr, nr) = rung.tile();
@@ -209,28 +278,26 @@ impl Cut {
         let block_words = words.div_ceil(blocks).next_multiple_of(16);
         let blocks = words.div_ceil(block_words.max(1)).max(1);
 
-        let mut col_tasks = n.div_ceil(TASK_COLS_MAX);
-        let mut row_tasks = m.div_ceil(TASK_ROWS_MAX);
-        // A product worth sharing (some ten microseconds) gets at least two tasks a thread, so that a thread that was
-        // held up costs less than half of its share. Cutting rows repeats the packing of the right operand, cutting columns
-        // that of the left: the longer side is cut.
-        let worth = m * n * k >= 1 << 19;
-        if threads > 1 && worth {
-            while col_tasks * row_tasks < 2 * threads {
-                let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks));
-                if rows >= cols && rows > 2 * mr {
-                    row_tasks += 1;
-                } else if cols > 2 * nr {
-                    col_tasks += 1;
-                } else if rows > 2 * mr {
-                    row_tasks += 1;
-                } else {
-                    break;
+        // The grid whose slowest thread is done first, by the prices that `Prices` explains.
+        let prices = Prices::of(rung);
+        let (rows_min, cols_min) = (m.div_ceil(TASK_ROWS_MAX), n.div_ceil(TASK_COLS_MAX));
+        // A serial product gains nothing from more tasks; beyond four a thread, balance gains nothing either.
+        let finest = if threads == 1 { 1 } else { 4 * threads };
+        let size = |len: usize, tasks: usize, tile: usize| len.div_ceil(tasks).next_multiple_of(tile);
+        let mut best = (f64::INFINITY, 0, 0);
+        for row_tasks in rows_min..=rows_min.max(finest) {
+            for col_tasks in cols_min..=cols_min.max(finest / row_tasks) {
+                let (rows, cols) = (size(m, row_tasks, mr), size(n, col_tasks, nr));
+                let tasks = m.div_ceil(rows) * n.div_ceil(cols);
+                let rounds = tasks.div_ceil(threads) as f64;
+                // A thread that is held up delays the end by a part of a task.
+                let price = prices.task(rows.min(m), cols, words) * (rounds + 0.1);
+                if price < best.0 {
+                    best = (price, rows, cols);
                 }
             }
         }
-        let task_rows = m.div_ceil(row_tasks).next_multiple_of(mr);
-        let task_cols = n.div_ceil(col_tasks).next_multiple_of(nr);
+        let (_, task_rows, task_cols) = best;
         Cut {
             task_rows,
             task_cols,
@@ -339,18 +406,8 @@ fn run_task<T: Element, S: Sink>(
                     sink.seed(part.row + row + i, part.col, sums);
                 }
             }
-            // What will be packed next, if it is one panel: it is fetched into the cache while this one is computed.
-            let ahead = if !left.along_k {
-                Ahead::NOTHING
-            } else if row + rows < part.rows {
-                Ahead::new(&left, part.row + row + rows, mr.min(part.rows - row - rows), k, depth)
-            } else if block + 1 < cut.blocks {
-                Ahead::new(&left, part.row, mr.min(part.rows), k + depth, depth.min(part.k - k - depth))
-            } else {
-                Ahead::NOTHING
-            };
             let add = block > 0 || sink.seeded();
-            let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add, ahead };
+            let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add };
             // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
             if block + 1 == cut.blocks {
@@ -374,35 +431,6 @@ fn run_task<T: Element, S: Sink>(
 fn group_rows(rung: Rung, along_k: bool) -> usize {
     let (mr, _) = rung.tile();
     if along_k { mr } else { GROUP_ROWS_MAX / mr * mr }
-}
-
-/// A part of an operand to fetch into the cache.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ahead {
-    start: *const u8,
-    rows: usize,
-    row_bytes: usize,
-    stride_bytes: usize,
-}
-
-impl Ahead {
-    const NOTHING: Ahead = Ahead { start: std::ptr::null(), rows: 0, row_bytes: 0, stride_bytes: 0 };
-
-    fn new<T>(operand: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize) -> Ahead {
-        let (row_bytes, stride_bytes) = (depth * size_of::<T>(), operand.stride * size_of::<T>());
-        Ahead { start: operand.at(row, k).cast(), rows, row_bytes, stride_bytes }
-    }
-
-    /// Asks for the `index`-th of `count` portions.
-    #[inline(always)]
-    pub(super) fn fetch(&self, index: usize, count: usize) {
-        let portion = self.rows.div_ceil(count);
-        for row in index * portion..self.rows.min((index + 1) * portion) {
-            for at in (0..self.row_bytes).step_by(64) {
-                prefetch(self.start.wrapping_add(row * self.stride_bytes + at));
-            }
-        }
-    }
 }
 
 /// Asks for the cache line at `p`, which need not be mapped.
@@ -436,8 +464,6 @@ pub(super) struct Tiles {
     pub columns: usize,
     /// Whether the sums continue from what `c` holds.
     pub add: bool,
-    /// What to fetch meanwhile.
-    pub ahead: Ahead,
 }
 
 /// # Safety

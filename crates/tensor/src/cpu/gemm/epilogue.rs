@@ -5,6 +5,7 @@
 
 use super::{Accumulate, Activation, MatMut, MatRef};
 use crate::cpu::Isa;
+use crate::cpu::activation::{self, Curve};
 use crate::cpu::simd::Simd;
 use crate::dtype::Element;
 use crate::simd_fn;
@@ -234,68 +235,26 @@ simd_fn! {
     }
 }
 
-/// `Φ(x)`, the normal distribution function, and `e^(-x²/2)`, which both the function and its derivative need.
-///
-/// Abramowitz and Stegun 7.1.26 for `erf`, absolute error below 1.5e-7.
-#[inline(always)]
-fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
-    let z = s.mul(s.abs(x), s.splat(std::f32::consts::FRAC_1_SQRT_2));
-    let t = s.div(s.splat(1.0), s.fma(s.splat(0.327_591_1), z, s.splat(1.0)));
-    let mut p = s.splat(1.061_405_4);
-    for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
-        p = s.fma(p, t, s.splat(c));
-    }
-    let e = s.exp(s.neg(s.mul(z, z)));
-    let tail = s.mul(s.splat(0.5), s.mul(s.mul(p, t), e));
-    let cdf = s.select(s.gt(x, s.splat(0.0)), s.sub(s.splat(1.0), tail), tail);
-    (cdf, e)
-}
-
-/// `√(2/π)`, of the tanh form of GELU.
-const SQRT_2_OVER_PI: f32 = 0.797_884_6;
-/// The cubic coefficient of the same.
-const GELU_CUBIC: f32 = 0.044_715;
-
 /// The activation of each lane.
 #[inline(always)]
-pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
+fn activate<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
     match activation {
-        Activation::None => x,
-        Activation::Relu => s.max(x, s.splat(0.0)),
-        Activation::Silu => s.mul(x, s.sigmoid(x)),
-        Activation::GeluExact => s.mul(x, normal(s, x).0),
-        Activation::GeluTanh => {
-            let cube = s.mul(s.mul(x, x), x);
-            let u = s.mul(s.splat(SQRT_2_OVER_PI), s.fma(s.splat(GELU_CUBIC), cube, x));
-            // (1 + tanh u) / 2 = sigmoid(2u)
-            s.mul(x, s.sigmoid(s.add(u, u)))
-        }
+        Activation::None => activation::Identity.value(s, x),
+        Activation::Relu => activation::Relu.value(s, x),
+        Activation::Silu => activation::Silu.value(s, x),
+        Activation::GeluExact => activation::GeluExact.value(s, x),
+        Activation::GeluTanh => activation::GeluTanh.value(s, x),
     }
 }
 
 /// The derivative of the activation at each lane.
 #[inline(always)]
-pub(crate) fn derivative<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
-    let one = s.splat(1.0);
+fn derivative<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
     match activation {
-        Activation::None => one,
-        Activation::Relu => s.select(s.gt(x, s.splat(0.0)), one, s.splat(0.0)),
-        Activation::Silu => {
-            let sigmoid = s.sigmoid(x);
-            s.mul(sigmoid, s.fma(x, s.sub(one, sigmoid), one))
-        }
-        Activation::GeluExact => {
-            // Φ(x) + x φ(x), φ(x) = e^(-x²/2) / √(2π)
-            let (cdf, e) = normal(s, x);
-            s.fma(s.mul(x, s.splat(0.398_942_3)), e, cdf)
-        }
-        Activation::GeluTanh => {
-            // With g = sigmoid(2u): g + x g (1 - g) 2 du/dx, du/dx = √(2/π) (1 + 3 · 0.044715 x²).
-            let square = s.mul(x, x);
-            let u = s.mul(s.mul(s.splat(SQRT_2_OVER_PI), x), s.fma(s.splat(GELU_CUBIC), square, one));
-            let g = s.sigmoid(s.add(u, u));
-            let slope = s.mul(s.splat(2.0 * SQRT_2_OVER_PI), s.fma(s.splat(3.0 * GELU_CUBIC), square, one));
-            s.fma(s.mul(s.mul(x, g), s.sub(one, g)), slope, g)
-        }
+        Activation::None => activation::Identity.both(s, x).1,
+        Activation::Relu => activation::Relu.both(s, x).1,
+        Activation::Silu => activation::Silu.both(s, x).1,
+        Activation::GeluExact => activation::GeluExact.both(s, x).1,
+        Activation::GeluTanh => activation::GeluTanh.both(s, x).1,
     }
 }

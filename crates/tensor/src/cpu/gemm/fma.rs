@@ -136,7 +136,6 @@ pub(super) unsafe fn tiles<L: Lanes, const MR: usize, const NV: usize>(l: L, t: 
     for j in (0..t.columns).step_by(columns) {
         // SAFETY: by contract.
         unsafe { tile::<L, MR, NV>(l, t, t.b.add(j / L::LANES * t.panel), t.c.add(j)) };
-        t.ahead.fetch(j / columns, t.columns / columns);
     }
 }
 

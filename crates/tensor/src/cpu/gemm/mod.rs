@@ -11,7 +11,7 @@
 //! tensor's columns is a matrix too. Sums are accumulated in `f32` whatever the storage type.
 //!
 //! **How.** A product is cut into blocks of rows and columns of the result, the tasks; a task walks the shared dimension in
-//! blocks, packs one block of the right operand so that it fills a quarter of the L2 cache, and streams panels of the left
+//! blocks, packs one block of the right operand so that it fills a third of the L2 cache, and streams panels of the left
 //! operand through it; one panel stays in L1 while a register kernel runs along it ([`driver`]). Packing absorbs the
 //! storage type, the transposition and the tails, so each rung of the ladder has one register kernel ([`fma`],
 //! [`avx512_bf16`], [`amx`]) and it never sees an edge. The epilogue ([`epilogue`]) is applied to rows of sums while they
@@ -35,8 +35,6 @@ mod vector;
 
 #[cfg(test)]
 mod tests;
-#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
-pub(in crate::cpu) mod tile_emulator;
 
 pub use driver::{Rung, workspace_bytes};
 

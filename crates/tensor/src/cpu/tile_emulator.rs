@@ -25,7 +25,7 @@ thread_local! {
 }
 
 /// From now on, AMX instructions work in this process.
-pub(in crate::cpu) fn install() {
+pub(crate) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: the handler has the signature that SA_SIGINFO asks for.
