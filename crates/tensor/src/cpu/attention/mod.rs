@@ -18,7 +18,7 @@
 //!
 //! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. `vdpbf16ps` is not used: two
 //! multiply-adds per lane, but measured on Emerald Rapids it issues once in two cycles or slower, against two f32 multiply-adds a
-//! cycle: half the arithmetic per second (docs/LOG.md).
+//! cycle: half the arithmetic per second.
 //!
 //! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of scores returned to the caller.
 
