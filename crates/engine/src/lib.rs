@@ -1,6 +1,34 @@
 //! Runs step programs: lanes, precision, optimizers, checkpoints, the trainer.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`config`], [`schedule`] | what is asked for, and what follows from it |
+//! | [`shape`] | from configuration to model and program |
+//! | [`rank`], [`lanes`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
+//! | [`checkpoint`], [`snapshot`], [`metrics`] | what is written while it runs |
+//! | [`corpora`], [`session`], [`trainer`] | a run: set up, and trained |
+//! | [`evaluate`], [`generate`] | what a trained model is used for |
+//! | [`predict`] | a step's memory and cost, by executing it without data |
+//!
+//! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
 
 pub mod checkpoint;
 pub mod config;
+pub mod corpora;
+mod error;
+pub mod evaluate;
+pub mod generate;
+pub mod lanes;
 pub mod metrics;
+pub mod optimizer;
+pub mod precision;
+pub mod predict;
+pub mod rank;
 pub mod schedule;
+pub mod session;
+pub mod shape;
+pub mod snapshot;
+pub mod state;
+pub mod trainer;
+
+pub use error::{EngineError, Result};

@@ -374,7 +374,9 @@ impl Resolver {
                     let message = format!("{key}: the weight {weight} of {} must be above 0", source.path.display());
                     self.problem(key, message);
                 }
-                self.path_exists(key, Some(&source.path));
+                if !crate::corpora::source_exists(&source.path) {
+                    self.path_exists(key, Some(&source.path));
+                }
             }
         }
         let validation = match &data.validation {

@@ -20,7 +20,7 @@ pub(crate) const GROUP: usize = 16;
 const WORDS: usize = 4 * GROUP;
 
 /// What a random number is drawn for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RandomKey {
     /// The run's seed.
     pub seed: u64,

@@ -8,6 +8,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+pub mod optim;
 pub mod plain;
 mod pointwise;
 
@@ -16,7 +17,9 @@ pub use embedding::{embedding, embedding_backward};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{TokenLosses, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
 pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward};
-pub use pointwise::{accumulate, activate, activation_backward, add, add_into, cast, dropout, swiglu, swiglu_backward};
+pub use pointwise::{
+    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, swiglu, swiglu_backward,
+};
 
 use crate::cpu::gemm::Accumulate;
 use crate::error::Result;

@@ -1,0 +1,270 @@
+//! From `[tokenizer]` and `[data]` to a tokenizer and token files.
+//!
+//! A source is a file or folder of text, a prefix of token files (`data prepare` writes them; other tools' Megatron files work too), or
+//! `rust-sources`, the Rust sources that cargo unpacked on this machine. Text is tokenized once into `data.cache` and found again.
+
+use crate::config::{Config, Resolved, Sampling as ConfigSampling, TokenizerKind};
+use crate::{EngineError, Result};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trainyard_data::prepare::{train_prefix, validation_prefix};
+use trainyard_data::{
+    Corpus, CorpusOptions, Dataset, DatasetSpec, IndexedTokens, PrepareOptions, Sampling, Sidecar, Source, Tokenizer,
+    prepare,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// The source that stands for the Rust sources in cargo's registry.
+pub const RUST_SOURCES: &str = "rust-sources";
+
+/// Bytes of Rust sources that are taken: enough for minutes of training on a CPU, few enough to be tokenized in seconds.
+const RUST_SOURCES_BYTES: u64 = 24 << 20;
+
+/// Bytes of text that a tokenizer is trained on; merges hardly change beyond.
+const TOKENIZER_BYTES: u64 = 8 << 20;
+
+/// Whether `path` can be a source: it exists, it is a prefix of token files, or it is [`RUST_SOURCES`].
+pub fn source_exists(path: &Path) -> bool {
+    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
+}
+
+/// The training prefix that `path` names: itself, or with the split that `data prepare` appends.
+fn token_prefix(path: &Path) -> Option<PathBuf> {
+    let bare = if path.extension().is_some_and(|e| e == "idx" || e == "bin") {
+        path.with_extension("")
+    } else {
+        path.to_owned()
+    };
+    let has = |prefix: &Path| {
+        let mut name = prefix.as_os_str().to_owned();
+        name.push(".idx");
+        Path::new(&name).is_file()
+    };
+    [train_prefix(&bare), bare].into_iter().find(|prefix| has(prefix))
+}
+
+/// What the run reads.
+pub struct Corpora {
+    /// Text to tokens and back.
+    pub tokenizer: Tokenizer,
+    sources: Vec<Source>,
+    validation: Vec<PathBuf>,
+    /// What was made or found, for the user.
+    pub notes: Vec<String>,
+}
+
+impl Corpora {
+    /// Finds or makes the tokenizer and the token files that `resolved` asks for. `note` is told what is going on.
+    pub fn open(resolved: &Resolved, mut note: impl FnMut(&str)) -> Result<Corpora> {
+        let config = &resolved.config;
+        let data = &config.data;
+        let cache = data.cache.clone().unwrap_or_else(|| config.run.directory.join("data-cache"));
+        std::fs::create_dir_all(&cache).map_err(|source| file_error("cannot create", &cache, source))?;
+
+        let mut texts = Vec::new();
+        let mut sources = Vec::new();
+        let mut validation = Vec::new();
+        for source in &data.train.0 {
+            match token_prefix(&source.path).filter(|_| !source.path.is_dir()) {
+                Some(prefix) => {
+                    let held_back = prefix.to_str().and_then(|p| p.strip_suffix(".train")).map(Path::new);
+                    if let Some(prefix) = held_back.map(validation_prefix).and_then(|p| token_prefix(&p)) {
+                        validation.push(prefix);
+                    }
+                    sources.push((Some(prefix), source.weight));
+                }
+                None => {
+                    texts.push((source.path.clone(), source.weight));
+                    // Text without weights is one corpus, whose documents count alike.
+                    if source.weight.is_some() || texts.len() == 1 {
+                        sources.push((None, source.weight));
+                    }
+                }
+            }
+        }
+        let weighted = texts.iter().any(|(_, weight)| weight.is_some());
+        let groups: Vec<Vec<PathBuf>> = if weighted {
+            texts.iter().map(|(path, _)| vec![path.clone()]).collect()
+        } else if texts.is_empty() {
+            Vec::new()
+        } else {
+            vec![texts.iter().map(|(path, _)| path.clone()).collect()]
+        };
+        let opened = groups.iter().map(|group| open_text(group, &data.text_field)).collect::<Result<Vec<_>>>()?;
+        let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?;
+
+        let mut notes = Vec::new();
+        let fraction = if data.validation.is_some() { 0.0 } else { data.validation_fraction.unwrap_or(0.01) };
+        let mut prepared = opened.iter().zip(&groups);
+        let mut resolved_sources = Vec::new();
+        for (prefix, weight) in sources {
+            let prefix = match prefix {
+                Some(prefix) => prefix,
+                None => {
+                    let (corpus, group) = prepared.next().expect("one group for each text source");
+                    let made = tokenize(corpus, group, &tokenizer, &cache, fraction, config.training.seed, &mut note)?;
+                    notes.push(made.1);
+                    validation.extend(made.0.validation);
+                    made.0.train
+                }
+            };
+            resolved_sources.push((prefix, weight));
+        }
+        for source in data.validation.iter().flat_map(|sources| &sources.0) {
+            match token_prefix(&source.path).filter(|_| !source.path.is_dir()) {
+                Some(prefix) => validation.push(prefix),
+                None => {
+                    let group = vec![source.path.clone()];
+                    let corpus = open_text(&group, &data.text_field)?;
+                    let made = tokenize(&corpus, &group, &tokenizer, &cache, 0.0, 0, &mut note)?;
+                    notes.push(made.1);
+                    validation.push(made.0.train);
+                }
+            }
+        }
+        let sources = resolved_sources
+            .into_iter()
+            .map(|(prefix, weight)| {
+                // Without weights a source counts by its size.
+                let weight = match weight {
+                    Some(weight) => weight,
+                    None => IndexedTokens::open(&prefix)?.tokens().max(1) as f64,
+                };
+                Ok(Source { prefix, weight })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Corpora { tokenizer, sources, validation, notes })
+    }
+
+    /// The training samples for a model of `vocab_size` rows.
+    pub fn dataset(&self, resolved: &Resolved, vocab_size: usize) -> Result<Arc<Dataset>> {
+        let data = &resolved.config.data;
+        let sampling = match data.sampling {
+            ConfigSampling::Packed => Sampling::Packed,
+            ConfigSampling::Random => Sampling::Random,
+        };
+        Ok(Arc::new(Dataset::open(DatasetSpec {
+            sources: self.sources.clone(),
+            sequence_length: resolved.sequence_length,
+            vocab_size: vocab_size as u32,
+            respect_document_boundaries: data.respect_document_boundaries,
+            sampling,
+            seed: resolved.config.training.seed,
+        })?))
+    }
+
+    /// The validation text.
+    pub fn validation(&self) -> Result<Vec<IndexedTokens>> {
+        Ok(self.validation.iter().map(|prefix| IndexedTokens::open(prefix)).collect::<Result<_, _>>()?)
+    }
+}
+
+fn file_error(what: &'static str, path: &Path, source: std::io::Error) -> EngineError {
+    EngineError::File { what, path: path.display().to_string(), source }
+}
+
+/// The documents of some paths as one corpus.
+pub fn open_text(paths: &[PathBuf], text_field: &str) -> Result<Corpus> {
+    if let [path] = paths
+        && path.as_os_str() == RUST_SOURCES
+    {
+        return trainyard_data::corpus::rust_sources(RUST_SOURCES_BYTES).ok_or(EngineError::NoRustSources);
+    }
+    let options = CorpusOptions { field: text_field.to_owned(), ..CorpusOptions::default() };
+    Ok(Corpus::open(paths, options)?)
+}
+
+/// A name for what is made of `paths`, readable and unlikely to clash; whether it is current is the sidecar's business.
+fn cache_name(paths: &[PathBuf], more: &str) -> String {
+    let mut all: Vec<u8> = more.as_bytes().to_vec();
+    for path in paths {
+        all.extend(std::path::absolute(path).unwrap_or_else(|_| path.clone()).as_os_str().as_encoded_bytes());
+        all.push(0);
+    }
+    let stem = paths.first().and_then(|path| path.file_stem()).map_or("text".into(), |s| s.to_string_lossy());
+    format!("{stem}-{:08x}", xxh3_64(&all) as u32)
+}
+
+fn tokenize(
+    corpus: &Corpus,
+    paths: &[PathBuf],
+    tokenizer: &Tokenizer,
+    cache: &Path,
+    validation_fraction: f64,
+    seed: u64,
+    note: &mut impl FnMut(&str),
+) -> Result<(trainyard_data::Prepared, String)> {
+    let fingerprint = tokenizer.fingerprint();
+    let out = cache.join(cache_name(paths, &format!("{fingerprint} {validation_fraction} {seed}")));
+    let options = PrepareOptions { validation_fraction, seed, ..PrepareOptions::new(&out) };
+    let total = corpus.bytes();
+    let mut told = std::time::Instant::now();
+    let made = prepare(corpus, tokenizer, &options, |progress| {
+        if told.elapsed().as_secs_f64() > 5.0 {
+            told = std::time::Instant::now();
+            let mib = |bytes: u64| bytes >> 20;
+            note(&format!("tokenizing: {} of {} MiB of files", mib(progress.text_bytes), mib(total)));
+        }
+    })?;
+    let text = format!(
+        "{} {} documents, {} tokens for training, {} for validation ({})",
+        if made.reused { "found" } else { "tokenized" },
+        made.sidecar.train.documents + made.sidecar.validation.as_ref().map_or(0, |part| part.documents),
+        made.sidecar.train.tokens,
+        made.sidecar.validation.as_ref().map_or(0, |part| part.tokens),
+        made.reason,
+    );
+    note(&text);
+    Ok((made, text))
+}
+
+fn find_tokenizer(
+    config: &Config,
+    cache: &Path,
+    texts: &[Corpus],
+    sources: &[(Option<PathBuf>, Option<f64>)],
+    note: &mut impl FnMut(&str),
+) -> Result<Tokenizer> {
+    if let Some(path) = config.tokenizer.path.as_ref().or(config.model.path.as_ref()) {
+        return Ok(Tokenizer::load(path)?);
+    }
+    if texts.is_empty() {
+        // Token files: `data prepare` puts the tokenizer beside them.
+        for prefix in sources.iter().filter_map(|(prefix, _)| prefix.as_ref()) {
+            let beside = prefix.with_extension("tokenizer.json");
+            if beside.is_file() {
+                return Ok(Tokenizer::load(&beside)?);
+            }
+            if Sidecar::of_part(prefix)?.is_some_and(|(sidecar, _)| sidecar.tokenizer.kind == "bytes") {
+                return Ok(Tokenizer::bytes());
+            }
+        }
+        return Err(crate::state::does_not_fit(
+            "data.train names token files only, and nothing says which tokenizer made them: set tokenizer.path",
+        ));
+    }
+    match config.tokenizer.kind.unwrap_or(TokenizerKind::Bpe) {
+        TokenizerKind::Bytes => Ok(Tokenizer::bytes()),
+        TokenizerKind::Characters => {
+            Ok(Tokenizer::characters_from_texts(texts.iter().flat_map(|corpus| corpus.texts(u64::MAX)))?)
+        }
+        TokenizerKind::Bpe => {
+            let vocab_size = config.tokenizer.vocab_size.unwrap_or(8192);
+            let mut key = format!("bpe {vocab_size} {TOKENIZER_BYTES}");
+            for file in texts.iter().flat_map(Corpus::files) {
+                key += &format!(" {} {} {}", file.path.display(), file.bytes, file.modified_ns);
+            }
+            let path = cache.join(format!("tokenizer-{:016x}.json", xxh3_64(key.as_bytes())));
+            if path.is_file() {
+                note(&format!("found the tokenizer {}", path.display()));
+                return Ok(Tokenizer::load(&path)?);
+            }
+            let share = TOKENIZER_BYTES / texts.len() as u64;
+            note(&format!("training a byte-level BPE tokenizer of {vocab_size} tokens"));
+            let texts = texts.iter().flat_map(|corpus| corpus.texts(share));
+            let tokenizer = Tokenizer::train_bpe(texts, vocab_size, |_| ())?;
+            tokenizer.save(&path)?;
+            Ok(tokenizer)
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Errors of the engine.
+
+use trainyard_autograd::AutogradError;
+use trainyard_data::DataError;
+use trainyard_model::ModelError;
+use trainyard_tensor::TensorError;
+
+/// An error while a run is set up or goes on.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// Recording or differentiating failed.
+    #[error(transparent)]
+    Autograd(#[from] AutogradError),
+    /// The model does not fit its configuration, weights or batch.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The data cannot be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] crate::config::ConfigError),
+    /// The lowering refused the strategy.
+    #[error(transparent)]
+    Strategy(#[from] trainyard_program::StrategyError),
+    /// The lowering made a program that must not run: a bug.
+    #[error("the step program is wrong, which is a bug: {0}")]
+    Program(#[from] trainyard_program::CheckError),
+    /// A file of the run could not be read or written.
+    #[error("{what} `{path}`: {source}")]
+    File {
+        /// What was attempted.
+        what: &'static str,
+        /// The file.
+        path: String,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+    /// A checkpoint cannot be written or read.
+    #[error(transparent)]
+    Checkpoint(#[from] crate::checkpoint::CheckpointError),
+    /// Records cannot be written, or a figure cannot be.
+    #[error(transparent)]
+    Metrics(#[from] crate::metrics::MetricsError),
+    /// The default corpus is not on this machine.
+    #[error(
+        "no Rust sources were found in cargo's registry ($CARGO_HOME or ~/.cargo, registry/src): name text to train on with \
+         --data PATH, or data.train in a config"
+    )]
+    NoRustSources,
+    /// Two parts of a run do not fit together.
+    #[error("{0}")]
+    DoesNotFit(String),
+    /// Too many steps in a row had a loss or gradient that was not finite.
+    #[error(
+        "stopped at step {step}: {skipped} steps in a row had a loss or gradient that is not finite (last loss {loss}). {kept} \
+         Lower optimizer.learning_rate, lengthen schedule.warmup_steps, or raise training.skipped_steps_max"
+    )]
+    Diverged {
+        /// The last of them.
+        step: u64,
+        /// How many.
+        skipped: u64,
+        /// The last loss.
+        loss: f64,
+        /// Which checkpoint is from before.
+        kept: String,
+    },
+}
+
+/// The result of running.
+pub type Result<T, E = EngineError> = std::result::Result<T, E>;

@@ -1,0 +1,91 @@
+//! Loss on held-back text.
+
+use crate::Result;
+use crate::rank::Rank;
+use trainyard_autograd::{Policy, Tape};
+use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_batches, text_bytes};
+use trainyard_model::{BatchSlices, Forward, Output};
+use trainyard_tensor::cpu::philox::RandomKey;
+
+/// Summed losses of some text.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Evaluation {
+    /// The sum of the losses of all targets, in nats.
+    pub loss_sum: f64,
+    /// The number of targets.
+    pub targets: u64,
+    /// Bytes of the text, when all of it was read.
+    pub text_bytes: Option<u64>,
+}
+
+impl Evaluation {
+    /// Mean loss in nats.
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.targets.max(1) as f64
+    }
+}
+
+/// The micro-batch as the model takes it.
+pub fn slices(batch: &MicroBatch) -> BatchSlices<'_> {
+    BatchSlices {
+        tokens: &batch.tokens,
+        targets: Some(&batch.targets),
+        positions: &batch.positions,
+        cu_seqlens: &batch.cu_seqlens,
+    }
+}
+
+/// How text is cut for evaluation.
+#[derive(Clone, Copy, Debug)]
+pub struct EvaluationSettings {
+    /// Tokens of a row.
+    pub sequence_length: usize,
+    /// Rows of a batch.
+    pub rows: usize,
+    /// As in training.
+    pub respect_document_boundaries: bool,
+    /// The most batches to read; None: all.
+    pub batches_max: Option<usize>,
+}
+
+/// Evaluates the model on all of `texts`, or on the first batches.
+pub fn evaluate(
+    rank: &Rank,
+    texts: &[IndexedTokens],
+    tokenizer: &Tokenizer,
+    settings: EvaluationSettings,
+) -> Result<Evaluation> {
+    let mut total = Evaluation::default();
+    let mut left = settings.batches_max.unwrap_or(usize::MAX);
+    let mut bytes = Some(0);
+    for text in texts {
+        let options = EvalOptions {
+            sequence_length: settings.sequence_length,
+            rows: settings.rows,
+            vocab_size: rank.model().vocab_size() as u32,
+            respect_document_boundaries: settings.respect_document_boundaries,
+        };
+        let batches = eval_batches(text, options)?;
+        if batches.batches() > left as u64 {
+            bytes = None;
+        } else if let Some(sum) = bytes {
+            bytes = Some(sum + text_bytes(text, tokenizer)?);
+        }
+        for batch in batches.take(left) {
+            let batch = batch?;
+            total.targets += batch.targets_counted() as u64;
+            total.loss_sum += loss_sum(rank, &batch)?;
+            left -= 1;
+        }
+    }
+    total.text_bytes = bytes;
+    Ok(total)
+}
+
+fn loss_sum(rank: &Rank, batch: &MicroBatch) -> Result<f64> {
+    let key = RandomKey::default();
+    let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, key);
+    let batch = rank.model().batch(rank.device(), &slices(batch))?;
+    let mut cx = Forward::evaluation(&batch, Output::Loss { scale: 1.0 });
+    Ok(f64::from(rank.model().forward(&mut tape, &mut cx)?.tensor().to_scalar()?))
+}

@@ -1,0 +1,175 @@
+//! Sampling text from a model, with a cache of keys and values.
+
+use crate::Result;
+use crate::rank::Rank;
+use crate::state::does_not_fit;
+use trainyard_autograd::{Policy, Tape};
+use trainyard_data::rng::Stream;
+use trainyard_model::{BatchSlices, Forward, KvCache};
+use trainyard_tensor::cpu::philox::RandomKey;
+
+/// How the next token is chosen.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Sampling {
+    /// Logits are divided by it; 0 takes the most likely token.
+    pub temperature: f64,
+    /// Only the k most likely tokens; None: all.
+    pub top_k: Option<usize>,
+    /// Only the fewest most likely tokens whose probabilities add up to this (Holtzman et al. 2020); None: all.
+    pub top_p: Option<f64>,
+    /// Of the random choices.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Sampling {
+        Sampling { temperature: 0.8, top_k: Some(50), top_p: Some(0.95), seed: 0 }
+    }
+}
+
+impl Sampling {
+    /// Says what is wrong with the settings, if anything.
+    pub fn check(&self) -> Result<()> {
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return Err(does_not_fit(format!("temperature {} must be 0 or above", self.temperature)));
+        }
+        if self.top_k == Some(0) {
+            return Err(does_not_fit("top-k 0 leaves no token to choose: take at least 1"));
+        }
+        if self.top_p.is_some_and(|p| !(p > 0.0 && p <= 1.0)) {
+            return Err(does_not_fit("top-p must be above 0 and at most 1"));
+        }
+        Ok(())
+    }
+
+    /// The next token given its logits; `uniform` is in `[0, 1)`.
+    pub fn choose(&self, logits: &[f32], uniform: f64) -> u32 {
+        let by_logit = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        if self.temperature == 0.0 {
+            return order.into_iter().min_by(|a, b| by_logit(a, b)).unwrap_or(0) as u32;
+        }
+        order.sort_unstable_by(by_logit);
+        order.truncate(self.top_k.unwrap_or(usize::MAX).max(1));
+        let top = f64::from(logits[order[0]]);
+        let mut weights: Vec<f64> =
+            order.iter().map(|i| ((f64::from(logits[*i]) - top) / self.temperature).exp()).collect();
+        let mut total: f64 = weights.iter().sum();
+        if let Some(p) = self.top_p {
+            let mut sum = 0.0;
+            let kept = weights.iter().position(|w| {
+                sum += w;
+                sum >= p * total
+            });
+            weights.truncate(kept.map_or(weights.len(), |last| last + 1));
+            total = weights.iter().sum();
+        }
+        let mut left = uniform * total;
+        for (place, weight) in weights.iter().enumerate() {
+            left -= weight;
+            if left < 0.0 {
+                return order[place] as u32;
+            }
+        }
+        order[weights.len() - 1] as u32
+    }
+}
+
+/// Continues `prompt` by up to `tokens_max` tokens; `each` is given every token and says whether to go on. Stops after a token of `stop`.
+/// The context slides when it is full: the cache is rebuilt from its second half.
+pub fn generate(
+    rank: &Rank,
+    prompt: &[u32],
+    tokens_max: usize,
+    sampling: Sampling,
+    stop: &[u32],
+    mut each: impl FnMut(u32) -> bool,
+) -> Result<()> {
+    sampling.check()?;
+    let spec = rank.model().spec().ok_or_else(|| does_not_fit("only built-in families generate text"))?;
+    let context = spec.max_positions;
+    let mut history: Vec<u32> = prompt.to_vec();
+    if history.is_empty() {
+        return Err(does_not_fit("the prompt has no tokens: give at least one character"));
+    }
+    let first = history.len().saturating_sub(context);
+    let mut pending: Vec<u32> = history[first..].to_vec();
+    let mut cache = KvCache::new(rank.device(), spec, context, rank.parameters.compute())?;
+    let random = Stream::new(sampling.seed, 0);
+    for draw in 0..tokens_max as u64 {
+        if cache.len() + pending.len() > context {
+            cache.truncate(0);
+            pending = history[history.len() - (context / 2).max(1)..].to_vec();
+        }
+        let logits = next_logits(rank, &pending, &mut cache)?;
+        let uniform = random.below(draw, 1 << 53) as f64 / (1u64 << 53) as f64;
+        let token = sampling.choose(&logits, uniform);
+        history.push(token);
+        if stop.contains(&token) || !each(token) {
+            break;
+        }
+        pending = vec![token];
+    }
+    Ok(())
+}
+
+fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<f32>> {
+    let tokens: Vec<i32> = pending.iter().map(|token| *token as i32).collect();
+    let start = cache.len() as i32;
+    let positions: Vec<i32> = (start..start + tokens.len() as i32).collect();
+    let cu_seqlens = [0, tokens.len() as i32];
+    let slices = BatchSlices { tokens: &tokens, targets: None, positions: &positions, cu_seqlens: &cu_seqlens };
+    let batch = rank.model().batch(rank.device(), &slices)?;
+    let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
+    let mut cx = Forward::generation(&batch, cache);
+    Ok(rank.model().forward(&mut tape, &mut cx)?.tensor().to_f32_vec()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOGITS: [f32; 5] = [1.0, 3.0, 2.0, -1.0, 3.0];
+
+    #[test]
+    fn greedy_takes_the_first_of_the_most_likely() {
+        let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+        assert_eq!(greedy.choose(&LOGITS, 0.9), 1);
+    }
+
+    #[test]
+    fn top_k_and_top_p_cut_the_tail() {
+        let draw = |sampling: Sampling| -> Vec<u32> {
+            let mut seen: Vec<u32> = (0..1000).map(|i| sampling.choose(&LOGITS, f64::from(i) / 1000.0)).collect();
+            seen.sort_unstable();
+            seen.dedup();
+            seen
+        };
+        let all = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 0 };
+        assert_eq!(draw(all), [0, 1, 2, 3, 4]);
+        assert_eq!(draw(Sampling { top_k: Some(3), ..all }), [1, 2, 4]);
+        assert_eq!(draw(Sampling { top_p: Some(0.5), ..all }), [1, 4]);
+        assert_eq!(draw(Sampling { top_p: Some(1e-9), ..all }), [1]);
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        let all = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 0 };
+        let total: f64 = LOGITS.iter().map(|l| f64::from(*l).exp()).sum();
+        let hits = (0..10_000).filter(|i| all.choose(&LOGITS, f64::from(*i) / 10_000.0) == 2).count();
+        assert!((hits as f64 / 10_000.0 - 2f64.exp() / total).abs() < 1e-3);
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        for sampling in [
+            Sampling { temperature: -1.0, ..Sampling::default() },
+            Sampling { temperature: f64::NAN, ..Sampling::default() },
+            Sampling { top_k: Some(0), ..Sampling::default() },
+            Sampling { top_p: Some(0.0), ..Sampling::default() },
+            Sampling { top_p: Some(1.5), ..Sampling::default() },
+        ] {
+            assert!(sampling.check().is_err(), "{sampling:?}");
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! What a step will need and do, from executing it on the meta device: same model code, same engine, same pool, no data.
+
+use crate::Result;
+use crate::config::OptimizerSettings;
+use crate::precision::LossScaler;
+use crate::rank::{Rank, StepSettings};
+use std::time::Duration;
+use trainyard_model::{BatchShape, Model};
+use trainyard_program::Program;
+use trainyard_tensor::{Cost, DType, Device, Purpose, Usage};
+
+/// A step's needs, before it runs.
+#[derive(Clone, Debug)]
+pub struct Prediction {
+    /// Peak bytes per purpose and in total, of a steady step.
+    pub memory: Usage,
+    /// FLOPs and bytes of the whole step, recomputation included.
+    pub cost: Cost,
+    /// How long the prediction took.
+    pub took: Duration,
+}
+
+/// Executes `program` once on meta.
+pub fn predict(
+    model: Model,
+    program: &Program,
+    shape: &BatchShape,
+    compute: DType,
+    optimizer: OptimizerSettings,
+) -> Result<Prediction> {
+    let began = std::time::Instant::now();
+    let device = Device::meta();
+    let mut rank = Rank::new(&device, model, compute, optimizer, LossScaler::none(), 0)?;
+    device.take_profile();
+    let settings = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
+    rank.execute(program, settings, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
+    let cost = device.take_profile().total();
+    Ok(Prediction { memory: device.pool().usage(), cost, took: began.elapsed() })
+}
+
+impl Prediction {
+    /// (purpose, predicted peak bytes), largest first, without those that are not used.
+    pub fn purposes(&self) -> Vec<(Purpose, usize)> {
+        let mut all: Vec<_> = Purpose::ALL.map(|p| (p, self.memory.peak(p))).into();
+        all.retain(|(_, bytes)| *bytes > 0);
+        all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        all
+    }
+}

@@ -1,0 +1,422 @@
+//! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
+
+use crate::checkpoint::{self, Found};
+use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
+use crate::corpora::Corpora;
+use crate::precision::LossScaler;
+use crate::predict::{Prediction, predict};
+use crate::rank::Rank;
+use crate::shape::{self, compute_dtype, model_spec};
+use crate::snapshot::{self, RunState};
+use crate::state::does_not_fit;
+use crate::{EngineError, Result};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
+use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
+use trainyard_program::Program;
+use trainyard_tensor::cpu::peak::{self, Peaks};
+use trainyard_tensor::{DType, Device, Purpose};
+
+/// Names of files in a run's folder.
+pub mod files {
+    /// The configuration, usable as one again.
+    pub const CONFIG: &str = "config.toml";
+    /// The tokenizer.
+    pub const TOKENIZER: &str = "tokenizer.json";
+    /// The model's description.
+    pub const MODEL: &str = "model.json";
+    /// The step program's summary and its price.
+    pub const PLAN: &str = "plan.json";
+}
+
+/// Everything that training needs.
+pub struct Session {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// The configuration.
+    pub resolved: Resolved,
+    /// Text to tokens.
+    pub tokenizer: Tokenizer,
+    /// Training samples.
+    pub dataset: Arc<Dataset>,
+    /// Validation text.
+    pub validation: Vec<IndexedTokens>,
+    /// What trains.
+    pub rank: Rank,
+    /// The step without and with a snapshot at its end.
+    pub programs: [Program; 2],
+    /// What a step will need.
+    pub prediction: Prediction,
+    /// What this machine reaches.
+    pub peaks: Peaks,
+    /// Model FLOPs of a token, forward and backward.
+    pub flops_per_token: f64,
+    /// Where the run stands.
+    pub state: RunState,
+}
+
+impl Session {
+    /// A new run in a new folder. `note` is told what is going on.
+    pub fn create(config: &Config, mut note: impl FnMut(&str)) -> Result<Session> {
+        let (resolved, corpora) = resolve(config, &mut note)?;
+        let folder = new_folder(&resolved)?;
+        let mut session = Session::build(folder, resolved, corpora, &mut note)?;
+        session.load_pretrained(&mut note)?;
+        session.write_files()?;
+        Ok(session)
+    }
+
+    /// The run in `folder`, at its newest whole checkpoint; `sets` go over its configuration.
+    pub fn resume(folder: &Path, sets: &[String], mut note: impl FnMut(&str)) -> Result<Session> {
+        let file = folder.join(files::CONFIG);
+        if !file.is_file() {
+            return Err(does_not_fit(format!(
+                "{} is not the folder of a run: it has no {}",
+                folder.display(),
+                files::CONFIG
+            )));
+        }
+        let mut config = Config::load(Some(&file), sets)?;
+        // The run's own tokenizer, whatever has become of the file that it came from.
+        config.tokenizer.path = Some(folder.join(files::TOKENIZER));
+        config.tokenizer.kind = None;
+        config.tokenizer.vocab_size = None;
+        let (resolved, corpora) = resolve(&config, &mut note)?;
+        let mut session = Session::build(folder.to_owned(), resolved, corpora, &mut note)?;
+        match find_checkpoint(folder, &mut note)? {
+            Some(found) => session.restore(&found, &mut note)?,
+            None => {
+                note("no checkpoint yet: starting from the beginning");
+                session.load_pretrained(&mut note)?;
+            }
+        }
+        Ok(session)
+    }
+
+    fn build(folder: PathBuf, resolved: Resolved, corpora: Corpora, note: &mut impl FnMut(&str)) -> Result<Session> {
+        let spec = model_spec(&resolved)?;
+        if corpora.tokenizer.vocab_size() > spec.vocab_size {
+            return Err(does_not_fit(format!(
+                "the tokenizer has {} tokens, but the model's vocabulary is {}: they belong to different models",
+                corpora.tokenizer.vocab_size(),
+                spec.vocab_size
+            )));
+        }
+        let dataset = corpora.dataset(&resolved, spec.vocab_size)?;
+        let validation = corpora.validation()?;
+        let dtype = compute_dtype(&resolved);
+        let model = Model::new(spec.clone())?;
+        let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+        let keep = shape::keep(&resolved, model.units().len());
+        let shape = shape::model_shape(&model, &batch, dtype)?;
+        let programs = shape::programs(&shape, resolved.batch.accumulation as u32, &keep)?;
+        let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, dtype, resolved.optimizer)?;
+        let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
+        check_limit(limit, &prediction)?;
+
+        let device = Device::cpu(resolved.isa, resolved.threads, limit);
+        note(&format!(
+            "device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory and {:.3} TFLOP",
+            model.parameter_count(),
+            mebibytes(prediction.memory.peak_total()),
+            prediction.cost.flops as f64 / 1e12
+        ));
+        let peaks = peak::measure(device.as_cpu().expect("a CPU device"));
+        let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
+        let seed = resolved.config.training.seed;
+        let scaler = loss_scaler(&resolved, dtype);
+        let rank = Rank::new(&device, model, dtype, resolved.optimizer, scaler, seed)?;
+        let state = RunState {
+            step: 0,
+            updates: 0,
+            skipped_in_a_row: 0,
+            skipped: 0,
+            samples: 0,
+            tokens: 0,
+            seconds: 0.0,
+            schedule_steps: resolved.schedule.steps,
+            scaler,
+            dataset: dataset.fingerprint(),
+            tokenizer: corpora.tokenizer.fingerprint(),
+        };
+        let tokenizer = corpora.tokenizer;
+        Ok(Session {
+            folder,
+            resolved,
+            tokenizer,
+            dataset,
+            validation,
+            rank,
+            programs,
+            prediction,
+            peaks,
+            flops_per_token,
+            state,
+        })
+    }
+
+    fn load_pretrained(&mut self, note: &mut impl FnMut(&str)) -> Result<()> {
+        if let ModelSource::HuggingFace { path, load_weights: true } = &self.resolved.model {
+            for line in load_weights(&mut self.rank, path)? {
+                note(&line);
+            }
+            note(&format!("weights loaded from {}", path.display()));
+        }
+        Ok(())
+    }
+
+    fn restore(&mut self, found: &Found, note: &mut impl FnMut(&str)) -> Result<()> {
+        let state = snapshot::restore(&mut self.rank, &found.checkpoint)?;
+        for (what, then, now) in
+            [("data", &state.dataset, &self.state.dataset), ("tokenizer", &state.tokenizer, &self.state.tokenizer)]
+        {
+            if then != now {
+                note(&format!("the {what} changed since the checkpoint: the run goes on, but not as it would have"));
+            }
+        }
+        // A schedule of another length that was asked for counts; one that was found by the clock is kept.
+        let schedule_steps = self.resolved.schedule.steps.or(state.schedule_steps);
+        self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
+        note(&format!("resumed at step {}", self.state.step));
+        Ok(())
+    }
+
+    /// Where the loader is to start.
+    pub fn position(&self) -> Position {
+        Position { samples: self.state.samples }
+    }
+
+    fn write_files(&self) -> Result<()> {
+        let write = |name: &str, text: String| {
+            let path = self.folder.join(name);
+            std::fs::write(&path, text).map_err(|source| EngineError::File {
+                what: "cannot write",
+                path: path.display().to_string(),
+                source,
+            })
+        };
+        self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
+        let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
+        write(files::MODEL, serde_json::to_string_pretty(spec).expect("plain data is JSON"))?;
+        let purposes: serde_json::Map<String, serde_json::Value> =
+            self.prediction.purposes().into_iter().map(|(p, bytes)| (p.name().to_owned(), bytes.into())).collect();
+        let plan = json!({
+            "program": self.programs[0],
+            "predicted": {
+                "flops": self.prediction.cost.flops,
+                "bytes": self.prediction.cost.bytes,
+                "mem_peak_bytes": self.prediction.memory.peak_total(),
+                "mem_peak": purposes,
+            },
+        });
+        write(files::PLAN, serde_json::to_string_pretty(&plan).expect("plain data is JSON"))?;
+        // Last, because a folder with a configuration is a run.
+        write(files::CONFIG, self.resolved.to_toml())
+    }
+}
+
+/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in use.
+pub struct Trained {
+    /// The model with its parameters.
+    pub rank: Rank,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Its description.
+    pub spec: ModelSpec,
+    /// What the run was configured with; None for a Hugging Face folder.
+    pub resolved: Option<Resolved>,
+    /// The step of the checkpoint.
+    pub step: Option<u64>,
+}
+
+/// How a trained model is to be run.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    /// The kernels.
+    pub isa: trainyard_tensor::cpu::Isa,
+    /// Threads.
+    pub threads: usize,
+    /// Precision of forward; None: the run's, or f32.
+    pub dtype: Option<DType>,
+}
+
+impl Runtime {
+    /// The best of this machine.
+    pub fn of_this_machine() -> Runtime {
+        Runtime { isa: trainyard_tensor::cpu::Isa::detect(), threads: Inputs::of_this_machine().cores, dtype: None }
+    }
+}
+
+/// Opens the newest whole checkpoint of a run, or a Hugging Face folder.
+pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
+    let device = Device::cpu(runtime.isa, runtime.threads, None);
+    if !folder.join(files::MODEL).is_file() {
+        return open_hugging_face(folder, &device, runtime, &mut note);
+    }
+    let read = |name: &str| {
+        let path = folder.join(name);
+        std::fs::read_to_string(&path).map_err(|source| EngineError::File {
+            what: "cannot read",
+            path: path.display().to_string(),
+            source,
+        })
+    };
+    let spec: ModelSpec = serde_json::from_str(&read(files::MODEL)?)
+        .map_err(|e| does_not_fit(format!("{} is damaged: {e}", folder.join(files::MODEL).display())))?;
+    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
+    let mut config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
+    config.tokenizer.path = Some(folder.join(files::TOKENIZER));
+    config.tokenizer.kind = None;
+    config.tokenizer.vocab_size = None;
+    // The data may be gone; a trained model does not need it.
+    config.data.train.0.clear();
+    config.data.validation = None;
+    let mut inputs = Inputs::of_this_machine();
+    inputs.batches_supplied = true;
+    inputs.tokenizer_vocabulary = Some(tokenizer.vocab_size());
+    let resolved = config.resolve(&inputs).ok();
+    let run_dtype = resolved.as_ref().map(compute_dtype);
+    let found = find_checkpoint(folder, &mut note)?.ok_or_else(|| {
+        does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
+    })?;
+    let mut rank = bare_rank(&device, &spec, runtime.dtype.or(run_dtype).unwrap_or(DType::F32))?;
+    snapshot::load_parameters(&mut rank, &found.checkpoint)?;
+    Ok(Trained { rank, tokenizer, spec, resolved, step: Some(found.step) })
+}
+
+fn open_hugging_face(
+    folder: &Path,
+    device: &Device,
+    runtime: &Runtime,
+    note: &mut impl FnMut(&str),
+) -> Result<Trained> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|_| {
+        does_not_fit(format!(
+            "{} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json)",
+            folder.display(),
+            files::MODEL
+        ))
+    })?;
+    let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
+    let tokenizer = Tokenizer::load(folder)?;
+    let mut rank = bare_rank(device, &spec, runtime.dtype.unwrap_or(DType::F32))?;
+    for line in load_weights(&mut rank, folder)? {
+        note(&line);
+    }
+    Ok(Trained { rank, tokenizer, spec, resolved: None, step: None })
+}
+
+/// A rank that will not train: SGD without momentum keeps no state.
+fn bare_rank(device: &Device, spec: &ModelSpec, dtype: DType) -> Result<Rank> {
+    Rank::for_inference(device, Model::new(spec.clone())?, dtype)
+}
+
+fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
+    let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
+    let specs: Vec<_> = rank.model().parameters().map(|(id, spec)| (id, spec.shape.clone())).collect();
+    for (id, shape) in specs {
+        let mut master = rank.parameters.master(id, &shape)?;
+        reader.read_slot(rank.model(), id, master.data_mut::<f32>()?).map_err(trainyard_model::ModelError::from)?;
+    }
+    rank.parameters.refresh_copies()?;
+    Ok(reader.notes().to_vec())
+}
+
+/// The newest whole checkpoint; says which ones were passed over and why.
+pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
+    let found = checkpoint::find_latest(folder)?;
+    for skipped in found.iter().flat_map(|found| &found.skipped) {
+        note(&format!("passed over a checkpoint that is not whole: {skipped}"));
+    }
+    Ok(found)
+}
+
+/// Completes the configuration: first what the data needs, then, with the tokenizer known, the rest.
+pub fn resolve(config: &Config, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
+    let mut inputs = Inputs::of_this_machine();
+    if let Some(path) = &config.model.path {
+        inputs.pretrained = Some(read_pretrained(path)?);
+    }
+    let first = config.resolve(&inputs)?;
+    let corpora = Corpora::open(&first, &mut *note)?;
+    inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
+    Ok((config.resolve(&inputs)?, corpora))
+}
+
+fn read_pretrained(path: &Path) -> Result<Pretrained> {
+    let file = path.join("config.json");
+    let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
+        what: "cannot read",
+        path: file.display().to_string(),
+        source,
+    })?;
+    let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
+    Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
+}
+
+fn loss_scaler(resolved: &Resolved, dtype: DType) -> LossScaler {
+    if dtype != DType::F16 {
+        return LossScaler::none();
+    }
+    let precision = &resolved.config.precision;
+    LossScaler::dynamic(precision.loss_scale_initial.unwrap_or(65536.0), precision.loss_scale_window.unwrap_or(2000))
+}
+
+/// An error when the prediction exceeds the limit: by how much, for what.
+fn check_limit(limit: Option<usize>, prediction: &Prediction) -> Result<()> {
+    let needed = prediction.memory.peak_total();
+    let Some(limit) = limit.filter(|limit| needed > *limit) else { return Ok(()) };
+    let purposes: Vec<String> =
+        prediction.purposes().iter().map(|(p, bytes)| format!("{p} {}", mebibytes(*bytes))).collect();
+    let activations = prediction.memory.peak(Purpose::Activations);
+    let hint = if activations > needed - limit {
+        "activation_checkpointing.mode = \"full\" or a smaller training.micro_batch_size cut the activations"
+    } else {
+        "a smaller model, or an optimizer with less state (sgd, adafactor), is needed"
+    };
+    Err(does_not_fit(format!(
+        "a step needs {}, {} over memory.limit = {} ({}); {hint}",
+        mebibytes(needed),
+        mebibytes(needed - limit),
+        mebibytes(limit),
+        purposes.join(", ")
+    )))
+}
+
+fn mebibytes(bytes: usize) -> String {
+    format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)
+}
+
+/// `DIRECTORY/NAME`; without a name, the first of `run-001`, `run-002`, … that is free.
+fn new_folder(resolved: &Resolved) -> Result<PathBuf> {
+    let run = &resolved.config.run;
+    let error = |path: &Path| {
+        let path = path.display().to_string();
+        move |source| EngineError::File { what: "cannot create", path, source }
+    };
+    std::fs::create_dir_all(&run.directory).map_err(error(&run.directory))?;
+    if let Some(name) = &run.name {
+        let folder = run.directory.join(name);
+        if folder.join(files::CONFIG).exists() {
+            return Err(does_not_fit(format!(
+                "{} is a run already: give run.name another name, or go on with it by `train --resume {}`",
+                folder.display(),
+                folder.display()
+            )));
+        }
+        std::fs::create_dir_all(&folder).map_err(error(&folder))?;
+        return Ok(folder);
+    }
+    for number in 1.. {
+        let folder = run.directory.join(format!("run-{number:03}"));
+        match std::fs::create_dir(&folder) {
+            Ok(()) => return Ok(folder),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(error(&folder)(e)),
+        }
+    }
+    unreachable!("numbers do not end")
+}

@@ -1,0 +1,427 @@
+//! The training loop.
+
+use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
+use crate::config::Limits;
+use crate::evaluate::{Evaluation, EvaluationSettings, evaluate, slices};
+use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
+use crate::rank::{StepOutcome, StepSettings};
+use crate::schedule::Schedule;
+use crate::session::Session;
+use crate::shape::compute_dtype;
+use crate::snapshot;
+use crate::{EngineError, Result};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use trainyard_data::{Loader, LoaderConfig};
+use trainyard_tensor::Purpose;
+
+/// How a run ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ending {
+    /// It reached its limit of steps, tokens or seconds.
+    Complete,
+    /// It was asked to stop, and can be resumed.
+    Interrupted,
+}
+
+/// A finished sitting of a run.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// How it ended.
+    pub ending: Ending,
+    /// Steps done, over all sittings.
+    pub steps: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// The last step's loss.
+    pub loss: f64,
+    /// The last evaluation.
+    pub evaluation: Option<EvaluationMetrics>,
+    /// Steps skipped.
+    pub skipped: u64,
+    /// Seconds of training in this sitting.
+    pub seconds: f64,
+    /// Median seconds of a step in this sitting.
+    pub step_s_median: f64,
+    /// Median tokens per second.
+    pub tps_median: f64,
+    /// Median model utilisation.
+    pub mfu_median: Option<f64>,
+    /// Seconds spent waiting for data, as a share of the steps' time.
+    pub data_wait_share: f64,
+    /// Seconds from the start of the process to the end of the first step of this sitting.
+    pub first_step_done_s: f64,
+    /// Peak bytes per purpose: measured, predicted.
+    pub memory: Vec<(Purpose, usize, usize)>,
+    /// Peak bytes in total: measured, predicted.
+    pub memory_total: (usize, usize),
+}
+
+/// What the outside may ask of a training.
+#[derive(Clone, Copy)]
+pub struct Control<'a> {
+    /// Set when the run is to finish its step, write a checkpoint and end.
+    pub stop: &'a AtomicBool,
+    /// When the process began.
+    pub process_start: Instant,
+}
+
+/// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward, clip, update, and at times snapshot
+/// (the step program); then record, and at times evaluate. The checkpoint of a step is submitted before its evaluation.
+pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
+    let mut run = Run::open(session, progress, control)?;
+    run.progress.begin(run.session.state.step, run.clock.steps);
+    let ending = loop {
+        if run.is_complete() {
+            break Ending::Complete;
+        }
+        if control.stop.load(Ordering::Relaxed) {
+            break Ending::Interrupted;
+        }
+        let snapshot = run.snapshot_due();
+        let outcome = run.step(snapshot)?;
+        run.record(&outcome)?;
+        run.guard_against_divergence(&outcome)?;
+        if run.evaluation_due() {
+            run.evaluate()?;
+        }
+    };
+    run.finish(ending)
+}
+
+struct Run<'s> {
+    session: &'s mut Session,
+    progress: &'s mut dyn Progress,
+    control: Control<'s>,
+    loader: Loader,
+    writer: BackgroundWriter,
+    recorder: Recorder,
+    clock: Clock,
+    /// The step of the last snapshot, and when it was taken.
+    saved: (u64, Instant),
+    evaluated: Option<u64>,
+    evaluation: Option<EvaluationMetrics>,
+    steps: Vec<StepMetrics>,
+    last_loss: f64,
+    first_step_done_s: Option<f64>,
+}
+
+/// Time and the schedule.
+struct Clock {
+    schedule: Schedule,
+    /// Where the run ends, once that is known.
+    steps: Option<u64>,
+    limits: Limits,
+    left: TimeLeft,
+    began: Instant,
+    /// Seconds of earlier sittings.
+    before: f64,
+    last_step_end: Instant,
+}
+
+/// Steps that a run limited by time alone makes at the peak rate before it fixes its schedule by their speed.
+const STEPS_TO_CALIBRATE: u64 = 20;
+
+impl<'s> Run<'s> {
+    fn open(session: &'s mut Session, progress: &'s mut dyn Progress, control: Control<'s>) -> Result<Run<'s>> {
+        let config = &session.resolved.config;
+        let loader = Loader::new(
+            session.dataset.clone(),
+            LoaderConfig {
+                micro_batch_size: session.resolved.batch.micro,
+                workers: config.data.workers,
+                prefetch: config.data.prefetch,
+                rank: 0,
+                world: 1,
+            },
+            session.position(),
+        )?;
+        let checkpoint = &config.checkpoint;
+        let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
+        let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
+        let (store, notes) = CheckpointStore::open(&session.folder, retention)?;
+        notes.iter().for_each(|line| progress.note(line));
+        let writer = BackgroundWriter::new(store)?;
+        let (recorder, notes) = Recorder::open(&session.folder, &config.metrics, session.state.step)?;
+        notes.iter().for_each(|line| progress.note(line));
+        session.dataset.warm();
+        let limits = session.resolved.limits;
+        let steps = session.state.schedule_steps;
+        let mut left = TimeLeft::new(limits);
+        if let Some(steps) = steps {
+            left.set_steps(steps);
+        }
+        let clock = Clock {
+            schedule: Schedule { steps, ..session.resolved.schedule },
+            steps,
+            limits,
+            left,
+            began: Instant::now(),
+            before: session.state.seconds,
+            last_step_end: Instant::now(),
+        };
+        let saved = (session.state.step, Instant::now());
+        Ok(Run {
+            session,
+            progress,
+            control,
+            loader,
+            writer,
+            recorder,
+            clock,
+            saved,
+            evaluated: None,
+            evaluation: None,
+            steps: Vec::new(),
+            last_loss: f64::NAN,
+            first_step_done_s: None,
+        })
+    }
+
+    fn is_complete(&self) -> bool {
+        let step = self.session.state.step;
+        let by_steps = self.clock.limits.steps.is_some_and(|steps| step >= steps);
+        let by_clock = self.clock.limits.seconds.is_some_and(|seconds| self.clock.elapsed() >= seconds);
+        by_steps || by_clock
+    }
+
+    /// Whether this coming step is to end in a snapshot.
+    fn snapshot_due(&self) -> bool {
+        let section = &self.session.resolved.config.checkpoint;
+        let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
+        let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
+        by_steps || by_time
+    }
+
+    fn evaluation_due(&self) -> bool {
+        let interval = self.session.resolved.config.evaluation.interval_steps;
+        !self.session.validation.is_empty() && interval.is_some_and(|n| self.session.state.step.is_multiple_of(n))
+    }
+
+    /// Executes the step program.
+    fn step(&mut self, snapshot: bool) -> Result<StepOutcome> {
+        let session = &mut *self.session;
+        let settings = StepSettings {
+            step: session.state.step,
+            rate_factor: self.clock.schedule.factor(session.state.step),
+            clip_norm: session.resolved.optimizer.clip_norm,
+        };
+        let program = &session.programs[usize::from(snapshot)];
+        let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
+        let micro_batches = u64::from(program.micro_batches);
+        let samples = loader.position().samples + micro_batches * session.resolved.batch.micro as u64;
+        let mut state = session.state.clone();
+        state.seconds = self.clock.elapsed();
+        let outcome = session.rank.execute(
+            program,
+            settings,
+            |device, model| Ok(model.batch(device, &slices(&loader.next()?))?),
+            |rank, outcome| {
+                state.advance(outcome, rank, samples);
+                report(writer.submit(snapshot::take(rank, &state)?)?, &mut *progress);
+                Ok(())
+            },
+        )?;
+        session.state.advance(&outcome, &session.rank, samples);
+        if snapshot {
+            self.saved = (session.state.step, Instant::now());
+        }
+        Ok(outcome)
+    }
+
+    /// Measures the step, writes it down and shows it.
+    fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
+        let now = Instant::now();
+        let step_s = (now - std::mem::replace(&mut self.clock.last_step_end, now)).as_secs_f64();
+        let session = &mut *self.session;
+        session.state.seconds = self.clock.elapsed();
+        self.first_step_done_s.get_or_insert_with(|| self.control.process_start.elapsed().as_secs_f64());
+        let step = session.state.step;
+        if outcome.skipped {
+            self.progress.note(&skip_note(step, outcome, session.rank.scaler.scale()));
+        } else {
+            self.last_loss = outcome.loss;
+        }
+        let flops = session.flops_per_token * outcome.tokens as f64;
+        let dtype = compute_dtype(&session.resolved);
+        let peak = session.peaks.flops(dtype);
+        let Throughput { tps, tflops, mfu } =
+            Throughput::new(outcome.tokens, flops, step_s, Some(peak)).map_err(crate::metrics::MetricsError::from)?;
+        let usage = session.rank.device().pool().usage();
+        let mem_peak: BTreeMap<String, u64> = Purpose::ALL
+            .iter()
+            .filter(|purpose| usage.peak(**purpose) > 0)
+            .map(|purpose| (purpose.name().to_owned(), usage.peak(*purpose) as u64))
+            .collect();
+        let metrics = StepMetrics {
+            step,
+            loss: outcome.loss,
+            lr: session.resolved.optimizer.learning_rate * self.clock.schedule.factor(step - 1),
+            grad_norm: outcome.gradient_norm,
+            tokens: session.state.tokens,
+            tps,
+            tflops,
+            mfu,
+            step_s,
+            data_wait_s: outcome.data_wait(&session.programs[0]).as_secs_f64(),
+            mem_peak_bytes: usage.peak_total() as u64,
+            mem_peak,
+            loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler.scale()),
+            skipped: outcome.skipped,
+        };
+        self.recorder.step(&metrics)?;
+        self.clock.calibrate(step, &mut session.state.schedule_steps);
+        let left = self.clock.left.update(step, step_s, self.clock.elapsed());
+        self.progress.step(&metrics, self.clock.steps, left);
+        self.steps.push(metrics);
+        report(self.writer.poll()?, self.progress);
+        Ok(())
+    }
+
+    /// Stops a run whose steps are skipped one after another, leaving the checkpoint from before.
+    fn guard_against_divergence(&mut self, outcome: &StepOutcome) -> Result<()> {
+        let state = &self.session.state;
+        let limit = self.session.resolved.config.training.skipped_steps_max;
+        if state.skipped_in_a_row < limit.max(1) || !outcome.skipped {
+            return Ok(());
+        }
+        let (step, skipped, loss) = (state.step, state.skipped_in_a_row, outcome.loss);
+        self.progress.end();
+        let folder = self.session.folder.clone();
+        self.recorder.sync()?;
+        let kept = match crate::checkpoint::find_latest(&folder) {
+            Ok(Some(found)) => format!("The checkpoint of step {} is from before.", found.step),
+            _ => "There is no checkpoint from before.".to_owned(),
+        };
+        Err(EngineError::Diverged { step, skipped, loss, kept })
+    }
+
+    fn evaluate(&mut self) -> Result<()> {
+        let began = Instant::now();
+        let session = &*self.session;
+        let config = &session.resolved.config;
+        let settings = EvaluationSettings {
+            sequence_length: session.resolved.sequence_length,
+            rows: session.resolved.batch.micro,
+            respect_document_boundaries: config.data.respect_document_boundaries,
+            batches_max: config.evaluation.batches_max,
+        };
+        let Evaluation { loss_sum, targets, text_bytes } =
+            evaluate(&session.rank, &session.validation, &session.tokenizer, settings)?;
+        let step = session.state.step;
+        let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64());
+        self.recorder.evaluation(&metrics)?;
+        self.progress.evaluation(&metrics);
+        if self.saved.0 == step {
+            report(self.writer.evaluated(step, metrics.loss)?, self.progress);
+        }
+        self.evaluation = Some(metrics);
+        self.evaluated = Some(step);
+        // Evaluation is no part of the next step's time.
+        self.clock.last_step_end = Instant::now();
+        Ok(())
+    }
+
+    /// The last checkpoint, the last evaluation, and the figures of the sitting.
+    fn finish(mut self, ending: Ending) -> Result<Summary> {
+        let step = self.session.state.step;
+        if self.saved.0 != step || step == 0 {
+            let taken = snapshot::take(&self.session.rank, &self.session.state)?;
+            report(self.writer.submit(taken)?, self.progress);
+            self.saved = (step, Instant::now());
+        }
+        let evaluate = ending == Ending::Complete && self.evaluated != Some(step);
+        if evaluate && !self.session.validation.is_empty() {
+            self.evaluate()?;
+        }
+        self.recorder.sync()?;
+        report(self.writer.finish()?, self.progress);
+        self.progress.end();
+        let usage = self.session.rank.device().pool().usage();
+        let predicted = &self.session.prediction.memory;
+        let memory = Purpose::ALL.map(|p| (p, usage.peak(p), predicted.peak(p)));
+        let total = |f: fn(&StepMetrics) -> f64| self.steps.iter().map(f).sum::<f64>();
+        Ok(Summary {
+            ending,
+            steps: step,
+            tokens: self.session.state.tokens,
+            loss: self.last_loss,
+            evaluation: self.evaluation,
+            skipped: self.session.state.skipped,
+            seconds: self.clock.began.elapsed().as_secs_f64(),
+            step_s_median: median(self.steps.iter().map(|m| m.step_s)).unwrap_or(0.0),
+            tps_median: median(self.steps.iter().map(|m| m.tps)).unwrap_or(0.0),
+            mfu_median: median(self.steps.iter().filter_map(|m| m.mfu)),
+            data_wait_share: total(|m| m.data_wait_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
+            first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
+            memory: memory.into_iter().filter(|(_, measured, predicted)| measured + predicted > 0).collect(),
+            memory_total: (usage.peak_total(), predicted.peak_total()),
+        })
+    }
+}
+
+impl snapshot::RunState {
+    /// Takes a finished step into account.
+    fn advance(&mut self, outcome: &StepOutcome, rank: &crate::rank::Rank, samples: u64) {
+        self.step += 1;
+        self.updates = rank.updates;
+        self.scaler = rank.scaler;
+        self.samples = samples;
+        self.tokens += outcome.tokens;
+        self.skipped += u64::from(outcome.skipped);
+        // A dynamic loss scale overflows now and then by design; that is no sign of divergence.
+        let counts = outcome.skipped && !rank.scaler.is_dynamic();
+        self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
+    }
+}
+
+impl Clock {
+    /// Seconds of training over all sittings.
+    fn elapsed(&self) -> f64 {
+        self.before + self.began.elapsed().as_secs_f64()
+    }
+
+    /// A run limited by time alone fixes the length of its schedule by the speed of its first steps.
+    fn calibrate(&mut self, step: u64, schedule_steps: &mut Option<u64>) {
+        let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
+        if step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
+            return;
+        }
+        let per_step = self.elapsed() / step as f64;
+        let steps = ((seconds / per_step) as u64).max(step + 1);
+        *schedule_steps = Some(steps);
+        self.schedule.steps = Some(steps);
+        self.steps = Some(steps);
+        self.left.set_steps(steps);
+    }
+}
+
+fn skip_note(step: u64, outcome: &StepOutcome, scale: f64) -> String {
+    let what = if outcome.loss.is_finite() { "a gradient" } else { "the loss" };
+    let scale = if scale > 1.0 { format!("; loss scale now {scale}") } else { String::new() };
+    format!("step {step}: {what} is not finite, the update was skipped{scale}")
+}
+
+fn report(events: Vec<Event>, progress: &mut dyn Progress) {
+    for event in events {
+        match event {
+            Event::Written(written) => progress.note(&format!("checkpoint written: {}", written.path.display())),
+            Event::Best { step, loss } => progress.note(&format!("best so far: loss {loss:.4} at step {step}")),
+        }
+    }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+impl StepOutcome {
+    /// Time that the compute lane stood waiting for loads.
+    pub fn data_wait(&self, program: &trainyard_program::Program) -> Duration {
+        let spans = self.spans.iter().zip(&program.instructions);
+        spans.filter(|(_, i)| i.action.lane() == trainyard_program::Lane::Compute).map(|(span, _)| span.waited).sum()
+    }
+}

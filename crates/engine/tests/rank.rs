@@ -1,0 +1,279 @@
+//! One rank executing programs: equalities between strategies, predictions against measurements, faults, update rules.
+
+use trainyard_engine::config::{Config, Inputs, OptimizerSettings, Resolved};
+use trainyard_engine::precision::LossScaler;
+use trainyard_engine::predict::predict;
+use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
+use trainyard_engine::shape;
+use trainyard_model::{Batch, BatchShape, BatchSlices, Model, ModelSpec};
+use trainyard_program::Keep;
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::{DType, Device, Purpose};
+
+const LENGTH: usize = 16;
+
+fn resolved(sets: &[&str]) -> Resolved {
+    let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 3\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
+                max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 16\nmicro_batch_size = 4\n\
+                [optimizer]\nlearning_rate = 0.01\n";
+    let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+    Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap()
+}
+
+fn spec(sets: &[&str]) -> ModelSpec {
+    shape::model_spec(&resolved(sets)).unwrap()
+}
+
+/// What the texts are like.
+#[derive(Clone, Copy, PartialEq)]
+enum Text {
+    /// Each token follows from the one before it: learnable to a loss of zero.
+    Regular,
+    /// Every other token is anything, so that the loss has a floor, as that of real text has.
+    Noisy,
+}
+
+/// Row `row` of step `step`.
+fn row(spec: &ModelSpec, text: Text, step: u64, row: usize) -> Vec<i32> {
+    let vocab = spec.vocab_size as u64;
+    let mut token = (step * 31 + row as u64 * 7 + 3) % vocab;
+    (0..=LENGTH as u64)
+        .map(|place| {
+            token = (token * 5 + 11) % vocab;
+            if text == Text::Noisy && place % 2 == 0 {
+                let mixed = (step * 1_000_003 + row as u64 * 10_007 + place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                token = (mixed >> 33) % vocab;
+            }
+            token as i32
+        })
+        .collect()
+}
+
+fn batch(device: &Device, model: &Model, text: Text, step: u64, rows: std::ops::Range<usize>) -> Batch {
+    let spec = model.spec().unwrap();
+    let texts: Vec<Vec<i32>> = rows.clone().map(|r| row(spec, text, step, r)).collect();
+    let tokens: Vec<i32> = texts.iter().flat_map(|t| t[..LENGTH].to_vec()).collect();
+    let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
+    let positions: Vec<i32> = rows.clone().flat_map(|_| 0..LENGTH as i32).collect();
+    let cu_seqlens: Vec<i32> = (0..=rows.len()).map(|r| (r * LENGTH) as i32).collect();
+    let slices =
+        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    model.batch(device, &slices).unwrap()
+}
+
+struct Trial {
+    spec: ModelSpec,
+    dtype: DType,
+    optimizer: OptimizerSettings,
+    keep: Keep,
+    accumulation: u32,
+    threads: usize,
+    scaler: LossScaler,
+    text: Text,
+}
+
+impl Trial {
+    fn new(sets: &[&str]) -> Trial {
+        let resolved = resolved(sets);
+        Trial {
+            spec: shape::model_spec(&resolved).unwrap(),
+            dtype: shape::compute_dtype(&resolved),
+            optimizer: resolved.optimizer,
+            keep: Keep::Everything,
+            accumulation: 1,
+            threads: 2,
+            scaler: LossScaler::none(),
+            text: Text::Regular,
+        }
+    }
+
+    /// Trains on four rows a step and returns the outcomes and all weights.
+    fn run(&self, steps: u64) -> (Vec<StepOutcome>, Vec<f32>, Device) {
+        let device = Device::cpu(Isa::detect(), self.threads, None);
+        let model = Model::new(self.spec.clone()).unwrap();
+        let rows = 4 / self.accumulation as usize;
+        let [program, _] = self.programs(&model, rows);
+        let mut rank = Rank::new(&device, model, self.dtype, self.optimizer, self.scaler, 7).unwrap();
+        let mut outcomes = Vec::new();
+        for step in 0..steps {
+            let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
+            let mut micro_batch = 0;
+            let outcome = rank.execute(
+                &program,
+                settings,
+                |device, model| {
+                    micro_batch += 1;
+                    Ok(batch(device, model, self.text, step, (micro_batch - 1) * rows..micro_batch * rows))
+                },
+                |_, _| Ok(()),
+            );
+            outcomes.push(outcome.unwrap());
+        }
+        let weights = weights(&rank);
+        (outcomes, weights, device)
+    }
+
+    fn programs(&self, model: &Model, rows: usize) -> [trainyard_program::Program; 2] {
+        let batch = BatchShape::uniform(rows, LENGTH);
+        let shape = shape::model_shape(model, &batch, self.dtype).unwrap();
+        shape::programs(&shape, self.accumulation, &vec![self.keep; model.units().len()]).unwrap()
+    }
+}
+
+fn weights(rank: &Rank) -> Vec<f32> {
+    let parameters = rank.model().parameters();
+    parameters.flat_map(|(id, spec)| rank.parameters.master(id, &spec.shape).unwrap().to_f32_vec().unwrap()).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b))) / norm(&mut b.iter().map(|b| f64::from(*b)))
+}
+
+#[test]
+fn checkpointing_and_threads_change_no_bit() {
+    for sets in [
+        &["precision.compute='f32'"][..],
+        &["precision.compute='bf16'"],
+        &["precision.compute='bf16'", "model.dropout=0.1", "model.family='gpt2'", "model.kv_heads=4"],
+    ] {
+        let base = Trial::new(sets);
+        let (outcomes, reference, _) = base.run(6);
+        for keep in [Keep::Everything, Keep::Selective, Keep::InputOnly] {
+            for threads in [1, 2, 3] {
+                let trial = Trial { keep, threads, ..Trial::new(sets) };
+                let (other, weights, device) = trial.run(6);
+                assert_eq!(bits(&weights), bits(&reference), "{sets:?} {keep:?} {threads} threads");
+                assert_eq!(other.last().unwrap().loss, outcomes.last().unwrap().loss);
+                assert_eq!(device.pool().usage().live_total(), 0, "something leaked");
+            }
+        }
+    }
+}
+
+#[test]
+fn accumulation_gives_what_the_large_batch_gives() {
+    let sets = &["precision.compute='f32'"];
+    let (whole, reference, _) = Trial::new(sets).run(5);
+    for accumulation in [2, 4] {
+        let (parts, weights, _) = Trial { accumulation, ..Trial::new(sets) }.run(5);
+        let difference = relative_difference(&weights, &reference);
+        assert!(difference < 1e-5, "{accumulation} micro-batches: weights differ by {difference}");
+        for (a, b) in parts.iter().zip(&whole) {
+            assert!((a.loss - b.loss).abs() < 1e-5 * b.loss && (a.targets, a.tokens) == (b.targets, b.tokens));
+            assert!((a.gradient_norm - b.gradient_norm).abs() < 1e-4 * b.gradient_norm);
+        }
+    }
+}
+
+/// Three models in three modes: meta predicts every purpose's peak to the byte, and full checkpointing keeps at most a fifth.
+#[test]
+fn memory_is_what_meta_predicts() {
+    let models: [&[&str]; 3] = [
+        &[],
+        &["model.family='gpt2'", "model.kv_heads=4", "model.dim=48", "model.layers=5"],
+        &["model.qk_norm=true", "model.tie_embeddings=true", "model.layers=8", "model.ffn_dim=96"],
+    ];
+    for sets in models {
+        let mut kept = Vec::new();
+        for keep in [Keep::Everything, Keep::Selective, Keep::InputOnly] {
+            let trial = Trial { keep, accumulation: 2, ..Trial::new(sets) };
+            let model = Model::new(trial.spec.clone()).unwrap();
+            let [program, _] = trial.programs(&model, 2);
+            let blocks = 2..2 + model.units().len() - 2;
+            let saved: i64 = program.instructions[blocks.start + 1..blocks.end + 1]
+                .iter()
+                .flat_map(|i| i.effects.iter().map(|e| e.bytes))
+                .sum();
+            kept.push(saved);
+            let shape = BatchShape::uniform(2, LENGTH);
+            let predicted =
+                predict(Model::new(trial.spec.clone()).unwrap(), &program, &shape, trial.dtype, trial.optimizer)
+                    .unwrap();
+            let (_, _, device) = trial.run(2);
+            let measured = device.pool().usage();
+            for purpose in Purpose::ALL {
+                let (p, m) = (predicted.memory.peak(purpose), measured.peak(purpose));
+                assert_eq!(p, m, "{sets:?} {keep:?} {purpose}: predicted {p}, measured {m}");
+            }
+            assert_eq!(predicted.memory.peak_total(), measured.peak_total());
+        }
+        assert!(kept[0] > kept[1] && kept[1] > kept[2], "{kept:?}");
+        assert!(kept[0] >= 5 * kept[2], "full keeps {} of {} bytes", kept[2], kept[0]);
+    }
+}
+
+#[test]
+fn every_optimizer_learns() {
+    for (name, rate) in [("adamw", 0.01), ("sgd", 0.5), ("lion", 0.003), ("muon", 0.02), ("adafactor", 0.02)] {
+        let name_set = format!("optimizer.name='{name}'");
+        let rate_set = format!("optimizer.learning_rate={rate}");
+        let (outcomes, _, _) = Trial::new(&[&name_set, &rate_set]).run(60);
+        let (first, last) = (outcomes[0].loss, outcomes[59].loss);
+        assert!(last < 0.7 * first, "{name}: loss {first} -> {last}");
+    }
+}
+
+#[test]
+fn bf16_follows_f32_within_one_percent_for_200_steps() {
+    let curve = |dtype: &str| -> Vec<f64> {
+        let set = format!("precision.compute='{dtype}'");
+        let sets = &[set.as_str(), "optimizer.learning_rate=0.001"];
+        let (outcomes, _, _) = Trial { text: Text::Noisy, ..Trial::new(sets) }.run(200);
+        outcomes.iter().map(|o| o.loss).collect()
+    };
+    let (exact, rounded) = (curve("f32"), curve("bf16"));
+    for (step, (a, b)) in exact.iter().zip(&rounded).enumerate() {
+        assert!((a - b).abs() <= 0.01 * a, "step {step}: f32 {a}, bf16 {b}");
+    }
+    assert!(exact[199] < 0.95 * exact[0], "nothing was learnt: {} -> {}", exact[0], exact[199]);
+}
+
+#[test]
+fn a_step_that_is_not_finite_is_skipped_and_changes_nothing() {
+    let trial = Trial::new(&[]);
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let model = Model::new(trial.spec.clone()).unwrap();
+    let [program, _] = trial.programs(&model, 4);
+    let mut rank = Rank::new(&device, model, trial.dtype, trial.optimizer, trial.scaler, 7).unwrap();
+    let (id, shape) = rank.model().parameters().next().map(|(id, spec)| (id, spec.shape.clone())).unwrap();
+    let mut master = rank.parameters.master(id, &shape).unwrap();
+    let good = master.data::<f32>().unwrap()[0];
+    master.data_mut::<f32>().unwrap()[0] = f32::NAN;
+    rank.parameters.refresh_copies().unwrap();
+    let before = weights(&rank);
+    let step = |rank: &mut Rank, step| {
+        let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
+        rank.execute(&program, settings, |d, m| Ok(batch(d, m, Text::Regular, 0, 0..4)), |_, _| Ok(())).unwrap()
+    };
+    let outcome = step(&mut rank, 0);
+    assert!(outcome.skipped && rank.updates == 0);
+    assert_eq!(bits(&weights(&rank)), bits(&before));
+    rank.parameters.master(id, &shape).unwrap().data_mut::<f32>().unwrap()[0] = good;
+    rank.parameters.refresh_copies().unwrap();
+    let outcome = step(&mut rank, 1);
+    assert!(!outcome.skipped && rank.updates == 1 && outcome.loss.is_finite());
+}
+
+#[test]
+fn f16_halves_its_scale_until_gradients_are_finite_and_then_learns() {
+    let sets = &["precision.compute='f16'", "optimizer.learning_rate=0.003"];
+    let trial = Trial { scaler: LossScaler::dynamic(2f64.powi(24), 1000), ..Trial::new(sets) };
+    let (outcomes, _, _) = trial.run(60);
+    let skipped = outcomes.iter().take_while(|o| o.skipped).count();
+    assert!((1..20).contains(&skipped), "{skipped} steps skipped at first");
+    assert!(outcomes[skipped..].iter().all(|o| !o.skipped));
+    assert!(outcomes[59].loss < 0.8 * outcomes[skipped].loss);
+}
+
+#[test]
+fn the_loss_of_a_fresh_model_is_that_of_guessing() {
+    let (outcomes, _, _) = Trial::new(&["precision.compute='f32'"]).run(1);
+    let guessing = (spec(&[]).vocab_size as f64).ln();
+    assert!((outcomes[0].loss - guessing).abs() < 0.1, "{} against {guessing}", outcomes[0].loss);
+}

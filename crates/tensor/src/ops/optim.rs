@@ -1,0 +1,178 @@
+//! Optimizer steps on flat tensors: masters, gradients and states in f32, and the compute copy that the next forward reads.
+//!
+//! The tensors of one call have the same number of elements: a unit's whole flat buffer, a run of parameters in it, or one parameter.
+
+use crate::cpu::optim as kernels;
+use crate::cpu::reduce;
+use crate::error::{Result, TensorError};
+use crate::{Cost, DType, Tensor, bf16, ensure_shape, f16};
+
+pub use crate::cpu::muon::{Muon, MuonScale};
+pub use kernels::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
+
+/// A parameter range in its two forms, and its gradient.
+pub struct OptimizerOperands<'a> {
+    /// f32, updated.
+    pub master: &'a mut Tensor,
+    /// f32, read.
+    pub gradient: &'a Tensor,
+    /// Multiplies the gradient as it is read.
+    pub gradient_scale: f32,
+    /// Written with the new values in its dtype; None when forward reads the master.
+    pub copy: Option<&'a mut Tensor>,
+}
+
+impl OptimizerOperands<'_> {
+    fn check(&self, op: &'static str, states: &[&Tensor]) -> Result<Cost> {
+        let elements = self.master.elements();
+        let mut bytes = self.gradient.bytes() + 2 * self.master.bytes();
+        for tensor in [&*self.master, self.gradient].into_iter().chain(states.iter().copied()) {
+            if tensor.dtype() != DType::F32 {
+                return Err(TensorError::DType { op, expected: "f32", got: tensor.dtype() });
+            }
+        }
+        ensure_shape!(self.gradient.elements() == elements, op, "{:?} for {:?}", self.gradient, self.master);
+        for state in states {
+            bytes += 2 * state.bytes();
+        }
+        if let Some(copy) = &self.copy {
+            ensure_shape!(copy.elements() == elements, op, "copy {copy:?} of {:?}", self.master);
+            bytes += copy.bytes();
+        }
+        Ok(Cost::new(12 * elements, bytes))
+    }
+}
+
+/// Calls a kernel with the copy's Rust type.
+macro_rules! with_copy {
+    ($op:expr, $operands:expr, $cost:expr, |$cpu:ident, $master:ident, $gradient:ident, $copy:ident| $call:expr) => {{
+        let OptimizerOperands { master, gradient, copy, .. } = $operands;
+        let device = gradient.device();
+        let dtype = copy.as_ref().map_or(DType::F32, |copy| copy.dtype());
+        device.launch($op, $cost, |$cpu| {
+            let ($master, $gradient) = (master.get_mut::<f32>(), gradient.get::<f32>());
+            match dtype {
+                DType::BF16 => {
+                    let $copy = copy.map(|c| c.get_mut::<bf16>());
+                    $call
+                }
+                DType::F16 => {
+                    let $copy = copy.map(|c| c.get_mut::<f16>());
+                    $call
+                }
+                _ => {
+                    let $copy = copy.map(|c| c.get_mut::<f32>());
+                    $call
+                }
+            }
+            Ok(())
+        })
+    }};
+}
+
+/// One AdamW step, the `step`-th from 1.
+pub fn adamw(
+    hyper: AdamW,
+    step: u64,
+    operands: OptimizerOperands<'_>,
+    first: &mut Tensor,
+    second: &mut Tensor,
+) -> Result<()> {
+    const OP: &str = "adamw";
+    let cost = operands.check(OP, &[first, second])?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        let (first, second) = (first.get_mut::<f32>(), second.get_mut::<f32>());
+        kernels::adamw(cpu, hyper, step, scale, master, gradient, first, second, copy)
+    })
+}
+
+/// One step of SGD; `momentum` is its state where it has one.
+pub fn sgd(hyper: Sgd, operands: OptimizerOperands<'_>, momentum: Option<&mut Tensor>) -> Result<()> {
+    const OP: &str = "sgd";
+    let cost = operands.check(OP, &momentum.as_deref().into_iter().collect::<Vec<_>>())?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        kernels::sgd(cpu, hyper, scale, master, gradient, momentum.map(|m| m.get_mut::<f32>()), copy)
+    })
+}
+
+/// One Lion step.
+pub fn lion(hyper: Lion, operands: OptimizerOperands<'_>, momentum: &mut Tensor) -> Result<()> {
+    const OP: &str = "lion";
+    let cost = operands.check(OP, &[momentum])?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        kernels::lion(cpu, hyper, scale, master, gradient, momentum.get_mut::<f32>(), copy)
+    })
+}
+
+/// One Adafactor step of a matrix [rows, columns], with its factored second moment: `row_moment` [rows], `column_moment` [columns].
+pub fn adafactor_matrix(
+    hyper: Adafactor,
+    step: u64,
+    operands: OptimizerOperands<'_>,
+    row_moment: &mut Tensor,
+    column_moment: &mut Tensor,
+) -> Result<()> {
+    const OP: &str = "adafactor";
+    let cost = operands.check(OP, &[row_moment, column_moment])?;
+    let floats = kernels::adafactor_workspace(row_moment.elements(), column_moment.elements());
+    let mut scratch = super::workspace(operands.gradient.device(), floats)?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        let (rows, columns) = (row_moment.get_mut::<f32>(), column_moment.get_mut::<f32>());
+        let scratch = scratch.get_mut::<f32>();
+        kernels::adafactor_matrix(cpu, hyper, step, scale, master, gradient, rows, columns, copy, scratch)
+    })
+}
+
+/// One Adafactor step of a parameter that is no matrix.
+pub fn adafactor_vector(
+    hyper: Adafactor,
+    step: u64,
+    operands: OptimizerOperands<'_>,
+    moment: &mut Tensor,
+) -> Result<()> {
+    const OP: &str = "adafactor";
+    let cost = operands.check(OP, &[moment])?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        kernels::adafactor_vector(cpu, hyper, step, scale, master, gradient, moment.get_mut::<f32>(), copy)
+    })
+}
+
+/// The sum of squares in a fixed order; not finite exactly when an element is not. 0 on meta.
+pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    let mut sum = 0.0;
+    let cost = Cost::streaming(2, &[x]);
+    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
+        sum = reduce::sum_of_squares(cpu, x.get::<T>());
+        Ok(())
+    })?);
+    Ok(sum)
+}
+
+/// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else in f32.
+pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, momentum: &mut Tensor) -> Result<()> {
+    const OP: &str = "muon";
+    let [rows, columns] = shape;
+    let mut cost = operands.check(OP, &[momentum])?;
+    // Each iteration: X Xᵀ and its square on the short side, then a product with X.
+    let (short, long) = (rows.min(columns), rows.max(columns));
+    cost.flops += u64::from(hyper.iterations) * (4 * short * short * long + 2 * short.pow(3)) as u64;
+    let dtype = if operands.copy.as_ref().is_some_and(|c| c.dtype() == DType::BF16) { DType::BF16 } else { DType::F32 };
+    let elements = crate::cpu::muon::workspace(rows, columns);
+    let mut scratch = operands.gradient.device().empty([elements], dtype, crate::Purpose::Workspace)?;
+    let scale = operands.gradient_scale;
+    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+        let momentum = momentum.get_mut::<f32>();
+        if dtype == DType::BF16 {
+            let scratch = scratch.get_mut::<bf16>();
+            crate::cpu::muon::muon(cpu, hyper, shape, scale, master, gradient, momentum, copy, scratch)
+        } else {
+            let scratch = scratch.get_mut::<f32>();
+            crate::cpu::muon::muon(cpu, hyper, shape, scale, master, gradient, momentum, copy, scratch)
+        }
+    })
+}
