@@ -1,8 +1,14 @@
 //! The trainyard program: plans, runs and explains the training of large models.
+//!
+//! This crate parses arguments, calls the engine and prints; it decides nothing about training. Results go to standard output, what is
+//! going on to standard error. Exit codes: 0 done, 1 an error (said once, as a chain from what was attempted to why it
+//! failed), 2 wrong usage, 130 stopped by a signal with a checkpoint to go on from.
 
 mod commands;
+mod output;
 
 use clap::{Parser, Subcommand};
+use commands::{bench, config, data, eval, export, generate, program, tokenizer, train};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -16,18 +22,39 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Train(commands::train::Args),
+    Train(train::Args),
+    Eval(eval::Args),
+    Generate(generate::Args),
+    Export(export::Args),
+    #[command(subcommand)]
+    Tokenizer(tokenizer::Command),
+    #[command(subcommand)]
+    Data(data::Command),
+    #[command(subcommand)]
+    Config(config::Command),
+    Program(program::Args),
+    #[command(subcommand)]
+    Bench(bench::Command),
 }
 
 fn main() -> ExitCode {
     let process_start = Instant::now();
     let result = match Cli::parse().command {
-        Command::Train(args) => commands::train::run(&args, process_start),
+        Command::Train(args) => train::run(&args, process_start),
+        Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Export(args) => export::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
     };
     match result {
         Ok(code) => code,
+        Err(error) if output::reader_left(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", output::chain(&error));
             ExitCode::FAILURE
         }
     }

@@ -9,9 +9,11 @@
 //! | [`corpora`], [`session`], [`trainer`] | a run: set up, and trained |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
 //! | [`predict`] | a step's memory and cost, by executing it without data |
+//! | [`bench`] | a step's time, by executing it on random tokens |
 //!
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod config;
 pub mod corpora;

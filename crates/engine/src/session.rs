@@ -346,7 +346,8 @@ pub fn resolve(config: &Config, note: &mut impl FnMut(&str)) -> Result<(Resolved
     Ok((config.resolve(&inputs)?, corpora))
 }
 
-fn read_pretrained(path: &Path) -> Result<Pretrained> {
+/// What must be known of the Hugging Face folder `path` to check a configuration against it.
+pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     let file = path.join("config.json");
     let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
         what: "cannot read",

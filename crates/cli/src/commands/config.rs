@@ -1,0 +1,141 @@
+//! `trainyard config`: what a configuration means, and every key there is.
+
+use crate::output::{count, print, size};
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use trainyard_data::Tokenizer;
+use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
+use trainyard_engine::predict::{Prediction, predict};
+use trainyard_engine::session::read_pretrained;
+use trainyard_engine::shape::{compute_dtype, keep, model_shape, model_spec, programs};
+use trainyard_model::{BatchShape, Model, preset};
+use trainyard_program::Program;
+
+/// The quick start's configuration.
+pub const QUICKSTART: &str = include_str!("../quickstart.toml");
+
+/// Check and explain configurations.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Check a configuration: every derived value with its derivation, the step's memory, or every problem at once. Reads no text.
+    Check(ConfigArgs),
+    /// Print a configuration as resolved, usable as a file again; without FILE, the quick start's.
+    Print(ConfigArgs),
+    /// Print the documentation of every key, as Markdown.
+    Docs,
+    /// List the named model shapes.
+    Presets,
+}
+
+/// A configuration on the command line.
+#[derive(clap::Args)]
+pub struct ConfigArgs {
+    /// A configuration in TOML. Without one: the quick start.
+    file: Option<PathBuf>,
+    /// Set a key over the configuration; can be given several times.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    sets: Vec<String>,
+}
+
+impl ConfigArgs {
+    /// Resolved as far as that is possible without reading text.
+    pub fn resolve(&self) -> Result<Resolved> {
+        resolve(&load(self.file.as_deref(), &self.sets)?)
+    }
+}
+
+/// Runs the command.
+pub fn run(command: &Command) -> Result<()> {
+    match command {
+        Command::Check(args) => check(args),
+        Command::Print(args) => print(args.resolve()?.to_toml()),
+        Command::Docs => print(documentation()),
+        Command::Presets => {
+            print("preset              layers    dim  heads  kv heads  longest sequence\n")?;
+            for name in PRESETS {
+                let spec = preset(name)?;
+                print(format_args!(
+                    "{name:<18} {:>7} {:>6} {:>6} {:>9} {:>17}\n",
+                    spec.layers, spec.dim, spec.heads, spec.kv_heads, spec.max_positions
+                ))?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The file with the settings over it, or the quick start.
+pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
+    Ok(match file {
+        Some(file) => Config::load(Some(file), sets)?,
+        None => Config::parse(Path::new("quickstart.toml"), QUICKSTART, sets)?,
+    })
+}
+
+/// Resolves with what is known of the tokenizer before any text is read.
+fn resolve(config: &Config) -> Result<Resolved> {
+    let mut inputs = Inputs::of_this_machine();
+    if let Some(path) = &config.model.path {
+        inputs.pretrained = Some(read_pretrained(path)?);
+    }
+    let tokenizer = &config.tokenizer;
+    inputs.tokenizer_vocabulary = match (&tokenizer.path, tokenizer.kind) {
+        (Some(path), _) => {
+            let loaded = Tokenizer::load(path).with_context(|| format!("tokenizer.path {}", path.display()))?;
+            Some(loaded.vocab_size())
+        }
+        (None, Some(TokenizerKind::Bytes)) => Some(Tokenizer::bytes().vocab_size()),
+        // As many as the characters of a text that is not read here.
+        (None, Some(TokenizerKind::Characters)) => None,
+        (None, _) if config.model.path.is_some() => None,
+        // Fewer where the text runs out of pairs.
+        (None, _) => Some(tokenizer.vocab_size.unwrap_or(8192)),
+    };
+    Ok(config.resolve(&inputs)?)
+}
+
+fn check(args: &ConfigArgs) -> Result<()> {
+    let resolved = args.resolve()?;
+    print(resolved.to_toml())?;
+    print(format_args!("\nderived:\n{}", indented(&resolved.explain())))?;
+    match plan(&resolved)? {
+        Some((model, programs, prediction)) => {
+            let flops = prediction.cost.flops as f64 / 1e12;
+            print(format_args!(
+                "\n{} parameters; a step of {} tokens is {} instructions and {flops:.3} TFLOP, and needs {}:\n",
+                count(model.parameter_count() as u64),
+                count(resolved.tokens_per_step()),
+                programs[0].instructions.len(),
+                size(prediction.memory.peak_total() as u64)
+            ))?;
+            for (purpose, bytes) in prediction.purposes() {
+                print(format_args!("  {:<16} {:>11}\n", purpose.name(), size(bytes as u64)))?;
+            }
+        }
+        None => {
+            print("\nthe vocabulary is that of the text's characters, so the model's size is known once it is read\n")?
+        }
+    }
+    print("\nthe configuration is valid\n")
+}
+
+fn indented(text: &str) -> String {
+    text.lines().map(|line| format!("  {line}\n")).collect()
+}
+
+/// The model, its step program without and with a snapshot, and the step's price; None while the vocabulary is unknown.
+pub fn plan(resolved: &Resolved) -> Result<Option<(Model, [Program; 2], Prediction)>> {
+    if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
+        && shape.vocab_size.is_none()
+    {
+        return Ok(None);
+    }
+    let spec = model_spec(resolved)?;
+    let dtype = compute_dtype(resolved);
+    let model = Model::new(spec.clone())?;
+    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+    let keep = keep(resolved, model.units().len());
+    let programs = programs(&model_shape(&model, &batch, dtype)?, resolved.batch.accumulation as u32, &keep)?;
+    let prediction = predict(Model::new(spec)?, &programs[0], &batch, dtype, resolved.optimizer)?;
+    Ok(Some((model, programs, prediction)))
+}

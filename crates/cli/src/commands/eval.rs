@@ -1,0 +1,139 @@
+//! `trainyard eval`: the loss of a trained model on text.
+
+use super::RuntimeArgs;
+use crate::output::{count, note, print};
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
+use trainyard_engine::corpora::open_text;
+use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
+use trainyard_engine::metrics::EvaluationMetrics;
+use trainyard_engine::session::open_trained;
+
+/// The longest rows for a model that was not trained here, whose longest sequence may be far beyond what is sensible.
+const LENGTH_MAX: usize = 1024;
+
+/// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    model: PathBuf,
+    /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's tokenizer.
+    #[arg(long, value_name = "FILES", required = true, num_args = 1..)]
+    data: Vec<PathBuf>,
+    /// Tokens of a row. Unset: as in training; at most 1024 for a Hugging Face folder.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    length: Option<u32>,
+    /// Rows of a batch.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    rows: u32,
+    /// The most batches to read. Unset: everything.
+    #[arg(long)]
+    batches_max: Option<usize>,
+    /// The field of a JSONL record that holds the text.
+    #[arg(long, default_value = "text")]
+    text_field: String,
+    /// Print one JSON line.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    runtime: RuntimeArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let runtime = args.runtime.resolve()?;
+    let trained = open_trained(&args.model, &runtime, note)
+        .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+    let scratch = Scratch::new()?;
+    let texts = open(&args.data, &args.text_field, &trained.tokenizer, scratch.path())?;
+    let longest = trained.spec.max_positions;
+    let resolved = trained.resolved.as_ref();
+    let length = match args.length {
+        Some(length) if length as usize > longest => {
+            bail!("--length {length} is beyond the model's longest sequence of {longest} tokens")
+        }
+        Some(length) => length as usize,
+        None => resolved.map_or(longest.min(LENGTH_MAX), |r| r.sequence_length),
+    };
+    let settings = EvaluationSettings {
+        sequence_length: length,
+        rows: args.rows as usize,
+        respect_document_boundaries: resolved.is_none_or(|r| r.config.data.respect_document_boundaries),
+        batches_max: args.batches_max,
+    };
+    let began = std::time::Instant::now();
+    let found = evaluate(&trained.rank, &texts, &trained.tokenizer, settings)?;
+    if found.targets == 0 {
+        bail!("the text has no token to predict: give at least two tokens, and --batches-max above 0");
+    }
+    let step = trained.step.unwrap_or(0);
+    let seconds = began.elapsed().as_secs_f64();
+    let metrics = EvaluationMetrics::new(step, found.loss_sum, found.targets, found.text_bytes, seconds);
+    if args.json {
+        let line = json!({
+            "model": args.model,
+            "step": trained.step,
+            "loss": metrics.loss,
+            "perplexity": metrics.perplexity,
+            "bits_per_byte": metrics.bits_per_byte,
+            "tokens": metrics.tokens,
+            "seconds": metrics.seconds,
+        });
+        return print(format_args!("{line}\n"));
+    }
+    let step = trained.step.map_or(String::new(), |step| format!(" at step {step}"));
+    print(format_args!("{}{step}, {} tokens\n", args.model.display(), count(metrics.tokens)))?;
+    print(format_args!("loss           {:.4}\nperplexity     {:.4}\n", metrics.loss, metrics.perplexity))?;
+    match metrics.bits_per_byte {
+        Some(bits) => print(format_args!("bits per byte  {bits:.4}\n")),
+        None => print("bits per byte  unknown: not all of the text was read\n"),
+    }
+}
+
+/// The texts as token files, made in `scratch` where they are not.
+fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
+    let mut texts = Vec::new();
+    for (number, path) in paths.iter().enumerate() {
+        let bare = match path.extension() {
+            Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
+            _ => path.clone(),
+        };
+        let mut index = bare.clone().into_os_string();
+        index.push(".idx");
+        if Path::new(&index).is_file() {
+            texts.push(IndexedTokens::open(&bare)?);
+            continue;
+        }
+        let corpus = open_text(std::slice::from_ref(path), field)?;
+        let out = scratch.join(format!("text-{number}"));
+        let options = PrepareOptions { validation_fraction: 0.0, reuse: false, ..PrepareOptions::new(out) };
+        let made = prepare(&corpus, tokenizer, &options, |_| ())
+            .with_context(|| format!("cannot tokenize {}", path.display()))?;
+        texts.push(IndexedTokens::open(&made.train)?);
+    }
+    Ok(texts)
+}
+
+/// A folder that goes away.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Scratch> {
+        let path = std::env::temp_dir().join(format!("trainyard-eval-{}", std::process::id()));
+        std::fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Scratch(path))
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What is left in a temporary folder harms nobody.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

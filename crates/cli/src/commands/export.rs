@@ -1,0 +1,70 @@
+//! `trainyard export`: a trained model as a Hugging Face folder.
+
+use super::Precision;
+use crate::output::{note, print, size};
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+use trainyard_engine::EngineError;
+use trainyard_engine::config::{ByteSize, ConfigValue};
+use trainyard_engine::session::{Runtime, files, open_trained};
+use trainyard_model::weights::{ExportOptions, export};
+use trainyard_tensor::DType;
+
+/// Write a run's model as a Hugging Face folder that transformers loads: weights, config.json, tokenizer.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    model: PathBuf,
+    /// The folder to write.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// The type of the weights.
+    #[arg(long, default_value = "bf16")]
+    dtype: Precision,
+    /// The most bytes of one file: "5GB", "512MiB".
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
+    max_shard_size: u64,
+}
+
+fn parse_size(text: &str) -> Result<u64, String> {
+    match ByteSize::from_value(&toml::Value::String(text.to_owned())) {
+        Ok(ByteSize(0)) => Err("0 bytes hold nothing".to_owned()),
+        Ok(ByteSize(bytes)) => Ok(bytes),
+        Err(why) => Err(why),
+    }
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    if args.out.join(files::CONFIG).exists() {
+        bail!("{} is the folder of a run: give --out a folder of its own", args.out.display());
+    }
+    // The masters are exported, whatever the run computed in.
+    let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
+    let trained = open_trained(&args.model, &runtime, note)
+        .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+    let options = ExportOptions { dtype: args.dtype.dtype(), max_shard_bytes: args.max_shard_size };
+    let parameters = &trained.rank.parameters;
+    let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> {
+        out.copy_from_slice(parameters.unit(unit).master_range(0..out.len())?.data::<f32>()?);
+        Ok(())
+    };
+    let exported = export(&args.out, trained.rank.model(), options, values)
+        .with_context(|| format!("cannot export to {}", args.out.display()))?;
+    trained
+        .tokenizer
+        .save_hugging_face(&args.out, trained.spec.max_positions)
+        .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
+    let step = trained.step.map_or(String::new(), |step| format!(" (step {step})"));
+    print(format_args!(
+        "{}{step}: {} of weights in {}, tokenizer in {}\n",
+        args.model.display(),
+        size(exported.bytes),
+        options.dtype.name(),
+        args.out.display()
+    ))?;
+    for file in &exported.files {
+        print(format_args!("  {}\n", file.display()))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,61 @@
+//! `trainyard generate`: text from a trained model, as it is sampled.
+
+use super::RuntimeArgs;
+use crate::output::{note, print};
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+use trainyard_engine::generate::{Sampling, generate};
+use trainyard_engine::session::open_trained;
+
+/// Continue a prompt with a run or a Hugging Face folder; the text appears as it is sampled.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    model: PathBuf,
+    /// The text to continue.
+    #[arg(long)]
+    prompt: String,
+    /// The most tokens to generate.
+    #[arg(long, default_value_t = 200)]
+    tokens: usize,
+    /// Logits are divided by it; 0 always takes the most likely token.
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
+    temperature: f64,
+    /// Choose among the K most likely tokens. Unset: among all.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Choose among the fewest most likely tokens whose probabilities add up to P. Unset: among all.
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f64>,
+    /// Of the random choices: the same seed gives the same text.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Go on after an end-of-text token.
+    #[arg(long)]
+    ignore_eos: bool,
+    #[command(flatten)]
+    runtime: RuntimeArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    sampling.check()?;
+    let trained = open_trained(&args.model, &args.runtime.resolve()?, note)
+        .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+    let tokenizer = &trained.tokenizer;
+    let prompt = tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?;
+    if prompt.is_empty() {
+        bail!("--prompt is empty: give at least one character");
+    }
+    let stop: Vec<u32> = tokenizer.eos().filter(|_| !args.ignore_eos).into_iter().collect();
+    print(&args.prompt)?;
+    let mut decoder = tokenizer.stream_decoder();
+    let mut written = Ok(());
+    generate(&trained.rank, &prompt, args.tokens, sampling, &stop, |token| {
+        written = print(decoder.push(token));
+        written.is_ok()
+    })?;
+    written?;
+    print(format_args!("{}\n", decoder.finish()))
+}

@@ -1,0 +1,96 @@
+//! What the program says: standard output, sizes, tables of memory, errors.
+
+use anyhow::{Context, Result};
+use std::fmt::{Display, Write as _};
+use std::io::Write as _;
+
+/// Prints results. Unlike `print!`, it does not panic when nobody reads any more.
+pub fn print(text: impl Display) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    write!(out, "{text}").and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+/// Says what is going on.
+pub fn note(line: &str) {
+    // Nobody listening is no reason to stop.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Whether the error is only that the reader of our output has left (`trainyard config docs | head`).
+pub fn reader_left(error: &anyhow::Error) -> bool {
+    let broken = |cause: &std::io::Error| cause.kind() == std::io::ErrorKind::BrokenPipe;
+    error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(broken))
+}
+
+/// The chain from what was attempted to why it failed; a cause that the text before already says is not repeated.
+pub fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+/// `1.5 GiB`
+pub fn size(bytes: u64) -> String {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
+        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => format!("{bytes} B"),
+    }
+}
+
+/// `1,234,567`
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Lines of peak memory, measured beside predicted: `(what, measured, predicted)`, and the total.
+pub fn memory(rows: &[(&str, u64, u64)], total: (u64, u64)) -> String {
+    let mut text = String::new();
+    let mut line = |what: &str, measured: u64, predicted: u64| {
+        let difference = match predicted {
+            0 => "not predicted".to_owned(),
+            _ => format!("{:+.1} %", 100.0 * (measured as f64 / predicted as f64 - 1.0)),
+        };
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "  {what:<16} {:>11} {:>11}  {difference}", size(measured), size(predicted));
+    };
+    for (what, measured, predicted) in rows {
+        line(what, *measured, *predicted);
+    }
+    line("together", total.0, total.1);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let io = std::io::Error::other("disk full");
+        let error = anyhow::Error::from(io).context("cannot write `a`: disk full").context("exporting");
+        assert_eq!(chain(&error), "exporting: cannot write `a`: disk full");
+    }
+
+    #[test]
+    fn numbers_are_readable() {
+        assert_eq!([0, 999, 1000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!([5, 2048, 3 << 29].map(size), ["5 B", "2.0 KiB", "1.5 GiB"]);
+        assert!(memory(&[("activations", 3 << 20, 2 << 20)], (1, 0)).contains("+50.0 %"));
+    }
+}

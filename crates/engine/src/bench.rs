@@ -1,0 +1,293 @@
+//! A training step on random tokens: how fast, in percent of the measured peak, how much memory against the prediction.
+//!
+//! The step is the one that training runs: the same lowering, the same lanes, the same optimizer. Only the text is missing, because what
+//! a step costs does not depend on it. The peak is measured after the first step, so that it is no part of the time to it, and a
+//! utilisation above one is an error. Kernels are timed one by one in one more step, which is not among the timed ones.
+
+use crate::Result;
+use crate::config::Resolved;
+use crate::metrics::{MetricsError, Throughput};
+use crate::precision::LossScaler;
+use crate::predict::predict;
+use crate::rank::{Rank, StepSettings};
+use crate::shape::{self, compute_dtype, model_spec};
+use crate::state::does_not_fit;
+use serde::Serialize;
+use std::time::Instant;
+use trainyard_data::rng::Stream;
+use trainyard_model::{BatchShape, BatchSlices, Model};
+use trainyard_program::Program;
+use trainyard_tensor::cpu::peak;
+use trainyard_tensor::{Device, Purpose};
+
+/// Untimed steps after the first: caches, huge pages and the pool's sizes settle.
+const WARMUP_STEPS: u64 = 1;
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepReport {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Tokens of a step.
+    pub tokens: u64,
+    /// What products were computed in.
+    pub dtype: &'static str,
+    /// The rung of the kernel ladder.
+    pub isa: &'static str,
+    /// Threads of the kernels.
+    pub threads: usize,
+    /// Timed steps.
+    pub steps: u64,
+    /// Median seconds of a step.
+    pub step_s: f64,
+    /// Of the median step.
+    pub tokens_per_s: f64,
+    /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention; recomputation does not count.
+    pub tflops: f64,
+    /// `tflops` as a share of the peak.
+    pub mfu: f64,
+    /// The measured peak for this dtype.
+    pub peak_tflops: f64,
+    /// Seconds from the start of the process to the end of the first step.
+    pub first_step_s: f64,
+    /// Median seconds of a step in which computing waited for its batch.
+    pub data_wait_s: f64,
+    /// The most memory that the process ever held, as the operating system counts it; 0 where it does not say.
+    pub peak_rss_bytes: u64,
+    /// The last step's loss: near the logarithm of the vocabulary, as it has to be on random tokens.
+    pub loss: f64,
+    /// Peak bytes in all, measured.
+    pub mem_peak_bytes: u64,
+    /// The same as predicted.
+    pub mem_predicted_bytes: u64,
+    /// Peak bytes per purpose.
+    pub memory: Vec<PurposeMemory>,
+    /// Kernels of one step, the dearest first.
+    pub kernels: Vec<KernelTime>,
+}
+
+/// The memory of one purpose.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PurposeMemory {
+    /// What the bytes are for.
+    pub purpose: &'static str,
+    /// Peak bytes.
+    pub measured: u64,
+    /// As the meta device said.
+    pub predicted: u64,
+}
+
+impl PurposeMemory {
+    /// Measured against predicted, relative to the prediction; infinite where nothing was predicted.
+    pub fn error(&self) -> f64 {
+        (self.measured as f64 - self.predicted as f64) / self.predicted as f64
+    }
+}
+
+/// The time of one kernel in one step.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct KernelTime {
+    /// Its name.
+    pub name: &'static str,
+    /// Launches.
+    pub calls: u64,
+    /// Summed seconds.
+    pub seconds: f64,
+    /// 10^9 floating-point operations a second.
+    pub gflops: f64,
+    /// 10^9 bytes a second, read and written.
+    pub gbytes: f64,
+}
+
+/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model and batch that `resolved` describes.
+///
+/// # Errors
+///
+/// A model that does not fit, and a utilisation above one.
+pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<StepReport> {
+    if steps == 0 {
+        return Err(does_not_fit("0 steps measure nothing: take at least 1"));
+    }
+    let spec = model_spec(resolved)?;
+    let dtype = compute_dtype(resolved);
+    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+    let model = Model::new(spec.clone())?;
+    let parameters = model.parameter_count() as u64;
+    let keep = shape::keep(resolved, model.units().len());
+    let model_shape = shape::model_shape(&model, &batch, dtype)?;
+    let [program, _] = shape::programs(&model_shape, resolved.batch.accumulation as u32, &keep)?;
+    let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
+    let device = Device::cpu(resolved.isa, resolved.threads, limit);
+    let rank = Rank::new(&device, model, dtype, resolved.optimizer, LossScaler::none(), resolved.config.training.seed)?;
+    let mut stepper = Stepper { rank, program, resolved, vocabulary: spec.vocab_size as u64, step: 0 };
+
+    stepper.step()?;
+    let first_step_s = process_start.elapsed().as_secs_f64();
+    let predicted = predict(Model::new(spec.clone())?, &stepper.program, &batch, dtype, resolved.optimizer)?.memory;
+    for _ in 0..WARMUP_STEPS {
+        stepper.step()?;
+    }
+    let cpu = device.as_cpu().expect("a CPU device");
+    let peak = peak::measure(cpu).flops(dtype);
+    let mut timed = Vec::new();
+    for _ in 0..steps {
+        timed.push(stepper.step()?);
+    }
+    let usage = device.pool().usage();
+    let peak_rss_bytes = peak_rss_bytes();
+    device.take_profile();
+    device.set_profiling(true);
+    stepper.step()?;
+    device.set_profiling(false);
+    let kernels = kernel_times(&device);
+
+    let tokens = resolved.tokens_per_step();
+    let flops = spec.flops_per_token(resolved.sequence_length).convention * tokens as f64;
+    let step_s = median(timed.iter().map(|t| t.seconds));
+    let rates = Throughput::new(tokens, flops, step_s, Some(peak)).map_err(MetricsError::from)?;
+    let memory = Purpose::ALL.map(|purpose| PurposeMemory {
+        purpose: purpose.name(),
+        measured: usage.peak(purpose) as u64,
+        predicted: predicted.peak(purpose) as u64,
+    });
+    Ok(StepReport {
+        parameters,
+        tokens,
+        dtype: dtype.name(),
+        isa: resolved.isa.name(),
+        threads: resolved.threads,
+        steps,
+        step_s,
+        tokens_per_s: rates.tps,
+        tflops: rates.tflops,
+        mfu: rates.mfu.unwrap_or(0.0),
+        peak_tflops: peak / 1e12,
+        first_step_s,
+        data_wait_s: median(timed.iter().map(|t| t.data_wait_s)),
+        peak_rss_bytes,
+        loss: timed.last().map_or(f64::NAN, |t| t.loss),
+        mem_peak_bytes: usage.peak_total() as u64,
+        mem_predicted_bytes: predicted.peak_total() as u64,
+        memory: memory.into_iter().filter(|m| m.measured + m.predicted > 0).collect(),
+        kernels,
+    })
+}
+
+/// One timed step.
+struct Timed {
+    seconds: f64,
+    data_wait_s: f64,
+    loss: f64,
+}
+
+/// A rank and the steps that it has made.
+struct Stepper<'r> {
+    rank: Rank,
+    program: Program,
+    resolved: &'r Resolved,
+    vocabulary: u64,
+    step: u64,
+}
+
+impl Stepper<'_> {
+    fn step(&mut self) -> Result<Timed> {
+        let (rows, length) = (self.resolved.batch.micro, self.resolved.sequence_length);
+        let random = Stream::new(self.resolved.config.training.seed, self.step as u32);
+        let mut drawn = 0;
+        let vocabulary = self.vocabulary;
+        let settings = StepSettings { step: self.step, rate_factor: 1.0, clip_norm: self.resolved.optimizer.clip_norm };
+        let start = Instant::now();
+        let outcome = self.rank.execute(
+            &self.program,
+            settings,
+            |device, model| {
+                let mut draw = |count: usize| -> Vec<i32> {
+                    let from = drawn;
+                    drawn += count as u64;
+                    (from..drawn).map(|i| random.below(i, vocabulary) as i32).collect()
+                };
+                let (tokens, targets) = (draw(rows * length), draw(rows * length));
+                let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
+                let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
+                let slices = BatchSlices {
+                    tokens: &tokens,
+                    targets: Some(&targets),
+                    positions: &positions,
+                    cu_seqlens: &cu_seqlens,
+                };
+                Ok(model.batch(device, &slices)?)
+            },
+            |_, _| Ok(()),
+        )?;
+        self.step += 1;
+        Ok(Timed {
+            seconds: start.elapsed().as_secs_f64(),
+            data_wait_s: outcome.data_wait(&self.program).as_secs_f64(),
+            loss: outcome.loss,
+        })
+    }
+}
+
+fn kernel_times(device: &Device) -> Vec<KernelTime> {
+    let profile = device.take_profile();
+    let mut kernels: Vec<KernelTime> = profile
+        .kernels
+        .iter()
+        .map(|(name, kernel)| {
+            let per_s = 1e-9 / kernel.seconds.max(1e-9);
+            KernelTime {
+                name,
+                calls: kernel.calls,
+                seconds: kernel.seconds,
+                gflops: kernel.cost.flops as f64 * per_s,
+                gbytes: kernel.cost.bytes as f64 * per_s,
+            }
+        })
+        .collect();
+    kernels.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    kernels
+}
+
+/// `VmHWM` of this process: the high-water mark of its resident set.
+pub fn peak_rss_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).map_or(0, |kib| kib << 10)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, Inputs};
+    use std::path::Path;
+
+    #[test]
+    fn a_small_step_is_measured_and_its_memory_is_as_predicted() {
+        let sets = [
+            "model.family='llama'",
+            "model.dim=64",
+            "model.layers=2",
+            "model.heads=2",
+            "model.max_sequence_length=32",
+            "model.vocab_size=96",
+            "training.steps=1",
+            "training.micro_batch_size=2",
+            "training.accumulation_steps=2",
+            "precision.compute='f32'",
+        ];
+        let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+        let config = Config::parse(Path::new("bench"), "", &sets.map(String::from)).unwrap();
+        let report = steps(&config.resolve(&inputs).unwrap(), 2, Instant::now()).unwrap();
+        assert_eq!((report.tokens, report.steps), (128, 2));
+        assert!((report.loss - 96f64.ln()).abs() < 0.5, "{}", report.loss);
+        assert!(!report.kernels.is_empty() && report.mfu <= 1.0);
+        let activations = report.memory.iter().find(|m| m.purpose == "activations").unwrap();
+        assert!(activations.error().abs() <= 0.02, "{activations:?}");
+    }
+}
