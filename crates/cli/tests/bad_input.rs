@@ -1,0 +1,128 @@
+//! Wrong input through the program: the message says what and where, the exit code is right, nothing panics, nothing is lost.
+
+mod common;
+
+use common::Folder;
+
+/// What is run, the code it ends with, and what its message has to contain.
+struct Case {
+    arguments: &'static [&'static str],
+    code: i32,
+    says: &'static [&'static str],
+}
+
+const fn case(arguments: &'static [&'static str], code: i32, says: &'static [&'static str]) -> Case {
+    Case { arguments, code, says }
+}
+
+const CASES: &[Case] = &[
+    // Usage.
+    case(&["trian"], 2, &["unrecognized subcommand", "train"]),
+    case(&["train", "--rezume", "x"], 2, &["--rezume", "--resume"]),
+    case(&["train", "tiny.toml", "--resume", "runs/x"], 2, &["cannot be used with"]),
+    case(&["eval", "runs/x"], 2, &["--data"]),
+    case(&["tokenizer", "train", "--out", "t.json"], 2, &["<TEXT>"]),
+    case(&["export", "runs/x", "--out", "o", "--max-shard-size", "big"], 2, &["a size such as"]),
+    case(&["export", "runs/x", "--out", "o", "--dtype", "int8"], 2, &["int8", "bf16"]),
+    case(&["bench", "train", "--rows", "-1"], 2, &["-1"]),
+    // Configurations.
+    case(&["train", "gone.toml"], 1, &["cannot read gone.toml"]),
+    case(&["train", "broken.toml"], 1, &["broken.toml", "2"]),
+    case(&["train", "tiny.toml", "--set", "optimizer.lr=1"], 1, &["optimizer.lr", "optimizer.learning_rate"]),
+    case(&["train", "tiny.toml", "--set", "optimiser.learning_rate=1"], 1, &["optimizer.learning_rate"]),
+    case(&["train", "tiny.toml", "--set", "training.steps=many"], 1, &["training.steps"]),
+    case(&["train", "tiny.toml", "--set", "training"], 1, &["training"]),
+    case(&["train", "tiny.toml", "--set", "model.heads=5"], 1, &["heads"]),
+    case(&["train", "tiny.toml", "--set", "model.preset='gpt2-124n'"], 1, &["gpt2-124m"]),
+    case(&["train", "tiny.toml", "--set", "training.sequence_length=64"], 1, &["sequence_length"]),
+    case(&["train", "tiny.toml", "--set", "compute.isa='mmx'"], 1, &["mmx"]),
+    case(&["train", "tiny.toml", "--set", "memory.limit='1MiB'"], 1, &["over memory.limit"]),
+    case(&["config", "check", "gone.toml"], 1, &["gone.toml"]),
+    case(&["config", "check", "tiny.toml", "--set", "tokenizer.path='gone.json'"], 1, &["gone.json"]),
+    case(&["bench", "train", "--preset", "gpt3"], 1, &["gpt3"]),
+    case(&["bench", "train", "--steps", "0"], 1, &["0 steps measure nothing"]),
+    // Text and tokenizers.
+    case(&["train"], 1, &["no Rust sources", "--data"]),
+    case(&["train", "tiny.toml", "--data", "gone.txt"], 1, &["gone.txt"]),
+    case(&["train", "tiny.toml", "--data", "empty.txt"], 1, &["empty.txt"]),
+    case(&["train", "tiny.toml", "--data", "latin.txt"], 1, &["latin.txt", "UTF-8"]),
+    case(&["train", "tiny.toml", "--data", "short.txt"], 1, &["tokens"]),
+    case(&["data", "prepare", "--tokenizer", "gone.json", "--out", "d", "text.txt"], 1, &["gone.json"]),
+    case(&["data", "prepare", "--tokenizer", "broken.json", "--out", "d", "text.txt"], 1, &["broken.json", "JSON"]),
+    case(&["data", "prepare", "--tokenizer", "bytes", "--out", "text.txt/d", "text.txt"], 1, &["text.txt/d"]),
+    case(&["data", "prepare", "--tokenizer", "bytes", "--out", "d", "bad.jsonl"], 1, &["bad.jsonl", "2"]),
+    case(
+        &["data", "prepare", "--tokenizer", "bytes", "--validation-fraction", "-1", "--out", "d", "text.txt"],
+        1,
+        &["validation_fraction"],
+    ),
+    case(&["tokenizer", "train", "--vocab-size", "5", "--out", "t.json", "text.txt"], 1, &["257"]),
+    // Models.
+    case(&["train", "--resume", "runs/gone"], 1, &["runs/gone", "not the folder of a run"]),
+    case(&["eval", "gone", "--data", "text.txt"], 1, &["gone", "neither"]),
+    case(&["generate", "gone", "--prompt", "x", "--temperature", "-1"], 1, &["temperature"]),
+    case(&["generate", "gone", "--prompt", "x", "--top-k", "0"], 1, &["top-k 0"]),
+    case(&["generate", "liar", "--prompt", "x"], 1, &["liar"]),
+    case(&["export", "gone", "--out", "o"], 1, &["gone"]),
+];
+
+#[test]
+fn wrong_input_is_said_clearly() {
+    let folder = Folder::new();
+    folder.write("broken.toml", "[model]\ndim = = 3\n");
+    folder.write("broken.json", "{\"model\":");
+    folder.write("empty.txt", "");
+    folder.write("short.txt", "ab");
+    folder.write("latin.txt", b"caf\xe9 au lait");
+    folder.write("bad.jsonl", "{\"text\": \"fine\"}\n{\"texd\": \"no\"}\n");
+    std::fs::create_dir(folder.join("liar")).unwrap();
+    folder.write("liar/config.json", "{\"model_type\": \"llama\", \"hidden_size\": -4}");
+    let mut wrong = Vec::new();
+    for Case { arguments, code, says } in CASES {
+        let ran = folder.run(arguments);
+        let mut complain =
+            |what: String| wrong.push(format!("trainyard {}\n  {what}\n{}", arguments.join(" "), ran.stderr));
+        if ran.code != Some(*code) {
+            complain(format!("ended with {:?}, not {code}", ran.code));
+        }
+        if ran.stderr.contains("panicked") {
+            complain("panicked".to_owned());
+        }
+        if *code == 1 && ran.stderr.matches("error: ").count() != 1 {
+            complain("does not say its error once".to_owned());
+        }
+        for part in says.iter().filter(|part| !ran.stderr.contains(**part)) {
+            complain(format!("does not say {part:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{} complaints\n\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn a_run_is_never_overwritten() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml"]).ok();
+    let before = common::tensors(&folder.join("runs/tiny"));
+    let again = folder.run(&["train", "tiny.toml"]);
+    assert_eq!(again.code, Some(1));
+    assert!(again.stderr.contains("train --resume"), "{}", again.stderr);
+    let export = folder.run(&["export", "runs/tiny", "--out", "runs/tiny"]);
+    assert_eq!(export.code, Some(1));
+    assert!(export.stderr.contains("is the folder of a run"), "{}", export.stderr);
+    assert_eq!(before, common::tensors(&folder.join("runs/tiny")));
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let folder = Folder::new();
+    let mut child = folder
+        .command(&["config", "docs"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let ran = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&ran.stderr), "");
+    assert!(ran.status.success());
+}

@@ -1,0 +1,132 @@
+//! What the tests of the program share: a folder with a small text and configuration, and the program run in it.
+
+#![allow(dead_code, reason = "every test binary uses a part of it")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// A model that makes a step in milliseconds.
+pub const TINY: &str = "\
+[run]
+name = 'tiny'
+
+[model]
+family = 'llama'
+dim = 32
+layers = 2
+heads = 2
+max_sequence_length = 32
+
+[tokenizer]
+kind = 'bytes'
+
+[data]
+train = ['text.txt']
+validation_fraction = 0.05
+
+[training]
+steps = 12
+micro_batch_size = 4
+sequence_length = 32
+
+[optimizer]
+learning_rate = 1e-2
+
+[precision]
+compute = 'f32'
+
+[compute]
+threads = 1
+
+[checkpoint]
+interval_steps = 5
+
+[evaluation]
+batches_max = 4
+";
+
+/// A temporary folder with `text.txt` and `tiny.toml`.
+pub struct Folder(tempfile::TempDir);
+
+/// What a command left.
+pub struct Ran {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ran {
+    fn new(output: Output) -> Ran {
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        Ran { code: output.status.code(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+    }
+
+    /// Fails the test unless the command succeeded.
+    pub fn ok(self) -> Ran {
+        assert_eq!(self.code, Some(0), "{}\n{}", self.stdout, self.stderr);
+        self
+    }
+}
+
+impl Folder {
+    pub fn new() -> Folder {
+        let folder = Folder(tempfile::tempdir().expect("a temporary folder"));
+        let words = ["rank", "shard", "gather", "reduce", "the", "a", "of", "step", "loss", "batch"];
+        let line = |i: usize| {
+            let word = |j: usize| words[(i * 7 + j * j * 3 + i * j) % words.len()];
+            (0..9).map(word).collect::<Vec<_>>().join(" ") + ".\n"
+        };
+        folder.write("text.txt", &(0..400).map(line).collect::<String>());
+        folder.write("tiny.toml", TINY);
+        folder
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub fn join(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, text: impl AsRef<[u8]>) {
+        fs::write(self.join(name), text).expect("a temporary folder can be written");
+    }
+
+    /// The program with `arguments`, in this folder.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainyard"));
+        command.args(arguments).current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
+        // A machine without cargo's registry.
+        command.env("CARGO_HOME", self.join("no-cargo")).env_remove("OMP_NUM_THREADS");
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Ran {
+        Ran::new(self.command(arguments).output().expect("the program starts"))
+    }
+}
+
+/// The files of tensors of the newest checkpoint of a run, by name.
+pub fn tensors(run: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut steps: Vec<PathBuf> = fs::read_dir(run.join("checkpoints"))
+        .expect("checkpoints")
+        .map(|entry| entry.expect("listed").path())
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-")))
+        .collect();
+    steps.sort();
+    let newest = steps.last().expect("a checkpoint");
+    let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(newest)
+        .expect("a folder")
+        .map(|entry| entry.expect("listed").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .map(|path| {
+            let name = path.strip_prefix(run).expect("below it").display().to_string();
+            (name, fs::read(&path).expect("a file"))
+        })
+        .collect();
+    files.sort();
+    assert!(!files.is_empty(), "no tensors in {}", newest.display());
+    files
+}

@@ -1,0 +1,48 @@
+//! The help texts, as they were when they were last agreed to: `INSTA_UPDATE=always cargo test -p trainyard --test help` accepts new ones.
+
+mod common;
+
+use common::Folder;
+
+#[test]
+fn help_texts_are_as_agreed() {
+    let commands: [&[&str]; 18] = [
+        &[],
+        &["train"],
+        &["eval"],
+        &["generate"],
+        &["export"],
+        &["tokenizer"],
+        &["tokenizer", "train"],
+        &["data"],
+        &["data", "prepare"],
+        &["config"],
+        &["config", "check"],
+        &["config", "print"],
+        &["config", "docs"],
+        &["config", "presets"],
+        &["program"],
+        &["bench", "train"],
+        &["bench", "kernels"],
+        &["bench", "memory"],
+    ];
+    let folder = Folder::new();
+    let mut text = String::new();
+    for command in commands {
+        let ran = folder.run(&[command, &["--help"]].concat()).ok();
+        assert_eq!(ran.stderr, "");
+        text += &format!("$ trainyard {}\n{}\n", [command, &["--help"]].concat().join(" "), ran.stdout);
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn the_documentation_of_the_keys_is_current() {
+    let printed = Folder::new().run(&["config", "docs"]).ok().stdout;
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/config.md");
+    assert_eq!(
+        printed,
+        std::fs::read_to_string(page).unwrap(),
+        "print docs/config.md anew with `trainyard config docs`"
+    );
+}

@@ -1,0 +1,109 @@
+//! Runs that are stopped: by a signal, which they obey, and by SIGKILL, which they survive.
+
+mod common;
+
+use common::{Folder, tensors};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than any step here takes to come about.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn start(folder: &Folder, arguments: &[&str]) -> Child {
+    folder.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts")
+}
+
+/// Waits until `done`, or the child has ended.
+fn wait_until(child: &mut Child, mut done: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !done() {
+        if child.try_wait().expect("a child").is_some() {
+            return false;
+        }
+        assert!(start.elapsed() < PATIENCE, "it does not come about");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+fn kill(child: &Child, signal: i32) {
+    // The program has its own handlers; the `kill` of the shell sends what it is told.
+    let sent = std::process::Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status();
+    assert!(sent.expect("kill runs").success());
+}
+
+fn lines(folder: &Folder, file: &str) -> usize {
+    std::fs::read_to_string(folder.join(file)).map_or(0, |text| text.lines().count())
+}
+
+#[test]
+fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
+    const INT: i32 = 2;
+    let folder = Folder::new();
+    let endless =
+        ["train", "tiny.toml", "--set", "training.steps=1000000", "--set", "checkpoint.interval_steps=500000"];
+    let mut child = start(&folder, &endless);
+    assert!(wait_until(&mut child, || lines(&folder, "runs/tiny/metrics.jsonl") >= 5));
+    kill(&child, INT);
+    let ran = child.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert_eq!(ran.status.code(), Some(130), "{stdout}\n{stderr}");
+    assert!(stdout.contains("go on        trainyard train --resume runs/tiny"), "{stdout}");
+    let steps = lines(&folder, "runs/tiny/metrics.jsonl");
+    let resumed = folder.run(&["train", "--resume", "runs/tiny", "--set", &format!("training.steps={}", steps + 3)]);
+    let resumed = resumed.ok();
+    assert!(resumed.stderr.contains(&format!("resumed at step {steps}")), "{}", resumed.stderr);
+    assert_eq!(lines(&folder, "runs/tiny/metrics.jsonl"), steps + 3);
+}
+
+/// The bar: killed at 20 random moments, the final weights are those of a run that nobody touched, byte for byte.
+#[test]
+fn a_killed_run_ends_with_the_same_bytes() {
+    const KILLS: usize = 20;
+    let folder = Folder::new();
+    let sets = ["--set", "training.steps=900", "--set", "checkpoint.interval_steps=10", "--set", "model.dropout=0.1"];
+    let train = |name: &str, more: &[&str]| {
+        let name = format!("run.name='{name}'");
+        let arguments = [&["train", "tiny.toml", "--set", &name], &sets[..], more].concat();
+        arguments.iter().map(|s| (*s).to_owned()).collect::<Vec<String>>()
+    };
+    let strings = |arguments: &[String]| -> Vec<String> { arguments.to_vec() };
+    let whole = strings(&train("whole", &[]));
+    folder.run(&whole.iter().map(String::as_str).collect::<Vec<_>>()).ok();
+
+    let killed = strings(&train("killed", &[]));
+    let killed: Vec<&str> = killed.iter().map(String::as_str).collect();
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut kills = 0;
+    while kills < KILLS {
+        // Before its configuration is written, a run has not begun.
+        let begun = folder.join("runs/killed/config.toml").is_file();
+        let arguments: &[&str] = if begun { &["train", "--resume", "runs/killed"] } else { &killed };
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let mut child = start(&folder, arguments);
+        // One in four dies while it starts; the others after some steps, so that the run gets on.
+        let progress = (random >> 33) % 40;
+        let before = lines(&folder, "runs/killed/metrics.jsonl") as u64;
+        let moment = Duration::from_micros((random >> 40) % 30_000);
+        if !random.is_multiple_of(4) {
+            let file = "runs/killed/metrics.jsonl";
+            // A resumed run first drops the lines after its checkpoint.
+            let target = before.saturating_sub(10) + progress;
+            wait_until(&mut child, || lines(&folder, file) as u64 >= target);
+        }
+        std::thread::sleep(moment);
+        if child.try_wait().expect("a child").is_some() {
+            break;
+        }
+        child.kill().expect("a child that runs can be killed");
+        child.wait().expect("a child");
+        kills += 1;
+    }
+    assert!(kills >= KILLS / 2, "the run was over after {kills} kills");
+    folder.run(&["train", "--resume", "runs/killed"]).ok();
+    assert_eq!(lines(&folder, "runs/killed/metrics.jsonl"), 900);
+    assert!(
+        tensors(&folder.join("runs/whole")) == tensors(&folder.join("runs/killed")),
+        "the tensors differ after {kills} kills"
+    );
+}

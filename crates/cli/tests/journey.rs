@@ -1,0 +1,130 @@
+//! From text to a model that is used, through the program, in a temporary folder.
+
+mod common;
+
+use common::{Folder, tensors};
+use std::fs;
+
+#[test]
+fn a_run_is_trained_resumed_evaluated_sampled_and_exported() {
+    let folder = Folder::new();
+    let first = folder.run(&["train", "tiny.toml"]).ok();
+    for part in ["[optimizer]", "predicted:", "12 steps", "validation   loss", "--- sample", "run folder   runs/tiny"] {
+        assert!(first.stdout.contains(part), "no {part:?} in:\n{}", first.stdout);
+    }
+    let metrics = fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    let lines: Vec<serde_json::Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 12);
+    for key in ["step", "loss", "lr", "grad_norm", "tokens", "tps", "tflops", "mfu", "step_s", "data_wait_s"] {
+        assert!(lines[11][key].is_number(), "{key} in {}", lines[11]);
+    }
+
+    // What it printed and saved is a configuration again, and the run goes on where it was.
+    folder.run(&["config", "check", "runs/tiny/config.toml"]).ok();
+    let more = folder.run(&["train", "--resume", "runs/tiny", "--set", "training.steps=40"]).ok();
+    assert!(more.stderr.contains("resumed at step 12"), "{}", more.stderr);
+    let metrics = fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    let steps: Vec<_> = metrics.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()).collect();
+    let numbers: Vec<u64> = steps.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (1..=40).collect::<Vec<_>>());
+    let loss = |line: &serde_json::Value| line["loss"].as_f64().unwrap();
+    assert!(loss(&steps[39]) < loss(&steps[0]) - 1.0, "{} -> {}", loss(&steps[0]), loss(&steps[39]));
+
+    let eval = |model: &str| -> serde_json::Value {
+        let ran = folder.run(&["eval", model, "--data", "text.txt", "--length", "32", "--dtype", "f32", "--json"]).ok();
+        serde_json::from_str(&ran.stdout).unwrap()
+    };
+    let of_run = eval("runs/tiny");
+    assert_eq!(of_run["step"], 40);
+    let perplexity = of_run["loss"].as_f64().unwrap().exp();
+    assert!((of_run["perplexity"].as_f64().unwrap() / perplexity - 1.0).abs() < 1e-9);
+    assert!(of_run["bits_per_byte"].as_f64().unwrap() > 0.0);
+
+    let generate = |model: &str, seed: &str| {
+        let arguments = ["generate", model, "--prompt", "the ", "--tokens", "20", "--seed", seed, "--top-k", "20"];
+        folder.run(&[&arguments[..], &["--ignore-eos", "--dtype", "f32"]].concat()).ok().stdout
+    };
+    let text = generate("runs/tiny", "1");
+    assert!(text.starts_with("the ") && text.len() > 10, "{text:?}");
+    assert_eq!(text, generate("runs/tiny", "1"));
+    assert_ne!(text, generate("runs/tiny", "2"));
+
+    let exported =
+        folder.run(&["export", "runs/tiny", "--out", "hf", "--dtype", "f32", "--max-shard-size", "20KB"]).ok();
+    assert!(exported.stdout.contains("model.safetensors.index.json"), "{}", exported.stdout);
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        assert!(folder.join("hf").join(file).is_file(), "{file}");
+    }
+    // The exported model is the same function.
+    let of_export = eval("hf")["loss"].as_f64().unwrap();
+    assert!((of_export - of_run["loss"].as_f64().unwrap()).abs() < 1e-6, "{of_export} {of_run}");
+    assert_eq!(generate("hf", "1"), text);
+}
+
+#[test]
+fn tokenizers_and_token_files_are_made_and_trained_on() {
+    let folder = Folder::new();
+    let made = folder.run(&["tokenizer", "train", "--vocab-size", "280", "--out", "tok.json", "text.txt"]).ok();
+    assert!(made.stdout.contains("tok.json: 280 tokens"), "{}", made.stdout);
+    for (tokenizer, out) in [("tok.json", "data/bpe"), ("bytes", "data/bytes"), ("characters", "data/characters")] {
+        let prepare = ["data", "prepare", "--tokenizer", tokenizer, "--out", out, "--validation-fraction", "0.1"];
+        let made = folder.run(&[&prepare[..], &["text.txt"]].concat()).ok();
+        assert!(made.stdout.starts_with("made: no earlier result"), "{}", made.stdout);
+        assert!(folder.run(&[&prepare[..], &["text.txt"]].concat()).ok().stdout.starts_with("kept: "));
+        let (data, name) = (format!("data.train=['{out}']"), format!("run.name='{}'", out.replace('/', "-")));
+        let sets = [&data, &name, "tokenizer.kind='auto'", "data.validation_fraction='auto'"];
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        let arguments: Vec<&str> = ["train", "tiny.toml"].into_iter().chain(sets).collect();
+        let trained = folder.run(&arguments).ok();
+        assert!(trained.stdout.contains("validation   loss"), "{}", trained.stdout);
+    }
+}
+
+#[test]
+fn the_quick_start_takes_other_text() {
+    let folder = Folder::new();
+    let tiny = ["model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn_dim=64"];
+    let fast = [
+        "schedule.warmup_steps=1",
+        "training.steps=3",
+        "training.seconds='auto'",
+        "tokenizer.vocab_size=280",
+        "training.micro_batch_size=2",
+    ];
+    let sets = tiny.iter().chain(&fast).flat_map(|set| ["--set", *set]);
+    let arguments: Vec<&str> = ["train", "--data", "text.txt"].into_iter().chain(sets).collect();
+    let ran = folder.run(&arguments).ok();
+    assert!(ran.stdout.contains("train = [\"text.txt\"]") && ran.stdout.contains("3 steps"), "{}", ran.stdout);
+    assert!(!tensors(&folder.join("runs/run-001")).is_empty());
+}
+
+#[test]
+fn configurations_and_programs_are_explained() {
+    let folder = Folder::new();
+    let checked = folder.run(&["config", "check", "tiny.toml"]).ok().stdout;
+    assert!(checked.contains("the configuration is valid") && checked.contains("activations"), "{checked}");
+    // What is printed can be read again and means the same.
+    let printed = folder.run(&["config", "print", "tiny.toml"]).ok().stdout;
+    folder.write("again.toml", &printed);
+    assert_eq!(folder.run(&["config", "print", "again.toml"]).ok().stdout, printed);
+    assert!(folder.run(&["config", "presets"]).ok().stdout.contains("gpt2-124m"));
+    let program = folder.run(&["program", "tiny.toml", "--set", "training.accumulation_steps=2"]).ok().stdout;
+    assert!(program.contains("2 micro-batches"), "{program}");
+    let json: serde_json::Value =
+        serde_json::from_str(&folder.run(&["program", "tiny.toml", "--json"]).ok().stdout).unwrap();
+    assert!(json["instructions"].is_array());
+}
+
+#[test]
+fn a_step_is_benchmarked() {
+    let folder = Folder::new();
+    let small = ["--preset", "shakespeare-char", "--vocab-size", "128", "--rows", "2", "--length", "32"];
+    let bench =
+        |more: &[&str]| folder.run(&[&["bench", "train", "--steps", "2"], &small[..], more].concat()).ok().stdout;
+    let line: serde_json::Value = serde_json::from_str(&bench(&["--json", "--precision", "f32"])).unwrap();
+    for key in ["step_s", "tokens_per_s", "tflops", "mfu", "first_step_s", "peak_rss_bytes"] {
+        assert!(line[key].as_f64().unwrap() > 0.0, "{key} in {line}");
+    }
+    assert!(line["mfu"].as_f64().unwrap() <= 1.0 && line["data_wait_s"].is_number());
+    assert!(bench(&[]).contains("kernels of one step"));
+}
