@@ -38,20 +38,15 @@ pub fn figure(value: &Value, pointer: &str) -> Result<f64> {
     found.as_f64().with_context(|| format!("`{pointer}` is {found}, not a number"))
 }
 
-/// The figures of a training run, from its `metrics.jsonl`: medians and sums over its steps, and the last validation loss.
+/// The figures of a training run, from its `metrics.jsonl` and the `evaluations.jsonl` beside it: medians and sums over its
+/// steps, and the last validation loss.
 pub fn training_run(metrics: &Path) -> Result<Value> {
-    let contents = std::fs::read_to_string(metrics).with_context(|| format!("cannot read {}", metrics.display()))?;
-    let mut steps: Vec<(f64, f64)> = Vec::new();
-    let mut val_loss = None;
-    for (index, line) in contents.lines().enumerate() {
-        let record: Value =
-            serde_json::from_str(line).with_context(|| format!("{} line {}", metrics.display(), index + 1))?;
-        let number = |key: &str| record.get(key).and_then(Value::as_f64);
-        if let (Some(step_s), Some(wait_s)) = (number("step_s"), number("data_wait_s")) {
-            steps.push((step_s, wait_s));
-        }
-        val_loss = number("val_loss").or(val_loss);
-    }
+    let steps: Vec<(f64, f64)> = records(metrics)?
+        .iter()
+        .map(|r| Ok((figure(r, "/step_s")?, figure(r, "/data_wait_s")?)))
+        .collect::<Result<_>>()?;
+    let evaluations = metrics.with_file_name("evaluations.jsonl");
+    let last = records(&evaluations)?.pop().with_context(|| format!("no evaluation in {}", evaluations.display()))?;
     // The first tenth is left out on both sides: caches and the allocator settle there.
     let settled = steps.get(steps.len() / 10..).unwrap_or_default();
     let sum = |part: fn(&(f64, f64)) -> f64| settled.iter().map(part).sum::<f64>();
@@ -59,8 +54,17 @@ pub fn training_run(metrics: &Path) -> Result<Value> {
         "steps": steps.len(),
         "step_s": median(settled.iter().map(|step| step.0).collect())?,
         "data_wait_share": sum(|step| step.1) / sum(|step| step.0),
-        "val_loss": val_loss.with_context(|| format!("no `val_loss` in {}", metrics.display()))?,
+        "val_loss": figure(&last, "/loss")?,
     }))
+}
+
+/// The lines of a file of JSON objects.
+fn records(path: &Path) -> Result<Vec<Value>> {
+    let contents = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let parse = |(index, line): (usize, &str)| -> Result<Value> {
+        serde_json::from_str(line).with_context(|| format!("{} line {}", path.display(), index + 1))
+    };
+    contents.lines().enumerate().map(parse).collect()
 }
 
 /// What the runs of both sides printed.
@@ -327,8 +331,10 @@ mod tests {
             lines += &format!("{{\"step\": {step}, \"step_s\": 0.5, \"data_wait_s\": 0.005}}\n");
         }
         std::fs::write(&path, &lines).unwrap();
-        assert!(training_run(&path).unwrap_err().to_string().contains("no `val_loss`"));
-        std::fs::write(&path, lines + "{\"step\": 5, \"val_loss\": 3.0}\n{\"step\": 10, \"val_loss\": 2.0}\n").unwrap();
+        let evaluations = folder.path().join("evaluations.jsonl");
+        std::fs::write(&evaluations, "").unwrap();
+        assert!(training_run(&path).unwrap_err().to_string().contains("no evaluation in"));
+        std::fs::write(&evaluations, "{\"step\": 5, \"loss\": 3.0}\n{\"step\": 10, \"loss\": 2.0}\n").unwrap();
         let run = training_run(&path).unwrap();
         assert_eq!((&run["steps"], &run["step_s"], &run["val_loss"]), (&json!(10), &json!(0.5), &json!(2.0)));
         assert!((run["data_wait_share"].as_f64().unwrap() - 0.01).abs() < 1e-12);
