@@ -77,7 +77,7 @@ impl Folder {
             let word = |j: usize| words[(i * 7 + j * j * 3 + i * j) % words.len()];
             (0..9).map(word).collect::<Vec<_>>().join(" ") + ".\n"
         };
-        folder.write("text.txt", &(0..400).map(line).collect::<String>());
+        folder.write("text.txt", (0..400).map(line).collect::<String>());
         folder.write("tiny.toml", TINY);
         folder
     }
