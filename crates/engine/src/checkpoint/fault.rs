@@ -21,9 +21,10 @@ pub enum FaultKind {
     Fail(io::ErrorKind),
     /// The process dies: half of a write is done, nothing after it.
     Crash,
-    /// The machine loses power: as a crash, and files that were not synced are cut to a length that follows from the seed.
+    /// The machine loses power: as a crash, and what was not synced may be lost. Contents of files are cut, names of new files vanish and
+    /// the last renames are undone, as far as the seed says.
     PowerLoss {
-        /// Decides the lengths.
+        /// Decides what is lost.
         seed: u64,
     },
     /// One bit of what is written is flipped, and nobody says so.
@@ -36,7 +37,10 @@ pub(super) struct Disk {
     fault: Option<Fault>,
     position: u64,
     crashed: bool,
+    /// What a power loss would take: contents of files, names in folders, renames in their order.
     unsynced: Vec<PathBuf>,
+    unsynced_names: Vec<PathBuf>,
+    unsynced_renames: Vec<(PathBuf, PathBuf)>,
 }
 
 /// A file being written.
@@ -78,18 +82,39 @@ impl Disk {
 
     fn die(&mut self) -> CheckpointError {
         self.crashed = true;
-        if let Some(Fault { kind: FaultKind::PowerLoss { mut seed }, .. }) = self.fault {
-            for path in std::mem::take(&mut self.unsynced) {
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                // The file may be gone or renamed by now; then there is nothing to lose.
-                if let Ok(file) = OpenOptions::new().write(true).open(&path)
-                    && let Ok(metadata) = file.metadata()
-                {
-                    let _ = file.set_len((seed >> 33) % (metadata.len() + 1));
-                }
-            }
+        if let Some(Fault { kind: FaultKind::PowerLoss { seed }, .. }) = self.fault {
+            self.lose(seed);
         }
         CheckpointError::Injected(self.position - 1)
+    }
+
+    /// Undoes what was not synced, in part. What is already gone cannot be lost, so refusals are of no interest.
+    fn lose(&mut self, mut seed: u64) {
+        // Knuth's linear congruential generator; its high bits are good enough to pick.
+        let mut below = |n: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % n
+        };
+        for path in std::mem::take(&mut self.unsynced) {
+            if let Ok(file) = OpenOptions::new().write(true).open(&path)
+                && let Ok(metadata) = file.metadata()
+            {
+                let _ = file.set_len(below(metadata.len() + 1));
+            }
+        }
+        for path in std::mem::take(&mut self.unsynced_names) {
+            if below(2) == 0 {
+                let _ = fs::remove_file(&path);
+            }
+        }
+        // A journal loses its end: the last renames, not some in the middle.
+        let renames = std::mem::take(&mut self.unsynced_renames);
+        let lost = below(renames.len() as u64 + 1) as usize;
+        for (from, to) in renames.iter().rev().take(lost) {
+            if !from.exists() {
+                let _ = fs::rename(to, from);
+            }
+        }
     }
 
     pub fn create_dir(&mut self, path: &Path) -> Result<(), CheckpointError> {
@@ -102,6 +127,7 @@ impl Disk {
         let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
         let file = file.map_err(CheckpointError::io("create", path))?;
         self.unsynced.push(path.to_owned());
+        self.unsynced_names.push(path.to_owned());
         Ok(Output { file, path: path.to_owned() })
     }
 
@@ -132,12 +158,23 @@ impl Disk {
     /// Makes the names in a folder durable.
     pub fn sync_dir(&mut self, path: &Path) -> Result<(), CheckpointError> {
         self.step_whole("sync", path)?;
-        File::open(path).and_then(|folder| folder.sync_all()).map_err(CheckpointError::io("sync", path))
+        File::open(path).and_then(|folder| folder.sync_all()).map_err(CheckpointError::io("sync", path))?;
+        self.unsynced_names.retain(|name| name.parent() != Some(path));
+        self.unsynced_renames.retain(|(_, to)| to.parent() != Some(path));
+        Ok(())
     }
 
     pub fn rename(&mut self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
         self.step_whole("rename", from)?;
-        fs::rename(from, to).map_err(CheckpointError::io("rename", from))
+        fs::rename(from, to).map_err(CheckpointError::io("rename", from))?;
+        // What is inside goes along.
+        for path in self.unsynced.iter_mut().chain(&mut self.unsynced_names) {
+            if let Ok(rest) = path.strip_prefix(from) {
+                *path = if rest.as_os_str().is_empty() { to.to_owned() } else { to.join(rest) };
+            }
+        }
+        self.unsynced_renames.push((from.to_owned(), to.to_owned()));
+        Ok(())
     }
 
     /// Removes a folder and what is in it, one file at a time so that a crash can fall in between.

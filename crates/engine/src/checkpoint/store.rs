@@ -213,6 +213,8 @@ impl CheckpointStore {
         for step in older.into_iter().filter(|step| !kept.contains(step)) {
             let trash = self.hidden(step, "trash");
             self.disk.rename(&self.path(step), &trash)?;
+            // Else a power loss could undo the rename after files are gone.
+            self.disk.sync_dir(&self.folder)?;
             self.disk.remove_tree(&trash)?;
             pruned.push(step);
         }
@@ -281,7 +283,7 @@ fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
 }
 
 /// Steps that have a folder, ascending.
-fn steps(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
+pub(super) fn steps(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
     let parse = |name: &String| {
         let step = name.strip_prefix("step-")?.parse().ok()?;
         (*name == format!("step-{step:08}")).then_some(step)

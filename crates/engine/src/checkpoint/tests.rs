@@ -112,9 +112,14 @@ fn shards_have_the_names_and_the_index_of_hugging_face() {
     assert!(!folder.join("optimizer.safetensors.index.json").exists());
 }
 
+/// A folder in memory where there is one: syncs are simulated in these thousand runs, and real ones would take a minute.
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 /// What is left after a write that something happened to.
 fn after_fault(fault: Fault, replacing: bool) -> Option<()> {
-    let run = tempfile::tempdir().unwrap();
+    let run = scratch();
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(1)).unwrap();
     // The one to be written may exist already, with other contents: a run that went back and came here again.
@@ -146,6 +151,11 @@ fn after_fault(fault: Fault, replacing: bool) -> Option<()> {
         (_, false) => assert_holds(&found.checkpoint, &snapshot(2)),
     }
     assert!(found.skipped.is_empty(), "{context}: {:?}", found.skipped);
+    for step in super::store::steps(writer.folder()).unwrap() {
+        let folder = writer.folder().join(format!("step-{step:08}"));
+        let whole = Checkpoint::open(&folder).and_then(|checkpoint| checkpoint.verify());
+        whole.unwrap_or_else(|error| panic!("{context}: {error}"));
+    }
     if result.is_ok() {
         assert!(found.step == 2 && !earlier, "{context}: what was acknowledged is there");
     }
@@ -180,7 +190,7 @@ fn a_crash_at_any_write_position_loses_nothing() {
 fn a_power_loss_at_any_write_position_loses_nothing() {
     let kinds: Vec<_> = (1..4).map(|seed| FaultKind::PowerLoss { seed }).collect();
     at_every_position(&kinds, false);
-    at_every_position(&kinds[..1], true);
+    at_every_position(&kinds, true);
 }
 
 #[test]
@@ -448,7 +458,7 @@ proptest! {
     #[test]
     fn numbers_survive(numbers in prop::collection::vec(any::<f64>().prop_filter("JSON has no infinities", |x| x.is_finite()), 0..20),
                        sizes in prop::collection::vec(0usize..200, 0..6), step in any::<u32>()) {
-        let run = tempfile::tempdir().unwrap();
+        let run = scratch();
         let regions = sizes.iter().enumerate().map(|(i, n)| region(&format!("tensor {i} \"é\\"), DType::F32, &[*n], i as u64)).collect();
         let want = Snapshot {
             step: u64::from(step),
@@ -466,7 +476,7 @@ proptest! {
     /// Whatever is overwritten with whatever: the checkpoint is refused or, when the bytes happen to be the same, read. Never a panic.
     #[test]
     fn damage_never_panics(file in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(), junk in prop::collection::vec(any::<u8>(), 0..40), cut in any::<bool>()) {
-        let run = tempfile::tempdir().unwrap();
+        let run = scratch();
         let folder = store(run.path(), KEEP_ALL).write(&snapshot(1)).unwrap().path;
         let mut names: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
         names.sort();
