@@ -170,9 +170,7 @@ impl Device {
 
     /// A tensor of zeros.
     pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType, purpose: Purpose) -> Result<Tensor> {
-        let mut tensor = self.empty(shape, dtype, purpose)?;
-        tensor.fill_zero();
-        Ok(tensor)
+        Tensor::allocate_zeros(self, shape.into(), dtype, purpose)
     }
 
     /// A tensor with the values of `data`, row-major.

@@ -149,16 +149,18 @@ impl MemoryPool {
             return Err(TensorError::OutOfMemory { asked: bytes, purpose, would, limit, over: would - limit, live });
         }
         state.count(purpose, capacity);
+        let mut is_zero = false;
         let block = if !self.0.backed {
             None
         } else if let Some(block) = state.take_free(capacity) {
             Some(block)
         } else {
+            is_zero = true;
             let block = state.new_block(capacity).map_err(|source| TensorError::Refused { bytes, purpose, source });
             Some(block.inspect_err(|_| state.usage.live[purpose as usize] -= capacity)?)
         };
         drop(state);
-        Ok(Buffer { pool: self.clone(), block, capacity, purpose })
+        Ok(Buffer { pool: self.clone(), block, capacity, purpose, is_zero })
     }
 
     /// Counts memory that is held outside the pool for good, such as the per-thread panels of kernels.
@@ -327,9 +329,16 @@ pub struct Buffer {
     block: Option<Block>,
     capacity: usize,
     purpose: Purpose,
+    /// Fresh from the operating system, which gives zeros.
+    is_zero: bool,
 }
 
 impl Buffer {
+    /// Whether it was all zeros when it was handed out.
+    pub(crate) fn was_zero(&self) -> bool {
+        self.is_zero
+    }
+
     /// The first byte, aligned to 64; None on the meta device.
     pub(crate) fn data(&self) -> Option<NonNull<u8>> {
         self.block.as_ref().map(|block| block.data)

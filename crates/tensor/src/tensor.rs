@@ -34,6 +34,16 @@ impl Tensor {
         Ok(Tensor { device: device.clone(), buffer: Arc::new(buffer), offset: 0, shape, dtype })
     }
 
+    /// A tensor of zeros. Pages that are fresh from the operating system are zero and stay untouched until they are first used,
+    /// by as many threads as then work on them.
+    pub(crate) fn allocate_zeros(device: &Device, shape: Shape, dtype: DType, purpose: Purpose) -> Result<Tensor> {
+        let mut tensor = Tensor::allocate(device, shape, dtype, purpose)?;
+        if !tensor.buffer.was_zero() {
+            tensor.fill_zero();
+        }
+        Ok(tensor)
+    }
+
     /// Its dimensions.
     pub fn shape(&self) -> &Shape {
         &self.shape
