@@ -150,7 +150,7 @@ impl Rank {
         let host: Handler<'_, EngineError> = Box::new(|_, instruction| {
             if instruction.action == Action::Snapshot {
                 let step = step.lock().expect("a lane that panics ends the step");
-                snapshot(&**rank.lock().expect("a lane that panics ends the step"), &step.outcome)?;
+                snapshot(&rank.lock().expect("a lane that panics ends the step"), &step.outcome)?;
             }
             Ok(())
         });

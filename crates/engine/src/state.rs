@@ -142,14 +142,14 @@ pub struct UnitGradients {
 impl GradientState {
     /// Zero gradients for `model`.
     pub fn new(device: &Device, model: &Model) -> Result<GradientState> {
-        let unit = |unit: &Box<dyn trainyard_model::Unit>| {
+        let unit = |unit: &dyn trainyard_model::Unit| {
             let specs = unit.parameters();
             let layout = UnitLayout::new(specs, 1);
             let flat = device.zeros([layout.elements()], DType::F32, Purpose::Grads)?;
             let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
             Ok(UnitGradients { layout, flat, shapes, written: vec![false; specs.len()] })
         };
-        Ok(GradientState { units: model.units().iter().map(unit).collect::<Result<_>>()? })
+        Ok(GradientState { units: model.units().iter().map(|u| unit(u.as_ref())).collect::<Result<_>>()? })
     }
 
     /// No gradients, for what does not train.

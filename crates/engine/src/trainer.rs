@@ -181,7 +181,8 @@ impl<'s> Run<'s> {
 
     fn is_complete(&self) -> bool {
         let step = self.session.state.step;
-        let by_steps = self.clock.limits.steps.is_some_and(|steps| step >= steps);
+        // A run limited by time alone ends with the schedule that its speed fixed, or when the time is over.
+        let by_steps = self.clock.limits.steps.or(self.clock.steps).is_some_and(|steps| step >= steps);
         let by_clock = self.clock.limits.seconds.is_some_and(|seconds| self.clock.elapsed() >= seconds);
         by_steps || by_clock
     }
