@@ -1,6 +1,6 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
-use crate::checkpoint::{self, Found};
+use crate::checkpoint::{self, CheckpointStore, Found, Retention};
 use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::precision::LossScaler;
@@ -85,6 +85,12 @@ impl Session {
         config.tokenizer.vocab_size = None;
         let (resolved, corpora) = resolve(&config, &mut note)?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, &mut note)?;
+        // Opening clears what a crash left behind, and brings back a checkpoint whose replacement was cut off.
+        let checkpoint = &session.resolved.config.checkpoint;
+        let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
+        let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
+        let (_, repairs) = CheckpointStore::open(folder, retention)?;
+        repairs.iter().for_each(|line| note(line));
         match find_checkpoint(folder, &mut note)? {
             Some(found) => session.restore(&found, &mut note)?,
             None => {

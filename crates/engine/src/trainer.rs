@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_tensor::Purpose;
+use trainyard_tensor::cpu::peak;
 
 /// How a run ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -244,11 +245,10 @@ impl<'s> Run<'s> {
         } else {
             self.last_loss = outcome.loss;
         }
-        let flops = session.flops_per_token * outcome.tokens as f64;
         let dtype = compute_dtype(&session.resolved);
-        let peak = session.peaks.flops(dtype);
-        let Throughput { tps, tflops, mfu } =
-            Throughput::new(outcome.tokens, flops, step_s, Some(peak)).map_err(crate::metrics::MetricsError::from)?;
+        let flops = session.flops_per_token * outcome.tokens as f64;
+        let Throughput { tps, tflops, mfu } = self.throughput(outcome.tokens, flops, step_s);
+        let session = &mut *self.session;
         let usage = session.rank.device().pool().usage();
         let mem_peak: BTreeMap<String, u64> = Purpose::ALL
             .iter()
@@ -278,6 +278,28 @@ impl<'s> Run<'s> {
         self.steps.push(metrics);
         report(self.writer.poll()?, self.progress);
         Ok(())
+    }
+
+    /// Rates of a step. A utilisation above one means that the peak was measured while the machine was busy: it is measured again, and
+    /// if that does not explain it, none is stated for this step. A training does not end for a figure.
+    fn throughput(&mut self, tokens: u64, flops: f64, step_s: f64) -> Throughput {
+        let dtype = compute_dtype(&self.session.resolved);
+        let rates = |peak: f64| Throughput::new(tokens, flops, step_s, Some(peak));
+        rates(self.session.peaks.flops(dtype)).unwrap_or_else(|impossible| {
+            let cpu = self.session.rank.device().as_cpu().expect("a session's device is a CPU");
+            let again = peak::measure(cpu);
+            self.progress.note(&format!(
+                "{impossible}; measured again: {:.3} TFLOP/s",
+                again.flops(dtype) / 1e12
+            ));
+            if again.flops(dtype) > self.session.peaks.flops(dtype) {
+                self.session.peaks = again;
+            }
+            self.clock.last_step_end = Instant::now();
+            let per_second = if step_s > 0.0 { 1.0 / step_s } else { 0.0 };
+            let without = Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None };
+            rates(self.session.peaks.flops(dtype)).unwrap_or(without)
+        })
     }
 
     /// Stops a run whose steps are skipped one after another, leaving the checkpoint from before.
