@@ -5,7 +5,7 @@
 //! | [`config`], [`schedule`] | what is asked for, and what follows from it |
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
-//! | [`checkpoint`], [`snapshot`], [`metrics`] | what is written while it runs |
+//! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
 //! | [`corpora`], [`session`], [`trainer`] | a run: set up, and trained |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
 //! | [`predict`] | a step's memory and cost, by executing it without data |
@@ -31,6 +31,7 @@ pub mod session;
 pub mod shape;
 pub mod snapshot;
 pub mod state;
+pub mod trace;
 pub mod trainer;
 
 pub use error::{EngineError, Result};

@@ -9,6 +9,7 @@ use crate::schedule::Schedule;
 use crate::session::Session;
 use crate::shape::compute_dtype;
 use crate::snapshot;
+use crate::trace::TraceWriter;
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -98,6 +99,7 @@ struct Run<'s> {
     loader: Loader,
     writer: BackgroundWriter,
     recorder: Recorder,
+    trace: Option<TraceWriter>,
     clock: Clock,
     /// The step of the last snapshot, and when it was taken.
     saved: (u64, Instant),
@@ -146,6 +148,7 @@ impl<'s> Run<'s> {
         let writer = BackgroundWriter::new(store)?;
         let (recorder, notes) = Recorder::open(&session.folder, &config.metrics, session.state.step)?;
         notes.iter().for_each(|line| progress.note(line));
+        let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder)).transpose()?;
         session.dataset.warm();
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
@@ -170,6 +173,7 @@ impl<'s> Run<'s> {
             loader,
             writer,
             recorder,
+            trace,
             clock,
             saved,
             evaluated: None,
@@ -272,6 +276,10 @@ impl<'s> Run<'s> {
             skipped: outcome.skipped,
         };
         self.recorder.step(&metrics)?;
+        if let Some(trace) = &mut self.trace {
+            let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
+            trace.step(step, &session.programs[usize::from(snapshot)], &outcome.spans)?;
+        }
         self.clock.calibrate(step, &mut session.state.schedule_steps);
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());
         self.progress.step(&metrics, self.clock.steps, left);
@@ -288,10 +296,7 @@ impl<'s> Run<'s> {
         rates(self.session.peaks.flops(dtype)).unwrap_or_else(|impossible| {
             let cpu = self.session.rank.device().as_cpu().expect("a session's device is a CPU");
             let again = peak::measure(cpu);
-            self.progress.note(&format!(
-                "{impossible}; measured again: {:.3} TFLOP/s",
-                again.flops(dtype) / 1e12
-            ));
+            self.progress.note(&format!("{impossible}; measured again: {:.3} TFLOP/s", again.flops(dtype) / 1e12));
             if again.flops(dtype) > self.session.peaks.flops(dtype) {
                 self.session.peaks = again;
             }

@@ -1,0 +1,91 @@
+//! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane.
+//!
+//! The array form of the format is used, which readers accept without its closing bracket, so that a killed run leaves a trace too.
+
+use crate::lanes::Span;
+use crate::{EngineError, Result};
+use serde_json::json;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use trainyard_program::{Action, Lane, Program};
+
+/// Writes `trace/rank-0.json` of a run.
+pub struct TraceWriter {
+    out: BufWriter<File>,
+    path: PathBuf,
+    origin: Instant,
+}
+
+impl TraceWriter {
+    /// A new trace in the run's `folder`; an earlier sitting's is replaced.
+    pub fn create(folder: &Path) -> Result<TraceWriter> {
+        let path = folder.join("trace").join("rank-0.json");
+        let error = |source| EngineError::File { what: "cannot write", path: path.display().to_string(), source };
+        std::fs::create_dir_all(folder.join("trace")).map_err(error)?;
+        let mut out = BufWriter::new(File::create(&path).map_err(error)?);
+        out.write_all(b"[\n").map_err(error)?;
+        for lane in Lane::ALL {
+            let name =
+                json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": lane as u32, "args": {"name": lane.name()}});
+            writeln!(out, "{name},").map_err(error)?;
+        }
+        Ok(TraceWriter { out, path, origin: Instant::now() })
+    }
+
+    /// Adds the instructions of the step that has just ended.
+    pub fn step(&mut self, step: u64, program: &Program, spans: &[Span]) -> Result<()> {
+        let length = spans.iter().map(|span| span.end).max().unwrap_or_default();
+        let began = self.origin.elapsed().saturating_sub(length);
+        let micros = |time: Duration| time.as_secs_f64() * 1e6;
+        for (span, instruction) in spans.iter().zip(&program.instructions) {
+            let unit = |unit: u32| program.units.get(unit as usize).map_or("", String::as_str);
+            let name = match instruction.action {
+                Action::Forward { unit: u, .. } | Action::Backward { unit: u, .. } | Action::Update { unit: u } => {
+                    format!("{} {}", instruction.action.name(), unit(u))
+                }
+                other => other.name().to_owned(),
+            };
+            let event = json!({
+                "name": name,
+                "cat": instruction.action.lane().name(),
+                "ph": "X",
+                "ts": micros(began + span.start),
+                "dur": micros(span.end - span.start),
+                "pid": 0,
+                "tid": instruction.action.lane() as u32,
+                "args": {"step": step, "waited_us": micros(span.waited)},
+            });
+            writeln!(self.out, "{event},").map_err(|source| self.error(source))?;
+        }
+        self.out.flush().map_err(|source| self.error(source))
+    }
+
+    fn error(&self, source: std::io::Error) -> EngineError {
+        EngineError::File { what: "cannot write", path: self.path.display().to_string(), source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trainyard_program::{Keep, ModelShape, Strategy, UnitShape, lower};
+
+    #[test]
+    fn a_trace_is_json_once_it_is_closed_and_has_every_instruction() {
+        let folder = tempfile::tempdir().unwrap();
+        let unit = UnitShape { name: "head".into(), parameters: 1, borrows: Vec::new(), saved_bytes: [1, 1, 1] };
+        let strategy = Strategy { accumulation_steps: 1, keep: vec![Keep::Everything], snapshot: false };
+        let program = lower(&ModelShape { units: vec![unit] }, &strategy).unwrap().remove(0);
+        let mut trace = TraceWriter::create(folder.path()).unwrap();
+        let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
+        trace.step(3, &program, &spans).unwrap();
+        let text = std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();
+        let closed = format!("{}]", text.trim_end().trim_end_matches(','));
+        let events: Vec<serde_json::Value> = serde_json::from_str(&closed).unwrap();
+        let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+        assert_eq!(spans.len(), program.instructions.len());
+        assert!(spans.iter().any(|e| e["name"] == "backward head" && e["dur"] == 5.0 && e["args"]["step"] == 3));
+    }
+}
