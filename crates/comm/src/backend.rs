@@ -1,0 +1,217 @@
+//! What a backend does: run one [`Call`] at a time, in order, with a deadline.
+//!
+//! The public methods of a communicator check their slices and turn them into a `Call` without types; a backend moves bytes and
+//! adds numbers by [`Dtype`]. Collectives differ only in which part of whose input ends up where, so one descriptor serves all.
+
+use crate::error::{CommError, ErrorKind, Failure, Peer, Result};
+use crate::number::Dtype;
+use crate::place::{Place, Position};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a group can do together.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Operation {
+    /// Everybody gets the sum of everybody's data.
+    AllReduce,
+    /// Rank `r` gets part `r` of the sum.
+    ReduceScatter,
+    /// As `ReduceScatter`, leaving the sum in its wide type, unrounded.
+    ReduceScatterSums,
+    /// Everybody gets everybody's part.
+    AllGather,
+    /// Everybody gets the root's data.
+    Broadcast,
+    /// The root gets everybody's part.
+    Gather,
+    /// Rank `r` gets part `r` of everybody's data.
+    AllToAll,
+    /// Nobody goes on before all have come.
+    Barrier,
+    /// New communicators out of this one.
+    Split,
+    /// To one rank.
+    Send,
+    /// From one rank.
+    Receive,
+}
+
+impl Operation {
+    /// The name of the method, e.g. `all_reduce`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce => "all_reduce",
+            Operation::ReduceScatter => "reduce_scatter",
+            Operation::ReduceScatterSums => "reduce_scatter_sums",
+            Operation::AllGather => "all_gather",
+            Operation::Broadcast => "broadcast",
+            Operation::Gather => "gather",
+            Operation::AllToAll => "all_to_all",
+            Operation::Barrier => "barrier",
+            Operation::Split => "split",
+            Operation::Send => "send",
+            Operation::Receive => "receive",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What all ranks of a group must agree on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Signature {
+    /// The operation.
+    pub operation: Operation,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Elements of one part: the whole data of an all-reduce or a broadcast, one rank's share of the others.
+    pub elements: usize,
+    /// The root's rank in the group, 0 where there is none.
+    pub root: usize,
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} {}", self.operation, self.elements, self.dtype)?;
+        match self.operation {
+            Operation::Broadcast | Operation::Gather => write!(f, " with root {}", self.root),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A collective operation with one rank's memory.
+///
+/// Sizes follow from the signature and the group: `input` and `output` are `elements` long for all-reduce and broadcast (where only the
+/// root's input is read); one of the two is `size` parts long for reduce-scatter (input), all-gather and gather (output), both for all-to-all.
+/// They may be one buffer where the result of the operation does not overwrite what peers still read: all-reduce and broadcast in full,
+/// reduce-scatter and all-gather with the own part in its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call {
+    pub signature: Signature,
+    pub input: *const u8,
+    pub output: *mut u8,
+}
+
+// SAFETY: a call is a description; the pointers are only followed under the promise of `Backend::collective`.
+unsafe impl Send for Call {}
+// SAFETY: as above.
+unsafe impl Sync for Call {}
+
+/// Bytes that a call lets others read and those it fills.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Extent {
+    pub input: usize,
+    pub output: usize,
+}
+
+impl Signature {
+    /// Bytes of `elements`.
+    pub(crate) fn part_bytes(&self) -> usize {
+        self.elements * self.dtype.size()
+    }
+
+    /// Bytes of the two buffers of `rank` in a group of `size`.
+    pub(crate) fn extent(&self, size: usize, rank: usize) -> Extent {
+        let part = self.part_bytes();
+        let (input, output) = match self.operation {
+            Operation::AllReduce => (part, part),
+            Operation::Broadcast => (if rank == self.root { part } else { 0 }, part),
+            Operation::ReduceScatter => (size * part, part),
+            Operation::ReduceScatterSums => (size * part, self.elements * self.dtype.sum().size()),
+            Operation::AllGather => (part, size * part),
+            Operation::Gather => (part, if rank == self.root { size * part } else { 0 }),
+            Operation::AllToAll => (size * part, size * part),
+            Operation::Send => (part, 0),
+            Operation::Receive => (0, part),
+            Operation::Barrier | Operation::Split => (0, 0),
+        };
+        Extent { input, output }
+    }
+}
+
+/// How one call is to be run, and what reports call it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms<'a> {
+    /// How long peers may take to come.
+    pub deadline: Duration,
+    /// Which operation of its communicator it is, from 0.
+    pub number: u64,
+    /// Name of the communicator.
+    pub group: &'a str,
+}
+
+/// A group of ranks behind a [`crate::Communicator`].
+pub(crate) trait Backend: Send + Sync {
+    /// `local` or `mpi`.
+    fn kind(&self) -> &'static str;
+    /// This rank in the group.
+    fn rank(&self) -> usize;
+    /// World ranks of the group, in order.
+    fn members(&self) -> &[u32];
+    /// Where a world rank runs.
+    fn place(&self, world_rank: u32) -> Place;
+    /// What a member last posted, and how long ago.
+    fn position_of(&self, member: usize) -> Option<(Position, Duration)>;
+    /// Makes this rank's position known.
+    fn post(&self, position: Position);
+
+    /// Runs a collective and returns when the output is complete and nobody reads the input any more, also on failure.
+    ///
+    /// # Safety
+    /// The pointers of `call` are valid for the bytes of [`Signature::extent`], aligned to the element, and nobody else touches
+    /// that memory until this returns.
+    unsafe fn collective(&self, call: &Call, terms: &Terms) -> Result<()>;
+
+    /// Sends `data` to one member and receives `into` from another, either of which may be absent.
+    fn exchange(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>, terms: &Terms) -> Result<()>;
+
+    /// One group for each color, its members ordered by key, then by rank here; `keys` are those of all members of this group.
+    fn split(&self, keys: &[(u32, u32)]) -> Result<Arc<dyn Backend>>;
+
+    /// The first failure of the world, if there is one.
+    fn failure(&self) -> Option<CommError>;
+    /// Fails the world unless it has failed already; returns the failure that counts.
+    fn fail(&self, failure: Failure) -> CommError;
+    /// This rank drops its handle.
+    fn leave(&self);
+
+    /// `members` as reports name them.
+    fn peers(&self, members: &[usize]) -> Vec<Peer> {
+        let peer = |&member: &usize| {
+            let rank = self.members()[member];
+            Peer { rank, place: self.place(rank), position: self.position_of(member) }
+        };
+        members.iter().map(peer).collect()
+    }
+
+    /// Fails the world with `kind` and the `culprits` among the members.
+    fn fail_with(
+        &self,
+        kind: ErrorKind,
+        culprits: &[usize],
+        operation: Option<(Operation, u64)>,
+        group: &str,
+    ) -> CommError {
+        self.fail(Failure {
+            kind,
+            group: group.to_owned(),
+            operation,
+            noticed_by: self.members()[self.rank()],
+            culprits: self.peers(culprits),
+        })
+    }
+}
+
+/// The members of the color of `rank`, in the order that [`Backend::split`] asks for.
+pub(crate) fn members_of_split(keys: &[(u32, u32)], rank: usize) -> Vec<usize> {
+    let color = keys[rank].0;
+    let mut members: Vec<usize> = (0..keys.len()).filter(|&member| keys[member].0 == color).collect();
+    members.sort_by_key(|&member| (keys[member].1, member));
+    members
+}

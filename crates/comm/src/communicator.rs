@@ -1,0 +1,400 @@
+//! The handle that a rank holds on a group: checked slices in, calls to the backend out.
+//!
+//! Collectives return when this rank's result is complete and its buffers are its own again. All ranks of a group call the same operations in the same order. Calls on one
+//! handle run one after the other; what is to run side by side uses handles of its own.
+
+use crate::backend::{Backend, Call, Operation, Signature, Terms};
+use crate::error::{CommError, ErrorKind, Result};
+use crate::number::{Dtype, Number, Scalar};
+use crate::pending::{Pending, Worker};
+use crate::place::{Place, Position};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// How long ranks wait for each other unless told otherwise.
+pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
+
+/// One rank's handle on a group of ranks.
+///
+/// Dropping it tells the others that this rank will not come again; dropping it in a panic fails the world.
+pub struct Communicator {
+    core: Arc<Core>,
+    worker: OnceLock<Worker>,
+}
+
+/// What blocking calls and the worker of asynchronous ones share.
+pub(crate) struct Core {
+    backend: Arc<dyn Backend>,
+    name: String,
+    deadline_ms: AtomicU64,
+    /// Operations entered so far; the number that reports give.
+    operations: AtomicU64,
+}
+
+impl Communicator {
+    pub(crate) fn new(backend: Arc<dyn Backend>, name: String) -> Self {
+        let deadline_ms = AtomicU64::new(DEADLINE_DEFAULT.as_millis() as u64);
+        Self {
+            core: Arc::new(Core { backend, name, deadline_ms, operations: AtomicU64::new(0) }),
+            worker: OnceLock::new(),
+        }
+    }
+
+    /// This rank in the group, from 0.
+    pub fn rank(&self) -> usize {
+        self.core.backend.rank()
+    }
+
+    /// Ranks of the group.
+    pub fn size(&self) -> usize {
+        self.core.backend.members().len()
+    }
+
+    /// The name that reports use.
+    pub fn name(&self) -> &str {
+        &self.core.name
+    }
+
+    /// World ranks of the group's members, in the group's order.
+    pub fn members(&self) -> &[u32] {
+        self.core.backend.members()
+    }
+
+    /// `local` or `mpi`.
+    pub fn backend(&self) -> &'static str {
+        self.core.backend.kind()
+    }
+
+    /// Where a member runs.
+    ///
+    /// # Panics
+    /// If the group has no such member.
+    pub fn place(&self, member: usize) -> Place {
+        self.core.backend.place(self.members()[member])
+    }
+
+    /// Where a member is in its program: what it last posted on this communicator, else anywhere, and how long ago.
+    ///
+    /// # Panics
+    /// If the group has no such member.
+    pub fn position(&self, member: usize) -> Option<(Position, Duration)> {
+        assert!(member < self.size(), "member {member} of {}", self.size());
+        self.core.backend.position_of(member)
+    }
+
+    /// How long later operations wait for the other ranks. Derived communicators inherit it.
+    pub fn set_deadline(&self, deadline: Duration) {
+        self.core.deadline_ms.store(deadline.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Makes known what this rank is about to do, for the reports of others.
+    pub fn post(&self, position: Position) {
+        self.core.backend.post(position);
+    }
+
+    /// Fails the world: every rank's waiting and later operations return an error that names this rank and `reason`.
+    /// Returns the world's first failure, which is this one unless there was one before.
+    pub fn abort(&self, reason: impl Into<String>) -> CommError {
+        self.core.fail(ErrorKind::Aborted { reason: reason.into() }, &[self.rank()], None)
+    }
+
+    /// The world's first failure, if it has failed.
+    pub fn failure(&self) -> Option<CommError> {
+        self.core.backend.failure()
+    }
+
+    /// Sums `data` over the ranks; everybody gets the sum.
+    pub fn all_reduce<T: Number>(&self, data: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.all_reduce(data)
+    }
+
+    /// Sums `input`, which is `size` parts, over the ranks; rank `r` gets part `r` of the sum in `output`.
+    pub fn reduce_scatter<T: Number>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.scatter(Operation::ReduceScatter, input, output)
+    }
+
+    /// As [`Communicator::reduce_scatter`], leaving the sum unrounded in the type it was added in (f32 for bf16).
+    ///
+    /// Sums over several groups one after the other keep the bits of one sum over all only if nothing is rounded in between.
+    pub fn reduce_scatter_sums<T: Number>(&self, input: &[T], output: &mut [T::Sum]) -> Result<()> {
+        self.idle();
+        self.core.scatter(Operation::ReduceScatterSums, input, output)
+    }
+
+    /// Sums `data`, which is `size` parts, over the ranks; afterwards the own part holds its sum, and the rest is what it was.
+    pub fn reduce_scatter_in_place<T: Number>(&self, data: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.scatter_in_place(data)
+    }
+
+    /// Everybody's `input`, in order of the ranks, in everybody's `output` of `size` parts.
+    pub fn all_gather<T: Scalar>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.gather(Operation::AllGather, input, output, 0)
+    }
+
+    /// As [`Communicator::all_gather`] with the own part in its place in `data`.
+    pub fn all_gather_in_place<T: Scalar>(&self, data: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.gather_in_place(data)
+    }
+
+    /// The data of `root` for everybody.
+    pub fn broadcast<T: Scalar>(&self, data: &mut [T], root: usize) -> Result<()> {
+        self.idle();
+        self.core.broadcast(data, root)
+    }
+
+    /// Everybody's `input`, in order of the ranks, in the `output` of `root`; the others' may be empty and is left alone.
+    pub fn gather<T: Scalar>(&self, input: &[T], output: &mut [T], root: usize) -> Result<()> {
+        self.idle();
+        self.core.gather(Operation::Gather, input, output, root)
+    }
+
+    /// Both are `size` parts: part `j` of rank `i`'s input becomes part `i` of rank `j`'s output.
+    pub fn all_to_all<T: Scalar>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        self.idle();
+        self.core.all_to_all(input, output)
+    }
+
+    /// Sends to one rank, which calls [`Communicator::recv`] with the same length. May wait until it does.
+    /// Messages from one rank to another arrive in the order sent.
+    pub fn send<T: Scalar>(&self, data: &[T], to: usize) -> Result<()> {
+        self.idle();
+        self.core.exchange(Some((to, data)), None)
+    }
+
+    /// Receives from one rank.
+    pub fn recv<T: Scalar>(&self, data: &mut [T], from: usize) -> Result<()> {
+        self.idle();
+        self.core.exchange(None, Some((from, data)))
+    }
+
+    /// Sends to one rank and receives from another at once, as in a ring.
+    pub fn exchange<T: Scalar>(&self, send: &[T], to: usize, receive: &mut [T], from: usize) -> Result<()> {
+        self.idle();
+        self.core.exchange(Some((to, send)), Some((from, receive)))
+    }
+
+    /// Returns when all ranks have called it.
+    pub fn barrier(&self) -> Result<()> {
+        self.idle();
+        self.core.barrier()
+    }
+
+    /// A communicator for the ranks that gave the same `color`, ordered by `key` and among equals by rank; its `name` is for reports.
+    pub fn split(&self, color: u32, key: u32, name: impl Into<String>) -> Result<Communicator> {
+        self.idle();
+        let mut keys = vec![[0u32; 2]; self.size()];
+        keys[self.rank()] = [color, key];
+        self.core.gather_in_place(&mut keys)?;
+        let keys: Vec<(u32, u32)> = keys.into_iter().map(|[color, key]| (color, key)).collect();
+        let child = Self::new(self.core.backend.split(&keys)?, name.into());
+        child.set_deadline(self.core.deadline());
+        Ok(child)
+    }
+
+    /// A communicator of the same ranks, for a lane that runs beside this one.
+    pub fn duplicate(&self, name: impl Into<String>) -> Result<Communicator> {
+        self.split(0, self.rank() as u32, name)
+    }
+
+    /// Starts any of the operations on buffers that the operation owns meanwhile, e.g.
+    /// `communicator.start(gradients, |c, data| c.all_reduce(data))`, and returns at once.
+    ///
+    /// Operations started on one communicator run in the order of the calls, and blocking calls wait for them; `buffers` comes back from
+    /// [`Pending::wait`].
+    pub fn start<B: Send + 'static>(
+        &self,
+        buffers: B,
+        operation: impl FnOnce(&Communicator, &mut B) -> Result<()> + Send + 'static,
+    ) -> Pending<B> {
+        // The worker's handle shares the core but has no worker: inside, calls run at once.
+        let worker = self.worker.get_or_init(Worker::new);
+        let inner = Communicator { core: self.core.clone(), worker: OnceLock::new() };
+        worker.submit(buffers, move |buffers| operation(&inner, buffers))
+    }
+
+    /// Waits for operations that were started before.
+    fn idle(&self) {
+        if let Some(worker) = self.worker.get() {
+            worker.drain();
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.core.fail(ErrorKind::Panicked, &[self.rank()], None);
+        }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.backend.leave();
+    }
+}
+
+/// Bytes of plain data.
+fn bytes<T: Scalar>(data: &[T]) -> &[u8] {
+    bytemuck::cast_slice(data)
+}
+
+impl Core {
+    fn deadline(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms.load(Ordering::Relaxed))
+    }
+
+    fn size(&self) -> usize {
+        self.backend.members().len()
+    }
+
+    fn rank(&self) -> usize {
+        self.backend.rank()
+    }
+
+    /// Counts an operation, and says how it is to be run.
+    fn terms(&self) -> Terms<'_> {
+        let number = self.operations.fetch_add(1, Ordering::Relaxed);
+        Terms { deadline: self.deadline(), number, group: &self.name }
+    }
+
+    fn fail(&self, kind: ErrorKind, culprits: &[usize], operation: Option<Operation>) -> CommError {
+        let number = self.operations.load(Ordering::Relaxed);
+        self.backend.fail_with(kind, culprits, operation.map(|operation| (operation, number)), &self.name)
+    }
+
+    /// An error in the caller's arguments fails the world too: the others wait for an operation that will not come.
+    fn argument<T>(&self, operation: Operation, what: String) -> Result<T> {
+        Err(self.fail(ErrorKind::Argument { what }, &[self.rank()], Some(operation)))
+    }
+
+    /// # Safety
+    /// As [`Backend::collective`].
+    unsafe fn call(&self, signature: Signature, input: *const u8, output: *mut u8) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.backend.collective(&Call { signature, input, output }, &self.terms()) }
+    }
+
+    /// Length of a part of `whole` elements, which `size` ranks share.
+    fn part(&self, operation: Operation, whole: usize) -> Result<usize> {
+        let size = self.size();
+        if whole.is_multiple_of(size) {
+            return Ok(whole / size);
+        }
+        self.argument(operation, format!("{whole} elements cannot be shared by {size} ranks: pad them to a multiple"))
+    }
+
+    /// `whole` holds one part of `part` elements for each rank.
+    fn parts(&self, operation: Operation, whole: usize, part: usize) -> Result<()> {
+        let size = self.size();
+        if whole == part * size {
+            return Ok(());
+        }
+        self.argument(
+            operation,
+            format!(
+                "the longer buffer has {whole} elements, but {size} ranks with parts of {part} need {}",
+                part * size
+            ),
+        )
+    }
+
+    fn known(&self, operation: Operation, rank: usize) -> Result<()> {
+        let size = self.size();
+        if rank < size {
+            return Ok(());
+        }
+        self.argument(operation, format!("rank {rank} does not exist: the group has ranks 0 to {}", size - 1))
+    }
+
+    fn all_reduce<T: Number>(&self, data: &mut [T]) -> Result<()> {
+        let (dtype, elements) = (Dtype::of::<T>(), data.len());
+        let signature = Signature { operation: Operation::AllReduce, dtype, elements, root: 0 };
+        let data: *mut u8 = data.as_mut_ptr().cast();
+        // SAFETY: `data` is ours for the call, and an all-reduce may be in place.
+        unsafe { self.call(signature, data, data) }
+    }
+
+    fn scatter<T: Number, O: Number>(&self, operation: Operation, input: &[T], output: &mut [O]) -> Result<()> {
+        self.parts(operation, input.len(), output.len())?;
+        let signature = Signature { operation, dtype: Dtype::of::<T>(), elements: output.len(), root: 0 };
+        // SAFETY: both slices are ours for the call, and their lengths fit each other.
+        unsafe { self.call(signature, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+    }
+
+    fn scatter_in_place<T: Number>(&self, data: &mut [T]) -> Result<()> {
+        let operation = Operation::ReduceScatter;
+        let elements = self.part(operation, data.len())?;
+        let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
+        let data: *mut u8 = data.as_mut_ptr().cast();
+        // SAFETY: `data` is ours for the call; the output is the own part, which no other rank reads.
+        unsafe { self.call(signature, data, data.add(self.rank() * signature.part_bytes())) }
+    }
+
+    fn gather<T: Scalar>(&self, operation: Operation, input: &[T], output: &mut [T], root: usize) -> Result<()> {
+        self.known(operation, root)?;
+        if operation == Operation::AllGather || root == self.rank() {
+            self.parts(operation, output.len(), input.len())?;
+        }
+        let signature = Signature { operation, dtype: Dtype::of::<T>(), elements: input.len(), root };
+        // SAFETY: both slices are ours for the call, and their lengths fit each other where the output is used.
+        unsafe { self.call(signature, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+    }
+
+    fn gather_in_place<T: Scalar>(&self, data: &mut [T]) -> Result<()> {
+        let operation = Operation::AllGather;
+        let elements = self.part(operation, data.len())?;
+        let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
+        let data: *mut u8 = data.as_mut_ptr().cast();
+        // SAFETY: `data` is ours for the call; the input is the own part, which the operation does not write.
+        unsafe { self.call(signature, data.add(self.rank() * signature.part_bytes()), data) }
+    }
+
+    fn broadcast<T: Scalar>(&self, data: &mut [T], root: usize) -> Result<()> {
+        self.known(Operation::Broadcast, root)?;
+        let (dtype, elements) = (Dtype::of::<T>(), data.len());
+        let signature = Signature { operation: Operation::Broadcast, dtype, elements, root };
+        let data: *mut u8 = data.as_mut_ptr().cast();
+        // SAFETY: `data` is ours for the call, and a broadcast may be in place.
+        unsafe { self.call(signature, data, data) }
+    }
+
+    fn all_to_all<T: Scalar>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        let operation = Operation::AllToAll;
+        let elements = self.part(operation, input.len())?;
+        self.parts(operation, output.len(), elements)?;
+        let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
+        // SAFETY: both slices are ours for the call, and of one length.
+        unsafe { self.call(signature, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let signature = Signature { operation: Operation::Barrier, dtype: Dtype::Plain(1), elements: 0, root: 0 };
+        // SAFETY: a barrier has no memory.
+        unsafe { self.call(signature, std::ptr::null(), std::ptr::null_mut()) }
+    }
+
+    fn exchange<T: Scalar>(&self, send: Option<(usize, &[T])>, receive: Option<(usize, &mut [T])>) -> Result<()> {
+        let rank = self.rank();
+        let ends = [(Operation::Send, send.map(|s| s.0)), (Operation::Receive, receive.as_ref().map(|r| r.0))];
+        for (operation, peer) in ends {
+            let Some(peer) = peer else { continue };
+            self.known(operation, peer)?;
+            if peer == rank && ends[0].1 != ends[1].1 {
+                return self.argument(operation, format!("rank {rank} cannot {operation} to or from itself alone"));
+            }
+        }
+        if let Some(failure) = self.backend.failure() {
+            return Err(failure);
+        }
+        let send = send.map(|(to, data)| (to, bytes(data)));
+        let receive = receive.map(|(from, data)| (from, bytemuck::cast_slice_mut(data)));
+        self.backend.exchange(send, receive, &self.terms())
+    }
+}
