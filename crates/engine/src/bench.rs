@@ -115,7 +115,7 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     let parameters = model.parameter_count() as u64;
     let keep = shape::keep(resolved, model.units().len());
     let model_shape = shape::model_shape(&model, &batch, dtype)?;
-    let [program, _] = shape::programs(&model_shape, resolved.batch.accumulation as u32, &keep)?;
+    let [program, _] = shape::programs(&model_shape, resolved.batch.accumulation as u32, &keep, dtype)?;
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let device = Device::cpu(resolved.isa, resolved.threads, limit);
     let rank = Rank::new(&device, model, dtype, resolved.optimizer, LossScaler::none(), resolved.config.training.seed)?;

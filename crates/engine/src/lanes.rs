@@ -127,14 +127,13 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Keep, ModelShape, Strategy, UnitShape, lower};
+    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
 
     fn program() -> Program {
-        let unit =
-            |name: &str| UnitShape { name: name.into(), parameters: 1, borrows: Vec::new(), saved_bytes: [1, 1, 1] };
-        let model = ModelShape { units: vec![unit("embedding"), unit("head")] };
-        let strategy = Strategy { accumulation_steps: 2, keep: vec![Keep::Everything; 2], snapshot: true };
-        lower(&model, &strategy).unwrap().remove(0)
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], batch_bytes: 1 };
+        let strategy = Strategy { accumulation_steps: 2, snapshot: true, ..Strategy::new(2) };
+        lower_rank(&model, &Mesh::default(), &strategy, 0).unwrap()
     }
 
     #[test]
@@ -146,27 +145,31 @@ mod tests {
             order.lock().unwrap().push(number);
             Ok(())
         });
-        let snapshot: Handler<'_, ()> = Box::new(|number, _| {
-            order.lock().unwrap().push(number);
-            Ok(())
-        });
-        let spans = run(&program, vec![(Lane::Input, slow), (Lane::HostIo, snapshot)], |number, _| {
+        let quick = || -> Handler<'_, ()> {
+            Box::new(|number, _| {
+                order.lock().unwrap().push(number);
+                Ok(())
+            })
+        };
+        let handlers = vec![(Lane::Input, slow), (Lane::Reduce, quick()), (Lane::HostIo, quick())];
+        let spans = run(&program, handlers, |number, _| {
             order.lock().unwrap().push(number);
             Ok(())
         })
         .unwrap();
         assert_eq!(order.into_inner().unwrap(), (0..program.instructions.len()).collect::<Vec<_>>());
-        // The first forward waited for two loads of five milliseconds.
-        assert!(spans[2].waited >= Duration::from_millis(9), "{:?}", spans[2]);
+        // The first forward waited, through the count, for two loads of five milliseconds.
+        assert!(spans[3].waited >= Duration::from_millis(9), "{:?}", spans[3]);
     }
 
     #[test]
     fn the_first_error_stops_every_lane() {
         let program = program();
         let fail: Handler<'_, &str> = Box::new(|number, _| if number == 1 { Err("no data") } else { Ok(()) });
-        let snapshot: Handler<'_, &str> = Box::new(|_, _| Ok(()));
+        let quick = || -> Handler<'_, &str> { Box::new(|_, _| Ok(())) };
         let mut ran = 0;
-        let result = run(&program, vec![(Lane::Input, fail), (Lane::HostIo, snapshot)], |_, _| {
+        let handlers = vec![(Lane::Input, fail), (Lane::Reduce, quick()), (Lane::HostIo, quick())];
+        let result = run(&program, handlers, |_, _| {
             ran += 1;
             Ok(())
         });
@@ -177,8 +180,8 @@ mod tests {
     #[should_panic(expected = "in a lane")]
     fn a_panic_in_compute_does_not_hang_the_others() {
         let program = program();
-        let load: Handler<'_, ()> = Box::new(|_, _| Ok(()));
-        let snapshot: Handler<'_, ()> = Box::new(|_, _| Ok(()));
-        let _ = run(&program, vec![(Lane::Input, load), (Lane::HostIo, snapshot)], |_, _| panic!("in a lane"));
+        let quick = || -> Handler<'_, ()> { Box::new(|_, _| Ok(())) };
+        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, quick()));
+        let _ = run(&program, handlers.into(), |_, _| panic!("in a lane"));
     }
 }

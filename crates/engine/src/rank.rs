@@ -6,13 +6,13 @@
 use crate::lanes::{self, Handler, Span};
 use crate::optimizer::{Optimizer, Rates};
 use crate::precision::LossScaler;
-use crate::state::{GradientState, ParameterState};
+use crate::state::{GradientState, ParameterState, does_not_fit};
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use trainyard_autograd::{Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward, Model};
-use trainyard_program::{Action, Instruction, Keep, Lane, Program};
+use trainyard_program::{Action, Instruction, Keep, Lane, Part, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -130,6 +130,7 @@ impl Rank {
         mut load: impl FnMut(&Device, &Model) -> Result<Batch> + Send,
         mut snapshot: impl FnMut(&Rank, &StepOutcome) -> Result<()> + Send,
     ) -> Result<StepOutcome> {
+        check_runnable(program)?;
         self.gradients.begin_step();
         let step = Mutex::new(Step::new(program, settings));
         let batches: Mutex<Vec<Option<Batch>>> = Mutex::new(vec![None; program.micro_batches as usize]);
@@ -147,6 +148,11 @@ impl Rank {
             }
             Ok(())
         });
+        let count: Handler<'_, EngineError> = Box::new(|_, _| {
+            let mut step = step.lock().expect("a lane that panics ends the step");
+            step.count(&batches.lock().expect("not poisoned"));
+            Ok(())
+        });
         let host: Handler<'_, EngineError> = Box::new(|_, instruction| {
             if instruction.action == Action::Snapshot {
                 let step = step.lock().expect("a lane that panics ends the step");
@@ -154,11 +160,15 @@ impl Rank {
             }
             Ok(())
         });
-        let spans = lanes::run(program, vec![(Lane::Input, input), (Lane::HostIo, host)], |_, instruction| {
-            let mut rank = rank.lock().expect("a lane that panics ends the step");
-            let mut step = step.lock().expect("a lane that panics ends the step");
-            rank.compute(instruction, &mut step, &batches)
-        })?;
+        let spans = lanes::run(
+            program,
+            vec![(Lane::Input, input), (Lane::Reduce, count), (Lane::HostIo, host)],
+            |_, instruction| {
+                let mut rank = rank.lock().expect("a lane that panics ends the step");
+                let mut step = step.lock().expect("a lane that panics ends the step");
+                rank.compute(instruction, &mut step, &batches)
+            },
+        )?;
         let mut outcome = step.into_inner().expect("no lane panicked").outcome;
         outcome.spans = spans;
         Ok(outcome)
@@ -173,20 +183,17 @@ impl Rank {
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => {
                 let batches = batches.lock().expect("not poisoned");
-                if step.outcome.tokens == 0 {
-                    step.count(&batches);
-                }
                 let batch = batches[micro_batch as usize].as_ref().expect("the program loads before it uses");
                 self.forward(step, unit, micro_batch, keep, batch)
             }
-            Action::Backward { unit, micro_batch } => {
+            Action::Backward { unit, micro_batch, .. } => {
                 let batches = batches.lock().expect("not poisoned");
                 let batch = batches[micro_batch as usize].as_ref().expect("the program loads before it uses");
                 self.backward(step, unit, micro_batch, batch)
             }
             Action::Clip => self.clip(step),
             Action::Update { unit } => self.update(step, unit),
-            other => unreachable!("`{}` is not for the compute lane", other.name()),
+            other => Err(cannot_run(other)),
         }
     }
 
@@ -290,6 +297,28 @@ impl Rank {
     fn read_loss(&self, output: &Var) -> Result<f64> {
         if self.device.is_meta() { Ok(0.0) } else { Ok(f64::from(output.tensor().to_scalar()?)) }
     }
+}
+
+/// Refuses programs with instructions that this engine does not run.
+fn check_runnable(program: &Program) -> Result<()> {
+    let runs = |action: Action| match action {
+        Action::Load { .. } | Action::Count | Action::Forward { .. } | Action::Clip | Action::Update { .. } => true,
+        Action::Backward { part, .. } => part == Part::Whole,
+        Action::Snapshot => true,
+        _ => false,
+    };
+    match program.instructions.iter().map(|instruction| instruction.action).find(|action| !runs(*action)) {
+        Some(action) => Err(cannot_run(action)),
+        None => Ok(()),
+    }
+}
+
+fn cannot_run(action: Action) -> EngineError {
+    does_not_fit(format!(
+        "the step program has a `{}` instruction on the {} lane, which the engine cannot run yet",
+        action.name(),
+        action.lane().name()
+    ))
 }
 
 impl<'p> Step<'p> {

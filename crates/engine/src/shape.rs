@@ -8,8 +8,8 @@ use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::unit_costs;
-use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
-use trainyard_program::{Keep, ModelShape, Program, Strategy, UnitShape, check, lower};
+use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, UnitLayout, hf};
+use trainyard_program::{Keep, Mesh, ModelShape, Program, StateBytes, Strategy, UnitShape, check, lower_rank};
 use trainyard_tensor::DType;
 
 /// The model that a resolved configuration asks for.
@@ -127,19 +127,24 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         borrows.dedup();
         UnitShape {
             name: unit.name().to_owned(),
-            parameters: unit.parameters().iter().map(|p| p.elements() as u64).sum(),
+            flat_elements: UnitLayout::new(unit.parameters(), 1).elements() as u64,
             borrows,
             saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
+            ..UnitShape::default()
         }
     });
-    Ok(ModelShape { units: units.collect() })
+    // Tokens, targets and positions, four bytes each.
+    let batch_bytes = 12 * batch.tokens() as u64;
+    Ok(ModelShape { units: units.collect(), batch_bytes })
 }
 
 /// The checked programs of a step: without and with a snapshot at its end.
-pub fn programs(shape: &ModelShape, accumulation_steps: u32, keep: &[Keep]) -> Result<[Program; 2]> {
+pub fn programs(shape: &ModelShape, accumulation_steps: u32, keep: &[Keep], compute: DType) -> Result<[Program; 2]> {
+    let bytes = if compute == DType::F32 { StateBytes::F32 } else { StateBytes::MIXED };
     let program = |snapshot| -> Result<Program> {
-        let strategy = Strategy { accumulation_steps, keep: keep.to_vec(), snapshot };
-        let program = lower(shape, &strategy)?.remove(0);
+        let strategy =
+            Strategy { accumulation_steps, keep: keep.to_vec(), snapshot, bytes, ..Strategy::new(keep.len()) };
+        let program = lower_rank(shape, &Mesh::default(), &strategy, 0)?;
         check(&program)?;
         Ok(program)
     };

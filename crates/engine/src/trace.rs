@@ -70,14 +70,14 @@ impl TraceWriter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Keep, ModelShape, Strategy, UnitShape, lower};
+    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
 
     #[test]
     fn a_trace_is_json_once_it_is_closed_and_has_every_instruction() {
         let folder = tempfile::tempdir().unwrap();
-        let unit = UnitShape { name: "head".into(), parameters: 1, borrows: Vec::new(), saved_bytes: [1, 1, 1] };
-        let strategy = Strategy { accumulation_steps: 1, keep: vec![Keep::Everything], snapshot: false };
-        let program = lower(&ModelShape { units: vec![unit] }, &strategy).unwrap().remove(0);
+        let unit = UnitShape { name: "head".into(), ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit], batch_bytes: 0 };
+        let program = lower_rank(&model, &Mesh::default(), &Strategy::new(1), 0).unwrap();
         let mut trace = TraceWriter::create(folder.path()).unwrap();
         let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
         trace.step(3, &program, &spans).unwrap();

@@ -1,6 +1,6 @@
 //! The checker: what every program must satisfy before it runs.
 
-use crate::instruction::{Action, Instruction, Program};
+use crate::{Action, Extent, Instruction, Program};
 use std::collections::BTreeSet;
 
 /// A program that must not run.
@@ -62,21 +62,7 @@ fn operands(program: &Program, number: usize, instruction: &Instruction) -> Resu
     if let Some(on) = instruction.after.iter().copied().find(|on| *on as usize >= number) {
         return Err(CheckError::WaitsForward { number, action, on });
     }
-    let (unit, micro_batch) = match instruction.action {
-        Action::Load { micro_batch } | Action::Send { micro_batch, .. } | Action::Recv { micro_batch, .. } => {
-            (None, Some(micro_batch))
-        }
-        Action::Forward { unit, micro_batch, .. } | Action::Backward { unit, micro_batch } => {
-            (Some(unit), Some(micro_batch))
-        }
-        Action::Gather { unit }
-        | Action::Release { unit }
-        | Action::Reduce { unit }
-        | Action::Update { unit }
-        | Action::Fetch { unit }
-        | Action::Evict { unit } => (Some(unit), None),
-        Action::Clip | Action::Snapshot => (None, None),
-    };
+    let (unit, micro_batch) = (instruction.action.unit(), instruction.action.micro_batch());
     let units = program.units.len() as u32;
     if let Some(index) = unit.filter(|unit| *unit >= units) {
         return Err(CheckError::NoSuch { number, action, operand: "unit", index, count: units });
@@ -114,7 +100,7 @@ impl State {
                 unless(self.updated.is_empty(), &|| "parameters are already updated".to_owned())?;
                 unless(self.forwarded.insert((u, m)), &|| format!("unit {u} ran on micro-batch {m} already"))?;
             }
-            Action::Backward { unit: u, micro_batch: m } => {
+            Action::Backward { unit: u, micro_batch: m, .. } => {
                 unless(self.forwarded.contains(&(u, m)), &|| format!("unit {u} has not run on micro-batch {m}"))?;
                 let above = u == last || self.differentiated.contains(&(u + 1, m));
                 unless(above, &|| format!("unit {} has not been differentiated", u + 1))?;
@@ -129,24 +115,24 @@ impl State {
                 unless(self.clipped, &|| "the gradient norm is not known".to_owned())?;
                 unless(self.updated.insert(u), &|| format!("unit {u} again"))?;
             }
-            Action::Gather { unit: u } => {
-                unless(self.gathered.insert(u), &|| format!("unit {u} is gathered already"))?;
+            Action::Gather { unit: u, .. } if program.placement.parameters == Extent::Shard => {
+                self.gathered.insert(u);
             }
-            Action::Release { unit: u } => unless(self.gathered.remove(&u), &|| format!("unit {u} is not gathered"))?,
+            Action::Release { unit: u, keep } if keep == program.mesh.shard_degree() => {
+                unless(self.gathered.remove(&u), &|| format!("unit {u} is not gathered"))?;
+            }
             Action::Snapshot => {
                 unless(self.updated.len() == program.units.len(), &|| "some unit is not updated".to_owned())?;
             }
-            Action::Reduce { .. }
-            | Action::Send { .. }
-            | Action::Recv { .. }
-            | Action::Fetch { .. }
-            | Action::Evict { .. } => {}
+            _ => {}
         }
         for effect in &instruction.effects {
             let live = self.balance.entry(effect.kind).or_default();
             *live += effect.bytes;
             let live = *live;
-            unless(live >= 0, &|| format!("gives back {} bytes of {:?} more than were taken", -live, effect.kind))?;
+            unless(live >= 0, &|| {
+                format!("gives back {} bytes of {} more than were taken", -live, effect.kind.name())
+            })?;
         }
         Ok(())
     }
@@ -163,7 +149,7 @@ impl State {
             return leftover(format!("unit {unit} is still gathered"));
         }
         if let Some((kind, bytes)) = self.balance.iter().find(|(_, bytes)| **bytes != 0) {
-            return leftover(format!("{bytes} bytes of {kind:?} are not given back"));
+            return leftover(format!("{bytes} bytes of {} are not given back", kind.name()));
         }
         Ok(())
     }

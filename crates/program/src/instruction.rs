@@ -1,5 +1,6 @@
 //! What a step is made of.
 
+use crate::Axis;
 use serde::{Deserialize, Serialize};
 
 /// How much a forward keeps for its backward.
@@ -15,24 +16,83 @@ pub enum Keep {
     InputOnly,
 }
 
-/// One thing that a rank does. `unit` and `micro_batch` count from zero.
+/// Which gradients a backward computes; zero-bubble schedules do the halves apart.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Part {
+    /// Those of the input and of the weights.
+    #[default]
+    Whole,
+    /// Those of the input.
+    Input,
+    /// Those of the weights.
+    Weights,
+}
+
+/// A forward or a backward.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Activations go up.
+    Forward,
+    /// Their gradients come down.
+    Backward,
+}
+
+/// State of a unit that can lie in a lower tier.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum State {
+    /// The copy that forward reads, in its resident extent.
+    Parameters,
+    /// Masters and optimizer state.
+    Optimizer,
+    /// What a forward kept.
+    Activations {
+        /// Of which micro-batch.
+        micro_batch: u32,
+    },
+}
+
+/// What a collective inside a unit does.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collective {
+    /// Sums, whole on every rank.
+    AllReduce,
+    /// Parts to wholes and wholes to summed parts, of the same bytes: an all-reduce in two steps with the sequence split between them.
+    GatherScatter,
+    /// Every rank's keys and values pass by every other.
+    Ring,
+    /// A part from every rank to every rank.
+    AllToAll,
+}
+
+/// One thing that a rank does. `unit` and `micro_batch` count from zero; a rank's micro-batch m of A is number
+/// (data-parallel rank) x A + m of the global batch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
     /// Takes the next micro-batch from the loader to the device.
     Load {
-        /// Which of the step's micro-batches.
+        /// Which of the rank's micro-batches.
         micro_batch: u32,
     },
-    /// Gathers a unit's parameters inside its shard group.
+    /// Sums the step's tokens and targets over the data ranks: the loss is a mean over the targets of the whole global batch.
+    Count,
+    /// Gathers a unit's parameters from neighbours of the shard group.
     Gather {
         /// Which unit.
         unit: u32,
+        /// From how many neighbours, this rank included: the whole shard group, or the part of it that a release kept the unit in.
+        over: u32,
     },
-    /// Drops the gathered copy.
+    /// Drops a gathered copy.
     Release {
         /// Which unit.
         unit: u32,
+        /// One of how many parts stays: the shard group's size leaves only the resident shard.
+        keep: u32,
     },
     /// Runs a unit.
     Forward {
@@ -43,48 +103,90 @@ pub enum Action {
         /// What is kept for backward.
         keep: Keep,
     },
-    /// Differentiates a unit: input and weight gradients, after running it again if only its input was kept.
+    /// Differentiates a unit, after running it again if only its input was kept.
     Backward {
         /// Which unit.
         unit: u32,
         /// On which micro-batch.
         micro_batch: u32,
+        /// Which gradients.
+        part: Part,
     },
-    /// Sums a unit's gradients over the ranks that hold replicas, leaving each its shard.
+    /// Folds a micro-batch's gradient of a unit into those before it along a binary tree: while the lowest two buffers stand for equally many
+    /// micro-batches, the later is added to the earlier and given back.
+    Fold {
+        /// Which unit.
+        unit: u32,
+        /// The micro-batch just differentiated; odd, since even ones have nothing to be folded with.
+        micro_batch: u32,
+    },
+    /// Sums a unit's gradient over the data ranks: reduce-scatter inside the shard group, then all-reduce of the shard across replicas. Each rank keeps
+    /// what its placement says.
     Reduce {
         /// Which unit.
         unit: u32,
+        /// Whether the sum is added to the resident one instead of taking its place.
+        accumulate: bool,
     },
-    /// Sends an activation, or its gradient, across a pipeline cut.
+    /// Sends the activations of a unit, or their gradients, across a pipeline cut.
     Send {
         /// To which rank.
         to: u32,
+        /// Whose output crosses.
+        unit: u32,
         /// Of which micro-batch.
         micro_batch: u32,
+        /// Activations (forward) or their gradients (backward).
+        phase: Phase,
     },
-    /// Receives one.
+    /// Receives them.
     Recv {
         /// From which rank.
         from: u32,
+        /// Whose output crosses.
+        unit: u32,
         /// Of which micro-batch.
         micro_batch: u32,
+        /// Activations (forward) or their gradients (backward).
+        phase: Phase,
     },
-    /// The global gradient norm, and from it the factor that updates multiply gradients by.
+    /// The collectives inside a unit that tensor, context and expert parallelism need.
+    Exchange {
+        /// What is done.
+        collective: Collective,
+        /// Among whom.
+        axis: Axis,
+        /// Inside which unit.
+        unit: u32,
+        /// On which micro-batch.
+        micro_batch: u32,
+        /// In its forward or its backward.
+        phase: Phase,
+        /// How often, each of the instruction's bytes.
+        times: u32,
+    },
+    /// The global gradient norm, and from it the factor that updates multiply gradients by; and the step's loss.
     Clip,
-    /// The optimizer on the rank's own shard of a unit; writes the next compute copy.
+    /// The optimizer on what the rank holds of a unit's masters; writes the next compute copy.
     Update {
         /// Which unit.
         unit: u32,
     },
-    /// Brings a unit's state from the host or disk tier.
+    /// Brings state from its tier.
     Fetch {
-        /// Which unit.
+        /// Of which unit.
         unit: u32,
+        /// What.
+        state: State,
     },
-    /// Moves a unit's state to the host or disk tier.
+    /// Gives back the device's copy of state that lies in a tier.
     Evict {
-        /// Which unit.
+        /// Of which unit.
         unit: u32,
+        /// What.
+        state: State,
+        /// Whether it is written there first; otherwise the tier has it already.
+        write: bool,
     },
     /// Hands the state to the checkpoint writer.
     Snapshot,
@@ -102,6 +204,8 @@ pub enum Lane {
     Reduce,
     /// Pipeline sends and receives.
     Pipeline,
+    /// Collectives inside units: tensor, context and expert parallelism.
+    Inner,
     /// Batches from the loader.
     Input,
     /// Traffic with the host and disk tiers, and snapshots.
@@ -110,7 +214,8 @@ pub enum Lane {
 
 impl Lane {
     /// Every lane, in the order of displays.
-    pub const ALL: [Lane; 6] = [Lane::Compute, Lane::Gather, Lane::Reduce, Lane::Pipeline, Lane::Input, Lane::HostIo];
+    pub const ALL: [Lane; 7] =
+        [Lane::Compute, Lane::Gather, Lane::Reduce, Lane::Pipeline, Lane::Inner, Lane::Input, Lane::HostIo];
 
     /// The name in traces and prints.
     pub const fn name(self) -> &'static str {
@@ -119,6 +224,7 @@ impl Lane {
             Lane::Gather => "gather",
             Lane::Reduce => "reduce",
             Lane::Pipeline => "pipeline",
+            Lane::Inner => "inner",
             Lane::Input => "input",
             Lane::HostIo => "host_io",
         }
@@ -131,9 +237,14 @@ impl Action {
         match self {
             Action::Load { .. } => Lane::Input,
             Action::Gather { .. } | Action::Release { .. } => Lane::Gather,
-            Action::Forward { .. } | Action::Backward { .. } | Action::Clip | Action::Update { .. } => Lane::Compute,
-            Action::Reduce { .. } => Lane::Reduce,
+            Action::Forward { .. }
+            | Action::Backward { .. }
+            | Action::Fold { .. }
+            | Action::Clip
+            | Action::Update { .. } => Lane::Compute,
+            Action::Count | Action::Reduce { .. } => Lane::Reduce,
             Action::Send { .. } | Action::Recv { .. } => Lane::Pipeline,
+            Action::Exchange { .. } => Lane::Inner,
             Action::Fetch { .. } | Action::Evict { .. } | Action::Snapshot => Lane::HostIo,
         }
     }
@@ -142,13 +253,16 @@ impl Action {
     pub const fn name(self) -> &'static str {
         match self {
             Action::Load { .. } => "load",
+            Action::Count => "count",
             Action::Gather { .. } => "gather",
             Action::Release { .. } => "release",
             Action::Forward { .. } => "forward",
             Action::Backward { .. } => "backward",
+            Action::Fold { .. } => "fold",
             Action::Reduce { .. } => "reduce",
             Action::Send { .. } => "send",
             Action::Recv { .. } => "recv",
+            Action::Exchange { .. } => "exchange",
             Action::Clip => "clip",
             Action::Update { .. } => "update",
             Action::Fetch { .. } => "fetch",
@@ -156,26 +270,100 @@ impl Action {
             Action::Snapshot => "snapshot",
         }
     }
+
+    /// The unit it is about.
+    pub const fn unit(self) -> Option<u32> {
+        match self {
+            Action::Gather { unit, .. }
+            | Action::Release { unit, .. }
+            | Action::Forward { unit, .. }
+            | Action::Backward { unit, .. }
+            | Action::Fold { unit, .. }
+            | Action::Reduce { unit, .. }
+            | Action::Send { unit, .. }
+            | Action::Recv { unit, .. }
+            | Action::Exchange { unit, .. }
+            | Action::Update { unit }
+            | Action::Fetch { unit, .. }
+            | Action::Evict { unit, .. } => Some(unit),
+            Action::Load { .. } | Action::Count | Action::Clip | Action::Snapshot => None,
+        }
+    }
+
+    /// The micro-batch it is about.
+    pub const fn micro_batch(self) -> Option<u32> {
+        match self {
+            Action::Load { micro_batch }
+            | Action::Forward { micro_batch, .. }
+            | Action::Backward { micro_batch, .. }
+            | Action::Fold { micro_batch, .. }
+            | Action::Send { micro_batch, .. }
+            | Action::Recv { micro_batch, .. }
+            | Action::Exchange { micro_batch, .. }
+            | Action::Fetch { state: State::Activations { micro_batch }, .. }
+            | Action::Evict { state: State::Activations { micro_batch }, .. } => Some(micro_batch),
+            _ => None,
+        }
+    }
 }
 
-/// What memory is held for; the words of the engine's pool.
+/// What memory is held for; the words of the engine's pool, which counts parameters and masters as one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryKind {
-    /// Activations kept between a forward and its backward.
-    Activations,
+    /// The resident copy that forward reads.
+    Parameters,
+    /// f32 masters, where they are apart from it.
+    Masters,
     /// Gathered parameters.
     Gathered,
+    /// Gradients of parameters.
+    Gradients,
+    /// Optimizer state.
+    Optimizer,
+    /// Activations kept between a forward and its backward.
+    Activations,
+    /// Staging of collectives.
+    Communication,
     /// Batches.
     Data,
 }
 
-/// A change of live memory that outlasts its instruction.
+impl MemoryKind {
+    /// Every kind, in the order of displays.
+    pub const ALL: [MemoryKind; 8] = [
+        MemoryKind::Parameters,
+        MemoryKind::Masters,
+        MemoryKind::Gathered,
+        MemoryKind::Gradients,
+        MemoryKind::Optimizer,
+        MemoryKind::Activations,
+        MemoryKind::Communication,
+        MemoryKind::Data,
+    ];
+
+    /// The name in prints.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MemoryKind::Parameters => "parameters",
+            MemoryKind::Masters => "masters",
+            MemoryKind::Gathered => "gathered",
+            MemoryKind::Gradients => "gradients",
+            MemoryKind::Optimizer => "optimizer",
+            MemoryKind::Activations => "activations",
+            MemoryKind::Communication => "communication",
+            MemoryKind::Data => "data",
+        }
+    }
+}
+
+/// Memory held, or a change of it that outlasts its instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Effect {
     /// Of which kind.
     pub kind: MemoryKind,
-    /// Bytes taken (positive) or given back (negative).
+    /// Bytes taken (positive) or given back (negative). What an instruction takes it takes when it starts; what it gives back it
+    /// gives back when it ends.
     pub bytes: i64,
 }
 
@@ -185,35 +373,57 @@ pub struct Instruction {
     /// What is done.
     #[serde(flatten)]
     pub action: Action,
-    /// Instructions of other lanes that must have finished, by number. Those earlier on the same lane are implied.
+    /// Instructions of other lanes that must have finished, by number, descending. Those that earlier ones of the same lane or these themselves
+    /// waited for are implied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u32>,
+    /// Bytes of the message: of the whole buffer that a collective works on (an all-gather's output, a reduce-scatter's input), of what a send,
+    /// fetch or evict moves. 0 for what stays on the rank, and for a group of one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub bytes: u64,
+    /// Bytes of activations that it holds while it runs and not after: what a backward recomputes.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub working_bytes: u64,
     /// What it does to memory for longer than it runs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub effects: Vec<Effect>,
 }
 
-/// One rank's step.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Program {
-    /// Whose.
-    pub rank: u32,
-    /// The names of the units, by number.
-    pub units: Vec<String>,
-    /// How many micro-batches a step has.
-    pub micro_batches: u32,
-    /// In order; dependencies point backwards only.
-    pub instructions: Vec<Instruction>,
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
-impl Program {
-    /// The numbers of a lane's instructions, in order.
-    pub fn on_lane(&self, lane: Lane) -> impl Iterator<Item = usize> + '_ {
-        self.instructions.iter().enumerate().filter(move |(_, i)| i.action.lane() == lane).map(|(number, _)| number)
+impl Instruction {
+    /// An action that waits for nothing, moves nothing and holds nothing.
+    pub fn new(action: Action) -> Instruction {
+        Instruction { action, after: Vec::new(), bytes: 0, working_bytes: 0, effects: Vec::new() }
     }
 
-    /// The lanes that have anything to do.
-    pub fn lanes(&self) -> impl Iterator<Item = Lane> + '_ {
-        Lane::ALL.into_iter().filter(|lane| self.on_lane(*lane).next().is_some())
+    pub(crate) fn moving(mut self, bytes: u64) -> Instruction {
+        self.bytes = bytes;
+        self
+    }
+
+    pub(crate) fn working(mut self, bytes: u64) -> Instruction {
+        self.working_bytes = bytes;
+        self
+    }
+
+    pub(crate) fn taking(self, kind: MemoryKind, bytes: u64) -> Instruction {
+        self.changing(kind, bytes as i64)
+    }
+
+    pub(crate) fn giving_back(self, kind: MemoryKind, bytes: u64) -> Instruction {
+        self.changing(kind, -(bytes as i64))
+    }
+
+    fn changing(mut self, kind: MemoryKind, bytes: i64) -> Instruction {
+        if bytes != 0 {
+            match self.effects.iter_mut().find(|effect| effect.kind == kind && (effect.bytes < 0) == (bytes < 0)) {
+                Some(effect) => effect.bytes += bytes,
+                None => self.effects.push(Effect { kind, bytes }),
+            }
+        }
+        self
     }
 }

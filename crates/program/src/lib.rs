@@ -8,11 +8,23 @@
 //! This crate knows no tensors, threads, files or clocks. Programs are serialisable, printable ([`Program`]'s `Display`) and checked ([`check`])
 //! before they run.
 
+mod builder;
 mod check;
 mod instruction;
 mod lower;
+mod mesh;
+mod order;
 mod print;
+mod program;
+mod strategy;
+mod windows;
 
 pub use check::{CheckError, check};
-pub use instruction::{Action, Effect, Instruction, Keep, Lane, MemoryKind, Program};
-pub use lower::{ModelShape, Strategy, StrategyError, UnitShape, lower};
+pub use instruction::{Action, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Part, Phase, State};
+pub use lower::{lower, lower_rank};
+pub use mesh::{Axis, Coordinates, Group, Mesh};
+pub use program::Program;
+pub use strategy::{
+    Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
+    StateBytes, Strategy, StrategyError, Tier, UnitShape, padded,
+};

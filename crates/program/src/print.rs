@@ -1,6 +1,6 @@
 //! Programs as text.
 
-use crate::instruction::{Action, Instruction, Keep, Program};
+use crate::{Action, Instruction, Keep, Part, Phase, Program, State};
 use std::fmt;
 
 impl fmt::Display for Program {
@@ -29,8 +29,11 @@ fn details(instruction: &Instruction) -> String {
         let after: Vec<String> = instruction.after.iter().map(u32::to_string).collect();
         details.push(format!("after {}", after.join(", ")));
     }
+    if instruction.bytes > 0 {
+        details.push(format!("moves {}", instruction.bytes));
+    }
     for effect in &instruction.effects {
-        details.push(format!("{:?} {:+} bytes", effect.kind, effect.bytes).to_lowercase());
+        details.push(format!("{} {:+}", effect.kind.name(), effect.bytes));
     }
     details.join("; ")
 }
@@ -39,7 +42,6 @@ fn describe(program: &Program, action: Action) -> String {
     let name = action.name();
     let unit_name = |unit: u32| program.units.get(unit as usize).map_or("?", String::as_str);
     match action {
-        Action::Load { micro_batch } => format!("{name} micro-batch {micro_batch}"),
         Action::Forward { unit, micro_batch, keep } => {
             let keep = match keep {
                 Keep::Everything => "",
@@ -48,15 +50,52 @@ fn describe(program: &Program, action: Action) -> String {
             };
             format!("{name} {} {micro_batch}{keep}", unit_name(unit))
         }
-        Action::Backward { unit, micro_batch } => format!("{name} {} {micro_batch}", unit_name(unit)),
-        Action::Gather { unit }
-        | Action::Release { unit }
-        | Action::Reduce { unit }
-        | Action::Update { unit }
-        | Action::Fetch { unit }
-        | Action::Evict { unit } => format!("{name} {}", unit_name(unit)),
-        Action::Send { to, micro_batch } => format!("{name} micro-batch {micro_batch} to {to}"),
-        Action::Recv { from, micro_batch } => format!("{name} micro-batch {micro_batch} from {from}"),
-        Action::Clip | Action::Snapshot => name.to_owned(),
+        Action::Backward { unit, micro_batch, part } => {
+            let part = match part {
+                Part::Whole => "",
+                Part::Input => ", of the input",
+                Part::Weights => ", of the weights",
+            };
+            format!("{name} {} {micro_batch}{part}", unit_name(unit))
+        }
+        Action::Load { micro_batch } => format!("{name} micro-batch {micro_batch}"),
+        Action::Fold { unit, micro_batch } => format!("{name} {} {micro_batch}", unit_name(unit)),
+        Action::Gather { unit, over } => format!("{name} {} from {over}", unit_name(unit)),
+        Action::Release { unit, keep } if keep == program.mesh.shard_degree() => format!("{name} {}", unit_name(unit)),
+        Action::Release { unit, keep } => format!("{name} {} to 1/{keep}", unit_name(unit)),
+        Action::Reduce { unit, accumulate } => {
+            format!("{name} {}{}", unit_name(unit), if accumulate { ", add" } else { "" })
+        }
+        Action::Update { unit } => format!("{name} {}", unit_name(unit)),
+        Action::Fetch { unit, state } => format!("{name} {} of {}", state_name(state), unit_name(unit)),
+        Action::Evict { unit, state, write } => {
+            format!("{} {} of {}", if write { name } else { "drop" }, state_name(state), unit_name(unit))
+        }
+        Action::Send { to, unit, micro_batch, phase } => {
+            format!("{name} {} {micro_batch} to {to}", flow(unit_name(unit), phase))
+        }
+        Action::Recv { from, unit, micro_batch, phase } => {
+            format!("{name} {} {micro_batch} from {from}", flow(unit_name(unit), phase))
+        }
+        Action::Exchange { collective, axis, unit, micro_batch, phase, times } => {
+            let what = format!("{collective:?} x {times} over {axis:?}").to_lowercase();
+            format!("{what}, {} {micro_batch}", flow(unit_name(unit), phase))
+        }
+        Action::Count | Action::Clip | Action::Snapshot => name.to_owned(),
+    }
+}
+
+fn state_name(state: State) -> String {
+    match state {
+        State::Parameters => "parameters".to_owned(),
+        State::Optimizer => "optimizer".to_owned(),
+        State::Activations { micro_batch } => format!("activations {micro_batch}"),
+    }
+}
+
+fn flow(unit: &str, phase: Phase) -> String {
+    match phase {
+        Phase::Forward => unit.to_owned(),
+        Phase::Backward => format!("gradient of {unit}"),
     }
 }

@@ -135,7 +135,7 @@ pub fn plan(resolved: &Resolved) -> Result<Option<(Model, [Program; 2], Predicti
     let model = Model::new(spec.clone())?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
     let keep = keep(resolved, model.units().len());
-    let programs = programs(&model_shape(&model, &batch, dtype)?, resolved.batch.accumulation as u32, &keep)?;
+    let programs = programs(&model_shape(&model, &batch, dtype)?, resolved.batch.accumulation as u32, &keep, dtype)?;
     let prediction = predict(Model::new(spec)?, &programs[0], &batch, dtype, resolved.optimizer)?;
     Ok(Some((model, programs, prediction)))
 }

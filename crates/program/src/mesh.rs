@@ -1,0 +1,149 @@
+//! The mesh: how ranks are numbered along the axes of parallelism, and which ranks work together along each.
+
+use serde::{Deserialize, Serialize};
+
+/// The degree along each axis. Ranks are numbered with `tp` innermost and `pp` outermost, as in torchtitan:
+/// rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, for R = `dp_replicate` and F = `dp_shard`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Mesh {
+    /// Pipeline stages.
+    pub pp: u32,
+    /// Replicas of the sharded model.
+    pub dp_replicate: u32,
+    /// Data-parallel ranks over which state is sharded.
+    pub dp_shard: u32,
+    /// Ranks that share a sequence.
+    pub cp: u32,
+    /// Ranks that share every product.
+    pub tp: u32,
+    /// Ranks that share the experts of a layer; they are neighbours of one shard group, so this divides `dp_shard` x `cp`.
+    pub ep: u32,
+}
+
+/// The ranks that work together in a collective.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Axis {
+    /// The stages of one pipeline.
+    Pipeline,
+    /// The ranks with the same shard.
+    Replicate,
+    /// The ranks that together hold one copy of the sharded state: `dp_shard` x `cp` (as torchtitan's `dp_shard_cp`).
+    Shard,
+    /// All ranks over which gradients are summed: `dp_replicate` x `dp_shard` x `cp`.
+    Data,
+    /// The ranks that share a sequence.
+    Context,
+    /// The ranks that share every product.
+    Tensor,
+    /// The ranks that share the experts of a layer.
+    Expert,
+    /// Every rank.
+    World,
+}
+
+/// A rank's place along the axes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Coordinates {
+    /// Pipeline stage.
+    pub pp: u32,
+    /// Replica.
+    pub dp_replicate: u32,
+    /// Place in the shard axis.
+    pub dp_shard: u32,
+    /// Part of the sequence.
+    pub cp: u32,
+    /// Part of the products.
+    pub tp: u32,
+}
+
+/// Ranks that work together, in the order of their sums, and the place among them of the rank that asked.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Group {
+    /// Ascending.
+    pub ranks: Vec<u32>,
+    /// `ranks[index]` is the rank that asked.
+    pub index: u32,
+}
+
+impl Default for Mesh {
+    fn default() -> Mesh {
+        Mesh { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, tp: 1, ep: 1 }
+    }
+}
+
+impl Mesh {
+    /// `dp_replicate` x `dp_shard` ranks and nothing else: `data(n, 1)` is plain data parallelism, `data(1, n)` full sharding.
+    pub fn data(dp_replicate: u32, dp_shard: u32) -> Mesh {
+        Mesh { dp_replicate, dp_shard, ..Mesh::default() }
+    }
+
+    /// How many ranks there are.
+    pub fn ranks(&self) -> u32 {
+        self.pp * self.stage_ranks()
+    }
+
+    /// The ranks of one pipeline stage.
+    pub fn stage_ranks(&self) -> u32 {
+        self.dp_replicate * self.dp_shard * self.cp * self.tp
+    }
+
+    /// Ranks with different micro-batches: `dp_replicate` x `dp_shard`. The global batch is this x accumulation x micro-batch.
+    pub fn data_parallel(&self) -> u32 {
+        self.dp_replicate * self.dp_shard
+    }
+
+    /// Over how many ranks sharded state lies.
+    pub fn shard_degree(&self) -> u32 {
+        self.dp_shard * self.cp
+    }
+
+    /// The size of a rank's group along `axis`.
+    pub fn degree(&self, axis: Axis) -> u32 {
+        match axis {
+            Axis::Pipeline => self.pp,
+            Axis::Replicate => self.dp_replicate,
+            Axis::Shard => self.shard_degree(),
+            Axis::Data => self.dp_replicate * self.shard_degree(),
+            Axis::Context => self.cp,
+            Axis::Tensor => self.tp,
+            Axis::Expert => self.ep,
+            Axis::World => self.ranks(),
+        }
+    }
+
+    /// Where `rank` is.
+    pub fn coordinates(&self, rank: u32) -> Coordinates {
+        let (rest, tp) = (rank / self.tp, rank % self.tp);
+        let (rest, cp) = (rest / self.cp, rest % self.cp);
+        let (rest, dp_shard) = (rest / self.dp_shard, rest % self.dp_shard);
+        let (pp, dp_replicate) = (rest / self.dp_replicate, rest % self.dp_replicate);
+        Coordinates { pp, dp_replicate, dp_shard, cp, tp }
+    }
+
+    /// The ranks that `rank` works with along `axis`.
+    pub fn group(&self, rank: u32, axis: Axis) -> Group {
+        let (first, stride) = self.progression(rank, axis);
+        let count = self.degree(axis);
+        Group { ranks: (0..count).map(|i| first + i * stride).collect(), index: (rank - first) / stride }
+    }
+
+    /// The first `over` neighbours, aligned, of `rank` in its group along `axis`: what a gather over a part of the shard group takes.
+    pub fn neighbours(&self, rank: u32, axis: Axis, over: u32) -> Group {
+        let group = self.group(rank, axis);
+        let start = group.index / over * over;
+        Group { ranks: group.ranks[start as usize..(start + over) as usize].to_vec(), index: group.index - start }
+    }
+
+    /// Every group is an arithmetic progression of ranks: its first rank and its stride.
+    fn progression(&self, rank: u32, axis: Axis) -> (u32, u32) {
+        let stride = match axis {
+            Axis::Tensor | Axis::World => 1,
+            Axis::Context | Axis::Shard | Axis::Data | Axis::Expert => self.tp,
+            Axis::Replicate => self.tp * self.shard_degree(),
+            Axis::Pipeline => self.stage_ranks(),
+        };
+        let index = rank / stride % self.degree(axis);
+        (rank - index * stride, stride)
+    }
+}

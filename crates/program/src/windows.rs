@@ -1,0 +1,122 @@
+//! Windows: the stretches of a step during which something that is not resident has to be there, and when gradients begin and end.
+
+use crate::order::Pass;
+use crate::{Part, Phase, Reshard};
+
+/// From the first to the last pass that uses a unit's parameters without letting go of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Window {
+    /// Whose parameters.
+    pub unit: u32,
+    /// Index of the first pass that uses them.
+    pub first: usize,
+    /// Index of the last one.
+    pub last: usize,
+    /// From how many neighbours they come.
+    pub over: u32,
+    /// One of how many parts stays afterwards.
+    pub keep: u32,
+}
+
+/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads; `shards` is the size of the shard group. Two uses
+/// no further apart than `prefetch` passes share a window: the next gather would begin before the release.
+pub fn parameter_windows(
+    passes: &[Pass],
+    units: usize,
+    uses: impl Fn(u32) -> Vec<u32>,
+    shards: u32,
+    reshard: Reshard,
+    prefetch: usize,
+) -> Vec<Window> {
+    let reach = if reshard == Reshard::Never { passes.len() } else { prefetch.max(1) };
+    let mut open: Vec<Option<usize>> = vec![None; units];
+    let mut windows: Vec<Window> = Vec::new();
+    for (at, pass) in passes.iter().enumerate() {
+        for unit in uses(pass.unit) {
+            let earlier = open[unit as usize];
+            match earlier {
+                Some(window) if at - windows[window].last <= reach => windows[window].last = at,
+                _ => {
+                    let over = earlier.map_or(shards, |window| {
+                        let keep = part_that_stays(&passes[windows[window].last], shards, reshard);
+                        windows[window].keep = keep;
+                        if keep == shards { shards } else { keep }
+                    });
+                    open[unit as usize] = Some(windows.len());
+                    windows.push(Window { unit, first: at, last: at, over, keep: shards });
+                }
+            }
+        }
+    }
+    windows
+}
+
+/// After a forward, a part may stay for the backward.
+fn part_that_stays(last_use: &Pass, shards: u32, reshard: Reshard) -> u32 {
+    match (reshard, last_use.phase) {
+        (Reshard::To(part), Phase::Forward) => part,
+        _ => shards,
+    }
+}
+
+/// When the gradient of a unit, or of a unit on one micro-batch, begins and is complete.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct GradientSpan {
+    /// Whose.
+    pub unit: u32,
+    /// Of which micro-batch; when micro-batches share a buffer, of the last.
+    pub micro_batch: u32,
+    /// Index of the first pass that adds to it.
+    pub first: usize,
+    /// Index of the last one.
+    pub last: usize,
+}
+
+/// The spans of all gradients, in no order that matters. With `apart`, every micro-batch has its own.
+pub fn gradient_spans(
+    passes: &[Pass],
+    units: usize,
+    micro_batches: u32,
+    adds_to: impl Fn(&Pass) -> Vec<u32>,
+    apart: bool,
+) -> Vec<GradientSpan> {
+    let buffers = if apart { micro_batches as usize } else { 1 };
+    let mut spans: Vec<Option<GradientSpan>> = vec![None; units * buffers];
+    for (at, pass) in passes.iter().enumerate() {
+        for unit in adds_to(pass) {
+            let buffer = if apart { pass.micro_batch as usize } else { 0 };
+            let span = spans[unit as usize * buffers + buffer].get_or_insert(GradientSpan {
+                unit,
+                micro_batch: pass.micro_batch,
+                first: at,
+                last: at,
+            });
+            span.last = at;
+            span.micro_batch = pass.micro_batch;
+        }
+    }
+    spans.into_iter().flatten().collect()
+}
+
+/// Per forward pass, the backward pass that its activations can be away until: one more than `reach` passes later.
+pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Vec<Option<usize>> {
+    let place = |pass: &Pass| pass.unit as usize * micro_batches as usize + pass.micro_batch as usize;
+    let mut forwards = vec![0; passes.iter().map(place).max().map_or(0, |last| last + 1)];
+    let mut trips = vec![None; passes.len()];
+    for (at, pass) in passes.iter().enumerate() {
+        match pass.phase {
+            Phase::Forward => forwards[place(pass)] = at,
+            Phase::Backward if pass.part == Part::Weights => {}
+            Phase::Backward => {
+                let forward = forwards[place(pass)];
+                trips[forward] = (at - forward > reach).then_some(at);
+            }
+        }
+    }
+    trips
+}
+
+/// Whether a backward computes gradients of weights.
+pub fn differentiates_weights(pass: &Pass) -> bool {
+    pass.phase == Phase::Backward && pass.part != Part::Input
+}
