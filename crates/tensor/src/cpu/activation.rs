@@ -64,9 +64,10 @@ impl Curve for GeluExact {
     }
     #[inline(always)]
     fn both<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
-        let below = s.mul(s.splat(0.5), s.erfc(s.mul(x, s.splat(-FRAC_1_SQRT_2))));
-        let density = s.mul(s.splat(NORMAL_PEAK), s.exp(s.mul(s.mul(x, x), s.splat(-0.5))));
-        (s.mul(x, below), s.fma(x, density, below))
+        // p(x) = e^(-(x / sqrt 2)^2) / sqrt(2 pi): the factor that erfc needs too.
+        let (erfc, gauss) = s.erfc_and_gauss(s.mul(x, s.splat(-FRAC_1_SQRT_2)));
+        let below = s.mul(s.splat(0.5), erfc);
+        (s.mul(x, below), s.fma(s.mul(x, s.splat(NORMAL_PEAK)), gauss, below))
     }
 }
 

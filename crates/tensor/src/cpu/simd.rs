@@ -185,6 +185,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// `x^2` in the exponent, `x^2 2^-24`. For negative `x`, `erfc x = 2 - erfc |x|`.
     #[inline(always)]
     fn erfc(self, x: Self::F) -> Self::F {
+        self.erfc_and_gauss(x).0
+    }
+
+    /// [`Simd::erfc`] and the `e^(-x^2)` that it is made of.
+    #[inline(always)]
+    fn erfc_and_gauss(self, x: Self::F) -> (Self::F, Self::F) {
         const P: [f32; 9] = [
             -0.059_069_216,
             0.284_576_17,
@@ -205,7 +211,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         let gauss = self.exp(self.neg(self.mul(x, x)));
         let y = self.mul(self.mul(t, p), gauss);
-        self.select(self.gt(self.splat(0.0), x), self.sub(self.splat(2.0), y), y)
+        (self.select(self.gt(self.splat(0.0), x), self.sub(self.splat(2.0), y), y), gauss)
     }
 
     /// The error function, absolute error below 3e-7.
