@@ -1,0 +1,125 @@
+//! A cluster: devices in nodes, nodes in pods.
+
+use crate::profile::{Device, Format, Network, Profiles};
+
+/// Devices of one kind, in nodes of one size.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Cluster {
+    /// The device.
+    pub device: Device,
+    /// Devices of a node, joined by the device's links.
+    pub devices_per_node: u32,
+    /// Nodes.
+    pub nodes: u32,
+    /// What joins the nodes.
+    pub network: Network,
+}
+
+/// A group of ranks as the network sees it: ranks are laid out on devices in order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Placed {
+    /// Ranks of the group.
+    pub ranks: u32,
+    /// Ranks of it on one node.
+    pub ranks_per_node: u32,
+    /// Nodes that it spans.
+    pub nodes: u32,
+    /// Groups like it that use a node's network together.
+    pub sharing: u32,
+}
+
+/// A cluster that cannot be.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum ClusterError {
+    /// Not `NODESxDEVICESxNAME`.
+    #[error("`{0}` is no cluster: write NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if wanted")]
+    Format(String),
+    /// A name that no profile has.
+    #[error(transparent)]
+    Profile(#[from] crate::ProfileError),
+}
+
+impl Cluster {
+    /// From `NODESxDEVICESxNAME`, e.g. `64x8xH100`, or `NODESxDEVICESxNAME:NETWORK`. Without a network it is what the device is usually sold
+    /// with: see [`usual_network`].
+    ///
+    /// # Errors
+    ///
+    /// Text of another form, counts of zero, names that `profiles` lacks.
+    pub fn parse(text: &str, profiles: &Profiles) -> Result<Cluster, ClusterError> {
+        let malformed = || ClusterError::Format(text.into());
+        let (shape, network) = match text.split_once(':') {
+            Some((shape, network)) => (shape, Some(network)),
+            None => (text, None),
+        };
+        let mut parts = shape.splitn(3, ['x', 'X']);
+        let mut count = || parts.next()?.trim().parse::<u32>().ok().filter(|count| *count > 0);
+        let nodes = count().ok_or_else(malformed)?;
+        let devices_per_node = count().ok_or_else(malformed)?;
+        let device = profiles.device(parts.next().ok_or_else(malformed)?.trim())?.clone();
+        let network = profiles.network(network.unwrap_or(usual_network(&device)))?.clone();
+        Ok(Cluster { device, devices_per_node, nodes, network })
+    }
+
+    /// All devices.
+    pub fn devices(&self) -> u32 {
+        self.nodes * self.devices_per_node
+    }
+
+    /// FLOP/s of all devices at the peak of `format`.
+    pub fn peak(&self, format: Format) -> f64 {
+        f64::from(self.devices()) * self.device.peak(format)
+    }
+
+    /// How a group of `ranks` lies whose neighbours are `stride` ranks apart.
+    pub fn place(&self, ranks: u32, stride: u32) -> Placed {
+        let ranks_per_node = (self.devices_per_node / stride.max(1)).clamp(1, ranks.max(1));
+        let nodes = ranks.div_ceil(ranks_per_node);
+        let sharing = (self.devices_per_node / ranks_per_node).max(1);
+        Placed { ranks, ranks_per_node, nodes, sharing }
+    }
+}
+
+/// What nodes of `device` are usually joined by: the network of the vendor's own systems.
+pub fn usual_network(device: &Device) -> &'static str {
+    use crate::profile::Family;
+    match device.family {
+        Family::Volta => "edr-1",
+        Family::Ampere if device.link_gb_s > 100.0 => "hdr-8",
+        Family::Hopper if device.link_gb_s > 100.0 => "ndr-8",
+        Family::Blackwell => "ndr-8",
+        Family::Cdna3 => "ndr-8",
+        Family::Cpu | Family::Ada | Family::Ampere | Family::Hopper => "ethernet-25g",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_are_written_as_nodes_devices_and_name() {
+        let profiles = Profiles::builtin();
+        let cluster = Cluster::parse("64x8xH100-PCIe:ndr-8", &profiles).unwrap();
+        assert_eq!((cluster.nodes, cluster.devices_per_node, cluster.devices()), (64, 8, 512));
+        assert_eq!(Cluster::parse("4x8xA100-80GB", &profiles).unwrap().network.name, "hdr-8");
+        for (text, says) in [("8xH100", "is no cluster"), ("0x8xH100", "is no cluster"), ("1x8xH1000", "known:")] {
+            let error = Cluster::parse(text, &profiles).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn groups_lie_on_nodes_in_order_of_ranks() {
+        let cluster = Cluster::parse("4x8xH100", &Profiles::builtin()).unwrap();
+        let place = |ranks, stride| {
+            let placed = cluster.place(ranks, stride);
+            (placed.ranks_per_node, placed.nodes, placed.sharing)
+        };
+        assert_eq!(place(8, 1), (8, 1, 1)); // tensor parallelism inside a node
+        assert_eq!(place(16, 1), (8, 2, 1)); // and across two
+        assert_eq!(place(4, 8), (1, 4, 8)); // its data-parallel groups
+        assert_eq!(place(16, 2), (4, 4, 2));
+        assert_eq!(place(2, 2), (2, 1, 4)); // two groups of two inside a node's half
+    }
+}

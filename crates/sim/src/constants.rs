@@ -1,0 +1,187 @@
+//! The constants that no datasheet gives: few, the same for every model, device and source, fitted in the open.
+//!
+//! They lie in `data/constants.toml`; `cargo xtask validate --fit` fits those of the table `fitted` on the sources that the file names and
+//! on no others. docs/cost-model.md derives each one.
+
+use crate::profile::Family;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// All of them. Fields of `fitted` and `assumed` of the file, by name.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+#[serde(try_from = "File")]
+pub struct Constants {
+    /// Sources (prefixes of row ids) that the fit may see.
+    pub fitted_on: Vec<String>,
+    /// Sustained over best measured rate of products: clocks fall under hours of full power. V100.
+    pub sustained_volta: f64,
+    /// The same of Ampere.
+    pub sustained_ampere: f64,
+    /// The same of Hopper and everything later.
+    pub sustained_hopper: f64,
+    /// What a tile's start and end cost, as if its k were longer by this.
+    pub tile_start_k: f64,
+    /// How much of an unfilled last wave of tiles is lost: 1 all of it, 0 none (stream-K).
+    pub wave_share: f64,
+    /// As `tile_start_k`, of the batched products of unfused attention.
+    pub batched_start_k: f64,
+    /// Traffic of memory-bound kernels over that of their operands read and written once.
+    pub stream_factor: f64,
+    /// Traffic of the loss over its logits written and read once.
+    pub loss_factor: f64,
+    /// Seconds of compute lost per second of a collective beside it: it takes cores, bandwidth and power.
+    pub interference: f64,
+    /// Host time per kernel in an eager framework, microseconds.
+    pub dispatch_us: f64,
+    /// Host time per collective inside a unit and per rank of its group, when pipeline messages synchronise the host, milliseconds.
+    pub host_sync_ms: f64,
+    /// Share of memory bandwidth that streaming kernels reach.
+    pub memory_share: f64,
+    /// Share of the f32 peak that products reach whose rows are no multiple of 16 bytes: tensor cores cannot load them.
+    pub misaligned_share: f64,
+    /// A kernel's start and end, microseconds.
+    pub launch_us: f64,
+    /// A collective's start, microseconds.
+    pub collective_start_us: f64,
+    /// A ring's step inside a node, microseconds.
+    pub link_hop_us: f64,
+    /// A pipeline message's start, microseconds.
+    pub message_us: f64,
+    /// What a step costs beside its instructions: loader, logging, norms, seconds.
+    pub step_s: f64,
+    /// What the driver and the communication library hold, 1e9 bytes.
+    pub context_gb: f64,
+    /// What a caching allocator holds beyond what is used, as a share of it.
+    pub fragmentation: f64,
+    attention: BTreeMap<AttentionKind, BTreeMap<Family, Shares>>,
+}
+
+/// Which attention kernel.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttentionKind {
+    /// Scores are written to memory; products, mask, softmax and dropout are kernels of their own.
+    Unfused,
+    /// FlashAttention (Dao et al. 2022), or its Triton form.
+    Flash1,
+    /// FlashAttention-2 (Dao 2023).
+    Flash2,
+    /// FlashAttention-3 (Shah et al. 2024) or cuDNN's of that time.
+    Flash3,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shares {
+    forward: f64,
+    backward: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    fitted_on: Vec<String>,
+    fitted: BTreeMap<String, f64>,
+    assumed: BTreeMap<String, f64>,
+    attention: BTreeMap<AttentionKind, BTreeMap<Family, Shares>>,
+}
+
+impl Constants {
+    /// The built-in ones.
+    pub fn builtin() -> Constants {
+        toml::from_str(include_str!("../data/constants.toml")).expect("built-in constants are tested")
+    }
+
+    /// Sustained over best measured rate of products.
+    pub fn sustained(&self, family: Family) -> f64 {
+        match family {
+            Family::Volta => self.sustained_volta,
+            Family::Ampere => self.sustained_ampere,
+            Family::Cpu => 1.0,
+            Family::Ada | Family::Hopper | Family::Blackwell | Family::Cdna3 => self.sustained_hopper,
+        }
+    }
+
+    /// Share of peak that the fused attention kernel `kind` reaches; a family without an entry takes the nearest older one.
+    pub fn attention_share(&self, kind: AttentionKind, family: Family, backward: bool) -> f64 {
+        let table = &self.attention[&kind];
+        let family = if family <= Family::Ada { Family::Ampere } else { Family::Hopper };
+        let shares = table[&family];
+        if backward { shares.backward } else { shares.forward }
+    }
+
+    /// The fitted ones by name, to be changed by a fit.
+    pub fn fitted_mut(&mut self) -> [(&'static str, &mut f64); 11] {
+        [
+            ("sustained_volta", &mut self.sustained_volta),
+            ("sustained_ampere", &mut self.sustained_ampere),
+            ("sustained_hopper", &mut self.sustained_hopper),
+            ("tile_start_k", &mut self.tile_start_k),
+            ("wave_share", &mut self.wave_share),
+            ("batched_start_k", &mut self.batched_start_k),
+            ("stream_factor", &mut self.stream_factor),
+            ("loss_factor", &mut self.loss_factor),
+            ("interference", &mut self.interference),
+            ("dispatch_us", &mut self.dispatch_us),
+            ("host_sync_ms", &mut self.host_sync_ms),
+        ]
+    }
+}
+
+impl TryFrom<File> for Constants {
+    type Error = String;
+
+    fn try_from(file: File) -> Result<Constants, String> {
+        let File { fitted_on, fitted, assumed, attention } = file;
+        let get = |table: &BTreeMap<String, f64>, name: &str| {
+            table.get(name).copied().ok_or_else(|| format!("`{name}` is missing"))
+        };
+        let fit = |name: &str| get(&fitted, name);
+        let assume = |name: &str| get(&assumed, name);
+        Ok(Constants {
+            fitted_on,
+            sustained_volta: fit("sustained_volta")?,
+            sustained_ampere: fit("sustained_ampere")?,
+            sustained_hopper: fit("sustained_hopper")?,
+            tile_start_k: fit("tile_start_k")?,
+            wave_share: fit("wave_share")?,
+            batched_start_k: fit("batched_start_k")?,
+            stream_factor: fit("stream_factor")?,
+            loss_factor: fit("loss_factor")?,
+            interference: fit("interference")?,
+            dispatch_us: fit("dispatch_us")?,
+            host_sync_ms: fit("host_sync_ms")?,
+            memory_share: assume("memory_share")?,
+            misaligned_share: assume("misaligned_share")?,
+            launch_us: assume("launch_us")?,
+            collective_start_us: assume("collective_start_us")?,
+            link_hop_us: assume("link_hop_us")?,
+            message_us: assume("message_us")?,
+            step_s: assume("step_s")?,
+            context_gb: assume("context_gb")?,
+            fragmentation: assume("fragmentation")?,
+            attention,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_constants_parse_and_say_what_they_are_fitted_on() {
+        let mut constants = Constants::builtin();
+        assert!(!constants.fitted_on.is_empty());
+        let file: File = toml::from_str(include_str!("../data/constants.toml")).unwrap();
+        let named: Vec<&str> = constants.fitted_mut().map(|(name, _)| name).into();
+        assert_eq!(named.len(), file.fitted.len());
+        assert!(named.iter().all(|name| file.fitted.contains_key(*name)));
+        for family in [Family::Volta, Family::Ampere, Family::Ada, Family::Hopper, Family::Blackwell, Family::Cdna3] {
+            assert!(constants.sustained(family) > 0.3);
+            for kind in [AttentionKind::Flash1, AttentionKind::Flash2, AttentionKind::Flash3] {
+                assert!(constants.attention_share(kind, family, true) > 0.05);
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What instructions cost: seconds on the device, seconds of the host, bytes held while they run.
+
+use crate::cluster::Cluster;
+use crate::collective::{Operation, collective_s, message_s};
+use crate::constants::Constants;
+use crate::kernel::{Engine, Kernel};
+use crate::profile::Format;
+use crate::stack::{Dispatch, Stack};
+use crate::transformer::{UnitWork, Units, Workload};
+use trainyard_program::{Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, UnitShape};
+
+/// Prices of one kind of unit on one rank.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct UnitCost {
+    /// Forward, seconds.
+    pub forward_s: f64,
+    /// Gradient of the input, seconds.
+    pub backward_input_s: f64,
+    /// Gradients of the weights, seconds.
+    pub backward_weights_s: f64,
+    /// Adding them into the sum over micro-batches, where that is a kernel of its own, seconds.
+    pub accumulate_s: f64,
+    /// What selective recomputation repeats, seconds.
+    pub selective_s: f64,
+    /// Launches of forward and backward.
+    pub launches: [f64; 2],
+    /// Bytes held while forward and backward run, beyond what is kept.
+    pub working: [f64; 2],
+    /// Elements of parameters that the rank computes with.
+    pub elements: f64,
+}
+
+/// Prices of all that a program can do on a cluster.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Costs {
+    /// Distinct units.
+    pub kinds: Vec<UnitCost>,
+    /// Per unit, which of them.
+    pub kind_of: Vec<usize>,
+    /// Where it runs.
+    pub cluster: Cluster,
+    /// With which constants.
+    pub constants: Constants,
+    /// By which software.
+    pub stack: Stack,
+}
+
+impl Costs {
+    /// Prices `units` for `stack` on `cluster` with products in `format`.
+    pub fn new(
+        units: &Units,
+        work: &Workload,
+        cluster: &Cluster,
+        stack: &Stack,
+        constants: &Constants,
+        format: Format,
+    ) -> Costs {
+        let engine = Engine { device: &cluster.device, format, constants };
+        let kinds = units.kinds.iter().map(|unit| unit_cost(unit, work, &engine, stack)).collect();
+        Costs {
+            kinds,
+            kind_of: units.order.iter().map(|(kind, _)| *kind).collect(),
+            cluster: cluster.clone(),
+            constants: constants.clone(),
+            stack: stack.clone(),
+        }
+    }
+
+    /// The prices of `unit`.
+    pub fn unit(&self, unit: u32) -> &UnitCost {
+        &self.kinds[self.kind_of[unit as usize]]
+    }
+
+    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept.
+    pub fn device_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
+        let mesh = &program.mesh;
+        let bytes = instruction.bytes as f64;
+        match instruction.action {
+            Action::Forward { unit, .. } => self.unit(unit).forward_s,
+            Action::Backward { unit, part, .. } => self.backward_s(unit, part, keep),
+            Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
+            Action::Reduce { .. } => self.reduce_s(mesh, bytes),
+            Action::Send { to, .. } => {
+                let node = |rank: u32| rank / self.cluster.devices_per_node;
+                // Tensor-parallel ranks with a split sequence send parts; otherwise each sends a part and the parts are gathered.
+                message_s(&self.cluster, &self.constants, bytes, node(program.rank) != node(to))
+            }
+            Action::Exchange { collective, axis, times, .. } => {
+                f64::from(times) * self.exchange_s(mesh, collective, axis, bytes)
+            }
+            Action::Update { unit } => {
+                let held = match program.placement.masters {
+                    trainyard_program::Extent::Full => 1.0,
+                    trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
+                };
+                // Gradient read, master and both moments read and written, compute copy written.
+                let state = &self.stack.state;
+                let moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
+                self.stream_s(f64::from(moved) * self.unit(unit).elements / held)
+            }
+            Action::Clip => {
+                let elements: f64 = (0..program.units.len() as u32)
+                    .filter(|unit| program.runs(*unit))
+                    .map(|unit| self.unit(unit).elements)
+                    .sum();
+                let held = match program.placement.gradients {
+                    trainyard_program::Extent::Full => 1.0,
+                    trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
+                };
+                self.stream_s(f64::from(self.stack.state.gradient) * elements / held)
+                    + self.collective(Operation::AllReduce, 8.0, mesh.ranks(), 1)
+            }
+            Action::Fetch { .. } | Action::Evict { .. } => bytes / 25e9,
+            Action::Fold { unit, .. } => self.stream_s(12.0 * self.unit(unit).elements),
+            Action::Load { .. } | Action::Count | Action::Release { .. } | Action::Recv { .. } | Action::Snapshot => {
+                0.0
+            }
+        }
+    }
+
+    /// Seconds that the host needs to launch `instruction`.
+    pub fn host_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
+        let each = self.constants.dispatch_us * 1e-6 * if self.stack.dispatch == Dispatch::Eager { 1.0 } else { 0.2 };
+        match instruction.action {
+            Action::Forward { unit, .. } => each * self.unit(unit).launches[0],
+            Action::Backward { unit, part, .. } => {
+                let [forward, backward] = self.unit(unit).launches;
+                let again = if keep == Keep::InputOnly && part != Part::Weights { forward } else { 0.0 };
+                each * (again + backward * if part == Part::Whole { 1.0 } else { 0.5 })
+            }
+            Action::Exchange { collective, axis: Axis::Tensor, times, .. } => {
+                let collectives = f64::from(times) * if collective == Collective::GatherScatter { 2.0 } else { 1.0 };
+                let mesh = &program.mesh;
+                let far = mesh.stage_ranks() * mesh.pp > self.cluster.devices_per_node;
+                let waits = if self.stack.host_sync && mesh.pp > 1 && far {
+                    self.constants.host_sync_ms * 1e-3 * f64::from(mesh.tp)
+                } else {
+                    0.0
+                };
+                // Enqueue, hand over, wait, hand back.
+                collectives * (4.0 * each + waits)
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// Bytes held while `instruction` runs and not after, beyond those the program states.
+    pub fn working(&self, instruction: &Instruction) -> f64 {
+        match instruction.action {
+            Action::Forward { unit, .. } => self.unit(unit).working[0],
+            Action::Backward { unit, .. } => self.unit(unit).working[1],
+            _ => 0.0,
+        }
+    }
+
+    fn backward_s(&self, unit: u32, part: Part, keep: Keep) -> f64 {
+        let cost = self.unit(unit);
+        let again = match keep {
+            Keep::Everything => 0.0,
+            Keep::Selective => cost.selective_s,
+            Keep::InputOnly => cost.forward_s,
+        };
+        let weights = cost.backward_weights_s + cost.accumulate_s;
+        match part {
+            Part::Whole => again + cost.backward_input_s + weights,
+            Part::Input => again + cost.backward_input_s,
+            Part::Weights => weights,
+        }
+    }
+
+    fn stream_s(&self, bytes: f64) -> f64 {
+        bytes / (self.cluster.device.memory_gb_s * 1e9 * self.constants.memory_share)
+    }
+
+    fn collective(&self, operation: Operation, bytes: f64, ranks: u32, stride: u32) -> f64 {
+        collective_s(&self.cluster, &self.constants, operation, bytes, self.cluster.place(ranks, stride))
+    }
+
+    /// Reduce-scatter inside the shard group, then all-reduce of the shard across replicas.
+    fn reduce_s(&self, mesh: &Mesh, bytes: f64) -> f64 {
+        let shards = mesh.shard_degree();
+        let scatter = self.collective(Operation::ReduceScatter, bytes, shards, mesh.tp);
+        let replicas = mesh.degree(Axis::Replicate);
+        scatter
+            + self.collective(Operation::AllReduce, bytes / f64::from(shards), replicas, mesh.tp * mesh.shard_degree())
+    }
+
+    fn exchange_s(&self, mesh: &Mesh, collective: Collective, axis: Axis, bytes: f64) -> f64 {
+        let ranks = mesh.degree(axis);
+        let stride = match axis {
+            Axis::Tensor => 1,
+            _ => mesh.tp,
+        };
+        match collective {
+            Collective::AllReduce => self.collective(Operation::AllReduce, bytes, ranks, stride),
+            Collective::GatherScatter => {
+                self.collective(Operation::AllGather, bytes, ranks, stride)
+                    + self.collective(Operation::ReduceScatter, bytes, ranks, stride)
+            }
+            Collective::AllToAll => self.collective(Operation::AllToAll, bytes, ranks, stride),
+            Collective::Ring => self.collective(Operation::AllGather, bytes, ranks, stride),
+        }
+    }
+}
+
+fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stack) -> UnitCost {
+    let constants = engine.constants;
+    let elements = ((unit.elements - unit.expert_elements) + unit.expert_elements / f64::from(work.expert))
+        / f64::from(work.tensor);
+    let launches = |kernels: &[&[Kernel]]| -> f64 { kernels.iter().flat_map(|k| k.iter()).map(Kernel::launches).sum() };
+    // The loss reads logits and writes their gradient; three quarters of the traffic is forward's.
+    let loss = |share: f64| share * unit.loss_traffic * constants.loss_factor / engine.bandwidth();
+    UnitCost {
+        forward_s: engine.seconds(&unit.forward) + loss(0.75),
+        backward_input_s: engine.seconds(&unit.backward_input) + loss(0.25),
+        backward_weights_s: engine.seconds(&unit.backward_weights),
+        // A 16-bit gradient is read, an f32 one read and written.
+        accumulate_s: if stack.fused_accumulation { 0.0 } else { 10.0 * elements / engine.bandwidth() },
+        selective_s: engine.seconds(&unit.selective),
+        launches: [
+            launches(&[&unit.forward]) + unit.extra_launches[0],
+            launches(&[&unit.backward_input, &unit.backward_weights]) + unit.extra_launches[1],
+        ],
+        working: unit.working,
+        elements,
+    }
+}
+
+impl Units {
+    /// What a lowering must know of the model: sizes of one rank's micro-batch, as if nothing split it.
+    pub fn shape(&self, work: &Workload, tied: bool) -> ModelShape {
+        let split = f64::from(work.tensor) * f64::from(work.context);
+        let last = self.order.len() - 1;
+        let unit = |(index, (kind, name)): (usize, &(usize, String))| {
+            let unit = &self.kinds[*kind];
+            let round = |bytes: f64| (bytes * split) as u64;
+            UnitShape {
+                name: name.clone(),
+                flat_elements: unit.elements as u64,
+                borrows: if tied && index == last { vec![0] } else { Vec::new() },
+                saved_bytes: unit.saved.map(round),
+                output_bytes: (unit.output * f64::from(work.context)) as u64,
+                tensor_collectives: unit.exchanges,
+                kv_bytes: (unit.kv * f64::from(work.context)) as u64,
+                expert_elements: unit.expert_elements as u64,
+                expert_bytes: unit.expert_bytes as u64,
+            }
+        };
+        ModelShape {
+            units: self.order.iter().enumerate().map(unit).collect(),
+            batch_bytes: 16 * u64::from(work.micro_batch) * u64::from(work.sequence),
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! What a step will cost, before it runs.
+//!
+//! The simulator reads the programs that the engine runs; there is no second estimator. A [`Program`](trainyard_program::Program) says what is done in
+//! which order; [`Costs`] say how long each instruction takes, from the kernels of its unit ([`transformer`]) and a hardware profile
+//! ([`Profiles`], [`Cluster`]) through efficiency curves ([`kernel`]) and collective costs ([`collective`]); [`simulate`] plays the programs of the
+//! ranks that differ against each other: lanes, dependencies, messages, interference, memory over time.
+//!
+//! Facts lie in `data/`, each with its source; the few fitted [`Constants`] are the same for every model, device and source.
+
+#![forbid(unsafe_code)]
+
+mod cluster;
+pub mod collective;
+mod constants;
+mod costs;
+pub mod kernel;
+pub mod measurement;
+mod predict;
+mod profile;
+mod simulate;
+mod stack;
+pub mod transformer;
+pub mod validate;
+
+pub use cluster::{Cluster, ClusterError, Placed, usual_network};
+pub use constants::{AttentionKind, Constants};
+pub use costs::{Costs, UnitCost};
+pub use predict::{PredictError, Prediction, predict};
+pub use profile::{Device, Family, Format, Network, ProfileError, Profiles};
+pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate};
+pub use stack::{Dispatch, Partition, Selective, Stack};

@@ -1,0 +1,370 @@
+//! Published measurements, and the case that each one is for the simulator.
+//!
+//! `data/measurements.csv` has one run per line: model, cluster, degrees, batch, precision, recomputation, software, and what was measured.
+//! `data/sources.toml` says where each prefix of an id was read and how its figures count. [`Row::case`] turns a row into what a user would ask: an architecture,
+//! a mesh, a strategy, a cluster. Nothing is looked up by row or by source.
+
+use crate::cluster::Cluster;
+use crate::profile::{Format, ProfileError, Profiles};
+use crate::stack::{Partition, Stack};
+use crate::transformer::{Architecture, Experts, Workload};
+use serde::Deserialize;
+use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Strategy};
+
+/// What a memory figure counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MemoryFigure {
+    /// Bytes that tensors hold.
+    Allocated,
+    /// Bytes that the allocator holds.
+    Reserved,
+    /// All that the device holds (nvidia-smi).
+    Device,
+}
+
+/// One published run.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Row {
+    /// `PREFIX-NUMBER`.
+    pub id: String,
+    /// `gpt`, `llama`, `qwen-moe`, `deepseek-v3`.
+    pub family: String,
+    /// The model; experts by family.
+    pub model: Architecture,
+    /// Tokens of a sequence.
+    pub sequence: u32,
+    /// Name of the device's profile.
+    pub device: String,
+    /// Name of the network's profile.
+    pub network: String,
+    /// Devices in all.
+    pub devices: u32,
+    /// Devices per node.
+    pub devices_per_node: u32,
+    /// Tensor-parallel degree.
+    pub tp: u32,
+    /// Pipeline stages.
+    pub pp: u32,
+    /// Stretches of layers per stage.
+    pub chunks: u32,
+    /// Context-parallel degree.
+    pub cp: u32,
+    /// Expert-parallel degree.
+    pub ep: u32,
+    /// Data-parallel degree.
+    pub dp: u32,
+    /// ZeRO stage.
+    pub zero: u8,
+    /// Sequences of a micro-batch.
+    pub micro_batch: u32,
+    /// Sequences of a step.
+    pub global_batch: u32,
+    /// Number format of products.
+    pub format: Format,
+    /// `none`, `selective`, `alternate` (every second layer full), `full`.
+    pub recompute: String,
+    /// Units gathered ahead, when the source says so.
+    pub prefetch: Option<u32>,
+    /// Name of the software stack.
+    pub stack: String,
+    /// Measured tokens per second and device.
+    pub tokens_per_s: Option<f64>,
+    /// Measured memory of the fullest device, 1e9 bytes.
+    pub memory_gb: Option<f64>,
+    /// What that counts.
+    pub memory_figure: Option<MemoryFigure>,
+    /// Whether it ran out of memory.
+    pub out_of_memory: bool,
+    /// `A`: fully specified; `B`: up to three fields missing.
+    pub grade: String,
+    /// Whether the bars judge it: a dense model in 16 bits.
+    pub judged: bool,
+    /// What the source says that explains its figure.
+    pub remark: String,
+}
+
+/// What the simulator is asked.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Case {
+    /// The model.
+    pub model: Architecture,
+    /// A rank's micro-batch and how units are split.
+    pub work: Workload,
+    /// How ranks are numbered.
+    pub mesh: Mesh,
+    /// How the step is run.
+    pub strategy: Strategy,
+    /// Where.
+    pub cluster: Cluster,
+    /// By which software.
+    pub stack: Stack,
+    /// With products in which format.
+    pub format: Format,
+}
+
+/// A row that cannot be asked.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum RowError {
+    /// Not the columns or not the numbers.
+    #[error("measurements, line {line}: {problem}")]
+    Parse {
+        /// Counted from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A profile that does not exist.
+    #[error("{id}: {error}")]
+    Profile {
+        /// Which row.
+        id: String,
+        /// What is missing.
+        error: ProfileError,
+    },
+    /// A stack that does not exist, or degrees that do not come out even.
+    #[error("{id}: {problem}")]
+    Shape {
+        /// Which row.
+        id: String,
+        /// What does not fit.
+        problem: String,
+    },
+}
+
+/// Where a source was read and how it counts.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// Of row ids.
+    pub prefix: String,
+    /// Author, year, title, table.
+    pub citation: String,
+    /// What its speed figures are.
+    pub speed: String,
+    /// What its memory figures count.
+    pub memory: String,
+}
+
+#[derive(Deserialize)]
+struct Sources {
+    source: Vec<Source>,
+}
+
+/// All sources.
+pub fn sources() -> Vec<Source> {
+    let file: Sources = toml::from_str(include_str!("../data/sources.toml")).expect("built-in sources are tested");
+    file.source
+}
+
+/// All rows.
+///
+/// # Errors
+///
+/// A line that does not parse.
+pub fn rows() -> Result<Vec<Row>, RowError> {
+    parse(include_str!("../data/measurements.csv"))
+}
+
+/// Rows of a file with the columns of `data/measurements.csv`.
+///
+/// # Errors
+///
+/// A line that does not parse.
+pub fn parse(text: &str) -> Result<Vec<Row>, RowError> {
+    let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    let Some((_, header)) = lines.next() else { return Ok(Vec::new()) };
+    let columns: Vec<&str> = header.split(',').collect();
+    lines
+        .map(|(number, line)| {
+            let values: Vec<&str> = line.split(',').collect();
+            let fail = |problem: String| RowError::Parse { line: number + 1, problem };
+            if values.len() != columns.len() {
+                return Err(fail(format!("{} columns where the header has {}", values.len(), columns.len())));
+            }
+            Fields { columns: &columns, values: &values }.row().map_err(fail)
+        })
+        .collect()
+}
+
+struct Fields<'a> {
+    columns: &'a [&'a str],
+    values: &'a [&'a str],
+}
+
+impl Fields<'_> {
+    fn text(&self, name: &str) -> Result<&str, String> {
+        let column = self.columns.iter().position(|column| *column == name);
+        column.map(|at| self.values[at].trim()).ok_or_else(|| format!("there is no column `{name}`"))
+    }
+
+    fn number(&self, name: &str) -> Result<u32, String> {
+        let text = self.text(name)?;
+        text.parse().map_err(|_| format!("`{name}` is `{text}`, and must be a whole number"))
+    }
+
+    fn maybe(&self, name: &str) -> Result<Option<f64>, String> {
+        let text = self.text(name)?;
+        if text.is_empty() {
+            return Ok(None);
+        }
+        text.parse().map(Some).map_err(|_| format!("`{name}` is `{text}`, and must be a number"))
+    }
+
+    fn row(&self) -> Result<Row, String> {
+        let family = self.text("family")?.to_owned();
+        let gated = family != "gpt";
+        let experts = match family.as_str() {
+            "qwen-moe" => Some(Experts { count: 128, per_token: 8, shared_ffn: 0 }),
+            "deepseek-v3" => Some(Experts { count: 256, per_token: 8, shared_ffn: 2048 }),
+            _ => None,
+        };
+        let sequence = self.number("sequence")?;
+        let model = Architecture {
+            dim: self.number("hidden")?,
+            layers: self.number("layers")?,
+            encoder_layers: 0,
+            heads: self.number("heads")?,
+            kv_heads: self.number("kv_heads")?,
+            head_dim: self.number("head_dim")?,
+            ffn: self.number("ffn")?,
+            vocab: self.number("vocab")?,
+            gated,
+            tied: self.text("tied")? == "y",
+            positions: if gated { 0 } else { sequence },
+            experts,
+        };
+        let format = match self.text("precision")? {
+            "bf16" => Format::Bf16,
+            "fp16" => Format::Fp16,
+            "fp32" => Format::Fp32,
+            "tf32" => Format::Tf32,
+            "fp8" => Format::Fp8,
+            "fp4" => Format::Fp4,
+            other => return Err(format!("`precision` is `{other}`")),
+        };
+        let memory_figure = match self.text("memory_kind")? {
+            "" => None,
+            "allocated" => Some(MemoryFigure::Allocated),
+            "reserved" => Some(MemoryFigure::Reserved),
+            "device" => Some(MemoryFigure::Device),
+            other => return Err(format!("`memory_kind` is `{other}`")),
+        };
+        Ok(Row {
+            id: self.text("id")?.to_owned(),
+            family,
+            model,
+            sequence,
+            device: self.text("device")?.to_owned(),
+            network: self.text("network")?.to_owned(),
+            devices: self.number("devices")?,
+            devices_per_node: self.number("devices_per_node")?,
+            tp: self.number("tp")?,
+            pp: self.number("pp")?,
+            chunks: self.number("chunks")?,
+            cp: self.number("cp")?,
+            ep: self.number("ep")?,
+            dp: self.number("dp")?,
+            zero: self.number("zero")? as u8,
+            micro_batch: self.number("micro_batch")?,
+            global_batch: self.number("global_batch")?,
+            format,
+            recompute: self.text("recompute")?.to_owned(),
+            prefetch: self.maybe("prefetch")?.map(|units| units as u32),
+            stack: self.text("stack")?.to_owned(),
+            tokens_per_s: self.maybe("tokens_per_s")?,
+            memory_gb: self.maybe("memory_gb")?,
+            memory_figure,
+            out_of_memory: self.text("out_of_memory")? == "y",
+            grade: self.text("grade")?.to_owned(),
+            judged: self.text("judged")? == "y",
+            remark: self.text("remark")?.to_owned(),
+        })
+    }
+}
+
+impl Row {
+    /// The prefix of the id: which source it is from.
+    pub fn source(&self) -> &str {
+        self.id.split('-').next().unwrap_or_default()
+    }
+
+    /// What the simulator is asked.
+    ///
+    /// # Errors
+    ///
+    /// Names that no profile has; a global batch that micro-batches do not divide.
+    pub fn case(&self, profiles: &Profiles) -> Result<Case, RowError> {
+        let shape = |problem: String| RowError::Shape { id: self.id.clone(), problem };
+        let profile = |error: ProfileError| RowError::Profile { id: self.id.clone(), error };
+        let device = profiles.device(&self.device).map_err(profile)?.clone();
+        let network = profiles.network(&self.network).map_err(profile)?.clone();
+        let nodes = self.devices.div_ceil(self.devices_per_node);
+        let cluster = Cluster { device, devices_per_node: self.devices_per_node, nodes, network };
+        let mut stack = Stack::named(&self.stack).map_err(shape)?;
+        stack.prefetch = self.prefetch.unwrap_or(stack.prefetch);
+        let work = Workload {
+            sequence: self.sequence,
+            micro_batch: self.micro_batch,
+            tensor: self.tp,
+            context: self.cp,
+            expert: self.ep,
+        };
+        let sharded = self.zero > 0;
+        let mesh = Mesh {
+            pp: self.pp,
+            dp_replicate: if sharded { 1 } else { self.dp },
+            dp_shard: if sharded { self.dp } else { 1 },
+            cp: self.cp,
+            tp: self.tp,
+            ep: self.ep,
+        };
+        let micro_batches = self.global_batch as f64 / f64::from(self.dp * self.micro_batch);
+        if micro_batches < 1.0 {
+            return Err(shape(format!("{} sequences on {} ranks", self.global_batch, self.dp)));
+        }
+        let strategy = self.strategy(&stack, micro_batches.round() as u32);
+        Ok(Case { model: self.model.clone(), work, mesh, strategy, cluster, stack, format: self.format })
+    }
+
+    fn strategy(&self, stack: &Stack, accumulation_steps: u32) -> Strategy {
+        let units = self.model.layers as usize + 2;
+        let keep = |unit: usize| match self.recompute.as_str() {
+            "full" => Keep::InputOnly,
+            "selective" => Keep::Selective,
+            "alternate" if unit.is_multiple_of(2) => Keep::InputOnly,
+            _ => Keep::Everything,
+        };
+        let mut strategy = Strategy::new(units);
+        strategy.accumulation_steps = accumulation_steps;
+        strategy.keep = (0..units).map(keep).collect();
+        strategy.keep[0] = Keep::Everything;
+        // FSDP's SHARD_GRAD_OP shards parameters too and keeps them gathered from forward to backward.
+        let fully = self.zero >= 2;
+        strategy.zero_stage = if fully { 3 } else { self.zero };
+        strategy.reshard_after_forward = if self.zero == 2 { Reshard::Never } else { Reshard::Always };
+        // FSDP reduces after every micro-batch.
+        strategy.reduce_schedule = if fully { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep };
+        strategy.prefetch = stack.prefetch;
+        strategy.bytes = stack.state;
+        strategy.sequence_parallel = stack.sequence_parallel;
+        strategy.pipeline = if self.chunks > 1 {
+            PipelineSchedule::Interleaved { chunks: self.chunks }
+        } else {
+            PipelineSchedule::OneForwardOneBackward
+        };
+        strategy
+    }
+}
+
+impl Case {
+    /// Tokens of a step per device.
+    pub fn tokens_per_device(&self) -> f64 {
+        let sequences = self.mesh.data_parallel() * self.strategy.accumulation_steps * self.work.micro_batch;
+        f64::from(sequences) * f64::from(self.work.sequence) / f64::from(self.mesh.ranks())
+    }
+
+    /// How units are dealt to stages.
+    pub fn partition(&self) -> Partition {
+        self.stack.partition
+    }
+}

@@ -1,0 +1,322 @@
+//! The event simulation: programs of several ranks, played against each other in time.
+//!
+//! Every lane of a rank runs its instructions in order; an instruction starts when its lane is free and what it waits for has ended. A receive ends no
+//! earlier than its send. Ranks that do the same are simulated once: a collective's price knows its group, so one rank per pipeline stage is
+//! enough, and 16,384 GPUs cost what 16 do.
+//!
+//! Three things make an instruction last longer than its price: the host, which launches kernels one after another and may be late; collectives beside
+//! compute, which take cores and bandwidth from it; and software that starts its reductions only after backward.
+
+use crate::costs::Costs;
+use std::collections::BTreeMap;
+use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Phase, Program};
+
+const LANES: usize = Lane::ALL.len();
+
+/// When an instruction ran, seconds from the step's start.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Span {
+    /// Its start.
+    pub start_s: f64,
+    /// Its end.
+    pub end_s: f64,
+}
+
+/// One rank's step.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RankTime {
+    /// Which rank.
+    pub rank: u32,
+    /// Per instruction.
+    pub spans: Vec<Span>,
+    /// Per lane of [`Lane::ALL`], seconds that it was busy.
+    pub busy_s: [f64; LANES],
+    /// Per lane, seconds that compute waited for it.
+    pub waited_s: [f64; LANES],
+    /// Seconds that compute waited for the host.
+    pub host_s: f64,
+    /// Seconds lost to collectives beside compute.
+    pub interference_s: f64,
+}
+
+impl RankTime {
+    /// Seconds of communication that nothing hid: what compute waited for gathers, reductions and collectives inside units.
+    pub fn exposed_s(&self) -> f64 {
+        [Lane::Gather, Lane::Reduce, Lane::Inner].iter().map(|lane| self.waited_s[*lane as usize]).sum()
+    }
+
+    /// Seconds that compute waited for other stages.
+    pub fn bubble_s(&self) -> f64 {
+        self.waited_s[Lane::Pipeline as usize]
+    }
+}
+
+/// A step, simulated.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Simulated {
+    /// Seconds from the first instruction to the last of any rank.
+    pub step_s: f64,
+    /// Per program given.
+    pub ranks: Vec<RankTime>,
+}
+
+/// Programs that cannot be played.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum SimulateError {
+    /// A receive without its send, or a circle of them.
+    #[error("rank {rank} waits at instruction {instruction} ({action}) for a message that never comes")]
+    Stuck {
+        /// Which rank.
+        rank: u32,
+        /// Which instruction.
+        instruction: usize,
+        /// What it does.
+        action: &'static str,
+    },
+}
+
+/// A message: the stage it comes from and goes to, whose output, of which micro-batch, up or down.
+type Message = (u32, u32, u32, u32, Phase);
+
+/// Plays `programs`, one per rank that differs (one per pipeline stage), at the prices of `costs`.
+///
+/// # Errors
+///
+/// A receive whose send is in none of the programs.
+pub fn simulate(programs: &[Program], costs: &Costs) -> Result<Simulated, SimulateError> {
+    let mut players: Vec<Player<'_>> = programs.iter().map(|program| Player::new(program, costs)).collect();
+    let mut sent: BTreeMap<Message, f64> = BTreeMap::new();
+    loop {
+        let mut moved = false;
+        let mut done = true;
+        for player in &mut players {
+            while player.next < player.program.instructions.len() && player.play(&mut sent) {
+                moved = true;
+            }
+            done &= player.next == player.program.instructions.len();
+        }
+        if done {
+            break;
+        }
+        if !moved {
+            let stuck = players.iter().find(|p| p.next < p.program.instructions.len()).expect("not done");
+            let action = stuck.program.instructions[stuck.next].action.name();
+            return Err(SimulateError::Stuck { rank: stuck.program.rank, instruction: stuck.next, action });
+        }
+    }
+    let ranks: Vec<RankTime> = players.into_iter().map(Player::finish).collect();
+    let ends = ranks.iter().flat_map(|rank| rank.spans.iter().map(|span| span.end_s));
+    Ok(Simulated { step_s: ends.fold(0.0, f64::max) + costs.constants.step_s, ranks })
+}
+
+/// A rank at play.
+struct Player<'a> {
+    program: &'a Program,
+    costs: &'a Costs,
+    next: usize,
+    time: RankTime,
+    /// When each lane is free.
+    free: [f64; LANES],
+    /// When the host has launched all so far.
+    host: f64,
+    /// Compute that collectives delayed and that is not yet paid.
+    debt: f64,
+    /// What forward kept, by unit.
+    keep: Vec<Keep>,
+    /// Reductions put off until backward is over, seconds.
+    put_off: f64,
+    /// The last intervals of compute and of collectives, for overlaps.
+    recent: [Vec<Span>; 2],
+}
+
+impl<'a> Player<'a> {
+    fn new(program: &'a Program, costs: &'a Costs) -> Player<'a> {
+        let time = RankTime {
+            rank: program.rank,
+            spans: Vec::with_capacity(program.instructions.len()),
+            busy_s: [0.0; LANES],
+            waited_s: [0.0; LANES],
+            host_s: 0.0,
+            interference_s: 0.0,
+        };
+        Player {
+            program,
+            costs,
+            next: 0,
+            time,
+            free: [0.0; LANES],
+            host: 0.0,
+            debt: 0.0,
+            keep: vec![Keep::Everything; program.units.len()],
+            put_off: 0.0,
+            recent: [Vec::new(), Vec::new()],
+        }
+    }
+
+    fn stage(&self, rank: u32) -> u32 {
+        rank / self.program.mesh.stage_ranks().max(1)
+    }
+
+    /// Plays the next instruction; false when it waits for a message not sent yet.
+    fn play(&mut self, sent: &mut BTreeMap<Message, f64>) -> bool {
+        let instruction = &self.program.instructions[self.next];
+        let arrival = match instruction.action {
+            Action::Recv { from, unit, micro_batch, phase } => {
+                let message = (self.stage(from), self.stage(self.program.rank), unit, micro_batch, phase);
+                match sent.get(&message) {
+                    Some(at) => *at,
+                    None => return false,
+                }
+            }
+            _ => 0.0,
+        };
+        let span = self.time_of(instruction, arrival);
+        if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
+            sent.insert((self.stage(self.program.rank), self.stage(to), unit, micro_batch, phase), span.end_s);
+        }
+        self.time.spans.push(span);
+        self.next += 1;
+        true
+    }
+
+    fn time_of(&mut self, instruction: &Instruction, arrival: f64) -> Span {
+        let lane = instruction.action.lane();
+        let (ready, waited_for) = self.ready(instruction);
+        let start = self.free[lane as usize].max(ready);
+        let keep = self.kept(instruction);
+        let mut seconds = self.costs.device_s(self.program, instruction, keep);
+        self.host += self.costs.host_s(self.program, instruction, keep);
+        let mut end = start;
+        match lane {
+            Lane::Compute => {
+                self.wait(start, waited_for);
+                if matches!(instruction.action, Action::Clip) {
+                    // Reductions that were put off run now, before the norm.
+                    self.time.waited_s[Lane::Reduce as usize] += self.put_off;
+                    seconds += std::mem::take(&mut self.put_off);
+                }
+                seconds += std::mem::take(&mut self.debt);
+                seconds += self.slowed(Span { start_s: start, end_s: start + seconds }, 1);
+                let device = start + seconds;
+                end = device.max(self.host);
+                self.time.host_s += end - device;
+                remember(&mut self.recent[0], Span { start_s: start, end_s: end });
+            }
+            Lane::Reduce if !self.costs.stack.overlap_reduce => self.put_off += seconds,
+            Lane::Gather | Lane::Reduce => {
+                end = start + seconds;
+                let span = Span { start_s: start, end_s: end };
+                self.debt += self.slowed(span, 0);
+                remember(&mut self.recent[1], span);
+            }
+            Lane::Inner => end = (start + seconds).max(self.host),
+            Lane::Pipeline => {
+                end = (start + seconds).max(arrival);
+                if self.costs.stack.host_sync && arrival > 0.0 {
+                    self.host = self.host.max(end);
+                }
+            }
+            Lane::Input | Lane::HostIo => end = start + seconds,
+        }
+        self.time.busy_s[lane as usize] += end - start;
+        self.free[lane as usize] = end;
+        Span { start_s: start, end_s: end }
+    }
+
+    /// When all that `instruction` waits for has ended, and on which lane the last of it ran.
+    fn ready(&self, instruction: &Instruction) -> (f64, Lane) {
+        let mut ready = (0.0, Lane::Compute);
+        for on in &instruction.after {
+            let end = self.time.spans[*on as usize].end_s;
+            if end > ready.0 {
+                ready = (end, self.program.instructions[*on as usize].action.lane());
+            }
+        }
+        ready
+    }
+
+    fn wait(&mut self, start: f64, waited_for: Lane) {
+        let idle = start - self.free[Lane::Compute as usize];
+        if idle > 0.0 {
+            self.time.waited_s[waited_for as usize] += idle;
+        }
+    }
+
+    fn kept(&mut self, instruction: &Instruction) -> Keep {
+        match instruction.action {
+            Action::Forward { unit, keep, .. } => {
+                self.keep[unit as usize] = keep;
+                keep
+            }
+            Action::Backward { unit, .. } => self.keep[unit as usize],
+            _ => Keep::Everything,
+        }
+    }
+
+    /// Compute lost while `span` and the other side's recent intervals overlap.
+    fn slowed(&mut self, span: Span, other: usize) -> f64 {
+        let overlap: f64 = self.recent[other]
+            .iter()
+            .map(|other| (span.end_s.min(other.end_s) - span.start_s.max(other.start_s)).max(0.0))
+            .sum();
+        let lost = self.costs.constants.interference * overlap;
+        self.time.interference_s += lost;
+        lost
+    }
+
+    fn finish(self) -> RankTime {
+        self.time
+    }
+}
+
+/// Keeps the last few intervals: an instruction overlaps only neighbours.
+fn remember(recent: &mut Vec<Span>, span: Span) {
+    if recent.len() == 8 {
+        recent.remove(0);
+    }
+    recent.push(span);
+}
+
+/// Memory of one rank over its step.
+#[derive(Clone, PartialEq, Debug)]
+pub struct MemoryUse {
+    /// Bytes when most is held, by kind; activations include what the instruction at the peak works with.
+    pub at_peak: BTreeMap<MemoryKind, f64>,
+    /// Their sum.
+    pub peak_bytes: f64,
+    /// The instruction that runs at the peak.
+    pub at: usize,
+}
+
+/// Memory of a rank when its instructions run as `time` says: what is held for the whole step, what instructions take when they start and give back
+/// when they end, and what they work with meanwhile.
+pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
+    // (time, give back before take, instruction, kind, change)
+    let mut changes: Vec<(f64, bool, usize, MemoryKind, f64)> = Vec::new();
+    for (number, (instruction, span)) in program.instructions.iter().zip(&time.spans).enumerate() {
+        for effect in &instruction.effects {
+            let at = if effect.bytes > 0 { span.start_s } else { span.end_s };
+            changes.push((at, effect.bytes > 0, number, effect.kind, effect.bytes as f64));
+        }
+        let working = instruction.working_bytes as f64 + costs.working(instruction);
+        if working > 0.0 {
+            changes.push((span.start_s, true, number, MemoryKind::Activations, working));
+            changes.push((span.end_s, false, number, MemoryKind::Activations, -working));
+        }
+    }
+    changes.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
+    let mut live: BTreeMap<MemoryKind, f64> = BTreeMap::new();
+    for effect in &program.resident {
+        *live.entry(effect.kind).or_default() += effect.bytes as f64;
+    }
+    let mut total: f64 = live.values().sum();
+    let mut peak = MemoryUse { at_peak: live.clone(), peak_bytes: total, at: 0 };
+    for (_, _, number, kind, change) in changes {
+        *live.entry(kind).or_default() += change;
+        total += change;
+        if total > peak.peak_bytes {
+            peak = MemoryUse { at_peak: live.clone(), peak_bytes: total, at: number };
+        }
+    }
+    peak
+}

@@ -1,0 +1,133 @@
+//! The software that runs a step, as facts: which kernels it has, what it overlaps, what it keeps in memory.
+//!
+//! A prediction for this project's engine takes `trainyard`; the published runs were made by others, whose facts lie in `data/stacks.toml` with
+//! their sources. There are no efficiency factors here.
+
+use crate::constants::AttentionKind;
+use serde::Deserialize;
+use trainyard_program::StateBytes;
+
+/// Who launches kernels.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dispatch {
+    /// Python, one operation at a time.
+    Eager,
+    /// A compiled, captured or native program.
+    Compiled,
+}
+
+/// What selective recomputation repeats.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Selective {
+    /// Scores, softmax and their product with values (Korthikanti et al. 2022).
+    CoreAttention,
+    /// All but attention and every other product (torchtitan's `op`).
+    PerOp,
+}
+
+/// How layers are dealt to pipeline stages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Partition {
+    /// Equal numbers of layers.
+    Layers,
+    /// Equal operations, the head's included.
+    Cost,
+    /// Equal numbers of layers, where embedding and head count as one each.
+    Units,
+}
+
+/// A framework, as far as a step's price depends on it.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stack {
+    /// Its name.
+    pub name: String,
+    /// The attention kernel.
+    pub attention: AttentionKind,
+    /// Whether chains of memory-bound operations are one kernel.
+    pub fused: bool,
+    /// Who launches kernels.
+    pub dispatch: Dispatch,
+    /// Whether tensor parallelism splits the sequence between products too.
+    pub sequence_parallel: bool,
+    /// Whether gradients are summed while backward still runs.
+    pub overlap_reduce: bool,
+    /// Units whose parameters are gathered ahead.
+    pub prefetch: u32,
+    /// Whether residuals and attention have dropout.
+    pub dropout: bool,
+    /// What selective recomputation repeats.
+    pub selective: Selective,
+    /// Whether weight gradients are added in the product's epilogue.
+    pub fused_accumulation: bool,
+    /// How layers are dealt to stages.
+    pub partition: Partition,
+    /// Whether a pipeline message synchronises host and device.
+    pub host_sync: bool,
+    /// Bytes per logit.
+    pub logits: LogitBytes,
+    /// Bytes per parameter element.
+    pub state: StateBytes,
+    /// Where the facts are from.
+    pub source: String,
+}
+
+/// Bytes per logit; each is written once and read once.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogitBytes {
+    /// Kept from forward to backward.
+    pub kept: f64,
+    /// Held besides while the loss is computed.
+    pub forward: f64,
+    /// Held besides while its gradient is.
+    pub backward: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    stack: Vec<Stack>,
+}
+
+impl Stack {
+    /// All that are built in.
+    pub fn builtin() -> Vec<Stack> {
+        let file: File = toml::from_str(include_str!("../data/stacks.toml")).expect("built-in stacks are tested");
+        file.stack
+    }
+
+    /// The built-in one called `name`.
+    ///
+    /// # Errors
+    ///
+    /// The names there are.
+    pub fn named(name: &str) -> Result<Stack, String> {
+        let all = Stack::builtin();
+        let known = all.iter().map(|stack| stack.name.clone()).collect::<Vec<_>>().join(", ");
+        all.into_iter()
+            .find(|stack| stack.name == name)
+            .ok_or_else(|| format!("no software stack is called `{name}`; known: {known}"))
+    }
+
+    /// Launches of memory-bound kernels in a block's forward.
+    pub(crate) fn block_launches(&self) -> f64 {
+        // Fused: two norms, two residuals, rotation, activation. Eager: casts, transposes, splits and masks are kernels too.
+        if self.fused { 6.0 } else { 32.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stacks_parse_and_unknown_ones_are_refused_in_words() {
+        assert!(Stack::builtin().iter().all(|stack| !stack.source.is_empty()));
+        assert_eq!(Stack::named("trainyard").unwrap().logits.kept, 0.0);
+        assert!(Stack::named("caffe").unwrap_err().contains("megatron-2021"));
+    }
+}

@@ -1,0 +1,403 @@
+//! Transformers as units of kernels: what forward and backward of each unit launch, keep and hold, under tensor and context parallelism.
+//!
+//! Kinds of unit: an embedding, an encoder's or a decoder's block, a head. Blocks of one kind are described once, however many there are.
+//! Symbols as in Korthikanti et al. 2022 (arXiv 2205.05198), whose activation table this follows: s sequence, b micro-batch, d width, a
+//! heads, t tensor-parallel degree.
+
+use crate::constants::AttentionKind;
+use crate::kernel::Kernel;
+use crate::stack::{Selective, Stack};
+use serde::Deserialize;
+
+/// A model's shape.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+pub struct Architecture {
+    /// Width of the residual stream, d.
+    pub dim: u32,
+    /// Blocks; of an encoder-decoder model the decoder's.
+    pub layers: u32,
+    /// Blocks of an encoder before them.
+    #[serde(default)]
+    pub encoder_layers: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Key and value heads.
+    pub kv_heads: u32,
+    /// Width of a head.
+    pub head_dim: u32,
+    /// Inner width of the MLP; of one expert.
+    pub ffn: u32,
+    /// Rows of the token table.
+    pub vocab: u32,
+    /// Whether the MLP has a gate (SwiGLU).
+    pub gated: bool,
+    /// Whether the head multiplies by the token table.
+    pub tied: bool,
+    /// Rows of a learned position table; 0: positions are rotated in.
+    #[serde(default)]
+    pub positions: u32,
+    /// Experts, if MLPs are mixtures.
+    #[serde(default)]
+    pub experts: Option<Experts>,
+}
+
+/// A mixture of experts in every block.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+pub struct Experts {
+    /// How many.
+    pub count: u32,
+    /// How many a token goes to.
+    pub per_token: u32,
+    /// Width of the MLP that all tokens go through beside them; 0: none.
+    #[serde(default)]
+    pub shared_ffn: u32,
+}
+
+/// What one rank's micro-batch is, and how a unit is split.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Workload {
+    /// Tokens of a sequence.
+    pub sequence: u32,
+    /// Sequences of a micro-batch.
+    pub micro_batch: u32,
+    /// Ranks that share every product.
+    pub tensor: u32,
+    /// Ranks that share a sequence.
+    pub context: u32,
+    /// Ranks that share the experts.
+    pub expert: u32,
+}
+
+/// A unit on one rank: kernels and bytes.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct UnitWork {
+    /// What forward launches.
+    pub forward: Vec<Kernel>,
+    /// What the input's gradient launches; memory-bound work included.
+    pub backward_input: Vec<Kernel>,
+    /// What the weights' gradients launch.
+    pub backward_weights: Vec<Kernel>,
+    /// What selective recomputation launches before backward.
+    pub selective: Vec<Kernel>,
+    /// Launches of forward and backward beyond those of kernels listed: what eager frameworks launch for views, casts and splits.
+    pub extra_launches: [f64; 2],
+    /// Bytes kept for backward, by [`Keep`](trainyard_program::Keep).
+    pub saved: [f64; 3],
+    /// Bytes held while forward and while backward run, beyond what is kept.
+    pub working: [f64; 2],
+    /// Bytes of logits and their gradients written and read by the loss.
+    pub loss_traffic: f64,
+    /// Bytes of the output, whole: what crosses a pipeline cut and what tensor parallelism exchanges.
+    pub output: f64,
+    /// Exchanges of the output inside forward, and as many inside backward, under tensor parallelism.
+    pub exchanges: u32,
+    /// Bytes of keys and values, whole.
+    pub kv: f64,
+    /// Elements of parameters, whole.
+    pub elements: f64,
+    /// Those of experts.
+    pub expert_elements: f64,
+    /// Bytes that a rank sends to experts elsewhere.
+    pub expert_bytes: f64,
+}
+
+/// A model's units: kinds, and the kind of each unit in order.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Units {
+    /// Distinct units.
+    pub kinds: Vec<UnitWork>,
+    /// Per unit its kind and its name.
+    pub order: Vec<(usize, String)>,
+}
+
+impl Architecture {
+    /// Elements of all parameters.
+    pub fn parameters(&self) -> f64 {
+        let block = |cross: bool| self.attention_elements() * if cross { 2.0 } else { 1.0 } + self.mlp_elements();
+        let blocks =
+            f64::from(self.layers) * block(self.encoder_layers > 0) + f64::from(self.encoder_layers) * block(false);
+        let table = f64::from(self.vocab) * f64::from(self.dim);
+        blocks + table * if self.tied { 1.0 } else { 2.0 } + f64::from(self.positions) * f64::from(self.dim)
+    }
+
+    fn attention_elements(&self) -> f64 {
+        let d = f64::from(self.dim);
+        d * self.qkv() + self.q() * d + 2.0 * d
+    }
+
+    fn mlp_elements(&self) -> f64 {
+        let matrices = if self.gated { 3.0 } else { 2.0 };
+        let one = matrices * f64::from(self.dim) * f64::from(self.ffn);
+        match self.experts {
+            None => one,
+            Some(experts) => {
+                let shared = matrices * f64::from(self.dim) * f64::from(experts.shared_ffn);
+                one * f64::from(experts.count) + shared + f64::from(self.dim) * f64::from(experts.count)
+            }
+        }
+    }
+
+    fn q(&self) -> f64 {
+        f64::from(self.heads) * f64::from(self.head_dim)
+    }
+
+    fn qkv(&self) -> f64 {
+        self.q() + 2.0 * f64::from(self.kv_heads) * f64::from(self.head_dim)
+    }
+
+    /// The model's units on one rank.
+    pub fn units(&self, work: &Workload, stack: &Stack) -> Units {
+        let builder = Builder { model: self, work, stack };
+        let mut kinds = vec![builder.embedding()];
+        let mut order = vec![(0, "embedding".to_owned())];
+        let mut push = |unit: UnitWork, count: u32, name: &str, order: &mut Vec<(usize, String)>| {
+            kinds.push(unit);
+            order.extend((0..count).map(|layer| (kinds.len() - 1, format!("{name}.{layer}"))));
+        };
+        if self.encoder_layers > 0 {
+            push(builder.block(false, false), self.encoder_layers, "encoder", &mut order);
+        }
+        push(builder.block(true, self.encoder_layers > 0), self.layers, "block", &mut order);
+        push(builder.head(), 1, "head", &mut order);
+        order.last_mut().expect("a head").1 = "head".to_owned();
+        Units { kinds, order }
+    }
+}
+
+/// Bytes of an activation.
+const HALF: f64 = 2.0;
+
+struct Builder<'a> {
+    model: &'a Architecture,
+    work: &'a Workload,
+    stack: &'a Stack,
+}
+
+impl Builder<'_> {
+    /// Tokens of one rank's micro-batch.
+    fn tokens(&self) -> f64 {
+        f64::from(self.work.micro_batch) * f64::from(self.work.sequence) / f64::from(self.work.context)
+    }
+
+    fn dim(&self) -> f64 {
+        f64::from(self.model.dim)
+    }
+
+    fn split(&self) -> f64 {
+        f64::from(self.work.tensor)
+    }
+
+    /// What divides norms and residuals.
+    fn sequence_split(&self) -> f64 {
+        if self.stack.sequence_parallel { self.split() } else { 1.0 }
+    }
+
+    fn embedding(&self) -> UnitWork {
+        let stream = self.tokens() * self.dim() * HALF;
+        UnitWork {
+            forward: vec![Kernel::Stream { bytes: 2.0 * stream, launches: 2.0 }],
+            backward_weights: vec![Kernel::Stream { bytes: 4.0 * stream, launches: 2.0 }],
+            saved: [if self.stack.dropout { stream / 2.0 } else { 0.0 }; 3],
+            working: [stream, stream],
+            output: stream,
+            exchanges: 1,
+            elements: f64::from(self.model.vocab + self.model.positions) * self.dim(),
+            ..UnitWork::default()
+        }
+    }
+
+    fn block(&self, causal: bool, cross: bool) -> UnitWork {
+        let mut unit = UnitWork::default();
+        self.attention(&mut unit, causal);
+        if cross {
+            self.attention(&mut unit, false);
+        }
+        self.mlp(&mut unit);
+        unit.output = self.tokens() * self.dim() * HALF;
+        unit.exchanges = if cross { 3 } else { 2 };
+        unit.kv = 2.0 * self.tokens() * f64::from(self.model.kv_heads * self.model.head_dim) * HALF;
+        // The input stays for backward, whatever else does.
+        unit.saved[2] = unit.output / self.sequence_split();
+        let launches = self.stack.block_launches();
+        unit.extra_launches = [launches, 1.7 * launches];
+        unit
+    }
+
+    /// A product forward, and its two halves backward.
+    fn product(&self, unit: &mut UnitWork, m: f64, n: f64, k: f64) {
+        unit.forward.push(Kernel::Product { m, n, k });
+        unit.backward_input.push(Kernel::Product { m, n: k, k: n });
+        unit.backward_weights.push(Kernel::Product { m: n, n: k, k: m });
+        if self.stack.selective == Selective::PerOp {
+            // Every other product is repeated: half of each, on average.
+            unit.selective.push(Kernel::Product { m: m / 2.0, n, k });
+        }
+    }
+
+    /// Memory-bound work of `bytes` forward and 1.7 times that backward, which reads the gradient too.
+    fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
+        unit.forward.push(Kernel::Stream { bytes, launches });
+        unit.backward_input.push(Kernel::Stream { bytes: 1.7 * bytes, launches });
+        if self.stack.selective == Selective::PerOp {
+            unit.selective.push(Kernel::Stream { bytes, launches });
+        }
+    }
+
+    /// Norm, products, scores and residual of one attention.
+    fn attention(&self, unit: &mut UnitWork, causal: bool) {
+        let (m, t, d) = (self.tokens(), self.split(), self.dim());
+        let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
+        let kv = (qkv - q) / 2.0;
+        let stream = m * d * HALF / self.sequence_split();
+        self.product(unit, m, qkv, d);
+        self.scores(unit, causal);
+        self.product(unit, m, d, q);
+        unit.elements += self.model.attention_elements();
+        // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass where it is a kernel of its own.
+        let dropout = if self.stack.dropout { 1.5 } else { 0.0 };
+        let rotation = if self.model.positions == 0 { 2.0 * m * (q + kv) * HALF } else { 0.0 };
+        self.stream(unit, (5.0 + dropout) * stream + rotation, 2.0);
+        // Norm's input, the product's input, q, k, v, attention's output; a mask of one byte.
+        let whole =
+            2.0 * stream + m * (2.0 * q + 2.0 * kv) * HALF + if self.stack.dropout { stream / 2.0 } else { 0.0 };
+        // Rotated copies of q and k, where rotation is a kernel of its own.
+        let eager = if self.stack.fused || self.model.positions > 0 { 0.0 } else { m * (q + kv) * HALF };
+        let scores = self.score_bytes();
+        unit.saved[0] += whole + eager + scores;
+        unit.saved[1] += match self.stack.selective {
+            Selective::CoreAttention => whole + eager,
+            // Inputs of norms, attention's operands and result.
+            Selective::PerOp => stream + m * (2.0 * q + 2.0 * kv) * HALF,
+        };
+        // Of unfused scores forward holds one more form, backward two gradients.
+        let pairs = if scores > 0.0 { self.score_pairs() * HALF } else { 0.0 };
+        unit.working[0] = unit.working[0].max(pairs + stream);
+        unit.working[1] = unit.working[1].max(2.0 * pairs + 2.0 * stream + m * qkv * HALF);
+    }
+
+    /// Sequences times heads of a rank.
+    fn score_heads(&self) -> f64 {
+        f64::from(self.work.micro_batch) * f64::from(self.model.heads) / self.split()
+    }
+
+    /// Bytes that unfused attention keeps per block: softmax, its dropout's mask and result.
+    fn score_bytes(&self) -> f64 {
+        if self.stack.attention != AttentionKind::Unfused {
+            return 0.0;
+        }
+        let pairs = self.score_pairs();
+        let masked = if self.stack.fused { 0.0 } else { 2.0 };
+        pairs * (if self.stack.dropout { 5.0 } else { 2.0 } + masked)
+    }
+
+    fn score_pairs(&self) -> f64 {
+        let s = f64::from(self.work.sequence);
+        self.score_heads() * s * s / f64::from(self.work.context)
+    }
+
+    fn scores(&self, unit: &mut UnitWork, causal: bool) {
+        let (s, c) = (f64::from(self.work.sequence), f64::from(self.model.head_dim));
+        let heads = self.score_heads();
+        let queries = s / f64::from(self.work.context);
+        let kind = self.stack.attention;
+        if kind != AttentionKind::Unfused {
+            let attention =
+                |backward| Kernel::Attention { kind, heads, queries, keys: s, head_dim: c, causal, backward };
+            unit.forward.push(attention(false));
+            unit.backward_input.push(attention(true));
+            return;
+        }
+        let batched = |m, n, k| Kernel::Batched { batch: heads, m, n, k, head_dim: c };
+        let bytes = heads * queries * s * HALF;
+        let (up, down) = (batched(queries, s, c), batched(queries, c, s));
+        // Scale, mask and softmax in one kernel: read, write; dropout: read, write, mask. Eager: each its own, softmax in f32.
+        let passes = 2.0 + if self.stack.dropout { 2.5 } else { 0.0 } + if self.stack.fused { 0.0 } else { 5.0 };
+        let forward = [up, Kernel::Stream { bytes: passes * bytes, launches: 2.0 }, down];
+        unit.forward.extend(forward);
+        unit.backward_input.extend([up, down, down, down]);
+        unit.backward_input.push(Kernel::Stream { bytes: (passes + 1.0) * bytes, launches: 2.0 });
+        if self.stack.selective == Selective::CoreAttention {
+            unit.selective.extend(forward);
+        }
+    }
+
+    /// Norm, products, activation and residual of one MLP.
+    fn mlp(&self, unit: &mut UnitWork) {
+        let (m, t, d) = (self.tokens(), self.split(), self.dim());
+        let stream = m * d * HALF / self.sequence_split();
+        let f = f64::from(self.model.ffn) / t;
+        let up = if self.model.gated { 2.0 } else { 1.0 };
+        unit.elements += self.model.mlp_elements();
+        let mut inner = m * f;
+        match self.model.experts {
+            None => {
+                self.product(unit, m, up * f, d);
+                self.product(unit, m, d, f);
+            }
+            Some(experts) => inner = self.experts(unit, experts, up),
+        }
+        let dropout = if self.stack.dropout { 1.5 } else { 0.0 };
+        // Gate: two reads, a write; otherwise a read, a write and the bias.
+        let activation = if self.model.gated { 3.0 } else { 2.5 } * inner * HALF;
+        self.stream(unit, (5.0 + dropout) * stream + activation, 2.0);
+        // Norm's input, the product's input; the activation's inputs and its result, and one more where the gate is a kernel of its own.
+        let extra = if self.model.gated && !self.stack.fused { 1.0 } else { 0.0 };
+        let mask = if self.stack.dropout { stream / 2.0 } else { 0.0 };
+        unit.saved[0] += 2.0 * stream + mask + (up + 1.0 + extra) * inner * HALF;
+        unit.saved[1] += match self.stack.selective {
+            Selective::CoreAttention => 2.0 * stream + mask + (up + 1.0 + extra) * inner * HALF,
+            Selective::PerOp => stream + 0.5 * up * inner * HALF,
+        };
+        unit.working[0] = unit.working[0].max((up + 1.0) * inner * HALF);
+        unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
+    }
+
+    /// A mixture: every token to `per_token` experts, evenly. Returns elements of the inner activations.
+    fn experts(&self, unit: &mut UnitWork, experts: Experts, up: f64) -> f64 {
+        let (m, t, d) = (self.tokens(), self.split(), self.dim());
+        let f = f64::from(self.model.ffn);
+        let routed = m / t * f64::from(experts.per_token);
+        // The rank's experts: each product is as many smaller ones.
+        let local = f64::from(experts.count) / f64::from(self.work.expert);
+        let rows = routed / local;
+        // A grouped product fills the device as one of all its rows would, but tiles end with each expert's rows.
+        let filled = (rows / 128.0).ceil() * 128.0 * local;
+        for (n, k) in [(up * f, d), (d, f)] {
+            unit.forward.push(Kernel::Product { m: filled, n, k });
+            unit.backward_input.push(Kernel::Product { m: filled, n: k, k: n });
+            unit.backward_weights.push(Kernel::Product { m: n * local, n: k, k: rows });
+        }
+        if experts.shared_ffn > 0 {
+            let shared = f64::from(experts.shared_ffn) / t;
+            self.product(unit, m, up * shared, d);
+            self.product(unit, m, d, shared);
+        }
+        // Router, permutation to experts and back.
+        self.stream(unit, 6.0 * routed * d * HALF, 6.0);
+        unit.saved[0] += 2.0 * routed * d * HALF;
+        unit.saved[1] += 2.0 * routed * d * HALF;
+        unit.expert_elements += self.model.mlp_elements();
+        unit.expert_bytes = routed * d * HALF;
+        routed * f + m * f64::from(experts.shared_ffn) / t
+    }
+
+    fn head(&self) -> UnitWork {
+        let (m, t, d) = (self.tokens(), self.split(), self.dim());
+        let v = f64::from(self.model.vocab) / t;
+        let mut unit = UnitWork::default();
+        self.product(&mut unit, m, v, d);
+        unit.selective.clear();
+        unit.loss_traffic =
+            2.0 * m * v * (self.stack.logits.kept + self.stack.logits.forward + self.stack.logits.backward);
+        let stream = m * d * HALF / self.sequence_split();
+        unit.forward.push(Kernel::Stream { bytes: 2.0 * stream, launches: 4.0 });
+        unit.backward_input.push(Kernel::Stream { bytes: 3.0 * stream, launches: 3.0 });
+        let per_logit = self.stack.logits;
+        unit.saved = [m * v * per_logit.kept + 2.0 * stream; 3];
+        unit.working = [m * v * per_logit.forward, m * v * per_logit.backward];
+        unit.extra_launches = [4.0, 4.0];
+        unit.elements = if self.model.tied { d } else { f64::from(self.model.vocab) * d };
+        unit.exchanges = 1;
+        unit
+    }
+}
