@@ -1,15 +1,11 @@
 //! Instructions in order, each with exactly the dependencies that its lane and its other dependencies do not imply.
 
-use crate::{Instruction, Lane};
-
-const LANES: usize = Lane::ALL.len();
-
-/// Per lane, one more than the number of the last instruction that is known to have finished; 0: none is.
-type Clock = [u32; LANES];
+use crate::Instruction;
+use crate::clocks::{Clock, LANES, merge};
 
 /// A program under construction.
 ///
-/// A lowering states all that an instruction needs. What is implied is left out by vector clocks (Fidge 1988, Mattern 1989): when an instruction has
+/// A lowering states all that an instruction needs. What is implied is left out by vector clocks: when an instruction has
 /// finished, so have all before it on its lane and all that those waited for.
 #[derive(Default)]
 pub struct Builder {
@@ -33,9 +29,7 @@ impl Builder {
             let of = self.instructions[need as usize].action.lane() as usize;
             if clock[of] <= need {
                 instruction.after.push(need);
-                for (ours, theirs) in clock.iter_mut().zip(self.clocks[need as usize]) {
-                    *ours = theirs.max(*ours);
-                }
+                merge(&mut clock, &self.clocks[need as usize]);
             }
         }
         clock[lane] = number + 1;

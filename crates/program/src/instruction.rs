@@ -128,6 +128,11 @@ pub enum Action {
         /// Whether the sum is added to the resident one instead of taking its place.
         accumulate: bool,
     },
+    /// Sums the gradient of a unit that several stages of a pipeline hold (a tied embedding) over them.
+    Tie {
+        /// Which unit.
+        unit: u32,
+    },
     /// Sends the activations of a unit, or their gradients, across a pipeline cut.
     Send {
         /// To which rank.
@@ -202,8 +207,10 @@ pub enum Lane {
     Gather,
     /// Gradient reductions.
     Reduce,
-    /// Pipeline sends and receives.
-    Pipeline,
+    /// Sends of a pipeline.
+    Send,
+    /// Its receives; apart from the sends, so that neighbours that both send do not wait for each other.
+    Receive,
     /// Collectives inside units: tensor, context and expert parallelism.
     Inner,
     /// Batches from the loader.
@@ -214,8 +221,8 @@ pub enum Lane {
 
 impl Lane {
     /// Every lane, in the order of displays.
-    pub const ALL: [Lane; 7] =
-        [Lane::Compute, Lane::Gather, Lane::Reduce, Lane::Pipeline, Lane::Inner, Lane::Input, Lane::HostIo];
+    pub const ALL: [Lane; 8] =
+        [Lane::Compute, Lane::Gather, Lane::Reduce, Lane::Send, Lane::Receive, Lane::Inner, Lane::Input, Lane::HostIo];
 
     /// The name in traces and prints.
     pub const fn name(self) -> &'static str {
@@ -223,7 +230,8 @@ impl Lane {
             Lane::Compute => "compute",
             Lane::Gather => "gather",
             Lane::Reduce => "reduce",
-            Lane::Pipeline => "pipeline",
+            Lane::Send => "send",
+            Lane::Receive => "receive",
             Lane::Inner => "inner",
             Lane::Input => "input",
             Lane::HostIo => "host_io",
@@ -242,8 +250,9 @@ impl Action {
             | Action::Fold { .. }
             | Action::Clip
             | Action::Update { .. } => Lane::Compute,
-            Action::Count | Action::Reduce { .. } => Lane::Reduce,
-            Action::Send { .. } | Action::Recv { .. } => Lane::Pipeline,
+            Action::Count | Action::Reduce { .. } | Action::Tie { .. } => Lane::Reduce,
+            Action::Send { .. } => Lane::Send,
+            Action::Recv { .. } => Lane::Receive,
             Action::Exchange { .. } => Lane::Inner,
             Action::Fetch { .. } | Action::Evict { .. } | Action::Snapshot => Lane::HostIo,
         }
@@ -260,6 +269,7 @@ impl Action {
             Action::Backward { .. } => "backward",
             Action::Fold { .. } => "fold",
             Action::Reduce { .. } => "reduce",
+            Action::Tie { .. } => "tie",
             Action::Send { .. } => "send",
             Action::Recv { .. } => "recv",
             Action::Exchange { .. } => "exchange",
@@ -280,6 +290,7 @@ impl Action {
             | Action::Backward { unit, .. }
             | Action::Fold { unit, .. }
             | Action::Reduce { unit, .. }
+            | Action::Tie { unit }
             | Action::Send { unit, .. }
             | Action::Recv { unit, .. }
             | Action::Exchange { unit, .. }

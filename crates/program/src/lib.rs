@@ -10,20 +10,26 @@
 
 mod builder;
 mod check;
+mod clocks;
+mod exchange;
 mod instruction;
 mod lower;
 mod mesh;
 mod order;
 mod print;
 mod program;
+mod runnable;
+mod sizes;
 mod strategy;
+mod update;
 mod windows;
 
-pub use check::{CheckError, check};
+pub use check::{CheckError, Deadlock, check, check_ranks};
 pub use instruction::{Action, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Part, Phase, State};
 pub use lower::{lower, lower_rank};
 pub use mesh::{Axis, Coordinates, Group, Mesh};
 pub use program::Program;
+pub use runnable::{Runnable, runnable};
 pub use strategy::{
     Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
     StateBytes, Strategy, StrategyError, Tier, UnitShape, padded,

@@ -3,21 +3,20 @@
 //! There is one for every strategy. It walks the rank's forwards and backwards in order, and around each it puts what the
 //! [`Placement`] asks for:
 //!
-//! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers, fetches;
-//! - after it, what is not needed any more: releases, evictions;
+//! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers, fetches, receives;
+//! - after it, what is not needed any more: releases, evictions; and what others need: sends, collectives inside the unit;
 //! - after the pass that completes a gradient: its fold and its reduction.
 //!
-//! Then come the norm and the updates. With one rank nothing is gathered and nothing reduced; the walk is the same.
+//! Then come the norm and the [updates](crate::update). With one rank nothing is gathered and nothing reduced; the walk is the same.
 
 use crate::builder::Builder;
-use crate::order::{Pass, one_after_the_other};
+use crate::order::{self, Pass};
+use crate::sizes::Sizes;
 use crate::strategy::validate;
-use crate::windows::{
-    GradientSpan, Window, activation_trips, differentiates_weights, gradient_spans, parameter_windows,
-};
+use crate::windows::{GradientSpan, Window, activation_trips, gradient_spans, parameter_windows};
 use crate::{
-    Action, Axis, Effect, Extent, Fresh, Instruction, Keep, MemoryKind, Mesh, ModelShape, Phase, Placement, Program,
-    ReduceSchedule, Reshard, State, Strategy, StrategyError, padded,
+    Action, Axis, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Part, Phase, Placement, Program,
+    ReduceSchedule, Reshard, State, Strategy, StrategyError,
 };
 
 /// The programs of all ranks.
@@ -26,50 +25,63 @@ use crate::{
 ///
 /// A strategy that does not fit the model or the mesh.
 pub fn lower(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec<Program>, StrategyError> {
-    let first = lower_rank(model, mesh, strategy, 0)?;
-    Ok((0..mesh.ranks()).map(|rank| Program { rank, ..first.clone() }).collect())
+    validate(model, mesh, strategy)?;
+    let mut programs = Vec::with_capacity(mesh.ranks() as usize);
+    for stage in 0..mesh.pp {
+        let first = lower_rank(model, mesh, strategy, stage * mesh.stage_ranks())?;
+        programs.extend((0..mesh.stage_ranks()).map(|offset| at_rank(&first, offset)));
+    }
+    Ok(programs)
 }
 
-/// The program of one rank.
+/// The program of one rank. All ranks of a pipeline stage have the same, but for their own numbers and those of the ranks they send to and receive from.
 ///
 /// # Errors
 ///
-/// As [`lower`].
+/// As [`lower`], and a rank that the mesh does not have.
 pub fn lower_rank(model: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32) -> Result<Program, StrategyError> {
     validate(model, mesh, strategy)?;
-    let mut lowering = Lowering::new(model, mesh, strategy);
+    if rank >= mesh.ranks() {
+        return Err(StrategyError::Rank { rank, ranks: mesh.ranks() });
+    }
+    let mut lowering = Lowering::new(model, mesh, strategy, rank);
     lowering.load();
     for at in 0..lowering.passes.len() {
+        lowering.receive(at);
         lowering.acquire(at);
         lowering.run(at);
+        lowering.pass_on(at);
         lowering.let_go(at);
         lowering.complete_gradients(at);
     }
     lowering.update();
-    let all = 0..model.units.len() as u32;
-    Ok(Program {
-        rank,
-        mesh: *mesh,
-        placement: lowering.placement,
-        offload: strategy.offload,
-        units: model.units.iter().map(|unit| unit.name.clone()).collect(),
-        stages: vec![all],
-        micro_batches: strategy.accumulation_steps,
-        resident: lowering.resident(),
-        instructions: lowering.builder.finish(),
-    })
+    Ok(lowering.finish())
+}
+
+/// The program of the rank `offset` further on in the same stage.
+fn at_rank(first: &Program, offset: u32) -> Program {
+    let mut program = Program { rank: first.rank + offset, ..first.clone() };
+    for instruction in &mut program.instructions {
+        match &mut instruction.action {
+            Action::Send { to: peer, .. } | Action::Recv { from: peer, .. } => *peer += offset,
+            _ => {}
+        }
+    }
+    program
 }
 
 /// A program under construction, with what later instructions must know of earlier ones. Instructions are known by number.
-struct Lowering<'a> {
-    model: &'a ModelShape,
-    mesh: &'a Mesh,
-    strategy: &'a Strategy,
-    placement: Placement,
-    builder: Builder,
-    passes: Vec<Pass>,
+pub(crate) struct Lowering<'a> {
+    pub(crate) strategy: &'a Strategy,
+    pub(crate) sizes: Sizes<'a>,
+    pub(crate) builder: Builder,
+    /// All but the instructions.
+    pub(crate) program: Program,
+    /// The units whose state the rank has.
+    pub(crate) trains: Vec<u32>,
+    pub(crate) passes: Vec<Pass>,
     /// The instruction of each pass so far.
-    ran: Vec<u32>,
+    pub(crate) ran: Vec<u32>,
     /// What the first pass waits for.
     counted: u32,
     /// By first use; those before `next_window` have begun.
@@ -78,70 +90,112 @@ struct Lowering<'a> {
     /// Indices of windows by their last pass.
     window_ends: Vec<Vec<usize>>,
     /// Per unit, what brought its parameters.
-    present: Vec<Option<u32>>,
+    pub(crate) present: Vec<Option<u32>>,
+    /// Per unit, what gave back its parameters to their tier.
+    pub(crate) dropped: Vec<Option<u32>>,
     /// Per forward pass, the backward pass that its activations are away until; those backward passes, ascending; and what fetched for them.
     trips: Vec<Option<usize>>,
     returns: Vec<usize>,
     next_return: usize,
-    fetched: Vec<Option<u32>>,
+    /// Passes whose input comes from another stage, ascending.
+    receives: Vec<usize>,
+    next_receive: usize,
+    /// Per pass, what brought its activations and its input.
+    brought: Vec<Brought>,
+    /// Per phase, unit and micro-batch, the collective that completes the pass.
+    exchanged: [Vec<Option<u32>>; 2],
     /// Gradients by the pass that begins and the pass that completes them.
     gradients: Vec<GradientSpan>,
     begins: Vec<Vec<usize>>,
     completes: Vec<Vec<usize>>,
     /// Every reduction so far, and which units have been reduced.
-    reduces: Vec<u32>,
+    pub(crate) reduces: Vec<u32>,
     reduced: Vec<bool>,
+    /// Per unit, what its gradient's sum waits for.
+    pub(crate) summed: Vec<Option<u32>>,
+}
+
+/// What brought a pass what it reads, where that is not on the rank.
+#[derive(Clone, Copy, Default)]
+struct Brought {
+    activations: Option<u32>,
+    input: Option<u32>,
 }
 
 impl<'a> Lowering<'a> {
-    fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy) -> Lowering<'a> {
+    fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy, rank: u32) -> Lowering<'a> {
         let units = model.units.len();
-        let placement = Placement::of(mesh, strategy);
-        let passes = one_after_the_other(0..units as u32, strategy.accumulation_steps);
-        let come_and_go = placement.parameters == Extent::Shard || strategy.offload.parameters.is_some();
-        let windows = if come_and_go {
-            // Whole parameters, which come from a tier, have no parts that could stay.
-            let reshard = match (placement.parameters, strategy.reshard_after_forward) {
-                (Extent::Full, Reshard::To(_)) => Reshard::Always,
-                (_, reshard) => reshard,
-            };
-            let (shards, prefetch) = (mesh.shard_degree(), strategy.prefetch as usize);
-            parameter_windows(&passes, units, |unit| reads(model, unit), shards, reshard, prefetch)
-        } else {
-            Vec::new()
+        let (accumulation, prefetch) = (strategy.accumulation_steps, strategy.prefetch as usize);
+        let sizes = Sizes::new(model, mesh, strategy);
+        let placement = sizes.placement;
+        let stage = mesh.coordinates(rank).pp;
+        let stages = order::stages(units as u32, mesh, strategy).swap_remove(stage as usize);
+        let passes = order::passes(stage, &stages, mesh, strategy);
+        let program = Program {
+            rank,
+            mesh: *mesh,
+            placement,
+            offload: strategy.offload,
+            units: model.units.iter().map(|unit| unit.name.clone()).collect(),
+            borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
+            stages,
+            micro_batches: accumulation,
+            folded: strategy.elastic,
+            snapshot: strategy.snapshot,
+            prefetch: strategy.prefetch,
+            resident: Vec::new(),
+            instructions: Vec::new(),
         };
+        let windows =
+            parameter_windows(&passes, units, |unit| program.reads(unit).collect(), &reach(mesh, strategy, &placement));
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
-        let adds_to = |pass: &Pass| if adds_gradients(model, pass) { reads(model, pass.unit) } else { Vec::new() };
-        let gradients = gradient_spans(&passes, units, strategy.accumulation_steps, adds_to, apart);
+        let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
+            true => program.reads(pass.unit).collect(),
+            false => Vec::new(),
+        };
+        let gradients = gradient_spans(&passes, units, accumulation, adds_to, apart);
         let trips = match strategy.offload.activations {
-            Some(_) => activation_trips(&passes, strategy.accumulation_steps, strategy.prefetch.max(1) as usize),
+            Some(_) => activation_trips(&passes, accumulation, prefetch.max(1)),
             None => vec![None; passes.len()],
         };
         let mut returns: Vec<usize> = trips.iter().flatten().copied().collect();
         returns.sort_unstable();
+        let crosses = |at: &usize| crosses_in(&program, &passes[*at]);
+        let places = units * accumulation as usize;
         Lowering {
-            model,
-            mesh,
             strategy,
-            placement,
+            sizes,
             builder: Builder::default(),
+            trains: program.trains(),
             ran: Vec::with_capacity(passes.len()),
             counted: 0,
             window_ends: by_pass(passes.len(), windows.iter().map(|window| window.last)),
             windows,
             next_window: 0,
             present: vec![None; units],
+            dropped: vec![None; units],
             trips,
             returns,
             next_return: 0,
-            fetched: vec![None; passes.len()],
+            receives: (0..passes.len()).filter(crosses).collect(),
+            next_receive: 0,
+            brought: vec![Brought::default(); passes.len()],
+            exchanged: [vec![None; places], vec![None; places]],
             begins: by_pass(passes.len(), gradients.iter().map(|span| span.first)),
             completes: by_pass(passes.len(), gradients.iter().map(|span| span.last)),
             gradients,
             reduces: Vec::new(),
             reduced: vec![false; units],
+            summed: vec![None; units],
             passes,
+            program,
         }
+    }
+
+    fn finish(mut self) -> Program {
+        self.program.resident = self.resident();
+        self.program.instructions = self.builder.finish();
+        self.program
     }
 
     /// All micro-batches are loaded first: the loss is a mean over the targets of the whole step, so their number must be
@@ -150,11 +204,31 @@ impl<'a> Lowering<'a> {
         let mut last = 0;
         for micro_batch in 0..self.strategy.accumulation_steps {
             let load = Instruction::new(Action::Load { micro_batch });
-            last = self.builder.push(load.taking(MemoryKind::Data, self.model.batch_bytes), []);
+            last = self.builder.push(load.taking(MemoryKind::Data, self.sizes.batch()), []);
         }
         // Two numbers: tokens and targets.
-        let count = Instruction::new(Action::Count).moving(self.message(Axis::Data, 16));
+        let count = Instruction::new(Action::Count).moving(self.sizes.message(Axis::Data, 16));
         self.counted = self.builder.push(count, [last]);
+    }
+
+    /// Begins to receive the inputs of the next stretch of units, while this one runs.
+    fn receive(&mut self, at: usize) {
+        let stretch = self.program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
+        let before = at.checked_sub(1).map(|before| self.ran[before]);
+        while let Some(pass) = self.receives.get(self.next_receive).copied().filter(|pass| *pass <= at + stretch) {
+            self.next_receive += 1;
+            let Pass { phase, unit, micro_batch, .. } = self.passes[pass];
+            let mesh = self.sizes.mesh;
+            let (step, unit) = match phase {
+                Phase::Forward => (mesh.pp - 1, unit - 1),
+                Phase::Backward => (1, unit),
+            };
+            let from = (self.program.rank + step * mesh.stage_ranks()) % mesh.ranks();
+            let receive =
+                Instruction::new(Action::Recv { from, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
+            let receive = receive.taking(MemoryKind::Communication, self.sizes.sent(unit));
+            self.brought[pass].input = Some(self.builder.push(receive, before));
+        }
     }
 
     /// Begins to bring what the passes up to `prefetch` after `at` need.
@@ -169,66 +243,67 @@ impl<'a> Lowering<'a> {
         while let Some(pass) = self.returns.get(self.next_return).copied().filter(|pass| *pass <= horizon) {
             self.next_return += 1;
             let Pass { unit, micro_batch, .. } = self.passes[pass];
-            let (state, bytes) = (State::Activations { micro_batch }, self.saved_bytes(unit));
+            let (state, bytes) = (State::Activations { micro_batch }, self.sizes.saved(unit));
             let fetch = Instruction::new(Action::Fetch { unit, state }).moving(bytes);
-            self.fetched[pass] = Some(self.builder.push(fetch.taking(MemoryKind::Activations, bytes), before));
+            self.brought[pass].activations =
+                Some(self.builder.push(fetch.taking(MemoryKind::Activations, bytes), before));
         }
     }
 
     fn bring_parameters(&mut self, window: &Window, before: Option<u32>) -> u32 {
         let Window { unit, over, .. } = *window;
-        let shards = self.mesh.shard_degree();
+        let shards = self.sizes.mesh.shard_degree();
         // What stayed since the forward needs nothing from the tier.
-        let fetched = (self.strategy.offload.parameters.is_some() && over == shards).then(|| {
-            let bytes = self.held(unit, self.placement.parameters, self.strategy.bytes.parameter);
-            let fetch = Instruction::new(Action::Fetch { unit, state: State::Parameters }).moving(bytes);
-            self.builder.push(fetch.taking(MemoryKind::Parameters, bytes), before)
-        });
-        if self.placement.parameters == Extent::Full {
-            return fetched.expect("whole parameters come and go only between tiers");
+        let from_tier = self.strategy.offload.parameters.is_some() && over == shards;
+        let fetched = from_tier.then(|| self.fetch_parameters(unit, before));
+        match fetched {
+            Some(fetched) if self.sizes.placement.parameters == Extent::Full => return fetched,
+            _ => {}
         }
-        let full = self.full(unit, self.strategy.bytes.parameter);
+        let full = self.sizes.full(unit, self.strategy.bytes.parameter);
         let stayed = if over == shards { 0 } else { full / u64::from(over) };
         let gather = Instruction::new(Action::Gather { unit, over }).moving(full);
-        let gather =
-            self.builder.push(gather.taking(MemoryKind::Gathered, full - stayed), before.into_iter().chain(fetched));
-        if fetched.is_some() {
+        let gather = gather.taking(MemoryKind::Gathered, full - stayed);
+        let gather = self.builder.push(gather, before.into_iter().chain(fetched));
+        if from_tier {
             self.drop_parameters(unit, gather, false);
         }
         gather
     }
 
-    fn drop_parameters(&mut self, unit: u32, after: u32, write: bool) {
-        let bytes = self.held(unit, self.placement.parameters, self.strategy.bytes.parameter);
+    pub(crate) fn fetch_parameters(&mut self, unit: u32, before: Option<u32>) -> u32 {
+        let bytes = self.sizes.parameters(unit);
+        let fetch = Instruction::new(Action::Fetch { unit, state: State::Parameters }).moving(bytes);
+        self.builder.push(fetch.taking(MemoryKind::Parameters, bytes), before)
+    }
+
+    pub(crate) fn drop_parameters(&mut self, unit: u32, after: u32, write: bool) {
+        let bytes = self.sizes.parameters(unit);
         let evict = Instruction::new(Action::Evict { unit, state: State::Parameters, write });
-        self.builder
-            .push(evict.moving(if write { bytes } else { 0 }).giving_back(MemoryKind::Parameters, bytes), [after]);
+        let evict = evict.moving(if write { bytes } else { 0 });
+        let evict = self.builder.push(evict.giving_back(MemoryKind::Parameters, bytes), [after]);
+        self.dropped[unit as usize] = Some(evict);
     }
 
     /// Runs a pass once all that it reads is there.
     fn run(&mut self, at: usize) {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
-        let (keep, saved) = (self.keep(unit), self.saved_bytes(unit));
-        let mut needs = vec![self.counted];
-        needs.extend(reads(self.model, unit).into_iter().filter_map(|unit| self.present[unit as usize]));
-        needs.extend(self.fetched[at]);
-        let mut pass = match phase {
-            Phase::Forward => {
-                Instruction::new(Action::Forward { unit, micro_batch, keep }).taking(MemoryKind::Activations, saved)
-            }
-            Phase::Backward => {
-                let everything = self.model.units[unit as usize].saved_bytes[Keep::Everything as usize];
-                let backward = Instruction::new(Action::Backward { unit, micro_batch, part });
-                backward.giving_back(MemoryKind::Activations, saved).working(everything.saturating_sub(saved))
-            }
-        };
-        if phase == Phase::Backward && unit == 0 {
-            pass = pass.giving_back(MemoryKind::Data, self.model.batch_bytes);
+        let mut needs = self.inputs(at);
+        needs.extend(self.program.reads(unit).filter_map(|unit| self.present[unit as usize]));
+        needs.extend(self.brought[at].activations);
+        let mut pass = self.pass_with_activations(phase, part, unit, micro_batch);
+        if self.brought[at].input.is_some() {
+            let received = if phase == Phase::Forward { unit - 1 } else { unit };
+            pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(received));
         }
-        for gradient in self.begins[at].clone() {
+        let lowest = self.program.stages[0].start;
+        if phase == Phase::Backward && part != Part::Input && unit == lowest {
+            pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
+        }
+        for gradient in std::mem::take(&mut self.begins[at]) {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
             if self.begins_in_a_buffer(micro_batch) {
-                pass = pass.taking(MemoryKind::Gradients, self.full(unit, self.strategy.bytes.gradient));
+                pass = pass.taking(MemoryKind::Gradients, self.sizes.gradient(unit));
                 // As many reductions may be under way; further buffers wait for them.
                 let under_way = self.strategy.prefetch.max(1) as usize;
                 needs.extend(self.reduces.len().checked_sub(under_way + 1).map(|reduce| self.reduces[reduce]));
@@ -237,189 +312,160 @@ impl<'a> Lowering<'a> {
         self.ran.push(self.builder.push(pass, needs));
     }
 
+    fn pass_with_activations(&self, phase: Phase, part: Part, unit: u32, micro_batch: u32) -> Instruction {
+        let (saved, everything) = (self.sizes.saved(unit), self.sizes.everything(unit));
+        let recomputed = everything.saturating_sub(saved);
+        let backward = Instruction::new(Action::Backward { unit, micro_batch, part });
+        match (phase, part) {
+            (Phase::Forward, _) => {
+                let keep = self.sizes.keep(unit);
+                Instruction::new(Action::Forward { unit, micro_batch, keep }).taking(MemoryKind::Activations, saved)
+            }
+            (_, Part::Whole) => backward.giving_back(MemoryKind::Activations, saved).working(recomputed),
+            // What the first half recomputes, the second half reads too.
+            (_, Part::Input) => backward.taking(MemoryKind::Activations, recomputed),
+            (_, Part::Weights) => backward.giving_back(MemoryKind::Activations, saved + recomputed),
+        }
+    }
+
+    /// What the input of pass `at` waits for.
+    pub(crate) fn inputs(&self, at: usize) -> Vec<u32> {
+        let Pass { phase, part, unit, micro_batch } = self.passes[at];
+        if part == Part::Weights {
+            return Vec::new();
+        }
+        let before = at.checked_sub(1).map_or(self.counted, |before| self.ran[before]);
+        let inputs = [Some(before), self.brought[at].input, self.input_exchange(phase, unit, micro_batch)];
+        inputs.into_iter().flatten().collect()
+    }
+
+    /// The collective that completes a pass's input.
+    fn input_exchange(&self, phase: Phase, unit: u32, micro_batch: u32) -> Option<u32> {
+        let of = |phase, unit| self.exchanged[phase as usize][self.place(unit, micro_batch)];
+        match phase {
+            Phase::Forward => unit.checked_sub(1).and_then(|below| of(phase, below)),
+            Phase::Backward if unit == self.program.loss_unit() => of(Phase::Forward, unit),
+            Phase::Backward => of(phase, unit + 1),
+        }
+    }
+
+    fn place(&self, unit: u32, micro_batch: u32) -> usize {
+        (unit * self.strategy.accumulation_steps + micro_batch) as usize
+    }
+
+    /// The collectives inside the unit, and the send of its result to the next stage.
+    fn pass_on(&mut self, at: usize) {
+        let Pass { phase, part, unit, micro_batch } = self.passes[at];
+        if part == Part::Weights {
+            return;
+        }
+        let exchange = self.exchange(at);
+        let place = self.place(unit, micro_batch);
+        self.exchanged[phase as usize][place] = exchange;
+        if crosses_out(&self.program, &self.passes[at]) {
+            let mesh = self.sizes.mesh;
+            let (step, unit) = match phase {
+                Phase::Forward => (1, unit),
+                Phase::Backward => (mesh.pp - 1, unit - 1),
+            };
+            let to = (self.program.rank + step * mesh.stage_ranks()) % mesh.ranks();
+            let send = Instruction::new(Action::Send { to, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
+            self.builder.push(send, [self.ran[at]].into_iter().chain(exchange));
+        }
+    }
+
     /// Gives back what pass `at` was the last to use for now.
     fn let_go(&mut self, at: usize) {
         let ran = self.ran[at];
-        for window in self.window_ends[at].clone() {
+        for window in std::mem::take(&mut self.window_ends[at]) {
             let Window { unit, keep, .. } = self.windows[window];
-            if self.placement.parameters == Extent::Full {
+            if self.sizes.placement.parameters == Extent::Full {
                 self.drop_parameters(unit, ran, false);
                 continue;
             }
-            let full = self.full(unit, self.strategy.bytes.parameter);
-            let stays = if keep == self.mesh.shard_degree() { 0 } else { full / u64::from(keep) };
+            let full = self.sizes.full(unit, self.strategy.bytes.parameter);
+            let stays = if keep == self.sizes.mesh.shard_degree() { 0 } else { full / u64::from(keep) };
             let release = Instruction::new(Action::Release { unit, keep });
             self.builder.push(release.giving_back(MemoryKind::Gathered, full - stays), [ran]);
         }
-        let Pass { unit, micro_batch, .. } = self.passes[at];
         if self.trips[at].is_some() {
-            let bytes = self.saved_bytes(unit);
-            let evict =
-                Instruction::new(Action::Evict { unit, state: State::Activations { micro_batch }, write: true });
-            self.builder.push(evict.moving(bytes).giving_back(MemoryKind::Activations, bytes), [ran]);
+            let Pass { unit, micro_batch, .. } = self.passes[at];
+            let bytes = self.sizes.saved(unit);
+            let state = State::Activations { micro_batch };
+            let evict = Instruction::new(Action::Evict { unit, state, write: true }).moving(bytes);
+            self.builder.push(evict.giving_back(MemoryKind::Activations, bytes), [ran]);
         }
     }
 
     /// Folds and reduces the gradients that pass `at` completed.
     fn complete_gradients(&mut self, at: usize) {
-        for gradient in self.completes[at].clone() {
+        for gradient in std::mem::take(&mut self.completes[at]) {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
-            let full = self.full(unit, self.strategy.bytes.gradient);
+            let bytes = self.sizes.gradient(unit);
             let mut complete = self.ran[at];
             if self.strategy.elastic && micro_batch % 2 == 1 {
                 let merged = u64::from(micro_batch.trailing_ones());
                 let fold = Instruction::new(Action::Fold { unit, micro_batch });
-                complete = self.builder.push(fold.giving_back(MemoryKind::Gradients, merged * full), []);
+                complete = self.builder.push(fold.giving_back(MemoryKind::Gradients, merged * bytes), []);
             }
             let per_step = self.strategy.reduce_schedule == ReduceSchedule::PerStep;
             let due = !per_step || micro_batch + 1 == self.strategy.accumulation_steps;
-            if due && self.mesh.degree(Axis::Data) > 1 {
+            if due && self.sizes.mesh.degree(Axis::Data) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
-                let message = self.full(unit, self.strategy.bytes.reduce);
+                let message = self.sizes.full(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate }).moving(message);
-                if self.placement.fresh_gradients == Fresh::Transient {
-                    reduce = reduce.giving_back(MemoryKind::Gradients, full);
+                if self.sizes.placement.fresh_gradients == Fresh::Transient {
+                    reduce = reduce.giving_back(MemoryKind::Gradients, bytes);
                 }
-                let reduce = self.builder.push(reduce, [complete]);
-                self.reduces.push(reduce);
+                complete = self.builder.push(reduce, [complete]);
+                self.reduces.push(complete);
             }
+            self.summed[unit as usize] = Some(complete);
         }
-    }
-
-    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others hold too, evict.
-    fn update(&mut self) {
-        let units = self.model.units.len() as u32;
-        let last_pass = self.ran.last().copied();
-        self.fetch_optimizer(0, last_pass);
-        let clip = Instruction::new(Action::Clip).moving(self.message(Axis::World, self.norm_bytes()));
-        self.builder.push(clip, self.reduces.last().copied());
-        let mut update = 0;
-        for unit in 0..units {
-            self.fetch_optimizer(unit + 1, None);
-            update = self.update_unit(unit);
-        }
-        if self.strategy.snapshot {
-            self.builder.push(Instruction::new(Action::Snapshot), [update]);
-        }
-    }
-
-    fn fetch_optimizer(&mut self, unit: u32, before: Option<u32>) {
-        if unit as usize >= self.model.units.len() {
-            return;
-        }
-        let Strategy { offload, bytes, .. } = self.strategy;
-        let masters = self.held(unit, self.placement.masters, bytes.master);
-        let optimizer = self.held(unit, self.placement.masters, bytes.optimizer);
-        let mut fetched = None;
-        if offload.optimizer.is_some() {
-            let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer }).moving(masters + optimizer);
-            let fetch = fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer);
-            fetched = Some(self.builder.push(fetch, before));
-        }
-        // The update of a copy that is its own master reads it; otherwise it is written anew.
-        if offload.parameters.is_some() && bytes.master == 0 {
-            let parameters = self.held(unit, self.placement.parameters, bytes.parameter);
-            let fetch = Instruction::new(Action::Fetch { unit, state: State::Parameters }).moving(parameters);
-            fetched = Some(self.builder.push(fetch.taking(MemoryKind::Parameters, parameters), before));
-        }
-        self.present[unit as usize] = fetched;
-    }
-
-    fn update_unit(&mut self, unit: u32) -> u32 {
-        let Strategy { offload, bytes, .. } = self.strategy;
-        let mut instruction = Instruction::new(Action::Update { unit });
-        if offload.parameters.is_some() && bytes.master != 0 {
-            let parameters = self.held(unit, self.placement.parameters, bytes.parameter);
-            instruction = instruction.taking(MemoryKind::Parameters, parameters);
-        }
-        let update = self.builder.push(instruction, self.present[unit as usize]);
-        if offload.optimizer.is_some() {
-            let masters = self.held(unit, self.placement.masters, bytes.master);
-            let optimizer = self.held(unit, self.placement.masters, bytes.optimizer);
-            let evict = Instruction::new(Action::Evict { unit, state: State::Optimizer, write: true });
-            let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
-            self.builder.push(evict.giving_back(MemoryKind::Optimizer, optimizer), [update]);
-        }
-        let mut written = update;
-        if self.placement.parameters != self.placement.masters {
-            let gather = Instruction::new(Action::Gather { unit, over: self.mesh.shard_degree() });
-            written = self.builder.push(gather.moving(self.full(unit, bytes.parameter)), [update]);
-        }
-        if offload.parameters.is_some() {
-            self.drop_parameters(unit, written, true);
-        }
-        update
-    }
-
-    /// What is held from the first instruction to the last.
-    fn resident(&self) -> Vec<Effect> {
-        let Strategy { offload, bytes, .. } = self.strategy;
-        let place = &self.placement;
-        let kinds = [
-            (MemoryKind::Parameters, place.parameters, bytes.parameter, offload.parameters),
-            (MemoryKind::Masters, place.masters, bytes.master, offload.optimizer),
-            (MemoryKind::Gradients, place.gradients, bytes.gradient, None),
-            (MemoryKind::Optimizer, place.masters, bytes.optimizer, offload.optimizer),
-        ];
-        let units = 0..self.model.units.len() as u32;
-        let here = kinds.iter().filter(|(_, _, _, tier)| tier.is_none());
-        here.map(|(kind, extent, width, _)| {
-            let bytes: u64 = units.clone().map(|unit| self.held(unit, *extent, *width)).sum();
-            Effect { kind: *kind, bytes: bytes as i64 }
-        })
-        .filter(|effect| effect.bytes != 0)
-        .collect()
-    }
-
-    fn full(&self, unit: u32, width: u32) -> u64 {
-        padded(self.model.units[unit as usize].flat_elements, self.mesh.shard_degree()) * u64::from(width)
-    }
-
-    fn held(&self, unit: u32, extent: Extent, width: u32) -> u64 {
-        match extent {
-            Extent::Full => self.full(unit, width),
-            Extent::Shard => self.full(unit, width) / u64::from(self.mesh.shard_degree()),
-        }
-    }
-
-    /// The norm's partial sums, one f64 per chunk, and a loss per micro-batch of the step.
-    fn norm_bytes(&self) -> u64 {
-        let units = 0..self.model.units.len() as u32;
-        let chunks: u64 = units.map(|unit| self.full(unit, 1) / crate::SHARD_QUANTUM).sum();
-        8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))
-    }
-
-    /// A group of one sends nothing.
-    fn message(&self, axis: Axis, bytes: u64) -> u64 {
-        if self.mesh.degree(axis) > 1 { bytes } else { 0 }
-    }
-
-    fn keep(&self, unit: u32) -> Keep {
-        let last = unit as usize + 1 == self.model.units.len();
-        if last { Keep::Everything } else { self.strategy.keep[unit as usize] }
-    }
-
-    fn saved_bytes(&self, unit: u32) -> u64 {
-        self.model.units[unit as usize].saved_bytes[self.keep(unit) as usize]
     }
 
     /// Whether a gradient starts in a buffer of its own: always a transient one, and in elastic sums that of every micro-batch but the first.
     fn begins_in_a_buffer(&self, micro_batch: u32) -> bool {
-        self.placement.fresh_gradients == Fresh::Transient || self.strategy.elastic && micro_batch > 0
+        self.sizes.placement.fresh_gradients == Fresh::Transient || self.strategy.elastic && micro_batch > 0
     }
 }
 
-/// The units whose parameters `unit` reads: its own, and those it borrows.
-fn reads(model: &ModelShape, unit: u32) -> Vec<u32> {
-    let mut units = vec![unit];
-    units.extend(&model.units[unit as usize].borrows);
-    units
+/// How windows over parameters are formed: nothing comes and goes when all is resident.
+fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::windows::Reach {
+    let whole = placement.parameters == Extent::Full;
+    crate::windows::Reach {
+        come_and_go: !whole || strategy.offload.parameters.is_some(),
+        shards: mesh.shard_degree(),
+        // Whole parameters, which come from a tier, have no parts that could stay.
+        reshard: match strategy.reshard_after_forward {
+            Reshard::To(_) if whole => Reshard::Always,
+            // One part of one: all stays.
+            Reshard::To(1) => Reshard::Never,
+            reshard => reshard,
+        },
+        prefetch: strategy.prefetch as usize,
+    }
 }
 
-/// Backwards add to gradients, and so does the forward of the last unit, which differentiates the loss while it has the logits.
-fn adds_gradients(model: &ModelShape, pass: &Pass) -> bool {
-    let loss = pass.phase == Phase::Forward && pass.unit as usize + 1 == model.units.len();
-    loss || differentiates_weights(pass)
+/// Whether a pass's input comes from another stage.
+fn crosses_in(program: &Program, pass: &Pass) -> bool {
+    match (pass.phase, pass.part) {
+        (_, Part::Weights) => false,
+        (Phase::Forward, _) => pass.unit > 0 && program.stages.iter().any(|stretch| stretch.start == pass.unit),
+        (Phase::Backward, _) => {
+            pass.unit < program.loss_unit() && program.stages.iter().any(|stretch| stretch.end == pass.unit + 1)
+        }
+    }
+}
+
+/// Whether a pass's result goes to another stage.
+fn crosses_out(program: &Program, pass: &Pass) -> bool {
+    match pass.phase {
+        Phase::Forward => {
+            pass.unit < program.loss_unit() && program.stages.iter().any(|stretch| stretch.end == pass.unit + 1)
+        }
+        Phase::Backward => pass.unit > 0 && program.stages.iter().any(|stretch| stretch.start == pass.unit),
+    }
 }
 
 /// The indices of `ends` grouped by pass.

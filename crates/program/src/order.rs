@@ -1,6 +1,6 @@
-//! The order in which a rank runs its units forward and backward.
+//! The order in which a rank runs its units forward and backward, and how a pipeline is cut.
 
-use crate::{Part, Phase};
+use crate::{Mesh, Part, Phase, PipelineSchedule, Strategy};
 use std::ops::Range;
 
 /// One run of a unit on a micro-batch.
@@ -16,13 +16,123 @@ pub struct Pass {
     pub micro_batch: u32,
 }
 
-/// Each micro-batch forward and then backward: what a rank does that holds all units.
-pub fn one_after_the_other(units: Range<u32>, micro_batches: u32) -> Vec<Pass> {
-    let mut passes = Vec::with_capacity(2 * micro_batches as usize * units.len());
-    for micro_batch in 0..micro_batches {
-        let part = Part::Whole;
-        passes.extend(units.clone().map(|unit| Pass { phase: Phase::Forward, part, unit, micro_batch }));
-        passes.extend(units.clone().rev().map(|unit| Pass { phase: Phase::Backward, part, unit, micro_batch }));
+/// A forward or backward of a whole stretch of units.
+#[derive(Clone, Copy)]
+struct Turn {
+    phase: Phase,
+    part: Part,
+    chunk: usize,
+    micro_batch: u32,
+}
+
+/// The stretches of units of every pipeline stage: stretch c of stage s is number c · pp + s of the model's.
+pub fn stages(units: u32, mesh: &Mesh, strategy: &Strategy) -> Vec<Vec<Range<u32>>> {
+    let chunks = chunks(strategy);
+    let count = mesh.pp * chunks;
+    let cuts: Vec<u32> = if strategy.cuts.is_empty() { even_cuts(units, count) } else { strategy.cuts.clone() };
+    let starts = std::iter::once(0).chain(cuts.iter().copied());
+    let stretches: Vec<Range<u32>> =
+        starts.zip(cuts.iter().copied().chain([units])).map(|(start, end)| start..end).collect();
+    (0..mesh.pp)
+        .map(|stage| (0..chunks).map(|chunk| stretches[(chunk * mesh.pp + stage) as usize].clone()).collect())
+        .collect()
+}
+
+/// Stretches of units per stage.
+pub fn chunks(strategy: &Strategy) -> u32 {
+    match strategy.pipeline {
+        PipelineSchedule::Interleaved { chunks } => chunks,
+        _ => 1,
     }
-    passes
+}
+
+/// Blocks in equal parts, those left over to the stretches in the middle; the first unit goes with the first, the last with the last.
+fn even_cuts(units: u32, count: u32) -> Vec<u32> {
+    if units < count + 2 {
+        return (1..count).map(|cut| cut * units / count).collect();
+    }
+    let blocks = units - 2;
+    let (each, left) = (blocks / count, blocks % count);
+    let first_with_more = (count - left) / 2;
+    (1..count).map(|cut| 1 + cut * each + cut.saturating_sub(first_with_more).min(left)).collect()
+}
+
+/// What stage `stage` does in which order.
+pub fn passes(stage: u32, stretches: &[Range<u32>], mesh: &Mesh, strategy: &Strategy) -> Vec<Pass> {
+    let micro_batches = strategy.accumulation_steps;
+    let turns = match strategy.pipeline {
+        _ if mesh.pp == 1 => one_after_the_other(micro_batches),
+        PipelineSchedule::GPipe => warmed_up(micro_batches, micro_batches, plain),
+        PipelineSchedule::OneForwardOneBackward => warmed_up(micro_batches, mesh.pp - stage - 1, plain),
+        PipelineSchedule::Interleaved { chunks } => {
+            let (total, warm_up) = (micro_batches * chunks, 2 * (mesh.pp - stage - 1) + (chunks - 1) * mesh.pp);
+            warmed_up(total, warm_up, |phase, turn| interleaved(phase, turn, mesh.pp, chunks))
+        }
+        PipelineSchedule::ZeroBubble => weights_later(&warmed_up(micro_batches, mesh.pp - stage - 1, plain), stage),
+    };
+    turns.iter().flat_map(|turn| units_of(turn, &stretches[turn.chunk])).collect()
+}
+
+fn units_of(turn: &Turn, stretch: &Range<u32>) -> Vec<Pass> {
+    let Turn { phase, part, micro_batch, .. } = *turn;
+    let pass = |unit| Pass { phase, part, unit, micro_batch };
+    match phase {
+        Phase::Forward => stretch.clone().map(pass).collect(),
+        Phase::Backward => stretch.clone().rev().map(pass).collect(),
+    }
+}
+
+fn plain(phase: Phase, micro_batch: u32) -> Turn {
+    Turn { phase, part: Part::Whole, chunk: 0, micro_batch }
+}
+
+/// Each micro-batch forward and then backward: what a rank does that holds all units.
+fn one_after_the_other(micro_batches: u32) -> Vec<Turn> {
+    (0..micro_batches)
+        .flat_map(|micro_batch| [Phase::Forward, Phase::Backward].map(|phase| plain(phase, micro_batch)))
+        .collect()
+}
+
+/// `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+fn warmed_up(total: u32, warm_up: u32, turn: impl Fn(Phase, u32) -> Turn) -> Vec<Turn> {
+    let warm_up = warm_up.min(total);
+    let forwards = 0..warm_up;
+    let pairs = (warm_up..total).flat_map(|forward| [(Phase::Forward, forward), (Phase::Backward, forward - warm_up)]);
+    let backwards = total - warm_up..total;
+    let order = forwards.map(|forward| (Phase::Forward, forward)).chain(pairs);
+    order
+        .chain(backwards.map(|backward| (Phase::Backward, backward)))
+        .map(|(phase, number)| turn(phase, number))
+        .collect()
+}
+
+/// The `number`-th forward or backward of an interleaved schedule: `stages` micro-batches on one stretch, the same on the next (Narayanan et al. 2021,
+/// section 2.2).
+fn interleaved(phase: Phase, number: u32, stages: u32, chunks: u32) -> Turn {
+    let (round, place) = (number / (stages * chunks), number % (stages * chunks));
+    let chunk = match phase {
+        Phase::Forward => place / stages,
+        Phase::Backward => chunks - 1 - place / stages,
+    };
+    Turn { phase, part: Part::Whole, chunk: chunk as usize, micro_batch: round * stages + place % stages }
+}
+
+/// ZB-H1: gradients of weights come `late` backwards after those of inputs, which fills the stage's bubble (Qi et al. 2023, section 2.1).
+fn weights_later(turns: &[Turn], late: u32) -> Vec<Turn> {
+    let mut all = Vec::new();
+    let mut waiting = std::collections::VecDeque::new();
+    for turn in turns {
+        match turn.phase {
+            Phase::Forward => all.push(*turn),
+            Phase::Backward => {
+                all.push(Turn { part: Part::Input, ..*turn });
+                waiting.push_back(Turn { part: Part::Weights, ..*turn });
+                if waiting.len() > late as usize {
+                    all.extend(waiting.pop_front());
+                }
+            }
+        }
+    }
+    all.extend(waiting);
+    all
 }

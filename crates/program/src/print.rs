@@ -23,6 +23,17 @@ impl fmt::Display for Program {
     }
 }
 
+impl Program {
+    /// Instruction `number` in words, without lane and dependencies.
+    ///
+    /// # Panics
+    ///
+    /// When there is none.
+    pub fn describe(&self, number: usize) -> String {
+        describe(self, self.instructions[number].action)
+    }
+}
+
 fn details(instruction: &Instruction) -> String {
     let mut details = Vec::new();
     if !instruction.after.is_empty() {
@@ -66,7 +77,7 @@ fn describe(program: &Program, action: Action) -> String {
         Action::Reduce { unit, accumulate } => {
             format!("{name} {}{}", unit_name(unit), if accumulate { ", add" } else { "" })
         }
-        Action::Update { unit } => format!("{name} {}", unit_name(unit)),
+        Action::Update { unit } | Action::Tie { unit } => format!("{name} {}", unit_name(unit)),
         Action::Fetch { unit, state } => format!("{name} {} of {}", state_name(state), unit_name(unit)),
         Action::Evict { unit, state, write } => {
             format!("{} {} of {}", if write { name } else { "drop" }, state_name(state), unit_name(unit))

@@ -1,6 +1,6 @@
 //! One rank's step.
 
-use crate::{Effect, Instruction, Lane, Mesh, Offload, Placement};
+use crate::{Effect, Instruction, Lane, Mesh, Offload, Part, Phase, Placement};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -17,10 +17,18 @@ pub struct Program {
     pub offload: Offload,
     /// The names of the model's units, by number.
     pub units: Vec<String>,
+    /// Per unit, the units whose parameters it reads besides its own.
+    pub borrows: Vec<Vec<u32>>,
     /// The stretches of units that this rank runs, ascending; without a pipeline, one of all units.
     pub stages: Vec<Range<u32>>,
     /// How many micro-batches a rank's step has.
     pub micro_batches: u32,
+    /// Whether each micro-batch's gradient has buffers of its own, which are folded along a binary tree.
+    pub folded: bool,
+    /// Whether the state is handed to the checkpoint writer.
+    pub snapshot: bool,
+    /// How many passes ahead of its use anything is brought, and how many reductions may be under way while gradients are computed.
+    pub prefetch: u32,
     /// Bytes held for the whole step.
     pub resident: Vec<Effect>,
     /// In order; dependencies point backwards only.
@@ -41,5 +49,39 @@ impl Program {
     /// Whether the rank runs `unit`.
     pub fn runs(&self, unit: u32) -> bool {
         self.stages.iter().any(|stage| stage.contains(&unit))
+    }
+
+    /// The units whose parameters `unit` reads: its own, and those it borrows.
+    pub fn reads(&self, unit: u32) -> impl Iterator<Item = u32> + '_ {
+        std::iter::once(unit).chain(self.borrows[unit as usize].iter().copied())
+    }
+
+    /// The units that the rank trains: those it runs, and those they borrow; ascending.
+    pub fn trains(&self) -> Vec<u32> {
+        let units = self.stages.iter().cloned().flatten();
+        let mut units: Vec<u32> = units.flat_map(|unit| self.reads(unit)).collect();
+        units.sort_unstable();
+        units.dedup();
+        units
+    }
+
+    /// Whether other stages of the pipeline hold `unit` too: it is borrowed from them or by them.
+    pub fn is_shared_between_stages(&self, unit: u32) -> bool {
+        let borrows = |(by, from): (u32, &Vec<u32>)| from.contains(&unit) && self.runs(by) != self.runs(unit);
+        (0..).zip(&self.borrows).any(borrows)
+    }
+
+    /// The unit that computes the loss.
+    pub fn loss_unit(&self) -> u32 {
+        self.units.len() as u32 - 1
+    }
+
+    /// Whether a pass over `unit` adds to the gradients of the units it reads: a backward that differentiates weights, and the loss's forward, which
+    /// differentiates while it has the logits (in a pipeline, whose schedules part forwards from backwards, its backward does).
+    pub fn adds_gradients(&self, unit: u32, phase: Phase, part: Part) -> bool {
+        match phase {
+            Phase::Forward => unit == self.loss_unit() && self.mesh.pp == 1,
+            Phase::Backward => part != Part::Input,
+        }
     }
 }

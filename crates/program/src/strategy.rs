@@ -156,6 +156,8 @@ pub struct Strategy {
     pub bytes: StateBytes,
     /// The order of a pipeline's forwards and backwards.
     pub pipeline: PipelineSchedule,
+    /// The first unit of every stretch of the pipeline but the first, ascending; empty: blocks in equal parts.
+    pub cuts: Vec<u32>,
     /// Whether tensor parallelism splits norms and residuals along the sequence too (Korthikanti et al. 2022).
     pub sequence_parallel: bool,
 }
@@ -175,6 +177,7 @@ impl Strategy {
             offload: Offload::default(),
             bytes: StateBytes::MIXED,
             pipeline: PipelineSchedule::default(),
+            cuts: Vec::new(),
             sequence_parallel: false,
         }
     }
@@ -291,9 +294,64 @@ pub enum StrategyError {
     /// Elastic bits fold micro-batches before ranks.
     #[error("elastic bits sum a rank's micro-batches first: reduce gradients once per step")]
     ElasticPerMicroBatch,
-    /// Nothing for some rank to do.
-    #[error("{0}")]
-    Unsupported(String),
+    /// Experts are spread inside a shard group.
+    #[error(
+        "{experts} expert-parallel ranks do not divide the shard group of {shards}: raise dp_shard or cp to a multiple"
+    )]
+    Experts {
+        /// Expert-parallel degree.
+        experts: u32,
+        /// Ranks of the shard group.
+        shards: u32,
+    },
+    /// Interleaving nothing.
+    #[error(
+        "{chunks} stretches of units per stage, with {stages} stages: interleaving needs at least one stretch, and several stages"
+    )]
+    Chunks {
+        /// Stretches per stage.
+        chunks: u32,
+        /// Pipeline stages.
+        stages: u32,
+    },
+    /// A stage without units.
+    #[error("a pipeline of {stretches} stretches needs as many units, and the model has {units}")]
+    Stretches {
+        /// Stages times stretches per stage.
+        stretches: u32,
+        /// Units of the model.
+        units: u32,
+    },
+    /// Interleaved schedules go round by round.
+    #[error(
+        "an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches, not {micro_batches}"
+    )]
+    Interleaving {
+        /// Micro-batches of a step.
+        micro_batches: u32,
+        /// Pipeline stages.
+        stages: u32,
+    },
+    /// Cuts that do not make the stretches.
+    #[error(
+        "the cuts {cuts:?} do not divide {units} units into {stretches} stretches that all have some: give {stretches} - 1, ascending"
+    )]
+    Cuts {
+        /// As given.
+        cuts: Vec<u32>,
+        /// Stretches wanted.
+        stretches: u32,
+        /// Units of the model.
+        units: u32,
+    },
+    /// No such rank.
+    #[error("rank {rank} is not in a mesh of {ranks} ranks, 0 to {}", .ranks - 1)]
+    Rank {
+        /// Which.
+        rank: u32,
+        /// How many there are.
+        ranks: u32,
+    },
 }
 
 /// Checks that the three go together.
@@ -333,8 +391,27 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     if strategy.elastic && strategy.reduce_schedule == ReduceSchedule::PerMicroBatch {
         return Err(StrategyError::ElasticPerMicroBatch);
     }
-    if mesh.pp * mesh.cp * mesh.tp * mesh.ep > 1 {
-        return Err(StrategyError::Unsupported(format!("only data-parallel meshes are lowered, and this is {mesh:?}")));
+    if mesh.ep > 1 && !shards.is_multiple_of(mesh.ep) {
+        return Err(StrategyError::Experts { experts: mesh.ep, shards });
+    }
+    validate_pipeline(units as u32, mesh, strategy)
+}
+
+fn validate_pipeline(units: u32, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {
+    let chunks = crate::order::chunks(strategy);
+    if chunks == 0 || (chunks > 1 && mesh.pp == 1) {
+        return Err(StrategyError::Chunks { chunks, stages: mesh.pp });
+    }
+    let stretches = mesh.pp * chunks;
+    if units < stretches {
+        return Err(StrategyError::Stretches { stretches, units });
+    }
+    if chunks > 1 && !strategy.accumulation_steps.is_multiple_of(mesh.pp) {
+        return Err(StrategyError::Interleaving { micro_batches: strategy.accumulation_steps, stages: mesh.pp });
+    }
+    let bounds: Vec<u32> = std::iter::once(0).chain(strategy.cuts.iter().copied()).chain([units]).collect();
+    if !strategy.cuts.is_empty() && (bounds.len() as u32 != stretches + 1 || !bounds.is_sorted_by(|a, b| a < b)) {
+        return Err(StrategyError::Cuts { cuts: strategy.cuts.clone(), stretches, units });
     }
     Ok(())
 }

@@ -18,17 +18,26 @@ pub struct Window {
     pub keep: u32,
 }
 
-/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads; `shards` is the size of the shard group. Two uses
+/// How parameters come and go.
+pub struct Reach {
+    /// Whether they do: they are not resident.
+    pub come_and_go: bool,
+    /// The size of the shard group.
+    pub shards: u32,
+    /// What stays after forwards.
+    pub reshard: Reshard,
+    /// How many passes ahead they are brought.
+    pub prefetch: usize,
+}
+
+/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads. Two uses
 /// no further apart than `prefetch` passes share a window: the next gather would begin before the release.
-pub fn parameter_windows(
-    passes: &[Pass],
-    units: usize,
-    uses: impl Fn(u32) -> Vec<u32>,
-    shards: u32,
-    reshard: Reshard,
-    prefetch: usize,
-) -> Vec<Window> {
-    let reach = if reshard == Reshard::Never { passes.len() } else { prefetch.max(1) };
+pub fn parameter_windows(passes: &[Pass], units: usize, uses: impl Fn(u32) -> Vec<u32>, reach: &Reach) -> Vec<Window> {
+    if !reach.come_and_go {
+        return Vec::new();
+    }
+    let Reach { shards, reshard, .. } = *reach;
+    let reach = if reshard == Reshard::Never { passes.len() } else { reach.prefetch.max(1) };
     let mut open: Vec<Option<usize>> = vec![None; units];
     let mut windows: Vec<Window> = Vec::new();
     for (at, pass) in passes.iter().enumerate() {
@@ -38,9 +47,8 @@ pub fn parameter_windows(
                 Some(window) if at - windows[window].last <= reach => windows[window].last = at,
                 _ => {
                     let over = earlier.map_or(shards, |window| {
-                        let keep = part_that_stays(&passes[windows[window].last], shards, reshard);
-                        windows[window].keep = keep;
-                        if keep == shards { shards } else { keep }
+                        windows[window].keep = part_that_stays(&passes[windows[window].last], shards, reshard);
+                        windows[window].keep
                     });
                     open[unit as usize] = Some(windows.len());
                     windows.push(Window { unit, first: at, last: at, over, keep: shards });
@@ -114,9 +122,4 @@ pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Ve
         }
     }
     trips
-}
-
-/// Whether a backward computes gradients of weights.
-pub fn differentiates_weights(pass: &Pass) -> bool {
-    pass.phase == Phase::Backward && pass.part != Part::Input
 }

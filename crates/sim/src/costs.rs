@@ -80,6 +80,8 @@ impl Costs {
             Action::Backward { unit, part, .. } => self.backward_s(unit, part, keep),
             Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
             Action::Reduce { .. } => self.reduce_s(mesh, bytes),
+            // The first and the last stage.
+            Action::Tie { .. } => self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks()),
             Action::Send { to, .. } => {
                 let node = |rank: u32| rank / self.cluster.devices_per_node;
                 // Tensor-parallel ranks with a split sequence send parts; otherwise each sends a part and the parts are gathered.

@@ -47,7 +47,7 @@ impl RankTime {
 
     /// Seconds that compute waited for other stages.
     pub fn bubble_s(&self) -> f64 {
-        self.waited_s[Lane::Pipeline as usize]
+        self.waited_s[Lane::Send as usize] + self.waited_s[Lane::Receive as usize]
     }
 }
 
@@ -210,7 +210,7 @@ impl<'a> Player<'a> {
                 remember(&mut self.recent[1], span);
             }
             Lane::Inner => end = (start + seconds).max(self.host),
-            Lane::Pipeline => {
+            Lane::Send | Lane::Receive => {
                 end = (start + seconds).max(arrival);
                 if self.costs.stack.host_sync && arrival > 0.0 {
                     self.host = self.host.max(end);

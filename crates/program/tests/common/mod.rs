@@ -1,6 +1,11 @@
-//! Models to lower.
+//! Models to lower, and everything that can be asked for.
+#![allow(dead_code)]
 
-use trainyard_program::{ModelShape, UnitShape};
+use proptest::prelude::*;
+use trainyard_program::{
+    Keep, Mesh, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes, Strategy as How, Tier,
+    UnitShape,
+};
 
 /// An embedding, blocks and a head tied to the embedding.
 pub fn model(units: usize) -> ModelShape {
@@ -17,4 +22,96 @@ pub fn model(units: usize) -> ModelShape {
         ..UnitShape::default()
     };
     ModelShape { units: (0..units).map(unit).collect(), batch_bytes: 64 }
+}
+
+/// A model, a mesh and a strategy that fit together.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub model: ModelShape,
+    pub mesh: Mesh,
+    pub strategy: How,
+}
+
+/// Models of up to `units` units on data-parallel meshes: what the engine runs.
+pub fn data_parallel_cases(units: usize) -> impl Strategy<Value = Case> {
+    (models(units), 1u32..4, 1u32..5, 1u32..5).prop_flat_map(|(model, replicate, shard, accumulation)| {
+        let mesh = Mesh::data(replicate, shard);
+        strategies(model.units.len(), mesh, accumulation).prop_map(move |strategy| Case {
+            model: model.clone(),
+            mesh,
+            strategy,
+        })
+    })
+}
+
+/// The same on meshes of every axis, of up to sixteen ranks.
+pub fn cases(units: usize) -> impl Strategy<Value = Case> {
+    let degrees = (1u32..5, 1u32..3, 1u32..3, 1u32..3, 1u32..3, any::<bool>());
+    (models(units), degrees, 1u32..5, 0usize..5, 1u32..4).prop_flat_map(|(model, degrees, rounds, pipeline, chunks)| {
+        let count = model.units.len() as u32;
+        let (pp, dp_replicate, dp_shard, cp, tp, experts) = degrees;
+        let pp = pp.min(count);
+        let chunks = chunks.min(count / pp).max(1);
+        let pipeline = match pipeline {
+            0 => PipelineSchedule::GPipe,
+            1 => PipelineSchedule::ZeroBubble,
+            2 if pp > 1 => PipelineSchedule::Interleaved { chunks },
+            _ => PipelineSchedule::OneForwardOneBackward,
+        };
+        let interleaved = matches!(pipeline, PipelineSchedule::Interleaved { .. });
+        let accumulation = if interleaved { rounds * pp } else { rounds };
+        let mesh = Mesh { pp, dp_replicate, dp_shard, cp, tp, ep: if experts { dp_shard * cp } else { 1 } };
+        strategies(model.units.len(), mesh, accumulation).prop_map(move |strategy| {
+            let strategy = How { pipeline, sequence_parallel: experts, ..strategy };
+            Case { model: model.clone(), mesh, strategy }
+        })
+    })
+}
+
+fn models(units: usize) -> impl Strategy<Value = ModelShape> {
+    let unit = (1u64..60_000, prop::array::uniform3(0u64..5000), 1u64..100, 0u32..3);
+    (prop::collection::vec(unit, 1..=units), any::<bool>(), 0u64..100).prop_map(|(units, tied, batch_bytes)| {
+        let last = units.len() - 1;
+        let shape = |(i, (flat_elements, saved_bytes, output_bytes, tensor_collectives))| UnitShape {
+            name: format!("unit.{i}"),
+            flat_elements,
+            borrows: if tied && i == last && i > 0 { vec![0] } else { Vec::new() },
+            saved_bytes,
+            output_bytes,
+            tensor_collectives,
+            kv_bytes: if i % 2 == 1 { 2 * output_bytes } else { 0 },
+            expert_elements: if i % 2 == 1 { flat_elements / 2 } else { 0 },
+            expert_bytes: if i % 2 == 1 { output_bytes } else { 0 },
+        };
+        ModelShape { units: units.into_iter().enumerate().map(shape).collect(), batch_bytes }
+    })
+}
+
+fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<Value = How> {
+    let shards = mesh.shard_degree();
+    let keep = prop::sample::select(vec![Keep::Everything, Keep::Selective, Keep::InputOnly]);
+    let parts: Vec<Reshard> = (1..=shards).filter(|part| shards.is_multiple_of(*part)).map(Reshard::To).collect();
+    let reshard = prop::sample::select([vec![Reshard::Always, Reshard::Never], parts].concat());
+    let tier = || prop::sample::select(vec![None, None, Some(Tier::Host), Some(Tier::Disk)]);
+    let offload = (tier(), tier(), tier());
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    (prop::collection::vec(keep, units), 0u8..4, reshard, 0u32..4, offload, switches).prop_map(
+        move |(keep, zero_stage, reshard_after_forward, prefetch, (optimizer, parameters, activations), switches)| {
+            let (snapshot, per_micro_batch, elastic, mixed) = switches;
+            let even = accumulation.is_power_of_two() && mesh.data_parallel().is_power_of_two();
+            How {
+                accumulation_steps: accumulation,
+                keep,
+                snapshot,
+                zero_stage,
+                reshard_after_forward,
+                prefetch,
+                reduce_schedule: if per_micro_batch { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep },
+                elastic: elastic && even && !per_micro_batch,
+                offload: Offload { optimizer, parameters, activations },
+                bytes: if mixed { StateBytes::MIXED } else { StateBytes::F32 },
+                ..How::new(units)
+            }
+        },
+    )
 }

@@ -1,0 +1,86 @@
+//! Nothing is there earlier than the program's `prefetch` says, so that no more memory is held at once than was planned.
+
+use super::CheckError;
+use crate::clocks::HappensBefore;
+use crate::{Action, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State};
+
+/// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it has to.
+pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
+    let is_pass = |number: &u32| {
+        let action = program.instructions[*number as usize].action;
+        matches!(action, Action::Forward { .. } | Action::Backward { .. })
+    };
+    let passes: Vec<u32> = (0..program.instructions.len() as u32).filter(is_pass).collect();
+    let under_way = program.prefetch.max(1) as usize;
+    let stretch = program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
+    let mut reduces = Vec::new();
+    let mut states = 0;
+    for (number, instruction) in (0..).zip(&program.instructions) {
+        let waits_for = match instruction.action {
+            Action::Reduce { .. } => {
+                reduces.push(number);
+                None
+            }
+            Action::Forward { .. } | Action::Backward { .. } if begins_a_buffer(program, instruction) => {
+                reduces.len().checked_sub(under_way + 1).map(|reduce| reduces[reduce])
+            }
+            Action::Fetch { state: State::Optimizer, .. } => {
+                states += 1;
+                passes.last().copied()
+            }
+            Action::Evict { state: State::Optimizer, .. } => {
+                states -= 1;
+                None
+            }
+            Action::Gather { .. } if program.placement.parameters == Extent::Full => None,
+            Action::Gather { .. } | Action::Fetch { .. } => ahead(program, &passes, number, program.prefetch as usize),
+            Action::Recv { .. } => ahead(program, &passes, number, stretch),
+            _ => None,
+        };
+        let wrong = |what| Err(CheckError::Order { number: number as usize, action: instruction.action.name(), what });
+        if let Some(earlier) = waits_for.filter(|earlier| !order.holds(*earlier, number)) {
+            return wrong(format!("does not wait for instruction {earlier}, so more may be in memory than planned"));
+        }
+        if states > 2 {
+            return wrong("the state of more than two units is on the device".to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn begins_a_buffer(program: &Program, instruction: &Instruction) -> bool {
+    let takes = |effect: &crate::Effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0;
+    program.placement.fresh_gradients == Fresh::Transient && instruction.effects.iter().any(takes)
+}
+
+/// The pass that instruction `number` has to wait for when what it brings may be there `prefetch` passes ahead of its use.
+fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Option<u32> {
+    let next = passes.partition_point(|pass| *pass < number);
+    let uses = |pass: &u32| {
+        uses(program, program.instructions[*pass as usize].action, program.instructions[number as usize].action)
+    };
+    match passes[next..].iter().position(uses) {
+        Some(place) => (next + place).checked_sub(prefetch + 1).map(|pass| passes[pass]),
+        // For the update.
+        None => passes.last().copied(),
+    }
+}
+
+/// Whether `pass` uses what `brings` brings.
+fn uses(program: &Program, pass: Action, brings: Action) -> bool {
+    let (Some(runs), Some(on)) = (pass.unit(), pass.micro_batch()) else { return false };
+    let forward = matches!(pass, Action::Forward { .. });
+    match brings {
+        Action::Gather { unit, .. } | Action::Fetch { unit, state: State::Parameters } => {
+            program.reads(runs).any(|read| read == unit)
+        }
+        Action::Fetch { unit, state: State::Activations { micro_batch } } => {
+            !forward && (runs, on) == (unit, micro_batch)
+        }
+        Action::Recv { unit, micro_batch, phase, .. } => {
+            let user = if phase == Phase::Forward { unit + 1 } else { unit };
+            forward == (phase == Phase::Forward) && (runs, on) == (user, micro_batch)
+        }
+        _ => false,
+    }
+}

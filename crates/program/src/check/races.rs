@@ -1,0 +1,270 @@
+//! Conflicts: instructions that touch the same thing, one of them changing it, must be ordered.
+
+use super::CheckError;
+use crate::clocks::{HappensBefore, LANES};
+use crate::{Action, Collective, Extent, Fresh, Instruction, Part, Phase, Program, State};
+
+/// Something that instructions read and change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Thing {
+    Batch(u32),
+    Targets,
+    /// The resident copy that forward reads.
+    Parameters(u32),
+    Gathered(u32),
+    Activations(u32, u32),
+    /// The result of a pass over a unit: its output, or the gradient of its input; and what collectives inside the unit make of it.
+    Result(Phase, u32, u32),
+    Completed(Phase, u32, u32),
+    /// A gradient before its reduction; the number counts reductions of the unit.
+    Fresh(u32, u32),
+    /// The sum that the update reads.
+    Gradient(u32),
+    Norm,
+    /// Masters and optimizer state.
+    Optimizer(u32),
+}
+
+/// Numbers things densely.
+struct Places {
+    units: usize,
+    micro_batches: usize,
+}
+
+impl Places {
+    fn count(&self) -> usize {
+        let (units, batches) = (self.units, self.micro_batches);
+        2 + batches + 4 * units + 5 * units * batches + units * (batches + 2)
+    }
+
+    fn of(&self, thing: Thing) -> usize {
+        let (units, batches) = (self.units, self.micro_batches);
+        let pair = |unit: u32, micro_batch: u32| unit as usize * batches + micro_batch as usize;
+        let per_unit = 2 + batches;
+        let per_pair = per_unit + 4 * units;
+        match thing {
+            Thing::Targets => 0,
+            Thing::Norm => 1,
+            Thing::Batch(micro_batch) => 2 + micro_batch as usize,
+            Thing::Parameters(unit) => per_unit + unit as usize,
+            Thing::Gathered(unit) => per_unit + units + unit as usize,
+            Thing::Gradient(unit) => per_unit + 2 * units + unit as usize,
+            Thing::Optimizer(unit) => per_unit + 3 * units + unit as usize,
+            Thing::Activations(unit, m) => per_pair + pair(unit, m),
+            Thing::Result(phase, unit, m) => per_pair + (1 + phase as usize) * units * batches + pair(unit, m),
+            Thing::Completed(phase, unit, m) => per_pair + (3 + phase as usize) * units * batches + pair(unit, m),
+            Thing::Fresh(unit, reductions) => {
+                let reductions = (reductions as usize).min(batches + 1);
+                per_pair + 5 * units * batches + unit as usize * (batches + 2) + reductions
+            }
+        }
+    }
+}
+
+/// Who touched a thing last.
+#[derive(Clone, Copy, Default)]
+struct Access {
+    changed: Option<u32>,
+    /// Per lane, the last reader since.
+    read: [Option<u32>; LANES],
+}
+
+/// Finds two instructions that conflict and are not ordered.
+pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
+    let places = Places { units: program.units.len(), micro_batches: program.micro_batches as usize };
+    let mut accesses = vec![Access::default(); places.count()];
+    let mut touching = Touching::new(program);
+    for (number, instruction) in (0..).zip(&program.instructions) {
+        touching.look_at(instruction);
+        for thing in &touching.reads {
+            let access = &mut accesses[places.of(*thing)];
+            ordered(program, order, access.changed, number, *thing)?;
+            access.read[instruction.action.lane() as usize] = Some(number);
+        }
+        for thing in &touching.changes {
+            let access = &mut accesses[places.of(*thing)];
+            for earlier in access.read.into_iter().chain([access.changed]) {
+                ordered(program, order, earlier, number, *thing)?;
+            }
+            *access = Access { changed: Some(number), read: [None; LANES] };
+        }
+    }
+    Ok(())
+}
+
+fn ordered(
+    program: &Program,
+    order: &HappensBefore,
+    earlier: Option<u32>,
+    later: u32,
+    thing: Thing,
+) -> Result<(), CheckError> {
+    match earlier.filter(|earlier| *earlier != later && !order.holds(*earlier, later)) {
+        None => Ok(()),
+        Some(earlier) => Err(CheckError::Unordered {
+            number: later as usize,
+            action: program.instructions[later as usize].action.name(),
+            other: earlier as usize,
+            with: program.instructions[earlier as usize].action.name(),
+            what: describe(program, thing),
+        }),
+    }
+}
+
+fn describe(program: &Program, thing: Thing) -> String {
+    let name = |unit: u32| &program.units[unit as usize];
+    match thing {
+        Thing::Batch(micro_batch) => format!("micro-batch {micro_batch}"),
+        Thing::Targets => "the number of targets".to_owned(),
+        Thing::Norm => "the gradient norm".to_owned(),
+        Thing::Parameters(unit) => format!("the parameters of {}", name(unit)),
+        Thing::Gathered(unit) => format!("the gathered parameters of {}", name(unit)),
+        Thing::Activations(unit, m) => format!("the activations of {} on micro-batch {m}", name(unit)),
+        Thing::Result(Phase::Forward, unit, m) | Thing::Completed(Phase::Forward, unit, m) => {
+            format!("the output of {} on micro-batch {m}", name(unit))
+        }
+        Thing::Result(Phase::Backward, unit, m) | Thing::Completed(Phase::Backward, unit, m) => {
+            format!("the gradient of {}'s input on micro-batch {m}", name(unit))
+        }
+        Thing::Fresh(unit, _) | Thing::Gradient(unit) => format!("the gradient of {}", name(unit)),
+        Thing::Optimizer(unit) => format!("the optimizer state of {}", name(unit)),
+    }
+}
+
+/// What one instruction after the other reads and changes.
+struct Touching<'p> {
+    program: &'p Program,
+    trains: Vec<u32>,
+    /// Per unit, the reductions so far.
+    reductions: Vec<u32>,
+    reads: Vec<Thing>,
+    changes: Vec<Thing>,
+}
+
+impl<'p> Touching<'p> {
+    fn new(program: &'p Program) -> Touching<'p> {
+        let reductions = vec![0; program.units.len()];
+        Touching { program, trains: program.trains(), reductions, reads: Vec::new(), changes: Vec::new() }
+    }
+
+    fn look_at(&mut self, instruction: &Instruction) {
+        self.reads.clear();
+        self.changes.clear();
+        match instruction.action {
+            Action::Load { micro_batch } => self.changes.push(Thing::Batch(micro_batch)),
+            Action::Count => {
+                self.reads.extend((0..self.program.micro_batches).map(Thing::Batch));
+                self.changes.push(Thing::Targets);
+            }
+            Action::Gather { unit, over } => match self.program.placement.parameters {
+                Extent::Shard => {
+                    // Otherwise it starts from what a release kept.
+                    if over == self.program.mesh.shard_degree() {
+                        self.reads.push(Thing::Parameters(unit));
+                    }
+                    self.changes.push(Thing::Gathered(unit));
+                }
+                Extent::Full => self.changes.push(Thing::Parameters(unit)),
+            },
+            Action::Release { unit, .. } => self.changes.push(Thing::Gathered(unit)),
+            Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
+            Action::Backward { unit, micro_batch, part } => {
+                self.backward(unit, micro_batch, part != Part::Weights);
+                if part != Part::Input {
+                    self.adds_to_gradients(unit);
+                }
+            }
+            Action::Fold { unit, .. } => self.changes.push(self.fresh(unit)),
+            Action::Reduce { unit, .. } => {
+                self.changes.extend([self.fresh(unit), Thing::Gradient(unit)]);
+                self.reductions[unit as usize] += 1;
+            }
+            Action::Tie { unit } => self.changes.push(Thing::Gradient(unit)),
+            Action::Send { unit, micro_batch, phase, .. } => self.reads.extend(result_of(phase, unit, micro_batch)),
+            Action::Recv { unit, micro_batch, phase, .. } => {
+                self.changes.push(result_of(phase, unit, micro_batch)[0]);
+            }
+            Action::Exchange { collective, unit, micro_batch, phase, .. } => {
+                match (collective, phase) {
+                    // It runs beside its pass, on the pass's input.
+                    (Collective::Ring, Phase::Forward) if unit > 0 => {
+                        self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
+                    }
+                    (Collective::Ring, Phase::Backward) if unit < self.program.loss_unit() => {
+                        self.reads.extend(result_of(Phase::Backward, unit, micro_batch));
+                    }
+                    (Collective::Ring, _) => {}
+                    _ => self.reads.push(Thing::Result(phase, unit, micro_batch)),
+                }
+                self.changes.push(Thing::Completed(phase, unit, micro_batch));
+            }
+            Action::Clip => {
+                self.reads.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
+                self.changes.push(Thing::Norm);
+            }
+            Action::Update { unit } => {
+                self.reads.extend([Thing::Norm, Thing::Gradient(unit)]);
+                self.changes.extend([Thing::Optimizer(unit), Thing::Parameters(unit)]);
+            }
+            Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => self.changes.push(match state {
+                State::Parameters => Thing::Parameters(unit),
+                State::Optimizer => Thing::Optimizer(unit),
+                State::Activations { micro_batch } => Thing::Activations(unit, micro_batch),
+            }),
+            // Where masters are apart from the copy that forward reads, they are what is snapshot, and the copy may be gathered meanwhile.
+            Action::Snapshot => self.reads.extend(self.trains.iter().map(|unit| Thing::Optimizer(*unit))),
+        }
+    }
+
+    fn forward(&mut self, unit: u32, micro_batch: u32) {
+        self.reads.extend([Thing::Targets, Thing::Batch(micro_batch)]);
+        self.reads_parameters(unit);
+        if unit > 0 {
+            self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
+        }
+        self.changes.extend([Thing::Activations(unit, micro_batch), Thing::Result(Phase::Forward, unit, micro_batch)]);
+        if self.program.adds_gradients(unit, Phase::Forward, Part::Whole) {
+            self.adds_to_gradients(unit);
+        }
+    }
+
+    fn backward(&mut self, unit: u32, micro_batch: u32, of_input: bool) {
+        self.reads.extend([Thing::Targets, Thing::Batch(micro_batch)]);
+        self.reads_parameters(unit);
+        let above = if unit == self.program.loss_unit() { Phase::Forward } else { Phase::Backward };
+        self.reads.extend(result_of(above, unit, micro_batch));
+        self.changes.push(Thing::Activations(unit, micro_batch));
+        if of_input {
+            self.changes.push(Thing::Result(Phase::Backward, unit, micro_batch));
+        }
+    }
+
+    fn reads_parameters(&mut self, unit: u32) {
+        for unit in self.program.reads(unit) {
+            self.reads.push(match self.program.placement.parameters {
+                Extent::Full => Thing::Parameters(unit),
+                Extent::Shard => Thing::Gathered(unit),
+            });
+        }
+    }
+
+    fn adds_to_gradients(&mut self, unit: u32) {
+        for unit in self.program.reads(unit) {
+            self.changes.push(self.fresh(unit));
+        }
+    }
+
+    /// Where backward writes: the sum itself, or a buffer that the next reduction ends.
+    fn fresh(&self, unit: u32) -> Thing {
+        match self.program.placement.fresh_gradients {
+            Fresh::InPlace => Thing::Gradient(unit),
+            Fresh::Transient => Thing::Fresh(unit, self.reductions[unit as usize]),
+        }
+    }
+}
+
+/// What carries the output of `unit` (forward) or the gradient of that output (backward), which is what the unit above makes.
+fn result_of(phase: Phase, unit: u32, micro_batch: u32) -> [Thing; 2] {
+    let maker = if phase == Phase::Forward { unit } else { unit + 1 };
+    [Thing::Result(phase, maker, micro_batch), Thing::Completed(phase, maker, micro_batch)]
+}

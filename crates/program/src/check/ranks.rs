@@ -1,0 +1,186 @@
+//! All ranks together: they meet in the same collectives in the same order, and never wait for each other for ever.
+
+use super::CheckError;
+use crate::{Action, Axis, Lane, Phase, Program};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Where every rank that cannot go on stands.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Deadlock {
+    /// Rank, instruction, and what that is.
+    pub waiting: Vec<(u32, usize, String)>,
+}
+
+impl fmt::Display for Deadlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (place, (rank, number, what)) in self.waiting.iter().enumerate() {
+            write!(f, "{}rank {rank} waits at {number} ({what})", if place == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks the programs of all ranks, in the order of ranks: each by itself, and that together they come to an end.
+///
+/// Lanes and their meetings are simulated: a lane stands at its next instruction until that instruction's dependencies have finished and, if it
+/// communicates, until all ranks of its group stand at the same one. Sends and receives meet too, as they do for messages too large to be buffered.
+///
+/// # Errors
+///
+/// A program that fails [`check`](super::check), ranks that stand at different instructions of one lane of one group, and deadlocks.
+pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
+    for (rank, program) in (0..).zip(programs) {
+        super::check(program).map_err(|error| CheckError::OfRank { rank, error: Box::new(error) })?;
+        let fits =
+            program.rank == rank && program.mesh == programs[0].mesh && program.mesh.ranks() as usize == programs.len();
+        if !fits {
+            let given = programs.len();
+            let what = format!("program {rank} of {given} is that of rank {} in {:?}", program.rank, program.mesh);
+            return Err(CheckError::Malformed(what));
+        }
+    }
+    Simulation::new(programs).run()
+}
+
+/// One lane of one rank.
+struct Queue {
+    instructions: Vec<u32>,
+    next: usize,
+}
+
+struct Simulation<'p> {
+    programs: &'p [Program],
+    queues: Vec<[Queue; Lane::ALL.len()]>,
+    finished: Vec<Vec<bool>>,
+    /// Ranks that stand at a meeting, by what makes it one.
+    meetings: BTreeMap<Meeting, Vec<(u32, u32)>>,
+    /// The stages that hold each unit.
+    holders: Vec<Vec<u32>>,
+}
+
+/// Ranks meet on a lane of a group, or pairwise for a message.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Meeting {
+    Group(Lane, Vec<u32>),
+    Message { from: u32, to: u32, unit: u32, micro_batch: u32, phase: Phase },
+}
+
+impl<'p> Simulation<'p> {
+    fn new(programs: &'p [Program]) -> Simulation<'p> {
+        let queues = |program: &Program| {
+            Lane::ALL.map(|lane| Queue { instructions: program.on_lane(lane).map(|n| n as u32).collect(), next: 0 })
+        };
+        let mesh = programs[0].mesh;
+        let stage = |stage: u32| &programs[(stage * mesh.stage_ranks()) as usize];
+        let units = 0..programs[0].units.len() as u32;
+        let holds = |unit: u32| (0..mesh.pp).filter(|s| stage(*s).trains().contains(&unit)).collect();
+        Simulation {
+            programs,
+            queues: programs.iter().map(queues).collect(),
+            finished: programs.iter().map(|program| vec![false; program.instructions.len()]).collect(),
+            meetings: BTreeMap::new(),
+            holders: units.map(holds).collect(),
+        }
+    }
+
+    fn run(mut self) -> Result<(), CheckError> {
+        // Lanes that may be able to go on.
+        let all = |rank: u32| Lane::ALL.into_iter().map(move |lane| (rank, lane));
+        let mut awake: Vec<(u32, Lane)> = (0..self.programs.len() as u32).flat_map(all).collect();
+        while let Some((rank, lane)) = awake.pop() {
+            if let Some(number) = self.stands_ready(rank, lane) {
+                for (rank, number) in self.arrive(rank, number)? {
+                    let lane = self.programs[rank as usize].instructions[number as usize].action.lane();
+                    self.finished[rank as usize][number as usize] = true;
+                    self.queues[rank as usize][lane as usize].next += 1;
+                    awake.extend(all(rank));
+                }
+            }
+        }
+        self.all_done()
+    }
+
+    /// The instruction that the lane stands at, if all that it depends on has finished.
+    fn stands_ready(&self, rank: u32, lane: Lane) -> Option<u32> {
+        let queue = &self.queues[rank as usize][lane as usize];
+        let number = *queue.instructions.get(queue.next)?;
+        let after = &self.programs[rank as usize].instructions[number as usize].after;
+        after.iter().all(|on| self.finished[rank as usize][*on as usize]).then_some(number)
+    }
+
+    /// `rank` stands at `number`: the instructions that finish with that, none while others are missing.
+    fn arrive(&mut self, rank: u32, number: u32) -> Result<Vec<(u32, u32)>, CheckError> {
+        let action = self.action(rank, number);
+        let Some((meeting, expected)) = self.meeting(rank, action) else { return Ok(vec![(rank, number)]) };
+        let here = self.meetings.entry(meeting.clone()).or_default();
+        if here.contains(&(rank, number)) {
+            return Ok(Vec::new());
+        }
+        here.push((rank, number));
+        let (first, first_number) = here[0];
+        if !agree(self.programs, here[0], (rank, number)) {
+            return Err(CheckError::Disagree {
+                lane: action.lane(),
+                rank: first,
+                wants: self.programs[first as usize].describe(first_number as usize),
+                peer: rank,
+                gets: self.programs[rank as usize].describe(number as usize),
+            });
+        }
+        if here.len() < expected {
+            return Ok(Vec::new());
+        }
+        Ok(self.meetings.remove(&meeting).unwrap_or_default())
+    }
+
+    fn action(&self, rank: u32, number: u32) -> Action {
+        self.programs[rank as usize].instructions[number as usize].action
+    }
+
+    /// With whom `action` meets, and how many they are; None for what a rank does alone.
+    fn meeting(&self, rank: u32, action: Action) -> Option<(Meeting, usize)> {
+        let mesh = &self.programs[0].mesh;
+        let ranks = match action {
+            Action::Send { to, unit, micro_batch, phase } => {
+                return Some((Meeting::Message { from: rank, to, unit, micro_batch, phase }, 2));
+            }
+            Action::Recv { from, unit, micro_batch, phase } => {
+                return Some((Meeting::Message { from, to: rank, unit, micro_batch, phase }, 2));
+            }
+            Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
+            Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
+            Action::Clip => mesh.group(rank, Axis::World).ranks,
+            Action::Exchange { axis, .. } => mesh.group(rank, axis).ranks,
+            Action::Tie { unit } => {
+                let holders = &self.holders[unit as usize];
+                holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
+            }
+            _ => return None,
+        };
+        let count = ranks.len();
+        Some((Meeting::Group(action.lane(), ranks), count))
+    }
+
+    fn all_done(&self) -> Result<(), CheckError> {
+        let mut waiting = Vec::new();
+        for (rank, queues) in (0..).zip(&self.queues) {
+            for queue in queues.iter().filter(|queue| queue.next < queue.instructions.len()) {
+                let number = queue.instructions[queue.next] as usize;
+                waiting.push((rank, number, self.programs[rank as usize].describe(number)));
+            }
+        }
+        if waiting.is_empty() { Ok(()) } else { Err(CheckError::Deadlock(Deadlock { waiting })) }
+    }
+}
+
+/// Whether two ranks that meet want the same.
+fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
+    let [a, b] = [a, b].map(|(rank, number)| &programs[rank as usize].instructions[number as usize]);
+    match (a.action, b.action) {
+        (Action::Send { .. }, Action::Recv { .. }) | (Action::Recv { .. }, Action::Send { .. }) => a.bytes == b.bytes,
+        // Stages have norms and units of their own.
+        (Action::Clip, Action::Clip) => true,
+        _ => (a.action, a.bytes) == (b.action, b.bytes),
+    }
+}

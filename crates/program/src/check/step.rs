@@ -1,0 +1,423 @@
+//! The step in the program's own order: each instruction finds what it needs, and all of the work is done once.
+
+use super::CheckError;
+use super::gradients::Gradients;
+use crate::{Action, Collective, Effect, Extent, Instruction, MemoryKind, Part, Phase, Program, State};
+
+/// Runs through `program` and notes what is there.
+pub fn check(program: &Program) -> Result<(), CheckError> {
+    let mut step = Step::new(program);
+    for (number, instruction) in program.instructions.iter().enumerate() {
+        let wrong = |what| CheckError::Order { number, action: instruction.action.name(), what };
+        step.apply(instruction).map_err(wrong)?;
+        step.account(instruction).map_err(wrong)?;
+    }
+    step.end().map_err(CheckError::Leftover)
+}
+
+/// What a unit's forward kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    Nothing,
+    Here,
+    Away,
+}
+
+/// One unit on one micro-batch.
+#[derive(Clone)]
+struct Run {
+    forwarded: bool,
+    kept: Kept,
+    differentiated_input: bool,
+    differentiated_weights: bool,
+    /// Outputs and their gradients that crossed to or from another stage.
+    sent: [bool; 2],
+    received: [bool; 2],
+    /// Collectives inside, per phase: times of each kind.
+    exchanged: [[u32; 4]; 2],
+}
+
+/// A unit's state on this rank.
+#[derive(Clone)]
+struct Unit {
+    /// Whether the resident copy of the parameters is on the device.
+    present: bool,
+    /// 0: not gathered, 1: whole, n: 1 / n stayed.
+    gathered: u32,
+    optimizer: bool,
+    updated: bool,
+    /// Whether other ranks' parts of a whole copy are from before the update.
+    stale: bool,
+}
+
+struct Step<'p> {
+    program: &'p Program,
+    trains: Vec<u32>,
+    runs: Vec<Run>,
+    units: Vec<Unit>,
+    gradients: Gradients,
+    loaded: u32,
+    counted: bool,
+    clipped: bool,
+    snapshot: bool,
+    balance: Balance,
+}
+
+type Verdict = Result<(), String>;
+
+fn must(holds: bool, otherwise: impl FnOnce() -> String) -> Verdict {
+    if holds { Ok(()) } else { Err(otherwise()) }
+}
+
+impl<'p> Step<'p> {
+    fn new(program: &'p Program) -> Step<'p> {
+        let run = Run {
+            forwarded: false,
+            kept: Kept::Nothing,
+            differentiated_input: false,
+            differentiated_weights: false,
+            sent: [false; 2],
+            received: [false; 2],
+            exchanged: [[0; 4]; 2],
+        };
+        let unit = Unit {
+            present: program.offload.parameters.is_none(),
+            gathered: 0,
+            optimizer: program.offload.optimizer.is_none(),
+            updated: false,
+            stale: false,
+        };
+        Step {
+            program,
+            trains: program.trains(),
+            runs: vec![run; program.units.len() * program.micro_batches as usize],
+            units: vec![unit; program.units.len()],
+            gradients: Gradients::new(program),
+            loaded: 0,
+            counted: false,
+            clipped: false,
+            snapshot: false,
+            balance: Balance::new(program),
+        }
+    }
+
+    fn apply(&mut self, instruction: &Instruction) -> Verdict {
+        match instruction.action {
+            Action::Load { micro_batch } => self.load(micro_batch),
+            Action::Count => self.count(),
+            Action::Gather { unit, over } => self.gather(unit, over),
+            Action::Release { unit, keep } => self.release(unit, keep),
+            Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
+            Action::Backward { unit, micro_batch, part } => self.backward(unit, micro_batch, part),
+            Action::Fold { unit, micro_batch } => self.gradients.fold(unit, micro_batch),
+            Action::Reduce { unit, accumulate } => {
+                must(!self.clipped, || "the norm is taken already".to_owned())?;
+                self.gradients.reduce(unit, accumulate)
+            }
+            Action::Tie { unit } => {
+                must(!self.clipped, || "the norm is taken already".to_owned())?;
+                self.gradients.tie(unit)
+            }
+            Action::Send { unit, micro_batch, phase, .. } => self.send(unit, micro_batch, phase),
+            Action::Recv { unit, micro_batch, phase, .. } => self.receive(unit, micro_batch, phase),
+            Action::Exchange { collective, unit, micro_batch, phase, times, .. } => {
+                self.exchange(unit, micro_batch, phase, collective, times)
+            }
+            Action::Clip => self.clip(),
+            Action::Update { unit } => self.update(unit, instruction),
+            Action::Fetch { unit, state } => self.fetch(unit, state),
+            Action::Evict { unit, state, write } => self.evict(unit, state, write),
+            Action::Snapshot => {
+                must(self.program.snapshot, || "this program takes none".to_owned())?;
+                must(self.trains.iter().all(|unit| self.units[*unit as usize].updated), || {
+                    "some unit is not updated".to_owned()
+                })?;
+                must(!std::mem::replace(&mut self.snapshot, true), || "again".to_owned())
+            }
+        }
+    }
+
+    fn run(&mut self, unit: u32, micro_batch: u32) -> &mut Run {
+        &mut self.runs[(unit * self.program.micro_batches + micro_batch) as usize]
+    }
+
+    fn load(&mut self, micro_batch: u32) -> Verdict {
+        must(micro_batch == self.loaded, || format!("the next micro-batch is {}", self.loaded))?;
+        self.loaded += 1;
+        Ok(())
+    }
+
+    fn count(&mut self) -> Verdict {
+        must(self.loaded == self.program.micro_batches, || "not all micro-batches are loaded".to_owned())?;
+        must(!std::mem::replace(&mut self.counted, true), || "again".to_owned())
+    }
+
+    fn gather(&mut self, unit: u32, over: u32) -> Verdict {
+        let (shards, whole) = (self.program.mesh.shard_degree(), self.program.placement.parameters == Extent::Full);
+        let state = &mut self.units[unit as usize];
+        must(state.present || state.gathered > 1, || format!("the rank's part of unit {unit} is in a lower tier"))?;
+        if whole {
+            must(std::mem::replace(&mut state.stale, false), || format!("unit {unit} is whole and up to date"))?;
+            return must(over == shards, || format!("the parts of unit {unit} lie on {shards} ranks"));
+        }
+        must(!state.updated, || format!("unit {unit} is updated, and nothing uses it any more"))?;
+        must(state.gathered != 1, || format!("unit {unit} is gathered already"))?;
+        let parts = if state.gathered == 0 { shards } else { state.gathered };
+        must(over == parts, || format!("the parts of unit {unit} lie on {parts} ranks"))?;
+        state.gathered = 1;
+        Ok(())
+    }
+
+    fn release(&mut self, unit: u32, keep: u32) -> Verdict {
+        let shards = self.program.mesh.shard_degree();
+        let parts = keep > 1 && shards.is_multiple_of(keep);
+        must(parts, || format!("{keep} parts of {shards} ranks' shards cannot be kept"))?;
+        let state = &mut self.units[unit as usize];
+        must(state.gathered == 1, || format!("unit {unit} is not gathered"))?;
+        state.gathered = if keep == shards { 0 } else { keep };
+        Ok(())
+    }
+
+    /// The parameters that `unit` reads are there, whole.
+    fn readable(&self, unit: u32) -> Verdict {
+        for unit in self.program.reads(unit) {
+            let state = &self.units[unit as usize];
+            match self.program.placement.parameters {
+                Extent::Shard => must(state.gathered == 1, || format!("unit {unit} is not gathered"))?,
+                Extent::Full => must(state.present, || format!("unit {unit} is in a lower tier"))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self, unit: u32, micro_batch: u32) -> Verdict {
+        must(self.counted, || "the targets are not counted".to_owned())?;
+        must(!self.clipped, || "the norm is taken already".to_owned())?;
+        self.readable(unit)?;
+        if let Some(below) = unit.checked_sub(1) {
+            let input = self.run(below, micro_batch);
+            must(input.forwarded || input.received[Phase::Forward as usize], || {
+                format!("unit {below} has not run on micro-batch {micro_batch}")
+            })?;
+        }
+        let run = self.run(unit, micro_batch);
+        must(!std::mem::replace(&mut run.forwarded, true), || format!("unit {unit} ran on micro-batch {micro_batch}"))?;
+        run.kept = Kept::Here;
+        self.add_gradients(unit, micro_batch, Phase::Forward, Part::Whole)
+    }
+
+    fn backward(&mut self, unit: u32, micro_batch: u32, part: Part) -> Verdict {
+        must(!self.clipped, || "the norm is taken already".to_owned())?;
+        self.readable(unit)?;
+        let loss = unit == self.program.loss_unit();
+        let received = self.run(unit, micro_batch).received[Phase::Backward as usize];
+        let above = loss || received || self.run(unit + 1, micro_batch).differentiated_input;
+        must(above, || format!("unit {} has not been differentiated", unit + 1))?;
+        let run = self.run(unit, micro_batch);
+        match run.kept {
+            Kept::Here => {}
+            Kept::Nothing => return Err(format!("unit {unit} has kept nothing of micro-batch {micro_batch}")),
+            Kept::Away => return Err(format!("the activations of unit {unit} are in a lower tier")),
+        }
+        if part != Part::Weights {
+            must(!std::mem::replace(&mut run.differentiated_input, true), || format!("unit {unit} again"))?;
+        }
+        if part != Part::Input {
+            must(run.differentiated_input, || format!("the input of unit {unit} comes before its weights"))?;
+            must(!std::mem::replace(&mut run.differentiated_weights, true), || format!("unit {unit} again"))?;
+            run.kept = Kept::Nothing;
+        }
+        self.add_gradients(unit, micro_batch, Phase::Backward, part)
+    }
+
+    fn add_gradients(&mut self, unit: u32, micro_batch: u32, phase: Phase, part: Part) -> Verdict {
+        if self.program.adds_gradients(unit, phase, part) {
+            for unit in self.program.reads(unit) {
+                self.gradients.add(unit, micro_batch)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, unit: u32, micro_batch: u32, phase: Phase) -> Verdict {
+        let ready = match phase {
+            Phase::Forward => self.run(unit, micro_batch).forwarded,
+            Phase::Backward => unit < self.program.loss_unit() && self.run(unit + 1, micro_batch).differentiated_input,
+        };
+        must(ready, || format!("there is nothing to send for unit {unit} on micro-batch {micro_batch}"))?;
+        let sent = &mut self.run(unit, micro_batch).sent[phase as usize];
+        must(!std::mem::replace(sent, true), || format!("unit {unit} on micro-batch {micro_batch} again"))
+    }
+
+    fn receive(&mut self, unit: u32, micro_batch: u32, phase: Phase) -> Verdict {
+        let received = &mut self.run(unit, micro_batch).received[phase as usize];
+        must(!std::mem::replace(received, true), || format!("unit {unit} on micro-batch {micro_batch} again"))
+    }
+
+    fn exchange(&mut self, unit: u32, micro_batch: u32, phase: Phase, collective: Collective, times: u32) -> Verdict {
+        let run = self.run(unit, micro_batch);
+        let before = &mut run.exchanged[phase as usize][collective as usize];
+        must(*before == 0, || format!("unit {unit} on micro-batch {micro_batch} again"))?;
+        *before = times;
+        Ok(())
+    }
+
+    fn clip(&mut self) -> Verdict {
+        must(!std::mem::replace(&mut self.clipped, true), || "again".to_owned())?;
+        for unit in &self.trains {
+            self.gradients.is_sum(*unit)?;
+            let shared = self.program.is_shared_between_stages(*unit);
+            must(shared == self.gradients.is_tied(*unit), || format!("unit {unit} is not summed over its stages"))?;
+        }
+        Ok(())
+    }
+
+    fn update(&mut self, unit: u32, instruction: &Instruction) -> Verdict {
+        must(self.clipped, || "the gradient norm is not known".to_owned())?;
+        let writes = instruction.effects.iter().any(|effect| effect.kind == MemoryKind::Parameters && effect.bytes > 0);
+        let placement = &self.program.placement;
+        let state = &mut self.units[unit as usize];
+        must(!std::mem::replace(&mut state.updated, true), || format!("unit {unit} again"))?;
+        must(state.optimizer, || format!("the optimizer state of unit {unit} is in a lower tier"))?;
+        must(state.present != writes, || {
+            format!("the parameters of unit {unit} are not there to be written, or twice")
+        })?;
+        state.present = true;
+        state.stale = placement.parameters != placement.masters;
+        Ok(())
+    }
+
+    fn fetch(&mut self, unit: u32, what: State) -> Verdict {
+        let here = || format!("that of unit {unit} is on the device already");
+        let offload = &self.program.offload;
+        match what {
+            State::Parameters => {
+                must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
+                must(!std::mem::replace(&mut self.units[unit as usize].present, true), here)
+            }
+            State::Optimizer => {
+                must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
+                must(!self.units[unit as usize].updated, || format!("unit {unit} is updated"))?;
+                must(!std::mem::replace(&mut self.units[unit as usize].optimizer, true), here)
+            }
+            State::Activations { micro_batch } => {
+                let kept = std::mem::replace(&mut self.run(unit, micro_batch).kept, Kept::Here);
+                must(kept == Kept::Away, here)
+            }
+        }
+    }
+
+    fn evict(&mut self, unit: u32, what: State, write: bool) -> Verdict {
+        let offload = &self.program.offload;
+        let state = &mut self.units[unit as usize];
+        match what {
+            State::Parameters => {
+                must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
+                must(std::mem::replace(&mut state.present, false), || format!("unit {unit} is not on the device"))?;
+                must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
+                must(write == state.updated, || format!("unit {unit} is to be written if it was updated"))
+            }
+            State::Optimizer => {
+                must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
+                must(std::mem::replace(&mut state.optimizer, false), || format!("unit {unit} is not on the device"))?;
+                must(write && state.updated, || format!("unit {unit} is to be written once it is updated"))
+            }
+            State::Activations { micro_batch } => {
+                must(offload.activations.is_some() && write, || "activations do not lie in a tier".to_owned())?;
+                let kept = std::mem::replace(&mut self.run(unit, micro_batch).kept, Kept::Away);
+                must(kept == Kept::Here, || format!("unit {unit} has kept nothing of micro-batch {micro_batch}"))
+            }
+        }
+    }
+
+    /// Takes account of memory: nothing is given back that was not taken.
+    fn account(&mut self, instruction: &Instruction) -> Verdict {
+        for effect in &instruction.effects {
+            let live = self.balance.change(instruction.action, effect);
+            must(live >= 0, || format!("gives back {} bytes of {} more than were taken", -live, effect.kind.name()))?;
+        }
+        Ok(())
+    }
+
+    fn end(&self) -> Verdict {
+        must(self.loaded == self.program.micro_batches, || "some micro-batch was never loaded".to_owned())?;
+        must(self.counted, || "targets were never counted".to_owned())?;
+        for unit in self.program.stages.iter().cloned().flatten() {
+            self.all_runs_done(unit)?;
+        }
+        for unit in &self.trains {
+            let (offload, state) = (&self.program.offload, &self.units[*unit as usize]);
+            must(state.updated, || format!("unit {unit} was never updated"))?;
+            must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
+            must(state.gathered == 0, || format!("unit {unit} is still gathered"))?;
+            must(state.present == offload.parameters.is_none(), || format!("unit {unit} is not in its tier"))?;
+            must(state.optimizer == offload.optimizer.is_none(), || {
+                format!("the state of unit {unit} is not in its tier")
+            })?;
+        }
+        must(self.snapshot == self.program.snapshot, || "no snapshot was taken".to_owned())?;
+        self.balance.is_even()
+    }
+
+    fn all_runs_done(&self, unit: u32) -> Verdict {
+        let (program, loss) = (self.program, self.program.loss_unit());
+        let of = |unit: u32, m: u32| &self.runs[(unit * program.micro_batches + m) as usize];
+        for m in 0..program.micro_batches {
+            let run = of(unit, m);
+            must(run.forwarded, || format!("unit {unit} never ran on micro-batch {m}"))?;
+            must(run.differentiated_weights, || format!("unit {unit} was never differentiated on micro-batch {m}"))?;
+            must(run.exchanged == of(unit, 0).exchanged, || {
+                format!("unit {unit} exchanges differently on micro-batch {m}")
+            })?;
+            let up = unit < loss && !program.runs(unit + 1);
+            must(run.sent[0] == up && run.received[1] == up, || crossing(unit, m))?;
+            if let Some(below) = unit.checked_sub(1) {
+                let (run, down) = (of(below, m), !program.runs(below));
+                must(!down || run.received[0] && run.sent[1], || crossing(below, m))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn crossing(unit: u32, micro_batch: u32) -> String {
+    format!(
+        "the output of unit {unit} on micro-batch {micro_batch}, or its gradient, did not cross the pipeline's cut as it must"
+    )
+}
+
+/// Bytes taken and not given back, by what they are for.
+struct Balance {
+    micro_batches: u32,
+    /// Per kind; per unit, or unit and micro-batch, where an effect is of one.
+    live: Vec<Vec<i64>>,
+}
+
+impl Balance {
+    fn new(program: &Program) -> Balance {
+        let places = (program.units.len() as u32 * program.micro_batches) as usize;
+        Balance { micro_batches: program.micro_batches, live: vec![vec![0; places]; MemoryKind::ALL.len()] }
+    }
+
+    fn change(&mut self, action: Action, effect: &Effect) -> i64 {
+        let (unit, micro_batch) = (action.unit().unwrap_or(0), action.micro_batch().unwrap_or(0));
+        let place = match effect.kind {
+            MemoryKind::Activations => unit * self.micro_batches + micro_batch,
+            MemoryKind::Data => micro_batch,
+            MemoryKind::Parameters | MemoryKind::Masters | MemoryKind::Optimizer | MemoryKind::Gathered => unit,
+            // One pass takes buffers for several units, and receives are named after another unit than the pass that uses them.
+            MemoryKind::Gradients | MemoryKind::Communication => 0,
+        };
+        let live = &mut self.live[effect.kind as usize][place as usize];
+        *live += effect.bytes;
+        *live
+    }
+
+    fn is_even(&self) -> Verdict {
+        for (kind, live) in MemoryKind::ALL.into_iter().zip(&self.live) {
+            let bytes: i64 = live.iter().map(|bytes| bytes.abs()).sum();
+            must(bytes == 0, || format!("{bytes} bytes of {} are not given back", kind.name()))?;
+        }
+        Ok(())
+    }
+}

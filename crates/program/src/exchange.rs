@@ -1,0 +1,43 @@
+//! The collectives inside units: tensor, context and expert parallelism.
+//!
+//! A unit is the grain of programs, so its collectives stand beside its pass: those of tensor and expert parallelism after it, since products wait for them
+//! and they for products; the ring of context parallelism beside it, since keys and values of the next part travel while those at hand are used.
+
+use crate::lower::Lowering;
+use crate::order::Pass;
+use crate::{Action, Axis, Collective, Instruction, Keep, Phase};
+
+impl Lowering<'_> {
+    /// Emits the collectives of pass `at`, and returns the last: what uses the pass's result waits for it.
+    pub(crate) fn exchange(&mut self, at: usize) -> Option<u32> {
+        let Pass { phase, unit, micro_batch, .. } = self.passes[at];
+        let shape = &self.sizes.model.units[unit as usize];
+        let cp = u64::from(self.sizes.mesh.cp);
+        // A backward that runs the forward again repeats its collectives.
+        let recomputed = phase == Phase::Backward && self.sizes.keep(unit) == Keep::InputOnly;
+        let again = if recomputed { 2 } else { 1 };
+        let tensor = match self.strategy.sequence_parallel {
+            true => Collective::GatherScatter,
+            false => Collective::AllReduce,
+        };
+        let kv = shape.kv_bytes / u64::from(self.sizes.mesh.tp);
+        let exchanges = [
+            (Collective::Ring, Axis::Context, kv, 1),
+            (Collective::AllToAll, Axis::Expert, shape.expert_bytes / cp, 2),
+            (tensor, Axis::Tensor, self.sizes.output_bytes(unit), shape.tensor_collectives),
+        ];
+        let mut last = None;
+        for (collective, axis, bytes, times) in exchanges {
+            // The first unit's input has no gradient.
+            let needless = phase == Phase::Backward && unit == 0 && axis == Axis::Tensor;
+            if self.sizes.mesh.degree(axis) == 1 || bytes == 0 || times == 0 || needless {
+                continue;
+            }
+            let times = times * again;
+            let action = Action::Exchange { collective, axis, unit, micro_batch, phase, times };
+            let needs = if collective == Collective::Ring { self.inputs(at) } else { vec![self.ran[at]] };
+            last = Some(self.builder.push(Instruction::new(action).moving(bytes), needs));
+        }
+        last
+    }
+}

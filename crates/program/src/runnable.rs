@@ -1,0 +1,43 @@
+//! What the engine can run of what can be lowered.
+
+use crate::{Mesh, PipelineSchedule, Strategy};
+use std::fmt;
+
+/// Whether a strategy can be run, or only priced. `Display` says it in words.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Runnable {
+    /// The engine runs it.
+    Yes,
+    /// The lowering exists and the checker passes it, but the engine lacks these.
+    PricedOnly {
+        /// In words.
+        lacks: Vec<String>,
+    },
+}
+
+/// What the engine lacks to run `strategy` on `mesh`.
+pub fn runnable(mesh: &Mesh, strategy: &Strategy) -> Runnable {
+    let degrees = [
+        (mesh.pp, "pipeline parallelism"),
+        (mesh.tp, "tensor parallelism"),
+        (mesh.cp, "context parallelism"),
+        (mesh.ep, "expert parallelism"),
+    ];
+    let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
+    let mut lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
+    if mesh.pp > 1 && strategy.pipeline == PipelineSchedule::ZeroBubble {
+        lacks.push("backward in two halves".to_owned());
+    }
+    if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }
+}
+
+impl fmt::Display for Runnable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Runnable::Yes => f.write_str("runnable"),
+            Runnable::PricedOnly { lacks } => {
+                write!(f, "priced, not runnable yet: the engine has no {}", lacks.join(", no "))
+            }
+        }
+    }
+}

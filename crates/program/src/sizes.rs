@@ -1,0 +1,116 @@
+//! How large a rank's part of everything is.
+
+use crate::{Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, Strategy, padded};
+
+/// The sizes of one rank's state and messages; those of ranks of one pipeline stage are equal.
+pub struct Sizes<'a> {
+    pub model: &'a ModelShape,
+    pub mesh: &'a Mesh,
+    pub strategy: &'a Strategy,
+    pub placement: Placement,
+    /// Per unit: elements of the flat buffer when it is whole, and of the rank's shard.
+    elements: Vec<[u64; 2]>,
+}
+
+impl<'a> Sizes<'a> {
+    pub fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy) -> Sizes<'a> {
+        let (shards, tp, ep) = (mesh.shard_degree(), u64::from(mesh.tp), u64::from(mesh.ep));
+        let elements = |unit: &crate::UnitShape| {
+            let experts = unit.expert_elements.min(unit.flat_elements);
+            let [dense, experts] = [unit.flat_elements - experts, experts].map(|elements| elements.div_ceil(tp));
+            // Experts are split over `ep` neighbours of the shard group and sharded over what is left of it.
+            let shard = padded(dense + experts, shards) / u64::from(shards);
+            [padded(dense + experts.div_ceil(ep), shards), shard]
+        };
+        let elements = model.units.iter().map(elements).collect();
+        Sizes { model, mesh, strategy, placement: Placement::of(mesh, strategy), elements }
+    }
+
+    /// Bytes of a unit's whole flat buffer at `width` bytes per element.
+    pub fn full(&self, unit: u32, width: u32) -> u64 {
+        self.elements[unit as usize][0] * u64::from(width)
+    }
+
+    /// Bytes of what the rank holds of it.
+    pub fn held(&self, unit: u32, extent: Extent, width: u32) -> u64 {
+        match extent {
+            Extent::Full => self.full(unit, width),
+            Extent::Shard => self.elements[unit as usize][1] * u64::from(width),
+        }
+    }
+
+    /// Bytes of the resident copy that forward reads.
+    pub fn parameters(&self, unit: u32) -> u64 {
+        self.held(unit, self.placement.parameters, self.strategy.bytes.parameter)
+    }
+
+    /// Bytes of masters and of optimizer state.
+    pub fn optimizer(&self, unit: u32) -> [u64; 2] {
+        let bytes = &self.strategy.bytes;
+        [bytes.master, bytes.optimizer].map(|width| self.held(unit, self.placement.masters, width))
+    }
+
+    /// Bytes of a gradient before it is sharded.
+    pub fn gradient(&self, unit: u32) -> u64 {
+        self.full(unit, self.strategy.bytes.gradient)
+    }
+
+    /// What forward keeps; the last unit's backward follows at once.
+    pub fn keep(&self, unit: u32) -> Keep {
+        let last = unit as usize + 1 == self.model.units.len();
+        if last { Keep::Everything } else { self.strategy.keep[unit as usize] }
+    }
+
+    /// Bytes that the unit's forward keeps.
+    pub fn saved(&self, unit: u32) -> u64 {
+        self.saved_under(unit, self.keep(unit))
+    }
+
+    /// Bytes that a backward reads.
+    pub fn everything(&self, unit: u32) -> u64 {
+        self.saved_under(unit, Keep::Everything)
+    }
+
+    fn saved_under(&self, unit: u32, keep: Keep) -> u64 {
+        let unit = &self.model.units[unit as usize];
+        let saved = unit.saved_bytes[keep as usize] / u64::from(self.mesh.cp);
+        // Tensor parallelism alone leaves norms, dropout and their inputs whole: 10 of 34 bytes per token and channel in 16 bits (Korthikanti et al.
+        // 2022, equations 1 and 2), that is 5 outputs.
+        let whole = if self.strategy.sequence_parallel {
+            0
+        } else {
+            saved.min(5 * unit.output_bytes / u64::from(self.mesh.cp))
+        };
+        whole + (saved - whole) / u64::from(self.mesh.tp)
+    }
+
+    /// Bytes of a unit's output for the rank's part of the sequence.
+    pub fn output_bytes(&self, unit: u32) -> u64 {
+        self.model.units[unit as usize].output_bytes / u64::from(self.mesh.cp)
+    }
+
+    /// Bytes of an output between pipeline stages: split along the sequence where the residual is.
+    pub fn sent(&self, unit: u32) -> u64 {
+        if self.strategy.sequence_parallel {
+            self.output_bytes(unit) / u64::from(self.mesh.tp)
+        } else {
+            self.output_bytes(unit)
+        }
+    }
+
+    /// Bytes of a micro-batch.
+    pub fn batch(&self) -> u64 {
+        self.model.batch_bytes / u64::from(self.mesh.cp)
+    }
+
+    /// The norm's partial sums over `units`, one f64 per chunk, and a loss per micro-batch of the step.
+    pub fn norm(&self, units: &[u32]) -> u64 {
+        let chunks: u64 = units.iter().map(|unit| self.full(*unit, 1) / SHARD_QUANTUM).sum();
+        8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))
+    }
+
+    /// The bytes of a message; a group of one sends nothing.
+    pub fn message(&self, axis: Axis, bytes: u64) -> u64 {
+        if self.mesh.degree(axis) > 1 { bytes } else { 0 }
+    }
+}
