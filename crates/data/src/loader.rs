@@ -1,7 +1,7 @@
 //! Micro-batches ahead of time: worker threads fill a bounded queue, the consumer takes them in order.
 //!
-//! Rank `r` of `world` takes every `world`-th group of `micro_batch_size` samples, so that a step of the whole job is the
-//! same run of samples whatever the number of ranks; accumulation is simply more micro-batches. A batch is some
+//! A step of the whole job is a run of samples, cut into `world` x `accumulation_steps` micro-batches of which rank `r` takes the `r`-th
+//! `accumulation_steps`: the samples of a step, and their division into micro-batches, are the same whatever the number of ranks. A batch is some
 //! microseconds of copying from mapped files, so one worker is plenty and sleeps nearly always; what it hides is a disk
 //! that is slow now and then.
 
@@ -22,6 +22,8 @@ pub struct LoaderConfig {
     pub workers: usize,
     /// Batches made ahead, in all.
     pub prefetch: usize,
+    /// Micro-batches of a rank in one step.
+    pub accumulation_steps: usize,
     /// This rank.
     pub rank: usize,
     /// Ranks that read different samples.
@@ -31,7 +33,7 @@ pub struct LoaderConfig {
 impl LoaderConfig {
     /// One worker four batches ahead, one rank.
     pub fn new(micro_batch_size: usize) -> Self {
-        Self { micro_batch_size, workers: 1, prefetch: 4, rank: 0, world: 1 }
+        Self { micro_batch_size, workers: 1, prefetch: 4, accumulation_steps: 1, rank: 0, world: 1 }
     }
 }
 
@@ -145,6 +147,9 @@ fn check(dataset: &Dataset, config: &LoaderConfig) -> Result<()> {
         let what = format!("{} rows of {} tokens", config.micro_batch_size, dataset.spec().sequence_length);
         return Err(DataError::setting("micro_batch_size", what, "take at least 1 row and at most 2^31 - 1 tokens"));
     }
+    if config.accumulation_steps == 0 {
+        return Err(DataError::setting("accumulation_steps", "is 0".to_owned(), "a step has at least 1 micro-batch"));
+    }
     if config.rank >= config.world {
         let what = format!("is {} of {}", config.rank, config.world);
         return Err(DataError::setting("rank", what, "ranks count from 0 to world - 1"));
@@ -162,7 +167,8 @@ fn check(dataset: &Dataset, config: &LoaderConfig) -> Result<()> {
 
 /// Micro-batch number `k` of this rank.
 fn make(dataset: &Dataset, config: &LoaderConfig, start: Position, k: u64) -> Result<MicroBatch> {
-    let group = k * config.world as u64 + config.rank as u64;
+    let (step, place) = (k / config.accumulation_steps as u64, k % config.accumulation_steps as u64);
+    let group = (step * config.world as u64 + config.rank as u64) * config.accumulation_steps as u64 + place;
     dataset.micro_batch(start.samples + group * config.micro_batch_size as u64, config.micro_batch_size)
 }
 

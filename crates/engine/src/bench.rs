@@ -7,11 +7,12 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::metrics::{MetricsError, Throughput};
+use crate::links::Links;
 use crate::precision::LossScaler;
 use crate::predict::predict;
-use crate::rank::{Rank, StepSettings};
+use crate::rank::{Rank, RankSettings, StepSettings};
 use crate::shape::{self, compute_dtype, model_spec};
-use crate::state::does_not_fit;
+use crate::state::{Holding, does_not_fit};
 use serde::Serialize;
 use std::time::Instant;
 use trainyard_data::rng::Stream;
@@ -108,22 +109,26 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     if steps == 0 {
         return Err(does_not_fit("0 steps measure nothing: take at least 1"));
     }
+    if resolved.parallel.ranks > 1 {
+        return Err(does_not_fit("one rank is measured here: leave [parallel] out"));
+    }
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
     let model = Model::new(spec.clone())?;
     let parameters = model.parameter_count() as u64;
-    let keep = shape::keep(resolved, model.units().len());
     let model_shape = shape::model_shape(&model, &batch, dtype)?;
-    let [program, _] = shape::programs(&model_shape, resolved.batch.accumulation as u32, &keep, dtype)?;
+    let strategy = shape::strategy(resolved, model.units().len());
+    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, 0)?;
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let device = Device::cpu(resolved.isa, resolved.threads, limit);
-    let rank = Rank::new(&device, model, dtype, resolved.optimizer, LossScaler::none(), resolved.config.training.seed)?;
+    let settings = RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) };
+    let rank = Rank::new(&device, model, Holding::of(&program), Links::default(), &settings)?;
     let mut stepper = Stepper { rank, program, resolved, vocabulary: spec.vocab_size as u64, step: 0 };
 
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
-    let predicted = predict(Model::new(spec.clone())?, &stepper.program, &batch, dtype, resolved.optimizer)?.memory;
+    let predicted = predict(Model::new(spec.clone())?, &stepper.program, &batch, &settings)?.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
@@ -222,7 +227,7 @@ impl Stepper<'_> {
         self.step += 1;
         Ok(Timed {
             seconds: start.elapsed().as_secs_f64(),
-            data_wait_s: outcome.data_wait(&self.program).as_secs_f64(),
+            data_wait_s: outcome.data_wait.as_secs_f64(),
             loss: outcome.loss,
         })
     }

@@ -29,6 +29,21 @@ pub enum EngineError {
     /// The lowering made a program that must not run: a bug.
     #[error("the step program is wrong, which is a bug: {0}")]
     Program(#[from] trainyard_program::CheckError),
+    /// An exchange with other ranks failed.
+    #[error(transparent)]
+    Comm(#[from] trainyard_comm::CommError),
+    /// The same inside a step.
+    #[error("rank {rank} in step {step} at `{what}`: {source}")]
+    Exchange {
+        /// This rank.
+        rank: u32,
+        /// From 0.
+        step: u64,
+        /// The instruction.
+        what: String,
+        /// What happened, and to whom.
+        source: trainyard_comm::CommError,
+    },
     /// A file of the run could not be read or written.
     #[error("{what} `{path}`: {source}")]
     File {

@@ -48,16 +48,20 @@ pub struct EvaluationSettings {
     pub batches_max: Option<usize>,
 }
 
-/// Evaluates the model on all of `texts`, or on the first batches.
+/// Evaluates the model on all of `texts`, or on the first batches. Data ranks call this together and share the batches: rank r of n takes every
+/// n-th; the losses are summed in the order of the batches, whatever n is.
 pub fn evaluate(
     rank: &Rank,
     texts: &[IndexedTokens],
     tokenizer: &Tokenizer,
     settings: EvaluationSettings,
 ) -> Result<Evaluation> {
+    let (index, ranks) = rank.data_place();
     let mut total = Evaluation::default();
     let mut left = settings.batches_max.unwrap_or(usize::MAX);
     let mut bytes = Some(0);
+    let mut own = Vec::new();
+    let mut number = 0;
     for text in texts {
         let options = EvalOptions {
             sequence_length: settings.sequence_length,
@@ -74,10 +78,21 @@ pub fn evaluate(
         for batch in batches.take(left) {
             let batch = batch?;
             total.targets += batch.targets_counted() as u64;
-            total.loss_sum += loss_sum(rank, &batch)?;
+            if number % ranks == index {
+                own.push(loss_sum(rank, &batch)?);
+            }
+            number += 1;
             left -= 1;
         }
     }
+    // The last round may have no batch for this rank, which still takes part in the others' gathers.
+    let rounds = number.div_ceil(ranks);
+    if own.len() < rounds {
+        rank.forward_nothing()?;
+        own.push(0.0);
+    }
+    let all = rank.gather_numbers(&own)?;
+    total.loss_sum = (0..number).map(|number| all[number % ranks * rounds + number / ranks]).sum();
     total.text_bytes = bytes;
     Ok(total)
 }
@@ -87,5 +102,5 @@ fn loss_sum(rank: &Rank, batch: &MicroBatch) -> Result<f64> {
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, key);
     let batch = rank.model().batch(rank.device(), &slices(batch))?;
     let mut cx = Forward::evaluation(&batch, Output::Loss { scale: 1.0 });
-    Ok(f64::from(rank.model().forward(&mut tape, &mut cx)?.tensor().to_scalar()?))
+    Ok(f64::from(rank.forward(&mut tape, &mut cx)?.tensor().to_scalar()?))
 }

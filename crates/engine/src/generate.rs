@@ -122,7 +122,7 @@ fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<
     let batch = rank.model().batch(rank.device(), &slices)?;
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
     let mut cx = Forward::generation(&batch, cache);
-    Ok(rank.model().forward(&mut tape, &mut cx)?.tensor().to_f32_vec()?)
+    Ok(rank.forward(&mut tape, &mut cx)?.tensor().to_f32_vec()?)
 }
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ use trainyard_program::{Instruction, Lane, Program};
 pub struct Span {
     /// Time the lane stood waiting before it.
     pub waited: Duration,
+    /// For which lane, if it waited: the one of the dependency that was missing last.
+    pub waited_for: Option<Lane>,
     /// Start.
     pub start: Duration,
     /// End.
@@ -32,7 +34,8 @@ struct State {
     stopped: bool,
 }
 
-/// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs `compute` on this thread.
+/// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs `compute` on this thread. `alarm` is told of the
+/// first failure at once, while other lanes may still run: of an error, or (None) a panic.
 ///
 /// # Panics
 /// When a lane that the program uses has no handler.
@@ -40,6 +43,7 @@ pub fn run<E: Send>(
     program: &Program,
     handlers: Vec<(Lane, Handler<'_, E>)>,
     mut compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
+    alarm: &(dyn Fn(Option<&E>) + Sync),
 ) -> Result<Vec<Span>, E> {
     for lane in program.lanes().filter(|lane| *lane != Lane::Compute) {
         assert!(handlers.iter().any(|(l, _)| *l == lane), "lane {} has no handler", lane.name());
@@ -54,32 +58,38 @@ pub fn run<E: Send>(
         for number in program.on_lane(lane) {
             let instruction = &program.instructions[number];
             let ready = began.elapsed();
-            if !progress.wait_for(&instruction.after) {
-                return;
-            }
+            let Some(missing) = progress.wait_for(&instruction.after) else { return };
             let start = began.elapsed();
             if let Err(error) = body(number, instruction) {
+                if progress.stop() {
+                    alarm(Some(&error));
+                }
                 failure.lock().expect("not poisoned").get_or_insert(error);
-                progress.stop();
                 return;
             }
-            let span = Span { waited: start - ready, start, end: began.elapsed() };
+            let waited_for = missing.map(|number| program.instructions[number as usize].action.lane());
+            let span = Span { waited: start - ready, waited_for, start, end: began.elapsed() };
             spans.lock().expect("not poisoned")[number] = span;
             progress.finish(number);
+        }
+    };
+    let in_panic = || {
+        if progress.stop() {
+            alarm(None);
         }
     };
     std::thread::scope(|scope| {
         for (lane, mut handler) in handlers {
             if program.on_lane(lane).next().is_some() {
-                let (lane_of, progress) = (&lane_of, &progress);
+                let (lane_of, in_panic) = (&lane_of, &in_panic);
                 scope.spawn(move || {
-                    let guard = StopOnPanic(progress);
+                    let guard = OnPanic(in_panic);
                     lane_of(lane, &mut handler);
                     std::mem::forget(guard);
                 });
             }
         }
-        let guard = StopOnPanic(&progress);
+        let guard = OnPanic(&in_panic);
         lane_of(Lane::Compute, &mut compute);
         std::mem::forget(guard);
     });
@@ -89,26 +99,53 @@ pub fn run<E: Send>(
     }
 }
 
-/// A lane that panics must not leave the others waiting for ever.
-struct StopOnPanic<'a>(&'a Progress);
+/// Runs `program` in its order on this thread: what a prediction needs, so that no lane is ahead of another.
+///
+/// # Errors
+/// Those of the handlers.
+///
+/// # Panics
+/// When a lane that the program uses has no handler.
+pub fn run_in_order<E>(
+    program: &Program,
+    mut handlers: Vec<(Lane, Handler<'_, E>)>,
+    mut compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
+) -> Result<(), E> {
+    for (number, instruction) in program.instructions.iter().enumerate() {
+        let lane = instruction.action.lane();
+        if lane == Lane::Compute {
+            compute(number, instruction)?;
+        } else {
+            let handler = handlers.iter_mut().find(|(l, _)| *l == lane);
+            let (_, handler) = handler.unwrap_or_else(|| panic!("lane {} has no handler", lane.name()));
+            handler(number, instruction)?;
+        }
+    }
+    Ok(())
+}
 
-impl Drop for StopOnPanic<'_> {
+/// A lane that panics must not leave the others waiting for ever.
+struct OnPanic<'a>(&'a (dyn Fn() + Sync));
+
+impl Drop for OnPanic<'_> {
     fn drop(&mut self) {
-        self.0.stop();
+        (self.0)();
     }
 }
 
 impl Progress {
-    /// Returns once all are finished; false when the step was stopped.
-    fn wait_for(&self, after: &[u32]) -> bool {
+    /// Returns once all are finished, with the one that was missing last, if any was; None when the step was stopped.
+    fn wait_for(&self, after: &[u32]) -> Option<Option<u32>> {
+        let mut last = None;
         let mut state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         loop {
             if state.stopped {
-                return false;
+                return None;
             }
-            if after.iter().all(|number| state.finished[*number as usize]) {
-                return true;
-            }
+            let Some(missing) = after.iter().find(|number| !state.finished[**number as usize]) else {
+                return Some(last);
+            };
+            last = Some(*missing);
             state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
     }
@@ -118,9 +155,11 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    fn stop(&self) {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).stopped = true;
+    /// Stops every lane; whether this was the first to do so.
+    fn stop(&self) -> bool {
+        let mut state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         self.changed.notify_all();
+        !std::mem::replace(&mut state.stopped, true)
     }
 }
 
@@ -131,57 +170,65 @@ mod tests {
 
     fn program() -> Program {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1, ..UnitShape::default() };
-        let model = ModelShape { units: vec![unit("embedding"), unit("head")], batch_bytes: 1 };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
         let strategy = Strategy { accumulation_steps: 2, snapshot: true, ..Strategy::new(2) };
         lower_rank(&model, &Mesh::default(), &strategy, 0).unwrap()
     }
 
+    /// Input, reduce and host lanes that do the same, and how many failures were told.
+    fn run_all<'a, E: Send>(
+        others: impl Fn(usize, &Instruction) -> Result<(), E> + Copy + Send + 'a,
+        compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
+    ) -> (Result<Vec<Span>, E>, usize) {
+        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, Box::new(others) as Handler<'a, E>));
+        let told = Mutex::new(0);
+        let result = run(&program(), handlers.into(), compute, &|_| *told.lock().unwrap() += 1);
+        (result, told.into_inner().unwrap())
+    }
+
     #[test]
     fn instructions_wait_for_what_they_depend_on() {
-        let program = program();
         let order = Mutex::new(Vec::new());
-        let slow: Handler<'_, ()> = Box::new(|number, _| {
-            std::thread::sleep(Duration::from_millis(5));
+        let note = |number, instruction: &Instruction| {
+            if instruction.action.lane() == Lane::Input {
+                std::thread::sleep(Duration::from_millis(5));
+            }
             order.lock().unwrap().push(number);
-            Ok(())
-        });
-        let quick = || -> Handler<'_, ()> {
-            Box::new(|number, _| {
-                order.lock().unwrap().push(number);
-                Ok(())
-            })
+            Ok::<(), ()>(())
         };
-        let handlers = vec![(Lane::Input, slow), (Lane::Reduce, quick()), (Lane::HostIo, quick())];
-        let spans = run(&program, handlers, |number, _| {
-            order.lock().unwrap().push(number);
-            Ok(())
-        })
-        .unwrap();
-        assert_eq!(order.into_inner().unwrap(), (0..program.instructions.len()).collect::<Vec<_>>());
-        // The first forward waited, through the count, for two loads of five milliseconds.
-        assert!(spans[3].waited >= Duration::from_millis(9), "{:?}", spans[3]);
+        let (spans, told) = run_all(note, note);
+        let spans = spans.unwrap();
+        assert_eq!((order.into_inner().unwrap(), told), ((0..program().instructions.len()).collect::<Vec<_>>(), 0));
+        // The first forward waited for the count of two loads of five milliseconds.
+        assert!(spans[3].waited >= Duration::from_millis(9) && spans[3].waited_for == Some(Lane::Reduce));
+        assert!(spans[2].waited_for == Some(Lane::Input) && spans[4].waited_for.is_none());
     }
 
     #[test]
     fn the_first_error_stops_every_lane() {
-        let program = program();
-        let fail: Handler<'_, &str> = Box::new(|number, _| if number == 1 { Err("no data") } else { Ok(()) });
-        let quick = || -> Handler<'_, &str> { Box::new(|_, _| Ok(())) };
         let mut ran = 0;
-        let handlers = vec![(Lane::Input, fail), (Lane::Reduce, quick()), (Lane::HostIo, quick())];
-        let result = run(&program, handlers, |_, _| {
+        let (result, told) = run_all(|number, _| if number == 1 { Err("no data") } else { Ok(()) }, |_, _| {
             ran += 1;
             Ok(())
         });
-        assert_eq!((result.unwrap_err(), ran), ("no data", 0));
+        assert_eq!((result.unwrap_err(), ran, told), ("no data", 0, 1));
     }
 
     #[test]
     #[should_panic(expected = "in a lane")]
     fn a_panic_in_compute_does_not_hang_the_others() {
-        let program = program();
-        let quick = || -> Handler<'_, ()> { Box::new(|_, _| Ok(())) };
-        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, quick()));
-        let _ = run(&program, handlers.into(), |_, _| panic!("in a lane"));
+        let _ = run_all(|_, _| Ok::<(), ()>(()), |_, _| panic!("in a lane"));
+    }
+
+    #[test]
+    fn in_order_is_the_order_of_the_program() {
+        let order = Mutex::new(Vec::new());
+        let note = |number: usize, _: &Instruction| {
+            order.lock().unwrap().push(number);
+            Ok::<(), ()>(())
+        };
+        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, Box::new(note) as Handler<'_, ()>));
+        run_in_order(&program(), handlers.into(), note).unwrap();
+        assert_eq!(order.into_inner().unwrap(), (0..program().instructions.len()).collect::<Vec<_>>());
     }
 }

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`config`], [`schedule`] | what is asked for, and what follows from it |
 //! | [`shape`] | from configuration to model and program |
-//! | [`rank`], [`lanes`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
+//! | [`rank`], [`lanes`], [`links`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
 //! | [`corpora`], [`session`], [`trainer`] | a run: set up, and trained |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
@@ -21,6 +21,7 @@ mod error;
 pub mod evaluate;
 pub mod generate;
 pub mod lanes;
+pub mod links;
 pub mod metrics;
 pub mod optimizer;
 pub mod precision;

@@ -1,12 +1,12 @@
 //! Update rules over a unit's flat buffers.
 //!
 //! A rule's state is a list of named tensors per unit. Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that
-//! share a weight decay, gaps included (they are zero and stay zero); rules that look at a matrix as a whole (Muon, Adafactor) run
-//! parameter by parameter. Norms and biases do not decay.
+//! share a weight decay, gaps included (they are zero and stay zero), cut to what the rank holds; rules that look at a matrix as a whole
+//! (Muon, Adafactor) run parameter by parameter and need all of it. Norms and biases do not decay.
 
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
-use crate::state::{GradientState, ParameterState};
+use crate::state::{GradientState, Holding, ParameterState, does_not_fit, overlap};
 use std::ops::Range;
 use trainyard_model::{Model, ParameterKind, ParameterSpec, UnitLayout};
 use trainyard_tensor::ops::optim::{
@@ -36,12 +36,28 @@ struct UnitOptimizer {
     pieces: Vec<Piece>,
 }
 
+/// What a rank holds of one state tensor of one parameter.
+pub struct StatePart {
+    /// The unit.
+    pub unit: usize,
+    /// The parameter's index in it.
+    pub index: usize,
+    /// Named as PyTorch names it.
+    pub name: &'static str,
+    /// Elements of the whole tensor.
+    pub elements: usize,
+    /// Which of them are here.
+    pub range: Range<usize>,
+    /// Their values.
+    pub values: Tensor,
+}
+
 /// A range of a unit's flat buffers that one kernel call updates.
 struct Piece {
     range: Range<usize>,
     decays: bool,
     state: State,
-    /// The parameters in it: index and range within the unit.
+    /// The parameters in it: index and whole range within the unit.
     parameters: Vec<(usize, Range<usize>)>,
 }
 
@@ -60,8 +76,8 @@ enum State {
 
 impl Optimizer {
     /// A fresh optimizer for `model`, its state zero.
-    pub fn new(device: &Device, model: &Model, settings: OptimizerSettings) -> Result<Optimizer> {
-        let units = (0..model.units().len()).map(|unit| UnitOptimizer::new(device, model, unit, &settings));
+    pub fn new(device: &Device, model: &Model, holding: &Holding, settings: OptimizerSettings) -> Result<Optimizer> {
+        let units = (0..model.units().len()).map(|unit| UnitOptimizer::new(device, model, unit, holding, &settings));
         Ok(Optimizer { settings: Some(settings), units: units.collect::<Result<_>>()? })
     }
 
@@ -74,7 +90,7 @@ impl Optimizer {
     pub fn update(
         &mut self,
         unit: usize,
-        parameters: &mut ParameterState,
+        parameters: &ParameterState,
         gradients: &GradientState,
         rates: Rates,
     ) -> Result<()> {
@@ -94,21 +110,26 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Every state tensor with the parameter it belongs to: (unit, parameter index, name, values).
-    pub fn state(&self) -> Result<Vec<(usize, usize, &'static str, Tensor)>> {
+    /// What is held of every state tensor, parameter by parameter.
+    pub fn state(&self) -> Result<Vec<StatePart>> {
         let mut all = Vec::new();
         for (unit, optimizer) in self.units.iter().enumerate() {
             for piece in &optimizer.pieces {
                 for (name, tensor) in piece.state.tensors() {
-                    for (index, range) in &piece.parameters {
+                    for (index, whole) in &piece.parameters {
+                        let (unit, index) = (unit, *index);
                         // Element-wise states cover the piece, so a parameter's part is a view; others are the parameter's own.
-                        let values = if tensor.elements() == piece.range.len() {
-                            let start = range.start - piece.range.start;
-                            tensor.view(start, [range.len()])?
-                        } else {
-                            tensor.clone()
-                        };
-                        all.push((unit, *index, name, values));
+                        if tensor.elements() != piece.range.len() {
+                            let (elements, values) = (tensor.elements(), tensor.clone());
+                            all.push(StatePart { unit, index, name, elements, range: 0..elements, values });
+                            continue;
+                        }
+                        let held = overlap(whole, &piece.range);
+                        if !held.is_empty() {
+                            let values = tensor.view(held.start - piece.range.start, [held.len()])?;
+                            let range = held.start - whole.start..held.end - whole.start;
+                            all.push(StatePart { unit, index, name, elements: whole.len(), range, values });
+                        }
                     }
                 }
             }
@@ -167,8 +188,7 @@ struct Stretch {
     parameters: Vec<(usize, Range<usize>)>,
 }
 
-fn stretches(specs: &[ParameterSpec], name: OptimizerName) -> Vec<Stretch> {
-    let layout = UnitLayout::new(specs, 1);
+fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     for (index, spec) in specs.iter().enumerate() {
         let exact = layout.range(index);
@@ -191,8 +211,30 @@ fn stretches(specs: &[ParameterSpec], name: OptimizerName) -> Vec<Stretch> {
 }
 
 impl UnitOptimizer {
-    fn new(device: &Device, model: &Model, unit: usize, settings: &OptimizerSettings) -> Result<UnitOptimizer> {
-        let pieces = stretches(model.units()[unit].parameters(), settings.name).into_iter().map(|stretch| {
+    fn new(
+        device: &Device,
+        model: &Model,
+        unit: usize,
+        holding: &Holding,
+        settings: &OptimizerSettings,
+    ) -> Result<UnitOptimizer> {
+        let specs = model.units()[unit].parameters();
+        let layout = UnitLayout::new(specs, holding.shards);
+        let held = holding.range(holding.placement.masters, &layout);
+        let mut stretches = stretches(specs, &layout, settings.name);
+        for stretch in &mut stretches {
+            let range = overlap(&stretch.range, &held);
+            if range != stretch.range && !stretch.rule.is_elementwise() {
+                return Err(does_not_fit(format!(
+                    "optimizer {} looks at whole matrices, and this rank holds a part of {}: use parallel.zero_stage = 0",
+                    settings.name,
+                    model.units()[unit].name()
+                )));
+            }
+            stretch.range = range;
+        }
+        stretches.retain(|stretch| !stretch.range.is_empty());
+        let pieces = stretches.into_iter().map(|stretch| {
             let Stretch { range, decays, rule, parameters } = stretch;
             let state = rule.state(device, range.len(), settings)?;
             Ok(Piece { range, decays, state, parameters })

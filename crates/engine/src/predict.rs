@@ -1,13 +1,13 @@
-//! What a step will need and do, from executing it on the meta device: same model code, same engine, same pool, no data.
+//! What a rank's step will need and do, from executing it on the meta device: same model code, same engine, same pool, no data and nobody to talk to.
 
 use crate::Result;
-use crate::config::OptimizerSettings;
-use crate::precision::LossScaler;
-use crate::rank::{Rank, StepSettings};
+use crate::links::Links;
+use crate::rank::{Rank, RankSettings, StepSettings};
+use crate::state::Holding;
 use std::time::Duration;
 use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
-use trainyard_tensor::{Cost, DType, Device, Purpose, Usage};
+use trainyard_tensor::{Cost, Device, Purpose, Usage};
 
 /// A step's needs, before it runs.
 #[derive(Clone, Debug)]
@@ -20,20 +20,19 @@ pub struct Prediction {
     pub took: Duration,
 }
 
-/// Executes `program` once on meta.
+/// Executes one rank's `program` once on meta.
 pub fn predict(
     model: Model,
     program: &Program,
     shape: &BatchShape,
-    compute: DType,
-    optimizer: OptimizerSettings,
+    settings: &RankSettings,
 ) -> Result<Prediction> {
     let began = std::time::Instant::now();
     let device = Device::meta();
-    let mut rank = Rank::new(&device, model, compute, optimizer, LossScaler::none(), 0)?;
+    let mut rank = Rank::new(&device, model, Holding::of(program), Links::default(), settings)?;
     device.take_profile();
-    let settings = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
-    rank.execute(program, settings, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
+    let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
+    rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();
     Ok(Prediction { memory: device.pool().usage(), cost, took: began.elapsed() })
 }

@@ -117,7 +117,7 @@ impl Session {
         let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
         let keep = shape::keep(&resolved, model.units().len());
         let shape = shape::model_shape(&model, &batch, dtype)?;
-        let programs = shape::programs(&shape, resolved.batch.accumulation as u32, &keep, dtype)?;
+        let programs = shape::programs(&shape, resolved.batch.accumulation as u32, &keep)?;
         let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, dtype, resolved.optimizer)?;
         let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
         check_limit(limit, &prediction)?;

@@ -2,14 +2,19 @@
 
 use crate::config::{
     Activation as ConfigActivation, CheckpointMode, Family as ConfigFamily, ModelShape as ConfigShape, ModelSource,
-    Resolved, RopeScaling as ConfigScaling,
+    OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved,
+    RopeScaling as ConfigScaling,
 };
+use crate::precision::LossScaler;
+use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::unit_costs;
-use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, UnitLayout, hf};
-use trainyard_program::{Keep, Mesh, ModelShape, Program, StateBytes, Strategy, UnitShape, check, lower_rank};
+use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
+use trainyard_program::{
+    Keep, Mesh, ModelShape, Program, ReduceSchedule, Reshard, StateBytes, Strategy, UnitShape, check, lower_rank,
+};
 use trainyard_tensor::DType;
 
 /// The model that a resolved configuration asks for.
@@ -127,24 +132,94 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         borrows.dedup();
         UnitShape {
             name: unit.name().to_owned(),
-            flat_elements: UnitLayout::new(unit.parameters(), 1).elements() as u64,
+            flat_elements: model.layout(index, 1).flat_elements() as u64,
             borrows,
             saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
             ..UnitShape::default()
         }
     });
-    // Tokens, targets and positions, four bytes each.
-    let batch_bytes = 12 * batch.tokens() as u64;
-    Ok(ModelShape { units: units.collect(), batch_bytes })
+    // Tokens, targets and positions are i32.
+    Ok(ModelShape { units: units.collect(), batch_bytes: 12 * batch.tokens() as u64 })
 }
 
-/// The checked programs of a step: without and with a snapshot at its end.
-pub fn programs(shape: &ModelShape, accumulation_steps: u32, keep: &[Keep], compute: DType) -> Result<[Program; 2]> {
-    let bytes = if compute == DType::F32 { StateBytes::F32 } else { StateBytes::MIXED };
+/// The ranks of a resolved configuration.
+pub fn mesh(resolved: &Resolved) -> Mesh {
+    Mesh::data(resolved.parallel.replicate as u32, resolved.parallel.shard as u32)
+}
+
+/// How a resolved configuration wants its steps run, on a model of `units` units.
+pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
+    let parallel = &resolved.parallel;
+    Strategy {
+        accumulation_steps: resolved.batch.accumulation as u32,
+        keep: keep(resolved, units),
+        zero_stage: parallel.zero_stage as u8,
+        reshard_after_forward: match parallel.reshard_after_forward {
+            ConfigReshard::Always => Reshard::Always,
+            ConfigReshard::Never => Reshard::Never,
+            ConfigReshard::To(n) => Reshard::To(n as u32),
+        },
+        prefetch: parallel.prefetch as u32,
+        reduce_schedule: match parallel.reduce_schedule {
+            ConfigSchedule::Step => ReduceSchedule::PerStep,
+            ConfigSchedule::MicroBatch => ReduceSchedule::PerMicroBatch,
+        },
+        elastic: parallel.elastic,
+        bytes: state_bytes(resolved),
+        ..Strategy::new(units)
+    }
+}
+
+/// What gradients are rounded to on their way between ranks.
+pub fn reduce_dtype(resolved: &Resolved) -> DType {
+    match resolved.parallel.reduce_dtype {
+        ReduceDtype::F32 => DType::F32,
+        ReduceDtype::Bf16 => DType::BF16,
+    }
+}
+
+/// How a rank trains.
+pub fn rank_settings(resolved: &Resolved) -> RankSettings {
+    let (compute, precision) = (compute_dtype(resolved), &resolved.config.precision);
+    let scaler = match compute {
+        DType::F16 => LossScaler::dynamic(
+            precision.loss_scale_initial.unwrap_or(65536.0),
+            precision.loss_scale_window.unwrap_or(1000),
+        ),
+        _ => LossScaler::none(),
+    };
+    RankSettings {
+        compute,
+        reduce: reduce_dtype(resolved),
+        optimizer: resolved.optimizer,
+        scaler,
+        seed: resolved.config.training.seed,
+    }
+}
+
+/// What an element of the state takes. Muon's and Adafactor's differ from parameter to parameter; theirs is that of most.
+fn state_bytes(resolved: &Resolved) -> StateBytes {
+    let compute = compute_dtype(resolved);
+    let optimizer = match resolved.optimizer.name {
+        OptimizerName::AdamW => 8,
+        OptimizerName::Lion | OptimizerName::Muon => 4,
+        OptimizerName::Sgd if resolved.optimizer.momentum != 0.0 => 4,
+        OptimizerName::Sgd | OptimizerName::Adafactor => 0,
+    };
+    StateBytes {
+        parameter: compute.size() as u32,
+        master: if compute == DType::F32 { 0 } else { 4 },
+        gradient: 4,
+        optimizer,
+        reduce: reduce_dtype(resolved).size() as u32,
+    }
+}
+
+/// The checked programs of rank `rank`'s step: without and with a snapshot at its end.
+pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32) -> Result<[Program; 2]> {
     let program = |snapshot| -> Result<Program> {
-        let strategy =
-            Strategy { accumulation_steps, keep: keep.to_vec(), snapshot, bytes, ..Strategy::new(keep.len()) };
-        let program = lower_rank(shape, &Mesh::default(), &strategy, 0)?;
+        let strategy = Strategy { snapshot, ..strategy.clone() };
+        let program = lower_rank(shape, mesh, &strategy, rank)?;
         check(&program)?;
         Ok(program)
     };

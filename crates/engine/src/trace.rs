@@ -9,9 +9,9 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use trainyard_program::{Action, Lane, Program};
+use trainyard_program::{Lane, Program};
 
-/// Writes `trace/rank-0.json` of a run.
+/// Writes a rank's `trace/rank-N.json` of a run.
 pub struct TraceWriter {
     out: BufWriter<File>,
     path: PathBuf,
@@ -19,16 +19,16 @@ pub struct TraceWriter {
 }
 
 impl TraceWriter {
-    /// A new trace in the run's `folder`; an earlier sitting's is replaced.
-    pub fn create(folder: &Path) -> Result<TraceWriter> {
-        let path = folder.join("trace").join("rank-0.json");
+    /// A new trace of `rank` in the run's `folder`; an earlier sitting's is replaced.
+    pub fn create(folder: &Path, rank: usize) -> Result<TraceWriter> {
+        let path = folder.join("trace").join(format!("rank-{rank}.json"));
         let error = |source| EngineError::File { what: "cannot write", path: path.display().to_string(), source };
         std::fs::create_dir_all(folder.join("trace")).map_err(error)?;
         let mut out = BufWriter::new(File::create(&path).map_err(error)?);
         out.write_all(b"[\n").map_err(error)?;
         for lane in Lane::ALL {
             let name =
-                json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": lane as u32, "args": {"name": lane.name()}});
+                json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane as u32, "args": {"name": lane.name()}});
             writeln!(out, "{name},").map_err(error)?;
         }
         Ok(TraceWriter { out, path, origin: Instant::now() })
@@ -40,22 +40,18 @@ impl TraceWriter {
         let began = self.origin.elapsed().saturating_sub(length);
         let micros = |time: Duration| time.as_secs_f64() * 1e6;
         for (span, instruction) in spans.iter().zip(&program.instructions) {
-            let unit = |unit: u32| program.units.get(unit as usize).map_or("", String::as_str);
-            let name = match instruction.action {
-                Action::Forward { unit: u, .. } | Action::Backward { unit: u, .. } | Action::Update { unit: u } => {
-                    format!("{} {}", instruction.action.name(), unit(u))
-                }
-                other => other.name().to_owned(),
-            };
+            let unit = instruction.action.unit().and_then(|unit| program.units.get(unit as usize));
+            let name = unit.map_or_else(String::new, |unit| format!(" {unit}"));
+            let name = format!("{}{name}", instruction.action.name());
             let event = json!({
                 "name": name,
                 "cat": instruction.action.lane().name(),
                 "ph": "X",
                 "ts": micros(began + span.start),
                 "dur": micros(span.end - span.start),
-                "pid": 0,
+                "pid": program.rank,
                 "tid": instruction.action.lane() as u32,
-                "args": {"step": step, "waited_us": micros(span.waited)},
+                "args": {"step": step, "waited_us": micros(span.waited), "bytes": instruction.bytes},
             });
             writeln!(self.out, "{event},").map_err(|source| self.error(source))?;
         }
@@ -75,10 +71,10 @@ mod tests {
     #[test]
     fn a_trace_is_json_once_it_is_closed_and_has_every_instruction() {
         let folder = tempfile::tempdir().unwrap();
-        let unit = UnitShape { name: "head".into(), ..UnitShape::default() };
-        let model = ModelShape { units: vec![unit], batch_bytes: 0 };
+        let unit = UnitShape { name: "head".into(), flat_elements: 1, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit], ..ModelShape::default() };
         let program = lower_rank(&model, &Mesh::default(), &Strategy::new(1), 0).unwrap();
-        let mut trace = TraceWriter::create(folder.path()).unwrap();
+        let mut trace = TraceWriter::create(folder.path(), 0).unwrap();
         let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
         trace.step(3, &program, &spans).unwrap();
         let text = std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();

@@ -117,7 +117,7 @@ impl Trial {
     fn programs(&self, model: &Model, rows: usize) -> [trainyard_program::Program; 2] {
         let batch = BatchShape::uniform(rows, LENGTH);
         let shape = shape::model_shape(model, &batch, self.dtype).unwrap();
-        shape::programs(&shape, self.accumulation, &vec![self.keep; model.units().len()], self.dtype).unwrap()
+        shape::programs(&shape, self.accumulation, &vec![self.keep; model.units().len()]).unwrap()
     }
 }
 

@@ -21,6 +21,15 @@ pub struct Model {
     positions_max: Option<usize>,
 }
 
+/// Where a forward stands with a unit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Passage {
+    /// It is about to run.
+    Enter,
+    /// It has run.
+    Leave,
+}
+
 impl Model {
     /// The model that `spec` describes: an embedding, `layers` blocks, a head.
     pub fn new(spec: ModelSpec) -> Result<Model> {
@@ -136,17 +145,29 @@ impl Model {
 
     /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs units one at a time.)
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
+        self.forward_by_unit(tape, cx, |_, _| Ok(()))
+    }
+
+    /// As [`Model::forward`]; `around` is told before and after each unit runs, and can bring its parameters and take them away.
+    pub fn forward_by_unit<E: From<ModelError>>(
+        &self,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        mut around: impl FnMut(usize, Passage) -> Result<(), E>,
+    ) -> Result<Var, E> {
         if let Some(cache) = cx.cache.as_deref() {
             self.check_cached(tape, cx, cache.len())?;
         }
         let mut x: Option<Var> = None;
-        for unit in &self.units {
+        for (number, unit) in self.units.iter().enumerate() {
+            around(number, Passage::Enter)?;
             x = Some(unit.forward(tape, cx, x.as_ref())?);
+            around(number, Passage::Leave)?;
         }
         if let Some(cache) = cx.cache.as_deref_mut() {
             cache.advance(cx.batch.len());
         }
-        x.ok_or_else(|| ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() })
+        Ok(x.ok_or_else(|| ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() })?)
     }
 
     fn check_cached(&self, tape: &Tape<'_>, cx: &Forward<'_>, len: usize) -> Result<()> {

@@ -129,11 +129,12 @@ impl ParameterSpec {
 
 /// Where a unit's parameters lie in its one flat buffer.
 ///
-/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded so that it divides into equal,
-/// aligned shards: one collective moves a unit without copies. The elements of the gaps are zero and stay zero.
+/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded so that it divides into equal
+/// shards of whole [`UnitLayout::QUANTUM`] elements: one collective moves a unit without copies. The elements of the gaps are zero and stay zero.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitLayout {
     ranges: Vec<Range<usize>>,
+    flat_elements: usize,
     elements: usize,
     shards: usize,
 }
@@ -141,6 +142,10 @@ pub struct UnitLayout {
 impl UnitLayout {
     /// Elements: a cache line (and a widest vector) of the smallest dtype in use, two bytes.
     pub const ALIGN: usize = 32;
+
+    /// A shard is a whole number of chunks of so many elements, over which gradient norms are summed: their bits then depend on no
+    /// number of shards.
+    pub const QUANTUM: usize = 4096;
 
     /// The layout of `parameters` in order, for `shards` shards.
     pub fn new(parameters: &[ParameterSpec], shards: usize) -> UnitLayout {
@@ -151,7 +156,8 @@ impl UnitLayout {
             ranges.push(start..start + parameter.elements());
             end = (start + parameter.elements()).next_multiple_of(Self::ALIGN);
         }
-        UnitLayout { ranges, elements: end.next_multiple_of(Self::ALIGN * shards.max(1)), shards: shards.max(1) }
+        let shards = shards.max(1);
+        UnitLayout { ranges, flat_elements: end, elements: end.next_multiple_of(Self::QUANTUM * shards), shards }
     }
 
     /// The elements of parameter `index`.
@@ -162,6 +168,11 @@ impl UnitLayout {
     /// The elements of every parameter, in order.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
+    }
+
+    /// Elements before padding to shards, the gaps between parameters included.
+    pub fn flat_elements(&self) -> usize {
+        self.flat_elements
     }
 
     /// Elements of the buffer, padding included.
@@ -202,7 +213,8 @@ mod tests {
             let parameters: Vec<_> = sizes.iter().map(|n| vector(*n)).collect();
             let layout = UnitLayout::new(&parameters, shards);
             prop_assert_eq!(layout.elements(), layout.shard_elements() * shards);
-            prop_assert!(layout.shard_elements().is_multiple_of(UnitLayout::ALIGN));
+            prop_assert!(layout.shard_elements().is_multiple_of(UnitLayout::QUANTUM));
+            prop_assert!(layout.elements() - layout.flat_elements() < shards * UnitLayout::QUANTUM);
             let mut end = 0;
             for (index, size) in sizes.iter().enumerate() {
                 let range = layout.range(index);

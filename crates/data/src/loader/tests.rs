@@ -47,19 +47,21 @@ fn any_world_deals_the_same_samples_in_a_step() {
     let dataset = dataset(folder.path(), 0);
     // A step of 12 rows: as world x accumulation x micro-batch.
     let step_rows = |world: usize, micro_batch_size: usize| -> Vec<Vec<i32>> {
+        let accumulation_steps = 12 / world / micro_batch_size;
         let mut rows = Vec::new();
         for rank in 0..world {
-            let config = LoaderConfig { rank, world, ..LoaderConfig::new(micro_batch_size) };
+            let config = LoaderConfig { rank, world, accumulation_steps, ..LoaderConfig::new(micro_batch_size) };
             let position = Position { samples: 24 };
-            for batch in batches(&dataset, config, position, 12 / world / micro_batch_size) {
+            // The second of two steps.
+            for batch in batches(&dataset, config, position, 2 * accumulation_steps).split_off(accumulation_steps) {
                 rows.extend(batch.tokens.chunks(10).map(<[i32]>::to_vec));
             }
         }
-        rows.sort();
         rows
     };
     let expected = step_rows(1, 12);
     for (world, micro_batch_size) in [(1, 3), (2, 3), (3, 2), (4, 3), (12, 1)] {
+        // In the same order too: a rank's micro-batches follow those of the ranks before it.
         assert_eq!(step_rows(world, micro_batch_size), expected, "{world} ranks of {micro_batch_size}");
     }
 }

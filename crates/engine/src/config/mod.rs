@@ -20,6 +20,7 @@ mod presets;
 mod print;
 mod resolve;
 mod resolve_model;
+mod resolve_parallel;
 mod section;
 mod sections;
 #[cfg(test)]
@@ -32,9 +33,10 @@ pub use nearest::nearest;
 pub use presets::PRESETS;
 pub use print::documentation;
 pub use resolve::{Derivation, Inputs, Limits, ModelShape, ModelSource, OptimizerSettings, Pretrained, Resolved, Rope};
+pub use resolve_parallel::Parallel;
 pub use section::{Key, Section};
 pub use sections::*;
-pub use value::{ByteSize, ConfigValue, Override, Overrides, Source, Sources};
+pub use value::{ByteSize, ConfigValue, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -103,6 +105,8 @@ config! {
     activation_checkpointing: ActivationCheckpointingSection,
     /// Where it runs.
     compute: ComputeSection,
+    /// Ranks.
+    parallel: ParallelSection,
     /// Limits on memory.
     memory: MemorySection,
     /// When state is written.

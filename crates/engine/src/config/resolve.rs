@@ -3,7 +3,7 @@
 use super::error::Problems;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Batch, Config, ConfigError, Origin};
+use super::{Batch, Config, ConfigError, Origin, Parallel};
 use crate::schedule::Schedule;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -16,8 +16,10 @@ pub struct Inputs {
     pub cores: usize,
     /// Where `cores` comes from, e.g. `cores that this process may use`.
     pub cores_because: String,
-    /// Ranks that see different data.
-    pub data_parallel_degree: usize,
+    /// Processes that were started together, one a rank; None when this one stands alone and its ranks are threads.
+    pub processes: Option<usize>,
+    /// How many of those run on this host.
+    pub processes_here: usize,
     /// Tokens in the tokenizer's vocabulary, once it is known.
     pub tokenizer_vocabulary: Option<usize>,
     /// What the `config.json` in `model.path` says, once it is read.
@@ -49,7 +51,8 @@ impl Inputs {
         Inputs {
             cores,
             cores_because: because,
-            data_parallel_degree: 1,
+            processes: None,
+            processes_here: 1,
             tokenizer_vocabulary: None,
             pretrained: None,
             batches_supplied: false,
@@ -174,7 +177,9 @@ pub struct Resolved {
     pub optimizer: OptimizerSettings,
     /// The learning rate over the steps.
     pub schedule: Schedule,
-    /// Threads of the kernels.
+    /// Ranks and what each keeps.
+    pub parallel: Parallel,
+    /// Threads of the kernels, of one rank.
     pub threads: usize,
     /// The rung of the kernel ladder.
     #[serde(serialize_with = "isa_name")]
@@ -220,13 +225,15 @@ impl Config {
         r.tokenizer();
         let validation = r.data(inputs);
         let sequence_length = r.sequence_length(inputs);
-        let batch = r.batch(inputs);
+        let parallel = r.parallel(inputs);
+        let batch = r.batch(parallel.data_degree());
+        r.elastic(&parallel, batch);
         let limits = r.limits(batch, sequence_length);
         let optimizer = r.optimizer();
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);
         r.precision();
         r.activation_checkpointing(inputs);
-        let (isa, threads) = r.compute(inputs);
+        let (isa, threads) = r.compute(inputs, &parallel);
         r.rest(validation);
         r.path_exists("model.path", self.model.path.as_ref());
         r.path_exists("tokenizer.path", self.tokenizer.path.as_ref());
@@ -242,6 +249,7 @@ impl Config {
             limits,
             optimizer,
             schedule,
+            parallel,
             threads,
             isa,
             validation,
@@ -440,10 +448,9 @@ impl Resolver {
         length
     }
 
-    fn batch(&mut self, inputs: &Inputs) -> Batch {
+    fn batch(&mut self, degree: usize) -> Batch {
         let t = &self.config.training;
         let (micro, global, steps) = (t.micro_batch_size, t.global_batch_size, t.accumulation_steps);
-        let degree = inputs.data_parallel_degree;
         match Batch::resolve(micro, global, steps, degree) {
             Ok((batch, because)) => {
                 for (key, value, because) in because {
@@ -564,7 +571,7 @@ impl Resolver {
         }
     }
 
-    fn compute(&mut self, inputs: &Inputs) -> (Isa, usize) {
+    fn compute(&mut self, inputs: &Inputs, parallel: &Parallel) -> (Isa, usize) {
         let best = Isa::detect();
         let isa = match self.config.compute.isa.clone() {
             None => {
@@ -577,7 +584,12 @@ impl Resolver {
             }),
         };
         let asked = self.config.compute.threads;
-        let threads = self.settle("compute.threads", &asked, inputs.cores.max(1), inputs.cores_because.clone());
+        let here = if inputs.processes.is_some() { inputs.processes_here } else { parallel.ranks }.max(1);
+        let (share, because) = match here {
+            1 => (inputs.cores, inputs.cores_because.clone()),
+            n => (inputs.cores / n, format!("{} {} / {n} ranks on this host", inputs.cores, inputs.cores_because)),
+        };
+        let threads = self.settle("compute.threads", &asked, share.max(1), because);
         self.count("compute.threads", Some(threads as u64), 1, 1024);
         (isa, threads)
     }

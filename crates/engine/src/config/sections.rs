@@ -5,7 +5,7 @@
 //! says how.
 
 use super::section::section;
-use super::value::{ByteSize, Overrides, Sources, choices};
+use super::value::{ByteSize, Overrides, Reshard, Sources, choices};
 use std::path::PathBuf;
 
 choices! {
@@ -141,6 +141,26 @@ choices! {
         Selective = "selective",
         /// Only the block's input; its forward runs again.
         Full = "full",
+    }
+}
+
+choices! {
+    /// When gradients are summed over ranks.
+    ReduceSchedule {
+        /// Once, under the backward of the step's last micro-batch.
+        Step = "step",
+        /// Under the backward of every micro-batch: more traffic, less memory where gradients are sharded.
+        MicroBatch = "micro_batch",
+    }
+}
+
+choices! {
+    /// What gradients are rounded to on their way between ranks; they are summed in f32 whatever it is.
+    ReduceDtype {
+        /// Not at all.
+        F32 = "f32",
+        /// Half the traffic.
+        Bf16 = "bf16",
     }
 }
 
@@ -329,6 +349,8 @@ section! {
         /// Micro-batches in one optimizer step, on each rank. Unset: from the other two; 1 when nothing is given.
         #[elsewhere("gradient_accumulation_steps", "grad_accum_steps")]
         accumulation_steps: Option<usize> = None;
+        /// Whether the same batch gives the same bits on 1, 2, 4, … ranks: gradients of micro-batches are summed along a tree instead of one after the other, which takes log2(`accumulation_steps`) more gradient buffers.
+        elastic_bits: bool = false;
         /// Tokens of a sequence. Unset: the model's longest, at most 2048.
         #[elsewhere("seq_len", "seq_length", "max_seq_length", "context_length", "block_size")]
         sequence_length: Option<usize> = None;
@@ -447,6 +469,45 @@ section! {
         /// Threads of the kernels. Unset: the cores that the process may use.
         #[elsewhere("num_threads", "omp_num_threads")]
         threads: Option<usize> = None;
+    }
+}
+
+section! {
+    /// Ranks and what each of them keeps. Ranks are threads of one process, or the processes that `mpirun` started.
+    ParallelSection = "parallel" {
+        /// Ranks. Unset: the processes that were started together; without any, the product of the degrees.
+        #[elsewhere("world_size", "num_processes", "nproc_per_node")]
+        ranks: Option<usize> = None;
+        /// Groups of ranks that hold the same state (DDP). Unset: the ranks that the shard degree leaves.
+        #[elsewhere("dp_replicate_size", "data_parallel_size")]
+        data_parallel_replicate_degree: Option<usize> = None;
+        /// Ranks that share one state (FSDP). Unset: the ranks that the replicate degree leaves; 1 without `zero_stage`.
+        #[elsewhere("dp_shard_size", "fsdp_size", "sharding_factor")]
+        data_parallel_shard_degree: Option<usize> = None;
+        /// What is sharded: 0 nothing, 1 optimizer state and masters, 2 and gradients, 3 and parameters. Unset: 3 when the shard degree is above 1, else 0.
+        #[elsewhere("stage", "zero_optimization", "data_parallel_sharding_strategy", "fsdp_sharding_strategy")]
+        zero_stage: Option<usize> = None;
+        /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true), kept for backward (false), or kept on groups of this many neighbouring ranks (a number). Unset: true.
+        #[elsewhere("fsdp_reshard_after_forward")]
+        reshard_after_forward: Option<Reshard> = None;
+        /// zero_stage 3: how many units are gathered ahead of the one that computes. Unset: 1.
+        #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
+        prefetch: Option<usize> = None;
+        /// When gradients are summed over ranks.
+        #[elsewhere("overlap_comm", "require_backward_grad_sync")]
+        reduce_schedule: ReduceSchedule = ReduceSchedule::Step;
+        /// What gradients are rounded to on their way between ranks.
+        #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
+        reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// Only 1 as yet.
+        #[elsewhere("pipeline_model_parallel_size", "pp_size")]
+        pipeline_parallel_degree: usize = 1;
+        /// Only 1 as yet.
+        #[elsewhere("tensor_model_parallel_size", "tp_size")]
+        tensor_parallel_degree: usize = 1;
+        /// Only 1 as yet.
+        #[elsewhere("context_parallel_size", "cp_size")]
+        context_parallel_degree: usize = 1;
     }
 }
 

@@ -8,7 +8,8 @@ fn inputs() -> Inputs {
     Inputs {
         cores: 2,
         cores_because: "cores that this process may use".to_owned(),
-        data_parallel_degree: 1,
+        processes: None,
+        processes_here: 1,
         tokenizer_vocabulary: None,
         pretrained: None,
         batches_supplied: false,
@@ -391,5 +392,47 @@ proptest! {
         if let Ok(config) = Config::parse(Path::new("c.toml"), GOOD, &sets) {
             let _ = config.resolve(&inputs());
         }
+    }
+}
+
+#[test]
+fn ranks_and_degrees_complete_each_other() {
+    let of = |sets: &[&str]| {
+        let r = resolve(GOOD, sets).unwrap_or_else(|error| panic!("{sets:?}: {error}"));
+        let p = r.parallel;
+        assert_eq!(p.ranks, p.data_degree());
+        assert_eq!((r.batch.data_parallel_degree, r.batch.global), (p.ranks, p.ranks * 8 * r.batch.accumulation));
+        (p.replicate, p.shard, p.zero_stage)
+    };
+    assert_eq!(of(&[]), (1, 1, 0));
+    assert_eq!(of(&["parallel.ranks=4"]), (4, 1, 0));
+    assert_eq!(of(&["parallel.ranks=4", "parallel.zero_stage=0"]), (4, 1, 0));
+    assert_eq!(of(&["parallel.ranks=4", "parallel.zero_stage=1"]), (1, 4, 1));
+    assert_eq!(of(&["parallel.ranks=1", "parallel.zero_stage=3"]), (1, 1, 3));
+    assert_eq!(of(&["parallel.data_parallel_shard_degree=4"]), (1, 4, 3));
+    assert_eq!(of(&["parallel.data_parallel_replicate_degree=2"]), (2, 1, 0));
+    assert_eq!(of(&["parallel.data_parallel_replicate_degree=2", "parallel.data_parallel_shard_degree=2"]), (2, 2, 3));
+    assert_eq!(of(&["parallel.ranks=6", "parallel.data_parallel_shard_degree=3", "parallel.zero_stage=2"]), (2, 3, 2));
+    let threads = resolve(GOOD, &["parallel.ranks=2"]).unwrap();
+    assert_eq!(threads.threads, 1, "two cores for two ranks");
+    assert!(threads.explain().contains("2 ranks on this host"), "{}", threads.explain());
+}
+
+#[test]
+fn impossible_ranks_are_refused() {
+    for (sets, says) in [
+        (&["parallel.ranks=4", "parallel.data_parallel_shard_degree=3"][..], "4 ranks are not"),
+        (&["parallel.ranks=0"], "too small"),
+        (&["parallel.zero_stage=4"], "at most 3"),
+        (&["parallel.zero_stage=0", "parallel.data_parallel_shard_degree=2"], "shards nothing"),
+        (&["parallel.ranks=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
+        (&["parallel.ranks=2", "parallel.prefetch=2"], "no effect"),
+        (&["parallel.ranks=4", "parallel.zero_stage=3", "parallel.reshard_after_forward=3"], "must divide"),
+        (&["parallel.tensor_parallel_degree=2"], "cannot be run yet"),
+        (&["training.elastic_bits=true", "training.accumulation_steps=3"], "powers of two"),
+        (&["parallel.ranks=2", "training.micro_batch_size=4", "training.global_batch_size=12"], "does not divide by 8"),
+    ] {
+        let error = resolve(GOOD, sets).unwrap_err().to_string();
+        assert!(error.contains(says), "{sets:?}: {error}");
     }
 }

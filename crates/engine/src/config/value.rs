@@ -248,6 +248,37 @@ impl ConfigValue for ByteSize {
     }
 }
 
+/// What stays of a gathered unit between its forward and its backward.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub enum Reshard {
+    /// The rank's own shard: the unit is gathered again.
+    Always,
+    /// All of it.
+    Never,
+    /// One part in this many, so that as many neighbouring ranks hold the unit together.
+    To(usize),
+}
+
+impl ConfigValue for Reshard {
+    fn expected() -> String {
+        "true, false or a number of ranks".to_owned()
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        match value {
+            Value::Boolean(true) => Ok(Reshard::Always),
+            Value::Boolean(false) => Ok(Reshard::Never),
+            other => usize::from_value(other).map(Reshard::To).map_err(|_| wrong::<Self>(value)),
+        }
+    }
+    fn to_value(&self) -> Option<Value> {
+        match self {
+            Reshard::Always => Some(Value::Boolean(true)),
+            Reshard::Never => Some(Value::Boolean(false)),
+            Reshard::To(n) => n.to_value(),
+        }
+    }
+}
+
 /// Corpora, in order; see [`Source`].
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Sources(pub Vec<Source>);

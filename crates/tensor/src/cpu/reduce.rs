@@ -79,6 +79,24 @@ pub fn sum_of_squares<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     })
 }
 
+/// `sums[c]` = the sum of squares of `x[c * chunk ..]`, at most `chunk` elements: each chunk's bits depend on its elements alone, so that
+/// whoever holds a whole number of chunks finds the same sums. Added up in f32 lanes, in f64 where that is out of range.
+pub fn chunk_sums_of_squares<T: Element>(cpu: &Cpu, chunk: usize, x: &[T], sums: &mut [f64]) {
+    assert_eq!(sums.len(), x.len().div_ceil(chunk), "one sum a chunk");
+    let shares = Shares::new(sums);
+    for_rows(cpu, x.len().div_ceil(chunk), chunk * size_of::<T>(), |range| {
+        for index in range {
+            let part = &x[index * chunk..((index + 1) * chunk).min(x.len())];
+            let mut sum = f64::from(squares_block(cpu.isa, part));
+            if !(1e-30..1e38).contains(&sum) {
+                sum = part.iter().map(|x| f64::from(x.to_f32()).powi(2)).sum();
+            }
+            // SAFETY: the ranges of a region do not overlap.
+            unsafe { shares.part(index..index + 1)[0] = sum };
+        }
+    });
+}
+
 fn over_blocks<T: Element>(cpu: &Cpu, x: &[T], block_sum: impl Fn(&[T]) -> f64 + Sync) -> f64 {
     let step = x.len().div_ceil(SUM_BLOCKS).next_multiple_of(SUM_BLOCK_LEAST).max(SUM_BLOCK_LEAST);
     let mut sums = [0.0; SUM_BLOCKS];

@@ -153,6 +153,18 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(sum)
 }
 
+/// The sum of squares of each `chunk` of a flat tensor, each in a fixed order of its own; not finite exactly when an element is not.
+/// Zeros on meta.
+pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
+    let mut sums = vec![0.0; x.elements().div_ceil(chunk)];
+    let cost = Cost::streaming(2, &[x]);
+    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
+        reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), &mut sums);
+        Ok(())
+    })?);
+    Ok(sums)
+}
+
 /// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else in f32.
 pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, momentum: &mut Tensor) -> Result<()> {
     const OP: &str = "muon";

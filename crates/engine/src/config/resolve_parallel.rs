@@ -1,0 +1,189 @@
+//! `[parallel]`: from ranks and degrees to a mesh and what each rank keeps.
+
+use super::{Inputs, Reshard};
+use super::resolve::Resolver;
+use super::sections::*;
+use serde::Serialize;
+
+/// The ranks of a run and what each of them keeps; nothing open.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct Parallel {
+    /// All ranks.
+    pub ranks: usize,
+    /// Groups that hold the same; gradients are summed over them.
+    pub replicate: usize,
+    /// Ranks of a group that share one state.
+    pub shard: usize,
+    /// 0: nothing is sharded; 1: masters and optimizer state; 2: and gradients; 3: and parameters.
+    pub zero_stage: usize,
+    /// What stays of a gathered unit between forward and backward.
+    pub reshard_after_forward: Reshard,
+    /// Units gathered ahead of their use.
+    pub prefetch: usize,
+    /// When gradients are summed over ranks.
+    pub reduce_schedule: ReduceSchedule,
+    /// What gradients are rounded to on their way.
+    pub reduce_dtype: ReduceDtype,
+    /// Whether sums over micro-batches have the form that does not depend on the number of ranks.
+    pub elastic: bool,
+}
+
+impl Parallel {
+    /// Ranks that see different data.
+    pub fn data_degree(&self) -> usize {
+        self.replicate * self.shard
+    }
+}
+
+impl Resolver {
+    /// Degrees, stage and what goes with them.
+    pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
+        let section = self.config.parallel.clone();
+        for (key, degree) in [
+            ("pipeline_parallel_degree", section.pipeline_parallel_degree),
+            ("tensor_parallel_degree", section.tensor_parallel_degree),
+            ("context_parallel_degree", section.context_parallel_degree),
+        ] {
+            if degree != 1 {
+                let message = format!("parallel.{key} = {degree} cannot be run yet: leave it at 1");
+                self.problem(&format!("parallel.{key}"), message);
+            }
+        }
+        let (replicate, shard) = self.degrees(&section, inputs);
+        let (stage, because) = match shard {
+            1 => (0, "nothing is sharded".to_owned()),
+            n => (3, format!("data_parallel_shard_degree is {n}")),
+        };
+        let stage = self.settle("parallel.zero_stage", &section.zero_stage, stage, because);
+        self.count("parallel.zero_stage", Some(stage as u64), 0, 3);
+        if stage == 0 && shard > 1 {
+            let message = format!(
+                "parallel.zero_stage = 0 shards nothing, but parallel.data_parallel_shard_degree is {shard}: take a stage from 1 to 3, or replicate"
+            );
+            self.problem("parallel.zero_stage", message);
+        }
+        let mut parallel = Parallel {
+            ranks: replicate * shard,
+            replicate,
+            shard,
+            zero_stage: stage,
+            reshard_after_forward: Reshard::Always,
+            prefetch: 1,
+            reduce_schedule: section.reduce_schedule,
+            reduce_dtype: section.reduce_dtype,
+            elastic: self.config.training.elastic_bits,
+        };
+        self.gathers(&section, &mut parallel);
+        let whole = matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+        if stage >= 1 && shard > 1 && whole {
+            let message = format!(
+                "optimizer.name = \"{}\" looks at whole matrices, which parallel.zero_stage = {stage} cuts into shards: use \
+                 parallel.zero_stage = 0 with it, or adamw, sgd or lion",
+                self.config.optimizer.name
+            );
+            self.problem("optimizer.name", message);
+        }
+        parallel
+    }
+
+    /// Replicas, and ranks that share a state.
+    fn degrees(&mut self, section: &ParallelSection, inputs: &Inputs) -> (usize, usize) {
+        const RANKS_MAX: u64 = 1 << 16;
+        let (replicate, shard) = (section.data_parallel_replicate_degree, section.data_parallel_shard_degree);
+        for (key, value) in [
+            ("parallel.ranks", section.ranks),
+            ("parallel.data_parallel_replicate_degree", replicate),
+            ("parallel.data_parallel_shard_degree", shard),
+        ] {
+            self.count(key, value.map(|n| n as u64), 1, RANKS_MAX);
+        }
+        let within = |n: usize| n.clamp(1, RANKS_MAX as usize);
+        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1)));
+        if let (Some(ranks), Some(started)) = (section.ranks, inputs.processes)
+            && ranks != started
+        {
+            let message = format!("parallel.ranks = {ranks}, but {started} processes were started together");
+            self.problem("parallel.ranks", message);
+        }
+        let ranks = section.ranks.unwrap_or_else(|| match inputs.processes {
+            Some(started) => {
+                self.fill("parallel.ranks", &started, "processes that were started together");
+                started
+            }
+            None => {
+                self.fill("parallel.ranks", &product, "the product of the data-parallel degrees");
+                product
+            }
+        });
+        let ranks = within(ranks);
+        let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();
+        let divide = |by: usize| ranks.is_multiple_of(by).then(|| ranks / by);
+        let (r, f) = match (replicate.map(within), shard.map(within)) {
+            (Some(r), Some(f)) => (Some(r), Some(f).filter(|_| r.saturating_mul(f) == ranks)),
+            (Some(r), None) if section.zero_stage == Some(0) => (Some(r).filter(|r| *r == ranks), Some(1)),
+            (Some(r), None) => (Some(r), divide(r)),
+            (None, Some(f)) => (divide(f), Some(f)),
+            (None, None) if sharded => (Some(1), Some(ranks)),
+            (None, None) => (Some(ranks), Some(1)),
+        };
+        let (Some(r), Some(f)) = (r, f) else {
+            let message = format!(
+                "{ranks} ranks are not data_parallel_replicate_degree {} x data_parallel_shard_degree {}: leave one of the three out to have it \
+                 derived",
+                replicate.map_or("?".to_owned(), |n| n.to_string()),
+                shard.map_or("?".to_owned(), |n| n.to_string()),
+            );
+            let key = if section.ranks.is_some() { "parallel.ranks" } else { "parallel.data_parallel_shard_degree" };
+            self.problem(key, message);
+            return (1, 1);
+        };
+        let stage = section.zero_stage.map_or("no zero_stage asks for shards".to_owned(), |n| format!("zero_stage {n}"));
+        if replicate.is_none() {
+            self.fill("parallel.data_parallel_replicate_degree", &r, format!("{ranks} ranks / shard degree {f}"));
+        }
+        if shard.is_none() {
+            self.fill(
+                "parallel.data_parallel_shard_degree",
+                &f,
+                format!("{ranks} ranks / replicate degree {r}; {stage}"),
+            );
+        }
+        (r, f)
+    }
+
+    /// What only stage 3 has: gathers around the use of a unit.
+    fn gathers(&mut self, section: &ParallelSection, parallel: &mut Parallel) {
+        let because = format!("parameters stay whole with zero_stage {}", parallel.zero_stage);
+        if parallel.zero_stage < 3 {
+            self.unused("parallel.reshard_after_forward", &section.reshard_after_forward, &because);
+            return self.unused("parallel.prefetch", &section.prefetch, &because);
+        }
+        parallel.prefetch = self.settle("parallel.prefetch", &section.prefetch, 1, "one unit ahead hides a gather");
+        self.count("parallel.prefetch", Some(parallel.prefetch as u64), 0, 1 << 10);
+        let reshard = &section.reshard_after_forward;
+        let reshard = self.settle("parallel.reshard_after_forward", reshard, Reshard::Always, "the least memory");
+        parallel.reshard_after_forward = reshard;
+        if let Reshard::To(n) = reshard
+            && !(n >= 2 && n < parallel.shard && parallel.shard.is_multiple_of(n))
+        {
+            let message = format!(
+                "parallel.reshard_after_forward = {n} must divide data_parallel_shard_degree {} and lie between 1 and it",
+                parallel.shard
+            );
+            self.problem("parallel.reshard_after_forward", message);
+        }
+    }
+
+    /// What `training.elastic_bits` asks of the batch.
+    pub(super) fn elastic(&mut self, parallel: &Parallel, batch: super::Batch) {
+        let powers = batch.accumulation.is_power_of_two() && parallel.data_degree().is_power_of_two();
+        if parallel.elastic && !powers {
+            let message = format!(
+                "training.elastic_bits needs powers of two: accumulation_steps is {}, the data-parallel degree {}",
+                batch.accumulation,
+                parallel.data_degree()
+            );
+            self.problem("training.elastic_bits", message);
+        }
+    }
+}

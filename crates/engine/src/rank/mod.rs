@@ -1,0 +1,316 @@
+//! One rank: parameters, gradients, optimizer and activations, and the execution of programs on them.
+//!
+//! A rank knows instructions and no strategies. It runs on the CPU and on the meta device alike; on meta the same execution predicts a
+//! step's memory and cost. Its lanes share it without a lock around the whole: each works on units that the program's dependencies
+//! make its own for that time, and talks to other ranks through links that no other lane has.
+
+mod step;
+
+pub use step::{StepOutcome, StepSettings};
+
+use crate::config::OptimizerSettings;
+use crate::lanes::{self, Handler};
+use crate::links::{ComputeLinks, GatherLinks, Links, ReduceLinks};
+use crate::optimizer::Optimizer;
+use crate::precision::LossScaler;
+use crate::state::{GradientState, Holding, ParameterState, lock};
+use crate::{EngineError, Result};
+use std::sync::Mutex;
+use step::Step;
+use trainyard_autograd::{Tape, Var};
+use trainyard_comm::{Communicator, Position};
+use trainyard_model::{Batch, Forward, Model, Passage};
+use trainyard_program::{Action, Axis, Instruction, Lane, Program};
+use trainyard_tensor::{DType, Device};
+
+/// Everything that a rank trains.
+pub struct Rank {
+    device: Device,
+    model: Model,
+    /// The parameters.
+    pub parameters: ParameterState,
+    gradients: GradientState,
+    core: Mutex<Core>,
+    gather_links: Mutex<GatherLinks>,
+    reduce_links: Mutex<ReduceLinks>,
+    compute_links: Mutex<ComputeLinks>,
+    alarm: Mutex<Option<Communicator>>,
+    reduce_dtype: DType,
+    seed: u64,
+}
+
+/// What updates change beside parameters.
+pub struct Core {
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// The loss scale.
+    pub scaler: LossScaler,
+    /// Updates made; skipped steps do not count.
+    pub updates: u64,
+}
+
+/// How a rank trains.
+#[derive(Clone, Copy, Debug)]
+pub struct RankSettings {
+    /// What forward and backward compute in.
+    pub compute: DType,
+    /// What gradients are rounded to on their way between ranks: f32 or bf16.
+    pub reduce: DType,
+    /// The update rule.
+    pub optimizer: OptimizerSettings,
+    /// The loss scale at the start.
+    pub scaler: LossScaler,
+    /// Of initial values and of dropout.
+    pub seed: u64,
+}
+
+impl Rank {
+    /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks to others through `links`. All ranks are made
+    /// together.
+    pub fn new(
+        device: &Device,
+        model: Model,
+        holding: Holding,
+        links: Links,
+        settings: &RankSettings,
+    ) -> Result<Rank> {
+        let mut parameters = ParameterState::new(device, &model, holding, settings.compute, settings.seed)?;
+        parameters.refresh_copies(&links.compute.shard)?;
+        let gradients = GradientState::new(device, &model, holding)?;
+        let optimizer = Optimizer::new(device, &model, &holding, settings.optimizer)?;
+        let core = Core { optimizer, scaler: settings.scaler, updates: 0 };
+        let (reduce_dtype, seed) = (settings.reduce, settings.seed);
+        Ok(Rank::assemble(device, model, parameters, gradients, core, links, reduce_dtype, seed))
+    }
+
+    /// A rank that evaluates and generates: it has neither gradients nor optimizer state, and must not be trained.
+    pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
+        let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute)?;
+        let core = Core { optimizer: Optimizer::none(), scaler: LossScaler::none(), updates: 0 };
+        let gradients = GradientState::none(device);
+        Ok(Rank::assemble(device, model, parameters, gradients, core, Links::default(), DType::F32, 0))
+    }
+
+    fn assemble(
+        device: &Device,
+        model: Model,
+        parameters: ParameterState,
+        gradients: GradientState,
+        core: Core,
+        links: Links,
+        reduce_dtype: DType,
+        seed: u64,
+    ) -> Rank {
+        Rank {
+            device: device.clone(),
+            model,
+            parameters,
+            gradients,
+            core: Mutex::new(core),
+            gather_links: Mutex::new(links.gather),
+            reduce_links: Mutex::new(links.reduce),
+            compute_links: Mutex::new(links.compute),
+            alarm: Mutex::new(links.alarm),
+            reduce_dtype,
+            seed,
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Updates made.
+    pub fn updates(&self) -> u64 {
+        lock(&self.core).updates
+    }
+
+    /// The loss scale.
+    pub fn scaler(&self) -> LossScaler {
+        lock(&self.core).scaler
+    }
+
+    /// The optimizer and the counters, to be saved or restored.
+    pub fn core<T>(&self, with: impl FnOnce(&mut Core) -> T) -> T {
+        with(&mut lock(&self.core))
+    }
+
+    /// Writes every compute copy anew, after masters were changed from outside. All ranks do this together.
+    pub fn refresh_copies(&mut self) -> Result<()> {
+        self.parameters.refresh_copies(&lock(&self.compute_links).shard)
+    }
+
+    /// Runs every unit on one tape, each gathered while it is needed where parameters are sharded: evaluation and generation. All ranks of a shard group do
+    /// this together, each on what it has.
+    pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
+        if !self.parameters.is_sharded() {
+            return Ok(self.model.forward(tape, cx)?);
+        }
+        let shards = self.parameters.holding().shards;
+        let links = lock(&self.compute_links);
+        self.model.forward_by_unit(tape, cx, |unit, passage| {
+            self.reads(unit).try_for_each(|unit| match passage {
+                Passage::Enter => self.parameters.gather(unit, shards, &links.shard),
+                Passage::Leave => self.parameters.release(unit, shards),
+            })
+        })
+    }
+
+    /// The units whose parameters `unit` reads.
+    fn reads(&self, unit: usize) -> impl Iterator<Item = usize> {
+        let borrowed = self.model.units()[unit].borrowed().iter().map(|id| id.unit as usize);
+        [unit].into_iter().chain(borrowed)
+    }
+
+    /// Takes part in a forward of the shard group without a batch of its own: gathers what the others gather.
+    pub fn forward_nothing(&self) -> Result<()> {
+        if !self.parameters.is_sharded() {
+            return Ok(());
+        }
+        let shards = self.parameters.holding().shards;
+        let links = lock(&self.compute_links);
+        for unit in (0..self.model.units().len()).flat_map(|unit| self.reads(unit)) {
+            self.parameters.gather(unit, shards, &links.shard)?;
+            self.parameters.release(unit, shards)?;
+        }
+        Ok(())
+    }
+
+    /// Which of the ranks with different data this is, and how many there are.
+    pub fn data_place(&self) -> (usize, usize) {
+        let links = lock(&self.compute_links);
+        (links.data.index(), links.data.size())
+    }
+
+    /// Every data rank's numbers, in order of the ranks. All of them call this together.
+    pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
+        lock(&self.compute_links).data.all_gather_numbers(own)
+    }
+
+    /// Runs one step. `load` gives the next micro-batch, on the input lane; `snapshot` takes the state after the update, on the
+    /// host lane.
+    ///
+    /// # Errors
+    /// The first of any lane, with this rank and the instruction where it is about the exchange with other ranks.
+    pub fn execute(
+        &mut self,
+        program: &Program,
+        settings: StepSettings,
+        mut load: impl FnMut(&Device, &Model) -> Result<Batch> + Send,
+        mut snapshot: impl FnMut(&Rank, &StepOutcome) -> Result<()> + Send,
+    ) -> Result<StepOutcome> {
+        let rank: &Rank = self;
+        rank.gradients.begin_step();
+        let step = &Step::new(program, settings);
+        let located = |instruction: &Instruction, result: Result<()>| match result {
+            Err(EngineError::Comm(source)) => {
+                let what = describe(program, instruction);
+                Err(EngineError::Exchange { rank: program.rank, step: settings.step, what, source })
+            }
+            other => other,
+        };
+        let position = |number: usize, instruction: &Instruction| Position {
+            step: settings.step,
+            instruction: number as u32,
+            what: describe(program, instruction),
+        };
+        let input: Handler<'_, EngineError> = Box::new(|_, instruction| {
+            if let Action::Load { micro_batch } = instruction.action {
+                step.put_batch(micro_batch, load(&rank.device, &rank.model)?);
+            }
+            Ok(())
+        });
+        let host: Handler<'_, EngineError> = Box::new(|_, instruction| match instruction.action {
+            Action::Snapshot => snapshot(rank, &step.outcome()),
+            other => Err(cannot(other)),
+        });
+        let gather: Handler<'_, EngineError> = Box::new(|number, instruction| {
+            let links = lock(&rank.gather_links);
+            links.post(&position(number, instruction));
+            located(instruction, rank.gather(instruction, &links))
+        });
+        let reduce: Handler<'_, EngineError> = Box::new(|number, instruction| {
+            let mut links = lock(&rank.reduce_links);
+            links.post(&position(number, instruction));
+            located(instruction, rank.reduce(number, instruction, step, &mut links))
+        });
+        let handlers =
+            vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
+        if let Some(lane) = program.lanes().find(|lane| matches!(lane, Lane::Pipeline | Lane::Inner)) {
+            let first = program.on_lane(lane).next().expect("a lane of the program has instructions");
+            return Err(cannot(program.instructions[first].action));
+        }
+        let compute = |number: usize, instruction: &Instruction| {
+            rank.gradients.give_back(step.reductions_done(&instruction.after));
+            if instruction.action == Action::Clip {
+                lock(&rank.compute_links).post(&position(number, instruction));
+            }
+            located(instruction, rank.compute(instruction, step))
+        };
+        let spans = if rank.device.is_meta() {
+            lanes::run_in_order(program, handlers, compute)?;
+            Vec::new()
+        } else {
+            lanes::run(program, handlers, compute, &|error| rank.raise_alarm(error))?
+        };
+        let mut outcome = step.outcome();
+        outcome.take_times(program, spans);
+        Ok(outcome)
+    }
+
+    /// Wakes the other ranks when this one fails, unless it was told of a failure itself.
+    fn raise_alarm(&self, error: Option<&EngineError>) {
+        if matches!(error, Some(EngineError::Exchange { .. } | EngineError::Comm(_))) {
+            return;
+        }
+        if let Some(comm) = &*lock(&self.alarm) {
+            comm.abort(error.map_or("a lane panicked".to_owned(), EngineError::to_string));
+        }
+    }
+
+    fn gather(&self, instruction: &Instruction, links: &GatherLinks) -> Result<()> {
+        match instruction.action {
+            Action::Gather { unit, over } => self.parameters.gather(unit as usize, over as usize, links.over(over)),
+            Action::Release { unit, keep } => self.parameters.release(unit as usize, keep as usize),
+            other => Err(cannot(other)),
+        }
+    }
+
+    fn reduce(
+        &self,
+        number: usize,
+        instruction: &Instruction,
+        step: &Step<'_>,
+        links: &mut ReduceLinks,
+    ) -> Result<()> {
+        match instruction.action {
+            Action::Count => step.count(&links.data),
+            Action::Reduce { unit, accumulate } => {
+                self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
+            }
+            other => Err(cannot(other)),
+        }
+    }
+}
+
+/// Which of the data ranks this is: its micro-batches follow those of the ranks before it.
+fn data_index(program: &Program) -> u64 {
+    u64::from(program.mesh.group(program.rank, Axis::Data).index)
+}
+
+/// The instruction in words.
+fn describe(program: &Program, instruction: &Instruction) -> String {
+    let action = instruction.action;
+    let unit = action.unit().and_then(|unit| program.units.get(unit as usize));
+    [Some(action.name()), unit.map(String::as_str)].into_iter().flatten().collect::<Vec<_>>().join(" ")
+}
+
+fn cannot(action: Action) -> EngineError {
+    EngineError::DoesNotFit(format!("the instruction `{}` cannot be run yet", action.name()))
+}

@@ -1,0 +1,334 @@
+//! One step: what it carries from instruction to instruction, and the instructions of the compute lane.
+
+use super::{Rank, cannot, data_index};
+use crate::Result;
+use crate::lanes::Span;
+use crate::links::Link;
+use crate::optimizer::Rates;
+use crate::state::lock;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
+use trainyard_autograd::{Policy, Recording, Tape, Var};
+use trainyard_model::{Batch, Forward};
+use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program};
+use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::{Purpose, Tensor};
+
+/// What one step is run with.
+#[derive(Clone, Copy, Debug)]
+pub struct StepSettings {
+    /// Which step, from 0; keys the random numbers.
+    pub step: u64,
+    /// The learning rate as a share of its peak.
+    pub rate_factor: f64,
+    /// Gradients with a larger norm are scaled down to it.
+    pub clip_norm: Option<f64>,
+}
+
+/// What one step did, over all ranks.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutcome {
+    /// The mean loss over the step's targets; 0 on meta.
+    pub loss: f64,
+    /// Tokens in.
+    pub tokens: u64,
+    /// Targets that counted.
+    pub targets: u64,
+    /// The global gradient norm before clipping.
+    pub gradient_norm: f64,
+    /// Whether the update was skipped because the loss or a gradient was not finite.
+    pub skipped: bool,
+    /// When each instruction of this rank waited and ran.
+    pub spans: Vec<Span>,
+    /// Time that this rank's computing waited for batches.
+    pub data_wait: Duration,
+    /// Time that this rank's lanes spent in exchanges with other ranks.
+    pub comm: Duration,
+    /// Time of those that computing waited for.
+    pub comm_exposed: Duration,
+}
+
+impl StepOutcome {
+    /// Sums up what the lanes' times say.
+    pub(super) fn take_times(&mut self, program: &Program, spans: Vec<Span>) {
+        for (span, instruction) in spans.iter().zip(&program.instructions) {
+            let lane = instruction.action.lane();
+            if lane != Lane::Compute {
+                if instruction.bytes > 0 {
+                    self.comm += span.end - span.start;
+                }
+                continue;
+            }
+            match span.waited_for {
+                // The count waits for the last load; with one rank that is all it does.
+                Some(Lane::Reduce) if program.mesh.ranks() == 1 => self.data_wait += span.waited,
+                Some(Lane::Gather | Lane::Reduce | Lane::Pipeline | Lane::Inner) => self.comm_exposed += span.waited,
+                Some(_) => self.data_wait += span.waited,
+                None => {}
+            }
+        }
+        self.spans = spans;
+    }
+}
+
+/// A forward whose backward is to come.
+enum Pending {
+    Recorded { recording: Recording, input: Option<Var>, output: Var },
+    InputOnly { input: Option<Tensor> },
+}
+
+/// What a step carries from instruction to instruction.
+pub(super) struct Step<'p> {
+    program: &'p Program,
+    settings: StepSettings,
+    /// Whether micro-batches have gradients of their own that are folded.
+    folds: bool,
+    batches: Mutex<Vec<Option<Batch>>>,
+    counts: OnceLock<Counts>,
+    carried: Mutex<Carried>,
+    outcome: Mutex<StepOutcome>,
+}
+
+/// Over all ranks.
+#[derive(Clone, Copy)]
+struct Counts {
+    tokens: u64,
+    targets: u64,
+}
+
+/// The compute lane's own.
+struct Carried {
+    pending: BTreeMap<(u32, u32), Pending>,
+    /// The output of the last unit that ran on each micro-batch.
+    outputs: BTreeMap<u32, Tensor>,
+    /// The gradient that flows down each micro-batch.
+    flowing: BTreeMap<u32, Tensor>,
+    /// Of each of this rank's micro-batches.
+    losses: Vec<f64>,
+    rates: Rates,
+    /// The last reduction that is known to be done.
+    reduced: u32,
+}
+
+impl<'p> Step<'p> {
+    pub fn new(program: &'p Program, settings: StepSettings) -> Step<'p> {
+        let micro_batches = program.micro_batches as usize;
+        let carried = Carried {
+            pending: BTreeMap::new(),
+            outputs: BTreeMap::new(),
+            flowing: BTreeMap::new(),
+            losses: vec![0.0; micro_batches],
+            rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1 },
+            reduced: 0,
+        };
+        Step {
+            program,
+            settings,
+            folds: program.instructions.iter().any(|i| matches!(i.action, Action::Fold { .. })),
+            batches: Mutex::new(vec![None; micro_batches]),
+            counts: OnceLock::new(),
+            carried: Mutex::new(carried),
+            outcome: Mutex::default(),
+        }
+    }
+
+    pub fn put_batch(&self, micro_batch: u32, batch: Batch) {
+        lock(&self.batches)[micro_batch as usize] = Some(batch);
+    }
+
+    pub fn outcome(&self) -> StepOutcome {
+        lock(&self.outcome).clone()
+    }
+
+    /// The loss is a mean over the targets of all micro-batches of all ranks, so that every way to divide a batch gives what the large batch gives.
+    pub fn count(&self, data: &Link) -> Result<()> {
+        let mut counts = [0; 2];
+        for batch in lock(&self.batches).iter().flatten() {
+            counts[0] += batch.len() as u64;
+            counts[1] += batch.counted as u64;
+        }
+        data.sum_counts(&mut counts)?;
+        let [tokens, targets] = counts;
+        self.counts.set(Counts { tokens, targets }).ok();
+        let mut outcome = lock(&self.outcome);
+        (outcome.tokens, outcome.targets) = (tokens, targets);
+        Ok(())
+    }
+
+    /// The last reduction that an instruction with these dependencies may rely on.
+    pub fn reductions_done(&self, after: &[u32]) -> u32 {
+        let is_reduce = |n: &&u32| self.program.instructions[**n as usize].action.lane() == Lane::Reduce;
+        let mut carried = lock(&self.carried);
+        carried.reduced = after.iter().filter(is_reduce).copied().max().unwrap_or(0).max(carried.reduced);
+        carried.reduced
+    }
+
+    fn batch(&self, micro_batch: u32) -> Batch {
+        lock(&self.batches)[micro_batch as usize].clone().expect("the program loads before it uses")
+    }
+
+    fn is_last(&self, unit: u32) -> bool {
+        unit as usize + 1 == self.program.units.len()
+    }
+}
+
+impl Rank {
+    /// The instructions of the compute lane.
+    pub(super) fn compute(&self, instruction: &Instruction, step: &Step<'_>) -> Result<()> {
+        let carried = &mut *lock(&step.carried);
+        match instruction.action {
+            Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
+            Action::Backward { unit, micro_batch, part: Part::Both } => self.backward(step, carried, unit, micro_batch),
+            Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
+            Action::Clip => self.clip(step, carried),
+            Action::Update { unit } => self.update(step, carried, unit),
+            other => Err(cannot(other)),
+        }
+    }
+
+    fn forward_unit(
+        &self,
+        step: &Step<'_>,
+        carried: &mut Carried,
+        unit: u32,
+        micro_batch: u32,
+        keep: Keep,
+    ) -> Result<()> {
+        let input = carried.outputs.remove(&micro_batch);
+        let policy = match keep {
+            Keep::Everything => Policy::Everything,
+            Keep::Selective => Policy::Selective,
+            Keep::InputOnly => Policy::Nothing,
+        };
+        let kept = (keep == Keep::InputOnly).then(|| input.clone());
+        let (recording, input, output) = self.run(step, unit, micro_batch, input, policy)?;
+        if step.is_last(unit) {
+            carried.losses[micro_batch as usize] = self.read_loss(&output)?;
+        } else {
+            carried.outputs.insert(micro_batch, output.tensor().clone());
+        }
+        let pending = match kept {
+            Some(input) => Pending::InputOnly { input },
+            None => Pending::Recorded { recording, input, output },
+        };
+        carried.pending.insert((unit, micro_batch), pending);
+        Ok(())
+    }
+
+    /// Runs a unit's forward on a new tape.
+    fn run(
+        &self,
+        step: &Step<'_>,
+        unit: u32,
+        micro_batch: u32,
+        input: Option<Tensor>,
+        policy: Policy,
+    ) -> Result<(Recording, Option<Var>, Var)> {
+        let batch = step.batch(micro_batch);
+        // Micro-batches draw different numbers, the same on any number of ranks, and a forward that is repeated draws the same.
+        let global = data_index(step.program) * u64::from(step.program.micro_batches) + u64::from(micro_batch);
+        let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
+        let mut gradients = self.gradients.of(micro_batch, step.folds);
+        let mut tape = Tape::new(&self.device, &self.parameters, policy, key);
+        if step.is_last(unit) {
+            tape = tape.with_gradients(&mut gradients);
+        }
+        let input = input.map(|tensor| tape.leaf(tensor));
+        let targets = step.counts.get().expect("the program counts before it computes").targets;
+        let scale = self.scaler().scale() / targets.max(1) as f64;
+        let mut cx = Forward::training(&batch, scale as f32);
+        let output = self.model.units()[unit as usize].forward(&mut tape, &mut cx, input.as_ref())?;
+        Ok((tape.finish(), input, output))
+    }
+
+    fn backward(&self, step: &Step<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
+        let pending = carried.pending.remove(&(unit, micro_batch)).expect("the program runs forward before backward");
+        let (recording, input, output) = match pending {
+            Pending::Recorded { recording, input, output } => (recording, input, output),
+            Pending::InputOnly { input } => self.run(step, unit, micro_batch, input, Policy::Everything)?,
+        };
+        let gradient = match carried.flowing.remove(&micro_batch) {
+            Some(gradient) => gradient,
+            None => self.device.tensor([], &[1.0f32], Purpose::Activations)?,
+        };
+        let inputs: Vec<&Var> = input.iter().collect();
+        let mut target = self.gradients.of(micro_batch, step.folds);
+        let mut gradients = recording.backward(&[(&output, gradient)], &inputs, &self.parameters, &mut target)?;
+        if let Some(Some(gradient)) = gradients.pop() {
+            carried.flowing.insert(micro_batch, gradient);
+        }
+        if unit == 0 {
+            lock(&step.batches)[micro_batch as usize] = None;
+        }
+        Ok(())
+    }
+
+    fn clip(&self, step: &Step<'_>, carried: &mut Carried) -> Result<()> {
+        self.gradients.end_backward()?;
+        let chunks = self.gradients.chunk_sums_of_squares()?;
+        let summed = Instant::now();
+        let links = lock(&self.compute_links);
+        let squares = match self.parameters.holding().placement.masters {
+            Extent::Full => chunks.iter().flatten().sum::<f64>(),
+            Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
+        };
+        let losses = links.data.all_gather_numbers(&carried.losses)?;
+        drop(links);
+        let exchanged = if step.program.mesh.ranks() > 1 { summed.elapsed() } else { Duration::ZERO };
+
+        let core = &mut *lock(&self.core);
+        let scale = core.scaler.scale();
+        let norm = squares.sqrt() / scale;
+        let mut outcome = lock(&step.outcome);
+        outcome.comm += exchanged;
+        outcome.comm_exposed += exchanged;
+        outcome.loss = losses.iter().sum::<f64>() / scale;
+        outcome.gradient_norm = norm;
+        let finite = norm.is_finite() && outcome.loss.is_finite();
+        outcome.skipped = !finite;
+        core.scaler.update(finite);
+        let clip = match step.settings.clip_norm {
+            Some(limit) if norm > limit => limit / norm,
+            _ => 1.0,
+        };
+        if finite {
+            core.updates += 1;
+        }
+        carried.rates = Rates {
+            factor: step.settings.rate_factor,
+            gradient_scale: (clip / scale) as f32,
+            update: core.updates.max(1),
+        };
+        Ok(())
+    }
+
+    fn update(&self, step: &Step<'_>, carried: &Carried, unit: u32) -> Result<()> {
+        if lock(&step.outcome).skipped {
+            return Ok(());
+        }
+        lock(&self.core).optimizer.update(unit as usize, &self.parameters, &self.gradients, carried.rates)
+    }
+
+    fn read_loss(&self, output: &Var) -> Result<f64> {
+        if self.device.is_meta() { Ok(0.0) } else { Ok(f64::from(output.tensor().to_scalar()?)) }
+    }
+}
+
+/// The sum of every rank's chunks, units in order and a unit's chunks in order: what one rank that holds all of them would find. `own` are this rank's by
+/// unit, `all` every rank's, one after the other.
+fn in_order(own: &[Vec<f64>], all: &[f64]) -> f64 {
+    let of_a_rank: usize = own.iter().map(Vec::len).sum();
+    let mut first = 0;
+    let mut sum = 0.0;
+    for unit in own {
+        for rank in all.chunks(of_a_rank.max(1)) {
+            for chunk in rank.get(first..first + unit.len()).unwrap_or(&[]) {
+                sum += chunk;
+            }
+        }
+        first += unit.len();
+    }
+    sum
+}
