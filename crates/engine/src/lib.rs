@@ -6,7 +6,7 @@
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
-//! | [`corpora`], [`session`], [`trainer`] | a run: set up, and trained |
+//! | [`corpora`], [`session`], [`trainer`], [`world`] | a run: set up, and trained, on one rank or many |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
 //! | [`predict`] | a step's memory and cost, by executing it without data |
 //! | [`bench`] | a step's time, by executing it on random tokens |
@@ -34,5 +34,6 @@ pub mod snapshot;
 pub mod state;
 pub mod trace;
 pub mod trainer;
+pub mod world;
 
 pub use error::{EngineError, Result};

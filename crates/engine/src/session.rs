@@ -1,21 +1,24 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
-use crate::checkpoint::{self, CheckpointStore, Found, Retention};
+use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
-use crate::precision::LossScaler;
+use crate::links::Links;
 use crate::predict::{Prediction, predict};
 use crate::rank::Rank;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
-use crate::state::does_not_fit;
+use crate::state::{Holding, does_not_fit};
+use crate::world::{first_then_others, from_first, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_program::Program;
+use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::peak::{self, Peaks};
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -43,14 +46,16 @@ pub struct Session {
     pub dataset: Arc<Dataset>,
     /// Validation text.
     pub validation: Vec<IndexedTokens>,
-    /// What trains.
+    /// All ranks of the run, for what they do together outside of steps.
+    pub world: Communicator,
+    /// What trains: this rank.
     pub rank: Rank,
     /// The step without and with a snapshot at its end.
     pub programs: [Program; 2],
     /// What a step will need.
     pub prediction: Prediction,
-    /// What this machine reaches.
-    pub peaks: Peaks,
+    /// What this host reaches on the threads of all its ranks; rank 0's to know.
+    pub peaks: Option<Peaks>,
     /// Model FLOPs of a token, forward and backward.
     pub flops_per_token: f64,
     /// Where the run stands.
@@ -58,18 +63,21 @@ pub struct Session {
 }
 
 impl Session {
-    /// A new run in a new folder. `note` is told what is going on.
-    pub fn create(config: &Config, mut note: impl FnMut(&str)) -> Result<Session> {
-        let (resolved, corpora) = resolve(config, &mut note)?;
-        let folder = new_folder(&resolved)?;
-        let mut session = Session::build(folder, resolved, corpora, &mut note)?;
+    /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this together, as everything here.
+    pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
+        let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
+        let folder = from_first(&world, || Ok(new_folder(&resolved)?.into_os_string().into_encoded_bytes()))?;
+        let folder = PathBuf::from(String::from_utf8(folder).map_err(|_| does_not_fit("the run's folder is not UTF-8"))?);
+        let mut session = Session::build(folder, resolved, corpora, world, &mut note)?;
         session.load_pretrained(&mut note)?;
-        session.write_files()?;
+        if session.is_first() {
+            session.write_files()?;
+        }
         Ok(session)
     }
 
-    /// The run in `folder`, at its newest whole checkpoint; `sets` go over its configuration.
-    pub fn resume(folder: &Path, sets: &[String], mut note: impl FnMut(&str)) -> Result<Session> {
+    /// The configuration of the run in `folder`, with `sets` over it.
+    pub fn configuration(folder: &Path, sets: &[String]) -> Result<Config> {
         let file = folder.join(files::CONFIG);
         if !file.is_file() {
             return Err(does_not_fit(format!(
@@ -83,16 +91,32 @@ impl Session {
         config.tokenizer.path = Some(folder.join(files::TOKENIZER));
         config.tokenizer.kind = None;
         config.tokenizer.vocab_size = None;
-        let (resolved, corpora) = resolve(&config, &mut note)?;
-        let mut session = Session::build(folder.to_owned(), resolved, corpora, &mut note)?;
+        Ok(config)
+    }
+
+    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over its configuration.
+    pub fn resume(
+        folder: &Path,
+        sets: &[String],
+        world: Communicator,
+        mut note: impl FnMut(&str),
+    ) -> Result<Session> {
+        let config = Session::configuration(folder, sets)?;
+        let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
+        let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
         // Opening clears what a crash left behind, and brings back a checkpoint whose replacement was cut off.
         let checkpoint = &session.resolved.config.checkpoint;
         let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
         let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
-        let (_, repairs) = CheckpointStore::open(folder, retention)?;
-        repairs.iter().for_each(|line| note(line));
-        match find_checkpoint(folder, &mut note)? {
-            Some(found) => session.restore(&found, &mut note)?,
+        let newest = from_first(&session.world, || {
+            let (_, repairs) = CheckpointStore::open(folder, retention)?;
+            repairs.iter().for_each(|line| note(line));
+            let found = find_checkpoint(folder, &mut note)?;
+            Ok(found.map_or_else(Vec::new, |found| found.step.to_le_bytes().to_vec()))
+        })?;
+        match newest.try_into().ok().map(u64::from_le_bytes) {
+            // Rank 0 has verified it.
+            Some(step) => session.restore(&checkpoint::open_step(folder, step)?, &mut note)?,
             None => {
                 note("no checkpoint yet: starting from the beginning");
                 session.load_pretrained(&mut note)?;
@@ -101,7 +125,20 @@ impl Session {
         Ok(session)
     }
 
-    fn build(folder: PathBuf, resolved: Resolved, corpora: Corpora, note: &mut impl FnMut(&str)) -> Result<Session> {
+    fn build(
+        folder: PathBuf,
+        resolved: Resolved,
+        corpora: Corpora,
+        world: Communicator,
+        note: &mut impl FnMut(&str),
+    ) -> Result<Session> {
+        if resolved.parallel.ranks != world.size() {
+            return Err(does_not_fit(format!(
+                "parallel.ranks is {}, but {} ranks were started",
+                resolved.parallel.ranks,
+                world.size()
+            )));
+        }
         let spec = model_spec(&resolved)?;
         if corpora.tokenizer.vocab_size() > spec.vocab_size {
             return Err(does_not_fit(format!(
@@ -115,25 +152,27 @@ impl Session {
         let dtype = compute_dtype(&resolved);
         let model = Model::new(spec.clone())?;
         let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
-        let keep = shape::keep(&resolved, model.units().len());
         let shape = shape::model_shape(&model, &batch, dtype)?;
-        let programs = shape::programs(&shape, resolved.batch.accumulation as u32, &keep)?;
-        let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, dtype, resolved.optimizer)?;
+        let strategy = shape::strategy(&resolved, model.units().len());
+        let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
+        let settings = shape::rank_settings(&resolved);
+        let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
         let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
         check_limit(limit, &prediction)?;
 
         let device = Device::cpu(resolved.isa, resolved.threads, limit);
         note(&format!(
-            "device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory and {:.3} TFLOP",
+            "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
+            describe_ranks(&resolved),
             model.parameter_count(),
             mebibytes(prediction.memory.peak_total()),
+            if world.size() > 1 { " on each rank" } else { "" },
             prediction.cost.flops as f64 / 1e12
         ));
-        let peaks = peak::measure(device.as_cpu().expect("a CPU device"));
+        let peaks = measure_peaks(&world, &resolved)?;
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
-        let seed = resolved.config.training.seed;
-        let scaler = loss_scaler(&resolved, dtype);
-        let rank = Rank::new(&device, model, dtype, resolved.optimizer, scaler, seed)?;
+        let links = Links::new(&world, &programs[0])?;
+        let rank = Rank::new(&device, model, Holding::of(&programs[0]), links, &settings)?;
         let state = RunState {
             step: 0,
             updates: 0,
@@ -143,7 +182,7 @@ impl Session {
             tokens: 0,
             seconds: 0.0,
             schedule_steps: resolved.schedule.steps,
-            scaler,
+            scaler: settings.scaler,
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
         };
@@ -154,6 +193,7 @@ impl Session {
             tokenizer,
             dataset,
             validation,
+            world,
             rank,
             programs,
             prediction,
@@ -173,8 +213,8 @@ impl Session {
         Ok(())
     }
 
-    fn restore(&mut self, found: &Found, note: &mut impl FnMut(&str)) -> Result<()> {
-        let state = snapshot::restore(&mut self.rank, &found.checkpoint)?;
+    fn restore(&mut self, checkpoint: &Checkpoint, note: &mut impl FnMut(&str)) -> Result<()> {
+        let state = snapshot::restore(&mut self.rank, checkpoint)?;
         for (what, then, now) in
             [("data", &state.dataset, &self.state.dataset), ("tokenizer", &state.tokenizer, &self.state.tokenizer)]
         {
@@ -187,6 +227,22 @@ impl Session {
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
         note(&format!("resumed at step {}", self.state.step));
         Ok(())
+    }
+
+    /// Whether this is rank 0, which records, shows and commits.
+    pub fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's.
+    pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
+        let hosts = self.world.size() as f64 / ranks_here(&self.world) as f64;
+        self.peaks.map(|peaks| peaks.flops(dtype) * hosts)
+    }
+
+    /// Measures this host's peaks again.
+    pub(crate) fn measure_peaks_again(&self) -> Peaks {
+        peak::measure(&Cpu::new(self.resolved.isa, self.resolved.threads * ranks_here(&self.world)))
     }
 
     /// Where the loader is to start.
@@ -322,13 +378,41 @@ fn bare_rank(device: &Device, spec: &ModelSpec, dtype: DType) -> Result<Rank> {
 
 fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
-    let specs: Vec<_> = rank.model().parameters().map(|(id, spec)| (id, spec.shape.clone())).collect();
-    for (id, shape) in specs {
-        let mut master = rank.parameters.master(id, &shape)?;
-        reader.read_slot(rank.model(), id, master.data_mut::<f32>()?).map_err(trainyard_model::ModelError::from)?;
+    let specs: Vec<_> = rank.model().parameters().map(|(id, spec)| (id, spec.elements())).collect();
+    for (id, elements) in specs {
+        let (part, mut master) = rank.parameters.master_part(id)?;
+        let values = master.data_mut::<f32>()?;
+        let read = |values: &mut [f32]| reader.read_slot(rank.model(), id, values);
+        if part.len() == elements {
+            read(values).map_err(trainyard_model::ModelError::from)?;
+        } else if !part.is_empty() {
+            // One parameter at a time is whole here, and no longer than that.
+            let mut whole = vec![0.0; elements];
+            read(&mut whole).map_err(trainyard_model::ModelError::from)?;
+            values.copy_from_slice(&whole[part]);
+        }
     }
-    rank.parameters.refresh_copies()?;
+    rank.refresh_copies()?;
     Ok(reader.notes().to_vec())
+}
+
+/// Rank 0 measures while the others rest, so that none disturbs it; it alone needs to know.
+fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Peaks>> {
+    let threads = resolved.threads * ranks_here(world);
+    let peaks = (world.rank() == 0).then(|| peak::measure(&Cpu::new(resolved.isa, threads)));
+    world.barrier()?;
+    Ok(peaks)
+}
+
+fn describe_ranks(resolved: &Resolved) -> String {
+    let parallel = &resolved.parallel;
+    match parallel.ranks {
+        1 => String::new(),
+        ranks => format!(
+            "{ranks} ranks: {} replicas x {} shards, ZeRO stage {}; rank 0: ",
+            parallel.replicate, parallel.shard, parallel.zero_stage
+        ),
+    }
 }
 
 /// The newest whole checkpoint; says which ones were passed over and why.
@@ -341,15 +425,25 @@ pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Opt
 }
 
 /// Completes the configuration: first what the data needs, then, with the tokenizer known, the rest.
-pub fn resolve(config: &Config, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
-    let mut inputs = Inputs::of_this_machine();
-    if let Some(path) = &config.model.path {
-        inputs.pretrained = Some(read_pretrained(path)?);
+pub fn resolve(
+    config: &Config,
+    world: &Communicator,
+    note: &mut impl FnMut(&str),
+) -> Result<(Resolved, Corpora)> {
+    let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
+    if world.backend() != "local" {
+        (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));
     }
     let first = config.resolve(&inputs)?;
     let corpora = Corpora::open(&first, &mut *note)?;
     inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
     Ok((config.resolve(&inputs)?, corpora))
+}
+
+/// The inputs with what `config` names: the model's folder.
+pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
+    let pretrained = config.model.path.as_deref().map(read_pretrained).transpose()?;
+    Ok(Inputs { pretrained, ..inputs })
 }
 
 /// What must be known of the Hugging Face folder `path` to check a configuration against it.
@@ -362,14 +456,6 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     })?;
     let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
     Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
-}
-
-fn loss_scaler(resolved: &Resolved, dtype: DType) -> LossScaler {
-    if dtype != DType::F16 {
-        return LossScaler::none();
-    }
-    let precision = &resolved.config.precision;
-    LossScaler::dynamic(precision.loss_scale_initial.unwrap_or(65536.0), precision.loss_scale_window.unwrap_or(2000))
 }
 
 /// An error when the prediction exceeds the limit: by how much, for what.

@@ -13,10 +13,9 @@ use crate::trace::TraceWriter;
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_tensor::Purpose;
-use trainyard_tensor::cpu::peak;
 
 /// How a run ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,6 +51,10 @@ pub struct Summary {
     pub mfu_median: Option<f64>,
     /// Seconds spent waiting for data, as a share of the steps' time.
     pub data_wait_share: f64,
+    /// Seconds that rank 0's lanes spent in exchanges with other ranks, as a share of the steps' time.
+    pub comm_share: f64,
+    /// Those of them that computing waited for.
+    pub comm_exposed_share: f64,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
     /// Peak bytes per purpose: measured, predicted.
@@ -70,18 +73,16 @@ pub struct Control<'a> {
 }
 
 /// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward, clip, update, and at times snapshot
-/// (the step program); then record, and at times evaluate. The checkpoint of a step is submitted before its evaluation.
+/// (the step program); then record, and at times evaluate. The checkpoint of a step is submitted before its evaluation. All ranks run this together; what depends on
+/// the clock or on `control` is rank 0's word, and rank 0 alone records and shows.
 pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
     let mut run = Run::open(session, progress, control)?;
     run.progress.begin(run.session.state.step, run.clock.steps);
     let ending = loop {
-        if run.is_complete() {
-            break Ending::Complete;
-        }
-        if control.stop.load(Ordering::Relaxed) {
-            break Ending::Interrupted;
-        }
-        let snapshot = run.snapshot_due();
+        let snapshot = match run.agree()? {
+            Next::Step { snapshot } => snapshot,
+            Next::End(ending) => break ending,
+        };
         let outcome = run.step(snapshot)?;
         run.record(&outcome)?;
         run.guard_against_divergence(&outcome)?;
@@ -92,13 +93,20 @@ pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Contro
     run.finish(ending)
 }
 
+/// What comes next, the same on every rank.
+enum Next {
+    Step { snapshot: bool },
+    End(Ending),
+}
+
 struct Run<'s> {
     session: &'s mut Session,
     progress: &'s mut dyn Progress,
     control: Control<'s>,
     loader: Loader,
     writer: BackgroundWriter,
-    recorder: Recorder,
+    /// Rank 0's.
+    recorder: Option<Recorder>,
     trace: Option<TraceWriter>,
     clock: Clock,
     /// The step of the last snapshot, and when it was taken.
@@ -135,20 +143,33 @@ impl<'s> Run<'s> {
                 micro_batch_size: session.resolved.batch.micro,
                 workers: config.data.workers,
                 prefetch: config.data.prefetch,
-                rank: 0,
-                world: 1,
+                accumulation_steps: session.resolved.batch.accumulation,
+                rank: session.rank.data_place().0,
+                world: session.resolved.batch.data_parallel_degree,
             },
             session.position(),
         )?;
         let checkpoint = &config.checkpoint;
         let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
         let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
-        let (store, notes) = CheckpointStore::open(&session.folder, retention)?;
-        notes.iter().for_each(|line| progress.note(line));
-        let writer = BackgroundWriter::new(store)?;
-        let (recorder, notes) = Recorder::open(&session.folder, &config.metrics, session.state.step)?;
-        notes.iter().for_each(|line| progress.note(line));
-        let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder)).transpose()?;
+        let mut store = None;
+        if session.is_first() {
+            let (opened, notes) = CheckpointStore::open(&session.folder, retention)?;
+            notes.iter().for_each(|line| progress.note(line));
+            store = Some(opened);
+        }
+        let writer = match store {
+            Some(store) if session.world.size() == 1 => BackgroundWriter::new(store)?,
+            store => BackgroundWriter::with_others(&session.folder, store, session.world.duplicate("checkpoints")?)?,
+        };
+        let mut recorder = None;
+        if session.is_first() {
+            let (opened, notes) = Recorder::open(&session.folder, &config.metrics, session.state.step)?;
+            notes.iter().for_each(|line| progress.note(line));
+            recorder = Some(opened);
+        }
+        let rank = session.world.rank();
+        let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank)).transpose()?;
         session.dataset.warm();
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
@@ -184,6 +205,34 @@ impl<'s> Run<'s> {
         })
     }
 
+    /// Rank 0 decides what comes next and how long the schedule is.
+    fn agree(&mut self) -> Result<Next> {
+        const STEP: u64 = 0;
+        const STEP_WITH_SNAPSHOT: u64 = 1;
+        const COMPLETE: u64 = 2;
+        let next = if self.is_complete() {
+            COMPLETE
+        } else if self.control.stop.load(Ordering::Relaxed) {
+            COMPLETE + 1
+        } else if self.snapshot_due() {
+            STEP_WITH_SNAPSHOT
+        } else {
+            STEP
+        };
+        let mut word = [next, self.clock.steps.unwrap_or(u64::MAX)];
+        self.session.world.broadcast(&mut word, 0)?;
+        let [next, steps] = word;
+        if steps != u64::MAX && self.clock.steps != Some(steps) {
+            self.session.state.schedule_steps = Some(steps);
+            (self.clock.schedule.steps, self.clock.steps) = (Some(steps), Some(steps));
+        }
+        Ok(match next {
+            STEP | STEP_WITH_SNAPSHOT => Next::Step { snapshot: next == STEP_WITH_SNAPSHOT },
+            COMPLETE => Next::End(Ending::Complete),
+            _ => Next::End(Ending::Interrupted),
+        })
+    }
+
     fn is_complete(&self) -> bool {
         let step = self.session.state.step;
         // A run limited by time alone ends with the schedule that its speed fixed, or when the time is over.
@@ -215,8 +264,7 @@ impl<'s> Run<'s> {
         };
         let program = &session.programs[usize::from(snapshot)];
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
-        let micro_batches = u64::from(program.micro_batches);
-        let samples = loader.position().samples + micro_batches * session.resolved.batch.micro as u64;
+        let samples = loader.position().samples + session.resolved.batch.global as u64;
         let mut state = session.state.clone();
         state.seconds = self.clock.elapsed();
         let outcome = session.rank.execute(
@@ -245,7 +293,7 @@ impl<'s> Run<'s> {
         self.first_step_done_s.get_or_insert_with(|| self.control.process_start.elapsed().as_secs_f64());
         let step = session.state.step;
         if outcome.skipped {
-            self.progress.note(&skip_note(step, outcome, session.rank.scaler.scale()));
+            self.progress.note(&skip_note(step, outcome, session.rank.scaler().scale()));
         } else {
             self.last_loss = outcome.loss;
         }
@@ -269,18 +317,24 @@ impl<'s> Run<'s> {
             tflops,
             mfu,
             step_s,
-            data_wait_s: outcome.data_wait(&session.programs[0]).as_secs_f64(),
+            data_wait_s: outcome.data_wait.as_secs_f64(),
+            comm_s: outcome.comm.as_secs_f64(),
+            comm_exposed_s: outcome.comm_exposed.as_secs_f64(),
             mem_peak_bytes: usage.peak_total() as u64,
             mem_peak,
-            loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler.scale()),
+            loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             skipped: outcome.skipped,
         };
-        self.recorder.step(&metrics)?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.step(&metrics)?;
+        }
         if let Some(trace) = &mut self.trace {
             let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
             trace.step(step, &session.programs[usize::from(snapshot)], &outcome.spans)?;
         }
-        self.clock.calibrate(step, &mut session.state.schedule_steps);
+        if session.is_first() {
+            self.clock.calibrate(step, &mut session.state.schedule_steps);
+        }
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());
         self.progress.step(&metrics, self.clock.steps, left);
         self.steps.push(metrics);
@@ -292,18 +346,17 @@ impl<'s> Run<'s> {
     /// if that does not explain it, none is stated for this step. A training does not end for a figure.
     fn throughput(&mut self, tokens: u64, flops: f64, step_s: f64) -> Throughput {
         let dtype = compute_dtype(&self.session.resolved);
-        let rates = |peak: f64| Throughput::new(tokens, flops, step_s, Some(peak));
-        rates(self.session.peaks.flops(dtype)).unwrap_or_else(|impossible| {
-            let cpu = self.session.rank.device().as_cpu().expect("a session's device is a CPU");
-            let again = peak::measure(cpu);
+        let rates = |peak: Option<f64>| Throughput::new(tokens, flops, step_s, peak);
+        rates(self.session.peak_flops(dtype)).unwrap_or_else(|impossible| {
+            let again = self.session.measure_peaks_again();
             self.progress.note(&format!("{impossible}; measured again: {:.3} TFLOP/s", again.flops(dtype) / 1e12));
-            if again.flops(dtype) > self.session.peaks.flops(dtype) {
-                self.session.peaks = again;
+            if self.session.peaks.is_some_and(|before| again.flops(dtype) > before.flops(dtype)) {
+                self.session.peaks = Some(again);
             }
             self.clock.last_step_end = Instant::now();
             let per_second = if step_s > 0.0 { 1.0 / step_s } else { 0.0 };
             let without = Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None };
-            rates(self.session.peaks.flops(dtype)).unwrap_or(without)
+            rates(self.session.peak_flops(dtype)).unwrap_or(without)
         })
     }
 
@@ -317,7 +370,9 @@ impl<'s> Run<'s> {
         let (step, skipped, loss) = (state.step, state.skipped_in_a_row, outcome.loss);
         self.progress.end();
         let folder = self.session.folder.clone();
-        self.recorder.sync()?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.sync()?;
+        }
         let kept = match crate::checkpoint::find_latest(&folder) {
             Ok(Some(found)) => format!("The checkpoint of step {} is from before.", found.step),
             _ => "There is no checkpoint from before.".to_owned(),
@@ -339,7 +394,9 @@ impl<'s> Run<'s> {
             evaluate(&session.rank, &session.validation, &session.tokenizer, settings)?;
         let step = session.state.step;
         let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64());
-        self.recorder.evaluation(&metrics)?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.evaluation(&metrics)?;
+        }
         self.progress.evaluation(&metrics);
         if self.saved.0 == step {
             report(self.writer.evaluated(step, metrics.loss)?, self.progress);
@@ -363,7 +420,9 @@ impl<'s> Run<'s> {
         if evaluate && !self.session.validation.is_empty() {
             self.evaluate()?;
         }
-        self.recorder.sync()?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.sync()?;
+        }
         report(self.writer.finish()?, self.progress);
         self.progress.end();
         let usage = self.session.rank.device().pool().usage();
@@ -382,6 +441,8 @@ impl<'s> Run<'s> {
             tps_median: median(self.steps.iter().map(|m| m.tps)).unwrap_or(0.0),
             mfu_median: median(self.steps.iter().filter_map(|m| m.mfu)),
             data_wait_share: total(|m| m.data_wait_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
+            comm_share: total(|m| m.comm_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
+            comm_exposed_share: total(|m| m.comm_exposed_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             memory: memory.into_iter().filter(|(_, measured, predicted)| measured + predicted > 0).collect(),
             memory_total: (usage.peak_total(), predicted.peak_total()),
@@ -393,13 +454,13 @@ impl snapshot::RunState {
     /// Takes a finished step into account.
     fn advance(&mut self, outcome: &StepOutcome, rank: &crate::rank::Rank, samples: u64) {
         self.step += 1;
-        self.updates = rank.updates;
-        self.scaler = rank.scaler;
+        self.updates = rank.updates();
+        self.scaler = rank.scaler();
         self.samples = samples;
         self.tokens += outcome.tokens;
         self.skipped += u64::from(outcome.skipped);
         // A dynamic loss scale overflows now and then by design; that is no sign of divergence.
-        let counts = outcome.skipped && !rank.scaler.is_dynamic();
+        let counts = outcome.skipped && !self.scaler.is_dynamic();
         self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
     }
 }
@@ -444,12 +505,4 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
-}
-
-impl StepOutcome {
-    /// Time that the compute lane stood waiting for loads.
-    pub fn data_wait(&self, program: &trainyard_program::Program) -> Duration {
-        let spans = self.spans.iter().zip(&program.instructions);
-        spans.filter(|(_, i)| i.action.lane() == trainyard_program::Lane::Compute).map(|(span, _)| span.waited).sum()
-    }
 }

@@ -16,6 +16,8 @@ fn step(step: u64) -> StepMetrics {
         mfu: Some(0.25),
         step_s: 0.1,
         data_wait_s: 0.0,
+        comm_s: 0.0,
+        comm_exposed_s: 0.0,
         mem_peak_bytes: 1 << 20,
         mem_peak: [("params".to_owned(), 1 << 19)].into(),
         loss_scale: None,

@@ -1,12 +1,14 @@
 //! One rank executing programs: equalities between strategies, predictions against measurements, faults, update rules.
 
 use trainyard_engine::config::{Config, Inputs, OptimizerSettings, Resolved};
+use trainyard_engine::links::Links;
 use trainyard_engine::precision::LossScaler;
 use trainyard_engine::predict::predict;
-use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
+use trainyard_engine::rank::{Rank, RankSettings, StepOutcome, StepSettings};
 use trainyard_engine::shape;
+use trainyard_engine::state::Holding;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Model, ModelSpec};
-use trainyard_program::Keep;
+use trainyard_program::{Action, Instruction, Keep, Mesh, Strategy};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -94,7 +96,8 @@ impl Trial {
         let model = Model::new(self.spec.clone()).unwrap();
         let rows = 4 / self.accumulation as usize;
         let [program, _] = self.programs(&model, rows);
-        let mut rank = Rank::new(&device, model, self.dtype, self.optimizer, self.scaler, 7).unwrap();
+        let mut rank =
+            Rank::new(&device, model, Holding::of(&program), Links::default(), &self.rank_settings()).unwrap();
         let mut outcomes = Vec::new();
         for step in 0..steps {
             let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
@@ -117,7 +120,15 @@ impl Trial {
     fn programs(&self, model: &Model, rows: usize) -> [trainyard_program::Program; 2] {
         let batch = BatchShape::uniform(rows, LENGTH);
         let shape = shape::model_shape(model, &batch, self.dtype).unwrap();
-        shape::programs(&shape, self.accumulation, &vec![self.keep; model.units().len()]).unwrap()
+        let units = model.units().len();
+        let (accumulation_steps, keep) = (self.accumulation, vec![self.keep; units]);
+        let strategy = Strategy { accumulation_steps, keep, ..Strategy::new(units) };
+        shape::programs(&shape, &Mesh::default(), &strategy, 0).unwrap()
+    }
+
+    fn rank_settings(&self) -> RankSettings {
+        let Trial { dtype: compute, optimizer, scaler, .. } = *self;
+        RankSettings { compute, reduce: DType::F32, optimizer, scaler, seed: 7 }
     }
 }
 
@@ -185,16 +196,16 @@ fn memory_is_what_meta_predicts() {
             let trial = Trial { keep, accumulation: 2, ..Trial::new(sets) };
             let model = Model::new(trial.spec.clone()).unwrap();
             let [program, _] = trial.programs(&model, 2);
-            let blocks = 2..2 + model.units().len() - 2;
-            let saved: i64 = program.instructions[blocks.start + 1..blocks.end + 1]
-                .iter()
-                .flat_map(|i| i.effects.iter().map(|e| e.bytes))
-                .sum();
+            let last = model.units().len() as u32 - 1;
+            let of_a_block = |i: &&Instruction| {
+                matches!(i.action, Action::Forward { unit, micro_batch: 0, .. } if unit > 0 && unit < last)
+            };
+            let blocks = program.instructions.iter().filter(of_a_block);
+            let saved: i64 = blocks.flat_map(|i| i.effects.iter().map(|e| e.bytes)).sum();
             kept.push(saved);
             let shape = BatchShape::uniform(2, LENGTH);
             let predicted =
-                predict(Model::new(trial.spec.clone()).unwrap(), &program, &shape, trial.dtype, trial.optimizer)
-                    .unwrap();
+                predict(Model::new(trial.spec.clone()).unwrap(), &program, &shape, &trial.rank_settings()).unwrap();
             let (_, _, device) = trial.run(2);
             let measured = device.pool().usage();
             for purpose in Purpose::ALL {
@@ -240,24 +251,25 @@ fn a_step_that_is_not_finite_is_skipped_and_changes_nothing() {
     let device = Device::cpu(Isa::detect(), 2, None);
     let model = Model::new(trial.spec.clone()).unwrap();
     let [program, _] = trial.programs(&model, 4);
-    let mut rank = Rank::new(&device, model, trial.dtype, trial.optimizer, trial.scaler, 7).unwrap();
+    let mut rank =
+        Rank::new(&device, model, Holding::of(&program), Links::default(), &trial.rank_settings()).unwrap();
     let (id, shape) = rank.model().parameters().next().map(|(id, spec)| (id, spec.shape.clone())).unwrap();
     let mut master = rank.parameters.master(id, &shape).unwrap();
     let good = master.data::<f32>().unwrap()[0];
     master.data_mut::<f32>().unwrap()[0] = f32::NAN;
-    rank.parameters.refresh_copies().unwrap();
+    rank.refresh_copies().unwrap();
     let before = weights(&rank);
     let step = |rank: &mut Rank, step| {
         let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
         rank.execute(&program, settings, |d, m| Ok(batch(d, m, Text::Regular, 0, 0..4)), |_, _| Ok(())).unwrap()
     };
     let outcome = step(&mut rank, 0);
-    assert!(outcome.skipped && rank.updates == 0);
+    assert!(outcome.skipped && rank.updates() == 0);
     assert_eq!(bits(&weights(&rank)), bits(&before));
     rank.parameters.master(id, &shape).unwrap().data_mut::<f32>().unwrap()[0] = good;
-    rank.parameters.refresh_copies().unwrap();
+    rank.refresh_copies().unwrap();
     let outcome = step(&mut rank, 1);
-    assert!(!outcome.skipped && rank.updates == 1 && outcome.loss.is_finite());
+    assert!(!outcome.skipped && rank.updates() == 1 && outcome.loss.is_finite());
 }
 
 #[test]

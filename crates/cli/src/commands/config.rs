@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
 use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
 use trainyard_engine::predict::{Prediction, predict};
-use trainyard_engine::session::read_pretrained;
-use trainyard_engine::shape::{compute_dtype, keep, model_shape, model_spec, programs};
+use trainyard_engine::session::inputs_for;
+use trainyard_engine::shape::{compute_dtype, mesh, model_shape, model_spec, programs, rank_settings, strategy};
 use trainyard_model::{BatchShape, Model, preset};
 use trainyard_program::Program;
 
@@ -74,10 +74,7 @@ pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
 
 /// Resolves with what is known of the tokenizer before any text is read.
 fn resolve(config: &Config) -> Result<Resolved> {
-    let mut inputs = Inputs::of_this_machine();
-    if let Some(path) = &config.model.path {
-        inputs.pretrained = Some(read_pretrained(path)?);
-    }
+    let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     let tokenizer = &config.tokenizer;
     inputs.tokenizer_vocabulary = match (&tokenizer.path, tokenizer.kind) {
         (Some(path), _) => {
@@ -98,11 +95,12 @@ fn check(args: &ConfigArgs) -> Result<()> {
     let resolved = args.resolve()?;
     print(resolved.to_toml())?;
     print(format_args!("\nderived:\n{}", indented(&resolved.explain())))?;
-    match plan(&resolved)? {
+    match plan(&resolved, 0)? {
         Some((model, programs, prediction)) => {
+            let ranks = if resolved.parallel.ranks > 1 { " on each rank" } else { "" };
             let flops = prediction.cost.flops as f64 / 1e12;
             print(format_args!(
-                "\n{} parameters; a step of {} tokens is {} instructions and {flops:.3} TFLOP, and needs {}:\n",
+                "\n{} parameters; a step of {} tokens is {} instructions and {flops:.3} TFLOP{ranks}, and needs {}:\n",
                 count(model.parameter_count() as u64),
                 count(resolved.tokens_per_step()),
                 programs[0].instructions.len(),
@@ -123,19 +121,18 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The model, its step program without and with a snapshot, and the step's price; None while the vocabulary is unknown.
-pub fn plan(resolved: &Resolved) -> Result<Option<(Model, [Program; 2], Prediction)>> {
+/// The model, rank `rank`'s step program without and with a snapshot, and the step's price; None while the vocabulary is unknown.
+pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], Prediction)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()
     {
         return Ok(None);
     }
     let spec = model_spec(resolved)?;
-    let dtype = compute_dtype(resolved);
     let model = Model::new(spec.clone())?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
-    let keep = keep(resolved, model.units().len());
-    let programs = programs(&model_shape(&model, &batch, dtype)?, resolved.batch.accumulation as u32, &keep, dtype)?;
-    let prediction = predict(Model::new(spec)?, &programs[0], &batch, dtype, resolved.optimizer)?;
+    let shape = model_shape(&model, &batch, compute_dtype(resolved))?;
+    let programs = programs(&shape, &mesh(resolved), &strategy(resolved, model.units().len()), rank)?;
+    let prediction = predict(Model::new(spec)?, &programs[0], &batch, &rank_settings(resolved))?;
     Ok(Some((model, programs, prediction)))
 }

@@ -2,7 +2,7 @@
 
 use super::config::{ConfigArgs, plan};
 use crate::output::print;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 /// Print the step program of a configuration: what runs on which lane, after what, moving how many bytes.
 #[derive(clap::Args)]
@@ -12,6 +12,9 @@ pub struct Args {
     /// The step that ends in a checkpoint.
     #[arg(long)]
     snapshot: bool,
+    /// Whose program: from 0 to `parallel.ranks` - 1.
+    #[arg(long, default_value_t = 0)]
+    rank: u32,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -20,7 +23,11 @@ pub struct Args {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let resolved = args.config.resolve()?;
-    let (_, programs, _) = plan(&resolved)?
+    let ranks = resolved.parallel.ranks;
+    if args.rank as usize >= ranks {
+        bail!("--rank {} does not exist: there are {ranks} ranks, from 0", args.rank);
+    }
+    let (_, programs, _) = plan(&resolved, args.rank)?
         .context("the vocabulary is that of the text's characters: set model.vocab_size to see the program")?;
     let program = &programs[usize::from(args.snapshot)];
     if args.json {

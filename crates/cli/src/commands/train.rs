@@ -8,12 +8,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+use trainyard_comm::Communicator;
 use trainyard_engine::config::{Config, Limits};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress;
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
+use trainyard_engine::{EngineError, world};
 
 /// Tokens of the sample at the end.
 const SAMPLE_TOKENS: usize = 120;
@@ -34,25 +36,52 @@ pub struct Args {
     data: Vec<PathBuf>,
 }
 
-/// Runs the command.
+/// Runs the command: every rank trains, rank 0 speaks.
 pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
-    let mut session = match &args.resume {
-        Some(folder) => {
-            Session::resume(folder, &args.sets, note).with_context(|| format!("cannot resume {}", folder.display()))?
-        }
-        None => Session::create(&configuration(args)?, note)?,
+    let config = match &args.resume {
+        Some(folder) => Session::configuration(folder, &args.sets)
+            .with_context(|| format!("cannot resume {}", folder.display()))?,
+        None => configuration(args)?,
     };
-    print(session.resolved.to_toml())?;
-    print(format_args!("\n{}", plan(&session)))?;
     let stop = stop_on_signals()?;
-    let mut display = progress::for_stderr();
     let control = Control { stop: &stop, process_start };
+    let ending = world::on_threads(world::ranks(&config)?, |world| train_rank(args, &config, world, control))?;
+    Ok(if ending == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(130) })
+}
+
+/// One rank's run from beginning to end.
+fn train_rank(
+    args: &Args,
+    config: &Config,
+    world: Communicator,
+    control: Control<'_>,
+) -> Result<Ending, EngineError> {
+    let is_first = world.rank() == 0;
+    let say = |line: &str| {
+        if is_first {
+            note(line);
+        }
+    };
+    let mut session = match &args.resume {
+        Some(folder) => Session::resume(folder, &args.sets, world, say)?,
+        None => Session::create(config, world, say)?,
+    };
+    let show = |text: String| if is_first { print(text).map_err(output_error) } else { Ok(()) };
+    show(session.resolved.to_toml())?;
+    show(format!("\n{}", plan(&session)))?;
+    let mut display = if is_first { progress::for_stderr() } else { Box::new(progress::Quiet) };
     let summary = train(&mut session, &mut *display, control)?;
     if summary.ending == Ending::Complete {
-        sample(&session)?;
+        show(sample(&session)?)?;
     }
-    print(describe(&session, &summary))?;
-    Ok(if summary.ending == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(130) })
+    show(describe(&session, &summary))?;
+    Ok(summary.ending)
+}
+
+/// Standard output is gone or full.
+fn output_error(error: anyhow::Error) -> EngineError {
+    let source = error.downcast::<std::io::Error>().unwrap_or_else(std::io::Error::other);
+    EngineError::File { what: "cannot write", path: "standard output".to_owned(), source }
 }
 
 fn configuration(args: &Args) -> Result<Config> {
@@ -68,23 +97,35 @@ fn configuration(args: &Args) -> Result<Config> {
 /// What will be trained, on what, and what a step will need.
 fn plan(session: &Session) -> String {
     let resolved = &session.resolved;
-    let peaks = &session.peaks;
     let dtype = compute_dtype(resolved);
     let purposes = session.prediction.purposes();
     let purposes: Vec<String> = purposes.iter().map(|(p, bytes)| format!("{p} {}", size(*bytes as u64))).collect();
+    let kernels = session.peaks.map_or(String::new(), |peaks| {
+        format!(
+            "kernels      {} on {} threads; measured peaks: f32 {:.3} TFLOP/s, bf16 {:.3} TFLOP/s, copies {:.1} GB/s\n",
+            peaks.isa,
+            peaks.threads,
+            peaks.f32_flops / 1e12,
+            peaks.bf16_flops / 1e12,
+            peaks.copy_bytes_per_s / 1e9,
+        )
+    });
+    let parallel = &resolved.parallel;
+    let ranks = match parallel.ranks {
+        1 => String::new(),
+        ranks => format!(
+            "ranks        {ranks} = {} replicas x {} shards, ZeRO stage {}; what follows is each one's\n",
+            parallel.replicate, parallel.shard, parallel.zero_stage
+        ),
+    };
     format!(
         "model        {} parameters, {} tokens a step\n\
-         kernels      {} on {} threads; measured peaks: f32 {:.3} TFLOP/s, bf16 {:.3} TFLOP/s, copies {:.1} GB/s\n\
+         {kernels}{ranks}\
          step         {:.3} TFLOP in {}; {} instructions\n\
          memory       {} predicted: {}\n\
          run folder   {}\n\n",
         count(session.rank.model().parameter_count() as u64),
         count(resolved.tokens_per_step()),
-        peaks.isa,
-        peaks.threads,
-        peaks.f32_flops / 1e12,
-        peaks.bf16_flops / 1e12,
-        peaks.copy_bytes_per_s / 1e9,
         session.prediction.cost.flops as f64 / 1e12,
         dtype,
         session.programs[0].instructions.len(),
@@ -105,11 +146,11 @@ fn stop_on_signals() -> Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Shows what the model writes: after the beginning of a function, or else of the validation text.
-fn sample(session: &Session) -> Result<()> {
+/// What the model writes after the beginning of a function, or else of the validation text. All ranks generate it together.
+fn sample(session: &Session) -> Result<String, EngineError> {
     let prompt = prompt(session)?;
     if prompt.is_empty() {
-        return Ok(());
+        return Ok(String::new());
     }
     let mut decoder = session.tokenizer.stream_decoder();
     let mut text = session.tokenizer.decode(&prompt);
@@ -118,10 +159,10 @@ fn sample(session: &Session) -> Result<()> {
         true
     })?;
     text += &decoder.finish();
-    print(format_args!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
+    Ok(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
 }
 
-fn prompt(session: &Session) -> Result<Vec<u32>> {
+fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     if session.resolved.config.data.train.0.iter().any(|s| s.path.as_os_str() == "rust-sources") {
         return Ok(session.tokenizer.encode("fn main() {")?);
     }
@@ -158,9 +199,18 @@ fn describe(session: &Session, summary: &Summary) -> String {
         let share = summary.mfu_median.map_or(String::new(), |mfu| {
             format!(", {:.1} % of the measured {} peak", 100.0 * mfu, compute_dtype(&session.resolved))
         });
+        let exchange = match session.world.size() {
+            1 => String::new(),
+            _ => format!(
+                "exchange     {:.1} % of the time on its lanes, {:.1} % waiting for it\n",
+                100.0 * summary.comm_share,
+                100.0 * summary.comm_exposed_share
+            ),
+        };
         text += &format!(
             "speed        {:.2} ms a step (median), {} tokens/s{share}\n\
              data         {:.3} % of the time waiting for it\n\
+             {exchange}\
              first step   done {:.2} s after the program's start\n\
              memory             measured   predicted\n{}",
             1e3 * summary.step_s_median,

@@ -3,11 +3,15 @@
 //! The snapshot is a copy, so training goes on while it is written; a second one waits until the first is on disk (back-pressure), so
 //! at most one copy exists beside the one that is being made. Errors come back at the next call, whichever it is.
 
-use super::store::CheckpointStore;
-use super::write::Written;
+use super::fault::Disk;
+use super::group::Group;
+use super::store::{CheckpointStore, hidden};
+use super::write::{Sizes, Written};
 use super::{CheckpointError, Snapshot};
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
+use trainyard_comm::Communicator;
 
 /// Something that the writer has done.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,19 +47,64 @@ pub struct BackgroundWriter {
     error: Option<CheckpointError>,
 }
 
+/// Which part of a checkpoint a rank writes.
+enum Role {
+    /// Rank 0's: its own files, and the commit.
+    First { store: CheckpointStore, group: Option<Group> },
+    /// Its own files in `RUN/checkpoints`.
+    Other { folder: PathBuf, group: Group, disk: Disk },
+}
+
+impl Role {
+    fn write(&mut self, snapshot: &Snapshot<'_>) -> Result<Option<Event>, CheckpointError> {
+        match self {
+            Role::First { store, group } => {
+                store.write_with(snapshot, group.as_ref()).map(|written| Some(Event::Written(written)))
+            }
+            Role::Other { folder, group, disk } => {
+                let folder = hidden(folder, snapshot.step, "tmp");
+                group.write_own(disk, &folder, snapshot, Sizes::default()).map(|()| None)
+            }
+        }
+    }
+
+    fn evaluated(&mut self, step: u64, loss: f64) -> Result<Option<Event>, CheckpointError> {
+        let Role::First { store, .. } = self else { return Ok(None) };
+        store.record_evaluation(step, loss).map(|best| best.then_some(Event::Best { step, loss }))
+    }
+}
+
 impl BackgroundWriter {
-    /// Takes over the store.
-    pub fn new(mut store: CheckpointStore) -> Result<BackgroundWriter, CheckpointError> {
+    /// Takes over the store, for a rank that writes alone.
+    pub fn new(store: CheckpointStore) -> Result<BackgroundWriter, CheckpointError> {
+        let folder = store.folder().to_owned();
+        BackgroundWriter::start(Role::First { store, group: None }, folder)
+    }
+
+    /// Writes one rank's part of each checkpoint of `run`. `store` is rank 0's; `ranks` are used by this writer alone, and all of them
+    /// submit the same steps.
+    pub fn with_others(
+        run: &Path,
+        store: Option<CheckpointStore>,
+        ranks: Communicator,
+    ) -> Result<BackgroundWriter, CheckpointError> {
+        let folder = run.join("checkpoints");
+        let group = Group::new(ranks);
+        let role = match store {
+            Some(store) => Role::First { store, group: Some(group) },
+            None => Role::Other { folder: folder.clone(), group, disk: Disk::default() },
+        };
+        BackgroundWriter::start(role, folder)
+    }
+
+    fn start(mut role: Role, folder: PathBuf) -> Result<BackgroundWriter, CheckpointError> {
         let (jobs, todo) = channel::<Job>();
         let (done, outcomes) = channel();
-        let folder = store.folder().to_owned();
         let work = move || {
             for job in todo {
                 let outcome = match job {
-                    Job::Write(snapshot) => store.write(&snapshot).map(|written| Some(Event::Written(written))),
-                    Job::Evaluated { step, loss } => {
-                        store.record_evaluation(step, loss).map(|best| best.then_some(Event::Best { step, loss }))
-                    }
+                    Job::Write(snapshot) => role.write(&snapshot),
+                    Job::Evaluated { step, loss } => role.evaluated(step, loss),
                 };
                 if done.send(outcome).is_err() {
                     break;

@@ -12,8 +12,9 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The name of its checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.xxh3";
-/// The version that this program writes and reads.
-const VERSION: u32 = 1;
+/// The version of a checkpoint whose tensors are each in one file, and of one with tensors in pieces; this program writes and reads both.
+const WHOLE: u32 = 1;
+const IN_PIECES: u32 = 2;
 /// No manifest is larger: a hundred thousand tensors take a few tens of megabytes.
 const BYTES_MAX: u64 = 1 << 28;
 
@@ -50,13 +51,43 @@ pub struct TensorEntry {
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// The file it is in.
+    /// The file it is in; empty when it is in pieces.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub file: String,
+    /// The pieces that several ranks wrote, in order, together all of it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<PieceEntry>,
+}
+
+/// A range of a tensor's elements, row-major.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PieceEntry {
+    /// The file it is in, under the tensor's name.
+    pub file: String,
+    /// The first element.
+    pub start: usize,
+    /// One past the last.
+    pub end: usize,
+}
+
+impl TensorEntry {
+    /// Its number of elements; the largest number when it cannot be counted.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().try_fold(1usize, |size, n| size.checked_mul(*n)).unwrap_or(usize::MAX)
+    }
+
+    /// The pieces: one, when it is whole in a file.
+    pub(super) fn all_pieces(&self) -> Vec<PieceEntry> {
+        if self.pieces.is_empty() {
+            return vec![PieceEntry { file: self.file.clone(), start: 0, end: self.elements() }];
+        }
+        self.pieces.clone()
+    }
 }
 
 impl Manifest {
     pub(super) fn new(step: u64, state: serde_json::Value) -> Manifest {
-        Manifest { version: VERSION, step, files: Vec::new(), parts: BTreeMap::new(), state }
+        Manifest { version: WHOLE, step, files: Vec::new(), parts: BTreeMap::new(), state }
     }
 
     /// Reads and checks the manifest of the checkpoint in `folder`.
@@ -83,8 +114,10 @@ impl Manifest {
         }
         let parse = |error: serde_json::Error| damaged(format!("{MANIFEST} cannot be read: {error}"));
         let Version { version } = serde_json::from_slice(&text).map_err(parse)?;
-        if version != VERSION {
-            return Err(damaged(format!("its format is version {version}, and this program reads version {VERSION}")));
+        if !(WHOLE..=IN_PIECES).contains(&version) {
+            return Err(damaged(format!(
+                "its format is version {version}, and this program reads versions {WHOLE} and {IN_PIECES}"
+            )));
         }
         let manifest: Manifest = serde_json::from_slice(&text).map_err(parse)?;
         let mut names = std::collections::BTreeSet::new();
@@ -94,11 +127,17 @@ impl Manifest {
             }
         }
         for (part, tensors) in &manifest.parts {
-            if let Some((name, entry)) = tensors.iter().find(|(_, entry)| !names.contains(entry.file.as_str())) {
-                return Err(damaged(format!(
-                    "{part} tensor `{name}` is said to be in {:?}, which is not listed",
-                    entry.file
-                )));
+            for (name, entry) in tensors {
+                let pieces = entry.all_pieces();
+                if let Some(piece) = pieces.iter().find(|piece| !names.contains(piece.file.as_str())) {
+                    let file = &piece.file;
+                    return Err(damaged(format!("{part} tensor `{name}` is said to be in {file:?}, which is not listed")));
+                }
+                let ends = [0].into_iter().chain(pieces.iter().map(|piece| piece.end));
+                let joined = pieces.iter().zip(ends).all(|(piece, end)| piece.start == end && piece.start <= piece.end);
+                if !joined || pieces.last().map(|piece| piece.end) != Some(entry.elements()) {
+                    return Err(damaged(format!("{part} tensor `{name}`: its pieces are not all of it")));
+                }
             }
         }
         Ok(manifest)
@@ -106,7 +145,9 @@ impl Manifest {
 
     /// The text to write and its checksum.
     pub(super) fn encode(&self) -> Result<(Vec<u8>, String), CheckpointError> {
-        let text = serde_json::to_vec_pretty(self)
+        let in_pieces = self.parts.values().flatten().any(|(_, entry)| !entry.pieces.is_empty());
+        let version = if in_pieces { IN_PIECES } else { WHOLE };
+        let text = serde_json::to_vec_pretty(&Manifest { version, ..self.clone() })
             .map_err(|error| CheckpointError::Snapshot(format!("its state is no JSON: {error}")))?;
         let sum = hex(xxh3_64(&text)) + "\n";
         Ok((text, sum))

@@ -10,6 +10,7 @@
 //!     config.json ...                        attachments, as the caller likes
 //!     manifest.json                          step, state, every tensor, every file with its size and XXH3
 //!     manifest.xxh3                          the checksum of manifest.json
+//!                                            of many ranks: model.rank-00000.safetensors ..., each with the elements that its rank held
 //! RUN/checkpoints/best.json                  step and loss of the best evaluation
 //! ```
 //!
@@ -24,6 +25,7 @@
 
 mod background;
 mod fault;
+mod group;
 mod manifest;
 mod read;
 mod store;
@@ -33,12 +35,13 @@ mod write;
 
 pub use background::{BackgroundWriter, Event};
 pub use fault::{Fault, FaultKind};
-pub use manifest::{FileEntry, Manifest, TensorEntry};
-pub use read::{Checkpoint, TensorRef};
-pub use store::{Best, CheckpointStore, Found, Retention, Skipped, find_latest};
+pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
+pub use read::Checkpoint;
+pub use store::{Best, CheckpointStore, Found, Retention, Skipped, find_latest, open_step};
 pub use write::Written;
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_tensor::DType;
@@ -65,17 +68,26 @@ pub struct Part<'a> {
     pub regions: Vec<Region<'a>>,
 }
 
-/// A named tensor as bytes, little-endian, row-major.
+/// A named tensor, or a range of its elements, as bytes, little-endian, row-major.
 #[derive(Clone, Debug)]
 pub struct Region<'a> {
     /// Its name.
     pub name: String,
     /// Type of an element.
     pub dtype: DType,
-    /// Its shape; the product times the element's size is the number of bytes.
+    /// The whole tensor's shape.
     pub shape: Vec<usize>,
+    /// Which of its elements these are: all of them when one rank writes alone.
+    pub range: Range<usize>,
     /// The values.
     pub bytes: Bytes<'a>,
+}
+
+impl Region<'_> {
+    /// Whether these are all elements of the tensor.
+    pub fn is_whole(&self) -> bool {
+        self.range.start == 0 && self.range.end == self.shape.iter().product::<usize>()
+    }
 }
 
 /// Bytes that are borrowed, or shared with whoever wrote them. The shared ones can go to another thread.
@@ -174,6 +186,12 @@ pub enum CheckpointError {
     /// The snapshot contradicts itself.
     #[error("this snapshot cannot be written: {0}")]
     Snapshot(String),
+    /// Another rank's part of the checkpoint could not be written.
+    #[error("no checkpoint was written: {0}")]
+    Elsewhere(String),
+    /// The ranks that write together lost each other.
+    #[error(transparent)]
+    Comm(#[from] trainyard_comm::CommError),
     /// The background thread has ended.
     #[error("the checkpoint writer has stopped; its reason was reported before")]
     WriterGone,

@@ -25,17 +25,6 @@ struct Mapped {
     ranges: BTreeMap<String, Range<usize>>,
 }
 
-/// One tensor of a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TensorRef<'a> {
-    /// Type of an element.
-    pub dtype: DType,
-    /// Its shape.
-    pub shape: &'a [usize],
-    /// Its values: little-endian, row-major. No alignment is promised.
-    pub bytes: &'a [u8],
-}
-
 impl Checkpoint {
     /// Opens the checkpoint in `folder`. Contents are not read: see [`Checkpoint::verify`].
     ///
@@ -87,19 +76,45 @@ impl Checkpoint {
         self.manifest.parts.get(part).into_iter().flat_map(|tensors| tensors.keys().map(String::as_str))
     }
 
-    /// A tensor.
-    pub fn tensor(&self, part: &str, name: &str) -> Result<TensorRef<'_>, CheckpointError> {
-        let find = || {
-            let entry = self.manifest.parts.get(part)?.get(name)?;
-            let file = self.files.get(&entry.file)?;
-            let bytes = file.bytes.get(file.ranges.get(name)?.clone())?;
-            Some(TensorRef { dtype: dtype(&entry.dtype)?, shape: &entry.shape, bytes })
-        };
-        find().ok_or_else(|| CheckpointError::NoTensor {
+    /// What the manifest says of a tensor.
+    pub fn entry(&self, part: &str, name: &str) -> Result<&TensorEntry, CheckpointError> {
+        self.manifest.parts.get(part).and_then(|tensors| tensors.get(name)).ok_or_else(|| CheckpointError::NoTensor {
             path: self.path.clone(),
             part: part.to_owned(),
             name: name.to_owned(),
         })
+    }
+
+    /// Reads the elements `range` of a tensor, little-endian and row-major, into `target`. Only the pieces that hold them are touched.
+    ///
+    /// # Errors
+    /// A tensor that is not there, or `target` of another size.
+    pub fn read(
+        &self,
+        part: &str,
+        name: &str,
+        range: Range<usize>,
+        target: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let entry = self.entry(part, name)?;
+        let wrong = |what: &str| CheckpointError::damaged(&self.path, format!("{part} tensor `{name}`: {what}"));
+        let size = dtype(&entry.dtype).ok_or_else(|| wrong("its type is unknown"))?.size();
+        if range.end > entry.elements() || target.len() != range.len() * size {
+            return Err(wrong(&format!("elements {range:?} were asked for, {} bytes of them", target.len())));
+        }
+        for piece in entry.all_pieces() {
+            let held = range.start.max(piece.start)..range.end.min(piece.end);
+            if held.is_empty() {
+                continue;
+            }
+            let file = self.files.get(&piece.file).ok_or_else(|| wrong("its file is missing"))?;
+            let bytes = file.ranges.get(name).and_then(|range| file.bytes.get(range.clone()));
+            let bytes = bytes.ok_or_else(|| wrong("its file does not have it"))?;
+            let (from, to) = (held.start - piece.start, held.start - range.start);
+            let bytes = &bytes[from * size..(from + held.len()) * size];
+            target[to * size..(to + held.len()) * size].copy_from_slice(bytes);
+        }
+        Ok(())
     }
 }
 
@@ -120,15 +135,16 @@ fn map(folder: &Path, entry: &FileEntry) -> Result<Mapped, CheckpointError> {
     Ok(Mapped { bytes, ranges })
 }
 
-/// Whether the manifest's word on a tensor fits the file's.
+/// Whether the manifest's word on a tensor fits the files'.
 fn agree(folder: &Path, files: &BTreeMap<String, Mapped>, name: &str, entry: &TensorEntry) -> Result<(), String> {
-    let path = folder.join(&entry.file);
-    let file = files.get(&entry.file).ok_or_else(|| format!("{} is no safetensors file", path.display()))?;
-    let range = file.ranges.get(name).ok_or_else(|| format!("{} does not have it", entry.file))?;
     let dtype = dtype(&entry.dtype).ok_or_else(|| format!("the type {} is unknown", entry.dtype))?;
-    let size = entry.shape.iter().try_fold(dtype.size(), |size, n| size.checked_mul(*n));
-    if size != Some(range.len()) {
-        return Err(format!("{} {:?} is not {} bytes", entry.dtype, entry.shape, range.len()));
+    for piece in entry.all_pieces() {
+        let path = folder.join(&piece.file);
+        let file = files.get(&piece.file).ok_or_else(|| format!("{} is no safetensors file", path.display()))?;
+        let range = file.ranges.get(name).ok_or_else(|| format!("{} does not have it", piece.file))?;
+        if (piece.end - piece.start).checked_mul(dtype.size()) != Some(range.len()) {
+            return Err(format!("{} {:?} is not {} bytes", entry.dtype, entry.shape, range.len()));
+        }
     }
     Ok(())
 }

@@ -2,7 +2,8 @@
 
 use super::fault::{Disk, Fault};
 use super::read::Checkpoint;
-use super::write::{Sizes, Written, check, size, write_files};
+use super::group::Group;
+use super::write::{Partial, Sizes, Writer, Written, check, size, write_parts, write_rest};
 use super::{CheckpointError, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -117,11 +118,19 @@ impl CheckpointStore {
     ///
     /// The snapshot's own contradictions, and refusals of the operating system; then nothing has changed but for what `recover` clears.
     pub fn write(&mut self, snapshot: &Snapshot<'_>) -> Result<Written, CheckpointError> {
-        check(snapshot)?;
+        self.write_with(snapshot, None)
+    }
+
+    /// As [`CheckpointStore::write`], rank 0's part of `group`, whose other ranks write theirs.
+    pub(super) fn write_with(
+        &mut self,
+        snapshot: &Snapshot<'_>,
+        group: Option<&Group>,
+    ) -> Result<Written, CheckpointError> {
         let begun = Instant::now();
         let step = snapshot.step;
         let (path, temporary) = (self.path(step), self.hidden(step, "tmp"));
-        let bytes = match self.write_and_rename(snapshot, &path, &temporary) {
+        let bytes = match self.write_and_rename(snapshot, &path, &temporary, group) {
             Ok(bytes) => bytes,
             Err(error) => {
                 // As far as that goes: what stays is hidden, and cleared when the store is next opened.
@@ -153,12 +162,46 @@ impl CheckpointStore {
         snapshot: &Snapshot<'_>,
         path: &Path,
         temporary: &Path,
+        group: Option<&Group>,
     ) -> Result<u64, CheckpointError> {
+        let prepared = self.prepare(snapshot, temporary);
+        let Some(group) = group else {
+            prepared?;
+            let own = write_parts(&mut self.disk, temporary, snapshot, self.sizes, Writer::ALONE)?;
+            return self.commit(snapshot, path, temporary, vec![own]);
+        };
+        let trouble = prepared.as_ref().err().map(CheckpointError::to_string);
+        let told = group.tell(trouble.as_deref());
+        prepared?;
+        told?;
+        let own = write_parts(&mut self.disk, temporary, snapshot, self.sizes, group.writer());
+        let words = group.collect(&own.as_ref().map_err(CheckpointError::to_string).cloned())?;
+        let committed = own.and_then(|_| {
+            let partials: Result<Vec<_>, String> = words.into_iter().collect();
+            self.commit(snapshot, path, temporary, partials.map_err(CheckpointError::Elsewhere)?)
+        });
+        let trouble = committed.as_ref().err().map(CheckpointError::to_string);
+        let told = group.tell(trouble.as_deref());
+        let bytes = committed?;
+        told.map(|()| bytes)
+    }
+
+    fn prepare(&mut self, snapshot: &Snapshot<'_>, temporary: &Path) -> Result<(), CheckpointError> {
+        check(snapshot)?;
         if temporary.exists() {
             self.disk.remove_tree(temporary)?;
         }
-        self.disk.create_dir(temporary)?;
-        let bytes = write_files(&mut self.disk, temporary, snapshot, self.sizes)?;
+        self.disk.create_dir(temporary)
+    }
+
+    fn commit(
+        &mut self,
+        snapshot: &Snapshot<'_>,
+        path: &Path,
+        temporary: &Path,
+        partials: Vec<Partial>,
+    ) -> Result<u64, CheckpointError> {
+        let bytes = write_rest(&mut self.disk, temporary, snapshot, self.sizes, partials)?;
         let old = self.hidden(snapshot.step, "old");
         let replacing = path.exists();
         if replacing {
@@ -195,12 +238,12 @@ impl CheckpointStore {
     }
 
     fn path(&self, step: u64) -> PathBuf {
-        self.folder.join(format!("step-{step:08}"))
+        folder_of(&self.folder, step)
     }
 
     /// The name of a folder that is not, or no longer, a checkpoint.
     fn hidden(&self, step: u64, what: &str) -> PathBuf {
-        self.folder.join(format!(".step-{step:08}.{what}"))
+        hidden(&self.folder, step, what)
     }
 
     /// Removes what neither `keep_last` nor `keep_best` keeps, given that `newest` is whole. Later steps, which are damaged or belong to
@@ -252,6 +295,20 @@ impl CheckpointStore {
     }
 }
 
+fn folder_of(checkpoints: &Path, step: u64) -> PathBuf {
+    checkpoints.join(format!("step-{step:08}"))
+}
+
+/// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`trash`).
+pub(super) fn hidden(checkpoints: &Path, step: u64, what: &str) -> PathBuf {
+    checkpoints.join(format!(".step-{step:08}.{what}"))
+}
+
+/// The checkpoint of `step` in `RUN/checkpoints`, whose contents somebody else has verified.
+pub fn open_step(run: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
+    Checkpoint::open(&folder_of(&run.join("checkpoints"), step))
+}
+
 /// The newest checkpoint in `RUN/checkpoints` that is whole, and why newer ones are not; `None` when there is none at all. Takes no lock and
 /// changes nothing, so it may be used beside a training.
 ///
@@ -265,7 +322,7 @@ pub fn find_latest(run: &Path) -> Result<Option<Found>, CheckpointError> {
 fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
     let mut skipped = Vec::new();
     for step in steps(folder)?.into_iter().rev() {
-        let path = folder.join(format!("step-{step:08}"));
+        let path = folder_of(folder, step);
         let verified = Checkpoint::open(&path).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint));
         match verified {
             Ok(checkpoint) if checkpoint.step() == step => return Ok(Some(Found { step, checkpoint, skipped })),

@@ -1,6 +1,7 @@
 //! Checkpoints under crashes, damage and full disks.
 
 use super::manifest::hex;
+use super::write::dtype_name;
 use super::*;
 use proptest::prelude::*;
 use serde_json::json;
@@ -24,8 +25,9 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn region(name: &str, dtype: DType, shape: &[usize], seed: u64) -> Region<'static> {
-    let len = shape.iter().product::<usize>() * dtype.size();
-    Region { name: name.to_owned(), dtype, shape: shape.to_vec(), bytes: noise(seed, len).into() }
+    let elements = shape.iter().product::<usize>();
+    let bytes = noise(seed, elements * dtype.size()).into();
+    Region { name: name.to_owned(), dtype, shape: shape.to_vec(), range: 0..elements, bytes }
 }
 
 /// A model of two parts in several files, different at every step.
@@ -63,9 +65,11 @@ fn assert_holds(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
     for part in &want.parts {
         assert_eq!(checkpoint.names(&part.name).count(), part.regions.len());
         for region in &part.regions {
-            let got = checkpoint.tensor(&part.name, &region.name).unwrap();
-            assert_eq!((got.dtype, got.shape), (region.dtype, region.shape.as_slice()));
-            assert!(got.bytes == region.bytes.get(), "step {} {} differs", want.step, region.name);
+            let got = checkpoint.entry(&part.name, &region.name).unwrap();
+            assert_eq!((got.dtype.as_str(), &got.shape), (dtype_name(region.dtype), &region.shape));
+            let mut bytes = vec![0; region.bytes.get().len()];
+            checkpoint.read(&part.name, &region.name, 0..got.elements(), &mut bytes).unwrap();
+            assert!(bytes == region.bytes.get(), "step {} {} differs", want.step, region.name);
         }
     }
     for (name, bytes) in &want.attachments {
@@ -87,7 +91,7 @@ fn what_is_written_is_read_byte_for_byte() {
     assert!(found.skipped.is_empty());
     let files: u64 = fs::read_dir(&written.path).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
     assert_eq!(written.bytes, files);
-    let error = found.checkpoint.tensor("model", "wombat").unwrap_err().to_string();
+    let error = found.checkpoint.entry("model", "wombat").unwrap_err().to_string();
     assert!(error.contains("no tensor `wombat` in its part `model`"), "{error}");
 }
 

@@ -1,8 +1,9 @@
 //! A snapshot into a folder: sharding, safetensors headers, checksums on the way, read-back.
 
 use super::fault::{Disk, Output};
-use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, TensorEntry, hex, is_plain};
+use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, PieceEntry, TensorEntry, hex, is_plain};
 use super::{CheckpointError, Part, Region, Snapshot};
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -63,14 +64,15 @@ pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
             return refuse(format!("the part name {part:?} is no plain word or is used twice"));
         }
         let mut names = BTreeSet::new();
-        for Region { name, dtype, shape, bytes } in regions {
+        for Region { name, dtype, shape, range, bytes } in regions {
             if name.is_empty() || name == "__metadata__" || !names.insert(name) {
                 return refuse(format!("{part}: the tensor name {name:?} is reserved or used twice"));
             }
-            let want = shape.iter().try_fold(dtype.size(), |size, n| size.checked_mul(*n));
+            let elements = shape.iter().try_fold(1usize, |size, n| size.checked_mul(*n));
             let got = bytes.get().len();
-            if want != Some(got) {
-                return refuse(format!("{part}: `{name}` is {dtype} {shape:?} but has {got} bytes"));
+            let fits = elements.is_some_and(|elements| range.start <= range.end && range.end <= elements);
+            if !fits || range.len().checked_mul(dtype.size()) != Some(got) {
+                return refuse(format!("{part}: `{name}` is {dtype} {shape:?}, elements {range:?}, but has {got} bytes"));
             }
         }
     }
@@ -94,27 +96,115 @@ pub(super) fn size(snapshot: &Snapshot<'_>) -> u64 {
     (tensors + attachments) as u64
 }
 
-/// Writes every file of the snapshot into `folder`, which is new, and makes them durable; returns the bytes of all of them.
-pub(super) fn write_files(
+/// Which of the ranks that write a checkpoint together this is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Writer {
+    pub rank: usize,
+    pub ranks: usize,
+}
+
+impl Writer {
+    pub const ALONE: Writer = Writer { rank: 0, ranks: 1 };
+}
+
+/// What one rank has written.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Partial {
+    pub files: Vec<FileEntry>,
+    /// By part and name.
+    pub pieces: BTreeMap<String, BTreeMap<String, Piece>>,
+}
+
+/// A range of a tensor in a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Piece {
+    pub dtype: String,
+    pub shape: Vec<usize>,
+    pub at: PieceEntry,
+}
+
+/// Writes the tensors of one rank's snapshot into `folder`, durable but for the folder.
+pub(super) fn write_parts(
     disk: &mut Disk,
     folder: &Path,
     snapshot: &Snapshot<'_>,
     sizes: Sizes,
+    writer: Writer,
+) -> Result<Partial, CheckpointError> {
+    check(snapshot)?;
+    let mut partial = Partial::default();
+    for part in &snapshot.parts {
+        write_part(disk, folder, part, sizes, writer, &mut partial)?;
+    }
+    Ok(partial)
+}
+
+/// Completes the checkpoint that `partials` make: attachments, manifest and read-back; rank 0's are checked here, the others' where they were
+/// written. Returns the bytes of all files.
+pub(super) fn write_rest(
+    disk: &mut Disk,
+    folder: &Path,
+    snapshot: &Snapshot<'_>,
+    sizes: Sizes,
+    partials: Vec<Partial>,
 ) -> Result<u64, CheckpointError> {
     let mut manifest = Manifest::new(snapshot.step, snapshot.state.clone());
-    for part in &snapshot.parts {
-        write_part(disk, folder, part, sizes, &mut manifest)?;
-    }
+    let mut ours = partials.first().map_or_else(Vec::new, |first| first.files.clone());
+    merge(&mut manifest, partials)?;
     for (name, bytes) in &snapshot.attachments {
-        manifest.files.push(write_file(disk, folder, name, sizes, &[bytes])?);
+        let entry = write_file(disk, folder, name, sizes, &[bytes])?;
+        ours.push(entry.clone());
+        manifest.files.push(entry);
     }
     let (text, sum) = manifest.encode()?;
-    let mut ours = manifest.files.clone();
-    ours.push(write_file(disk, folder, MANIFEST, sizes, &[&text])?);
-    ours.push(write_file(disk, folder, MANIFEST_SUM, sizes, &[sum.as_bytes()])?);
-    ours.iter().try_for_each(|entry| verify(folder, entry))?;
+    let last = [
+        write_file(disk, folder, MANIFEST, sizes, &[&text])?,
+        write_file(disk, folder, MANIFEST_SUM, sizes, &[sum.as_bytes()])?,
+    ];
+    ours.iter().chain(&last).try_for_each(|entry| verify(folder, entry))?;
     disk.sync_dir(folder)?;
-    Ok(ours.iter().map(|entry| entry.bytes).sum())
+    Ok(manifest.files.iter().chain(&last).map(|entry| entry.bytes).sum())
+}
+
+/// Puts the ranks' pieces together; every element must have been written once.
+fn merge(manifest: &mut Manifest, partials: Vec<Partial>) -> Result<(), CheckpointError> {
+    let refuse = |what: String| Err(CheckpointError::Snapshot(what));
+    for partial in partials {
+        manifest.files.extend(partial.files);
+        for (part, pieces) in partial.pieces {
+            let tensors = manifest.parts.entry(part).or_default();
+            for (name, Piece { dtype, shape, at }) in pieces {
+                let entry = tensors.entry(name.clone()).or_insert_with(|| TensorEntry {
+                    dtype: dtype.clone(),
+                    shape: shape.clone(),
+                    file: String::new(),
+                    pieces: Vec::new(),
+                });
+                if entry.dtype != dtype || entry.shape != shape {
+                    return refuse(format!("ranks disagree on `{name}`: {dtype} {shape:?}, {entry:?}"));
+                }
+                entry.pieces.push(at);
+            }
+        }
+    }
+    for (name, entry) in manifest.parts.values_mut().flatten() {
+        entry.pieces.sort_by_key(|piece| piece.start);
+        let mut end = 0;
+        for piece in &entry.pieces {
+            if piece.start != end {
+                return refuse(format!("`{name}`: elements {end} to {} were written by no rank or twice", piece.start));
+            }
+            end = piece.end;
+        }
+        if end != entry.elements() {
+            return refuse(format!("`{name}`: elements {end} to {} were written by no rank", entry.elements()));
+        }
+        if let [whole] = entry.pieces.as_mut_slice() {
+            entry.file = std::mem::take(&mut whole.file);
+            entry.pieces.clear();
+        }
+    }
+    Ok(())
 }
 
 fn write_part(
@@ -122,7 +212,8 @@ fn write_part(
     folder: &Path,
     part: &Part<'_>,
     sizes: Sizes,
-    manifest: &mut Manifest,
+    writer: Writer,
+    partial: &mut Partial,
 ) -> Result<(), CheckpointError> {
     // Wide elements first, so that every tensor lies at a multiple of its element's size; by name within, so that the file
     // does not depend on the caller's order.
@@ -143,33 +234,37 @@ fn write_part(
             }
         }
     }
-    let mut entries = BTreeMap::new();
+    let stem = match writer {
+        Writer { ranks: 1, .. } => part.name.clone(),
+        Writer { rank, .. } => format!("{}.rank-{rank:05}", part.name),
+    };
+    let mut pieces = BTreeMap::new();
     let count = shards.len();
     for (i, shard) in shards.iter().enumerate() {
         let file = match count {
-            1 => format!("{}.safetensors", part.name),
-            _ => format!("{}-{:05}-of-{count:05}.safetensors", part.name, i + 1),
+            1 => format!("{stem}.safetensors"),
+            _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
         };
         let header = header(shard);
         let contents: Vec<&[u8]> =
             std::iter::once(header.as_slice()).chain(shard.iter().map(|region| region.bytes.get())).collect();
-        manifest.files.push(write_file(disk, folder, &file, sizes, &contents)?);
+        partial.files.push(write_file(disk, folder, &file, sizes, &contents)?);
         for region in shard {
             let dtype = dtype_name(region.dtype).to_owned();
-            let entry = TensorEntry { dtype, shape: region.shape.clone(), file: file.clone() };
-            entries.insert(region.name.clone(), entry);
+            let at = PieceEntry { file: file.clone(), start: region.range.start, end: region.range.end };
+            pieces.insert(region.name.clone(), Piece { dtype, shape: region.shape.clone(), at });
         }
     }
-    if count > 1 {
+    if count > 1 && writer.ranks == 1 {
         // What Hugging Face libraries look for beside sharded files.
         let total: usize = part.regions.iter().map(|region| region.bytes.get().len()).sum();
-        let map: BTreeMap<_, _> = entries.iter().map(|(name, entry)| (name, &entry.file)).collect();
+        let map: BTreeMap<_, _> = pieces.iter().map(|(name, piece)| (name, &piece.at.file)).collect();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
         let name = format!("{}.safetensors.index.json", part.name);
         let text = format!("{index:#}");
-        manifest.files.push(write_file(disk, folder, &name, sizes, &[text.as_bytes()])?);
+        partial.files.push(write_file(disk, folder, &name, sizes, &[text.as_bytes()])?);
     }
-    manifest.parts.insert(part.name.clone(), entries);
+    partial.pieces.insert(part.name.clone(), pieces);
     Ok(())
 }
 
@@ -180,7 +275,10 @@ fn header(regions: &[&Region<'_>]) -> Vec<u8> {
     entries.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
     for region in regions {
         let end = offset + region.bytes.get().len();
-        let entry = json!({ "dtype": dtype_name(region.dtype), "shape": region.shape, "data_offsets": [offset, end] });
+        // A part of a tensor has no shape of its own.
+        let part = [region.range.len()];
+        let shape = if region.is_whole() { region.shape.as_slice() } else { &part };
+        let entry = json!({ "dtype": dtype_name(region.dtype), "shape": shape, "data_offsets": [offset, end] });
         entries.insert(region.name.clone(), entry);
         offset = end;
     }

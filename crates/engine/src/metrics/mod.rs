@@ -44,6 +44,12 @@ pub struct StepMetrics {
     pub step_s: f64,
     /// Seconds of those spent waiting for data.
     pub data_wait_s: f64,
+    /// Seconds that rank 0's lanes spent in exchanges with other ranks.
+    #[serde(default)]
+    pub comm_s: f64,
+    /// Seconds of those that computing waited for.
+    #[serde(default)]
+    pub comm_exposed_s: f64,
     /// The most bytes of the pool in use at once.
     pub mem_peak_bytes: u64,
     /// The same for each purpose; each peaks when it does, so they add up to at least the total.
@@ -270,6 +276,8 @@ pub(crate) mod tests {
             mfu: Some(0.31),
             step_s: 0.89,
             data_wait_s: 0.001,
+            comm_s: 0.0,
+            comm_exposed_s: 0.0,
             mem_peak_bytes: 3 << 29,
             mem_peak: BTreeMap::from([("params".to_owned(), 1 << 29), ("activations".to_owned(), 1 << 30)]),
             loss_scale: None,
@@ -297,7 +305,7 @@ pub(crate) mod tests {
     #[test]
     fn records_have_the_names_that_are_promised() {
         let record = serde_json::to_value(sample(3)).unwrap();
-        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s mem_peak_bytes mem_peak skipped";
+        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak skipped";
         let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
         assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));

@@ -188,6 +188,12 @@ impl Rank {
         (links.data.index(), links.data.size())
     }
 
+    /// Which of the ranks that hold the same this is, and how many there are.
+    pub fn replica(&self) -> (usize, usize) {
+        let links = lock(&self.reduce_links);
+        (links.replicate.index(), links.replicate.size())
+    }
+
     /// Every data rank's numbers, in order of the ranks. All of them call this together.
     pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
         lock(&self.compute_links).data.all_gather_numbers(own)

@@ -85,16 +85,10 @@ pub(super) struct Step<'p> {
     /// Whether micro-batches have gradients of their own that are folded.
     folds: bool,
     batches: Mutex<Vec<Option<Batch>>>,
-    counts: OnceLock<Counts>,
+    /// Of all ranks' micro-batches.
+    targets: OnceLock<u64>,
     carried: Mutex<Carried>,
     outcome: Mutex<StepOutcome>,
-}
-
-/// Over all ranks.
-#[derive(Clone, Copy)]
-struct Counts {
-    tokens: u64,
-    targets: u64,
 }
 
 /// The compute lane's own.
@@ -127,7 +121,7 @@ impl<'p> Step<'p> {
             settings,
             folds: program.instructions.iter().any(|i| matches!(i.action, Action::Fold { .. })),
             batches: Mutex::new(vec![None; micro_batches]),
-            counts: OnceLock::new(),
+            targets: OnceLock::new(),
             carried: Mutex::new(carried),
             outcome: Mutex::default(),
         }
@@ -150,7 +144,8 @@ impl<'p> Step<'p> {
         }
         data.sum_counts(&mut counts)?;
         let [tokens, targets] = counts;
-        self.counts.set(Counts { tokens, targets }).ok();
+        // A program counts once.
+        self.targets.set(targets).ok();
         let mut outcome = lock(&self.outcome);
         (outcome.tokens, outcome.targets) = (tokens, targets);
         Ok(())
@@ -179,7 +174,7 @@ impl Rank {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part: Part::Both } => self.backward(step, carried, unit, micro_batch),
+            Action::Backward { unit, micro_batch, part: Part::Whole } => self.backward(step, carried, unit, micro_batch),
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
             Action::Clip => self.clip(step, carried),
             Action::Update { unit } => self.update(step, carried, unit),
@@ -236,7 +231,7 @@ impl Rank {
             tape = tape.with_gradients(&mut gradients);
         }
         let input = input.map(|tensor| tape.leaf(tensor));
-        let targets = step.counts.get().expect("the program counts before it computes").targets;
+        let targets = *step.targets.get().expect("the program counts before it computes");
         let scale = self.scaler().scale() / targets.max(1) as f64;
         let mut cx = Forward::training(&batch, scale as f32);
         let output = self.model.units()[unit as usize].forward(&mut tape, &mut cx, input.as_ref())?;

@@ -1,0 +1,84 @@
+//! One checkpoint by many ranks: each writes its own files into the hidden folder, rank 0 commits once all are down.
+//!
+//! The ranks agree three times: rank 0 says that the folder is there, every rank says what it wrote, rank 0 says that the checkpoint is durable. A rank that
+//! could not write says why instead, and then there is no checkpoint, on any rank.
+
+use super::fault::Disk;
+use super::write::{Partial, Sizes, Writer, verify, write_parts};
+use super::{CheckpointError, Snapshot};
+use std::path::Path;
+use std::time::Duration;
+use trainyard_comm::Communicator;
+
+/// How long ranks wait for the slowest disk; a rank that fails is noticed at once.
+const DEADLINE: Duration = Duration::from_secs(3600);
+
+/// The ranks that write together. Each has one, used by its writing thread alone.
+pub(super) struct Group(Communicator);
+
+/// What a rank has to say: what it wrote, or why it could not.
+type Word = Result<Partial, String>;
+
+impl Group {
+    pub fn new(comm: Communicator) -> Group {
+        comm.set_deadline(DEADLINE);
+        Group(comm)
+    }
+
+    /// This rank among those that write.
+    pub fn writer(&self) -> Writer {
+        Writer { rank: self.0.rank(), ranks: self.0.size() }
+    }
+
+    /// Rank 0 says whether it is done (None) or why not; the others hear it.
+    pub fn tell(&self, trouble: Option<&str>) -> Result<(), CheckpointError> {
+        let mut length = [trouble.map_or(0, |text| text.len().max(1)) as u64];
+        self.0.broadcast(&mut length, 0)?;
+        if length[0] == 0 {
+            return Ok(());
+        }
+        let mut bytes = trouble.unwrap_or_default().as_bytes().to_vec();
+        bytes.resize(length[0] as usize, b' ');
+        self.0.broadcast(&mut bytes, 0)?;
+        Err(CheckpointError::Elsewhere(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    /// Every rank's word on rank 0, in order; nothing on the others.
+    pub fn collect(&self, own: &Word) -> Result<Vec<Word>, CheckpointError> {
+        let own = serde_json::to_vec(own).map_err(|error| CheckpointError::Snapshot(error.to_string()))?;
+        let mut lengths = vec![0; self.0.size()];
+        self.0.all_gather(&[own.len() as u64], &mut lengths)?;
+        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+        let mut padded = own;
+        padded.resize(longest, b' ');
+        let mut all = if self.0.rank() == 0 { vec![0; longest * self.0.size()] } else { Vec::new() };
+        self.0.gather(&padded, &mut all, 0)?;
+        let words = all.chunks(longest.max(1)).map(|word| {
+            serde_json::from_slice(word).map_err(|error| CheckpointError::Snapshot(format!("a rank's word: {error}")))
+        });
+        words.collect()
+    }
+
+    /// What every rank but the first does with its part of a snapshot.
+    pub fn write_own(
+        &self,
+        disk: &mut Disk,
+        folder: &Path,
+        snapshot: &Snapshot<'_>,
+        sizes: Sizes,
+    ) -> Result<(), CheckpointError> {
+        self.tell(None)?;
+        let own = write_parts(disk, folder, snapshot, sizes, self.writer()).and_then(|own| {
+            own.files.iter().try_for_each(|entry| verify(folder, entry))?;
+            Ok(own)
+        });
+        let word: Word = match &own {
+            Ok(partial) => Ok(partial.clone()),
+            Err(error) => Err(format!("rank {}: {error}", self.0.rank())),
+        };
+        self.collect(&word)?;
+        let told = self.tell(None);
+        own?;
+        told
+    }
+}

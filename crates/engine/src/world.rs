@@ -1,0 +1,101 @@
+//! The ranks of a run: starting them as threads, and what they do together outside of steps.
+//!
+//! Every rank runs the same code, thread or process. Where one must go first (making token files, the run's folder) it is rank 0.
+
+use crate::config::{Config, Inputs};
+use crate::session::inputs_for;
+use crate::{EngineError, Result};
+use std::time::Duration;
+use trainyard_comm::{Communicator, local};
+
+/// How long ranks wait while rank 0 prepares data: tokenizing a corpus takes hours at most.
+const PREPARATION: Duration = Duration::from_secs(24 * 3600);
+
+/// How many ranks a configuration asks for, or every problem of it.
+pub fn ranks(config: &Config) -> Result<usize> {
+    Ok(config.resolve(&inputs_for(config, Inputs::of_this_machine())?)?.parallel.ranks)
+}
+
+/// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread. Returns what rank 0 returned, once all have ended.
+///
+/// # Errors
+/// The first failure counts: a rank that fails wakes the others, whose errors name it. Rank 0's own error comes first, then that of the lowest rank.
+///
+/// # Panics
+/// When a rank panicked, after the others have ended.
+pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
+    let mut worlds = local::World::new(ranks).into_iter();
+    let first = worlds.next().expect("a world has at least one rank");
+    std::thread::scope(|scope| {
+        let body = &body;
+        let others: Vec<_> = worlds
+            .map(|world| {
+                let name = format!("rank-{}", world.rank());
+                let spawned = std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(world, body));
+                spawned.expect("the operating system starts a thread")
+            })
+            .collect();
+        let mut result = run(first, body);
+        for other in others {
+            match other.join() {
+                Ok(Ok(_)) => {}
+                // What another rank was told is less than what the one that failed knows.
+                Ok(Err(error)) => match &result {
+                    Err(EngineError::Comm(_) | EngineError::Exchange { .. }) if !is_told(&error) => result = Err(error),
+                    Ok(_) => result = Err(error),
+                    Err(_) => {}
+                },
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        result
+    })
+}
+
+/// Runs one rank; when it fails, the others are told why.
+pub fn run<T>(world: Communicator, body: impl Fn(Communicator) -> Result<T>) -> Result<T> {
+    let alarm = world.duplicate("alarm")?;
+    let result = body(world);
+    if let Err(error) = &result
+        && !is_told(error)
+    {
+        alarm.abort(error.to_string());
+    }
+    result
+}
+
+/// Whether the error is another rank's failure, seen from here.
+fn is_told(error: &EngineError) -> bool {
+    matches!(error, EngineError::Comm(_) | EngineError::Exchange { .. })
+}
+
+/// Lets rank 0 do `work` first and the others after it: what it makes, they find.
+pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let waiting = world.duplicate("preparation")?;
+    waiting.set_deadline(PREPARATION);
+    if world.rank() == 0 {
+        let made = work()?;
+        waiting.barrier()?;
+        return Ok(made);
+    }
+    waiting.barrier()?;
+    work()
+}
+
+/// What rank 0's `make` returns, on every rank.
+pub(crate) fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let waiting = world.duplicate("preparation")?;
+    waiting.set_deadline(PREPARATION);
+    let mut bytes = if world.rank() == 0 { make()? } else { Vec::new() };
+    let mut length = [bytes.len() as u64];
+    waiting.broadcast(&mut length, 0)?;
+    bytes.resize(length[0] as usize, 0);
+    waiting.broadcast(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+/// Ranks of `world` that run on this host.
+pub(crate) fn ranks_here(world: &Communicator) -> usize {
+    let here = world.place(world.rank()).host;
+    (0..world.size()).filter(|member| world.place(*member).host == here).count()
+}

@@ -1,0 +1,178 @@
+//! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed, whenever gradients are summed; memory by the formula.
+
+use trainyard_comm::local;
+use trainyard_engine::EngineError;
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::links::Links;
+use trainyard_engine::predict::predict;
+use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
+use trainyard_engine::shape;
+use trainyard_engine::state::Holding;
+use trainyard_engine::world::run;
+use trainyard_model::{Batch, BatchShape, BatchSlices, Model};
+use trainyard_program::{MemoryKind, Program};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::{Device, Purpose, Usage};
+
+const LENGTH: usize = 8;
+
+fn resolved(sets: &[&str]) -> Resolved {
+    let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
+                max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
+                [compute]\nthreads = 1\n[optimizer]\nlearning_rate = 0.003\n";
+    let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+    Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap()
+}
+
+/// What one rank has at the end: f32 masters by parameter, with the elements that are its own.
+struct End {
+    outcomes: Vec<StepOutcome>,
+    parts: Vec<(std::ops::Range<usize>, Vec<f32>)>,
+    memory: Usage,
+    predicted: Usage,
+    program: Program,
+}
+
+/// Rows `first ..` of a step's global batch; every other token is anything, so that the loss has a floor.
+fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    let vocab = model.vocab_size() as u64;
+    let row = |row: usize| -> Vec<i32> {
+        let mut token = (step * 31 + row as u64 * 7 + 3) % vocab;
+        (0..=LENGTH as u64)
+            .map(|place| {
+                token = (token * 5 + 11) % vocab;
+                if place % 2 == 0 {
+                    let mixed = (step * 1_000_003 + row as u64 * 10_007 + place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                    token = (mixed >> 33) % vocab;
+                }
+                token as i32
+            })
+            .collect()
+    };
+    let texts: Vec<Vec<i32>> = (first..first + rows).map(row).collect();
+    let tokens: Vec<i32> = texts.iter().flat_map(|t| t[..LENGTH].to_vec()).collect();
+    let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
+    let positions: Vec<i32> = (0..rows).flat_map(|_| 0..LENGTH as i32).collect();
+    let cu_seqlens: Vec<i32> = (0..=rows).map(|r| (r * LENGTH) as i32).collect();
+    let slices =
+        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    model.batch(device, &slices).unwrap()
+}
+
+/// Trains on all ranks of `sets` and returns what each has at the end.
+fn train(sets: &[&str], steps: u64) -> Vec<End> {
+    let resolved = resolved(sets);
+    let worlds = local::World::new(resolved.parallel.ranks);
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            let resolved = &resolved;
+            scope.spawn(move || run(world, |world| train_rank(resolved, world, steps)).unwrap())
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn train_rank(resolved: &Resolved, world: trainyard_comm::Communicator, steps: u64) -> Result<End, EngineError> {
+    let device = Device::cpu(Isa::detect(), resolved.threads, None);
+    let spec = shape::model_spec(resolved)?;
+    let model = Model::new(spec.clone())?;
+    let rows = resolved.batch.micro;
+    let shape = BatchShape::uniform(rows, LENGTH);
+    let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
+    let strategy = shape::strategy(resolved, model.units().len());
+    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
+    let settings = shape::rank_settings(resolved);
+    let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;
+    let links = Links::new(&world, &program)?;
+    let mut rank = Rank::new(&device, model, Holding::of(&program), links, &settings)?;
+    let first = world.rank() * resolved.batch.accumulation * rows;
+    let mut outcomes = Vec::new();
+    for step in 0..steps {
+        let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(0.5) };
+        let mut next = first;
+        let load = |device: &Device, model: &Model| {
+            next += rows;
+            Ok(batch(device, model, step, next - rows, rows))
+        };
+        outcomes.push(rank.execute(&program, settings, load, |_, _| Ok(()))?);
+    }
+    let parts = rank.model().parameters().map(|(id, _)| {
+        let (range, values) = rank.parameters.master_part(id)?;
+        Ok((range, values.to_f32_vec()?))
+    });
+    let parts = parts.collect::<Result<_, EngineError>>()?;
+    Ok(End { outcomes, parts, memory: device.pool().usage(), predicted, program })
+}
+
+/// Every parameter's bits, put together from what the ranks hold; where several hold the same, they must agree.
+fn weights(ends: &[End]) -> Vec<Vec<u32>> {
+    let parameters = ends[0].parts.len();
+    (0..parameters)
+        .map(|index| {
+            let length = ends.iter().map(|end| end.parts[index].0.end).max().unwrap();
+            let mut whole: Vec<Option<u32>> = vec![None; length];
+            for end in ends {
+                let (range, values) = &end.parts[index];
+                for (place, value) in range.clone().zip(values) {
+                    let bits = value.to_bits();
+                    assert_eq!(*whole[place].get_or_insert(bits), bits, "replicas of parameter {index} differ");
+                }
+            }
+            whole.into_iter().map(|bits| bits.expect("some rank holds every element")).collect()
+        })
+        .collect()
+}
+
+fn losses(ends: &[End]) -> Vec<f64> {
+    for end in ends {
+        for (a, b) in end.outcomes.iter().zip(&ends[0].outcomes) {
+            assert_eq!((a.loss, a.gradient_norm, a.tokens), (b.loss, b.gradient_norm, b.tokens), "ranks differ");
+        }
+    }
+    ends[0].outcomes.iter().map(|outcome| outcome.loss).collect()
+}
+
+const LLAMA: &[&str] = &["precision.compute='bf16'"];
+const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];
+
+/// Every way to divide four or two ranks, and what is recomputed.
+fn ways(degree: usize) -> Vec<Vec<String>> {
+    let set = |text: &str| text.to_owned();
+    let stage = |n: usize| vec![format!("parallel.ranks={degree}"), format!("parallel.zero_stage={n}")];
+    let mut ways = vec![stage(0), stage(1), stage(2), stage(3)];
+    let mut never = stage(3);
+    never.extend([set("parallel.reshard_after_forward=false"), set("activation_checkpointing.mode='full'")]);
+    let mut ahead = stage(3);
+    ahead.extend([set("parallel.prefetch=2"), set("activation_checkpointing.mode='selective'")]);
+    ways.extend([never, ahead]);
+    if degree == 4 {
+        for n in 1..=3 {
+            let mut hybrid = stage(n);
+            hybrid.push(set("parallel.data_parallel_replicate_degree=2"));
+            ways.push(hybrid);
+        }
+        let mut part = stage(3);
+        part.push(set("parallel.reshard_after_forward=2"));
+        ways.push(part);
+    }
+    ways
+}
+
+fn all_ways_agree(model: &[&str], degree: usize, more: &[&str], steps: u64) {
+    let mut reference = None;
+    for way in ways(degree) {
+        let sets: Vec<&str> = model.iter().chain(more).copied().chain(way.iter().map(String::as_str)).collect();
+        let ends = train(&sets, steps);
+        let result = (losses(&ends), weights(&ends));
+        let (losses, weights) = reference.get_or_insert_with(|| result.clone());
+        assert_eq!(&result.0, losses, "{sets:?}");
+        assert!(&result.1 == weights, "{sets:?}: some weight differs");
+    }
+}
+
+#[test]
+fn two_ranks_train_the_same_bits_whatever_is_sharded() {
+    all_ways_agree(LLAMA, 2, &["training.accumulation_steps=2"], 60);
+    all_ways_agree(GPT2, 2, &["training.accumulation_steps=2"], 60);
+}
