@@ -349,7 +349,10 @@ fn lying_headers_and_manifests_are_refused() {
         (tensor("file", json!("../../x.safetensors")), "which is not listed"),
         (refusal(|manifest, _| manifest["files"][0]["name"] = json!("../../x")), "names a file"),
         (refusal(|manifest, _| manifest["files"][0]["name"] = json!("/etc/passwd")), "names a file"),
-        (refusal(|manifest, _| manifest["version"] = json!(2)), "version 2, and this program reads version 1"),
+        (refusal(|manifest, _| manifest["version"] = json!(3)), "version 3, and this program reads versions 1 and 2"),
+        (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 0, "end": 39 }])), "not all of it"),
+        (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 1, "end": 40 }])), "not all of it"),
+        (tensor("pieces", json!([{ "file": "nowhere.safetensors", "start": 0, "end": 40 }])), "which is not listed"),
         (refusal(|manifest, _| *manifest = json!({ "version": 1, "files": [] })), "cannot be read: missing field"),
         (refusal(|_, folder| fs::remove_file(folder.join("config.json")).unwrap()), "config.json is missing"),
     ] {
@@ -369,9 +372,12 @@ fn snapshots_that_could_not_be_read_are_refused() {
         error.to_string()
     };
     assert!(
-        refused(&|s| s.parts[0].regions[1].shape = vec![16, 9]).contains("`a.weight` is f32 [16, 9] but has 512 bytes")
+        refused(&|s| s.parts[0].regions[1].shape = vec![16, 7])
+            .contains("`a.weight` is f32 [16, 7], elements 0..128, but has 512 bytes")
     );
     assert!(refused(&|s| s.parts[0].regions[1].shape = vec![usize::MAX, 2]).contains("but has 512 bytes"));
+    assert!(refused(&|s| s.parts[0].regions[1].range = 0..64).contains("elements 0..64, but has 512 bytes"));
+    assert!(refused(&|s| s.parts[0].regions[1].shape = vec![16, 9]).contains("elements 128 to 144 were written by no"));
     assert!(refused(&|s| s.parts[0].regions[1].name = "b.half".to_owned()).contains("used twice"));
     assert!(refused(&|s| s.parts[0].regions[1].name = "__metadata__".to_owned()).contains("reserved"));
     assert!(refused(&|s| s.parts[1].name = "model".to_owned()).contains("used twice"));
@@ -379,6 +385,85 @@ fn snapshots_that_could_not_be_read_are_refused() {
     for name in ["manifest.json", "model.safetensors", "../x", "a/b", "", ".hidden", "model.safetensors.index.json"] {
         assert!(refused(&|s| s.attachments[0].0 = name.to_owned()).contains("attachment name"), "{name}");
     }
+}
+
+/// The elements of `snapshot` that rank `rank` of `ranks` writes.
+fn share(mut snapshot: Snapshot<'static>, rank: usize, ranks: usize) -> Snapshot<'static> {
+    for part in &mut snapshot.parts {
+        for region in &mut part.regions {
+            let (elements, size) = (region.range.end, region.dtype.size());
+            region.range = elements * rank / ranks..elements * (rank + 1) / ranks;
+            let bytes = region.bytes.get()[region.range.start * size..region.range.end * size].to_vec();
+            region.bytes = bytes.into();
+        }
+        part.regions.retain(|region| !region.range.is_empty());
+    }
+    snapshot
+}
+
+/// Writes steps 1 and 2 on three ranks, each its share as `change` leaves it; what each rank's writer said.
+fn write_on_three_ranks(run: &Path, change: impl Fn(usize, &mut Snapshot<'static>) + Sync) -> Vec<Result<usize, String>> {
+    let mut store = Some(store(run, KEEP_ALL));
+    std::thread::scope(|scope| {
+        let ranks = trainyard_comm::local::World::new(3).into_iter().enumerate().map(|(rank, world)| {
+            let (store, change) = (store.take().filter(|_| rank == 0), &change);
+            scope.spawn(move || {
+                let mut writer = BackgroundWriter::with_others(run, store, world).unwrap();
+                let mut events = 0;
+                for step in [1, 2] {
+                    let mut snapshot = snapshot(step);
+                    // What is empty is nobody's share.
+                    snapshot.parts[0].regions.retain(|region| !region.range.is_empty());
+                    let mut share = share(snapshot, rank, 3);
+                    change(rank, &mut share);
+                    events += writer.submit(share).map_err(|error| error.to_string())?.len();
+                }
+                Ok(events + writer.finish().map_err(|error| error.to_string())?.len())
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn ranks_write_their_parts_of_one_checkpoint() {
+    let run = tempfile::tempdir().unwrap();
+    // Rank 0 commits and says so, once a checkpoint.
+    assert_eq!(write_on_three_ranks(run.path(), |_, _| ()), [Ok(2), Ok(0), Ok(0)]);
+    let found = latest(run.path());
+    let mut want = snapshot(2);
+    want.parts[0].regions.retain(|region| !region.range.is_empty());
+    assert_holds(&found.checkpoint, &want);
+    let whole = want.parts[0].regions.iter().find(|region| region.name == "a.weight").unwrap();
+    let mut some = vec![0; 4 * 60];
+    found.checkpoint.read("model", "a.weight", 30..90, &mut some).unwrap();
+    assert_eq!(some, whole.bytes.get()[4 * 30..4 * 90]);
+    assert!(found.checkpoint.read("model", "a.weight", 100..129, &mut [0; 4 * 29]).is_err());
+    assert!(found.checkpoint.read("model", "a.weight", 0..2, &mut [0; 4]).is_err());
+}
+
+#[test]
+fn a_rank_that_cannot_write_its_part_leaves_no_checkpoint_and_is_named_everywhere() {
+    let run = tempfile::tempdir().unwrap();
+    let said = write_on_three_ranks(run.path(), |rank, share| {
+        if rank == 1 && share.step == 2 {
+            share.parts[0].regions[0].range.end += 1;
+        }
+    });
+    for said in said {
+        let error = said.unwrap_err();
+        assert!(error.contains("rank 1") || error.contains("but has"), "{error}");
+    }
+    assert_eq!(latest(run.path()).step, 1);
+    // A share that nobody writes is noticed too.
+    let run = tempfile::tempdir().unwrap();
+    let said = write_on_three_ranks(run.path(), |rank, share| {
+        if rank == 2 {
+            share.parts.pop();
+        }
+    });
+    assert!(said[0].as_ref().is_err_and(|error| error.contains("were written by no rank")), "{said:?}");
+    assert!(find_latest(run.path()).unwrap().is_none());
 }
 
 #[test]
