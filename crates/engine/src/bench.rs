@@ -6,8 +6,8 @@
 
 use crate::Result;
 use crate::config::Resolved;
-use crate::metrics::{MetricsError, Throughput};
 use crate::links::Links;
+use crate::metrics::{MetricsError, Throughput};
 use crate::precision::LossScaler;
 use crate::predict::predict;
 use crate::rank::{Rank, RankSettings, StepSettings};

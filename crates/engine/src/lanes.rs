@@ -13,8 +13,8 @@ use trainyard_program::{Instruction, Lane, Program};
 pub struct Span {
     /// Time the lane stood waiting before it.
     pub waited: Duration,
-    /// For which lane, if it waited: the one of the dependency that was missing last.
-    pub waited_for: Option<Lane>,
+    /// For which instruction, if it waited: the dependency that was missing last.
+    pub waited_for: Option<u32>,
     /// Start.
     pub start: Duration,
     /// End.
@@ -67,8 +67,7 @@ pub fn run<E: Send>(
                 failure.lock().expect("not poisoned").get_or_insert(error);
                 return;
             }
-            let waited_for = missing.map(|number| program.instructions[number as usize].action.lane());
-            let span = Span { waited: start - ready, waited_for, start, end: began.elapsed() };
+            let span = Span { waited: start - ready, waited_for: missing, start, end: began.elapsed() };
             spans.lock().expect("not poisoned")[number] = span;
             progress.finish(number);
         }
@@ -200,17 +199,20 @@ mod tests {
         let spans = spans.unwrap();
         assert_eq!((order.into_inner().unwrap(), told), ((0..program().instructions.len()).collect::<Vec<_>>(), 0));
         // The first forward waited for the count of two loads of five milliseconds.
-        assert!(spans[3].waited >= Duration::from_millis(9) && spans[3].waited_for == Some(Lane::Reduce));
-        assert!(spans[2].waited_for == Some(Lane::Input) && spans[4].waited_for.is_none());
+        assert!(spans[3].waited >= Duration::from_millis(9) && spans[3].waited_for == Some(2));
+        assert!(spans[2].waited_for == Some(1) && spans[4].waited_for.is_none());
     }
 
     #[test]
     fn the_first_error_stops_every_lane() {
         let mut ran = 0;
-        let (result, told) = run_all(|number, _| if number == 1 { Err("no data") } else { Ok(()) }, |_, _| {
-            ran += 1;
-            Ok(())
-        });
+        let (result, told) = run_all(
+            |number, _| if number == 1 { Err("no data") } else { Ok(()) },
+            |_, _| {
+                ran += 1;
+                Ok(())
+            },
+        );
         assert_eq!((result.unwrap_err(), ran, told), ("no data", 0, 1));
     }
 

@@ -21,12 +21,7 @@ pub struct Prediction {
 }
 
 /// Executes one rank's `program` once on meta.
-pub fn predict(
-    model: Model,
-    program: &Program,
-    shape: &BatchShape,
-    settings: &RankSettings,
-) -> Result<Prediction> {
+pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<Prediction> {
     let began = std::time::Instant::now();
     let device = Device::meta();
     let mut rank = Rank::new(&device, model, Holding::of(program), Links::default(), settings)?;

@@ -67,7 +67,8 @@ impl Session {
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
         let folder = from_first(&world, || Ok(new_folder(&resolved)?.into_os_string().into_encoded_bytes()))?;
-        let folder = PathBuf::from(String::from_utf8(folder).map_err(|_| does_not_fit("the run's folder is not UTF-8"))?);
+        let folder =
+            PathBuf::from(String::from_utf8(folder).map_err(|_| does_not_fit("the run's folder is not UTF-8"))?);
         let mut session = Session::build(folder, resolved, corpora, world, &mut note)?;
         session.load_pretrained(&mut note)?;
         if session.is_first() {
@@ -95,12 +96,7 @@ impl Session {
     }
 
     /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over its configuration.
-    pub fn resume(
-        folder: &Path,
-        sets: &[String],
-        world: Communicator,
-        mut note: impl FnMut(&str),
-    ) -> Result<Session> {
+    pub fn resume(folder: &Path, sets: &[String], world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let config = Session::configuration(folder, sets)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
@@ -425,11 +421,7 @@ pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Opt
 }
 
 /// Completes the configuration: first what the data needs, then, with the tokenizer known, the rest.
-pub fn resolve(
-    config: &Config,
-    world: &Communicator,
-    note: &mut impl FnMut(&str),
-) -> Result<(Resolved, Corpora)> {
+pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
     let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     if world.backend() != "local" {
         (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));

@@ -5,8 +5,8 @@
 //! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, Part, Region, Snapshot};
-use crate::precision::LossScaler;
 use crate::optimizer::StatePart;
+use crate::precision::LossScaler;
 use crate::rank::Rank;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};

@@ -27,8 +27,7 @@ impl TraceWriter {
         let mut out = BufWriter::new(File::create(&path).map_err(error)?);
         out.write_all(b"[\n").map_err(error)?;
         for lane in Lane::ALL {
-            let name =
-                json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane as u32, "args": {"name": lane.name()}});
+            let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane as u32, "args": {"name": lane.name()}});
             writeln!(out, "{name},").map_err(error)?;
         }
         Ok(TraceWriter { out, path, origin: Instant::now() })

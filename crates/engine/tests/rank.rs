@@ -197,9 +197,7 @@ fn memory_is_what_meta_predicts() {
             let model = Model::new(trial.spec.clone()).unwrap();
             let [program, _] = trial.programs(&model, 2);
             let last = model.units().len() as u32 - 1;
-            let of_a_block = |i: &&Instruction| {
-                matches!(i.action, Action::Forward { unit, micro_batch: 0, .. } if unit > 0 && unit < last)
-            };
+            let of_a_block = |i: &&Instruction| matches!(i.action, Action::Forward { unit, micro_batch: 0, .. } if unit > 0 && unit < last);
             let blocks = program.instructions.iter().filter(of_a_block);
             let saved: i64 = blocks.flat_map(|i| i.effects.iter().map(|e| e.bytes)).sum();
             kept.push(saved);
@@ -251,8 +249,7 @@ fn a_step_that_is_not_finite_is_skipped_and_changes_nothing() {
     let device = Device::cpu(Isa::detect(), 2, None);
     let model = Model::new(trial.spec.clone()).unwrap();
     let [program, _] = trial.programs(&model, 4);
-    let mut rank =
-        Rank::new(&device, model, Holding::of(&program), Links::default(), &trial.rank_settings()).unwrap();
+    let mut rank = Rank::new(&device, model, Holding::of(&program), Links::default(), &trial.rank_settings()).unwrap();
     let (id, shape) = rank.model().parameters().next().map(|(id, spec)| (id, spec.shape.clone())).unwrap();
     let mut master = rank.parameters.master(id, &shape).unwrap();
     let good = master.data::<f32>().unwrap()[0];

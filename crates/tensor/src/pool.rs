@@ -1,7 +1,7 @@
 //! One memory pool per rank: every byte has a purpose, live and peak are counted per purpose, freed blocks are reused.
 //!
-//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %), and a freed block serves the next request of its
-//! class. Steps repeat their requests, so after the first step the operating system is no longer asked. Blocks that
+//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %), those of model state only to cache lines, and a freed block
+//! serves the next request of its size. Steps repeat their requests, so after the first step the operating system is no longer asked. Blocks that
 //! no request of a step wants are given back when keeping them would hold more than an eighth above the peak of live bytes.
 //!
 //! What is counted is the rounded size. The meta device runs the same code without memory behind it, so its count is
@@ -46,6 +46,12 @@ impl Purpose {
         Purpose::Comm,
         Purpose::Data,
     ];
+
+    /// Whether its buffers have sizes that a model fixes: a unit's parameters, say. They come in few sizes, so classes would waste
+    /// memory and make no reuse.
+    const fn is_state(self) -> bool {
+        matches!(self, Purpose::Params | Purpose::Gathered | Purpose::Grads | Purpose::Optimizer)
+    }
 
     /// The name in configs, metrics and messages.
     pub const fn name(self) -> &'static str {
@@ -141,7 +147,7 @@ impl MemoryPool {
 
     /// A buffer of at least `bytes` bytes. Its contents are arbitrary (zero or what an earlier owner left).
     pub fn allocate(&self, bytes: usize, purpose: Purpose) -> Result<Buffer> {
-        let capacity = size_class(bytes);
+        let capacity = if purpose.is_state() { bytes.max(1).next_multiple_of(64) } else { size_class(bytes) };
         let mut state = self.lock();
         let would = state.usage.live_total() + capacity;
         if let Some(limit) = self.0.limit.filter(|limit| would > *limit) {

@@ -39,8 +39,9 @@ pub struct Args {
 /// Runs the command: every rank trains, rank 0 speaks.
 pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     let config = match &args.resume {
-        Some(folder) => Session::configuration(folder, &args.sets)
-            .with_context(|| format!("cannot resume {}", folder.display()))?,
+        Some(folder) => {
+            Session::configuration(folder, &args.sets).with_context(|| format!("cannot resume {}", folder.display()))?
+        }
         None => configuration(args)?,
     };
     let stop = stop_on_signals()?;
@@ -50,12 +51,7 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
 }
 
 /// One rank's run from beginning to end.
-fn train_rank(
-    args: &Args,
-    config: &Config,
-    world: Communicator,
-    control: Control<'_>,
-) -> Result<Ending, EngineError> {
+fn train_rank(args: &Args, config: &Config, world: Communicator, control: Control<'_>) -> Result<Ending, EngineError> {
     let is_first = world.rank() == 0;
     let say = |line: &str| {
         if is_first {

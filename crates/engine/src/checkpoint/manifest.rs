@@ -131,7 +131,9 @@ impl Manifest {
                 let pieces = entry.all_pieces();
                 if let Some(piece) = pieces.iter().find(|piece| !names.contains(piece.file.as_str())) {
                     let file = &piece.file;
-                    return Err(damaged(format!("{part} tensor `{name}` is said to be in {file:?}, which is not listed")));
+                    return Err(damaged(format!(
+                        "{part} tensor `{name}` is said to be in {file:?}, which is not listed"
+                    )));
                 }
                 let ends = [0].into_iter().chain(pieces.iter().map(|piece| piece.end));
                 let joined = pieces.iter().zip(ends).all(|(piece, end)| piece.start == end && piece.start <= piece.end);

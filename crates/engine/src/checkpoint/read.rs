@@ -89,13 +89,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// A tensor that is not there, or `target` of another size.
-    pub fn read(
-        &self,
-        part: &str,
-        name: &str,
-        range: Range<usize>,
-        target: &mut [u8],
-    ) -> Result<(), CheckpointError> {
+    pub fn read(&self, part: &str, name: &str, range: Range<usize>, target: &mut [u8]) -> Result<(), CheckpointError> {
         let entry = self.entry(part, name)?;
         let wrong = |what: &str| CheckpointError::damaged(&self.path, format!("{part} tensor `{name}`: {what}"));
         let size = dtype(&entry.dtype).ok_or_else(|| wrong("its type is unknown"))?.size();

@@ -1,8 +1,8 @@
 //! The checkpoints of a run: writing one, keeping some, finding the newest that is whole.
 
 use super::fault::{Disk, Fault};
-use super::read::Checkpoint;
 use super::group::Group;
+use super::read::Checkpoint;
 use super::write::{Partial, Sizes, Writer, Written, check, size, write_parts, write_rest};
 use super::{CheckpointError, Snapshot};
 use serde::{Deserialize, Serialize};

@@ -402,7 +402,10 @@ fn share(mut snapshot: Snapshot<'static>, rank: usize, ranks: usize) -> Snapshot
 }
 
 /// Writes steps 1 and 2 on three ranks, each its share as `change` leaves it; what each rank's writer said.
-fn write_on_three_ranks(run: &Path, change: impl Fn(usize, &mut Snapshot<'static>) + Sync) -> Vec<Result<usize, String>> {
+fn write_on_three_ranks(
+    run: &Path,
+    change: impl Fn(usize, &mut Snapshot<'static>) + Sync,
+) -> Vec<Result<usize, String>> {
     let mut store = Some(store(run, KEEP_ALL));
     std::thread::scope(|scope| {
         let ranks = trainyard_comm::local::World::new(3).into_iter().enumerate().map(|(rank, world)| {

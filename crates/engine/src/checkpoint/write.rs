@@ -72,7 +72,9 @@ pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
             let got = bytes.get().len();
             let fits = elements.is_some_and(|elements| range.start <= range.end && range.end <= elements);
             if !fits || range.len().checked_mul(dtype.size()) != Some(got) {
-                return refuse(format!("{part}: `{name}` is {dtype} {shape:?}, elements {range:?}, but has {got} bytes"));
+                return refuse(format!(
+                    "{part}: `{name}` is {dtype} {shape:?}, elements {range:?}, but has {got} bytes"
+                ));
             }
         }
     }

@@ -1,8 +1,8 @@
 //! `[parallel]`: from ranks and degrees to a mesh and what each rank keeps.
 
-use super::{Inputs, Reshard};
 use super::resolve::Resolver;
 use super::sections::*;
+use super::{Inputs, Reshard};
 use serde::Serialize;
 
 /// The ranks of a run and what each of them keeps; nothing open.
@@ -137,7 +137,8 @@ impl Resolver {
             self.problem(key, message);
             return (1, 1);
         };
-        let stage = section.zero_stage.map_or("no zero_stage asks for shards".to_owned(), |n| format!("zero_stage {n}"));
+        let stage =
+            section.zero_stage.map_or("no zero_stage asks for shards".to_owned(), |n| format!("zero_stage {n}"));
         if replicate.is_none() {
             self.fill("parallel.data_parallel_replicate_degree", &r, format!("{ranks} ranks / shard degree {f}"));
         }

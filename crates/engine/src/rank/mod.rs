@@ -67,13 +67,7 @@ pub struct RankSettings {
 impl Rank {
     /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks to others through `links`. All ranks are made
     /// together.
-    pub fn new(
-        device: &Device,
-        model: Model,
-        holding: Holding,
-        links: Links,
-        settings: &RankSettings,
-    ) -> Result<Rank> {
+    pub fn new(device: &Device, model: Model, holding: Holding, links: Links, settings: &RankSettings) -> Result<Rank> {
         let mut parameters = ParameterState::new(device, &model, holding, settings.compute, settings.seed)?;
         parameters.refresh_copies(&links.compute.shard)?;
         let gradients = GradientState::new(device, &model, holding)?;
@@ -246,8 +240,7 @@ impl Rank {
             links.post(&position(number, instruction));
             located(instruction, rank.reduce(number, instruction, step, &mut links))
         });
-        let handlers =
-            vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
+        let handlers = vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
         if let Some(lane) = program.lanes().find(|lane| matches!(lane, Lane::Pipeline | Lane::Inner)) {
             let first = program.on_lane(lane).next().expect("a lane of the program has instructions");
             return Err(cannot(program.instructions[first].action));
@@ -288,13 +281,7 @@ impl Rank {
         }
     }
 
-    fn reduce(
-        &self,
-        number: usize,
-        instruction: &Instruction,
-        step: &Step<'_>,
-        links: &mut ReduceLinks,
-    ) -> Result<()> {
+    fn reduce(&self, number: usize, instruction: &Instruction, step: &Step<'_>, links: &mut ReduceLinks) -> Result<()> {
         match instruction.action {
             Action::Count => step.count(&links.data),
             Action::Reduce { unit, accumulate } => {

@@ -60,12 +60,16 @@ impl StepOutcome {
                 }
                 continue;
             }
-            match span.waited_for {
-                // The count waits for the last load; with one rank that is all it does.
-                Some(Lane::Reduce) if program.mesh.ranks() == 1 => self.data_wait += span.waited,
-                Some(Lane::Gather | Lane::Reduce | Lane::Pipeline | Lane::Inner) => self.comm_exposed += span.waited,
-                Some(_) => self.data_wait += span.waited,
-                None => {}
+            let Some(number) = span.waited_for else { continue };
+            // Until what was waited for began, computing waited for what that waited for in turn: the count for a load.
+            let cause = &spans[number as usize];
+            let later = span.start.saturating_sub(cause.start).min(span.waited);
+            for (cause, waited) in [(Some(number), later), (cause.waited_for, span.waited - later)] {
+                let lane = cause.map(|number| program.instructions[number as usize].action.lane());
+                match lane {
+                    Some(Lane::Input | Lane::HostIo) => self.data_wait += waited,
+                    _ => self.comm_exposed += waited,
+                }
             }
         }
         self.spans = spans;
@@ -82,8 +86,8 @@ enum Pending {
 pub(super) struct Step<'p> {
     program: &'p Program,
     settings: StepSettings,
-    /// Whether micro-batches have gradients of their own that are folded.
-    folds: bool,
+    /// Whether micro-batches have gradients of their own, which are folded or reduced one by one.
+    apart: bool,
     batches: Mutex<Vec<Option<Batch>>>,
     /// Of all ranks' micro-batches.
     targets: OnceLock<u64>,
@@ -119,7 +123,9 @@ impl<'p> Step<'p> {
         Step {
             program,
             settings,
-            folds: program.instructions.iter().any(|i| matches!(i.action, Action::Fold { .. })),
+            apart: program.instructions.iter().any(|instruction| {
+                matches!(instruction.action, Action::Fold { .. } | Action::Reduce { accumulate: true, .. })
+            }),
             batches: Mutex::new(vec![None; micro_batches]),
             targets: OnceLock::new(),
             carried: Mutex::new(carried),
@@ -174,7 +180,9 @@ impl Rank {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part: Part::Whole } => self.backward(step, carried, unit, micro_batch),
+            Action::Backward { unit, micro_batch, part: Part::Whole } => {
+                self.backward(step, carried, unit, micro_batch)
+            }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
             Action::Clip => self.clip(step, carried),
             Action::Update { unit } => self.update(step, carried, unit),
@@ -225,7 +233,7 @@ impl Rank {
         let global = data_index(step.program) * u64::from(step.program.micro_batches) + u64::from(micro_batch);
         let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
-        let mut gradients = self.gradients.of(micro_batch, step.folds);
+        let mut gradients = self.gradients.of(micro_batch, step.apart);
         let mut tape = Tape::new(&self.device, &self.parameters, policy, key);
         if step.is_last(unit) {
             tape = tape.with_gradients(&mut gradients);
@@ -249,7 +257,7 @@ impl Rank {
             None => self.device.tensor([], &[1.0f32], Purpose::Activations)?,
         };
         let inputs: Vec<&Var> = input.iter().collect();
-        let mut target = self.gradients.of(micro_batch, step.folds);
+        let mut target = self.gradients.of(micro_batch, step.apart);
         let mut gradients = recording.backward(&[(&output, gradient)], &inputs, &self.parameters, &mut target)?;
         if let Some(Some(gradient)) = gradients.pop() {
             carried.flowing.insert(micro_batch, gradient);

@@ -52,7 +52,7 @@ struct FreshSum {
 pub struct MicroBatchGradients<'g> {
     gradients: &'g GradientState,
     micro_batch: u32,
-    /// Whether each micro-batch has a sum of its own until it is folded.
+    /// Whether each micro-batch has a sum of its own until it is folded or reduced.
     apart: bool,
 }
 
@@ -87,7 +87,7 @@ impl GradientState {
         }
     }
 
-    /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its own, to be folded.
+    /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its own, to be folded or reduced.
     pub fn of(&self, micro_batch: u32, apart: bool) -> MicroBatchGradients<'_> {
         MicroBatchGradients { gradients: self, micro_batch, apart }
     }
@@ -123,11 +123,8 @@ impl GradientState {
         let unit = &self.units[unit];
         let (mut fresh, resident) = {
             let mut state = lock(&unit.state);
-            // Without a contribution the gradient is zero.
-            let fresh = match state.fresh.pop() {
-                Some(fresh) => fresh,
-                None => self.begin(unit, &state, 0)?,
-            };
+            // The oldest: the next micro-batch may have begun. Without a contribution the gradient is zero.
+            let fresh = if state.fresh.is_empty() { self.begin(unit, &state, 0)? } else { state.fresh.remove(0) };
             (fresh, state.resident.clone())
         };
         unit.complete(&mut fresh)?;
