@@ -226,7 +226,7 @@ impl UnitOptimizer {
             let range = overlap(&stretch.range, &held);
             if range != stretch.range && !stretch.rule.is_elementwise() {
                 return Err(does_not_fit(format!(
-                    "optimizer {} looks at whole matrices, and this rank holds a part of {}: use parallel.zero_stage = 0",
+                    "optimizer {} looks at whole matrices, and this rank holds only a part of {}",
                     settings.name,
                     model.units()[unit].name()
                 )));

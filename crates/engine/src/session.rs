@@ -159,7 +159,7 @@ impl Session {
         let device = Device::cpu(resolved.isa, resolved.threads, limit);
         note(&format!(
             "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
-            describe_ranks(&resolved),
+            if world.size() > 1 { format!("{}; rank 0: ", resolved.parallel) } else { String::new() },
             model.parameter_count(),
             mebibytes(prediction.memory.peak_total()),
             if world.size() > 1 { " on each rank" } else { "" },
@@ -398,17 +398,6 @@ fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Pea
     let peaks = (world.rank() == 0).then(|| peak::measure(&Cpu::new(resolved.isa, threads)));
     world.barrier()?;
     Ok(peaks)
-}
-
-fn describe_ranks(resolved: &Resolved) -> String {
-    let parallel = &resolved.parallel;
-    match parallel.ranks {
-        1 => String::new(),
-        ranks => format!(
-            "{ranks} ranks: {} replicas x {} shards, ZeRO stage {}; rank 0: ",
-            parallel.replicate, parallel.shard, parallel.zero_stage
-        ),
-    }
 }
 
 /// The newest whole checkpoint; says which ones were passed over and why.

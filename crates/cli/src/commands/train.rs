@@ -106,13 +106,9 @@ fn plan(session: &Session) -> String {
             peaks.copy_bytes_per_s / 1e9,
         )
     });
-    let parallel = &resolved.parallel;
-    let ranks = match parallel.ranks {
+    let ranks = match resolved.parallel.ranks {
         1 => String::new(),
-        ranks => format!(
-            "ranks        {ranks} = {} replicas x {} shards, ZeRO stage {}; what follows is each one's\n",
-            parallel.replicate, parallel.shard, parallel.zero_stage
-        ),
+        _ => format!("ranks        {}; what follows is each one's\n", resolved.parallel),
     };
     format!(
         "model        {} parameters, {} tokens a step\n\

@@ -4,6 +4,7 @@ use super::resolve::Resolver;
 use super::sections::*;
 use super::{Inputs, Reshard};
 use serde::Serialize;
+use std::fmt;
 
 /// The ranks of a run and what each of them keeps; nothing open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -32,6 +33,14 @@ impl Parallel {
     /// Ranks that see different data.
     pub fn data_degree(&self) -> usize {
         self.replicate * self.shard
+    }
+}
+
+/// `4 ranks = 2 replicas x 2 shards, ZeRO stage 3`
+impl fmt::Display for Parallel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Parallel { ranks, replicate, shard, zero_stage, .. } = self;
+        write!(f, "{ranks} ranks = {replicate} replicas x {shard} shards, ZeRO stage {zero_stage}")
     }
 }
 
