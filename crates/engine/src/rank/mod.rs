@@ -241,7 +241,8 @@ impl Rank {
             located(instruction, rank.reduce(number, instruction, step, &mut links))
         });
         let handlers = vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
-        if let Some(lane) = program.lanes().find(|lane| matches!(lane, Lane::Pipeline | Lane::Inner)) {
+        let runs = |lane: &Lane| *lane == Lane::Compute || handlers.iter().any(|(handled, _)| handled == lane);
+        if let Some(lane) = program.lanes().find(|lane| !runs(lane)) {
             let first = program.on_lane(lane).next().expect("a lane of the program has instructions");
             return Err(cannot(program.instructions[first].action));
         }
