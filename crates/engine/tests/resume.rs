@@ -1,0 +1,141 @@
+//! Runs that stop and go on, on the same ranks or on others: what a checkpoint of any layout holds, any other layout reads.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use trainyard_engine::checkpoint::{Checkpoint, find_latest};
+use trainyard_engine::config::Config;
+use trainyard_engine::metrics::Quiet;
+use trainyard_engine::session::{Session, open_trained};
+use trainyard_engine::trainer::{Control, Ending, train};
+use trainyard_engine::world;
+
+const DDP: &[&str] = &["parallel.ranks=4"];
+const STAGE_1: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=1"];
+const STAGE_3: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=3"];
+const HYBRID: &[&str] =
+    &["parallel.data_parallel_replicate_degree=2", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=2"];
+const ONE: &[&str] = &["parallel.ranks=1"];
+const THREE: &[&str] = &["parallel.ranks=3", "parallel.zero_stage=3", "training.global_batch_size=6"];
+
+/// A small run on a text of its own.
+fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
+    let text = folder.join("text.txt");
+    if !text.exists() {
+        let words = (0..3000).map(|i| format!("{} ", (i * 7919) % 311)).collect::<String>();
+        std::fs::write(&text, words).unwrap();
+    }
+    let toml = format!(
+        "[run]\nname = '{name}'\ndirectory = '{0}'\n[model]\ndim = 32\nlayers = 2\nheads = 4\n[tokenizer]\nkind = 'bytes'\n\
+         [data]\ntrain = '{0}/text.txt'\nvalidation_fraction = 0\n[training]\nsequence_length = 16\nmicro_batch_size = 1\n\
+         [schedule]\nkind = 'constant'\nwarmup_steps = 0\n[compute]\nthreads = 1\n[metrics]\ntensorboard = false\n",
+        folder.display()
+    );
+    let mut all = vec!["training.global_batch_size=4".to_owned()];
+    all.extend(sets.iter().map(|set| (*set).to_owned()));
+    Config::parse("c.toml".as_ref(), &toml, &all).unwrap()
+}
+
+/// Runs all ranks from `open` to the end, and returns the final checkpoint's tensors.
+fn run(
+    folder: &Path,
+    ranks: &Config,
+    open: impl Fn(trainyard_comm::Communicator) -> trainyard_engine::Result<Session> + Sync,
+) -> BTreeMap<String, Vec<u8>> {
+    let (stop, process_start) = (AtomicBool::new(false), Instant::now());
+    let ending = world::on_threads(world::ranks(ranks).unwrap(), |world| {
+        let mut session = open(world)?;
+        Ok(train(&mut session, &mut Quiet, Control { stop: &stop, process_start })?.ending)
+    });
+    assert_eq!(ending.unwrap(), Ending::Complete);
+    tensors(&find_latest(folder).unwrap().unwrap().checkpoint)
+}
+
+fn start(folder: &Path, name: &str, sets: &[&str], steps: &str) -> BTreeMap<String, Vec<u8>> {
+    let config = config(folder, name, &[sets, &[steps]].concat());
+    run(&folder.join(name), &config, |world| Session::create(&config, world, |_| ()))
+}
+
+/// Goes on with a copy of run `from` under another layout.
+fn go_on(folder: &Path, from: &str, name: &str, sets: &[&str], steps: &str) -> BTreeMap<String, Vec<u8>> {
+    copy(&folder.join(from), &folder.join(name));
+    let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
+        .map(|key| format!("parallel.{key}=auto"));
+    let mut all: Vec<String> = auto.into();
+    all.extend([sets, &[steps]].concat().iter().map(|set| (*set).to_owned()));
+    let run_folder = folder.join(name);
+    let config = Session::configuration(&run_folder, &all).unwrap();
+    run(&run_folder, &config, |world| Session::resume(&run_folder, &all, world, |_| ()))
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+fn tensors(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<u8>> {
+    let mut all = BTreeMap::new();
+    for part in ["model", "optimizer"] {
+        for name in checkpoint.names(part) {
+            let elements = checkpoint.entry(part, name).unwrap().elements();
+            let mut bytes = vec![0; 4 * elements];
+            checkpoint.read(part, name, 0..elements, &mut bytes).unwrap();
+            all.insert(format!("{part} {name}"), bytes);
+        }
+    }
+    all
+}
+
+#[test]
+fn a_run_goes_on_with_the_same_bits_on_ranks_that_share_otherwise() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let whole = start(folder, "whole", STAGE_3, "training.steps=6");
+    assert!(whole.len() > 10 && whole.values().any(|bytes| bytes.iter().any(|byte| *byte != 0)));
+    for (name, first, second) in [
+        ("same", STAGE_3, STAGE_3),
+        ("sharded-later", DDP, STAGE_3),
+        ("whole-later", STAGE_3, DDP),
+        ("hybrid-later", STAGE_1, HYBRID),
+        ("hybrid-before", HYBRID, STAGE_1),
+    ] {
+        start(folder, name, first, "training.steps=3");
+        let continued = go_on(folder, name, &format!("{name}-on"), second, "training.steps=6");
+        assert!(continued == whole, "{name}: {first:?}, then {second:?}");
+    }
+}
+
+#[test]
+fn any_number_of_ranks_reads_what_any_other_wrote() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let four = start(folder, "four", STAGE_3, "training.steps=2");
+    // A resumed run that has nothing left to do writes nothing; one step of nothing would change the state. So each reads, trains
+    // a step and is compared with a run of the same ranks that read another layout's checkpoint of the same state.
+    let one = go_on(folder, "four", "four-one", ONE, "training.steps=3");
+    let three = go_on(folder, "four", "four-three", THREE, "training.steps=3");
+    let elsewhere = start(folder, "ddp", DDP, "training.steps=2");
+    assert!(elsewhere == four, "sharding changed bits");
+    assert!(go_on(folder, "ddp", "ddp-one", ONE, "training.steps=3") == one);
+    assert!(go_on(folder, "ddp", "ddp-three", THREE, "training.steps=3") == three);
+    // And what one or three ranks wrote, four read.
+    let on = go_on(folder, "four-one", "four-one-four", STAGE_3, "training.steps=4");
+    assert!(go_on(folder, "ddp-one", "ddp-one-four", HYBRID, "training.steps=4") == on);
+    assert_ne!(one, four);
+
+    // Evaluation, generation and export open it like any other.
+    let runtime = trainyard_engine::session::Runtime::of_this_machine();
+    let trained = open_trained(&folder.join("four"), &runtime, |_| ()).unwrap();
+    let (id, spec) = trained.rank.model().parameters().next().unwrap();
+    let name = trained.rank.model().parameter_name(id).unwrap();
+    let read = trained.rank.parameters.master(id, &spec.shape).unwrap();
+    assert_eq!(read.as_bytes().unwrap(), four[&format!("model {name}")]);
+}
