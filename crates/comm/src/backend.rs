@@ -6,12 +6,14 @@
 use crate::error::{CommError, ErrorKind, Failure, Peer, Result};
 use crate::number::Dtype;
 use crate::place::{Place, Position};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// What a group can do together.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Operation {
     /// Everybody gets the sum of everybody's data.
     AllReduce,
@@ -63,7 +65,7 @@ impl fmt::Display for Operation {
 }
 
 /// What all ranks of a group must agree on.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Signature {
     /// The operation.
     pub operation: Operation,
@@ -135,6 +137,51 @@ impl Signature {
     }
 }
 
+/// Ranks' shares of an all-reduce are cut at cache lines, so that no line is written by two ranks.
+const LINE_BYTES: usize = 64;
+
+impl Signature {
+    /// The elements of an all-reduce or a broadcast that `rank` of `size` works on: start and length.
+    pub(crate) fn share(&self, size: usize, rank: usize) -> (usize, usize) {
+        let quantum = (LINE_BYTES / self.dtype.size().max(1)).max(1);
+        let lines = self.elements.div_ceil(quantum);
+        let edge = |rank: usize| (lines * rank / size * quantum).min(self.elements);
+        (edge(rank), edge(rank + 1) - edge(rank))
+    }
+
+    /// The bytes of any rank's input that `reader` works on: offset and length.
+    pub(crate) fn read_by(&self, size: usize, reader: usize) -> (usize, usize) {
+        let part = self.part_bytes();
+        match self.operation {
+            Operation::AllReduce | Operation::Broadcast => {
+                let (start, count) = self.share(size, reader);
+                (start * self.dtype.size(), count * self.dtype.size())
+            }
+            Operation::ReduceScatter | Operation::ReduceScatterSums | Operation::AllToAll => (reader * part, part),
+            _ => (0, part),
+        }
+    }
+}
+
+/// Checksums of an input: one for each reader where readers work on different bytes, else one for all of them.
+pub(crate) fn checksums(signature: &Signature, size: usize, input: &[u8]) -> Vec<u64> {
+    let readers = match signature.operation {
+        Operation::AllGather | Operation::Gather => 1,
+        _ => size,
+    };
+    let sum = |reader| {
+        let (offset, bytes) = signature.read_by(size, reader);
+        xxh3_64(&input[offset..offset + bytes])
+    };
+    (0..readers).map(sum).collect()
+}
+
+/// Whether `segment`, which is what `reader` works on of an input, is what its owner summed; true where nothing was summed.
+pub(crate) fn intact(sums: &[u64], reader: usize, segment: &[u8]) -> bool {
+    let index = if sums.len() == 1 { 0 } else { reader };
+    sums.get(index).is_none_or(|&sum| xxh3_64(segment) == sum)
+}
+
 /// How one call is to be run, and what reports call it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms<'a> {
@@ -144,6 +191,8 @@ pub(crate) struct Terms<'a> {
     pub number: u64,
     /// Name of the communicator.
     pub group: &'a str,
+    /// Checksums of what goes out ([`checksums`]); empty unless verifying.
+    pub sums: &'a [u64],
 }
 
 /// A group of ranks behind a [`crate::Communicator`].
@@ -172,7 +221,7 @@ pub(crate) trait Backend: Send + Sync {
     fn exchange(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>, terms: &Terms) -> Result<()>;
 
     /// One group for each color, its members ordered by key, then by rank here; `keys` are those of all members of this group.
-    fn split(&self, keys: &[(u32, u32)]) -> Result<Arc<dyn Backend>>;
+    fn split(&self, keys: &[(u32, u32)], terms: &Terms) -> Result<Arc<dyn Backend>>;
 
     /// The first failure of the world, if there is one.
     fn failure(&self) -> Option<CommError>;
@@ -188,6 +237,18 @@ pub(crate) trait Backend: Send + Sync {
             Peer { rank, place: self.place(rank), position: self.position_of(member) }
         };
         members.iter().map(peer).collect()
+    }
+
+    /// All members called the same; else the first whose call is not the first member's is named, by everybody alike.
+    fn agree(&self, calls: &[Signature], terms: &Terms) -> Result<()> {
+        let Some(odd) = calls.iter().position(|call| *call != calls[0]) else { return Ok(()) };
+        Err(self.fail(Failure {
+            kind: ErrorKind::Mismatch { ours: calls[0], theirs: calls[odd] },
+            group: terms.group.to_owned(),
+            operation: Some((calls[0].operation, terms.number)),
+            noticed_by: self.members()[0],
+            culprits: self.peers(&[odd]),
+        }))
     }
 
     /// Fails the world with `kind` and the `culprits` among the members.

@@ -3,14 +3,16 @@
 //! Collectives return when this rank's result is complete and its buffers are its own again. All ranks of a group call the same operations in the same order. Calls on one
 //! handle run one after the other; what is to run side by side uses handles of its own.
 
-use crate::backend::{Backend, Call, Operation, Signature, Terms};
+use crate::backend::{Backend, Call, Operation, Signature, Terms, checksums};
 use crate::error::{CommError, ErrorKind, Result};
+use crate::fault::{Action, FaultPlan};
 use crate::number::{Dtype, Number, Scalar};
 use crate::pending::{Pending, Worker};
 use crate::place::{Place, Position};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// How long ranks wait for each other unless told otherwise.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
@@ -30,15 +32,24 @@ pub(crate) struct Core {
     deadline_ms: AtomicU64,
     /// Operations entered so far; the number that reports give.
     operations: AtomicU64,
+    verify: AtomicBool,
+    faults: Mutex<Option<Arc<FaultPlan>>>,
+    /// Step and instruction last posted here.
+    posted: Mutex<Option<(u64, u32)>>,
 }
 
 impl Communicator {
     pub(crate) fn new(backend: Arc<dyn Backend>, name: String) -> Self {
-        let deadline_ms = AtomicU64::new(DEADLINE_DEFAULT.as_millis() as u64);
-        Self {
-            core: Arc::new(Core { backend, name, deadline_ms, operations: AtomicU64::new(0) }),
-            worker: OnceLock::new(),
-        }
+        let core = Core {
+            backend,
+            name,
+            deadline_ms: AtomicU64::new(DEADLINE_DEFAULT.as_millis() as u64),
+            operations: AtomicU64::new(0),
+            verify: AtomicBool::new(false),
+            faults: Mutex::default(),
+            posted: Mutex::default(),
+        };
+        Self { core: Arc::new(core), worker: OnceLock::new() }
     }
 
     /// This rank in the group, from 0.
@@ -88,8 +99,20 @@ impl Communicator {
         self.core.deadline_ms.store(deadline.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
+    /// Whether later operations carry checksums, so that data which changes on its way is an error that names its sender.
+    /// Costs about one more pass over the data at each end. To be the same on all ranks; derived communicators inherit it.
+    pub fn set_verify(&self, verify: bool) {
+        self.core.verify.store(verify, Ordering::Relaxed);
+    }
+
+    /// Lets the faults of a plan strike this rank's operations, here and on derived communicators. For tests.
+    pub fn inject(&self, plan: Arc<FaultPlan>) {
+        *lock(&self.core.faults) = Some(plan);
+    }
+
     /// Makes known what this rank is about to do, for the reports of others.
     pub fn post(&self, position: Position) {
+        *lock(&self.core.posted) = Some((position.step, position.instruction));
         self.core.backend.post(position);
     }
 
@@ -192,8 +215,10 @@ impl Communicator {
         keys[self.rank()] = [color, key];
         self.core.gather_in_place(&mut keys)?;
         let keys: Vec<(u32, u32)> = keys.into_iter().map(|[color, key]| (color, key)).collect();
-        let child = Self::new(self.core.backend.split(&keys)?, name.into());
+        let child = Self::new(self.core.backend.split(&keys, &self.core.terms(0, &[]))?, name.into());
         child.set_deadline(self.core.deadline());
+        child.set_verify(self.core.verify.load(Ordering::Relaxed));
+        lock(&child.core.faults).clone_from(&lock(&self.core.faults));
         Ok(child)
     }
 
@@ -218,6 +243,11 @@ impl Communicator {
         worker.submit(buffers, move |buffers| operation(&inner, buffers))
     }
 
+    /// Fails the world because of something that all ranks asked for and cannot have.
+    pub(crate) fn refuse(&self, what: String) -> CommError {
+        self.core.fail(ErrorKind::Argument { what }, &[self.rank()], None)
+    }
+
     /// Waits for operations that were started before.
     fn idle(&self) {
         if let Some(worker) = self.worker.get() {
@@ -240,11 +270,6 @@ impl Drop for Core {
     }
 }
 
-/// Bytes of plain data.
-fn bytes<T: Scalar>(data: &[T]) -> &[u8] {
-    bytemuck::cast_slice(data)
-}
-
 impl Core {
     fn deadline(&self) -> Duration {
         Duration::from_millis(self.deadline_ms.load(Ordering::Relaxed))
@@ -258,10 +283,39 @@ impl Core {
         self.backend.rank()
     }
 
-    /// Counts an operation, and says how it is to be run.
-    fn terms(&self) -> Terms<'_> {
+    /// Counts an operation and lets the fault strike that is due; its number, and whether what it sends is to be corrupted.
+    fn enter(&self, operation: Operation) -> Result<(u64, bool)> {
         let number = self.operations.fetch_add(1, Ordering::Relaxed);
-        Terms { deadline: self.deadline(), number, group: &self.name }
+        let Some(plan) = lock(&self.faults).clone() else { return Ok((number, false)) };
+        let rank = self.backend.members()[self.rank()];
+        match plan.strike(rank, &self.name, number, *lock(&self.posted)) {
+            None => Ok((number, false)),
+            Some(Action::Corrupt) => Ok((number, true)),
+            Some(action) => self.suffer(action, operation).map(|()| (number, false)),
+        }
+    }
+
+    fn suffer(&self, action: Action, operation: Operation) -> Result<()> {
+        match action {
+            Action::Kill if self.backend.kind() == "mpi" => std::process::abort(),
+            Action::Kill => {
+                panic!("rank {} killed by an injected fault at {operation} on `{}`", self.rank(), self.name)
+            }
+            Action::Hang => loop {
+                if let Some(failure) = self.backend.failure() {
+                    return Err(failure);
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            },
+            Action::Delay(delay) => std::thread::sleep(delay),
+            Action::Refuse => return Err(self.fail(ErrorKind::Refused, &[self.rank()], Some(operation))),
+            Action::Corrupt => {}
+        }
+        Ok(())
+    }
+
+    fn terms<'a>(&'a self, number: u64, sums: &'a [u64]) -> Terms<'a> {
+        Terms { deadline: self.deadline(), number, group: &self.name, sums }
     }
 
     fn fail(&self, kind: ErrorKind, culprits: &[usize], operation: Option<Operation>) -> CommError {
@@ -277,8 +331,24 @@ impl Core {
     /// # Safety
     /// As [`Backend::collective`].
     unsafe fn call(&self, signature: Signature, input: *const u8, output: *mut u8) -> Result<()> {
+        let (number, corrupt) = self.enter(signature.operation)?;
+        let bytes = signature.extent(self.size(), self.rank()).input;
+        let mut sums = Vec::new();
+        if (self.verify.load(Ordering::Relaxed) || corrupt) && bytes > 0 {
+            // SAFETY: the caller promises as many readable bytes, and nobody writes them before the operation begins.
+            let input = unsafe { std::slice::from_raw_parts(input, bytes) };
+            if self.verify.load(Ordering::Relaxed) {
+                sums = checksums(&signature, self.size(), input);
+            }
+            if corrupt {
+                let bad = corrupted(input, number);
+                let call = Call { signature, input: bad.as_ptr().cast(), output };
+                // SAFETY: the caller's promise; the copy is as long as the input, aligned for every number, and outlives the operation.
+                return unsafe { self.backend.collective(&call, &self.terms(number, &sums)) };
+            }
+        }
         // SAFETY: the caller's promise.
-        unsafe { self.backend.collective(&Call { signature, input, output }, &self.terms()) }
+        unsafe { self.backend.collective(&Call { signature, input, output }, &self.terms(number, &sums)) }
     }
 
     /// Length of a part of `whole` elements, which `size` ranks share.
@@ -393,8 +463,30 @@ impl Core {
         if let Some(failure) = self.backend.failure() {
             return Err(failure);
         }
-        let send = send.map(|(to, data)| (to, bytes(data)));
+        let direction = if send.is_some() { Operation::Send } else { Operation::Receive };
+        let (number, corrupt) = self.enter(direction)?;
+        let send = send.map(|(to, data)| (to, bytemuck::cast_slice::<T, u8>(data)));
         let receive = receive.map(|(from, data)| (from, bytemuck::cast_slice_mut(data)));
-        self.backend.exchange(send, receive, &self.terms())
+        let verify = self.verify.load(Ordering::Relaxed);
+        let sums: Vec<u64> = send.iter().filter(|_| verify).map(|(_, data)| xxh3_64(data)).collect();
+        let Some((to, data)) = send.filter(|(_, data)| corrupt && !data.is_empty()) else {
+            return self.backend.exchange(send, receive, &self.terms(number, &sums));
+        };
+        let bad = corrupted(data, number);
+        let bad = &bytemuck::cast_slice(&bad)[..data.len()];
+        self.backend.exchange(Some((to, bad)), receive, &self.terms(number, &sums))
     }
+}
+
+/// A copy with one bit flipped; in words, so that it is aligned for every number.
+fn corrupted(input: &[u8], number: u64) -> Vec<u64> {
+    let mut copy = vec![0u64; input.len().div_ceil(8)];
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut copy);
+    bytes[..input.len()].copy_from_slice(input);
+    bytes[number as usize % input.len()] ^= 1 << (number % 8);
+    copy
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,6 +5,7 @@
 
 use crate::backend::{Operation, Signature};
 use crate::place::{Place, Position};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ pub type Result<T> = std::result::Result<T, CommError>;
 pub struct CommError(Arc<Failure>);
 
 /// What happened, to whom, and who says so.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
     /// What happened.
     pub kind: ErrorKind,
@@ -33,7 +34,7 @@ pub struct Failure {
 }
 
 /// A rank as others see it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Peer {
     /// World rank.
     pub rank: u32,
@@ -44,7 +45,7 @@ pub struct Peer {
 }
 
 /// Kinds of failure.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ErrorKind {
     /// The culprits did not come to an operation within its deadline.
     Deadline {
@@ -67,7 +68,7 @@ pub enum ErrorKind {
     },
     /// Ranks called different operations, or the same with different counts.
     Mismatch {
-        /// What the rank that noticed called.
+        /// What the group's first rank called, in whose name the failure is noticed.
         ours: Signature,
         /// What the culprit called.
         theirs: Signature,

@@ -1,13 +1,13 @@
 //! Communicators: collectives between the ranks of a training run.
 //!
 //! A [`Communicator`] is one rank's handle on a group of ranks. Two backends stand behind it: [`local`], whose ranks are threads of
-//! one process that read each other's buffers in place, and MPI (to come), one rank per process. What they promise is the same
+//! one process that read each other's buffers in place, and MPI (feature `mpi`), one rank per process. What they promise is the same
 //! and is held by one conformance suite:
 //!
 //! - **One order of sums.** Every reduction adds element by element along the binary tree that pairs neighbouring ranks level by
 //!   level, `((0+1)+(2+3))+...`, whatever the backend, algorithm or message size ([`number`]). Bits therefore depend on the group
 //!   alone, and a contiguous aligned power-of-two part of a group is a subtree of it: reducing inside such parts first and
-//!   across them afterwards gives the same bits.
+//!   across them afterwards gives the same bits ([`Hierarchy`]).
 //! - **No endless waiting.** Every operation has a deadline. When it passes, the error names the ranks that did not come, their host and
 //!   the position in the program that they last posted ([`Communicator::post`]).
 //! - **The first failure is everybody's.** A deadline, a mismatch, a panic or an abort fails the whole world: each later or
@@ -20,16 +20,26 @@
 //! What this crate does not do: it knows no tensors, programs or strategies, retries nothing, and moves only plain data.
 
 mod backend;
+pub mod bench;
 mod communicator;
+mod environment;
 mod error;
+pub mod fault;
+mod hierarchy;
+mod inline;
 pub mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod number;
 mod pending;
 mod place;
+mod stream;
 
 pub use backend::{Operation, Signature};
-pub use communicator::Communicator;
+pub use communicator::{Communicator, DEADLINE_DEFAULT};
+pub use environment::{Environment, EnvironmentError, Launcher};
 pub use error::{CommError, ErrorKind, Failure, Peer, Result};
+pub use hierarchy::Hierarchy;
 pub use number::{Dtype, Number, Scalar};
 pub use pending::Pending;
 pub use place::{Place, Position};

@@ -6,8 +6,10 @@
 //! Blocks of [`BLOCK`] elements go through the whole tree in a scratch that stays in the first cache level, so every input is read
 //! once and every output written once.
 
+use crate::stream::{self, STREAM_BYTES};
 use bytemuck::Pod;
 use half::bf16;
+use serde::{Deserialize, Serialize};
 use std::any::TypeId;
 use std::fmt;
 
@@ -16,7 +18,7 @@ pub trait Scalar: Pod + Send + Sync {}
 impl<T: Pod + Send + Sync> Scalar for T {}
 
 /// Element type of a message, as the backends and error messages know it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Dtype {
     /// IEEE 754 binary32.
     F32,
@@ -217,16 +219,25 @@ unsafe fn sum_blocks<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], o
     // One level of scratch for each level of the tree, and one for the result.
     let levels = inputs.len().next_power_of_two().trailing_zeros() as usize + 1;
     let block = elements.min(BLOCK);
+    // An output that is also an input is in the caches already.
+    let apart = outputs.iter().all(|output| !inputs.contains(&output.cast_const()));
+    let stream = apart && elements * size_of::<O>() >= STREAM_BYTES;
     let mut scratch = vec![T::Sum::default(); levels * block];
     for start in (0..elements).step_by(BLOCK) {
         let count = BLOCK.min(elements - start);
         // SAFETY: `start + count <= elements`, for which the caller promises all pointers.
         unsafe {
             sum_block::<T>(inputs, start, count, &mut scratch, block);
+            let sums = &scratch[..count];
             for &output in outputs {
-                let output = std::slice::from_raw_parts_mut(output.cast::<O>().add(start), count);
-                for (to, &sum) in output.iter_mut().zip(&scratch[..count]) {
-                    *to = O::round(sum);
+                let output = output.cast::<O>().add(start);
+                if stream {
+                    let mut rounded = [O::default(); BLOCK];
+                    rounded.iter_mut().zip(sums).for_each(|(to, &sum)| *to = O::round(sum));
+                    stream::copy(rounded.as_ptr().cast(), output.cast(), count * size_of::<O>(), true);
+                } else {
+                    let output = std::slice::from_raw_parts_mut(output, count);
+                    output.iter_mut().zip(sums).for_each(|(to, &sum)| *to = O::round(sum));
                 }
             }
         }

@@ -1,9 +1,10 @@
 //! Where a rank runs and what it is doing: what reports name it by.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Where a rank runs.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Place {
     /// Ranks with the same node share memory; nodes are numbered in the order of their first rank.
     pub node: u32,
@@ -39,7 +40,7 @@ fn host_name() -> String {
 }
 
 /// A rank's position in its program, posted before it enters an operation so that others can name it when it does not come.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Position {
     /// Training step.
     pub step: u64,

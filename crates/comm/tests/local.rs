@@ -31,7 +31,7 @@ fn the_suite_holds_for_many_more_ranks_than_cores() {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let elements = prop_oneof![0usize..40, 0usize..5000, Just(65_536usize)];
+    let elements = prop_oneof![0usize..40, 0usize..5000, Just(16_384usize)];
     (0..KINDS.len(), elements, 0usize..16, any::<u64>()).prop_map(|(kind, elements, root, seed)| Case {
         operation: KINDS[kind],
         elements,
@@ -41,7 +41,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Any sequence of operations with any counts and roots, on the world and on groups of any split of it.
     #[test]

@@ -4,8 +4,9 @@ use super::gate::{Gate, Interrupted};
 use super::mailbox::Mailbox;
 use super::transfer;
 use super::world::{Post, Shared, load, store};
-use crate::backend::{Backend, Call, Operation, Signature, Terms, members_of_split};
+use crate::backend::{Backend, Call, Operation, Signature, Terms, intact, members_of_split};
 use crate::error::{CommError, ErrorKind, Failure, Result};
+use crate::inline;
 use crate::number::Dtype;
 use crate::place::{Place, Position};
 use std::cell::UnsafeCell;
@@ -186,11 +187,13 @@ impl Member {
     ///
     /// # Safety
     /// As [`Backend::collective`]; `turn` is this member's, so that nobody reads the slot yet.
-    unsafe fn publish(&self, turn: &Turn, call: &Call, inline: bool) {
+    unsafe fn publish(&self, turn: &Turn, call: &Call, inline: bool, terms: &Terms) {
         let slot = self.group.slots[(turn.operations & 1) as usize][self.rank].get();
         // SAFETY: everybody has left the last operation that used this set, because they arrived at the one in between.
         let slot = unsafe { &mut *slot };
         slot.call = *call;
+        slot.sums.clear();
+        slot.sums.extend_from_slice(terms.sums);
         let bytes = call.signature.extent(self.size(), self.rank).input;
         if inline && bytes > 0 {
             // SAFETY: the caller promises `bytes` readable bytes; inline ones fit by `fits_inline`.
@@ -205,15 +208,22 @@ impl Member {
         set.iter().map(|slot| unsafe { &*slot.get() }).collect()
     }
 
-    fn agree(&self, slots: &[&Slot], terms: &Terms) -> Result<()> {
-        let ours = slots[self.rank].call.signature;
-        // Everybody takes the lowest rank's word, so that all name the same culprits.
-        let expected = slots[0].call.signature;
-        let odd: Vec<usize> = (0..slots.len()).filter(|&member| slots[member].call.signature != expected).collect();
-        let Some(&first) = odd.first() else { return Ok(()) };
-        let (ours, culprit) = if ours == expected { (ours, first) } else { (ours, 0) };
-        let kind = ErrorKind::Mismatch { ours, theirs: slots[culprit].call.signature };
-        Err(self.blame(kind, &[culprit], ours.operation, terms))
+    /// The first member of whose input this rank would read something else than was summed.
+    ///
+    /// # Safety
+    /// The slots' inputs are valid for their signature's extents, and nobody writes what this rank reads of them.
+    unsafe fn spoiled(&self, slots: &[&Slot]) -> Option<usize> {
+        (0..slots.len()).find(|&member| {
+            let Slot { call, sums, .. } = slots[member];
+            let bytes = call.signature.extent(slots.len(), member).input;
+            if sums.is_empty() || bytes == 0 {
+                return false;
+            }
+            let (offset, bytes) = call.signature.read_by(slots.len(), self.rank);
+            // SAFETY: the caller's promise. Of an all-reduce in place, others write other shares meanwhile, which this slice leaves out.
+            let segment = unsafe { std::slice::from_raw_parts(call.input.add(offset), bytes) };
+            !intact(sums, self.rank, segment)
+        })
     }
 
     /// # Safety
@@ -224,17 +234,36 @@ impl Member {
         }
         let inline = fits_inline(&call.signature, self.size());
         // SAFETY: the caller's promise.
-        unsafe { self.publish(turn, call, inline) };
+        unsafe { self.publish(turn, call, inline, terms) };
         self.meet(turn, call.signature.operation, terms)?;
         let slots = self.slots(turn);
-        self.agree(&slots, terms)?;
+        let calls: Vec<Signature> = slots.iter().map(|slot| slot.call.signature).collect();
+        self.agree(&calls, terms)?;
         if inline {
+            // Small inputs are read whole by everybody, so everybody checks them whole.
+            let spoiled = (0..slots.len()).find(|&member| {
+                let Slot { call, sums, inline } = slots[member];
+                let read = |reader| {
+                    let (offset, bytes) = call.signature.read_by(slots.len(), reader);
+                    intact(sums, reader, &inline.0[offset..offset + bytes])
+                };
+                !(0..sums.len()).all(read)
+            });
+            spoiled.map_or(Ok(()), |member| {
+                Err(self.blame(ErrorKind::Corrupt, &[member], call.signature.operation, terms))
+            })?;
+            let inputs: Vec<*const u8> = slots.iter().map(|slot| slot.inline.0.as_ptr()).collect();
             // SAFETY: the signatures agree, so that all slots hold inputs of this call's size; the output is the caller's.
-            unsafe { transfer::inline(&slots, self.rank, call) };
+            unsafe { inline::compute(&inputs, self.rank, call) };
             return Ok(());
         }
         {
             let _busy = self.touch()?;
+            // SAFETY: everybody has arrived with this signature, and inputs stay as they are until all have departed.
+            let spoiled = unsafe { self.spoiled(&slots) };
+            spoiled.map_or(Ok(()), |member| {
+                Err(self.blame(ErrorKind::Corrupt, &[member], call.signature.operation, terms))
+            })?;
             // SAFETY: the signatures agree and everybody has arrived, so all pointers are valid until all have departed or failed
             // and settled, and shares are disjoint.
             unsafe { transfer::in_place(&slots, self.rank) };
@@ -288,7 +317,9 @@ impl Backend for Member {
 
     fn exchange(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>, terms: &Terms) -> Result<()> {
         let size = self.size();
-        let offer = send.map(|(to, data)| (to, self.group.mailboxes[self.rank * size + to].offer(data)));
+        let offer = send.map(|(to, data)| {
+            (to, self.group.mailboxes[self.rank * size + to].offer(data, terms.sums.first().copied()))
+        });
         let gone = |member: usize| self.group.shown[member].left.load(Ordering::SeqCst);
         let fail = |operation, kind, member: usize| self.blame(kind, &[member], operation, terms);
         let received = receive.map_or(Ok(()), |(from, into)| {
@@ -305,7 +336,7 @@ impl Backend for Member {
         received.and(sent)
     }
 
-    fn split(&self, keys: &[(u32, u32)]) -> Result<Arc<dyn Backend>> {
+    fn split(&self, keys: &[(u32, u32)], _: &Terms) -> Result<Arc<dyn Backend>> {
         let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let color = keys[self.rank].0;
         let members = members_of_split(keys, self.rank);

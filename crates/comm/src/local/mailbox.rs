@@ -7,6 +7,7 @@ use crate::error::{CommError, ErrorKind};
 use crate::number::Dtype;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// How often a waiting rank looks whether the world has failed.
 const SLICE: Duration = Duration::from_millis(5);
@@ -18,6 +19,7 @@ enum State {
     Offered {
         data: *const u8,
         bytes: usize,
+        sum: Option<u64>,
     },
     Taking,
     Taken,
@@ -89,10 +91,10 @@ fn sleep<'a>(
 }
 
 impl Mailbox {
-    /// Offers `data` to the receiver. Of two threads that send the same way, the second waits for the first.
-    pub fn offer<'a>(&'a self, data: &'a [u8]) -> Offer<'a> {
+    /// Offers `data` with its checksum to the receiver. Of two threads that send the same way, the second waits for the first.
+    pub fn offer<'a>(&'a self, data: &'a [u8], sum: Option<u64>) -> Offer<'a> {
         let sending = lock(&self.sending);
-        *lock(&self.state) = State::Offered { data: data.as_ptr(), bytes: data.len() };
+        *lock(&self.state) = State::Offered { data: data.as_ptr(), bytes: data.len(), sum };
         self.changed.notify_all();
         Offer { mailbox: self, _sending: sending, _data: data }
     }
@@ -109,7 +111,7 @@ impl Mailbox {
         let start = Instant::now();
         let mut state = lock(&self.state);
         loop {
-            if let State::Offered { data, bytes } = *state {
+            if let State::Offered { data, bytes, sum } = *state {
                 if bytes != into.len() {
                     let side =
                         |operation, bytes| Signature { operation, dtype: Dtype::Plain(1), elements: bytes, root: 0 };
@@ -122,7 +124,8 @@ impl Mailbox {
                 unsafe { std::ptr::copy_nonoverlapping(data, into.as_mut_ptr(), bytes) };
                 *lock(&self.state) = State::Taken;
                 self.changed.notify_all();
-                return Ok(());
+                let intact = sum.is_none_or(|sum| xxh3_64(into) == sum);
+                return if intact { Ok(()) } else { Err(Trouble::Kind(ErrorKind::Corrupt)) };
             }
             state = sleep(self, state, start, deadline, &failure, &gone)?;
         }

@@ -1,0 +1,295 @@
+//! Streams of chunks between this rank and others, and the loop that drives them.
+//!
+//! A [`Stream`] is one buffer to or from one rank, cut into chunks of which a bounded number is under way. Which chunks may start is its `limit`, which the
+//! operation raises as others finish: that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order, as MPI's
+//! matching needs; they may complete in any order, so `done` counts the prefix that has.
+
+use super::process::Process;
+use super::raw::{Plane, Request};
+use crate::error::{CommError, ErrorKind};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Bytes of a chunk: it and its sum stay in the second cache level. Chosen by measurement (docs/LOG.md).
+pub(super) const CHUNK_BYTES: usize = 512 << 10;
+/// Chunks of a stream under way.
+pub(super) const WINDOW: usize = 8;
+/// After a failure requests get so long to be cancelled or to end.
+const GRACE: Duration = Duration::from_millis(500);
+/// How often a waiting rank looks whether its peers still live.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// One direction of data between this rank and another.
+pub(super) struct Stream {
+    /// Rank of the peer in the world.
+    pub peer: usize,
+    pub tag: i32,
+    pub sending: bool,
+    pub base: *mut u8,
+    pub bytes: usize,
+    /// Memory holds this many chunks, used in turn; all of them if there are as many.
+    pub ring: usize,
+    /// Chunks that may start.
+    pub limit: usize,
+    /// Chunks started.
+    started: usize,
+    /// Chunks `0..done` have completed.
+    pub done: usize,
+    /// Completions beyond `done`.
+    ahead: VecDeque<bool>,
+}
+
+impl Stream {
+    pub fn new(sending: bool, peer: usize, tag: i32, base: *mut u8, bytes: usize) -> Self {
+        let chunks = bytes.div_ceil(CHUNK_BYTES);
+        Self {
+            peer,
+            tag,
+            sending,
+            base,
+            bytes,
+            ring: chunks,
+            limit: chunks,
+            started: 0,
+            done: 0,
+            ahead: VecDeque::new(),
+        }
+    }
+
+    pub fn chunks(&self) -> usize {
+        self.bytes.div_ceil(CHUNK_BYTES)
+    }
+
+    pub fn finished(&self) -> bool {
+        self.done == self.chunks()
+    }
+
+    /// Where chunk `index` lies, and its length.
+    pub fn chunk(&self, index: usize) -> (*mut u8, usize) {
+        let place = index % self.ring.max(1) * CHUNK_BYTES;
+        // SAFETY: `base` holds `ring` chunks, or all bytes where the ring is all of them.
+        (unsafe { self.base.add(place) }, CHUNK_BYTES.min(self.bytes - index * CHUNK_BYTES))
+    }
+
+    fn complete(&mut self, index: usize) {
+        self.ahead[index - self.done] = true;
+        while self.ahead.front() == Some(&true) {
+            self.ahead.pop_front();
+            self.done += 1;
+        }
+    }
+}
+
+/// Messages under way and what they belong to.
+pub(super) struct Flight<'a> {
+    process: &'a Process,
+    pub streams: Vec<Stream>,
+    requests: Vec<Request>,
+    /// For each request: stream and chunk.
+    labels: Vec<(usize, usize)>,
+    ready: Vec<usize>,
+}
+
+/// Why a flight ended early: the world's failure, or what is to become one, with the members' world ranks.
+pub(super) enum Crash {
+    Failed(CommError),
+    New(ErrorKind, Vec<usize>),
+}
+
+impl<'a> Flight<'a> {
+    pub fn new(process: &'a Process, streams: Vec<Stream>) -> Self {
+        Self { process, streams, requests: Vec::new(), labels: Vec::new(), ready: Vec::new() }
+    }
+
+    /// Runs until every stream has finished; `advance` is called after completions, to compute and to raise limits.
+    ///
+    /// `gone` tells whether a peer has left for good. On an error all requests have ended or MPI is closed.
+    ///
+    /// # Safety
+    /// The memory of all streams is valid until this returns, and nobody else touches it but `advance`, which keeps to chunks that have completed.
+    pub unsafe fn run(
+        mut self,
+        deadline: Duration,
+        gone: impl Fn(usize) -> bool,
+        mut advance: impl FnMut(&mut [Stream]) -> Result<(), Crash>,
+    ) -> Result<Vec<Stream>, Crash> {
+        // SAFETY: the caller's promise.
+        match unsafe { self.drive(deadline, &gone, &mut advance) } {
+            Ok(()) => Ok(std::mem::take(&mut self.streams)),
+            Err(crash) => {
+                self.abandon();
+                Err(crash)
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Flight::run`].
+    unsafe fn drive(
+        &mut self,
+        deadline: Duration,
+        gone: &impl Fn(usize) -> bool,
+        advance: &mut impl FnMut(&mut [Stream]) -> Result<(), Crash>,
+    ) -> Result<(), Crash> {
+        let mut backoff = Backoff::default();
+        let mut progress = Instant::now();
+        let mut looked = progress;
+        let mut asked = false;
+        loop {
+            // SAFETY: the caller's promise.
+            unsafe { self.start() }.map_err(|what| self.broken(what))?;
+            if self.requests.is_empty() {
+                advance(&mut self.streams)?;
+                if self.streams.iter().all(Stream::finished) {
+                    return Ok(());
+                }
+                continue;
+            }
+            self.process.raw.test(&mut self.requests, &mut self.ready).map_err(|what| self.broken(what))?;
+            if !self.ready.is_empty() {
+                for index in self.ready.drain(..).rev() {
+                    self.requests.swap_remove(index);
+                    let (stream, chunk) = self.labels.swap_remove(index);
+                    self.streams[stream].complete(chunk);
+                }
+                advance(&mut self.streams)?;
+                progress = Instant::now();
+                asked = false;
+                backoff = Backoff::default();
+                continue;
+            }
+            if let Some(failure) = self.process.failure() {
+                return Err(Crash::Failed(failure));
+            }
+            let waited = progress.elapsed();
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                let late = self.late();
+                let dead: Vec<usize> = late.iter().copied().filter(|&peer| self.process.is_gone(peer)).collect();
+                if !dead.is_empty() {
+                    let evidence = "its process no longer exists".to_owned();
+                    return Err(Crash::New(ErrorKind::Died { evidence }, dead));
+                }
+                let left: Vec<usize> = late.iter().copied().filter(|&peer| gone(peer)).collect();
+                if !left.is_empty() {
+                    return Err(Crash::New(ErrorKind::Left, left));
+                }
+                if !asked && waited >= deadline / 2 {
+                    asked = true;
+                    self.process.ask(&late);
+                }
+            }
+            if waited >= deadline {
+                return Err(self.overdue(deadline));
+            }
+            backoff.pause();
+        }
+    }
+
+    /// Starts what the limits allow.
+    ///
+    /// # Safety
+    /// As [`Flight::run`].
+    unsafe fn start(&mut self) -> Result<(), String> {
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            while stream.started < stream.limit.min(stream.chunks()) && stream.started - stream.done < WINDOW {
+                let (data, bytes) = stream.chunk(stream.started);
+                let raw = &self.process.raw;
+                // SAFETY: the caller's promise.
+                let request = unsafe {
+                    if stream.sending {
+                        raw.send(Plane::Data, data, bytes, stream.peer, stream.tag)
+                    } else {
+                        raw.receive(Plane::Data, data, bytes, stream.peer, stream.tag)
+                    }
+                }?;
+                self.requests.push(request);
+                self.labels.push((index, stream.started));
+                stream.ahead.push_back(false);
+                stream.started += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Peers that have not done their part, each once: those who did not send, or, if all have, those who do not take.
+    fn late(&self) -> Vec<usize> {
+        let waiting = |sending: bool| {
+            let open = self.streams.iter().filter(|s| s.sending == sending && s.started > s.done);
+            let mut peers: Vec<usize> = open.map(|stream| stream.peer).collect();
+            peers.sort_unstable();
+            peers.dedup();
+            peers
+        };
+        let senders = waiting(false);
+        if senders.is_empty() { waiting(true) } else { senders }
+    }
+
+    fn overdue(&self, deadline: Duration) -> Crash {
+        let late = self.late();
+        let silent: Vec<usize> = late.iter().copied().filter(|&peer| !self.process.answered(peer)).collect();
+        if silent.is_empty() {
+            return Crash::New(ErrorKind::Deadline { waited: deadline }, late);
+        }
+        let half = (deadline / 2).as_secs_f64();
+        let evidence =
+            format!("it did not come within {:.1} s and its process answers nothing for {half:.1} s", 2.0 * half);
+        Crash::New(ErrorKind::Died { evidence }, silent)
+    }
+
+    fn broken(&self, what: String) -> Crash {
+        match self.process.failure() {
+            Some(failure) => Crash::Failed(failure),
+            None => Crash::New(ErrorKind::Backend { what }, self.late()),
+        }
+    }
+
+    /// Ends all requests, or MPI's access to this process's memory.
+    fn abandon(&mut self) {
+        let raw = &self.process.raw;
+        for (request, (stream, _)) in self.requests.iter_mut().zip(&self.labels) {
+            if !self.streams[*stream].sending {
+                raw.cancel(request);
+            }
+        }
+        let start = Instant::now();
+        while !self.requests.is_empty() && start.elapsed() < GRACE {
+            if raw.test(&mut self.requests, &mut self.ready).is_err() {
+                break;
+            }
+            for index in self.ready.drain(..).rev() {
+                self.requests.swap_remove(index);
+                self.labels.swap_remove(index);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        // A send that nobody takes only reads, and only while MPI is called; a receive would write.
+        if self.labels.iter().any(|(stream, _)| !self.streams[*stream].sending) {
+            raw.close();
+        }
+    }
+}
+
+/// Polling that begins eagerly and ends in sleep, because other ranks may need this core to do what is waited for.
+#[derive(Default)]
+struct Backoff {
+    polls: u32,
+}
+
+impl Backoff {
+    const SPINS: u32 = 50;
+    const YIELDS: u32 = 200;
+
+    fn pause(&mut self) {
+        self.polls += 1;
+        if self.polls <= Self::SPINS {
+            std::hint::spin_loop();
+        } else if self.polls <= Self::SPINS + Self::YIELDS {
+            std::thread::yield_now();
+        } else {
+            // Up to half a millisecond, which is small beside whatever took this long.
+            let longer = u64::from(self.polls - Self::SPINS - Self::YIELDS).min(25);
+            std::thread::sleep(Duration::from_micros(20 * longer));
+        }
+    }
+}

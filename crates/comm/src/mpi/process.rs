@@ -1,0 +1,291 @@
+//! This process among the others: who they are, how they fare, what failed first; and the thread that listens.
+
+use super::raw::{Plane, Raw, Request};
+use crate::error::{CommError, Failure};
+use crate::place::{Place, Position};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Tag of control messages.
+const NOTICE: i32 = 1;
+/// How often the listener looks. A failure reaches others within that.
+const LISTEN: Duration = Duration::from_millis(5);
+/// How long a failing process waits until its notices are on their way.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// What ranks tell each other beside operations.
+#[derive(Serialize, Deserialize)]
+enum Notice {
+    Failed(Failure),
+    /// Where are you?
+    Ask,
+    /// Positions by context, and milliseconds since they were posted.
+    Answer(Vec<(u32, Position, u64)>),
+    /// A handle was dropped after so many operations.
+    Left {
+        context: u32,
+        operations: u64,
+    },
+}
+
+/// Notices on their way: memory and request.
+type Outgoing = Vec<(Box<[u8]>, Request)>;
+
+/// State shared by the groups of this process.
+pub(super) struct Process {
+    pub raw: Raw,
+    places: OnceLock<Vec<Place>>,
+    /// Peers whose processes can be seen from here.
+    visible: OnceLock<Vec<bool>>,
+    failure: OnceLock<CommError>,
+    /// Last positions by context and world rank, also this rank's own.
+    posts: Mutex<BTreeMap<(u32, usize), (Position, Instant)>>,
+    /// Operations after which a rank left a context.
+    left: Mutex<BTreeMap<(u32, usize), u64>>,
+    /// When each rank last answered.
+    answered: Mutex<Vec<Option<Instant>>>,
+    contexts: Mutex<BTreeSet<u32>>,
+    outgoing: Mutex<Outgoing>,
+    ended: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Process {
+    pub fn new(raw: Raw) -> Self {
+        Self {
+            answered: Mutex::new(vec![None; raw.size]),
+            raw,
+            places: OnceLock::new(),
+            visible: OnceLock::new(),
+            failure: OnceLock::new(),
+            posts: Mutex::default(),
+            left: Mutex::default(),
+            contexts: Mutex::new(BTreeSet::from([0])),
+            outgoing: Mutex::default(),
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// Makes known where everybody is; until then reports name places without hosts.
+    pub fn set_places(&self, places: Vec<Place>) {
+        let here = places[self.raw.rank].host.clone();
+        let visible = places.iter().map(|place| place.host == here && runs(place.pid)).collect();
+        // Set once, by the world's making.
+        let _ = self.visible.set(visible);
+        let _ = self.places.set(places);
+    }
+
+    pub fn place(&self, rank: u32) -> Place {
+        self.places.get().map_or_else(Place::default, |places| places[rank as usize].clone())
+    }
+
+    /// Whether the process of a rank on this host has ended.
+    pub fn is_gone(&self, rank: usize) -> bool {
+        let seen = self.visible.get().is_some_and(|visible| visible[rank]);
+        seen && self.places.get().is_some_and(|places| !runs(places[rank].pid))
+    }
+
+    pub fn post(&self, context: u32, rank: usize, position: Position) {
+        lock(&self.posts).insert((context, rank), (position, Instant::now()));
+    }
+
+    /// What a rank posted in a context, else what it posted last in any.
+    pub fn position_of(&self, context: u32, rank: usize) -> Option<(Position, Duration)> {
+        let posts = lock(&self.posts);
+        let latest = || {
+            let its = posts.iter().filter(|((_, of), _)| *of == rank);
+            its.map(|(_, post)| post).max_by_key(|(_, at)| *at)
+        };
+        posts.get(&(context, rank)).or_else(latest).map(|(position, at)| (position.clone(), at.elapsed()))
+    }
+
+    pub fn failure(&self) -> Option<CommError> {
+        self.failure.get().cloned()
+    }
+
+    /// The first failure counts; if it is this one, all others are told.
+    pub fn fail(&self, failure: Failure) -> CommError {
+        let error = CommError::from(failure);
+        if self.failure.set(error.clone()).is_ok() {
+            let everybody: Vec<usize> = (0..self.raw.size).collect();
+            self.tell(&everybody, &Notice::Failed((*error).clone()));
+            let start = Instant::now();
+            while !self.sweep() && start.elapsed() < FAREWELL {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        self.failure().unwrap_or(error)
+    }
+
+    /// Asks ranks where they are; [`Process::answered`] knows later who replied.
+    pub fn ask(&self, ranks: &[usize]) {
+        for &rank in ranks {
+            lock(&self.answered)[rank] = None;
+        }
+        self.tell(ranks, &Notice::Ask);
+    }
+
+    /// Whether a rank has answered since it was last asked.
+    pub fn answered(&self, rank: usize) -> bool {
+        lock(&self.answered)[rank].is_some()
+    }
+
+    pub fn tell_left(&self, ranks: &[usize], context: u32, operations: u64) {
+        if !self.ended.load(Ordering::SeqCst) && self.failure().is_none() {
+            self.tell(ranks, &Notice::Left { context, operations });
+        }
+    }
+
+    /// Whether a rank left a context before operation `number`.
+    pub fn left_before(&self, context: u32, rank: usize, number: u64) -> bool {
+        lock(&self.left).get(&(context, rank)).is_some_and(|&operations| operations <= number)
+    }
+
+    /// Takes `count` contexts from `first` on, unless one is in use.
+    pub fn claim(&self, first: u32, count: u32) -> bool {
+        let mut contexts = lock(&self.contexts);
+        let free = (first..first + count).all(|context| !contexts.contains(&context));
+        if free {
+            contexts.extend(first..first + count);
+        }
+        free
+    }
+
+    pub fn unclaim(&self, first: u32, count: u32) {
+        lock(&self.contexts).retain(|&context| context < first || context >= first + count);
+    }
+
+    /// The least context above all in use.
+    pub fn next_context(&self) -> u32 {
+        lock(&self.contexts).last().map_or(0, |last| last + 1)
+    }
+
+    /// Sends a notice to ranks other than this one. Errors are of no use here: what they would tell, deadlines do.
+    fn tell(&self, ranks: &[usize], notice: &Notice) {
+        let Ok(text) = serde_json::to_vec(notice) else { return };
+        for &rank in ranks.iter().filter(|&&rank| rank != self.raw.rank) {
+            let data: Box<[u8]> = text.clone().into();
+            // SAFETY: the memory stays in `outgoing` until the request has completed, or for ever.
+            if let Ok(request) = unsafe { self.raw.send(Plane::Control, data.as_ptr(), data.len(), rank, NOTICE) } {
+                lock(&self.outgoing).push((data, request));
+            }
+        }
+    }
+
+    /// Frees notices that have been sent; whether none is left.
+    fn sweep(&self) -> bool {
+        let mut outgoing = lock(&self.outgoing);
+        let mut done = Vec::new();
+        outgoing.retain_mut(|(_, request)| {
+            let tested = self.raw.test(std::slice::from_mut(request), &mut done);
+            tested.is_err() || done.is_empty()
+        });
+        outgoing.is_empty()
+    }
+
+    /// Receives the notices that have arrived.
+    fn listen(&self) -> Result<(), String> {
+        while let Some((from, bytes)) = self.raw.probe(NOTICE)? {
+            let mut data = vec![0u8; bytes];
+            // SAFETY: `data` stays until the request has completed below, as the message has arrived already.
+            let mut request = unsafe { self.raw.receive(Plane::Control, data.as_mut_ptr(), bytes, from, NOTICE) }?;
+            let mut done = Vec::new();
+            loop {
+                if let Err(what) = self.raw.test(std::slice::from_mut(&mut request), &mut done) {
+                    // The message could still be written: its memory is given up.
+                    std::mem::forget(data);
+                    return Err(what);
+                }
+                if !done.is_empty() {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+            if let Ok(notice) = serde_json::from_slice(&data) {
+                self.handle(from, notice);
+            }
+        }
+        Ok(())
+    }
+
+    fn handle(&self, from: usize, notice: Notice) {
+        match notice {
+            Notice::Failed(failure) => {
+                let _ = self.failure.set(failure.into());
+            }
+            Notice::Ask => {
+                let own = self.raw.rank;
+                let posts = lock(&self.posts);
+                let mine = posts.iter().filter(|((_, rank), _)| *rank == own);
+                let answer = mine.map(|((context, _), (position, at))| {
+                    (*context, position.clone(), at.elapsed().as_millis() as u64)
+                });
+                let answer = Notice::Answer(answer.collect());
+                drop(posts);
+                self.tell(&[from], &answer);
+            }
+            Notice::Answer(positions) => {
+                let now = Instant::now();
+                let mut posts = lock(&self.posts);
+                for (context, position, ago_ms) in positions {
+                    let at = now.checked_sub(Duration::from_millis(ago_ms)).unwrap_or(now);
+                    posts.insert((context, from), (position, at));
+                }
+                lock(&self.answered)[from] = Some(now);
+            }
+            Notice::Left { context, operations } => {
+                lock(&self.left).insert((context, from), operations);
+            }
+        }
+    }
+}
+
+/// Whether a process of this host exists and is no zombie.
+fn runs(pid: u32) -> bool {
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // `pid (name) state ...`, where the name may hold anything.
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    !matches!(state, Some('Z' | 'X') | None)
+}
+
+/// Keeps the listener running; the last one to go ends MPI.
+pub(super) struct Handle {
+    pub process: Arc<Process>,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl Handle {
+    pub fn new(process: Arc<Process>) -> std::io::Result<Self> {
+        let listening = process.clone();
+        let listen = move || {
+            while !listening.ended.load(Ordering::SeqCst) {
+                if listening.listen().is_err() {
+                    break;
+                }
+                listening.sweep();
+                std::thread::sleep(LISTEN);
+            }
+        };
+        let listener = std::thread::Builder::new().name("comm-listener".to_owned()).spawn(listen)?;
+        Ok(Self { process, listener: Some(listener) })
+    }
+
+    /// Stops the listener, and MPI with it if `together`, i.e. if all ranks have come to this point.
+    pub fn end(&mut self, together: bool) {
+        self.process.ended.store(true, Ordering::SeqCst);
+        if let Some(listener) = self.listener.take() {
+            // A panic there has told itself.
+            let _ = listener.join();
+        }
+        if together {
+            self.process.raw.finalize();
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The few calls of MPI that are made, one at a time.
+
+use mpi::ffi;
+use mpi::{Threading, environment::Universe};
+use std::ffi::{c_int, c_void};
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Which of the two MPI communicators a message travels on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Plane {
+    /// Operations.
+    Data,
+    /// Failures, questions and answers.
+    Control,
+}
+
+/// A message under way. Its memory must stay until it has completed.
+pub(super) struct Request(ffi::MPI_Request);
+
+// SAFETY: a request is a handle that any thread may test; calls are serialised by `Raw`'s lock.
+unsafe impl Send for Request {}
+
+/// MPI, initialised, behind a lock.
+pub(super) struct Raw {
+    /// Never dropped, only finalised.
+    universe: Mutex<Option<ManuallyDrop<Universe>>>,
+    data: ffi::MPI_Comm,
+    control: ffi::MPI_Comm,
+    lock: Mutex<()>,
+    closed: AtomicBool,
+    pub rank: usize,
+    pub size: usize,
+    pub tag_max: i32,
+}
+
+// SAFETY: handles of MPI are process-wide; every call takes the lock.
+unsafe impl Send for Raw {}
+// SAFETY: as above.
+unsafe impl Sync for Raw {}
+
+fn check(code: c_int, call: &str) -> Result<(), String> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = [0u8; ffi::MPI_MAX_ERROR_STRING as usize];
+    let mut length = 0;
+    // SAFETY: the buffer is as long as MPI asks for.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
+    Err(format!("{call}: {}", String::from_utf8_lossy(&text[..length as usize])))
+}
+
+impl Raw {
+    pub fn init() -> Result<Self, String> {
+        let (universe, threading) =
+            mpi::initialize_with_threading(Threading::Multiple).ok_or("MPI was initialised before in this process")?;
+        if threading < Threading::Serialized {
+            return Err(format!("MPI offers {threading:?} only, but calls come from several threads"));
+        }
+        let (mut rank, mut size) = (0, 0);
+        let mut comms = [MaybeUninit::uninit(), MaybeUninit::uninit()];
+        // SAFETY: MPI is initialised, and every pointer is to a local of the type that the call fills.
+        unsafe {
+            for comm in &mut comms {
+                check(ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm.as_mut_ptr()), "MPI_Comm_dup")?;
+                check(
+                    ffi::MPI_Comm_set_errhandler(comm.assume_init(), ffi::RSMPI_ERRORS_RETURN),
+                    "MPI_Comm_set_errhandler",
+                )?;
+            }
+            let [data, control] = comms.map(|comm| comm.assume_init());
+            check(ffi::MPI_Comm_rank(data, &mut rank), "MPI_Comm_rank")?;
+            check(ffi::MPI_Comm_size(data, &mut size), "MPI_Comm_size")?;
+            let (mut value, mut found) = (std::ptr::null_mut::<c_int>(), 0);
+            let key = ffi::MPI_TAG_UB as c_int;
+            check(ffi::MPI_Comm_get_attr(data, key, (&raw mut value).cast(), &mut found), "MPI_Comm_get_attr")?;
+            // The standard's least value where MPI tells none.
+            let tag_max = if found != 0 && !value.is_null() { *value } else { 32_767 };
+            Ok(Self {
+                universe: Mutex::new(Some(ManuallyDrop::new(universe))),
+                data,
+                control,
+                lock: Mutex::new(()),
+                closed: AtomicBool::new(false),
+                rank: rank as usize,
+                size: size as usize,
+                tag_max,
+            })
+        }
+    }
+
+    fn comm(&self, plane: Plane) -> ffi::MPI_Comm {
+        match plane {
+            Plane::Data => self.data,
+            Plane::Control => self.control,
+        }
+    }
+
+    fn enter(&self) -> Result<MutexGuard<'_, ()>, String> {
+        let guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.closed.load(Ordering::Relaxed) {
+            return Err("MPI is closed after a failure".to_owned());
+        }
+        Ok(guard)
+    }
+
+    /// No more calls from now on.
+    pub fn close(&self) {
+        let _guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// # Safety
+    /// `data` is valid for `bytes` and nobody writes it until the request has completed.
+    pub unsafe fn send(
+        &self,
+        plane: Plane,
+        data: *const u8,
+        bytes: usize,
+        to: usize,
+        tag: i32,
+    ) -> Result<Request, String> {
+        let _guard = self.enter()?;
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the caller's promise; `bytes` fits because messages are chunks.
+        unsafe {
+            let code = ffi::MPI_Isend(
+                data.cast::<c_void>(),
+                bytes as c_int,
+                ffi::RSMPI_UINT8_T,
+                to as c_int,
+                tag,
+                self.comm(plane),
+                request.as_mut_ptr(),
+            );
+            check(code, "MPI_Isend").map(|()| Request(request.assume_init()))
+        }
+    }
+
+    /// # Safety
+    /// `data` is valid for `bytes` and nobody touches it until the request has completed.
+    pub unsafe fn receive(
+        &self,
+        plane: Plane,
+        data: *mut u8,
+        bytes: usize,
+        from: usize,
+        tag: i32,
+    ) -> Result<Request, String> {
+        let _guard = self.enter()?;
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the caller's promise; `bytes` fits because messages are chunks.
+        unsafe {
+            let code = ffi::MPI_Irecv(
+                data.cast::<c_void>(),
+                bytes as c_int,
+                ffi::RSMPI_UINT8_T,
+                from as c_int,
+                tag,
+                self.comm(plane),
+                request.as_mut_ptr(),
+            );
+            check(code, "MPI_Irecv").map(|()| Request(request.assume_init()))
+        }
+    }
+
+    /// Tests requests, one after the other; the indices of those that have completed. Makes progress for all.
+    pub fn test(&self, requests: &mut [Request], done: &mut Vec<usize>) -> Result<(), String> {
+        done.clear();
+        let _guard = self.enter()?;
+        for (index, request) in requests.iter_mut().enumerate() {
+            let mut flag = 0;
+            // SAFETY: an active request; the status is not asked for.
+            let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
+            check(code, "MPI_Test")?;
+            if flag != 0 {
+                done.push(index);
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks MPI to give up a receive; it completes soon after, unless its message has begun to arrive.
+    pub fn cancel(&self, request: &mut Request) {
+        if let Ok(_guard) = self.enter() {
+            // SAFETY: an active request.
+            unsafe { ffi::MPI_Cancel(&mut request.0) };
+        }
+    }
+
+    /// A waiting control message: its sender and length.
+    pub fn probe(&self, tag: i32) -> Result<Option<(usize, usize)>, String> {
+        let _guard = self.enter()?;
+        let (mut flag, mut bytes) = (0, 0);
+        let mut status = MaybeUninit::uninit();
+        // SAFETY: pointers to locals; the status is read only if MPI filled it.
+        unsafe {
+            let code = ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, tag, self.control, &mut flag, status.as_mut_ptr());
+            check(code, "MPI_Iprobe")?;
+            if flag == 0 {
+                return Ok(None);
+            }
+            let status = status.assume_init();
+            check(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes), "MPI_Get_count")?;
+            Ok(Some((status.MPI_SOURCE as usize, bytes as usize)))
+        }
+    }
+
+    /// MPI's own sum of f32, blocking: what ours is measured against.
+    pub fn native_all_reduce(&self, input: &[f32], output: &mut [f32]) -> Result<(), String> {
+        let _guard = self.enter()?;
+        let count = input.len().min(output.len()) as c_int;
+        // SAFETY: both slices hold `count` elements.
+        let code = unsafe {
+            ffi::MPI_Allreduce(
+                input.as_ptr().cast(),
+                output.as_mut_ptr().cast(),
+                count,
+                ffi::RSMPI_FLOAT,
+                ffi::RSMPI_SUM,
+                self.data,
+            )
+        };
+        check(code, "MPI_Allreduce")
+    }
+
+    /// Ends MPI; only when all ranks do, and never after a failure.
+    pub fn finalize(&self) {
+        self.close();
+        let universe = self.universe.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Dropping a universe calls `MPI_Finalize`.
+        universe.map(ManuallyDrop::into_inner).into_iter().for_each(drop);
+    }
+}
