@@ -1,6 +1,6 @@
 //! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed, whenever gradients are summed; memory by the formula.
 
-use trainyard_comm::local;
+use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::links::Links;
@@ -73,7 +73,17 @@ fn train(sets: &[&str], steps: u64) -> Vec<End> {
     })
 }
 
-fn train_rank(resolved: &Resolved, world: trainyard_comm::Communicator, steps: u64) -> Result<End, EngineError> {
+fn train_rank(resolved: &Resolved, world: Communicator, steps: u64) -> Result<End, EngineError> {
+    train_rank_with(resolved, world, steps, |_| None)
+}
+
+/// `instead` may replace what is loaded in a step.
+fn train_rank_with(
+    resolved: &Resolved,
+    world: Communicator,
+    steps: u64,
+    instead: impl Fn(u64) -> Option<Result<Batch, EngineError>> + Sync,
+) -> Result<End, EngineError> {
     let device = Device::cpu(Isa::detect(), resolved.threads, None);
     let spec = shape::model_spec(resolved)?;
     let model = Model::new(spec.clone())?;
@@ -93,7 +103,7 @@ fn train_rank(resolved: &Resolved, world: trainyard_comm::Communicator, steps: u
         let mut next = first;
         let load = |device: &Device, model: &Model| {
             next += rows;
-            Ok(batch(device, model, step, next - rows, rows))
+            instead(step).unwrap_or_else(|| Ok(batch(device, model, step, next - rows, rows)))
         };
         outcomes.push(rank.execute(&program, settings, load, |_, _| Ok(()))?);
     }
@@ -261,4 +271,43 @@ fn stage_three_keeps_a_share_and_the_largest_window() {
     // Every unit is padded to four times 4,096 elements, which in a model as tiny as this one is much: so the formula, not a quarter, is held above.
     assert!(share < 0.6 * whole, "{share} of {whole}");
     assert!(window > 0.0 && window < 0.25 * whole, "{window} gathered at once, {whole} in all");
+}
+
+/// Rank 1 fails in step 2 by `fail`; what every rank's run returns.
+fn fail_on_rank_one(sets: &[&str], fail: impl Fn() -> trainyard_engine::Result<Batch> + Sync) -> Vec<Option<String>> {
+    let resolved = resolved(sets);
+    let worlds = local::World::new(resolved.parallel.ranks);
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            let (resolved, fail) = (&resolved, &fail);
+            scope.spawn(move || {
+                let is_second = world.rank() == 1;
+                run(world, |world| train_rank_with(resolved, world, 4, |step| (is_second && step == 2).then(fail)))
+                    .map(|_| ())
+            })
+        });
+        let ends = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().ok()?.err().map(|e| e.to_string()));
+        ends.collect()
+    })
+}
+
+#[test]
+fn a_rank_that_fails_ends_all_of_them_and_is_named() {
+    for sets in [&["parallel.ranks=3"][..], &["parallel.ranks=4", "parallel.zero_stage=3"]] {
+        let sets = &[sets, &["training.global_batch_size=12"]].concat();
+        let errors = fail_on_rank_one(sets, || Err(EngineError::DoesNotFit("the shelf broke".into())));
+        for (rank, error) in errors.iter().enumerate() {
+            let error = error.as_deref().unwrap_or("nothing");
+            assert!(error.contains("the shelf broke"), "{sets:?} rank {rank}: {error}");
+            assert!(
+                rank == 1 || error.contains("rank 1") && error.contains(&format!("rank {rank} in step")),
+                "{error}"
+            );
+        }
+        let errors = fail_on_rank_one(sets, || panic!("in a lane of rank 1, as asked"));
+        for (rank, error) in errors.iter().enumerate().filter(|(rank, _)| *rank != 1) {
+            let error = error.as_deref().unwrap_or("nothing");
+            assert!(error.contains("rank 1") && error.contains("panicked"), "{sets:?} rank {rank}: {error}");
+        }
+    }
 }

@@ -67,7 +67,8 @@ fn train_rank(args: &Args, config: &Config, world: Communicator, control: Contro
     show(format!("\n{}", plan(&session)))?;
     let mut display = if is_first { progress::for_stderr() } else { Box::new(progress::Quiet) };
     let summary = train(&mut session, &mut *display, control)?;
-    if summary.ending == Ending::Complete {
+    // Ranks that hold shards are all needed to generate.
+    if summary.ending == Ending::Complete && (is_first || session.rank.parameters.is_sharded()) {
         show(sample(&session)?)?;
     }
     show(describe(&session, &summary))?;
