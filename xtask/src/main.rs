@@ -1,4 +1,4 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
 //! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
@@ -10,6 +10,7 @@ mod lexer;
 mod markdown;
 mod test;
 mod tidy;
+mod validate;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -31,6 +32,8 @@ enum Chore {
     Tidy,
     /// Measure the release build against its bars and peers; prints a table and writes target/bench/NAME.json.
     Bench(bench::Options),
+    /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
+    Validate(validate::Options),
 }
 
 fn main() -> ExitCode {
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Chore::Test => test::run(&root),
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
+        Chore::Validate(options) => validate::run(&options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

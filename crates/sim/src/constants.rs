@@ -51,8 +51,10 @@ pub struct Constants {
     pub step_s: f64,
     /// What the driver and the communication library hold, 1e9 bytes.
     pub context_gb: f64,
-    /// What a caching allocator holds beyond what is used, as a share of it.
+    /// What a caching allocator cannot use, as a share of what is used.
     pub fragmentation: f64,
+    /// What it holds beyond what is used while there is room, when its segments do not grow.
+    pub cached: f64,
     attention: BTreeMap<AttentionKind, BTreeMap<Family, Shares>>,
 }
 
@@ -110,6 +112,12 @@ impl Constants {
         if backward { shares.backward } else { shares.forward }
     }
 
+    /// Whether every share is one.
+    pub fn plausible(&self) -> bool {
+        let shares = [self.sustained_volta, self.sustained_ampere, self.sustained_hopper, self.wave_share];
+        shares.iter().all(|share| *share <= 1.0) && self.interference <= 1.0
+    }
+
     /// The fitted ones by name, to be changed by a fit.
     pub fn fitted_mut(&mut self) -> [(&'static str, &mut f64); 11] {
         [
@@ -160,6 +168,7 @@ impl TryFrom<File> for Constants {
             step_s: assume("step_s")?,
             context_gb: assume("context_gb")?,
             fragmentation: assume("fragmentation")?,
+            cached: assume("cached")?,
             attention,
         })
     }

@@ -230,20 +230,24 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
 
 impl Units {
     /// What a lowering must know of the model: sizes of one rank's micro-batch, as if nothing split it.
-    pub fn shape(&self, work: &Workload, tied: bool) -> ModelShape {
-        let split = f64::from(work.tensor) * f64::from(work.context);
+    pub fn shape(&self, work: &Workload, tied: bool, sequence_parallel: bool) -> ModelShape {
+        let (tensor, context) = (f64::from(work.tensor), f64::from(work.context));
         let last = self.order.len() - 1;
         let unit = |(index, (kind, name)): (usize, &(usize, String))| {
             let unit = &self.kinds[*kind];
-            let round = |bytes: f64| (bytes * split) as u64;
+            // A lowering divides again: all by the tensor degree, or without a split sequence all but five outputs.
+            let round = |bytes: f64| {
+                let whole = if sequence_parallel { 0.0 } else { bytes.min(5.0 * unit.output) };
+                ((whole + (bytes - whole) * tensor) * context) as u64
+            };
             UnitShape {
                 name: name.clone(),
                 flat_elements: unit.elements as u64,
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },
                 saved_bytes: unit.saved.map(round),
-                output_bytes: (unit.output * f64::from(work.context)) as u64,
+                output_bytes: (unit.output * context) as u64,
                 tensor_collectives: unit.exchanges,
-                kv_bytes: (unit.kv * f64::from(work.context)) as u64,
+                kv_bytes: (unit.kv * context) as u64,
                 expert_elements: unit.expert_elements as u64,
                 expert_bytes: unit.expert_bytes as u64,
             }

@@ -308,6 +308,7 @@ impl Row {
             tensor: self.tp,
             context: self.cp,
             expert: self.ep,
+            operand_bytes: self.format.bytes(),
         };
         let sharded = self.zero > 0;
         let mesh = Mesh {

@@ -4,23 +4,35 @@ use crate::constants::Constants;
 use crate::costs::Costs;
 use crate::measurement::{Case, MemoryFigure};
 use crate::simulate::{MemoryUse, SimulateError, Simulated, memory, simulate};
-use trainyard_program::{Program, StrategyError, lower_rank};
+use crate::stack::Partition;
+use crate::transformer::Units;
+use trainyard_program::{PipelineSchedule, Program, Strategy, StrategyError, lower_rank};
+
+/// A question, lowered: its programs depend on no price.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Lowered {
+    case: Case,
+    units: Units,
+    /// One program per pipeline stage.
+    pub programs: Vec<Program>,
+}
 
 /// What is known of a step before it runs.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Prediction {
-    /// One program per pipeline stage.
-    pub programs: Vec<Program>,
-    /// How they ran.
+    /// How the programs ran.
     pub simulated: Simulated,
     /// Memory of each stage.
     pub memory: Vec<MemoryUse>,
     /// Tokens per second and device.
     pub tokens_per_s: f64,
+    /// Bytes that the device has.
+    pub device_bytes: f64,
     /// What the driver and the communication library hold, bytes.
-    pub context_bytes: f64,
-    /// Share that a caching allocator holds beyond what is used.
-    pub fragmentation: f64,
+    context_bytes: f64,
+    /// Shares that a caching allocator loses, and holds while there is room.
+    fragmentation: f64,
+    cached: f64,
 }
 
 /// A question without an answer.
@@ -34,38 +46,125 @@ pub enum PredictError {
     Simulate(#[from] SimulateError),
 }
 
-/// Lowers `case` for one rank of each stage, prices the programs and plays them.
+/// Lowers `case`, prices the programs and plays them.
 ///
 /// # Errors
 ///
 /// A strategy that cannot be lowered.
 pub fn predict(case: &Case, constants: &Constants) -> Result<Prediction, PredictError> {
-    let units = case.model.units(&case.work, &case.stack);
-    let shape = units.shape(&case.work, case.model.tied);
-    let costs = Costs::new(&units, &case.work, &case.cluster, &case.stack, constants, case.format);
-    let programs = (0..case.mesh.pp)
-        .map(|stage| lower_rank(&shape, &case.mesh, &case.strategy, stage * case.mesh.stage_ranks()))
-        .collect::<Result<Vec<Program>, StrategyError>>()?;
-    let simulated = simulate(&programs, &costs)?;
-    let memory = programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, &costs)).collect();
-    Ok(Prediction {
-        tokens_per_s: case.tokens_per_device() / simulated.step_s,
-        programs,
-        simulated,
-        memory,
-        context_bytes: constants.context_gb * 1e9,
-        fragmentation: constants.fragmentation,
-    })
+    Ok(Lowered::new(case)?.predict(constants)?)
+}
+
+impl Lowered {
+    /// The programs of one rank of each stage.
+    ///
+    /// # Errors
+    ///
+    /// A strategy that cannot be lowered.
+    pub fn new(case: &Case) -> Result<Lowered, StrategyError> {
+        let units = case.model.units(&case.work, &case.stack);
+        let shape = units.shape(&case.work, case.model.tied, case.stack.sequence_parallel);
+        let strategy = Strategy { cuts: cuts(case), ..case.strategy.clone() };
+        let programs = (0..case.mesh.pp)
+            .map(|stage| lower_rank(&shape, &case.mesh, &strategy, stage * case.mesh.stage_ranks()))
+            .collect::<Result<Vec<Program>, StrategyError>>()?;
+        Ok(Lowered { case: case.clone(), units, programs })
+    }
+
+    fn costs(&self, constants: &Constants) -> Costs {
+        let Case { work, cluster, stack, format, .. } = &self.case;
+        Costs::new(&self.units, work, cluster, stack, constants, *format)
+    }
+
+    /// Seconds of a step, without memory.
+    ///
+    /// # Errors
+    ///
+    /// Programs that do not come to an end.
+    pub fn tokens_per_s(&self, constants: &Constants) -> Result<f64, SimulateError> {
+        let simulated = simulate(&self.programs, &self.costs(constants))?;
+        Ok(self.case.tokens_per_device() / simulated.step_s)
+    }
+
+    /// Prices the programs and plays them.
+    ///
+    /// # Errors
+    ///
+    /// Programs that do not come to an end.
+    pub fn predict(&self, constants: &Constants) -> Result<Prediction, SimulateError> {
+        let costs = self.costs(constants);
+        let simulated = simulate(&self.programs, &costs)?;
+        let stages = self.programs.iter().zip(&simulated.ranks);
+        let memory = stages.map(|(program, time)| memory(program, time, &costs)).collect();
+        let stack = &self.case.stack;
+        Ok(Prediction {
+            tokens_per_s: self.case.tokens_per_device() / simulated.step_s,
+            simulated,
+            memory,
+            device_bytes: self.case.cluster.device.memory_gb * 1e9,
+            context_bytes: (constants.context_gb + stack.buckets_gb) * 1e9,
+            fragmentation: constants.fragmentation,
+            cached: if stack.expandable { constants.fragmentation } else { constants.cached },
+        })
+    }
+}
+
+/// The first unit of every stretch of the pipeline but the first, as the stack deals units to stages.
+fn cuts(case: &Case) -> Vec<u32> {
+    let chunks = match case.strategy.pipeline {
+        PipelineSchedule::Interleaved { chunks } => chunks,
+        _ => 1,
+    };
+    let stretches = case.mesh.pp * chunks;
+    let units = case.model.layers + case.model.encoder_layers + 2;
+    match case.stack.partition {
+        _ if stretches == 1 || units < stretches => Vec::new(),
+        // The lowering's own way.
+        Partition::Layers => Vec::new(),
+        Partition::Units => (1..stretches).map(|cut| cut * units / stretches).collect(),
+        Partition::Cost => {
+            let head = f64::from(case.model.vocab) * f64::from(case.model.dim);
+            let block = case.model.block_elements();
+            let total = block * f64::from(units - 2) + head;
+            // A stage takes units up to the nearest to its share of the whole; the embedding counts nothing.
+            let mut cuts = Vec::new();
+            for unit in 1..units {
+                let spent = block * f64::from(unit - 1);
+                let left_cuts = stretches - 1 - cuts.len() as u32;
+                let share = total * (cuts.len() + 1) as f64 / f64::from(stretches);
+                if left_cuts > 0 && (spent > share - 0.5 * block || units - unit == left_cuts) {
+                    cuts.push(unit);
+                }
+            }
+            cuts
+        }
+    }
 }
 
 impl Prediction {
-    /// Memory of the fullest stage, bytes, as `figure` counts it.
+    /// Bytes that the fullest stage holds in tensors.
+    pub fn held_bytes(&self) -> f64 {
+        self.memory.iter().map(|stage| stage.peak_bytes).fold(0.0, f64::max)
+    }
+
+    /// Memory of the fullest stage, bytes, as `figure` counts it. No device holds more than it has: a cache gives way.
     pub fn memory_bytes(&self, figure: MemoryFigure) -> f64 {
-        let held = self.memory.iter().map(|stage| stage.peak_bytes).fold(0.0, f64::max);
+        let held = self.held_bytes();
+        let most = |bytes: f64| bytes.min(self.device_bytes.max(self.needed_bytes()));
         match figure {
             MemoryFigure::Allocated => held,
-            MemoryFigure::Reserved => held * (1.0 + self.fragmentation),
-            MemoryFigure::Device => held * (1.0 + self.fragmentation) + self.context_bytes,
+            MemoryFigure::Reserved => most(held * (1.0 + self.cached)),
+            MemoryFigure::Device => most(held * (1.0 + self.cached) + self.context_bytes),
         }
+    }
+
+    /// What the device must have, bytes.
+    pub fn needed_bytes(&self) -> f64 {
+        self.held_bytes() * (1.0 + self.fragmentation) + self.context_bytes
+    }
+
+    /// Whether it fits.
+    pub fn fits(&self) -> bool {
+        self.needed_bytes() <= self.device_bytes
     }
 }

@@ -88,33 +88,37 @@ pub fn simulate(programs: &[Program], costs: &Costs) -> Result<Simulated, Simula
     let mut sent: BTreeMap<Message, f64> = BTreeMap::new();
     loop {
         let mut moved = false;
-        let mut done = true;
         for player in &mut players {
-            while player.next < player.program.instructions.len() && player.play(&mut sent) {
+            while player.play(&mut sent) {
                 moved = true;
             }
-            done &= player.next == player.program.instructions.len();
         }
-        if done {
+        if players.iter().all(Player::done) {
             break;
         }
         if !moved {
-            let stuck = players.iter().find(|p| p.next < p.program.instructions.len()).expect("not done");
-            let action = stuck.program.instructions[stuck.next].action.name();
-            return Err(SimulateError::Stuck { rank: stuck.program.rank, instruction: stuck.next, action });
+            let stuck = players.iter().find(|player| !player.done()).expect("not all are done");
+            let instruction = stuck.waiting();
+            let action = stuck.program.instructions[instruction].action.name();
+            return Err(SimulateError::Stuck { rank: stuck.program.rank, instruction, action });
         }
     }
     let ranks: Vec<RankTime> = players.into_iter().map(Player::finish).collect();
     let ends = ranks.iter().flat_map(|rank| rank.spans.iter().map(|span| span.end_s));
-    Ok(Simulated { step_s: ends.fold(0.0, f64::max) + costs.constants.step_s, ranks })
+    let nodes = f64::from(costs.cluster.nodes);
+    let straggle = if nodes > 1.0 { costs.cluster.network.straggle_us * 1e-6 * nodes.powi(3) } else { 0.0 };
+    Ok(Simulated { step_s: ends.fold(0.0, f64::max) + costs.constants.step_s + straggle, ranks })
 }
+
+const NOT_YET: Span = Span { start_s: -1.0, end_s: -1.0 };
 
 /// A rank at play.
 struct Player<'a> {
     program: &'a Program,
     costs: &'a Costs,
-    next: usize,
     time: RankTime,
+    /// Per lane, its instructions and how many of them have been played.
+    lanes: [(Vec<u32>, usize); LANES],
     /// When each lane is free.
     free: [f64; LANES],
     /// When the host has launched all so far.
@@ -133,17 +137,21 @@ impl<'a> Player<'a> {
     fn new(program: &'a Program, costs: &'a Costs) -> Player<'a> {
         let time = RankTime {
             rank: program.rank,
-            spans: Vec::with_capacity(program.instructions.len()),
+            spans: vec![NOT_YET; program.instructions.len()],
             busy_s: [0.0; LANES],
             waited_s: [0.0; LANES],
             host_s: 0.0,
             interference_s: 0.0,
         };
+        let mut lanes: [(Vec<u32>, usize); LANES] = Default::default();
+        for (number, instruction) in (0..).zip(&program.instructions) {
+            lanes[instruction.action.lane() as usize].0.push(number);
+        }
         Player {
             program,
             costs,
-            next: 0,
             time,
+            lanes,
             free: [0.0; LANES],
             host: 0.0,
             debt: 0.0,
@@ -157,26 +165,51 @@ impl<'a> Player<'a> {
         rank / self.program.mesh.stage_ranks().max(1)
     }
 
-    /// Plays the next instruction; false when it waits for a message not sent yet.
+    fn done(&self) -> bool {
+        self.lanes.iter().all(|(numbers, played)| *played == numbers.len())
+    }
+
+    /// The first instruction that has not been played.
+    fn waiting(&self) -> usize {
+        let next = self.lanes.iter().filter_map(|(numbers, played)| numbers.get(*played));
+        next.min().copied().unwrap_or_default() as usize
+    }
+
+    /// Plays the first instruction, in program order, that its lane has reached and whose conditions are met; false when there is none.
     fn play(&mut self, sent: &mut BTreeMap<Message, f64>) -> bool {
-        let instruction = &self.program.instructions[self.next];
-        let arrival = match instruction.action {
-            Action::Recv { from, unit, micro_batch, phase } => {
-                let message = (self.stage(from), self.stage(self.program.rank), unit, micro_batch, phase);
-                match sent.get(&message) {
-                    Some(at) => *at,
-                    None => return false,
-                }
+        let mut best: Option<(u32, f64)> = None;
+        for (numbers, played) in &self.lanes {
+            let Some(number) = numbers.get(*played).copied() else { continue };
+            if best.is_some_and(|(best, _)| best < number) {
+                continue;
             }
-            _ => 0.0,
-        };
+            if let Some(arrival) = self.arrival(number as usize, sent) {
+                best = Some((number, arrival));
+            }
+        }
+        let Some((number, arrival)) = best else { return false };
+        let instruction = &self.program.instructions[number as usize];
         let span = self.time_of(instruction, arrival);
         if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
             sent.insert((self.stage(self.program.rank), self.stage(to), unit, micro_batch, phase), span.end_s);
         }
-        self.time.spans.push(span);
-        self.next += 1;
+        self.time.spans[number as usize] = span;
+        self.lanes[instruction.action.lane() as usize].1 += 1;
         true
+    }
+
+    /// When the message arrives that an instruction receives, 0 for others; None while something that it waits for has not been played.
+    fn arrival(&self, number: usize, sent: &BTreeMap<Message, f64>) -> Option<f64> {
+        let instruction = &self.program.instructions[number];
+        if instruction.after.iter().any(|on| self.time.spans[*on as usize] == NOT_YET) {
+            return None;
+        }
+        match instruction.action {
+            Action::Recv { from, unit, micro_batch, phase } => {
+                sent.get(&(self.stage(from), self.stage(self.program.rank), unit, micro_batch, phase)).copied()
+            }
+            _ => Some(0.0),
+        }
     }
 
     fn time_of(&mut self, instruction: &Instruction, arrival: f64) -> Span {
@@ -184,6 +217,10 @@ impl<'a> Player<'a> {
         let (ready, waited_for) = self.ready(instruction);
         let start = self.free[lane as usize].max(ready);
         let keep = self.kept(instruction);
+        if self.costs.stack.host_sync && waited_for == Lane::Receive {
+            // The host looked at the message before it launched anything that uses it.
+            self.host = self.host.max(ready);
+        }
         let mut seconds = self.costs.device_s(self.program, instruction, keep);
         self.host += self.costs.host_s(self.program, instruction, keep);
         let mut end = start;
@@ -210,12 +247,7 @@ impl<'a> Player<'a> {
                 remember(&mut self.recent[1], span);
             }
             Lane::Inner => end = (start + seconds).max(self.host),
-            Lane::Send | Lane::Receive => {
-                end = (start + seconds).max(arrival);
-                if self.costs.stack.host_sync && arrival > 0.0 {
-                    self.host = self.host.max(end);
-                }
-            }
+            Lane::Send | Lane::Receive => end = (start + seconds).max(arrival),
             Lane::Input | Lane::HostIo => end = start + seconds,
         }
         self.time.busy_s[lane as usize] += end - start;

@@ -67,6 +67,12 @@ pub struct Stack {
     pub partition: Partition,
     /// Whether a pipeline message synchronises host and device.
     pub host_sync: bool,
+    /// Whether, with a split sequence, inputs of products are kept as gathered.
+    pub keeps_gathered: bool,
+    /// Whether the allocator grows its segments.
+    pub expandable: bool,
+    /// Flat buffers for collectives, 1e9 bytes.
+    pub buckets_gb: f64,
     /// Bytes per logit.
     pub logits: LogitBytes,
     /// Bytes per parameter element.

@@ -66,6 +66,8 @@ pub struct Workload {
     pub context: u32,
     /// Ranks that share the experts.
     pub expert: u32,
+    /// Bytes of an operand of a product: what of a product's input is kept for its weight's gradient.
+    pub operand_bytes: f64,
 }
 
 /// A unit on one rank: kernels and bytes.
@@ -118,6 +120,11 @@ impl Architecture {
             f64::from(self.layers) * block(self.encoder_layers > 0) + f64::from(self.encoder_layers) * block(false);
         let table = f64::from(self.vocab) * f64::from(self.dim);
         blocks + table * if self.tied { 1.0 } else { 2.0 } + f64::from(self.positions) * f64::from(self.dim)
+    }
+
+    /// Elements of a decoder block.
+    pub fn block_elements(&self) -> f64 {
+        self.attention_elements() + self.mlp_elements()
     }
 
     fn attention_elements(&self) -> f64 {
@@ -216,6 +223,11 @@ impl Builder<'_> {
         unit.output = self.tokens() * self.dim() * HALF;
         unit.exchanges = if cross { 3 } else { 2 };
         unit.kv = 2.0 * self.tokens() * f64::from(self.model.kv_heads * self.model.head_dim) * HALF;
+        if self.stack.keeps_gathered && self.stack.sequence_parallel {
+            let gathered = 2.0 * unit.output * (1.0 - 1.0 / self.split());
+            unit.saved[0] += gathered;
+            unit.saved[1] += gathered;
+        }
         // The input stays for backward, whatever else does.
         unit.saved[2] = unit.output / self.sequence_split();
         let launches = self.stack.block_launches();
@@ -343,9 +355,11 @@ impl Builder<'_> {
         // Norm's input, the product's input; the activation's inputs and its result, and one more where the gate is a kernel of its own.
         let extra = if self.model.gated && !self.stack.fused { 1.0 } else { 0.0 };
         let mask = if self.stack.dropout { stream / 2.0 } else { 0.0 };
-        unit.saved[0] += 2.0 * stream + mask + (up + 1.0 + extra) * inner * HALF;
+        let operand = self.work.operand_bytes.min(HALF) / HALF;
+        let whole = (1.0 + operand) * stream + mask + (up + operand + extra) * inner * HALF;
+        unit.saved[0] += whole;
         unit.saved[1] += match self.stack.selective {
-            Selective::CoreAttention => 2.0 * stream + mask + (up + 1.0 + extra) * inner * HALF,
+            Selective::CoreAttention => whole,
             Selective::PerOp => stream + 0.5 * up * inner * HALF,
         };
         unit.working[0] = unit.working[0].max((up + 1.0) * inner * HALF);

@@ -25,7 +25,7 @@ const ARROWS: [(&str, &[&str]); 13] = [
         "cli",
         &["tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe", "tune", "compress"],
     ),
-    ("xtask", &[]),
+    ("xtask", &["sim"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {

@@ -1,0 +1,86 @@
+//! Units of this project's own models, from running their code on the `meta` device.
+//!
+//! What the engine will keep and hold is what its pool counts there, so memory needs no formula; and the FLOPs of a unit's kernels are asserted to
+//! be those that its code launches. Blocks that are equal are run once: a model of one block of each kind stands for all of them.
+
+use crate::stack::Stack;
+use crate::transformer::{Architecture, Units, Workload};
+use trainyard_autograd::Policy;
+use trainyard_model::costs::{UnitCost, unit_costs};
+use trainyard_model::{BatchShape, Model, ModelError, ModelSpec};
+use trainyard_tensor::DType;
+
+/// The units of `spec` on one rank of an unsplit model, with what the engine keeps and holds as its own pool counts it.
+///
+/// # Errors
+///
+/// A `spec` that is no model; a sequence longer than its positions.
+pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
+    let mut units = Architecture::from(spec).units(work, stack);
+    let one = Model::new(ModelSpec { layers: 1, sliding_layers: None, ..spec.clone() })?;
+    let shape = BatchShape::uniform(work.micro_batch as usize, work.sequence as usize);
+    let cost = |policy| unit_costs(&one, &shape, dtype, policy);
+    let [everything, selective, nothing] =
+        [cost(Policy::Everything)?, cost(Policy::Selective)?, cost(Policy::Nothing)?];
+    for (kind, unit) in units.kinds.iter_mut().enumerate() {
+        let saved = |costs: &[UnitCost]| costs[kind].saved_bytes as f64;
+        unit.saved = [saved(&everything), saved(&selective), saved(&nothing)];
+        let cost = &everything[kind];
+        // A peak counts what is kept; the program counts that itself.
+        let beyond = |peak: usize| (peak.saturating_sub(cost.saved_bytes) + cost.workspace_bytes) as f64;
+        unit.working = [beyond(cost.forward_peak_bytes), beyond(cost.backward_peak_bytes)];
+        unit.output = cost.output_bytes as f64;
+    }
+    // A loss is a number: nothing crosses from it.
+    if let Some(head) = units.kinds.last_mut() {
+        head.output = 0.0;
+    }
+    Ok(units)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Kernel;
+
+    /// The kernels that are priced do the arithmetic that the models' code does, products and attention at least; what is left is
+    /// element-wise.
+    #[test]
+    fn kernels_have_the_flops_of_the_models_own_code() {
+        let stack = Stack::named("trainyard").unwrap();
+        for name in ["gpt2-124m", "llama-1b", "qwen2.5-0.5b"] {
+            let spec = trainyard_model::preset(name).unwrap();
+            let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
+            let units = Architecture::from(&spec).units(&work, &stack);
+            let one = Model::new(ModelSpec { layers: 1, ..spec.clone() }).unwrap();
+            let shape = BatchShape::uniform(2, 512);
+            let costs = unit_costs(&one, &shape, DType::BF16, Policy::Everything).unwrap();
+            let block = &units.kinds[1];
+            let flops = |kernels: &[Kernel]| kernels.iter().map(Kernel::flops).sum::<f64>();
+            let pairs = [
+                ("forward", flops(&block.forward), costs[1].forward.flops as f64),
+                (
+                    "backward",
+                    flops(&block.backward_input) + flops(&block.backward_weights),
+                    costs[1].backward.flops as f64,
+                ),
+            ];
+            for (pass, ours, theirs) in pairs {
+                assert!((0.93..=1.01).contains(&(ours / theirs)), "{name} {pass}: {ours:.3e} of {theirs:.3e}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_are_run_once_however_many_there_are() {
+        let stack = Stack::named("trainyard").unwrap();
+        let spec = trainyard_model::preset("llama-8b").unwrap();
+        let work = Workload { sequence: 8192, micro_batch: 1, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
+        let units = own_units(&spec, &work, &stack, DType::BF16).unwrap();
+        assert_eq!((units.kinds.len(), units.order.len()), (3, 34));
+        let saved = units.kinds[1].saved;
+        assert!(saved[0] > saved[1] && saved[1] > saved[2]);
+        // Full checkpointing keeps a block's input: tokens x width x 2 bytes.
+        assert_eq!(saved[2], 8192.0 * 4096.0 * 2.0);
+    }
+}

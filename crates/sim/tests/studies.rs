@@ -1,0 +1,127 @@
+//! What published studies found, reproduced by lowering and simulation.
+
+use trainyard_program::{
+    Keep, MemoryKind, Mesh, ModelShape, PipelineSchedule, Placement, ReduceSchedule, StateBytes, Strategy, UnitShape,
+    lower_rank,
+};
+use trainyard_sim::measurement::Case;
+use trainyard_sim::transformer::Workload;
+use trainyard_sim::{Cluster, Constants, Format, Prediction, Profiles, Stack, model, predict};
+
+/// ZeRO (Rajbhandari et al. 2020, figure 1 and table 1): 7.5 billion parameters over 64 ranks hold 120, 31.4, 16.6 and 1.9 GB.
+#[test]
+fn zero_s_memory_table_is_what_programs_hold() {
+    let unit = UnitShape {
+        name: "all".into(),
+        flat_elements: 7_500_000_000,
+        saved_bytes: [1; 3],
+        output_bytes: 1,
+        ..UnitShape::default()
+    };
+    let shape = ModelShape { units: vec![unit], batch_bytes: 1 };
+    let held = |stage: u8, ranks: u32| {
+        let mut strategy = Strategy::new(1);
+        strategy.zero_stage = stage;
+        // Adam in mixed precision: 2 + 2 + 12 bytes.
+        strategy.bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, reduce: 2 };
+        let mesh = Mesh::data(1, ranks);
+        let program = lower_rank(&shape, &mesh, &strategy, 0).unwrap();
+        assert_eq!(program.placement, Placement::of(&mesh, &strategy));
+        let kinds = [MemoryKind::Parameters, MemoryKind::Masters, MemoryKind::Gradients, MemoryKind::Optimizer];
+        let bytes = |kind| program.resident.iter().filter(move |effect| effect.kind == kind).map(|e| e.bytes);
+        kinds.into_iter().flat_map(bytes).sum::<i64>() as f64 / 1e9
+    };
+    for (ranks, printed) in [
+        (4, ["120.0", "52.5", "41.3", "30.0"]),
+        (16, ["120.0", "35.6", "21.6", "7.5"]),
+        (64, ["120.0", "31.4", "16.6", "1.9"]),
+        (256, ["120.0", "30.4", "15.4", "0.5"]),
+    ] {
+        for (stage, printed) in (0..).zip(printed) {
+            assert_eq!(format!("{:.1}", (held(stage, ranks) * 10.0).round() / 10.0), printed, "{stage} {ranks}");
+        }
+    }
+}
+
+/// How the FSDP study shards.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Sharding {
+    Replicated,
+    Full,
+    Hybrid,
+}
+
+fn t5(name: &str, gpus: u32, sharding: Sharding, format: Format) -> Prediction {
+    let architecture = model(name).unwrap();
+    let cluster = Cluster::parse(&format!("{}x8xA100-80GB:roce-2000", gpus / 8), &Profiles::builtin()).unwrap();
+    let mut stack = Stack::named("fsdp-2022").unwrap();
+    if format == Format::Tf32 {
+        stack.state = StateBytes { parameter: 4, master: 0, gradient: 4, optimizer: 8, reduce: 4 };
+    }
+    let mesh = match sharding {
+        Sharding::Replicated => Mesh::data(gpus, 1),
+        Sharding::Full => Mesh::data(1, gpus),
+        Sharding::Hybrid => Mesh::data(gpus / 8, 8),
+    };
+    let units = (architecture.layers + architecture.encoder_layers + 2) as usize;
+    let mut strategy = Strategy::new(units);
+    strategy.keep = vec![Keep::InputOnly; units];
+    strategy.keep[0] = Keep::Everything;
+    strategy.bytes = stack.state;
+    strategy.prefetch = 1;
+    if sharding != Sharding::Replicated {
+        strategy.zero_stage = 3;
+        strategy.reduce_schedule = ReduceSchedule::PerMicroBatch;
+    }
+    let operand_bytes = format.bytes();
+    let work = Workload { sequence: 512, micro_batch: 8, tensor: 1, context: 1, expert: 1, operand_bytes };
+    let case = Case { model: architecture, work, mesh, strategy, cluster, stack, format };
+    predict(&case, &Constants::builtin()).unwrap()
+}
+
+/// Zhao et al. 2023 (arXiv 2304.11277), figure 6a and section 5.2.
+#[test]
+fn the_fsdp_study_comes_out() {
+    for name in ["t5-611m", "t5-2.28b"] {
+        let [ddp, fsdp] = [Sharding::Replicated, Sharding::Full].map(|how| t5(name, 8, how, Format::Bf16));
+        assert!(ddp.fits() && fsdp.fits(), "{name}");
+        let ratio = ddp.tokens_per_s / fsdp.tokens_per_s;
+        assert!((0.95..=1.05).contains(&ratio), "{name}: DDP over FSDP {ratio:.3}");
+    }
+    let ddp = t5("t5-11.3b", 8, Sharding::Replicated, Format::Bf16);
+    assert!(!ddp.fits(), "DDP at 11.3B needs {:.0} GB", ddp.needed_bytes() / 1e9);
+    let eight = t5("t5-11.3b", 8, Sharding::Full, Format::Bf16);
+    let many = t5("t5-11.3b", 512, Sharding::Full, Format::Bf16);
+    let hybrid = t5("t5-11.3b", 16, Sharding::Hybrid, Format::Bf16);
+    assert!(eight.fits() && many.fits() && hybrid.fits());
+    let fall = 1.0 - many.tokens_per_s / eight.tokens_per_s;
+    assert!((0.05..=0.09).contains(&fall), "from 8 to 512 GPUs it falls by {:.1} %", 100.0 * fall);
+    let f32 = t5("t5-11.3b", 8, Sharding::Full, Format::Tf32);
+    assert!(eight.tokens_per_s > 1.2 * f32.tokens_per_s);
+}
+
+/// Ranks that do the same are simulated once: 16,384 GPUs cost what their pipeline's stages do.
+#[test]
+fn sixteen_thousand_ranks_are_a_pipeline_of_sixteen() {
+    let architecture = model("llama-405b").unwrap();
+    let stack = Stack::named("megatron-bridge").unwrap();
+    let mut strategy = Strategy::new(128);
+    strategy.accumulation_steps = 16;
+    strategy.zero_stage = 1;
+    strategy.sequence_parallel = true;
+    strategy.pipeline = PipelineSchedule::Interleaved { chunks: 8 };
+    let case = Case {
+        model: architecture,
+        work: Workload { sequence: 8192, micro_batch: 1, tensor: 8, context: 1, expert: 1, operand_bytes: 2.0 },
+        mesh: Mesh { pp: 16, dp_shard: 128, tp: 8, ..Mesh::default() },
+        strategy,
+        cluster: Cluster::parse("2048x8xH100", &Profiles::builtin()).unwrap(),
+        stack,
+        format: Format::Bf16,
+    };
+    let prediction = predict(&case, &Constants::builtin()).unwrap();
+    assert_eq!(prediction.memory.len(), 16);
+    // Llama 3 (Grattafiori et al. 2024, table 4): 16,384 GPUs reach 400 TFLOP/s each, 38 to 43 % of peak.
+    let tflops = prediction.tokens_per_s * (6.0 * 405.9e9 + 6.0 * 126.0 * 8192.0 * 16384.0) / 1e12;
+    assert!((320.0..480.0).contains(&tflops), "{tflops:.0}");
+}
