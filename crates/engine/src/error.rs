@@ -29,6 +29,9 @@ pub enum EngineError {
     /// The lowering made a program that must not run: a bug.
     #[error("the step program is wrong, which is a bug: {0}")]
     Program(#[from] trainyard_program::CheckError),
+    /// The processes that were started together cannot be joined.
+    #[error(transparent)]
+    Environment(#[from] trainyard_comm::EnvironmentError),
     /// An exchange with other ranks failed.
     #[error(transparent)]
     Comm(#[from] trainyard_comm::CommError),

@@ -9,7 +9,7 @@ use crate::rank::Rank;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
-use crate::world::{first_then_others, from_first, ranks_here};
+use crate::world::{first_then_others, from_first, is_bound, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -414,6 +414,11 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
     let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     if world.backend() != "local" {
         (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));
+        if is_bound() {
+            // Its cores are its own, not to be shared.
+            inputs.processes_here = 1;
+            inputs.cores_because = "cores that the launcher bound this process to".to_owned();
+        }
     }
     let first = config.resolve(&inputs)?;
     let corpora = Corpora::open(&first, &mut *note)?;

@@ -6,7 +6,7 @@ use crate::config::{Config, Inputs};
 use crate::session::inputs_for;
 use crate::{EngineError, Result};
 use std::time::Duration;
-use trainyard_comm::{Communicator, local};
+use trainyard_comm::{Communicator, Environment, local};
 
 /// How long ranks wait while rank 0 prepares data: tokenizing a corpus takes hours at most.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
@@ -14,6 +14,17 @@ const PREPARATION: Duration = Duration::from_secs(24 * 3600);
 /// How many ranks a configuration asks for, or every problem of it.
 pub fn ranks(config: &Config) -> Result<usize> {
     Ok(config.resolve(&inputs_for(config, Inputs::of_this_machine())?)?.parallel.ranks)
+}
+
+/// Runs `body` on every rank of `config`: this process is one of them where a launcher started several together, else they are its threads.
+///
+/// # Errors
+/// As [`on_threads`]; and variables of a launcher that make no sense, or one that this build cannot serve.
+pub fn launch<T: Send>(config: &Config, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
+    match Environment::detect()?.connect()? {
+        Some(world) => run(world, body),
+        None => on_threads(ranks(config)?, body),
+    }
 }
 
 /// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread. Returns what rank 0 returned, once all have ended.
@@ -94,8 +105,36 @@ pub(crate) fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec
     Ok(bytes)
 }
 
+/// Whether the launcher bound this process to some of the host's cores, so that they are its own.
+pub(crate) fn is_bound() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).and_then(count_of_list);
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count_of_list(&list));
+    allowed.zip(online).is_some_and(|(allowed, online)| allowed < online)
+}
+
+/// How many numbers a list like `0-3,8` names.
+fn count_of_list(list: &str) -> Option<usize> {
+    let ranges = list.trim().split(',').map(|range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        Some(last.parse::<usize>().ok()?.checked_sub(first.parse().ok()?)? + 1)
+    });
+    ranges.sum()
+}
+
 /// Ranks of `world` that run on this host.
 pub(crate) fn ranks_here(world: &Communicator) -> usize {
     let here = world.place(world.rank()).host;
     (0..world.size()).filter(|member| world.place(*member).host == here).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cores_are_counted() {
+        assert_eq!(["0", "0-1", "0-3,8", " 2,4-5\n"].map(count_of_list), [Some(1), Some(2), Some(5), Some(3)]);
+        assert_eq!(["", "x", "3-1"].map(count_of_list), [None; 3]);
+    }
 }

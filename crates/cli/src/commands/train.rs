@@ -46,7 +46,7 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     };
     let stop = stop_on_signals()?;
     let control = Control { stop: &stop, process_start };
-    let ending = world::on_threads(world::ranks(&config)?, |world| train_rank(args, &config, world, control))?;
+    let ending = world::launch(&config, |world| train_rank(args, &config, world, control))?;
     Ok(if ending == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(130) })
 }
 
