@@ -242,6 +242,9 @@ unsafe fn sum_blocks<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], o
             }
         }
     }
+    if stream {
+        stream::fence();
+    }
 }
 
 /// A block of one input.

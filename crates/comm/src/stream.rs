@@ -7,7 +7,7 @@
 /// From here on a destination is not expected to stay in a core's own caches (2 MiB and more on servers).
 pub(crate) const STREAM_BYTES: usize = 4 << 20;
 
-/// Copies `bytes`; past the caches if `stream`.
+/// Copies `bytes`; past the caches if `stream`, and then [`fence`] must follow before anybody is told.
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `bytes`, they do not overlap, and nobody else writes them.
@@ -28,7 +28,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize, stream: bo
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
-    use std::arch::x86_64::{_mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    use std::arch::x86_64::{_mm256_loadu_si256, _mm256_stream_si256};
     const LINE: usize = 64;
     let head = to.align_offset(LINE).min(bytes);
     let body = (bytes - head) / LINE * LINE;
@@ -43,8 +43,16 @@ unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
         }
         std::ptr::copy_nonoverlapping(from.add(head + body), to.add(head + body), bytes - head - body);
     }
-    // Non-temporal stores are ordered before what tells others that the copy is done only by this.
-    _mm_sfence();
+}
+
+/// Orders copies past the caches before whatever tells others that they are done; other stores are ordered by that itself.
+#[inline]
+pub(crate) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 has SSE.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
 }
 
 #[cfg(test)]
@@ -59,6 +67,7 @@ mod tests {
                 let mut to = vec![0u8; 1000];
                 // SAFETY: both ranges lie inside their vectors.
                 unsafe { copy(from.as_ptr().add(offset / 2), to.as_mut_ptr().add(offset), bytes, true) };
+                fence();
                 assert_eq!(to[offset..offset + bytes], from[offset / 2..offset / 2 + bytes]);
                 assert!(to[..offset].iter().chain(&to[offset + bytes..]).all(|&byte| byte == 0));
             }

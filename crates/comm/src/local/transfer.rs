@@ -72,4 +72,5 @@ pub(super) unsafe fn in_place(slots: &[&Slot], rank: usize) {
             Operation::Gather | Operation::Barrier | Operation::Split | Operation::Send | Operation::Receive => {}
         }
     }
+    stream::fence();
 }
