@@ -26,6 +26,7 @@ fn help_texts_are_as_agreed() {
         &["bench", "train"],
         &["bench", "kernels"],
         &["bench", "memory"],
+        &["bench", "collectives"],
     ];
     let folder = Folder::new();
     let mut text = String::new();

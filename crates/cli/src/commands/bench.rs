@@ -1,6 +1,7 @@
 //! `trainyard bench`: what this machine reaches, in percent of its measured peak.
 
 use super::Precision;
+use super::collectives::{self, CollectivesArgs};
 use crate::output::{count, memory, note, print, size};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -24,6 +25,8 @@ pub enum Command {
     Kernels(KernelsArgs),
     /// Peak memory against its prediction: three models, three checkpointing modes.
     Memory(MemoryArgs),
+    /// Collectives between ranks, in percent of plain copies; fits latency and bandwidth.
+    Collectives(CollectivesArgs),
 }
 
 /// Arguments of `bench train`.
@@ -95,6 +98,7 @@ pub fn run(command: &Command, process_start: Instant) -> Result<()> {
         Command::Train(args) => train(args, process_start),
         Command::Kernels(args) => kernels(args),
         Command::Memory(args) => memory_table(args),
+        Command::Collectives(args) => collectives::run(args),
     }
 }
 
