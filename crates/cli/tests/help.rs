@@ -22,6 +22,7 @@ fn help_texts_are_as_agreed() {
         &["config", "print"],
         &["config", "docs"],
         &["config", "presets"],
+        &["plan"],
         &["program"],
         &["bench", "train"],
         &["bench", "kernels"],

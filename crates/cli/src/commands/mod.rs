@@ -7,6 +7,7 @@ pub mod data;
 pub mod eval;
 pub mod export;
 pub mod generate;
+pub mod plan;
 pub mod program;
 pub mod supervise;
 pub mod tokenizer;
