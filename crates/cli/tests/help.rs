@@ -6,7 +6,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 19] = [
+    let commands: [&[&str]; 21] = [
         &[],
         &["train"],
         &["supervise"],
