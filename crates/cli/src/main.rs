@@ -2,13 +2,13 @@
 //!
 //! This crate parses arguments, calls the engine and prints; it decides nothing about training. Results go to standard output, what is
 //! going on to standard error. Exit codes: 0 done, 1 an error (said once, as a chain from what was attempted to why it
-//! failed), 2 wrong usage, 130 stopped by a signal with a checkpoint to go on from.
+//! failed), 2 wrong usage, 70 a rank failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to go on from.
 
 mod commands;
 mod output;
 
 use clap::{Parser, Subcommand};
-use commands::{bench, config, data, eval, export, generate, program, tokenizer, train};
+use commands::{bench, config, data, eval, export, generate, program, supervise, tokenizer, train};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -23,6 +23,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Train(train::Args),
+    Supervise(supervise::Args),
     Eval(eval::Args),
     Generate(generate::Args),
     Export(export::Args),
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
     let process_start = Instant::now();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(&args, process_start),
+        Command::Supervise(args) => supervise::run(&args),
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Export(args) => export::run(&args).map(|()| ExitCode::SUCCESS),
@@ -55,7 +57,7 @@ fn main() -> ExitCode {
         Err(error) if output::reader_left(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", output::chain(&error));
-            ExitCode::FAILURE
+            if output::is_fault(&error) { ExitCode::from(supervise::EXIT_FAULT) } else { ExitCode::FAILURE }
         }
     }
 }

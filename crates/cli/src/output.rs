@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use std::fmt::{Display, Write as _};
 use std::io::Write as _;
+use trainyard_engine::EngineError;
 
 /// Prints results. Unlike `print!`, it does not panic when nobody reads any more.
 pub fn print(text: impl Display) -> Result<()> {
@@ -20,6 +21,11 @@ pub fn note(line: &str) {
 pub fn reader_left(error: &anyhow::Error) -> bool {
     let broken = |cause: &std::io::Error| cause.kind() == std::io::ErrorKind::BrokenPipe;
     error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(broken))
+}
+
+/// Whether a rank failed while it ran, so that a restart from the last checkpoint is worth a try.
+pub fn is_fault(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.downcast_ref::<EngineError>().is_some_and(EngineError::is_fault))
 }
 
 /// The chain from what was attempted to why it failed; a cause that the text before already says is not repeated.

@@ -6,9 +6,10 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 18] = [
+    let commands: [&[&str]; 19] = [
         &[],
         &["train"],
+        &["supervise"],
         &["eval"],
         &["generate"],
         &["export"],

@@ -44,6 +44,22 @@ pub enum EngineError {
         /// What happened, and to whom.
         source: trainyard_comm::CommError,
     },
+    /// The training ended on every rank: the first failure as this rank knows it, and where the ranks were.
+    #[error("{source}\n{report}")]
+    Fault {
+        /// What ended it.
+        source: Box<EngineError>,
+        /// Where the ranks were.
+        report: String,
+    },
+    /// A thread of this rank panicked; the panic itself was printed when it happened.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked {
+        /// This rank.
+        rank: u32,
+        /// What the panic said.
+        message: String,
+    },
     /// A file of the run could not be read or written.
     #[error("{what} `{path}`: {source}")]
     File {
@@ -88,3 +104,27 @@ pub enum EngineError {
 
 /// The result of running.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+impl EngineError {
+    /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a try: not so for what is wrong with the configuration, the
+    /// data or the model, which would be wrong again.
+    pub fn is_fault(&self) -> bool {
+        matches!(self, EngineError::Fault { .. } | EngineError::Panicked { .. }) || self.is_told()
+    }
+
+    /// The failure of the world that this error is about, if it is about one.
+    pub fn failure(&self) -> Option<&trainyard_comm::CommError> {
+        match self {
+            EngineError::Comm(failure)
+            | EngineError::Exchange { source: failure, .. }
+            | EngineError::Checkpoint(crate::checkpoint::CheckpointError::Comm(failure)) => Some(failure),
+            EngineError::Fault { source, .. } => source.failure(),
+            _ => None,
+        }
+    }
+
+    /// Whether this is the world's failure as it was told to this rank, which may be another's.
+    pub(crate) fn is_told(&self) -> bool {
+        self.failure().is_some()
+    }
+}

@@ -7,6 +7,7 @@
 //! | [`rank`], [`lanes`], [`links`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
 //! | [`corpora`], [`session`], [`trainer`], [`world`] | a run: set up, and trained, on one rank or many |
+//! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
 //! | [`predict`] | a step's memory and cost, by executing it without data |
 //! | [`bench`] | a step's time, by executing it on random tokens |
@@ -19,11 +20,13 @@ pub mod config;
 pub mod corpora;
 mod error;
 pub mod evaluate;
+pub mod faults;
 pub mod generate;
 pub mod lanes;
 pub mod links;
 pub mod metrics;
 pub mod optimizer;
+pub mod positions;
 pub mod precision;
 pub mod predict;
 pub mod rank;
@@ -34,6 +37,7 @@ pub mod snapshot;
 pub mod state;
 pub mod trace;
 pub mod trainer;
+pub mod watch;
 pub mod world;
 
 pub use error::{EngineError, Result};

@@ -9,11 +9,11 @@ use crate::rank::Rank;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
-use crate::world::{first_then_others, from_first, ranks_here};
+use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
@@ -394,9 +394,20 @@ fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
 
 /// Rank 0 measures while the others rest, so that none disturbs it; it alone needs to know.
 fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Peaks>> {
+    /// Of earlier sessions of this process.
+    static MEASURED: Mutex<Vec<Peaks>> = Mutex::new(Vec::new());
     let threads = resolved.threads * ranks_here(world);
-    let peaks = (world.rank() == 0).then(|| peak::measure(&Cpu::new(resolved.isa, threads)));
-    world.barrier()?;
+    let measure = || {
+        let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = measured.iter().find(|peaks| (peaks.isa, peaks.threads) == (resolved.isa, threads)).copied();
+        known.unwrap_or_else(|| {
+            measured.push(peak::measure(&Cpu::new(resolved.isa, threads)));
+            measured[measured.len() - 1]
+        })
+    };
+    let waiting = patient(world)?;
+    let peaks = (world.rank() == 0).then(measure);
+    waiting.barrier()?;
     Ok(peaks)
 }
 

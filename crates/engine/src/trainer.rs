@@ -10,7 +10,8 @@ use crate::session::Session;
 use crate::shape::compute_dtype;
 use crate::snapshot;
 use crate::trace::TraceWriter;
-use crate::{EngineError, Result};
+use crate::watch::Watch;
+use crate::{EngineError, Result, world};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -70,12 +71,27 @@ pub struct Control<'a> {
     pub stop: &'a AtomicBool,
     /// When the process began.
     pub process_start: Instant,
+    /// Called from another thread with what is to be said, when a rank does not end after a failure and its process has to be ended.
+    pub on_stuck: fn(&str),
 }
 
 /// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward, clip, update, and at times snapshot
 /// (the step program); then record, and at times evaluate. The checkpoint of a step is submitted before its evaluation. All ranks run this together; what depends on
 /// the clock or on `control` is rank 0's word, and rank 0 alone records and shows.
+///
+/// # Errors
+/// [`EngineError::Diverged`]; everything else is an [`EngineError::Fault`], after which all ranks end.
 pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
+    let deadline = world::deadline(&session.resolved.config);
+    let positions = session.rank.positions();
+    let watch = Watch::start(&session.world, positions, &session.folder, deadline, control.on_stuck)?;
+    train_steps(session, progress, control).map_err(|error| match error {
+        EngineError::Diverged { .. } => error,
+        error => watch.report(error),
+    })
+}
+
+fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
     let mut run = Run::open(session, progress, control)?;
     run.progress.begin(run.session.state.step, run.clock.steps);
     let ending = loop {

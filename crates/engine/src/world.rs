@@ -3,8 +3,10 @@
 //! Every rank runs the same code, thread or process. Where one must go first (making token files, the run's folder) it is rank 0.
 
 use crate::config::{Config, Inputs};
+use crate::faults::Faults;
 use crate::session::inputs_for;
 use crate::{EngineError, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use trainyard_comm::{Communicator, local};
 
@@ -16,13 +18,26 @@ pub fn ranks(config: &Config) -> Result<usize> {
     Ok(config.resolve(&inputs_for(config, Inputs::of_this_machine())?)?.parallel.ranks)
 }
 
+/// How long ranks wait for each other: `parallel.deadline_seconds`.
+pub fn deadline(config: &Config) -> Duration {
+    // Thirty years are for ever; more is no duration.
+    Duration::from_secs_f64(config.parallel.deadline_seconds.clamp(1e-3, 1e9))
+}
+
+/// Gives `world`, and the communicators that will be made of it, the deadline and the checksums that `config` asks for, and faults. All ranks do this alike,
+/// before anything else.
+pub fn prepare(world: &Communicator, config: &Config, faults: Option<&Faults>) {
+    world.set_deadline(deadline(config));
+    world.set_verify(config.parallel.verify);
+    if let Some(faults) = faults {
+        faults.inject(world);
+    }
+}
+
 /// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread. Returns what rank 0 returned, once all have ended.
 ///
 /// # Errors
 /// The first failure counts: a rank that fails wakes the others, whose errors name it. Rank 0's own error comes first, then that of the lowest rank.
-///
-/// # Panics
-/// When a rank panicked, after the others have ended.
 pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
     let mut worlds = local::World::new(ranks).into_iter();
     let first = worlds.next().expect("a world has at least one rank");
@@ -40,39 +55,56 @@ pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T
             match other.join() {
                 Ok(Ok(_)) => {}
                 // What another rank was told is less than what the one that failed knows.
-                Ok(Err(error)) => match &result {
-                    Err(EngineError::Comm(_) | EngineError::Exchange { .. }) if !is_told(&error) => result = Err(error),
-                    Ok(_) => result = Err(error),
-                    Err(_) => {}
-                },
-                Err(panic) => std::panic::resume_unwind(panic),
+                Ok(Err(error)) => {
+                    let replace = result.as_ref().map_or_else(|first| knows_more(&error, first), |_| true);
+                    if replace {
+                        result = Err(error);
+                    }
+                }
+                Err(_) => unreachable!("a rank's panic is caught where it runs"),
             }
         }
         result
     })
 }
 
-/// Runs one rank; when it fails, the others are told why.
+/// Whether `error` of one rank says more about a failure than that of another: who fails knows more than who is told, but whose thread panics knows nothing.
+fn knows_more(error: &EngineError, than: &EngineError) -> bool {
+    let rank = |error: &EngineError| match error {
+        EngineError::Panicked { .. } => 0,
+        error if error.is_told() => 1,
+        _ => 2,
+    };
+    rank(error) > rank(than)
+}
+
+/// A communicator of the same ranks that may take its time.
+pub(crate) fn patient(world: &Communicator) -> Result<Communicator> {
+    let waiting = world.duplicate("preparation")?;
+    waiting.set_deadline(PREPARATION);
+    Ok(waiting)
+}
+
+/// Runs one rank; when it fails or panics, the others are told why.
 pub fn run<T>(world: Communicator, body: impl Fn(Communicator) -> Result<T>) -> Result<T> {
     let alarm = world.duplicate("alarm")?;
-    let result = body(world);
+    // What the body leaves behind after a panic is seen by nobody: its handles are dropped with it.
+    let result = catch_unwind(AssertUnwindSafe(|| body(world))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+        let message = text.unwrap_or("what it said is no text").to_owned();
+        Err(EngineError::Panicked { rank: alarm.rank() as u32, message })
+    });
     if let Err(error) = &result
-        && !is_told(error)
+        && !error.is_told()
     {
         alarm.abort(error.to_string());
     }
     result
 }
 
-/// Whether the error is another rank's failure, seen from here.
-fn is_told(error: &EngineError) -> bool {
-    matches!(error, EngineError::Comm(_) | EngineError::Exchange { .. })
-}
-
 /// Lets rank 0 do `work` first and the others after it: what it makes, they find.
 pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    let waiting = world.duplicate("preparation")?;
-    waiting.set_deadline(PREPARATION);
+    let waiting = patient(world)?;
     if world.rank() == 0 {
         let made = work()?;
         waiting.barrier()?;
@@ -84,8 +116,7 @@ pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> 
 
 /// What rank 0's `make` returns, on every rank.
 pub(crate) fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
-    let waiting = world.duplicate("preparation")?;
-    waiting.set_deadline(PREPARATION);
+    let waiting = patient(world)?;
     let mut bytes = if world.rank() == 0 { make()? } else { Vec::new() };
     let mut length = [bytes.len() as u64];
     waiting.broadcast(&mut length, 0)?;

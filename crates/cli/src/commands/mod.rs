@@ -7,6 +7,7 @@ pub mod eval;
 pub mod export;
 pub mod generate;
 pub mod program;
+pub mod supervise;
 pub mod tokenizer;
 pub mod train;
 

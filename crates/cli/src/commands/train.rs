@@ -1,15 +1,18 @@
 //! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier run resumed.
 
 use super::config::load;
+use super::supervise;
 use crate::output::{count, memory, note, print, size};
 use anyhow::{Context, Result};
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use trainyard_comm::Communicator;
+use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Limits};
+use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress;
 use trainyard_engine::session::{Session, files};
@@ -34,34 +37,104 @@ pub struct Args {
     /// Train on these files or folders instead of what the configuration names; can be given several times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     data: Vec<PathBuf>,
+    /// When a rank fails, start again from the newest checkpoint, up to N times. With mpirun: `trainyard supervise`.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
+    /// Where to write the run's folder, for the supervisor.
+    #[arg(long, hide = true, value_name = "FILE")]
+    run_file: Option<PathBuf>,
+    /// Go on with what an earlier attempt at this very command began.
+    #[arg(long, hide = true, value_name = "RUN")]
+    restart: Option<PathBuf>,
+}
+
+/// The options that a supervisor adds.
+pub const RUN_FILE: &str = "--run-file";
+pub const RESTART: &str = "--restart";
+
+impl Args {
+    /// The run to go on with, and what is set over its configuration: an attempt before this one has made the configuration with what was set.
+    fn resumed(&self) -> Option<(&Path, &[String])> {
+        match (&self.restart, &self.resume) {
+            (Some(folder), None) => Some((folder, &[])),
+            (Some(folder), Some(_)) | (None, Some(folder)) => Some((folder, &self.sets)),
+            (None, None) => None,
+        }
+    }
+
+    /// This command without its supervision.
+    fn command(&self) -> Result<Vec<OsString>> {
+        let mut command =
+            vec![std::env::current_exe().context("this program's path")?.into_os_string(), "train".into()];
+        command.extend(self.config.iter().map(|path| path.clone().into_os_string()));
+        let mut option = |name: &str, value: OsString| command.extend([name.into(), value]);
+        self.sets.iter().for_each(|set| option("--set", set.into()));
+        self.resume.iter().for_each(|folder| option("--resume", folder.into()));
+        self.data.iter().for_each(|path| option("--data", path.into()));
+        Ok(command)
+    }
 }
 
 /// Runs the command: every rank trains, rank 0 speaks.
 pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
-    let config = match &args.resume {
-        Some(folder) => {
-            Session::configuration(folder, &args.sets).with_context(|| format!("cannot resume {}", folder.display()))?
+    if args.max_restarts > 0 {
+        return supervise::supervise(&args.command()?, args.max_restarts);
+    }
+    let config = match args.resumed() {
+        Some((folder, sets)) => {
+            Session::configuration(folder, sets).with_context(|| format!("cannot resume {}", folder.display()))?
         }
         None => configuration(args)?,
     };
+    let faults = Faults::from_environment()?.map(Arc::new);
+    if let Some(faults) = &faults {
+        note(&format!("{VARIABLE}: this run is going to fail on purpose: {}", faults.describe()));
+    }
     let stop = stop_on_signals()?;
-    let control = Control { stop: &stop, process_start };
-    let ending = world::on_threads(world::ranks(&config)?, |world| train_rank(args, &config, world, control))?;
+    let control = Control { stop: &stop, process_start, on_stuck: end_process };
+    let body = |world: Communicator| train_rank(args, &config, world, control, faults.as_ref());
+    let ending = match Environment::detect()?.connect()? {
+        Some(world) => world::run(world, body)?,
+        None => world::on_threads(world::ranks(&config)?, body)?,
+    };
     Ok(if ending == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(130) })
 }
 
+/// Ends the process when a rank's threads do not.
+fn end_process(why: &str) {
+    note(&format!("error: {why}"));
+    std::process::exit(supervise::EXIT_FAULT.into());
+}
+
 /// One rank's run from beginning to end.
-fn train_rank(args: &Args, config: &Config, world: Communicator, control: Control<'_>) -> Result<Ending, EngineError> {
+fn train_rank(
+    args: &Args,
+    config: &Config,
+    world: Communicator,
+    control: Control<'_>,
+    faults: Option<&Arc<Faults>>,
+) -> Result<Ending, EngineError> {
     let is_first = world.rank() == 0;
     let say = |line: &str| {
         if is_first {
             note(line);
         }
     };
-    let mut session = match &args.resume {
-        Some(folder) => Session::resume(folder, &args.sets, world, say)?,
+    world::prepare(&world, config, faults.map(Arc::as_ref));
+    let mut session = match args.resumed() {
+        Some((folder, sets)) => Session::resume(folder, sets, world, say)?,
         None => Session::create(config, world, say)?,
     };
+    if let (true, Some(file)) = (is_first, &args.run_file) {
+        supervise::write_run_file(file, &session.folder).map_err(|source| EngineError::File {
+            what: "cannot write",
+            path: file.display().to_string(),
+            source,
+        })?;
+    }
+    if let Some(faults) = faults {
+        session.rank.inject(Arc::clone(faults));
+    }
     let show = |text: String| if is_first { print(text).map_err(output_error) } else { Ok(()) };
     show(session.resolved.to_toml())?;
     show(format!("\n{}", plan(&session)))?;

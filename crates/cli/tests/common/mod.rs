@@ -57,7 +57,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    fn new(output: Output) -> Ran {
+    pub fn new(output: Output) -> Ran {
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         Ran { code: output.status.code(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
     }

@@ -7,13 +7,9 @@ use super::fault::Disk;
 use super::write::{Partial, Sizes, Writer, verify, write_parts};
 use super::{CheckpointError, Snapshot};
 use std::path::Path;
-use std::time::Duration;
 use trainyard_comm::Communicator;
 
-/// How long ranks wait for the slowest disk; a rank that fails is noticed at once.
-const DEADLINE: Duration = Duration::from_secs(3600);
-
-/// The ranks that write together. Each has one, used by its writing thread alone.
+/// The ranks that write together, within the run's deadline of each other. Each has one, used by its writing thread alone.
 pub(super) struct Group(Communicator);
 
 /// What a rank has to say: what it wrote, or why it could not.
@@ -21,7 +17,6 @@ type Word = Result<Partial, String>;
 
 impl Group {
     pub fn new(comm: Communicator) -> Group {
-        comm.set_deadline(DEADLINE);
         Group(comm)
     }
 

@@ -58,6 +58,7 @@ impl Resolver {
                 self.problem(&format!("parallel.{key}"), message);
             }
         }
+        self.positive("parallel.deadline_seconds", Some(section.deadline_seconds));
         let (replicate, shard) = self.degrees(&section, inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),

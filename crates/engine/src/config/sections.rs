@@ -499,6 +499,11 @@ section! {
         /// What gradients are rounded to on their way between ranks.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// Seconds that ranks wait for each other, and that one instruction may take, before the run ends with a report of who is where. Saving and evaluating count.
+        #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
+        deadline_seconds: f64 = 600.0;
+        /// Whether what ranks send each other carries checksums, so that data which changes on its way ends the run; costs one more pass over it at each end.
+        verify: bool = false;
         /// Only 1 as yet.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]
         pipeline_parallel_degree: usize = 1;

@@ -9,13 +9,15 @@ mod step;
 pub use step::{StepOutcome, StepSettings};
 
 use crate::config::OptimizerSettings;
+use crate::faults::Faults;
 use crate::lanes::{self, Handler};
 use crate::links::{ComputeLinks, GatherLinks, Links, ReduceLinks};
 use crate::optimizer::Optimizer;
+use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
 use crate::state::{GradientState, Holding, ParameterState, lock};
 use crate::{EngineError, Result};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use step::Step;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
@@ -34,7 +36,9 @@ pub struct Rank {
     gather_links: Mutex<GatherLinks>,
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
-    alarm: Mutex<Option<Communicator>>,
+    alarm: Option<Communicator>,
+    positions: Arc<Positions>,
+    faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
     seed: u64,
 }
@@ -104,7 +108,9 @@ impl Rank {
             gather_links: Mutex::new(links.gather),
             reduce_links: Mutex::new(links.reduce),
             compute_links: Mutex::new(links.compute),
-            alarm: Mutex::new(links.alarm),
+            alarm: links.alarm,
+            positions: Arc::default(),
+            faults: None,
             reduce_dtype,
             seed,
         }
@@ -118,6 +124,16 @@ impl Rank {
     /// Where it runs.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Where its lanes are.
+    pub fn positions(&self) -> Arc<Positions> {
+        Arc::clone(&self.positions)
+    }
+
+    /// Lets faults strike its instructions. For tests.
+    pub fn inject(&mut self, faults: Arc<Faults>) {
+        self.faults = Some(faults);
     }
 
     /// Updates made.
@@ -208,37 +224,43 @@ impl Rank {
         let rank: &Rank = self;
         rank.gradients.begin_step();
         let step = &Step::new(program, settings);
-        let located = |instruction: &Instruction, result: Result<()>| match result {
-            Err(EngineError::Comm(source)) => {
-                let what = describe(program, instruction);
-                Err(EngineError::Exchange { rank: program.rank, step: settings.step, what, source })
+        let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
+            let what = describe(program, instruction);
+            let at = Position { step: settings.step, instruction: number as u32, what };
+            match rank.perform(program, instruction, &at, body) {
+                Err(EngineError::Comm(source)) => {
+                    Err(EngineError::Exchange { rank: program.rank, step: at.step, what: at.what, source })
+                }
+                other => other,
             }
-            other => other,
         };
-        let position = |number: usize, instruction: &Instruction| Position {
-            step: settings.step,
-            instruction: number as u32,
-            what: describe(program, instruction),
-        };
-        let input: Handler<'_, EngineError> = Box::new(|_, instruction| {
-            if let Action::Load { micro_batch } = instruction.action {
-                step.put_batch(micro_batch, load(&rank.device, &rank.model)?);
-            }
-            Ok(())
+        let input: Handler<'_, EngineError> = Box::new(|number, instruction| {
+            perform(number, instruction, &mut |_| {
+                if let Action::Load { micro_batch } = instruction.action {
+                    step.put_batch(micro_batch, load(&rank.device, &rank.model)?);
+                }
+                Ok(())
+            })
         });
-        let host: Handler<'_, EngineError> = Box::new(|_, instruction| match instruction.action {
-            Action::Snapshot => snapshot(rank, &step.outcome()),
-            other => Err(cannot(other)),
+        let host: Handler<'_, EngineError> = Box::new(|number, instruction| {
+            perform(number, instruction, &mut |_| match instruction.action {
+                Action::Snapshot => snapshot(rank, &step.outcome()),
+                other => Err(cannot(other)),
+            })
         });
         let gather: Handler<'_, EngineError> = Box::new(|number, instruction| {
-            let links = lock(&rank.gather_links);
-            links.post(&position(number, instruction));
-            located(instruction, rank.gather(instruction, &links))
+            perform(number, instruction, &mut |at| {
+                let links = lock(&rank.gather_links);
+                links.post(at);
+                rank.gather(instruction, &links)
+            })
         });
         let reduce: Handler<'_, EngineError> = Box::new(|number, instruction| {
-            let mut links = lock(&rank.reduce_links);
-            links.post(&position(number, instruction));
-            located(instruction, rank.reduce(number, instruction, step, &mut links))
+            perform(number, instruction, &mut |at| {
+                let mut links = lock(&rank.reduce_links);
+                links.post(at);
+                rank.reduce(number, instruction, step, &mut links)
+            })
         });
         let handlers = vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
         let runs = |lane: &Lane| *lane == Lane::Compute || handlers.iter().any(|(handled, _)| handled == lane);
@@ -248,10 +270,12 @@ impl Rank {
         }
         let compute = |number: usize, instruction: &Instruction| {
             rank.gradients.give_back(step.reductions_done(&instruction.after));
-            if instruction.action == Action::Clip {
-                lock(&rank.compute_links).post(&position(number, instruction));
-            }
-            located(instruction, rank.compute(instruction, step))
+            perform(number, instruction, &mut |at| {
+                if instruction.action == Action::Clip {
+                    lock(&rank.compute_links).post(at);
+                }
+                rank.compute(instruction, step)
+            })
         };
         let spans = if rank.device.is_meta() {
             lanes::run_in_order(program, handlers, compute)?;
@@ -264,14 +288,41 @@ impl Rank {
         Ok(outcome)
     }
 
+    /// Runs one instruction, keeping note of where the lane is and letting a fault strike that is due.
+    fn perform(
+        &self,
+        program: &Program,
+        instruction: &Instruction,
+        at: &Position,
+        body: &mut dyn FnMut(&Position) -> Result<()>,
+    ) -> Result<()> {
+        let lane = instruction.action.lane();
+        self.positions.enter(lane, at);
+        let struck = self.faults.as_ref().map_or(Ok(()), |f| f.strike(program.rank, at, self.alarm.as_ref()));
+        if program.mesh.ranks() > 1 && waits_for_others(instruction) {
+            self.positions.now(lane, Doing::Exchanging);
+        }
+        let result = struck.and_then(|()| body(at));
+        self.positions.now(lane, if result.is_ok() { Doing::Finished } else { Doing::Failed });
+        result
+    }
+
     /// Wakes the other ranks when this one fails, unless it was told of a failure itself.
     fn raise_alarm(&self, error: Option<&EngineError>) {
-        if matches!(error, Some(EngineError::Exchange { .. } | EngineError::Comm(_))) {
+        if error.is_some_and(EngineError::is_told) {
             return;
         }
-        if let Some(comm) = &*lock(&self.alarm) {
-            comm.abort(error.map_or("a lane panicked".to_owned(), EngineError::to_string));
+        if let Some(comm) = &self.alarm {
+            comm.abort(error.map_or_else(|| self.panicked(), EngineError::to_string));
         }
+    }
+
+    /// That a lane panicked, and where those were that had not finished.
+    fn panicked(&self) -> String {
+        let busy = |doing| matches!(doing, Doing::Running | Doing::Exchanging);
+        let lanes = self.positions.lanes().into_iter().filter(|(_, at)| busy(at.doing));
+        let lanes: Vec<String> = lanes.map(|(lane, at)| format!("lane {} {at}", lane.name())).collect();
+        format!("a lane panicked: {}", lanes.join("; "))
     }
 
     fn gather(&self, instruction: &Instruction, links: &GatherLinks) -> Result<()> {
@@ -296,6 +347,15 @@ impl Rank {
 /// Which of the data ranks this is: its micro-batches follow those of the ranks before it.
 fn data_index(program: &Program) -> u64 {
     u64::from(program.mesh.group(program.rank, Axis::Data).index)
+}
+
+/// Whether an instruction may have to wait for other ranks: those of the communicating lanes, the norm, and a snapshot, which waits for all ranks to have
+/// written the one before.
+fn waits_for_others(instruction: &Instruction) -> bool {
+    let lane = instruction.action.lane();
+    instruction.bytes > 0
+        || matches!(lane, Lane::Gather | Lane::Reduce)
+        || matches!(instruction.action, Action::Clip | Action::Snapshot)
 }
 
 /// The instruction in words.

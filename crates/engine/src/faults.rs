@@ -1,0 +1,116 @@
+//! Faults on purpose, for tests: at a rank, a step and an instruction, once.
+//!
+//! The environment variable [`VARIABLE`] holds faults in the form of [`Fault`], separated by `;`, e.g.
+//! `kill rank=1 step=3 instruction=7; delay:250 rank=0 step=4 instruction=2`. Without it nothing here runs. A fault at a program position strikes when
+//! that instruction begins, on whatever lane; one at an operation of a communicator, and every corruption, is struck by the communicator.
+
+use crate::{EngineError, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use trainyard_comm::fault::{Action, At, Fault, FaultPlan};
+use trainyard_comm::{Communicator, Position};
+use trainyard_program::Program;
+
+/// The environment variable that holds faults.
+pub const VARIABLE: &str = "TRAINYARD_FAULTS";
+
+/// What a hanging rank does when the others have noticed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Hang {
+    /// It hangs on: its process has to be ended.
+    ForEver,
+    /// It returns the others' error, so that a test can go on in the same process.
+    UntilNoticed,
+}
+
+/// Faults to come.
+#[derive(Debug)]
+pub struct Faults {
+    in_programs: Vec<(Fault, AtomicBool)>,
+    in_exchanges: Arc<FaultPlan>,
+    hang: Hang,
+}
+
+impl Faults {
+    /// These faults.
+    pub fn new(faults: impl IntoIterator<Item = Fault>, hang: Hang) -> Faults {
+        let of_program = |fault: &Fault| matches!(fault.at, At::Position { .. }) && fault.action != Action::Corrupt;
+        let (programs, exchanges): (Vec<_>, Vec<_>) = faults.into_iter().partition(of_program);
+        Faults {
+            in_programs: programs.into_iter().map(|fault| (fault, AtomicBool::new(false))).collect(),
+            in_exchanges: Arc::new(FaultPlan::new(exchanges)),
+            hang,
+        }
+    }
+
+    /// Those that [`VARIABLE`] asks for.
+    ///
+    /// # Errors
+    /// When it holds something else.
+    pub fn from_environment() -> Result<Option<Faults>> {
+        let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
+        let texts = text.split(';').map(str::trim).filter(|text| !text.is_empty());
+        let faults = texts.map(str::parse).collect::<Result<Vec<Fault>, _>>();
+        let faults = faults.map_err(|error| EngineError::DoesNotFit(format!("{VARIABLE}: {error}")))?;
+        Ok((!faults.is_empty()).then(|| Faults::new(faults, Hang::ForEver)))
+    }
+
+    /// All of them, as text.
+    pub fn describe(&self) -> String {
+        let own = self.in_programs.iter().map(|(fault, _)| fault);
+        own.chain(self.in_exchanges.faults()).map(Fault::to_string).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Lets those that strike in exchanges strike on `world` and all communicators made of it afterwards.
+    pub fn inject(&self, world: &Communicator) {
+        world.inject(Arc::clone(&self.in_exchanges));
+    }
+
+    /// What happens to `rank` at this position, if it was to happen and has not yet.
+    pub(crate) fn strike(&self, rank: u32, at: &Position, comm: Option<&Communicator>) -> Result<()> {
+        let here = At::Position { step: at.step, instruction: at.instruction };
+        let due = |fault: &Fault| fault.rank == rank && fault.at == here;
+        let due = self.in_programs.iter().find(|(fault, struck)| due(fault) && !struck.swap(true, Ordering::Relaxed));
+        let Some((fault, _)) = due else { return Ok(()) };
+        match fault.action {
+            Action::Kill if comm.is_some_and(|comm| comm.backend() != "local") => std::process::abort(),
+            Action::Kill => panic!("rank {rank} killed on purpose at {at}"),
+            Action::Hang => loop {
+                std::thread::sleep(Duration::from_millis(5));
+                if let Some(noticed) = comm.filter(|_| self.hang == Hang::UntilNoticed).and_then(Communicator::failure)
+                {
+                    return Err(noticed.into());
+                }
+            },
+            Action::Delay(delay) => std::thread::sleep(delay),
+            Action::Refuse => {
+                return Err(EngineError::DoesNotFit(format!("rank {rank} was refused memory on purpose at {at}")));
+            }
+            Action::Corrupt => {}
+        }
+        Ok(())
+    }
+}
+
+/// A fault drawn from `seed`: any rank, any of the first `steps` steps, any instruction of that rank's program (a corruption: any that sends), any
+/// action. A delay is as long as `delay`.
+///
+/// # Panics
+/// If there are no programs or no steps.
+pub fn seeded(seed: u64, programs: &[Program], steps: u64, delay: Duration) -> Fault {
+    // Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64.
+    let draw = |stream: u64, below: usize| {
+        let mut x = seed.wrapping_mul(8).wrapping_add(stream).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((x ^ (x >> 31)) % below as u64) as usize
+    };
+    let rank = draw(0, programs.len());
+    let actions = [Action::Kill, Action::Hang, Action::Delay(delay), Action::Corrupt, Action::Refuse];
+    let action = actions[draw(1, actions.len())];
+    let sends = |index: &usize| action != Action::Corrupt || programs[rank].instructions[*index].bytes > 0;
+    let choice: Vec<usize> = (0..programs[rank].instructions.len()).filter(sends).collect();
+    let instruction = choice[draw(2, choice.len())] as u32;
+    Fault { rank: rank as u32, at: At::Position { step: draw(3, steps as usize) as u64, instruction }, action }
+}
