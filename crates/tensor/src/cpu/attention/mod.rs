@@ -323,7 +323,9 @@ pub fn forward_cross<T: Element>(
     #[cfg(target_arch = "x86_64")]
     if on_tiles(cpu.isa, T::DTYPE) {
         let tasks = plan::tasks(spec, cu_q, cu_k, amx::CHUNK, amx::UNIT);
-        cpu.threads.for_each(tasks.len(), |task| amx::forward(&job, &tasks[task]));
+        cpu.threads.for_each(tasks.len(), |task| {
+            amx::forward(&job, &tasks[task], tasks.get(task + cpu.threads.count()));
+        });
         return Ok(());
     }
     let tasks = plan::tasks(spec, cu_q, cu_k, forward::CHUNK, vector::QUERIES);
@@ -375,7 +377,9 @@ pub fn backward<T: Element>(
     let tasks = plan::tasks(spec, cu_seqlens, cu_seqlens, usize::MAX / 2, 1);
     #[cfg(target_arch = "x86_64")]
     if on_tiles(cpu.isa, T::DTYPE) {
-        cpu.threads.for_each(tasks.len(), |task| amx::backward(&job, &tasks[task]));
+        cpu.threads.for_each(tasks.len(), |task| {
+            amx::backward(&job, &tasks[task], tasks.get(task + cpu.threads.count()));
+        });
         return Ok(());
     }
     cpu.threads.for_each(tasks.len(), |task| backward::task(&job, &tasks[task]));

@@ -125,6 +125,14 @@ impl<'a, T> Rows<'a, T> {
         )
     }
 
+    /// The element at the first of the rows `rows` and the first of the columns `cols`; panics when they are outside.
+    #[inline(always)]
+    pub(super) fn block(&self, rows: &Range<usize>, cols: &Range<usize>) -> *const T {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(cols.start <= cols.end && cols.end <= self.cols, "columns {cols:?} of {}", self.cols);
+        self.data.as_ptr().wrapping_add(rows.start * self.stride + cols.start)
+    }
+
     /// Row `row`.
     #[inline(always)]
     pub fn row(&self, row: usize) -> &'a [T] {
@@ -185,6 +193,14 @@ impl<'a, T> RowsMut<'a, T> {
     /// Elements from one row's start to the next one's.
     pub fn stride(&self) -> usize {
         self.stride
+    }
+
+    /// The address of the first of the rows `rows` and the first of the columns `cols`; panics when they are outside.
+    #[inline(always)]
+    pub(super) fn block(&self, rows: &Range<usize>, cols: &Range<usize>) -> *const T {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(cols.start <= cols.end && cols.end <= self.cols, "columns {cols:?} of {}", self.cols);
+        self.data.wrapping_add(rows.start * self.stride + cols.start).cast_const()
     }
 
     /// The columns `cols` of each of the rows `rows` in turn, fetching ahead; panics when they are outside.

@@ -17,7 +17,7 @@ use super::{LOG2_E, PAIR, QUAD, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, roun
 use crate::cpu::amx::{Pairs, Tiles};
 use crate::cpu::attention::plan::{Segment, Task};
 use crate::cpu::attention::scratch::{carve, total, with};
-use crate::cpu::attention::{AttentionSpec, Backward, RowsMut};
+use crate::cpu::attention::{AttentionSpec, Backward};
 use crate::dtype::{Element, bf16};
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -44,10 +44,26 @@ pub(in crate::cpu::attention) fn floats(spec: &AttentionSpec, keys: usize) -> us
     total(&parts(spec)) + 2 * units(keys) * units(spec.head_dim) * QUAD
 }
 
-/// One segment and key/value head: all its queries and keys.
-pub(in crate::cpu::attention) fn task<T: Element>(job: &Backward<'_, T>, task: &Task) {
+/// One segment and key/value head: all its queries and keys. `next` is what this thread will probably do next.
+pub(in crate::cpu::attention) fn task<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>) {
     // SAFETY: jobs come here only on the AMX rung, which no CPU without these features detects.
-    with(floats(job.spec, task.segment.keys.len()), |space| unsafe { run(job, task, space) });
+    with(floats(job.spec, task.segment.keys.len()), |space| unsafe { run(job, task, next, space) });
+}
+
+/// Fetches part `part` of `parts` of what a task reads first into the L2 cache, as forward does.
+fn fetch<T: Element>(job: &Backward<'_, T>, task: &Task, part: usize, parts: usize) {
+    let (d, segment, group) = (job.spec.head_dim, &task.segment, job.spec.group());
+    let share = |rows: &Range<usize>| {
+        let len = rows.len().min(SUPER * UNIT);
+        rows.start + len * part / parts..rows.start + len * (part + 1) / parts
+    };
+    let cols = task.kv_head * group * d..(task.kv_head * group + 1) * d;
+    for x in [&job.q, &job.dout, &job.out] {
+        pack::prefetch(x, &share(&segment.queries), &cols);
+    }
+    for x in [&job.k, &job.v] {
+        pack::prefetch(x, &share(&segment.keys), &(task.kv_head * d..(task.kv_head + 1) * d));
+    }
 }
 
 /// The packs and sums that blocks work on.
@@ -76,7 +92,7 @@ struct Space {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn run<T: Element>(job: &Backward<'_, T>, task: &Task, space: &mut [f32]) {
+fn run<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, space: &mut [f32]) {
     let (spec, segment) = (job.spec, &task.segment);
     let (d, dims) = (spec.head_dim, units(spec.head_dim));
     let sums = units(segment.keys.len()) * dims * QUAD;
@@ -109,8 +125,9 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, space: &mut [f32]) {
     // SAFETY: the AMX rung was detected; this task uses no other configuration.
     let tiles = unsafe { Tiles::configure() };
     let all = units(task.chunk.len());
+    let heads = task.kv_head * spec.group()..(task.kv_head + 1) * spec.group();
     let mut packed_keys = 0..0;
-    for head in task.kv_head * spec.group()..(task.kv_head + 1) * spec.group() {
+    for head in heads.clone() {
         for first in (0..all).step_by(SUPER) {
             let query_units = first..all.min(first + SUPER);
             // SAFETY: the packs hold `SUPER` units.
@@ -128,6 +145,16 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, space: &mut [f32]) {
                     }
                     for block in query_units.clone().step_by(QUERY_BLOCK) {
                         let queries = block..query_units.end.min(block + QUERY_BLOCK);
+                        // The last keys of these queries: what comes next is fetched meanwhile.
+                        if key_units.end >= seen.end {
+                            let row = segment.queries.start;
+                            let rows = row + block * UNIT..segment.queries.end.min(row + queries.end * UNIT);
+                            pack::prefetch_rows(&job.dq, &rows, &(head * d..(head + 1) * d));
+                            if let Some(next) = next.filter(|_| head + 1 == heads.end && query_units.end == all) {
+                                let (part, parts) = (block - query_units.start, query_units.len());
+                                fetch(job, next, part / QUERY_BLOCK, parts.div_ceil(QUERY_BLOCK));
+                            }
+                        }
                         for block in key_units.clone().step_by(KEY_BLOCK) {
                             let keys = block..key_units.end.min(block + KEY_BLOCK);
                             // SAFETY: queries and keys of these units were packed.
@@ -141,17 +168,22 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, space: &mut [f32]) {
         }
     }
     drop(tiles);
+    let rows = |unit: usize| {
+        let row = segment.keys.start + unit * UNIT;
+        row.min(segment.keys.end)..segment.keys.end.min(row + UNIT)
+    };
     for unit in 0..units(segment.keys.len()) {
+        for y in [&job.dk, &job.dv] {
+            pack::prefetch_rows(y, &rows(unit + 2), &(task.kv_head * d..(task.kv_head + 1) * d));
+        }
         for dim in 0..dims {
-            let col = task.kv_head * d + dim * UNIT;
-            let cols = col..col + UNIT.min(d - dim * UNIT);
-            let row = segment.keys.start + unit * UNIT;
-            let rows = row..segment.keys.end.min(row + UNIT);
+            let cols = task.kv_head * d + dim * UNIT..task.kv_head * d + d.min((dim + 1) * UNIT);
+            let rows = rows(unit);
             let quad = (unit * dims + dim) * QUAD;
             // SAFETY: the quads lie in the sums; this task alone writes these rows of this head.
             unsafe {
-                store_sums(space.dk.add(quad), spec.scale.abs(), &job.dk, &rows, &cols);
-                store_sums(space.dv.add(quad), 1.0, &job.dv, &rows, &cols);
+                pack::store_rows(space.dk.add(quad), &[spec.scale.abs(); UNIT], &job.dk, &rows, &cols);
+                pack::store_rows(space.dv.add(quad), &[1.0; UNIT], &job.dv, &rows, &cols);
             }
         }
     }
@@ -190,17 +222,11 @@ impl Space {
                 }
             }
             for dim in 0..self.dims {
-                let from = |x, negate| pack::Unit {
-                    x,
-                    row,
-                    rows,
-                    col: head * d + dim * UNIT,
-                    cols: UNIT.min(d - dim * UNIT),
-                    negate,
-                };
+                let cols = head * d + dim * UNIT..head * d + d.min((dim + 1) * UNIT);
+                let from = |x| pack::Unit::new(x, row..row + rows, cols.clone());
                 let at = (i * self.dims + dim) * PAIR;
-                let (q, dout) = (from(q, job.spec.scale < 0.0), from(dout, false));
-                pack::add_row_dots(&dout, &from(out, false), delta);
+                let (q, dout) = (from(q).negated(job.spec.scale < 0.0), from(dout));
+                pack::add_row_dots(&dout, &from(out), delta);
                 // SAFETY: the packs hold `SUPER` units, and `units` are no more.
                 unsafe {
                     pack::dwords(&q, self.q_t.add(at));
@@ -222,14 +248,9 @@ impl Space {
         for (i, unit) in units.clone().enumerate() {
             for dim in 0..self.dims {
                 let row = task.segment.keys.start + unit * UNIT;
-                let from = |x| pack::Unit {
-                    x,
-                    row,
-                    rows: UNIT.min(task.segment.keys.end - row),
-                    col: task.kv_head * d + dim * UNIT,
-                    cols: UNIT.min(d - dim * UNIT),
-                    negate: false,
-                };
+                let rows = row..task.segment.keys.end.min(row + UNIT);
+                let cols = task.kv_head * d + dim * UNIT..task.kv_head * d + d.min((dim + 1) * UNIT);
+                let from = |x| pack::Unit::new(x, rows.clone(), cols.clone());
                 let at = (i * self.dims + dim) * PAIR;
                 // SAFETY: the packs hold `SUPER` units, and `units` are no more.
                 unsafe {
@@ -279,7 +300,7 @@ impl Space {
                     tiles.quad(self.dp, Pairs { first: self.v.add(key_at), step: PAIR }, dout_t, self.dims);
                     match UnitMask::of(spec, segment, &queries, key * UNIT) {
                         None => self.gradients(i, j, at, |_| u32::MAX),
-                        Some(mask) => self.gradients(i, j, at, |key| mask.lanes(key)),
+                        Some(mask) => self.gradients(i, j, at, |key| mask.queries(key)),
                     }
                 }
             }
@@ -397,28 +418,4 @@ impl Space {
 /// words 4 to 7.
 fn lane_query(half: usize, lane: usize) -> usize {
     lane / 4 * 8 + half * 4 + lane % 4
-}
-
-/// Writes a quad of sums (rows down), times `scale`, to `rows` and `cols` of `y`.
-///
-/// # Safety
-/// `quad` is one; the caller alone writes these elements.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-unsafe fn store_sums<T: Element>(
-    quad: *const f32,
-    scale: f32,
-    y: &RowsMut<'_, T>,
-    rows: &Range<usize>,
-    cols: &Range<usize>,
-) {
-    let scale = _mm512_set1_ps(scale);
-    for (r, row) in rows.clone().enumerate() {
-        // SAFETY: by the contract.
-        let (y, value) = unsafe {
-            let from = quad.add((r / 16) * 512 + (r % 16) * 16);
-            let (left, right) = (_mm512_load_ps(from), _mm512_load_ps(from.add(256)));
-            (y.part(row, cols.clone()), round_pair(_mm512_mul_ps(left, scale), _mm512_mul_ps(right, scale)))
-        };
-        pack::store_row(value, bytemuck::cast_slice_mut::<T, bf16>(y));
-    }
 }

@@ -41,8 +41,6 @@ const QUAD: usize = 1024;
 
 /// log2 e, for exponentials as powers of two.
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// ln 2.
-const LN_2: f32 = std::f32::consts::LN_2;
 
 /// Units that hold `len` rows or columns.
 const fn units(len: usize) -> usize {
@@ -108,7 +106,7 @@ impl UnitMask {
 
     /// One bit per query that sees key `key` of the unit.
     #[inline(always)]
-    fn lanes(&self, key: usize) -> u32 {
+    fn queries(&self, key: usize) -> u32 {
         if key >= self.keys {
             return 0;
         }
@@ -116,9 +114,24 @@ impl UnitMask {
             return u32::MAX;
         }
         // Query lane q sits at `ahead + q`: it sees the key when key <= ahead + q < key + window.
-        let first = (key as isize - self.ahead).clamp(0, 32);
-        let end = (key as isize + self.window - self.ahead).clamp(0, 32);
-        let below = |n: isize| ((1u64 << n) - 1) as u32;
-        below(end) & !below(first)
+        let first = key as isize - self.ahead;
+        below(first + self.window) & !below(first)
     }
+
+    /// One bit per key of the unit that query `query` sees.
+    #[inline(always)]
+    fn keys(&self, query: usize) -> u32 {
+        let exist = below(self.keys as isize);
+        if !self.causal {
+            return exist;
+        }
+        let last = self.ahead + query as isize;
+        exist & below(last + 1) & !below(last + 1 - self.window)
+    }
+}
+
+/// Bits 0 to `n - 1`, of 32.
+#[inline(always)]
+fn below(n: isize) -> u32 {
+    ((1u64 << n.clamp(0, 32)) - 1) as u32
 }
