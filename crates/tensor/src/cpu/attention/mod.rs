@@ -8,8 +8,9 @@
 //! own segment only. Masks are causal, causal with a sliding window, or none. Grouped-query attention: `heads / kv_heads`
 //! consecutive query heads share one key/value head.
 //!
-//! Both forms compute the *transposed* scores, keys down and queries along the vector lanes. The softmax of sixteen queries
-//! is then elementwise (no horizontal reductions), and the causal mask of a key is one lane mask.
+//! The vector form and the tile form's backward compute the *transposed* scores, keys down and queries along the vector lanes.
+//! The softmax of sixteen queries is then elementwise (no horizontal reductions), and the causal mask of a key is one lane
+//! mask. The tile form's forward has queries down, which spares it transposes: see `amx::forward`.
 //!
 //! | rung | form |
 //! |---|---|

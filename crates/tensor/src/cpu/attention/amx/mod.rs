@@ -8,11 +8,11 @@
 //! |---|---|---|
 //! | rows | 16 rows of 32 columns | left factor X |
 //! | dwords | the same, transposed by pairs of columns | right factor X^T |
-//! | pairs | 16 pairs of rows, interleaved, of 16 columns | right factor X |
-//! | columns | 16 columns of 32 rows | left factor X^T |
+//! | pairs | 16 pairs of rows, interleaved, of 16 columns in the order of `pack::place` | right factor X |
+//! | columns | 16 columns, in the same order, of 32 rows | left factor X^T |
 //!
-//! Scores are made transposed, `S^T = K Q^T`, so that a lane is a query: maxima, sums and masks are elementwise. Rows and
-//! columns beyond the ends are packed as zeros. bf16 products are exact in f32; sums are f32 in the order of the hardware.
+//! Forward makes scores with queries down, `S = Q K^T`, so that probabilities are a left factor as they come; backward makes
+//! them transposed, `S^T = K Q^T`, because P^T and dS^T are the left factors of dV and dK. Rows and columns beyond the ends are packed as zeros. bf16 products are exact in f32; sums are f32 in the order of the hardware.
 
 mod backward;
 mod forward;
@@ -30,7 +30,7 @@ use std::ops::Range;
 /// Rows or columns of a unit.
 pub(super) const UNIT: usize = 32;
 /// Query rows of a forward task, counted over the heads of a group: packing 512 keys is then some 5 % of the work on them,
-/// and O^T, Q^T and the packs of [`SUPER`] keys stay within half of the 2 MiB of L2 that every AMX core has, up to heads of 128.
+/// and O, Q and the packs of [`SUPER`] keys stay within half of the 2 MiB of L2 that every AMX core has, up to heads of 128.
 pub(super) const CHUNK: usize = 512;
 /// Key units packed at a time: 512 keys.
 const SUPER: usize = 16;
