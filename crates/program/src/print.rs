@@ -1,29 +1,57 @@
 //! Programs as text.
 
-use crate::{Action, Instruction, Keep, Part, Phase, Program, State};
+use crate::{Action, Effect, Instruction, Keep, Memory, Part, Phase, Program, State};
 use std::fmt;
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = Memory::of(self);
+        let mesh = &self.mesh;
+        let degrees = [
+            ("pp", mesh.pp),
+            ("dp_replicate", mesh.dp_replicate),
+            ("dp_shard", mesh.dp_shard),
+            ("cp", mesh.cp),
+            ("tp", mesh.tp),
+            ("ep", mesh.ep),
+        ];
+        let degrees =
+            degrees.iter().filter(|(_, degree)| *degree > 1).map(|(name, degree)| format!(", {name} {degree}"));
+        let (counts, degrees) = (self.instructions.len(), degrees.collect::<String>());
+        let of = format!("rank {} of {}{degrees}", self.rank, mesh.ranks());
+        let batches = if self.micro_batches == 1 { "micro-batch" } else { "micro-batches" };
+        writeln!(f, "{of}: {counts} instructions, {} units, {} {batches}", self.units.len(), self.micro_batches)?;
         writeln!(
             f,
-            "rank {}: {} instructions, {} units, {} micro-batches",
-            self.rank,
-            self.instructions.len(),
-            self.units.len(),
-            self.micro_batches
+            "   no  lane     what                                   memory  after; moves; takes and gives back"
         )?;
         for (number, instruction) in self.instructions.iter().enumerate() {
-            let lane = instruction.action.lane().name();
-            let line =
-                format!("{number:>5}  {lane:<8} {:<34} {}", describe(self, instruction.action), details(instruction));
+            let (lane, what) = (instruction.action.lane().name(), describe(self, instruction.action));
+            let (held, peak) =
+                (size(memory.running_bytes[number]), if number == memory.peak_at { "  <- peak" } else { "" });
+            let line = format!("{number:>5}  {lane:<8} {what:<34} {held:>10}  {}{peak}", details(instruction));
             writeln!(f, "{}", line.trim_end())?;
         }
-        Ok(())
+        self.write_summary(&memory, f)
     }
 }
 
 impl Program {
+    fn write_summary(&self, memory: &Memory, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\nlane      instructions       moves")?;
+        for lane in self.summary() {
+            let moves = if lane.bytes == 0 { "-".to_owned() } else { size(lane.bytes) };
+            writeln!(f, "{:<9} {:>12} {moves:>11}", lane.lane.name(), lane.instructions)?;
+        }
+        let list = |effects: &[Effect]| {
+            let of = effects.iter().map(|effect| format!("{} {}", effect.kind.name(), size(effect.bytes as u64)));
+            of.collect::<Vec<_>>().join(", ")
+        };
+        writeln!(f, "\nresident  {}: {}", size(memory.resident_bytes), list(&self.resident))?;
+        let peak = format!("{} at {} ({})", size(memory.peak_bytes), memory.peak_at, self.describe(memory.peak_at));
+        writeln!(f, "peak      {peak}: {}", list(&memory.at_peak))
+    }
+
     /// Instruction `number` in words, without lane and dependencies.
     ///
     /// # Panics
@@ -34,6 +62,23 @@ impl Program {
     }
 }
 
+/// Bytes with a unit, to four digits.
+fn size(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, "B");
+    for next in units {
+        if value < 1024.0 {
+            break;
+        }
+        (value, unit) = (value / 1024.0, next);
+    }
+    match unit {
+        "B" => format!("{bytes} B"),
+        _ if value < 10.0 => format!("{value:.2} {unit}"),
+        _ => format!("{value:.1} {unit}"),
+    }
+}
+
 fn details(instruction: &Instruction) -> String {
     let mut details = Vec::new();
     if !instruction.after.is_empty() {
@@ -41,10 +86,14 @@ fn details(instruction: &Instruction) -> String {
         details.push(format!("after {}", after.join(", ")));
     }
     if instruction.bytes > 0 {
-        details.push(format!("moves {}", instruction.bytes));
+        details.push(format!("moves {}", size(instruction.bytes)));
     }
     for effect in &instruction.effects {
-        details.push(format!("{} {:+}", effect.kind.name(), effect.bytes));
+        let sign = if effect.bytes < 0 { '-' } else { '+' };
+        details.push(format!("{} {sign}{}", effect.kind.name(), size(effect.bytes.unsigned_abs())));
+    }
+    if instruction.working_bytes > 0 {
+        details.push(format!("works in {}", size(instruction.working_bytes)));
     }
     details.join("; ")
 }

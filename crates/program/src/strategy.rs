@@ -199,7 +199,8 @@ pub enum Extent {
 pub enum Fresh {
     /// Into the resident sum.
     InPlace,
-    /// Into a buffer that lives from the unit's first contribution to its reduction.
+    /// Into a buffer that lives from the unit's first contribution to its reduction. With one reduction per micro-batch the next buffer may begin
+    /// while the one before is still being reduced: a pass whose effects take gradient memory begins new ones.
     Transient,
 }
 

@@ -6,7 +6,8 @@ use common::cases;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use trainyard_program::{
-    Lane, Mesh, ModelShape, StateBytes, Strategy as How, UnitShape, check_ranks, lower, lower_rank,
+    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, StateBytes, Strategy as How,
+    UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
 /// 10,000 of everything: each lowered for all ranks and checked, alone and together.
@@ -52,4 +53,77 @@ fn ranks_of_a_stage_have_the_same_program() {
         assert_eq!(*program, lower_rank(&common::model(10), &mesh, &strategy, program.rank).unwrap());
     }
     assert!(programs[4].on_lane(Lane::Send).count() == 16 && programs[4].on_lane(Lane::Receive).count() == 16);
+}
+
+/// 1F1B keeps the activations of as many micro-batches as there are stages from a stage to the last, ZB-H1 on all stages those of as many as 1F1B on the
+/// first (Qi et al. 2023, table 1), GPipe those of all.
+#[test]
+fn a_pipeline_keeps_the_micro_batches_in_flight() {
+    let mut model = common::model(10);
+    model.units.iter_mut().for_each(|unit| (unit.saved_bytes, unit.borrows) = ([1 << 20; 3], Vec::new()));
+    let mesh = Mesh { pp: 4, ..Mesh::default() };
+    let kept = |pipeline, stage| {
+        let strategy = How { accumulation_steps: 8, pipeline, ..How::new(10) };
+        let program = lower_rank(&model, &mesh, &strategy, stage).unwrap();
+        let memory = Memory::of(&program);
+        let kept = memory.at_peak.iter().find(|effect| effect.kind == MemoryKind::Activations).unwrap();
+        kept.bytes / (program.stages[0].len() as i64 * (1 << 20))
+    };
+    let stages = |pipeline| [0, 1, 2, 3].map(|stage| kept(pipeline, stage));
+    assert_eq!(stages(PipelineSchedule::OneForwardOneBackward), [4, 3, 2, 1]);
+    assert_eq!(stages(PipelineSchedule::ZeroBubble), [4; 4]);
+    assert_eq!(stages(PipelineSchedule::GPipe), [8; 4]);
+}
+
+/// What a mesh's numbering says: neighbours in the shard group are neighbours in rank, stages are furthest apart.
+#[test]
+fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
+    let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ep: 3 };
+    let ranks = |axis| mesh.group(29, axis).ranks;
+    assert_eq!(mesh.ranks(), 48);
+    assert_eq!(ranks(Axis::Tensor), [28, 29]);
+    assert_eq!(ranks(Axis::Context), [29, 31]);
+    assert_eq!(ranks(Axis::Shard), [25, 27, 29, 31, 33, 35]);
+    assert_eq!(ranks(Axis::Expert), [25, 27, 29]);
+    assert_eq!(ranks(Axis::Replicate), [29, 41]);
+    assert_eq!(ranks(Axis::Data).len(), 12);
+    assert_eq!(ranks(Axis::Pipeline), [5, 29]);
+    for axis in [Axis::Tensor, Axis::Context, Axis::Shard, Axis::Expert, Axis::Replicate, Axis::Pipeline] {
+        for rank in 0..mesh.ranks() {
+            let group = mesh.group(rank, axis);
+            assert_eq!(group.ranks[group.index as usize], rank);
+            assert!(group.ranks.iter().all(|peer| mesh.group(*peer, axis).ranks == group.ranks));
+        }
+    }
+    let place = mesh.coordinates(29);
+    assert_eq!((place.pp, place.dp_replicate, place.dp_shard, place.cp, place.tp), (1, 0, 1, 0, 1));
+}
+
+/// Bad input is answered with what was asked for and what would do.
+#[test]
+fn strategies_that_do_not_fit_say_what_would() {
+    let says = |mesh: Mesh, strategy: How, expected: &str| {
+        let error = lower(&common::model(6), &mesh, &strategy).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    let plain = How::new(6);
+    let shards = Mesh::data(1, 6);
+    says(shards, How { zero_stage: 4, ..plain.clone() }, "from 0 to 3");
+    let reshard = How { zero_stage: 3, reshard_after_forward: Reshard::To(4), ..plain.clone() };
+    says(shards, reshard, "use one of [1, 2, 3, 6]");
+    says(shards, How { elastic: true, ..plain.clone() }, "data-parallel degree 6");
+    says(Mesh { dp_replicate: 0, ..shards }, plain.clone(), "at least 1");
+    says(Mesh { ep: 4, ..shards }, plain.clone(), "do not divide the shard group of 6");
+    says(Mesh { pp: 8, ..Mesh::default() }, plain.clone(), "the model has 6");
+    let interleaved =
+        How { pipeline: PipelineSchedule::Interleaved { chunks: 2 }, accumulation_steps: 3, ..plain.clone() };
+    says(Mesh { pp: 2, ..Mesh::default() }, interleaved, "a multiple of 2 micro-batches");
+    says(Mesh { pp: 2, ..Mesh::default() }, How { cuts: vec![2, 4], ..plain.clone() }, "do not divide 6 units");
+    let error = lower_rank(&common::model(6), &shards, &plain, 6).unwrap_err().to_string();
+    assert_eq!(error, "rank 6 is not in a mesh of 6 ranks, 0 to 5");
+    let mesh = Mesh { pp: 2, tp: 4, ..Mesh::default() };
+    let words =
+        "priced, not runnable yet: the engine has no pipeline parallelism (degree 2), no tensor parallelism (degree 4)";
+    assert_eq!(runnable(&mesh, &plain).to_string(), words);
+    assert_eq!(runnable(&shards, &plain), Runnable::Yes);
 }

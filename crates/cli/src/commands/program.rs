@@ -31,7 +31,7 @@ pub fn run(args: &Args) -> Result<()> {
         .context("the vocabulary is that of the text's characters: set model.vocab_size to see the program")?;
     let program = &programs[usize::from(args.snapshot)];
     if args.json {
-        return print(format_args!("{}\n", serde_json::to_string(program)?));
+        return print(format_args!("{}\n", serde_json::to_string(&program.report())?));
     }
     print(program)
 }

@@ -1,0 +1,496 @@
+//! Runs the programs of all ranks on numbers that stand for tensors, in any order that lanes and dependencies allow.
+//!
+//! It knows nothing of the checker: what an instruction finds missing is an error, ranks that wait for each other for ever are an error, and
+//! what comes out are the weights. Programs are equivalent when no order tells them apart.
+
+use trainyard_program::{Action, Axis, Extent, Fresh, Lane, MemoryKind, Part, Program, State};
+
+/// Which of the instructions that can run goes first.
+#[derive(Clone, Copy, Debug)]
+pub enum Order {
+    /// Any, by this seed.
+    Random(u64),
+    /// Those of a lane, whenever there is one.
+    Eager(Lane),
+    /// Those of a lane, only when there is no other.
+    Lazy(Lane),
+}
+
+/// What is left after a step, of each rank: its units' state, the snapshot, what was left over, and last the norm and the weights of its own parts.
+pub type Outcome = Vec<Vec<u64>>;
+
+/// The parts of a unit's flat buffer that are there.
+type Parts = Vec<Option<u64>>;
+
+#[derive(Clone)]
+struct Buffer {
+    micro_batch: u32,
+    count: u32,
+    parts: Vec<u64>,
+}
+
+#[derive(Clone)]
+struct UnitState {
+    parameters: Option<Parts>,
+    parameters_in_tier: Parts,
+    gathered: Option<Parts>,
+    masters: Option<Parts>,
+    masters_in_tier: Parts,
+    fresh: Vec<Buffer>,
+    sum: Option<Vec<u64>>,
+}
+
+#[derive(Clone)]
+struct Rank {
+    loaded: u32,
+    targets: Option<u64>,
+    units: Vec<UnitState>,
+    /// By unit and micro-batch: what forward kept, the same in the tier, the output, and the gradient of the output.
+    kept: Vec<Option<u64>>,
+    away: Vec<Option<u64>>,
+    outputs: Vec<Option<u64>>,
+    flows: Vec<Option<u64>>,
+    norm: Option<u64>,
+    snapshot: Option<u64>,
+    next: [usize; Lane::ALL.len()],
+    finished: Vec<bool>,
+}
+
+pub struct World<'p> {
+    programs: &'p [Program],
+    lanes: Vec<Vec<Vec<usize>>>,
+    ranks: Vec<Rank>,
+}
+
+type Step<T> = Result<T, String>;
+
+fn mix(values: &[u64]) -> u64 {
+    values.iter().fold(0x9e37_79b9_7f4a_7c15, |hash, value| {
+        let mixed = (hash ^ value).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        mixed ^ (mixed >> 29)
+    })
+}
+
+fn there<T: Clone>(value: &Option<T>, what: &str) -> Step<T> {
+    value.clone().ok_or_else(|| format!("{what} is not there"))
+}
+
+fn whole(parts: &Option<Parts>, what: &str) -> Step<u64> {
+    let parts: Option<Vec<u64>> = there(parts, what)?.into_iter().collect();
+    Ok(mix(&there(&parts, what)?))
+}
+
+/// Runs a step.
+pub fn run(programs: &[Program], order: Order) -> Step<Outcome> {
+    let mut world = World::new(programs);
+    let mut random = match order {
+        Order::Random(seed) => mix(&[seed]) | 1,
+        _ => 1,
+    };
+    loop {
+        let mut ready = world.ready();
+        if ready.is_empty() {
+            break;
+        }
+        random = mix(&[random]);
+        let preferred: Vec<_> = match order {
+            Order::Random(_) => Vec::new(),
+            Order::Eager(lane) => ready.iter().filter(|(l, _)| *l == lane).cloned().collect(),
+            Order::Lazy(lane) => ready.iter().filter(|(l, _)| *l != lane).cloned().collect(),
+        };
+        if !preferred.is_empty() {
+            ready = preferred;
+        }
+        let (_, meeting) = ready.swap_remove(random as usize % ready.len());
+        world.run(&meeting)?;
+    }
+    world.outcome()
+}
+
+impl<'p> World<'p> {
+    fn new(programs: &'p [Program]) -> World<'p> {
+        let lanes = |p: &Program| Lane::ALL.map(|lane| p.on_lane(lane).collect::<Vec<_>>()).to_vec();
+        World { programs, lanes: programs.iter().map(lanes).collect(), ranks: programs.iter().map(Rank::new).collect() }
+    }
+
+    fn shards(&self) -> usize {
+        self.programs[0].mesh.shard_degree() as usize
+    }
+
+    fn own(&self, rank: usize) -> usize {
+        self.programs[0].mesh.group(rank as u32, Axis::Shard).index as usize
+    }
+
+    /// The instruction that a lane stands at, when all it depends on has finished.
+    fn at(&self, rank: usize, lane: usize) -> Option<usize> {
+        let number = *self.lanes[rank][lane].get(self.ranks[rank].next[lane])?;
+        let after = &self.programs[rank].instructions[number].after;
+        after.iter().all(|on| self.ranks[rank].finished[*on as usize]).then_some(number)
+    }
+
+    /// Every instruction, or meeting of instructions, that can run.
+    fn ready(&self) -> Vec<(Lane, Vec<(usize, usize)>)> {
+        let mut ready = Vec::new();
+        for rank in 0..self.ranks.len() {
+            for (place, lane) in Lane::ALL.into_iter().enumerate() {
+                let Some(number) = self.at(rank, place) else { continue };
+                let action = self.programs[rank].instructions[number].action;
+                let members = self.members(rank, action);
+                if members[0] as usize != rank {
+                    continue;
+                }
+                let there: Option<Vec<_>> =
+                    members.iter().map(|m| Some((*m as usize, self.at(*m as usize, place)?))).collect();
+                let Some(meeting) = there else { continue };
+                let same = |(r, n): &(usize, usize)| self.programs[*r].instructions[*n].action == action;
+                if meeting.iter().all(same) {
+                    ready.push((lane, meeting));
+                }
+            }
+        }
+        ready
+    }
+
+    fn members(&self, rank: usize, action: Action) -> Vec<u32> {
+        let (mesh, rank) = (&self.programs[0].mesh, rank as u32);
+        match action {
+            Action::Gather { over, .. } if over > 0 && mesh.shard_degree().is_multiple_of(over) => {
+                mesh.neighbours(rank, Axis::Shard, over).ranks
+            }
+            Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
+            Action::Clip => mesh.group(rank, Axis::World).ranks,
+            _ => vec![rank],
+        }
+    }
+
+    fn run(&mut self, meeting: &[(usize, usize)]) -> Step<()> {
+        let (rank, number) = meeting[0];
+        let action = self.programs[rank].instructions[number].action;
+        let ranks: Vec<usize> = meeting.iter().map(|(rank, _)| *rank).collect();
+        match action {
+            Action::Count => self.count(&ranks)?,
+            Action::Gather { unit, over } => self.gather(&ranks, unit as usize, over as usize)?,
+            Action::Reduce { unit, accumulate } => self.reduce(&ranks, unit as usize, accumulate)?,
+            Action::Clip => self.clip(&ranks)?,
+            _ => self.alone(rank, number, action)?,
+        }
+        for (rank, number) in meeting {
+            let lane = self.programs[*rank].instructions[*number].action.lane() as usize;
+            self.ranks[*rank].next[lane] += 1;
+            self.ranks[*rank].finished[*number] = true;
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, ranks: &[usize]) -> Step<()> {
+        let all = self.programs[0].micro_batches;
+        let targets: u64 = ranks.iter().map(|rank| u64::from(self.ranks[*rank].loaded)).sum();
+        for rank in ranks {
+            if self.ranks[*rank].loaded < all {
+                return Err("counts before all is loaded".to_owned());
+            }
+            self.ranks[*rank].targets = Some(targets);
+        }
+        Ok(())
+    }
+
+    fn gather(&mut self, ranks: &[usize], unit: usize, over: usize) -> Step<()> {
+        let shards = self.shards();
+        let resident = self.programs[0].placement.parameters == Extent::Full;
+        let mut parts: Parts = vec![None; shards];
+        for (place, rank) in ranks.iter().enumerate() {
+            let own = self.own(*rank);
+            let state = &self.ranks[*rank].units[unit];
+            if resident || over == shards {
+                parts[own] = there(&state.parameters, "the shard")?[own];
+            } else {
+                let kept = there(&state.gathered, "the part that stayed")?;
+                let each = shards / over;
+                parts[place * each..(place + 1) * each].copy_from_slice(&kept[place * each..(place + 1) * each]);
+            }
+        }
+        for rank in ranks {
+            let state = &mut self.ranks[*rank].units[unit];
+            if resident { state.parameters = Some(parts.clone()) } else { state.gathered = Some(parts.clone()) }
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, ranks: &[usize], unit: usize, accumulate: bool) -> Step<()> {
+        let mut total = vec![0u64; self.shards()];
+        // Of buffers apart, the oldest is reduced while the next is filled.
+        let apart = self.programs[0].placement.fresh_gradients == Fresh::Transient && !self.programs[0].folded;
+        for rank in ranks {
+            let buffer = match &self.ranks[*rank].units[unit].fresh[..] {
+                [buffer] => buffer,
+                [buffer, ..] if apart => buffer,
+                _ => return Err("there is not one gradient to reduce".to_owned()),
+            };
+            for (total, part) in total.iter_mut().zip(&buffer.parts) {
+                *total = total.wrapping_add(*part);
+            }
+        }
+        for rank in ranks {
+            let state = &mut self.ranks[*rank].units[unit];
+            state.fresh.remove(0);
+            let before = match accumulate {
+                true => there(&state.sum, "the sum")?,
+                false => vec![0; total.len()],
+            };
+            state.sum = Some(before.iter().zip(&total).map(|(a, b)| a.wrapping_add(*b)).collect());
+        }
+        Ok(())
+    }
+
+    fn clip(&mut self, ranks: &[usize]) -> Step<()> {
+        let many = self.programs[0].mesh.degree(Axis::Data) > 1;
+        let mut norm = 0u64;
+        for rank in ranks {
+            let own = self.own(*rank);
+            for (number, unit) in self.ranks[*rank].units.iter_mut().enumerate() {
+                if !many {
+                    let [buffer] = &unit.fresh[..] else { return Err("there is not one gradient".to_owned()) };
+                    unit.sum = Some(buffer.parts.clone());
+                }
+                norm = norm.wrapping_add(mix(&[number as u64, there(&unit.sum, "the gradient")?[own]]));
+            }
+        }
+        ranks.iter().for_each(|rank| self.ranks[*rank].norm = Some(norm));
+        Ok(())
+    }
+
+    fn alone(&mut self, rank: usize, number: usize, action: Action) -> Step<()> {
+        let programs: &[Program] = self.programs;
+        let program = &programs[rank];
+        let (shards, own) = (self.shards(), self.own(rank));
+        let held = |extent: Extent| if extent == Extent::Full { 0..shards } else { own..own + 1 };
+        let state = &mut self.ranks[rank];
+        match action {
+            Action::Load { .. } => state.loaded += 1,
+            Action::Release { unit, keep } => {
+                let unit = &mut state.units[unit as usize];
+                let parts = there(&unit.gathered, "the gathered copy")?;
+                let keep = keep as usize;
+                unit.gathered = (keep != shards).then(|| {
+                    let (place, each) = (own % keep, shards / keep);
+                    let stays = |part: usize| part / each == place;
+                    parts.iter().enumerate().map(|(part, value)| value.filter(|_| stays(part))).collect()
+                });
+            }
+            Action::Forward { unit, micro_batch, .. } => state.forward(program, rank, number, unit, micro_batch)?,
+            Action::Backward { unit, micro_batch, .. } => state.backward(program, number, unit, micro_batch)?,
+            Action::Fold { unit, .. } => {
+                let buffers = &mut state.units[unit as usize].fresh;
+                while let [.., a, b] = &buffers[..] {
+                    if a.count != b.count {
+                        break;
+                    }
+                    let last = buffers.pop().expect("two were there");
+                    let earlier = buffers.last_mut().expect("one is left");
+                    earlier.count += last.count;
+                    earlier.parts.iter_mut().zip(last.parts).for_each(|(a, b)| *a = a.wrapping_add(b));
+                }
+            }
+            Action::Update { unit } => {
+                let norm = there(&state.norm, "the norm")?;
+                let unit = &mut state.units[unit as usize];
+                let sum = there(&unit.sum, "the gradient")?;
+                let mut masters = there(&unit.masters, "the optimizer state")?;
+                let writes = program.instructions[number].effects.iter().any(|effect| effect.bytes > 0);
+                let mut copy = match writes {
+                    true => vec![None; shards],
+                    false => there(&unit.parameters, "the copy to write to")?,
+                };
+                for part in held(program.placement.masters) {
+                    let new = mix(&[there(&masters[part], "the master")?, sum[part], norm]);
+                    (masters[part], copy[part]) = (Some(new), Some(mix(&[new, 7])));
+                }
+                (unit.masters, unit.parameters) = (Some(masters), Some(copy));
+            }
+            Action::Fetch { unit, state: what } => state.fetch(program, unit, what),
+            Action::Evict { unit, state: what, write } => state.evict(program, unit, what, write)?,
+            Action::Snapshot => {
+                let masters = |unit: &UnitState| {
+                    let parts = unit.masters.as_ref().unwrap_or(&unit.masters_in_tier);
+                    mix(&held(program.placement.masters).map(|part| parts[part].unwrap_or(0)).collect::<Vec<_>>())
+                };
+                state.snapshot = Some(mix(&state.units.iter().map(masters).collect::<Vec<_>>()));
+            }
+            other => return Err(format!("{} is not for data-parallel programs", other.name())),
+        }
+        Ok(())
+    }
+
+    fn outcome(self) -> Step<Outcome> {
+        let done = |(rank, program): (&Rank, &Program)| {
+            rank.finished.len() == program.instructions.len() && rank.finished.iter().all(|f| *f)
+        };
+        if !self.ranks.iter().zip(self.programs).all(done) {
+            return Err("ranks wait for each other for ever".to_owned());
+        }
+        let number = |value: &Option<u64>| value.map_or(1, |value| mix(&[value]));
+        let parts = |parts: &Parts| mix(&parts.iter().map(number).collect::<Vec<_>>());
+        let maybe = |value: &Option<Parts>| value.as_ref().map_or(2, parts);
+        let unit = |unit: &UnitState| {
+            let [a, b, c] = [&unit.parameters, &unit.gathered, &unit.masters].map(maybe);
+            mix(&[a, b, c, parts(&unit.parameters_in_tier), parts(&unit.masters_in_tier)])
+        };
+        let rank = |(own, rank): (usize, &Rank)| {
+            let own_part =
+                |unit: &UnitState| number(&unit.parameters.as_ref().unwrap_or(&unit.parameters_in_tier)[own]);
+            let left = |values: &Vec<Option<u64>>| values.iter().flatten().count() as u64;
+            let mut all: Vec<u64> = rank.units.iter().map(unit).collect();
+            let weights = mix(&rank.units.iter().map(own_part).collect::<Vec<_>>());
+            all.extend([number(&rank.snapshot), left(&rank.kept), number(&rank.norm), weights]);
+            all
+        };
+        let own: Vec<usize> = (0..self.ranks.len()).map(|rank| self.own(rank)).collect();
+        Ok(own.into_iter().zip(&self.ranks).map(rank).collect())
+    }
+}
+
+impl Rank {
+    fn new(program: &Program) -> Rank {
+        let (mesh, place, offload) = (&program.mesh, &program.placement, &program.offload);
+        let shards = mesh.shard_degree() as usize;
+        let own = mesh.group(program.rank, Axis::Shard).index as usize;
+        let unit = |unit: usize| {
+            let parts = |extent: Extent, salt: u64| -> Parts {
+                let has = |part: usize| extent == Extent::Full || part == own;
+                (0..shards).map(|part| has(part).then(|| mix(&[unit as u64, part as u64, salt]))).collect()
+            };
+            let (parameters, masters) = (parts(place.parameters, 1), parts(place.masters, 2));
+            UnitState {
+                parameters: offload.parameters.is_none().then(|| parameters.clone()),
+                parameters_in_tier: parameters,
+                gathered: None,
+                masters: offload.optimizer.is_none().then(|| masters.clone()),
+                masters_in_tier: masters,
+                fresh: Vec::new(),
+                sum: None,
+            }
+        };
+        let places = program.units.len() * program.micro_batches as usize;
+        Rank {
+            loaded: 0,
+            targets: None,
+            units: (0..program.units.len()).map(unit).collect(),
+            kept: vec![None; places],
+            away: vec![None; places],
+            outputs: vec![None; places],
+            flows: vec![None; places],
+            norm: None,
+            snapshot: None,
+            next: [0; Lane::ALL.len()],
+            finished: vec![false; program.instructions.len()],
+        }
+    }
+
+    fn reads(&self, program: &Program, unit: u32) -> Step<u64> {
+        let mut values = Vec::new();
+        for unit in program.reads(unit) {
+            let state = &self.units[unit as usize];
+            values.push(match program.placement.parameters {
+                Extent::Full => whole(&state.parameters, "a parameter")?,
+                Extent::Shard => whole(&state.gathered, "a gathered parameter")?,
+            });
+        }
+        Ok(mix(&values))
+    }
+
+    fn place(program: &Program, unit: u32, micro_batch: u32) -> usize {
+        (unit * program.micro_batches + micro_batch) as usize
+    }
+
+    fn forward(&mut self, program: &Program, rank: usize, number: usize, unit: u32, micro_batch: u32) -> Step<()> {
+        let input = match unit.checked_sub(1) {
+            Some(below) => there(&self.outputs[Self::place(program, below, micro_batch)], "the input")?,
+            None if micro_batch < self.loaded => mix(&[rank as u64, u64::from(micro_batch)]),
+            None => return Err("the batch is not there".to_owned()),
+        };
+        let targets = there(&self.targets, "the count")?;
+        let output = mix(&[u64::from(unit), self.reads(program, unit)?, input, targets]);
+        let place = Self::place(program, unit, micro_batch);
+        (self.outputs[place], self.kept[place]) = (Some(output), Some(output));
+        if program.adds_gradients(unit, trainyard_program::Phase::Forward, Part::Whole) {
+            self.add_gradients(program, number, output);
+        }
+        Ok(())
+    }
+
+    fn backward(&mut self, program: &Program, number: usize, unit: u32, micro_batch: u32) -> Step<()> {
+        let place = Self::place(program, unit, micro_batch);
+        let above = match unit == program.loss_unit() {
+            true => there(&self.outputs[place], "the loss")?,
+            false => there(&self.flows[place], "the gradient from above")?,
+        };
+        let kept = there(&self.kept[place], "what forward kept")?;
+        let gradient = mix(&[above, kept, self.reads(program, unit)?]);
+        self.kept[place] = None;
+        if let Some(below) = unit.checked_sub(1) {
+            self.flows[Self::place(program, below, micro_batch)] = Some(gradient);
+        }
+        self.add_gradients(program, number, gradient);
+        Ok(())
+    }
+
+    /// A pass that takes memory for gradients begins buffers of its own.
+    fn add_gradients(&mut self, program: &Program, number: usize, value: u64) {
+        let instruction = &program.instructions[number];
+        let takes = |effect: &trainyard_program::Effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0;
+        let begins = instruction.effects.iter().any(takes);
+        let (unit, micro_batch) =
+            (instruction.action.unit().unwrap_or(0), instruction.action.micro_batch().unwrap_or(0));
+        let shards = program.mesh.shard_degree() as usize;
+        for unit in program.reads(unit) {
+            let state = &mut self.units[unit as usize];
+            let apart = begins && state.fresh.last().is_some_and(|last| last.micro_batch != micro_batch);
+            if state.fresh.is_empty() || apart {
+                // In place, what was summed before is written over.
+                if program.placement.fresh_gradients == Fresh::InPlace {
+                    state.sum = None;
+                }
+                state.fresh.push(Buffer { micro_batch, count: 1, parts: vec![0; shards] });
+            }
+            let buffer = state.fresh.last_mut().expect("one was pushed");
+            for (part, sum) in buffer.parts.iter_mut().enumerate() {
+                *sum = sum.wrapping_add(mix(&[value, u64::from(unit), part as u64]));
+            }
+        }
+    }
+
+    fn fetch(&mut self, program: &Program, unit: u32, what: State) {
+        let state = &mut self.units[unit as usize];
+        match what {
+            State::Parameters => state.parameters = Some(state.parameters_in_tier.clone()),
+            State::Optimizer => state.masters = Some(state.masters_in_tier.clone()),
+            State::Activations { micro_batch } => {
+                let place = Self::place(program, unit, micro_batch);
+                self.kept[place] = self.away[place].take();
+            }
+        }
+    }
+
+    fn evict(&mut self, program: &Program, unit: u32, what: State, write: bool) -> Step<()> {
+        let state = &mut self.units[unit as usize];
+        match what {
+            State::Parameters => {
+                let parts = there(&state.parameters.take(), "what is to go")?;
+                if write {
+                    state.parameters_in_tier = parts;
+                }
+            }
+            State::Optimizer => {
+                let parts = there(&state.masters.take(), "what is to go")?;
+                if write {
+                    state.masters_in_tier = parts;
+                }
+            }
+            State::Activations { micro_batch } => {
+                let place = Self::place(program, unit, micro_batch);
+                self.away[place] = Some(there(&self.kept[place].take(), "what is to go")?);
+            }
+        }
+        Ok(())
+    }
+}

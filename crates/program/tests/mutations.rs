@@ -1,0 +1,193 @@
+//! What the checker lets through does no harm, and what it is shown broken it refuses.
+//!
+//! Harm is judged by an interpreter that knows nothing of the checker: it runs the programs of all ranks, values standing for tensors, in
+//! many orders that lanes and dependencies allow. A mutant is harmful if some order fails or ends with other weights than the program it was made from.
+
+mod common;
+mod interpreter;
+
+use common::{Case, data_parallel_cases};
+use interpreter::{Order, Outcome, run};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use trainyard_program::{Lane, Mesh, Program, Strategy as How, check_ranks, lower};
+
+fn runner() -> TestRunner {
+    let config = Config { failure_persistence: None, ..Config::default() };
+    TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &[11; 32]))
+}
+
+fn orders(random: u64) -> Vec<Order> {
+    let eager = Lane::ALL.into_iter().map(Order::Eager);
+    eager.chain(Lane::ALL.into_iter().map(Order::Lazy)).chain((0..random).map(Order::Random)).collect()
+}
+
+/// The outcome of every order, if it is one.
+fn outcome(programs: &[Program], orders: &[Order]) -> Result<Outcome, String> {
+    let mut outcomes = orders.iter().map(|order| run(programs, *order));
+    let first = outcomes.next().expect("there are orders")?;
+    for other in outcomes {
+        if other? != first {
+            return Err("orders end differently".to_owned());
+        }
+    }
+    Ok(first)
+}
+
+/// Numbers from a seed.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % limit
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Mutation {
+    Drop,
+    Duplicate,
+    SwapNeighbours,
+    Swap,
+    DropDependency,
+}
+
+const MUTATIONS: [Mutation; 5] =
+    [Mutation::Drop, Mutation::Duplicate, Mutation::SwapNeighbours, Mutation::Swap, Mutation::DropDependency];
+
+/// The program with its instructions in the order `order` of their old numbers, some left out, some twice; dependencies go with what they named.
+fn reordered(program: &Program, order: &[usize]) -> Program {
+    let new = |old: u32| order.iter().position(|number| *number == old as usize).map(|place| place as u32);
+    let mut mutant = program.clone();
+    mutant.instructions = order.iter().map(|number| program.instructions[*number].clone()).collect();
+    for instruction in &mut mutant.instructions {
+        instruction.after = instruction.after.iter().filter_map(|on| new(*on)).collect();
+    }
+    mutant
+}
+
+fn mutate(program: &Program, mutation: Mutation, dice: &mut Dice) -> Option<Program> {
+    let count = program.instructions.len();
+    let at = dice.below(count);
+    let mut order: Vec<usize> = (0..count).collect();
+    match mutation {
+        Mutation::Drop => {
+            order.remove(at);
+        }
+        Mutation::Duplicate => order.insert(at, at),
+        Mutation::SwapNeighbours => order.swap(at, (at + 1) % count),
+        Mutation::Swap => order.swap(at, dice.below(count)),
+        Mutation::DropDependency => {
+            let with: Vec<usize> = (0..count).filter(|n| !program.instructions[*n].after.is_empty()).collect();
+            let mut mutant = program.clone();
+            let after = &mut mutant.instructions[with[dice.below(with.len())]].after;
+            after.remove(dice.below(after.len()));
+            return Some(mutant);
+        }
+    }
+    let mutant = reordered(program, &order);
+    (mutant != *program).then_some(mutant)
+}
+
+/// Lane by lane, the same instructions that wait for the same: the same program written down in another order.
+fn lanes_alone(program: &Program) -> Vec<String> {
+    let place = |number: u32| {
+        let lane = program.instructions[number as usize].action.lane();
+        (lane, program.on_lane(lane).position(|n| n as u32 == number))
+    };
+    let line = |number: usize| {
+        let instruction = &program.instructions[number];
+        let mut after: Vec<_> = instruction.after.iter().map(|on| place(*on)).collect();
+        after.sort();
+        format!("{:?} {:?} {:?} {after:?}", instruction.action, instruction.effects, instruction.working_bytes)
+    };
+    Lane::ALL.iter().flat_map(|lane| program.on_lane(*lane).map(line)).collect()
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Count {
+    made: u32,
+    caught: u32,
+    /// Not caught, and the same lanes with the same dependencies in another order of writing.
+    same: u32,
+    /// Not caught, and no order of execution tells it from its original.
+    harmless: u32,
+    harmful: u32,
+}
+
+/// Dropped, duplicated and swapped instructions and dropped dependencies: none that does harm is let through.
+#[test]
+fn no_harmful_mutant_passes_the_checker() {
+    let (mut runner, mut dice) = (runner(), Dice(3));
+    let mut counts = [Count::default(); MUTATIONS.len()];
+    let mut missed = Vec::new();
+    let cases = data_parallel_cases(4);
+    for _ in 0..160 {
+        let case: Case = cases.new_tree(&mut runner).unwrap().current();
+        let programs = lower(&case.model, &case.mesh, &case.strategy).unwrap();
+        let original = outcome(&programs, &orders(2)).unwrap();
+        for _ in 0..4 {
+            for (mutation, count) in MUTATIONS.into_iter().zip(&mut counts) {
+                let rank = dice.below(programs.len());
+                let Some(mutant) = mutate(&programs[rank], mutation, &mut dice) else { continue };
+                let mut mutated = programs.clone();
+                mutated[rank] = mutant;
+                count.made += 1;
+                let caught = check_ranks(&mutated).is_err();
+                let harmful = outcome(&mutated, &orders(6)) != Ok(original.clone());
+                count.caught += u32::from(caught);
+                count.harmful += u32::from(harmful);
+                if !caught && harmful {
+                    missed.push(format!("{mutation:?} on rank {rank} of {case:?}\n{}", mutated[rank]));
+                } else if !caught && lanes_alone(&mutated[rank]) == lanes_alone(&programs[rank]) {
+                    count.same += 1;
+                } else if !caught {
+                    count.harmless += 1;
+                }
+            }
+        }
+    }
+    for (mutation, count) in MUTATIONS.into_iter().zip(counts) {
+        println!("{mutation:?}: {count:?}");
+    }
+    assert!(missed.is_empty(), "{} missed, the first: {}", missed.len(), missed[0]);
+    // Of those that are written differently lane by lane, nearly all are caught; the others are what no order of execution can tell.
+    let [made, same, caught] =
+        [counts.map(|c| c.made), counts.map(|c| c.same), counts.map(|c| c.caught)].map(|c| c.iter().sum::<u32>());
+    assert!(made > 3000 && caught * 100 >= (made - same) * 97, "{caught} of {made} - {same} caught");
+}
+
+/// Invariant 7, in programs: whatever the order of lanes, and whatever the stage, sharding of the step, prefetch, offload or checkpointing, the same
+/// micro-batches on the same mesh end in the same weights.
+#[test]
+fn strategies_and_orders_change_no_weight() {
+    let mut runner = runner();
+    for round in 0..40 {
+        let case = data_parallel_cases(4).new_tree(&mut runner).unwrap().current();
+        let plain = How { accumulation_steps: case.strategy.accumulation_steps, ..How::new(case.model.units.len()) };
+        let weights = |strategy: &How| {
+            let programs = lower(&case.model, &case.mesh, strategy).unwrap();
+            let ends = outcome(&programs, &orders(4)).unwrap();
+            ends.iter().map(|rank| rank[rank.len() - 2..].to_vec()).collect::<Vec<_>>()
+        };
+        assert_eq!(weights(&plain), weights(&case.strategy), "round {round}: {case:?}");
+    }
+}
+
+/// A dependency that is not implied is needed: without it the checker, and some order, see a difference.
+#[test]
+fn no_dependency_is_superfluous() {
+    let model = common::model(5);
+    for zero_stage in 0..4 {
+        let strategy = How { zero_stage, accumulation_steps: 2, snapshot: true, ..How::new(5) };
+        let programs = lower(&model, &Mesh::data(1, 2), &strategy).unwrap();
+        for (number, instruction) in programs[0].instructions.iter().enumerate() {
+            for place in 0..instruction.after.len() {
+                let mut mutated = programs.clone();
+                mutated[0].instructions[number].after.remove(place);
+                assert!(check_ranks(&mutated).is_err(), "stage {zero_stage}, {number}:\n{}", programs[0]);
+            }
+        }
+    }
+}
