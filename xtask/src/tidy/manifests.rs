@@ -9,7 +9,7 @@ use super::{Complaint, Source};
 const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// Which of our crates each of our crates may use: the floors of docs/ARCHITECTURE.md. A new crate gets a line here.
-const ARROWS: [(&str, &[&str]); 13] = [
+const ARROWS: [(&str, &[&str]); 14] = [
     ("tensor", &[]),
     ("autograd", &["tensor"]),
     ("model", &["tensor", "autograd"]),
@@ -18,12 +18,15 @@ const ARROWS: [(&str, &[&str]); 13] = [
     ("data", &["tensor"]),
     ("engine", &["tensor", "autograd", "model", "program", "comm", "data"]),
     ("sim", &["tensor", "autograd", "model", "program"]),
+    ("plan", &["tensor", "model", "program", "sim"]),
     ("observe", &["program", "sim"]),
     ("tune", &["tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
     ("compress", &["tensor", "autograd", "model", "program", "comm", "data", "engine"]),
     (
         "cli",
-        &["tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe", "tune", "compress"],
+        &[
+            "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "plan", "observe", "tune", "compress",
+        ],
     ),
     ("xtask", &[]),
 ];

@@ -73,7 +73,7 @@ pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
 }
 
 /// Resolves with what is known of the tokenizer before any text is read.
-fn resolve(config: &Config) -> Result<Resolved> {
+pub fn resolve(config: &Config) -> Result<Resolved> {
     let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     let tokenizer = &config.tokenizer;
     inputs.tokenizer_vocabulary = match (&tokenizer.path, tokenizer.kind) {

@@ -6,6 +6,7 @@ pub mod data;
 pub mod eval;
 pub mod export;
 pub mod generate;
+pub mod plan;
 pub mod program;
 pub mod tokenizer;
 pub mod train;

@@ -1,0 +1,449 @@
+//! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and why.
+
+use super::config::resolve;
+use crate::output::{note, print};
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue};
+use trainyard_engine::session::Runtime;
+use trainyard_engine::shape::model_spec;
+use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
+use trainyard_plan::html::{Page, Scaling, page};
+use trainyard_plan::{
+    Answer, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step, table, timeline,
+};
+use trainyard_program::MemoryKind;
+use trainyard_sim::transformer::Architecture;
+use trainyard_sim::{Cluster, Constants, Family, Format, Profiles, Stack, models};
+
+/// Find the best way to train a model on a cluster: layout, sharding, micro-batch, recomputation, schedule, with speed, memory and reasons.
+///
+/// Every plan that is shown was priced by simulating its step programs. Choices that this program cannot run yet are marked.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A configuration in TOML: model, batch, sequence length and precision are its. Without one give --model, --global-batch and
+    /// --sequence-length.
+    config: Option<PathBuf>,
+    /// Set a key over the configuration; can be given several times.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "config")]
+    sets: Vec<String>,
+    /// A model's name (`trainyard plan --models` lists them), a Hugging Face folder or a config.json.
+    #[arg(long, value_name = "MODEL", conflicts_with = "config")]
+    model: Option<String>,
+    /// List the models that --model knows by name, and end.
+    #[arg(long)]
+    models: bool,
+    /// The cluster as NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if it is not the usual one. Default: one rank on
+    /// all cores of this machine.
+    #[arg(long, value_name = "CLUSTER")]
+    cluster: Option<String>,
+    /// A TOML file with [[device]] and [[network]] of one's own, to name in --cluster.
+    #[arg(long, value_name = "FILE")]
+    profiles: Option<PathBuf>,
+    /// Sequences of a step over all ranks; no plan changes it.
+    #[arg(long, value_name = "SEQUENCES")]
+    global_batch: Option<u64>,
+    /// Tokens of a sequence.
+    #[arg(long, value_name = "TOKENS")]
+    sequence_length: Option<u64>,
+    /// Number formats to choose among. Default: bf16, or what the configuration says.
+    #[arg(long, value_name = "FORMAT", value_delimiter = ',')]
+    precision: Vec<String>,
+    /// What is best: the shortest step, or the cheapest token (then fewer devices may win).
+    #[arg(long, value_enum, default_value_t = Best::Speed)]
+    objective: Best,
+    /// The most memory of a device that a plan may use, e.g. 72GiB.
+    #[arg(long, value_name = "SIZE")]
+    memory_limit: Option<String>,
+    /// Use at most so many devices.
+    #[arg(long, value_name = "DEVICES")]
+    max_gpus: Option<u32>,
+    /// Spend at most so many US dollars an hour.
+    #[arg(long, value_name = "USD")]
+    max_cost_per_hour: Option<f64>,
+    /// What a device costs an hour, US dollars. Default: the profile's.
+    #[arg(long, value_name = "USD")]
+    price: Option<f64>,
+    /// Hold a choice: tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation, checkpointing (none, selective, full) or
+    /// offload (true, false); can be given several times.
+    #[arg(long, value_name = "CHOICE=VALUE", value_delimiter = ',')]
+    fix: Vec<String>,
+    /// Only plans that this program can run.
+    #[arg(long)]
+    runnable: bool,
+    /// How many layouts to show.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=100))]
+    top: u16,
+    /// Show everything about plan N of the table.
+    #[arg(long, value_name = "N")]
+    show: Option<usize>,
+    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto, with memory as counters.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// Write a page with table, plots and timeline.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// What a change would do to the best plan: interconnect=2x, network=NAME, link=2x, compute=2x, memory=2x, memory_bandwidth=2x, gpus=N,
+    /// device=NAME, sequence_length=N, global_batch=N; can be given several times.
+    #[arg(long, value_name = "CHANGE")]
+    what_if: Vec<String>,
+}
+
+/// What `--objective` can be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Best {
+    /// The shortest step.
+    Speed,
+    /// The cheapest token.
+    Cost,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    if args.models {
+        return print(known_models());
+    }
+    let profiles = profiles(args)?;
+    let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
+    let (request, facts) = (request(args, &profiles)?, facts()?);
+    let answer = plan(&request, &facts)?;
+    let number = args.show.unwrap_or(1);
+    let Some(shown) = number.checked_sub(1).and_then(|index| answer.plans.get(index)) else {
+        bail!("--show {number}: the table has plans 1 to {}", answer.plans.len());
+    };
+    let different = changes
+        .iter()
+        .map(|change| {
+            let changed = change.apply(&request, &profiles)?;
+            let answer = plan(&changed, &facts);
+            Ok((change.to_string(), answer))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    write_files(args, &request, &facts, &answer, (shown, number))?;
+    if args.json {
+        return print(format_args!("{:#}\n", to_json(&request, &answer, &different)));
+    }
+    let mut text = table::table(&request, &answer);
+    if args.show.is_some() {
+        text += &format!("\n{}", table::details_of(&request, shown, number, answer.bytes_max));
+    }
+    for (what, answer_then) in &different {
+        text += "\n";
+        match answer_then {
+            Ok(then) => text += &table::difference(what, &answer.plans[0], &then.plans[0]),
+            Err(error) => text += &format!("what if {what}\n  {error}\n"),
+        }
+    }
+    print(text)
+}
+
+fn known_models() -> String {
+    let mut text = "what this program trains\n".to_owned();
+    for name in PRESET_NAMES {
+        text += &format!("  {name}\n");
+    }
+    text += "what it plans\n";
+    for (name, model) in models() {
+        text += &format!("  {name:<20} {:>7}\n", table::parameters(model.parameters()));
+    }
+    text
+}
+
+fn profiles(args: &Args) -> Result<Profiles> {
+    let builtin = Profiles::builtin();
+    let Some(path) = &args.profiles else { return Ok(builtin) };
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let own = Profiles::parse(&text).with_context(|| path.display().to_string())?;
+    Ok(own.before(builtin))
+}
+
+/// What prices rest on.
+pub fn facts() -> Result<Facts> {
+    let stack = Stack::named("trainyard").map_err(anyhow::Error::msg)?;
+    Ok(Facts { stack, constants: Constants::builtin() })
+}
+
+fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
+    let (model, own, batch, length, format) = match (&args.config, &args.model) {
+        (Some(path), _) => configured(path, &args.sets)?,
+        (None, Some(name)) => {
+            let (model, own) = named_model(name)?;
+            (model, own, None, None, Format::Bf16)
+        }
+        (None, None) => {
+            bail!("say what to plan: a configuration, or --model with --global-batch and --sequence-length")
+        }
+    };
+    let needed = |given: Option<u64>, configured: Option<u64>, name: &str| {
+        given.or(configured).with_context(|| format!("{name} is needed with --model"))
+    };
+    let cluster = match &args.cluster {
+        Some(text) => Cluster::parse(text, profiles)?,
+        None => this_machine()?,
+    };
+    let mut request = Request {
+        model,
+        own,
+        cluster,
+        global_batch: needed(args.global_batch, batch, "--global-batch")?,
+        sequence_length: needed(args.sequence_length, length, "--sequence-length")?,
+        formats: if args.precision.is_empty() { vec![format] } else { formats(&args.precision)? },
+        limits: Limits {
+            memory_bytes: args.memory_limit.as_deref().map(size).transpose()?,
+            devices: args.max_gpus,
+            usd_per_hour: args.max_cost_per_hour,
+        },
+        fixed: fixed(&args.fix, args.runnable)?,
+        objective: if args.objective == Best::Cost { Objective::Cost } else { Objective::Speed },
+        shown: usize::from(args.top),
+        threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
+    };
+    if let Some(price) = args.price {
+        if !(price >= 0.0 && price.is_finite()) {
+            bail!("--price {price}: dollars an hour, 0 or more");
+        }
+        request.cluster.device.usd_per_hour = price;
+    }
+    Ok(request)
+}
+
+/// This machine as a cluster of one device: one rank on all cores, at measured peaks.
+fn this_machine() -> Result<Cluster> {
+    let runtime = Runtime::of_this_machine();
+    let device = trainyard_tensor::Device::cpu(runtime.isa, runtime.threads, None);
+    let cpu = device.as_cpu().context("a CPU device")?;
+    let peaks = trainyard_tensor::cpu::peak::measure(cpu);
+    let meminfo = std::fs::read_to_string("/proc/meminfo").context("cannot read the size of memory")?;
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    let kib: f64 = total.and_then(|text| text.trim().parse().ok()).context("/proc/meminfo does not say MemTotal")?;
+    let tflops = |flops: f64| flops / 1e12;
+    let profile = trainyard_sim::Device {
+        name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),
+        family: Family::Cpu,
+        dense_tflops: [(Format::Fp32, tflops(peaks.f32_flops)), (Format::Bf16, tflops(peaks.bf16_flops))].into(),
+        // The share of the peak that products reach (docs/LOG.md).
+        product_tflops: 0.83 * tflops(peaks.bf16_flops),
+        memory_gb: kib * 1024.0 / 1e9,
+        memory_gb_s: peaks.copy_bytes_per_s / 1e9,
+        multiprocessors: runtime.threads as u32,
+        link_gb_s: peaks.copy_bytes_per_s / 1e9,
+        usd_per_hour: 0.0,
+        source: "measured".to_owned(),
+    };
+    let network = Profiles::builtin().network("ethernet-25g")?.clone();
+    Ok(Cluster { device: profile, devices_per_node: 1, nodes: 1, network })
+}
+
+type Configured = (Architecture, Option<ModelSpec>, Option<u64>, Option<u64>, Format);
+
+/// Model, batch, sequence length and number format of a configuration.
+fn configured(path: &Path, sets: &[String]) -> Result<Configured> {
+    let resolved = resolve(&Config::load(Some(path), sets)?)?;
+    let spec = model_spec(&resolved)?;
+    let format = match resolved.config.precision.compute {
+        Compute::F32 => Format::Fp32,
+        Compute::Bf16 => Format::Bf16,
+        Compute::F16 => Format::Fp16,
+    };
+    Ok((
+        Architecture::from(&spec),
+        Some(spec),
+        Some(resolved.batch.global as u64),
+        Some(resolved.sequence_length as u64),
+        format,
+    ))
+}
+
+/// A name, or a folder or file of Hugging Face.
+fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
+    let path = Path::new(name);
+    let spec = if path.exists() {
+        let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+        let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        hf::from_config_json(&text).with_context(|| file.display().to_string())?.spec
+    } else if let Ok(spec) = preset(name) {
+        spec
+    } else {
+        let all = models();
+        if let Some(model) = all.get(name) {
+            return Ok((model.clone(), None));
+        }
+        let names = all.keys().map(String::as_str).chain(PRESET_NAMES);
+        let near =
+            trainyard_engine::config::nearest(name, names).map_or(String::new(), |n| format!(": did you mean `{n}`?"));
+        bail!("no model is called `{name}`{near} (`trainyard plan --models` lists them)");
+    };
+    Ok((Architecture::from(&spec), Some(spec)))
+}
+
+fn formats(names: &[String]) -> Result<Vec<Format>> {
+    let all = [Format::Fp32, Format::Tf32, Format::Fp16, Format::Bf16, Format::Fp8, Format::Fp4];
+    let format = |name: &String| {
+        let known = || all.map(Format::name).join(", ");
+        let wanted = match name.as_str() {
+            "f32" => "fp32",
+            "f16" => "fp16",
+            name => name,
+        };
+        all.into_iter().find(|f| f.name() == wanted).with_context(|| format!("--precision {name}: one of {}", known()))
+    };
+    names.iter().map(format).collect()
+}
+
+fn size(text: &str) -> Result<u64> {
+    let value = toml::Value::String(text.to_owned());
+    let size = ByteSize::from_value(&value).map_err(|problem| anyhow::anyhow!("--memory-limit {text}: {problem}"))?;
+    Ok(size.0 as u64)
+}
+
+/// `tp=8`, `checkpointing=full` ...
+fn fixed(choices: &[String], runnable: bool) -> Result<Fixed> {
+    let mut fixed = Fixed { runnable, ..Fixed::default() };
+    for choice in choices {
+        let (name, value) = choice.split_once('=').with_context(|| format!("--fix {choice}: write CHOICE=VALUE"))?;
+        let number = || {
+            let parsed = value.parse::<u32>().ok().filter(|n| *n > 0);
+            parsed.with_context(|| format!("--fix {choice}: {name} is a number from 1"))
+        };
+        match name {
+            "tp" => fixed.tp = Some(number()?),
+            "pp" => fixed.pp = Some(number()?),
+            "cp" => fixed.cp = Some(number()?),
+            "ep" => fixed.ep = Some(number()?),
+            "dp_replicate" => fixed.dp_replicate = Some(number()?),
+            "dp_shard" => fixed.dp_shard = Some(number()?),
+            "micro_batch" => fixed.micro_batch = Some(number()?),
+            "accumulation" => fixed.accumulation = Some(number()?),
+            "zero" => {
+                let stage = value.parse::<u8>().ok().filter(|stage| *stage <= 3);
+                fixed.zero_stage = Some(stage.with_context(|| format!("--fix {choice}: a stage from 0 to 3"))?);
+            }
+            "checkpointing" => {
+                fixed.checkpointing = Some(match value {
+                    "none" => Mode::None,
+                    "selective" => Mode::Selective,
+                    "full" => Mode::Full,
+                    _ => bail!("--fix {choice}: none, selective or full"),
+                });
+            }
+            "offload" => {
+                let offload = value.parse().with_context(|| format!("--fix {choice}: true or false"))?;
+                fixed.offload = Some(offload);
+            }
+            _ => bail!(
+                "--fix {choice}: one of tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation, checkpointing, offload"
+            ),
+        }
+    }
+    Ok(fixed)
+}
+
+/// The files that are asked for.
+fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, shown: (&Plan, usize)) -> Result<()> {
+    if args.timeline.is_none() && args.html.is_none() {
+        return Ok(());
+    }
+    let (shown, number) = shown;
+    let (step, memory) = step(request, facts, &shown.candidate).context("the shown plan has a step")?;
+    let write = |path: &Path, text: String| {
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        note(&format!("wrote {}", path.display()));
+        Ok::<(), anyhow::Error>(())
+    };
+    if let Some(path) = &args.timeline {
+        write(path, timeline::trace(&step, &memory).to_string())?;
+    }
+    if let Some(path) = &args.html {
+        let scaling = scaling(request, facts, answer);
+        let parts = Page { request, answer, step: (&step, number), memory: &memory, scaling: &scaling };
+        write(path, page(&parts))?;
+    }
+    Ok(())
+}
+
+/// The best plans on halves, quarters and eighths of the devices, for the plot of cost.
+fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
+    let entry = |plan: &Plan| Scaling {
+        devices: plan.candidate.mesh.ranks(),
+        layout: plan.layout.clone(),
+        tokens_per_s: plan.tokens_per_s,
+        cost: plan.usd_per_million_tokens.unwrap_or(1e6 * f64::from(plan.candidate.mesh.ranks()) / plan.tokens_per_s),
+    };
+    let mut all = vec![entry(&answer.plans[0])];
+    let devices = answer.plans[0].candidate.mesh.ranks();
+    for divisor in [2, 4, 8, 16] {
+        if !devices.is_multiple_of(divisor) {
+            break;
+        }
+        let limits = Limits { devices: Some(devices / divisor), ..request.limits.clone() };
+        let smaller = Request { limits, objective: Objective::Speed, shown: 1, ..request.clone() };
+        all.extend(plan(&smaller, facts).ok().map(|answer| entry(&answer.plans[0])));
+    }
+    all
+}
+
+fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answer, PlanError>)]) -> Value {
+    let differences = different.iter().map(|(what, then)| match then {
+        Ok(then) => json!({"change": what, "best": plan_json(&then.plans[0])}),
+        Err(error) => json!({"change": what, "error": error.to_string()}),
+    });
+    json!({
+        "cluster": {
+            "nodes": request.cluster.nodes,
+            "devices_per_node": request.cluster.devices_per_node,
+            "device": request.cluster.device.name,
+            "network": request.cluster.network.name,
+        },
+        "parameters": request.model.parameters(),
+        "global_batch": request.global_batch,
+        "sequence_length": request.sequence_length,
+        "memory_bytes_max": answer.bytes_max,
+        "objective": answer.objective,
+        "search": answer.search,
+        "gap": answer.gap,
+        "plans": answer.plans.iter().map(plan_json).collect::<Vec<_>>(),
+        "reasons": answer.reasons,
+        "what_if": differences.collect::<Vec<_>>(),
+    })
+}
+
+/// One plan for programs.
+pub fn plan_json(plan: &Plan) -> Value {
+    let candidate = &plan.candidate;
+    let memory: serde_json::Map<String, Value> = plan
+        .memory
+        .by_kind
+        .iter()
+        .map(|(kind, bytes): &(MemoryKind, u64)| (kind.name().to_owned(), json!(bytes)))
+        .collect();
+    let breakdown: serde_json::Map<String, Value> =
+        plan.breakdown.0.iter().map(|(part, seconds)| (part.words().to_owned(), json!(seconds))).collect();
+    json!({
+        "layout": plan.layout,
+        "mesh": candidate.mesh,
+        "zero_stage": candidate.layout().zero_stage,
+        "reshard_after_forward": candidate.reshard,
+        "prefetch": candidate.prefetch,
+        "reduce_schedule": candidate.reduce_schedule,
+        "micro_batch_size": candidate.micro_batch,
+        "accumulation_steps": candidate.accumulation,
+        "activation_checkpointing": candidate.checkpointing,
+        "offload": candidate.offload,
+        "pipeline_schedule": candidate.pipeline,
+        "precision": candidate.format.name(),
+        "runnable": candidate.not_runnable().is_none(),
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "model_flops_per_s_per_device": plan.model_flops_per_s,
+        "mfu": plan.mfu,
+        "usd_per_million_tokens": plan.usd_per_million_tokens,
+        "memory_bytes": plan.memory.total,
+        "memory_by_purpose": memory,
+        "memory_peak_at": plan.memory.at,
+        "seconds_by_part": breakdown,
+    })
+}

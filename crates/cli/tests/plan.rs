@@ -1,0 +1,80 @@
+//! `trainyard plan` from the command line.
+
+mod common;
+
+use common::{Folder, TINY};
+
+/// Digits are those of the constants, which a better fit changes.
+fn masked(text: &str) -> String {
+    let mut out = String::new();
+    for c in text.chars() {
+        match c {
+            '0'..='9' if out.ends_with('#') => {}
+            '0'..='9' => out.push('#'),
+            ' ' if out.ends_with("  ") => {}
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+const SMALL: [&str; 9] =
+    ["plan", "--model", "gpt2-124m", "--cluster", "1x4xA100-80GB", "--global-batch", "32", "--sequence-length", "1024"];
+
+#[test]
+fn a_small_plan_reads_as_agreed() {
+    let one =
+        ["--fix", "tp=1,pp=1,cp=1,dp_shard=4,zero=1,micro_batch=8,checkpointing=none,offload=false", "--show", "1"];
+    let ran = Folder::new().run(&[&SMALL[..], &one].concat()).ok();
+    assert_eq!(ran.stderr, "");
+    insta::assert_snapshot!(masked(&ran.stdout));
+}
+
+#[test]
+fn files_and_json_hold_the_plan() {
+    let folder = Folder::new();
+    let files =
+        ["--timeline", "step.json", "--html", "plan.html", "--json", "--what-if", "interconnect=2x", "--top", "3"];
+    let ran = folder.run(&[&SMALL[..], &files].concat()).ok();
+    let answer: serde_json::Value = serde_json::from_str(&ran.stdout).unwrap();
+    let best = &answer["plans"][0];
+    assert!(best["step_s"].as_f64().unwrap() > 0.0 && best["memory_by_purpose"]["activations"].as_u64().unwrap() > 0);
+    assert!(answer["search"]["considered"].as_u64().unwrap() > 500);
+    assert!(answer["what_if"][0]["best"]["step_s"].as_f64() <= best["step_s"].as_f64());
+    let trace: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("step.json")).unwrap()).unwrap();
+    assert!(trace["traceEvents"].as_array().unwrap().iter().any(|event| event["ph"] == "C"));
+    let page = std::fs::read_to_string(folder.join("plan.html")).unwrap();
+    assert!(page.starts_with("<!doctype html>") && page.matches("<svg").count() >= 2);
+    assert!(!page.contains("http://") && !page.contains("https://") && !page.contains("<script"), "self-contained");
+}
+
+#[test]
+fn a_configuration_is_planned_for_this_machine() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let ran = folder.run(&["plan", "c.toml"]).ok();
+    assert!(ran.stdout.contains("dp 1") && ran.stdout.contains("why"), "{}", ran.stdout);
+    assert!(!ran.stdout.contains("not runnable"), "{}", ran.stdout);
+}
+
+#[test]
+fn bad_requests_are_refused_with_what_would_do() {
+    let folder = Folder::new();
+    let cases: [(&[&str], &str); 9] = [
+        (&["plan"], "--model"),
+        (&["plan", "--model", "llama-70", "--cluster", "1x1xH100"], "did you mean `llama-7"),
+        (&["plan", "--model", "gpt2-124m", "--cluster", "1x1xH100"], "--global-batch is needed"),
+        (&[&SMALL[..], &["--fix", "tp=0"]].concat(), "tp is a number from 1"),
+        (&[&SMALL[..], &["--fix", "tpp=2"]].concat(), "one of tp, pp"),
+        (&[&SMALL[..], &["--what-if", "gpus=many"]].concat(), "a number of devices"),
+        (&[&SMALL[..], &["--memory-limit", "100MiB"]].concat(), "the nearest that would"),
+        (&[&SMALL[..], &["--show", "99"]].concat(), "the table has plans 1 to"),
+        (&[&SMALL[..], &["--precision", "int8"]].concat(), "one of fp32"),
+    ];
+    for (arguments, says) in cases {
+        let ran = folder.run(arguments);
+        assert_eq!(ran.code, Some(1), "{arguments:?}: {}", ran.stdout);
+        assert!(ran.stderr.contains(says), "{arguments:?}: {} does not say {says}", ran.stderr);
+    }
+}

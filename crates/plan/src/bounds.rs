@@ -1,0 +1,437 @@
+//! Lower bounds of time and memory, from the prices of single instructions and facts that hold for every program of a candidate.
+//!
+//! Time, for each pipeline stage:
+//!
+//! - Its first forward waits for those of the stages before it, and for its first gather; its compute lane then does all of its passes, one after
+//!   another, and what tensor and expert parallelism exchange between the units of a stretch lies between them. After its last backward come those
+//!   of the stages before it. The last gradient that is completed is still to be summed, and then come the updates. Nothing of that can overlap.
+//! - Where parameters are gathered for every pass, no more than `prefetch` of them are under way ahead: the gathers of a stretch's pass, all but
+//!   the first few, lie inside it.
+//! - No gradient is summed before it is complete: without a pipeline, all sums but that of the last unit come after the last backward began.
+//!
+//! Memory: what is resident, and the activations of the micro-batches that a stage has begun when its first backward starts.
+//!
+//! What a simulation adds to these is left out: interference, launches, norms, exchanges that could be hidden.
+
+use crate::Candidate;
+use crate::price::Known;
+use std::collections::HashMap;
+use std::ops::Range;
+use trainyard_program::{
+    Action, Axis, Collective, Extent, Instruction, Keep, Mesh, Offload, Part, Phase, PipelineSchedule, Placement,
+    Program, ReduceSchedule, Reshard, State, StateBytes,
+};
+
+/// Kinds of unit, each as one that is of it, and how many there are.
+type Kinds = Vec<(u32, f64)>;
+
+/// The kind of unit that a stretch has most of.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+struct Main {
+    unit: u32,
+    count: f64,
+    forward_s: f64,
+    backward_s: f64,
+    exchange_s: [f64; 2],
+}
+
+/// Seconds of one micro-batch on a stretch of units that a stage runs without a break.
+#[derive(Clone, PartialEq, Debug, Default)]
+struct Stretch {
+    kinds: Kinds,
+    /// With the exchanges between its units.
+    forward_s: f64,
+    backward_s: f64,
+    /// What most of its units are.
+    main: Main,
+    saved_bytes: f64,
+}
+
+/// One pipeline stage.
+#[derive(Clone, PartialEq, Debug, Default)]
+struct Stage {
+    stretches: Vec<Stretch>,
+    kinds: Kinds,
+    /// Backwards of all units but the last.
+    backward_rest_s: f64,
+    /// What one micro-batch keeps.
+    saved_bytes: f64,
+    /// Elements of its parameters on a rank, before sharding.
+    elements: f64,
+}
+
+/// What decides how units are dealt to stages and what they keep: pipeline degree, chunks, checkpointing.
+type Dealt = (u32, u32, crate::Checkpointing);
+
+/// The bounds of candidates of one class.
+pub struct Bounds<'a> {
+    known: &'a Known,
+    dealt: HashMap<Dealt, Vec<Stage>>,
+    /// Only mesh and placement are filled in, which is what prices of single instructions ask for.
+    program: Program,
+}
+
+impl<'a> Bounds<'a> {
+    /// For candidates that share `known`.
+    pub fn new(known: &'a Known) -> Bounds<'a> {
+        let program = Program {
+            rank: 0,
+            mesh: Mesh::default(),
+            placement: Placement::WHOLE,
+            offload: Offload::default(),
+            units: Vec::new(),
+            borrows: Vec::new(),
+            stages: Vec::new(),
+            micro_batches: 1,
+            folded: false,
+            snapshot: false,
+            prefetch: 1,
+            resident: Vec::new(),
+            instructions: Vec::new(),
+        };
+        Bounds { known, dealt: HashMap::new(), program }
+    }
+
+    /// Seconds and bytes of tensors that no simulation of `candidate` is below.
+    pub fn of(&mut self, candidate: &Candidate) -> (f64, f64) {
+        self.program.mesh = candidate.mesh;
+        self.program.placement = candidate.placement();
+        let prices = Prices { known: self.known, program: &self.program, candidate };
+        // The other degrees are those of the class, or change nothing of what stages are.
+        let key = (candidate.mesh.pp, candidate.chunks(), candidate.checkpointing);
+        let stages = self.dealt.entry(key).or_insert_with(|| prices.deal());
+        (prices.seconds(stages), prices.bytes(stages))
+    }
+}
+
+struct Prices<'a> {
+    known: &'a Known,
+    program: &'a Program,
+    candidate: &'a Candidate,
+}
+
+impl Prices<'_> {
+    /// Seconds of one instruction.
+    fn price(&self, action: Action, bytes: f64, keep: Keep) -> f64 {
+        let mut instruction = Instruction::new(action);
+        instruction.bytes = bytes as u64;
+        self.known.costs.device_s(self.program, &instruction, keep)
+    }
+
+    /// The stages, each with what one micro-batch costs it.
+    fn deal(&self) -> Vec<Stage> {
+        let units = self.known.shape.units.len();
+        let keep = self.candidate.checkpointing.keep(units, self.candidate.mesh.pp > 1);
+        let stages = self.known.stages(self.candidate);
+        let stage = |ranges: Vec<Range<u32>>| {
+            let units = || ranges.iter().cloned().flatten();
+            let stretches: Vec<Stretch> = ranges.iter().map(|range| self.stretch(range.clone(), &keep)).collect();
+            let backward = |unit: u32| self.pass_s(unit, Phase::Backward, keep[unit as usize]);
+            let last = units().last();
+            Stage {
+                saved_bytes: stretches.iter().map(|stretch| stretch.saved_bytes).sum(),
+                elements: units().map(|unit| self.elements(unit)).sum(),
+                backward_rest_s: units().filter(|unit| Some(*unit) != last).map(backward).sum(),
+                kinds: self.kinds(units()),
+                stretches,
+            }
+        };
+        stages.into_iter().map(stage).collect()
+    }
+
+    fn kinds(&self, units: impl Iterator<Item = u32>) -> Kinds {
+        let mut kinds: Vec<(usize, u32, f64)> = Vec::new();
+        for unit in units {
+            let kind = self.known.costs.kind_of[unit as usize];
+            match kinds.iter_mut().find(|(known, ..)| *known == kind) {
+                Some((.., count)) => *count += 1.0,
+                None => kinds.push((kind, unit, 1.0)),
+            }
+        }
+        kinds.into_iter().map(|(_, unit, count)| (unit, count)).collect()
+    }
+
+    fn stretch(&self, range: Range<u32>, keep: &[Keep]) -> Stretch {
+        let Mesh { cp, tp, .. } = self.candidate.mesh;
+        let mut stretch = Stretch { kinds: self.kinds(range.clone()), ..Stretch::default() };
+        for unit in range.clone() {
+            let keep = keep[unit as usize];
+            // The last result of a pass goes on to another stage, or another micro-batch comes next.
+            let exchanged = |phase, last: bool| {
+                let pass = self.pass_s(unit, phase, keep);
+                if last {
+                    return pass;
+                }
+                let [ring, between] = self.exchanges_s(unit, phase, keep);
+                pass.max(ring) + between
+            };
+            stretch.forward_s += exchanged(Phase::Forward, unit + 1 == range.end);
+            stretch.backward_s += exchanged(Phase::Backward, unit == range.start);
+            let saved = self.known.shape.units[unit as usize].saved_bytes[keep as usize];
+            stretch.saved_bytes += saved as f64 / f64::from(tp * cp);
+        }
+        if let Some((unit, count)) = stretch.kinds.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1)) {
+            // Where blocks keep unlike amounts, what any of them takes at least.
+            let least = Keep::Everything;
+            let exchange_s = [Phase::Forward, Phase::Backward].map(|phase| {
+                let [ring, between] = self.exchanges_s(unit, phase, Keep::InputOnly);
+                ring + between
+            });
+            let seconds = |phase| self.pass_s(unit, phase, least);
+            let (forward_s, backward_s) = (seconds(Phase::Forward), seconds(Phase::Backward));
+            stretch.main = Main { unit, count, forward_s, backward_s, exchange_s };
+        }
+        stretch
+    }
+
+    fn pass_s(&self, unit: u32, phase: Phase, keep: Keep) -> f64 {
+        let micro_batch = 0;
+        let action = match phase {
+            Phase::Forward => Action::Forward { unit, micro_batch, keep },
+            Phase::Backward => Action::Backward { unit, micro_batch, part: Part::Whole },
+        };
+        self.price(action, 0.0, keep)
+    }
+
+    /// What goes around beside a pass, and what comes after it.
+    fn exchanges_s(&self, unit: u32, phase: Phase, keep: Keep) -> [f64; 2] {
+        let Mesh { cp, tp, .. } = self.candidate.mesh;
+        let shape = &self.known.shape.units[unit as usize];
+        let again = if phase == Phase::Backward && keep == Keep::InputOnly { 2 } else { 1 };
+        let (kv, experts) = (shape.kv_bytes / u64::from(tp), shape.expert_bytes / u64::from(cp));
+        let output = shape.output_bytes / u64::from(cp);
+        let seconds = |collective, axis, bytes: u64, times: u32| {
+            if self.candidate.mesh.degree(axis) == 1 || bytes == 0 || times == 0 {
+                return 0.0;
+            }
+            let action = Action::Exchange { collective, axis, unit, micro_batch: 0, phase, times: again * times };
+            self.price(action, bytes as f64, keep)
+        };
+        let tensor = seconds(Collective::GatherScatter, Axis::Tensor, output, shape.tensor_collectives);
+        let ring = seconds(Collective::Ring, Axis::Context, kv, 1);
+        [ring, tensor + seconds(Collective::AllToAll, Axis::Expert, experts, 2)]
+    }
+
+    /// Elements of `unit` on a rank, before sharding.
+    fn elements(&self, unit: u32) -> f64 {
+        let shape = &self.known.shape.units[unit as usize];
+        let experts = shape.expert_elements as f64;
+        let Mesh { tp, ep, .. } = self.candidate.mesh;
+        ((shape.flat_elements as f64 - experts) + experts / f64::from(ep)) / f64::from(tp)
+    }
+
+    fn bytes_per_element(&self) -> StateBytes {
+        crate::state_bytes(self.candidate.format)
+    }
+
+    fn reduce_s(&self, unit: u32) -> f64 {
+        if self.candidate.mesh.degree(Axis::Data) == 1 {
+            return 0.0;
+        }
+        let bytes = self.elements(unit) * f64::from(self.bytes_per_element().reduce);
+        self.price(Action::Reduce { unit, accumulate: false }, bytes, Keep::Everything)
+    }
+
+    fn gather_s(&self, unit: u32, over: u32) -> f64 {
+        let bytes = self.elements(unit) * f64::from(self.bytes_per_element().parameter);
+        self.price(Action::Gather { unit, over }, bytes, Keep::Everything)
+    }
+
+    /// Over `kinds`: the sum, the least and the most of `seconds`.
+    fn over(&self, kinds: &Kinds, seconds: impl Fn(u32) -> f64) -> (f64, f64, f64) {
+        let (mut sum, mut least, mut most) = (0.0, f64::INFINITY, 0.0f64);
+        for (unit, count) in kinds {
+            let seconds = seconds(*unit);
+            sum += count * seconds;
+            least = least.min(seconds);
+            most = most.max(seconds);
+        }
+        (sum, least, most)
+    }
+
+    fn seconds(&self, stages: &[Stage]) -> f64 {
+        let (mut before, mut after, mut end_of_first) = (0.0, 0.0, 0.0);
+        let mut least = 0.0f64;
+        for (number, stage) in stages.iter().enumerate() {
+            let (start, passes) = self.passes_seconds(stage);
+            let [end_min, end] = self.end_seconds(stage);
+            if number == 0 {
+                end_of_first = end_min;
+            }
+            least = least.max(before + start + passes + end);
+            least = least.max(before + start + self.slowed_seconds(stage) + end_min);
+            let first = &stage.stretches[0];
+            if self.candidate.pipeline != PipelineSchedule::ZeroBubble {
+                least = least.max(before + start + passes + after + end_of_first);
+                after += first.backward_s;
+            }
+            least = least.max(self.host_seconds(stage, before + start + passes));
+            before += first.forward_s;
+        }
+        least + self.known.costs.constants.step_s
+    }
+
+    /// The first gather of a stage, and all of its passes: none is faster than what has to be gathered and summed meanwhile.
+    fn passes_seconds(&self, stage: &Stage) -> (f64, f64) {
+        let candidate = self.candidate;
+        let mut first = 0.0;
+        let mut seconds = 0.0;
+        let shards = candidate.mesh.shard_degree();
+        let gathered = self.program.placement.parameters == Extent::Shard;
+        if gathered {
+            first = self.over(&stage.kinds, |unit| self.gather_s(unit, shards)).1;
+        }
+        let again = if let Reshard::To(n) = candidate.reshard { n } else { shards };
+        // In a pipeline a forward may follow another one, which kept a part.
+        let forward_over = if candidate.mesh.pp == 1 { shards } else { again };
+        let ahead = f64::from(candidate.prefetch.max(1) + 3);
+        for stretch in &stage.stretches {
+            let mut forward = stretch.forward_s;
+            let mut backward = stretch.backward_s;
+            if gathered && candidate.reshard != Reshard::Never {
+                let gathers = |over: u32| {
+                    let (all, _, most) = self.over(&stretch.kinds, |unit| self.gather_s(unit, over));
+                    all - ahead * most
+                };
+                forward = forward.max(gathers(forward_over));
+                backward = backward.max(gathers(again));
+            }
+            if self.sums_every_micro_batch() {
+                let (all, _, most) = self.over(&stretch.kinds, |unit| self.reduce_s(unit));
+                backward = backward.max(all - ahead * most);
+            }
+            seconds += forward + backward;
+        }
+        (first, f64::from(candidate.accumulation) * seconds)
+    }
+
+    /// Whether each micro-batch's gradients are summed, and further ones wait for that.
+    fn sums_every_micro_batch(&self) -> bool {
+        self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch
+            && self.candidate.pipeline != PipelineSchedule::ZeroBubble
+    }
+
+    /// All passes, with what communication costs that runs beside them.
+    ///
+    /// The next unit's gather starts with a unit's pass, and so does the reduction of the unit before: what does not overlap the exchange before the pass
+    /// overlaps the pass and slows it, or lasts longer than it.
+    fn slowed_seconds(&self, stage: &Stage) -> f64 {
+        let candidate = self.candidate;
+        let steps = f64::from(candidate.accumulation);
+        let plain: f64 = stage.stretches.iter().map(|stretch| stretch.forward_s + stretch.backward_s).sum();
+        if candidate.offload != Offload::default() || candidate.pipeline == PipelineSchedule::ZeroBubble {
+            return steps * plain;
+        }
+        let share = self.known.costs.constants.interference;
+        let gathered = self.program.placement.parameters == Extent::Shard && candidate.reshard == Reshard::Always;
+        let ahead = f64::from(candidate.prefetch.max(1) + 3);
+        let mut beside = 0.0;
+        for stretch in &stage.stretches {
+            let Main { unit, count, forward_s, backward_s, exchange_s } = stretch.main;
+            let overlap = |seconds: f64, exchange: f64, pass: f64| (seconds - exchange).clamp(0.0, pass);
+            let count = (count - ahead).max(0.0);
+            if gathered {
+                let gather = self.gather_s(unit, candidate.mesh.shard_degree());
+                beside += steps * count * overlap(gather, exchange_s[0], forward_s);
+                beside += steps * count * overlap(gather, exchange_s[1], backward_s);
+            }
+            let reduces = if self.sums_every_micro_batch() { steps } else { 0.0 };
+            let reduces = if candidate.mesh.pp == 1 { reduces.max(1.0) } else { reduces };
+            beside += reduces * count * overlap(self.reduce_s(unit), exchange_s[1], backward_s);
+        }
+        // Two lanes of collectives may lie beside the same pass, which is longer then by what they slow it.
+        steps * plain + share / (1.0 + share) * beside
+    }
+
+    /// From a stage's last backward to the end of the step: at least, and when all sums wait for the backward.
+    fn end_seconds(&self, stage: &Stage) -> [f64; 2] {
+        let candidate = self.candidate;
+        let (reduces, last_reduce, _) = self.over(&stage.kinds, |unit| self.reduce_s(unit));
+        let update = |unit| self.price(Action::Update { unit }, 0.0, Keep::Everything);
+        let (updates, ..) = self.over(&stage.kinds, update);
+        let tail = if candidate.mesh.pp == 1 && candidate.reduce_schedule == ReduceSchedule::PerStep {
+            last_reduce.max(reduces - stage.backward_rest_s)
+        } else {
+            last_reduce
+        };
+        [last_reduce + updates, tail + updates]
+    }
+
+    /// What the host's link takes at least, when state or activations lie there; `work` is when the last pass ends.
+    fn host_seconds(&self, stage: &Stage, work: f64) -> f64 {
+        let Offload { optimizer, activations, .. } = self.candidate.offload;
+        let (unit, state) = (stage.kinds[0].0, State::Optimizer);
+        let trip = |bytes: f64| {
+            self.price(Action::Fetch { unit, state }, bytes, Keep::Everything)
+                + self.price(Action::Evict { unit, state, write: true }, bytes, Keep::Everything)
+        };
+        let mut least = 0.0f64;
+        if optimizer.is_some() {
+            let bytes = self.bytes_per_element();
+            let part = match self.program.placement.masters {
+                Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
+                Extent::Full => 1.0,
+            };
+            // Each unit's state comes after the last pass and goes back after its update.
+            least = work + trip(stage.elements / part * f64::from(bytes.master + bytes.optimizer));
+        }
+        if activations.is_some() && self.candidate.mesh.pp == 1 {
+            // All but what the last few units keep, whose backward follows at once.
+            let most = |unit| self.known.shape.units[unit as usize].saved_bytes[0] as f64;
+            let kept = self.over(&stage.kinds, most).2;
+            let split = f64::from(self.candidate.mesh.tp * self.candidate.mesh.cp);
+            let travels = stage.saved_bytes - f64::from(self.candidate.prefetch + 2) * kept / split;
+            least = least.max(f64::from(self.candidate.accumulation) * trip(travels.max(0.0)));
+        }
+        least
+    }
+
+    fn bytes(&self, stages: &[Stage]) -> f64 {
+        let all = stages.iter().enumerate().map(|(number, stage)| self.stage_bytes(number as u32, stage));
+        all.fold(0.0, f64::max)
+    }
+
+    fn stage_bytes(&self, number: u32, stage: &Stage) -> f64 {
+        let candidate = self.candidate;
+        let bytes = self.bytes_per_element();
+        let placement = &self.program.placement;
+        let offload = &candidate.offload;
+        let held = |extent, width: u32, here: bool| {
+            let part = if extent == Extent::Shard { f64::from(candidate.mesh.shard_degree()) } else { 1.0 };
+            if here { f64::from(width) / part } else { 0.0 }
+        };
+        let mut per_element = held(placement.parameters, bytes.parameter, offload.parameters.is_none())
+            + held(placement.masters, bytes.master + bytes.optimizer, offload.optimizer.is_none())
+            + held(placement.gradients, bytes.gradient, true);
+        let Mesh { pp, .. } = candidate.mesh;
+        let begun = match candidate.pipeline {
+            // A turn is one stretch on one micro-batch: those of the warm-up and the next (Narayanan et al. 2021, section 2.2).
+            PipelineSchedule::Interleaved { chunks } => {
+                let turns = (2 * (pp - number - 1) + (chunks - 1) * pp + 1).min(candidate.accumulation * chunks);
+                let least = stage.stretches.iter().map(|stretch| stretch.saved_bytes).fold(f64::INFINITY, f64::min);
+                f64::from(turns) * least
+            }
+            _ => f64::from(candidate.accumulation.min(pp - number)) * stage.saved_bytes,
+        };
+        let per_step = candidate.reduce_schedule == ReduceSchedule::PerStep;
+        let (turns, chunks) = (candidate.accumulation * candidate.chunks(), candidate.chunks());
+        let begun_turns = if chunks == 1 { pp - number } else { 2 * (pp - number - 1) + (chunks - 1) * pp + 1 };
+        let again = if chunks == 1 { turns > begun_turns } else { turns >= begun_turns + 2 * chunks * pp };
+        if placement.gradients == Extent::Shard && per_step && again {
+            // Whole gradients of all units wait for the last micro-batch, while others go forward.
+            per_element += f64::from(bytes.gradient);
+        }
+        if placement.parameters == Extent::Shard && pp == 1 {
+            // What stays after a forward is all there when the last unit's forward ends.
+            let shards = f64::from(candidate.mesh.shard_degree());
+            let stays = match candidate.reshard {
+                Reshard::Never => 1.0 - 1.0 / shards,
+                Reshard::To(n) if u64::from(n) < shards as u64 => 0.0f64.max(1.0 / f64::from(n) - 1.0 / shards),
+                _ => 0.0,
+            };
+            per_element += stays * f64::from(bytes.parameter);
+        }
+        let activations = if offload.activations.is_none() { begun } else { 0.0 };
+        per_element * stage.elements + activations
+    }
+}

@@ -1,0 +1,244 @@
+//! A candidate: one way to run a step, as few numbers, and the mesh and strategy that it stands for.
+
+use serde::Serialize;
+use std::fmt;
+use trainyard_program::{
+    Keep, Mesh, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, StateBytes, Strategy, Tier,
+};
+use trainyard_sim::Format;
+
+/// How many of a model's blocks keep how little for backward; the others keep everything.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, Serialize)]
+pub struct Checkpointing {
+    /// Blocks that keep only their input.
+    pub full: u32,
+    /// Blocks that keep all but the results of cheap functions.
+    pub selective: u32,
+}
+
+impl Checkpointing {
+    /// What each of `units` units keeps. The first and the last one, embedding and head, keep everything: they have nothing worth repeating.
+    /// Without a pipeline the first blocks are the ones that keep less, which a configuration says in one line; on a pipeline they are spread, so
+    /// that every stage has its share.
+    pub fn keep(self, units: usize, spread: bool) -> Vec<Keep> {
+        let blocks = units.saturating_sub(2);
+        let (full, selective) = (self.full as usize, self.selective as usize);
+        let chosen = |block: usize, count: usize| match spread {
+            true => (block + 1) * count / blocks.max(1) > block * count / blocks.max(1),
+            false => block < count,
+        };
+        let mut keep = vec![Keep::Everything; units];
+        for block in 0..blocks {
+            if chosen(block, full) {
+                keep[block + 1] = Keep::InputOnly;
+            } else if chosen(block, full + selective) || spread && full + selective >= blocks {
+                keep[block + 1] = Keep::Selective;
+            }
+        }
+        keep
+    }
+}
+
+/// One way to run a step.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Candidate {
+    /// Degrees.
+    pub mesh: Mesh,
+    /// Sequences of a micro-batch.
+    pub micro_batch: u32,
+    /// Micro-batches that a rank sums before an update.
+    pub accumulation: u32,
+    /// What is sharded.
+    pub zero_stage: u8,
+    /// Stage 3: what stays of a gathered unit after its forward.
+    pub reshard: Reshard,
+    /// Stage 3: units gathered ahead.
+    pub prefetch: u32,
+    /// When gradients are summed over ranks.
+    pub reduce_schedule: ReduceSchedule,
+    /// What blocks keep for backward.
+    pub checkpointing: Checkpointing,
+    /// What lies in a lower tier.
+    pub offload: Offload,
+    /// The pipeline's order.
+    pub pipeline: PipelineSchedule,
+    /// What products are computed in.
+    pub format: Format,
+}
+
+impl Candidate {
+    /// The strategy for a model of `units` units.
+    pub fn strategy(&self, units: usize) -> Strategy {
+        Strategy {
+            accumulation_steps: self.accumulation,
+            keep: self.checkpointing.keep(units, self.mesh.pp > 1),
+            zero_stage: self.zero_stage,
+            reshard_after_forward: self.reshard,
+            prefetch: self.prefetch,
+            reduce_schedule: self.reduce_schedule,
+            offload: self.offload,
+            bytes: state_bytes(self.format),
+            pipeline: self.pipeline,
+            sequence_parallel: self.mesh.tp > 1,
+            ..Strategy::new(units)
+        }
+    }
+
+    /// Where a rank's state lies.
+    pub fn placement(&self) -> Placement {
+        // What is kept has no say in it.
+        Placement::of(&self.mesh, &self.strategy(0))
+    }
+
+    /// Stretches of units per pipeline stage.
+    pub fn chunks(&self) -> u32 {
+        match self.pipeline {
+            PipelineSchedule::Interleaved { chunks } => chunks,
+            _ => 1,
+        }
+    }
+
+    /// Sequences of a step over all ranks.
+    pub fn global_batch(&self) -> u64 {
+        u64::from(self.mesh.data_parallel()) * u64::from(self.micro_batch) * u64::from(self.accumulation)
+    }
+
+    /// What stands in the way of running it with this program; None when nothing does.
+    pub fn not_runnable(&self) -> Option<&'static str> {
+        let Mesh { pp, cp, tp, ep, .. } = self.mesh;
+        if pp * cp * tp * ep > 1 {
+            return Some("tensor, pipeline, context and expert parallelism are priced, not run yet");
+        }
+        (self.offload != Offload::default()).then_some("offload is priced, not run yet")
+    }
+
+    /// The degrees and what is sharded: candidates of one layout differ only in how they run on it.
+    pub fn layout(&self) -> Layout {
+        let sharded = self.mesh.shard_degree() > 1;
+        Layout { mesh: self.mesh, zero_stage: if sharded { self.zero_stage } else { 0 }, format: self.format }
+    }
+}
+
+/// Degrees, ZeRO stage and precision.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Layout {
+    /// Degrees.
+    pub mesh: Mesh,
+    /// What is sharded.
+    pub zero_stage: u8,
+    /// What products are computed in.
+    pub format: Format,
+}
+
+/// Bytes per element of state: f32 masters beside a 16-bit copy, or one f32 copy.
+pub fn state_bytes(format: Format) -> StateBytes {
+    match format {
+        Format::Fp32 | Format::Tf32 => StateBytes::F32,
+        Format::Fp16 | Format::Bf16 | Format::Fp8 | Format::Fp4 => StateBytes::MIXED,
+    }
+}
+
+impl fmt::Display for Layout {
+    /// `tp 8 · pp 4 · dp 2 x 8 · ZeRO-1`, without what is 1.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = self.mesh;
+        let mut parts: Vec<String> = [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)]
+            .into_iter()
+            .filter(|(_, degree)| *degree > 1)
+            .map(|(name, degree)| format!("{name} {degree}"))
+            .collect();
+        parts.push(match (dp_replicate, dp_shard) {
+            (1, 1) => "dp 1".to_owned(),
+            (replicate, 1) => format!("ddp {replicate}"),
+            (1, shard) => format!("shard {shard}"),
+            (replicate, shard) => format!("ddp {replicate} x shard {shard}"),
+        });
+        if self.zero_stage > 0 {
+            parts.push(format!("ZeRO-{}", self.zero_stage));
+        }
+        f.write_str(&parts.join(", "))
+    }
+}
+
+/// What differs from the usual choice, in words.
+pub fn details(candidate: &Candidate) -> Vec<String> {
+    let mut parts = Vec::new();
+    if candidate.layout().zero_stage == 3 {
+        match candidate.reshard {
+            Reshard::Always => {}
+            Reshard::Never => parts.push("keep gathered".to_owned()),
+            Reshard::To(n) => parts.push(format!("reshard to {n}")),
+        }
+        if candidate.prefetch != 1 {
+            parts.push(format!("prefetch {}", candidate.prefetch));
+        }
+    }
+    if candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
+        parts.push("reduce per micro-batch".to_owned());
+    }
+    for (what, tier) in [
+        ("optimizer", candidate.offload.optimizer),
+        ("parameters", candidate.offload.parameters),
+        ("activations", candidate.offload.activations),
+    ] {
+        match tier {
+            Some(Tier::Host) => parts.push(format!("{what} on host")),
+            Some(Tier::Disk) => parts.push(format!("{what} on disk")),
+            None => {}
+        }
+    }
+    parts
+}
+
+/// `none`, `selective`, `full`, or counts of blocks.
+pub fn checkpointing_words(checkpointing: Checkpointing, blocks: u32) -> String {
+    match (checkpointing.full, checkpointing.selective) {
+        (0, 0) => "none".to_owned(),
+        (full, 0) if full == blocks => "full".to_owned(),
+        (0, selective) if selective == blocks => "selective".to_owned(),
+        (full, 0) => format!("full {full}/{blocks}"),
+        (0, selective) => format!("sel. {selective}/{blocks}"),
+        (full, selective) => format!("full {full} sel. {selective}"),
+    }
+}
+
+/// The schedule's usual name.
+pub fn schedule_words(schedule: PipelineSchedule) -> String {
+    match schedule {
+        PipelineSchedule::GPipe => "GPipe".to_owned(),
+        PipelineSchedule::OneForwardOneBackward => "1F1B".to_owned(),
+        PipelineSchedule::Interleaved { chunks } => format!("interleaved {chunks}"),
+        PipelineSchedule::ZeroBubble => "zero bubble".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mixes_of_checkpointing_count_blocks() {
+        let count = |mix: Checkpointing, spread| {
+            let keep = mix.keep(10, spread);
+            assert_eq!((keep[0], keep[9]), (Keep::Everything, Keep::Everything));
+            [Keep::InputOnly, Keep::Selective, Keep::Everything].map(|k| keep.iter().filter(|x| **x == k).count())
+        };
+        for spread in [false, true] {
+            assert_eq!(count(Checkpointing::default(), spread), [0, 0, 10]);
+            assert_eq!(count(Checkpointing { full: 8, selective: 0 }, spread), [8, 0, 2]);
+            assert_eq!(count(Checkpointing { full: 0, selective: 8 }, spread), [0, 8, 2]);
+            assert_eq!(count(Checkpointing { full: 4, selective: 0 }, spread), [4, 0, 6]);
+            assert_eq!(count(Checkpointing { full: 2, selective: 6 }, spread), [2, 6, 2]);
+        }
+        let spread = Checkpointing { full: 4, selective: 0 }.keep(10, true);
+        assert_eq!(spread[1..5].iter().filter(|k| **k == Keep::InputOnly).count(), 2, "half of every half");
+    }
+
+    #[test]
+    fn layouts_are_said_without_what_is_one() {
+        let say = |mesh, zero_stage| Layout { mesh, zero_stage, format: Format::Bf16 }.to_string();
+        assert_eq!(say(Mesh::default(), 0), "dp 1");
+        assert_eq!(say(Mesh { tp: 8, pp: 4, dp_shard: 16, ..Mesh::default() }, 1), "tp 8, pp 4, shard 16, ZeRO-1");
+        assert_eq!(say(Mesh::data(4, 8), 3), "ddp 4 x shard 8, ZeRO-3");
+    }
+}

@@ -1,0 +1,216 @@
+//! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the best would do.
+
+use crate::{Memory, Part, Plan};
+
+/// A change of one choice of the best plan, simulated.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Neighbour {
+    /// What is changed, e.g. `without checkpointing`.
+    pub words: String,
+    /// Cost relative to the best, in the units of the objective; 1.02 is 2 % worse.
+    pub relative: f64,
+    /// Peak bytes of the fullest device.
+    pub bytes: u64,
+}
+
+/// Sentences about `plans`, best first, of which each device may use `bytes_max`.
+pub fn reasons(plans: &[Plan], neighbours: &[Neighbour], bytes_max: u64) -> Vec<String> {
+    let Some(best) = plans.first() else { return Vec::new() };
+    let mut reasons = vec![bound(best), memory(&best.memory, bytes_max)];
+    reasons.extend(too_large(neighbours, bytes_max));
+    reasons.extend(slower(neighbours, bytes_max));
+    if let Some(next) = plans.get(1) {
+        reasons.push(loses(best, next));
+    }
+    reasons
+}
+
+fn percent(part: f64, whole: f64) -> String {
+    let percent = 100.0 * part / whole;
+    if percent < 9.95 { format!("{percent:.1} %") } else { format!("{percent:.0} %") }
+}
+
+/// `1.2 s`, `35 ms`, `12 us`
+pub fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s >= 99.95 => format!("{s:.0} s"),
+        s if s >= 0.9995 => format!("{s:.2} s"),
+        s if s >= 0.000_999_5 => format!("{:.1} ms", 1e3 * s),
+        s => format!("{:.0} us", 1e6 * s),
+    }
+}
+
+/// `79.2 GiB`
+pub fn size(bytes: u64) -> String {
+    let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
+        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => format!("{bytes} B"),
+    }
+}
+
+/// What bounds it: compute, or the part that is waited for longest.
+fn bound(best: &Plan) -> String {
+    let total = best.breakdown.total();
+    let mut waits: Vec<_> = best.breakdown.0.iter().filter(|(part, _)| !part.is_work()).copied().collect();
+    waits.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let work = best.breakdown.work();
+    let named: Vec<String> = waits
+        .iter()
+        .filter(|(_, seconds)| *seconds > 0.002 * total)
+        .take(3)
+        .map(|(part, seconds)| format!("{} {}", percent(*seconds, total), part.words()))
+        .collect();
+    let rest = match named.as_slice() {
+        [] => "nothing else takes time".to_owned(),
+        named => format!("then {}", named.join(", ")),
+    };
+    match waits.first() {
+        Some((part, seconds)) if *seconds > 0.3 * total => format!(
+            "It is bound by {}: {} of the step, while the device computes for {}.",
+            match part {
+                Part::Pipeline => "its pipeline",
+                Part::Data => "its data",
+                Part::Host => "the link to host memory",
+                Part::Beside => "what happens between steps",
+                _ => "communication",
+            },
+            format_args!("{} {}", percent(*seconds, total), part.words()),
+            percent(work, total)
+        ),
+        _ => format!("It is bound by compute: the device computes for {} of the step; {rest}.", percent(work, total)),
+    }
+}
+
+fn memory(memory: &Memory, bytes_max: u64) -> String {
+    let mut kinds = memory.by_kind.clone();
+    kinds.sort_by(|a, b| b.1.cmp(&a.1));
+    let kinds: Vec<String> =
+        kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), size(*bytes))).collect();
+    format!(
+        "The fullest device (rank {}) holds {} of {} at {}: {}.",
+        memory.rank,
+        size(memory.total),
+        size(bytes_max),
+        memory.at,
+        kinds.join(", ")
+    )
+}
+
+fn too_large(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
+    // Only what would be faster is worth a word.
+    let large = neighbours.iter().filter(|n| n.bytes > bytes_max && n.relative < 1.0);
+    let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, size(n.bytes))).collect();
+    (!said.is_empty()).then(|| format!("Faster, but too large: {}.", said.join("; ")))
+}
+
+fn slower(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
+    let mut fitting: Vec<&Neighbour> =
+        neighbours.iter().filter(|n| n.bytes <= bytes_max && n.relative >= 1.0).collect();
+    fitting.sort_by(|a, b| b.relative.total_cmp(&a.relative));
+    let said: Vec<String> = fitting
+        .iter()
+        .take(5)
+        .map(|n| match 100.0 * (n.relative - 1.0) {
+            worse if worse < 0.05 => format!("{} changes nothing", n.words),
+            worse => format!("{} costs {worse:.1} %", n.words),
+        })
+        .collect();
+    (!said.is_empty()).then(|| format!("Of its choices, {}.", said.join("; ")))
+}
+
+/// What the next best one loses, by the parts that grew most.
+fn loses(best: &Plan, next: &Plan) -> String {
+    let mut parts: Vec<(Part, f64)> = Part::ALL
+        .into_iter()
+        .map(|part| (part, next.breakdown.seconds(part) - best.breakdown.seconds(part)))
+        .filter(|(_, seconds)| seconds.abs() > 0.002 * best.step_s)
+        .collect();
+    parts.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+    let words: Vec<String> = parts
+        .iter()
+        .take(3)
+        .map(|(part, seconds)| {
+            let more = if *seconds > 0.0 { "more" } else { "less" };
+            format!("{} {more} {}", duration(seconds.abs()), part.words())
+        })
+        .collect();
+    let worse = 100.0 * (next.step_s / best.step_s - 1.0);
+    let verdict = match worse {
+        worse if worse < 0.05 => "takes as long".to_owned(),
+        worse => format!("takes {worse:.1} % longer"),
+    };
+    let why = if words.is_empty() { String::new() } else { format!(": {}", words.join(", ")) };
+    format!("The next best layout ({}) {verdict}{why}.", next.layout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Breakdown, Candidate, Checkpointing};
+    use trainyard_program::{MemoryKind, Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard};
+    use trainyard_sim::Format;
+
+    fn plan(layout: &str, parts: &[(Part, f64)]) -> Plan {
+        let breakdown = Breakdown(parts.to_vec());
+        Plan {
+            candidate: Candidate {
+                mesh: Mesh::default(),
+                micro_batch: 1,
+                accumulation: 1,
+                zero_stage: 0,
+                reshard: Reshard::Always,
+                prefetch: 1,
+                reduce_schedule: ReduceSchedule::PerStep,
+                checkpointing: Checkpointing::default(),
+                offload: Offload::default(),
+                pipeline: PipelineSchedule::default(),
+                format: Format::Bf16,
+            },
+            layout: layout.into(),
+            step_s: breakdown.total(),
+            tokens_per_s: 1.0,
+            model_flops_per_s: 1.0,
+            mfu: 0.5,
+            memory: Memory {
+                total: 70 << 30,
+                by_kind: vec![(MemoryKind::Data, 1), (MemoryKind::Activations, 60 << 30)],
+                other: 0,
+                rank: 3,
+                at: "backward block.4".into(),
+            },
+            usd_per_million_tokens: None,
+            breakdown,
+        }
+    }
+
+    #[test]
+    fn reasons_name_what_bounds_and_what_the_next_loses() {
+        let best = plan("tp 8", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Pipeline, 1.0)]);
+        let next = plan("tp 4", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Gather, 2.0)]);
+        let neighbours = [
+            Neighbour { words: "no checkpointing".into(), relative: 0.9, bytes: 100 << 30 },
+            Neighbour { words: "micro-batch 2".into(), relative: 1.021, bytes: 72 << 30 },
+        ];
+        let said = reasons(&[best.clone(), next], &neighbours, 79 << 30);
+        assert_eq!(
+            said,
+            [
+                "It is bound by compute: the device computes for 90 % of the step; then 10 % waiting for other pipeline stages.",
+                "The fullest device (rank 3) holds 70.0 GiB of 79.0 GiB at backward block.4: activations 60.0 GiB, data 1 B.",
+                "Faster, but too large: no checkpointing needs 100.0 GiB.",
+                "Of its choices, micro-batch 2 costs 2.1 %.",
+                "The next best layout (tp 4) takes 10.0 % longer: 2.00 s more waiting for parameters to be gathered, \
+                 1.00 s less waiting for other pipeline stages.",
+            ]
+        );
+        let slow = plan("dp", &[(Part::Forward, 1.0), (Part::Reduce, 3.0)]);
+        assert!(reasons(&[slow], &[], 1 << 30)[0].starts_with("It is bound by communication: 75 % waiting for grad"));
+        assert!(reasons(&[], &[], 0).is_empty());
+    }
+
+    #[test]
+    fn durations_have_readable_units() {
+        assert_eq!([123.4, 1.234, 0.01234, 5e-5].map(duration), ["123 s", "1.23 s", "12.3 ms", "50 us"]);
+    }
+}

@@ -1,0 +1,211 @@
+//! When nothing works: why, and the nearest that would.
+
+use crate::explain::size;
+use crate::planner::{Facts, Planner};
+use crate::space::meshes;
+use crate::{Fixed, Limits, Request};
+use trainyard_sim::Cluster;
+
+/// A request without an answer.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum PlanError {
+    /// Something asked for is zero or out of range.
+    #[error("{0}")]
+    Request(String),
+    /// Devices, batch and what is fixed have no common divisors.
+    #[error("no mesh of {devices} devices works for {why}{nearest}")]
+    NoMesh {
+        /// How many devices may be used.
+        devices: u32,
+        /// What stands in the way.
+        why: String,
+        /// What would work.
+        nearest: String,
+    },
+    /// The smallest candidate is larger than a device.
+    #[error("nothing fits: the least that any plan needs is {} per device ({layout}), and {} may be used{nearest}", size(*needed), size(*available))]
+    DoesNotFit {
+        /// Bytes of the smallest plan.
+        needed: u64,
+        /// Its layout.
+        layout: String,
+        /// Bytes that may be used.
+        available: u64,
+        /// What would work.
+        nearest: String,
+    },
+}
+
+impl Request {
+    /// Whether the numbers make sense by themselves.
+    pub(crate) fn check(&self) -> Result<(), PlanError> {
+        let fail = |text: String| Err(PlanError::Request(text));
+        if self.global_batch == 0 || self.sequence_length == 0 {
+            return fail(format!(
+                "a step needs sequences and tokens: the global batch is {}, the sequence length {}",
+                self.global_batch, self.sequence_length
+            ));
+        }
+        const TOKENS_MAX: u64 = 1 << 26;
+        if self.sequence_length > TOKENS_MAX || self.global_batch > TOKENS_MAX {
+            return fail(format!(
+                "the global batch ({}) and the sequence length ({}) must be at most {TOKENS_MAX}",
+                self.global_batch, self.sequence_length
+            ));
+        }
+        let Limits { memory_bytes, devices, usd_per_hour } = self.limits;
+        let price = self.cluster.device.usd_per_hour;
+        if usd_per_hour.is_some() && price <= 0.0 {
+            return fail("a limit of dollars an hour needs a price per device: give --price".to_owned());
+        }
+        if let Some(usd) = usd_per_hour
+            && usd < price
+        {
+            return fail(format!(
+                "{usd} dollars an hour do not pay for one {}, which costs {price}",
+                self.cluster.device.name
+            ));
+        }
+        if devices == Some(0) || memory_bytes == Some(0) {
+            return fail("a limit of 0 leaves nothing to plan with".to_owned());
+        }
+        if let (Some(micro), Some(steps)) = (self.fixed.micro_batch, self.fixed.accumulation) {
+            let one = u64::from(micro) * u64::from(steps);
+            if one == 0 || !self.global_batch.is_multiple_of(one) {
+                return fail(format!(
+                    "micro_batch {micro} x accumulation {steps} does not divide the global batch of {}",
+                    self.global_batch
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Devices within all limits.
+    fn devices_max(&self) -> u32 {
+        let mut devices = self.cluster.devices().min(self.limits.devices.unwrap_or(u32::MAX));
+        let price = self.cluster.device.usd_per_hour;
+        if let Some(usd) = self.limits.usd_per_hour.filter(|_| price > 0.0) {
+            devices = devices.min((usd / price) as u32);
+        }
+        devices
+    }
+}
+
+/// Why nothing divides, with what would.
+pub(crate) fn nothing_divides(request: &Request) -> PlanError {
+    let devices = request.devices_max();
+    let model = &request.model;
+    let mut why = format!(
+        "a global batch of {}, {} heads ({} of keys and values) and {} blocks",
+        request.global_batch,
+        model.heads,
+        model.kv_heads,
+        model.layers + model.encoder_layers
+    );
+    let fixed = fixed_words(&request.fixed);
+    if !fixed.is_empty() {
+        why += &format!(" with {}", fixed.join(", "));
+    }
+    PlanError::NoMesh { devices, why, nearest: nearest_division(request, devices) }
+}
+
+/// The choices that stand, as they were given.
+fn fixed_words(fixed: &Fixed) -> Vec<String> {
+    let degrees = [
+        ("tp", fixed.tp),
+        ("pp", fixed.pp),
+        ("cp", fixed.cp),
+        ("ep", fixed.ep),
+        ("dp_replicate", fixed.dp_replicate),
+        ("dp_shard", fixed.dp_shard),
+        ("zero", fixed.zero_stage.map(u32::from)),
+        ("micro_batch", fixed.micro_batch),
+        ("accumulation", fixed.accumulation),
+    ];
+    degrees.into_iter().filter_map(|(name, value)| Some(format!("{name}={}", value?))).collect()
+}
+
+fn nearest_division(request: &Request, devices: u32) -> String {
+    let works = |request: &Request, devices: u32| {
+        devices > 0 && !crate::space::candidates(&request.extent(devices), &request.fixed).is_empty()
+    };
+    let mut said = Vec::new();
+    // Without one of the fixed choices.
+    for (name, relaxed) in relaxations(&request.fixed) {
+        if works(&Request { fixed: relaxed, ..request.clone() }, devices) {
+            said.push(format!("leave {name} open"));
+        }
+    }
+    let smaller = (1..devices).rev().find(|count| !meshes(&request.extent(*count), &request.fixed).is_empty());
+    said.extend(smaller.map(|count| format!("use {count} devices")));
+    let batches = (1..=4096u64).flat_map(|by| [request.global_batch.checked_sub(by), Some(request.global_batch + by)]);
+    let batch = batches.flatten().filter(|batch| *batch > 0).find(|batch| {
+        !meshes(&Request { global_batch: *batch, ..request.clone() }.extent(devices), &request.fixed).is_empty()
+    });
+    said.extend(batch.map(|batch| format!("take a global batch of {batch}")));
+    if said.is_empty() { String::new() } else { format!("; the nearest that would: {}", said.join(", or ")) }
+}
+
+/// Each fixed choice left open in turn.
+fn relaxations(fixed: &Fixed) -> Vec<(&'static str, Fixed)> {
+    let mut all = Vec::new();
+    let mut add = |given: bool, name, relaxed: Fixed| {
+        if given {
+            all.push((name, relaxed));
+        }
+    };
+    add(fixed.tp.is_some(), "tp", Fixed { tp: None, ..fixed.clone() });
+    add(fixed.pp.is_some(), "pp", Fixed { pp: None, ..fixed.clone() });
+    add(fixed.cp.is_some(), "cp", Fixed { cp: None, ..fixed.clone() });
+    add(fixed.ep.is_some(), "ep", Fixed { ep: None, ..fixed.clone() });
+    add(fixed.dp_replicate.is_some(), "dp_replicate", Fixed { dp_replicate: None, ..fixed.clone() });
+    add(fixed.dp_shard.is_some(), "dp_shard", Fixed { dp_shard: None, ..fixed.clone() });
+    add(fixed.zero_stage.is_some(), "zero", Fixed { zero_stage: None, ..fixed.clone() });
+    add(fixed.micro_batch.is_some(), "micro_batch", Fixed { micro_batch: None, ..fixed.clone() });
+    add(fixed.accumulation.is_some(), "accumulation", Fixed { accumulation: None, ..fixed.clone() });
+    all
+}
+
+/// The smallest plan is too large: what would hold it.
+pub(crate) fn nearest_for_memory(request: &Request, facts: &Facts, needed: u64, layout: String) -> PlanError {
+    let available = request.bytes_max();
+    let device = (request.cluster.device.memory_gb * 1e9) as u64;
+    let mut said = Vec::new();
+    if needed <= device {
+        said.push(format!("a limit of {}", size(needed)));
+    }
+    said.extend(more_nodes(request, facts));
+    said.extend(shorter(request, facts));
+    let nearest =
+        if said.is_empty() { String::new() } else { format!("; the nearest that would: {}", said.join(", or ")) };
+    PlanError::DoesNotFit { needed, layout, available, nearest }
+}
+
+/// Whether anything fits, by simulation of the smallest.
+fn fits(request: &Request, facts: &Facts) -> bool {
+    Planner::new(request, facts).is_ok_and(|planner| planner.smallest().0 <= request.bytes_max())
+}
+
+fn more_nodes(request: &Request, facts: &Facts) -> Option<String> {
+    const DOUBLINGS: u32 = 9;
+    let limits = Limits { devices: None, usd_per_hour: None, ..request.limits.clone() };
+    (1..=DOUBLINGS).find_map(|doublings| {
+        let nodes = request.cluster.nodes.checked_mul(1 << doublings)?;
+        let cluster = Cluster { nodes, ..request.cluster.clone() };
+        let larger = Request { cluster, limits: limits.clone(), ..request.clone() };
+        let name = &request.cluster.device.name;
+        fits(&larger, facts).then(|| format!("{nodes}x{}x{name}", request.cluster.devices_per_node))
+    })
+}
+
+fn shorter(request: &Request, facts: &Facts) -> Option<String> {
+    let mut tokens = request.sequence_length / 2;
+    while tokens >= 128 {
+        if fits(&Request { sequence_length: tokens, ..request.clone() }, facts) {
+            return Some(format!("sequences of {tokens} tokens"));
+        }
+        tokens /= 2;
+    }
+    None
+}

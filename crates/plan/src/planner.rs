@@ -1,0 +1,329 @@
+//! From a request to an answer.
+
+use crate::explain::{Neighbour, reasons};
+use crate::nearest::{nearest_for_memory, nothing_divides};
+use crate::search::{Bound, Found, Saving, Search};
+use crate::space::candidates;
+use crate::{
+    Answer, Breakdown, Candidate, Checkpointing, Counts, Layout, Memory, MemorySeries, Outline, Plan, PlanError,
+    Pricer, Request, Step,
+};
+use std::collections::HashMap;
+use trainyard_program::{Mesh, Offload, PipelineSchedule, Program, Tier};
+use trainyard_sim::{Constants, Family, Stack};
+
+/// Facts that prices rest on.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The software that will run the step.
+    pub stack: Stack,
+    /// Fitted and assumed constants.
+    pub constants: Constants,
+}
+
+/// Searches for the best plans.
+///
+/// # Errors
+///
+/// Nothing divides devices and batch, nothing fits: in words, with the nearest that would work.
+pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
+    let planner = Planner::new(request, facts)?;
+    let found = planner.search();
+    if found.fitting.is_empty() {
+        return Err(planner.does_not_fit(facts));
+    }
+    Ok(planner.answer(&found))
+}
+
+/// Instructions that a search simulates at most: a second or two.
+const WORK_MAX: u64 = 3_000_000;
+
+/// A search that is set up.
+pub(crate) struct Planner<'a> {
+    request: &'a Request,
+    candidates: Vec<Candidate>,
+    pricer: Pricer<'a>,
+    bounds: Vec<Bound>,
+}
+
+impl<'a> Planner<'a> {
+    pub(crate) fn new(request: &'a Request, facts: &Facts) -> Result<Planner<'a>, PlanError> {
+        request.check()?;
+        let counts = request.device_counts();
+        let extents = counts.iter().map(|devices| request.extent(*devices));
+        let candidates: Vec<Candidate> = extents.flat_map(|extent| candidates(&extent, &request.fixed)).collect();
+        if candidates.is_empty() {
+            return Err(nothing_divides(request));
+        }
+        let pricer = Pricer::new(request, &candidates, &facts.stack, &facts.constants);
+        let bounds = pricer.bounds(&candidates);
+        Ok(Planner { request, candidates, pricer, bounds })
+    }
+
+    pub(crate) fn search(&self) -> Found {
+        let mut numbers: HashMap<Layout, u32> = HashMap::new();
+        let number = |candidate: &Candidate| {
+            let next = numbers.len() as u32;
+            *numbers.entry(candidate.layout()).or_insert(next)
+        };
+        let groups: Vec<u32> = self.candidates.iter().map(number).collect();
+        let savings = self.savings();
+        let mut kinds: HashMap<(Mesh, u8), u32> = HashMap::new();
+        let kind = |candidate: &Candidate| {
+            let Layout { mesh, zero_stage, .. } = candidate.layout();
+            let next = kinds.len() as u32;
+            *kinds.entry((Mesh { dp_replicate: 1, dp_shard: 1, ..mesh }, zero_stage)).or_insert(next)
+        };
+        let kinds: Vec<u32> = self.candidates.iter().map(kind).collect();
+        let work: Vec<u64> = self.candidates.iter().map(|candidate| self.instructions(candidate)).collect();
+        let search = Search {
+            bounds: &self.bounds,
+            savings: &savings,
+            kinds: &kinds,
+            work: &work,
+            work_max: WORK_MAX,
+            groups: &groups,
+            bytes_max: self.request.bytes_max(),
+            shown: self.request.shown,
+            threads: self.request.threads,
+        };
+        search.run(|index| self.pricer.simulated(&self.candidates[index]))
+    }
+
+    /// Candidates that differ only in checkpointing and offload stand next to one another.
+    fn savings(&self) -> Vec<Saving> {
+        let bare = |candidate: &Candidate| Candidate {
+            checkpointing: Checkpointing::default(),
+            offload: Offload::default(),
+            ..*candidate
+        };
+        let mut family = 0;
+        let mut before: Option<Candidate> = None;
+        let saving = |candidate: &Candidate| {
+            let bare = bare(candidate);
+            if before.replace(bare).is_some_and(|before| before != bare) {
+                family += 1;
+            }
+            let Checkpointing { full, selective } = candidate.checkpointing;
+            let Offload { optimizer, activations, parameters } = candidate.offload;
+            let bit = |tier: Option<Tier>, bit: u8| if tier.is_some() { 1 << bit } else { 0 };
+            Saving {
+                family,
+                // A block that keeps only its input costs more than all that keep a selection.
+                level: full * (self.blocks() + 1) + selective,
+                tier: bit(optimizer, 0) | bit(activations, 1) | bit(parameters, 2),
+            }
+        };
+        self.candidates.iter().map(saving).collect()
+    }
+
+    /// About how many instructions its programs have: passes, with what stands beside each.
+    fn instructions(&self, candidate: &Candidate) -> u64 {
+        let passes = 2 * u64::from(self.blocks() + 2) * u64::from(candidate.accumulation);
+        let Mesh { tp, cp, ep, .. } = candidate.mesh;
+        let exchanges = u64::from(tp > 1) + u64::from(cp > 1) + u64::from(ep > 1);
+        let gathers = if candidate.layout().zero_stage == 3 && candidate.mesh.pp == 1 { 2 } else { 0 };
+        passes * (1 + exchanges + gathers)
+    }
+
+    fn blocks(&self) -> u32 {
+        self.request.model.layers + self.request.model.encoder_layers
+    }
+
+    /// The least that any candidate needs, and which one.
+    pub(crate) fn smallest(&self) -> (u64, &Candidate) {
+        let least = (0..self.bounds.len()).min_by_key(|index| self.bounds[*index].bytes).expect("there are candidates");
+        let candidate = &self.candidates[least];
+        let bytes = self.pricer.simulated(candidate).map_or(self.bounds[least].bytes, |simulated| simulated.bytes);
+        (bytes, candidate)
+    }
+
+    fn does_not_fit(&self, facts: &Facts) -> PlanError {
+        let (bytes, candidate) = self.smallest();
+        nearest_for_memory(self.request, facts, bytes, candidate.layout().to_string())
+    }
+
+    fn answer(&self, found: &Found) -> Answer {
+        let mut layouts: Vec<Layout> = Vec::new();
+        let mut plans = Vec::new();
+        for index in &found.fitting {
+            let candidate = &self.candidates[*index];
+            if plans.len() < self.request.shown && !layouts.contains(&candidate.layout()) {
+                layouts.push(candidate.layout());
+                plans.push(self.plan(candidate).expect("it was simulated before"));
+            }
+        }
+        let best = self.candidates[found.fitting[0]];
+        let neighbours = self.neighbours(&best, found.results[&found.fitting[0]].cost);
+        let outline = |index: &usize| Outline {
+            candidate: self.candidates[*index],
+            step_s: match self.request.objective {
+                crate::Objective::Speed => found.results[index].cost,
+                crate::Objective::Cost => found.results[index].cost / f64::from(self.candidates[*index].mesh.ranks()),
+            },
+            bytes: found.results[index].bytes,
+        };
+        Answer {
+            reasons: reasons(&plans, &neighbours, self.request.bytes_max()),
+            plans,
+            search: Counts {
+                considered: found.considered,
+                too_large: found.too_large,
+                too_slow: found.too_slow,
+                simulated: found.simulated,
+                out_of_memory: found.out_of_memory,
+            },
+            gap: found.gap,
+            bytes_max: self.request.bytes_max(),
+            objective: self.request.objective,
+            simulated: found.fitting.iter().map(outline).collect(),
+        }
+    }
+
+    fn plan(&self, candidate: &Candidate) -> Option<Plan> {
+        let step = self.pricer.step(candidate)?;
+        let request = self.request;
+        let tokens = request.global_batch as f64 * request.sequence_length as f64;
+        let devices = f64::from(candidate.mesh.ranks());
+        let tokens_per_s = tokens / step.step_s;
+        let model_flops_per_s = request.flops_per_token() * tokens_per_s / devices;
+        let usd = request.cluster.device.usd_per_hour;
+        Some(Plan {
+            candidate: *candidate,
+            layout: candidate.layout().to_string(),
+            step_s: step.step_s,
+            tokens_per_s,
+            model_flops_per_s,
+            mfu: model_flops_per_s / request.cluster.device.peak(candidate.format),
+            memory: self.memory(&step),
+            usd_per_million_tokens: (usd > 0.0).then(|| usd * devices / 3600.0 * 1e6 / tokens_per_s),
+            breakdown: breakdown(&step),
+        })
+    }
+
+    fn memory(&self, step: &Step) -> Memory {
+        let fullest = (0..step.memory.len())
+            .max_by(|a, b| step.memory[*a].peak_bytes.total_cmp(&step.memory[*b].peak_bytes).then(b.cmp(a)))
+            .expect("a step has ranks");
+        let memory = &step.memory[fullest];
+        let total = self.pricer.with_overhead(memory.peak_bytes);
+        Memory {
+            total,
+            by_kind: memory
+                .at_peak
+                .iter()
+                .map(|(kind, bytes)| (*kind, *bytes as u64))
+                .filter(|(_, b)| *b > 0)
+                .collect(),
+            other: total.saturating_sub(memory.peak_bytes as u64),
+            rank: step.programs[fullest].rank,
+            at: instruction_words(&step.programs[fullest], memory.at),
+        }
+    }
+
+    /// The best candidate with one choice changed.
+    fn neighbours(&self, best: &Candidate, cost: f64) -> Vec<Neighbour> {
+        let changed = changes(best, self.blocks());
+        let there = changed.iter().filter(|(_, candidate)| self.candidates.contains(candidate));
+        there
+            .filter_map(|(words, candidate)| {
+                let simulated = self.pricer.simulated(candidate)?;
+                Some(Neighbour { words: words.clone(), relative: simulated.cost / cost, bytes: simulated.bytes })
+            })
+            .collect()
+    }
+}
+
+/// The step of `candidate`, with the memory of each of its programs over time; None when there is no lowering for it.
+pub fn step(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<(Step, Vec<MemorySeries>)> {
+    let pricer = Pricer::new(request, &[*candidate], &facts.stack, &facts.constants);
+    let step = pricer.step(candidate)?;
+    let memory = pricer.memory_over_time(candidate, &step);
+    Some((step, memory))
+}
+
+/// `backward block.3 of micro-batch 2`
+fn instruction_words(program: &Program, number: usize) -> String {
+    let Some(instruction) = program.instructions.get(number) else { return "the start".to_owned() };
+    let mut words = instruction.action.name().to_owned();
+    if let Some(unit) = instruction.action.unit() {
+        words += &format!(" {}", program.units.get(unit as usize).map_or("", String::as_str));
+    }
+    if let Some(micro_batch) = instruction.action.micro_batch().filter(|_| program.micro_batches > 1) {
+        words += &format!(" of micro-batch {micro_batch}");
+    }
+    words
+}
+
+/// Of the stage whose compute lane works longest: the others wait for it.
+fn breakdown(step: &Step) -> Breakdown {
+    let compute = trainyard_program::Lane::Compute as usize;
+    let longest = (0..step.times.len())
+        .max_by(|a, b| step.times[*a].busy_s[compute].total_cmp(&step.times[*b].busy_s[compute]).then(b.cmp(a)))
+        .expect("a step has ranks");
+    Breakdown::of(&step.programs[longest], &step.times[longest], step.step_s)
+}
+
+/// Candidates that differ from `best` in one choice, with the words for it.
+fn changes(best: &Candidate, blocks: u32) -> Vec<(String, Candidate)> {
+    let mut all = Vec::new();
+    let mut change = |words: String, candidate: Candidate| {
+        if candidate != *best {
+            all.push((words, candidate));
+        }
+    };
+    for (words, full, selective) in
+        [("no recomputation", 0, 0), ("selective recomputation", 0, blocks), ("full recomputation", blocks, 0)]
+    {
+        change(words.to_owned(), Candidate { checkpointing: Checkpointing { full, selective }, ..*best });
+    }
+    let (micro, steps) = (best.micro_batch, best.accumulation);
+    if steps.is_multiple_of(2) {
+        let candidate = Candidate { micro_batch: 2 * micro, accumulation: steps / 2, ..*best };
+        change(format!("a micro-batch of {}", 2 * micro), candidate);
+    }
+    if micro.is_multiple_of(2) {
+        let candidate = Candidate { micro_batch: micro / 2, accumulation: 2 * steps, ..*best };
+        change(format!("a micro-batch of {}", micro / 2), candidate);
+    }
+    for stage in 1..=3 {
+        if best.mesh.shard_degree() > 1 {
+            change(format!("ZeRO-{stage}"), Candidate { zero_stage: stage, ..*best });
+        }
+    }
+    if best.mesh.pp > 1 {
+        change("1F1B".into(), Candidate { pipeline: PipelineSchedule::OneForwardOneBackward, ..*best });
+        change("a zero-bubble schedule".into(), Candidate { pipeline: PipelineSchedule::ZeroBubble, ..*best });
+    }
+    change("no offload".into(), Candidate { offload: Offload::default(), ..*best });
+    all
+}
+
+impl Request {
+    /// Bytes of a device that a plan may use.
+    pub fn bytes_max(&self) -> u64 {
+        let device = (self.cluster.device.memory_gb * 1e9) as u64;
+        self.limits.memory_bytes.map_or(device, |bytes| bytes.min(device))
+    }
+
+    /// FLOPs of training on one token by the field's convention, `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B).
+    pub fn flops_per_token(&self) -> f64 {
+        let model = &self.model;
+        let table = f64::from(model.vocab) * f64::from(model.dim);
+        let looked_up = f64::from(model.positions) * f64::from(model.dim) + if model.tied { 0.0 } else { table };
+        let mut multiplied = model.parameters() - looked_up;
+        if let Some(experts) = model.experts {
+            let matrices = if model.gated { 3.0 } else { 2.0 };
+            let one = matrices * f64::from(model.dim) * f64::from(model.ffn);
+            multiplied -=
+                f64::from(model.layers) * one * f64::from(experts.count - experts.per_token.min(experts.count));
+        }
+        let layers = f64::from(model.layers + model.encoder_layers);
+        6.0 * multiplied + 12.0 * layers * f64::from(model.heads * model.head_dim) * self.sequence_length as f64
+    }
+
+    /// Whether devices have a host with memory of its own.
+    pub fn has_host_tier(&self) -> bool {
+        self.cluster.device.family != Family::Cpu
+    }
+}

@@ -1,0 +1,241 @@
+//! Prices of candidates: by lowering and simulating them, and before that by bounds that no simulation is below.
+//!
+//! What depends only on micro-batch, tensor, context and expert degree and number format is worked out once per such class.
+
+use crate::bounds::Bounds;
+use crate::candidate::state_bytes;
+use crate::search::{Bound, Simulated};
+use crate::{Candidate, Objective, Request};
+use std::collections::HashMap;
+use std::ops::Range;
+use trainyard_program::{MemoryKind, ModelShape, Program, lower_rank};
+use trainyard_sim::transformer::{Units, Workload};
+use trainyard_sim::{Constants, Costs, Family, Format, MemoryUse, RankTime, Stack, memory, own_units, simulate};
+use trainyard_tensor::DType;
+
+/// What candidates share whose micro-batch costs a rank the same.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct Class {
+    micro_batch: u32,
+    tensor: u32,
+    context: u32,
+    expert: u32,
+    format: Format,
+}
+
+impl Class {
+    fn of(candidate: &Candidate) -> Class {
+        Class {
+            micro_batch: candidate.micro_batch,
+            tensor: candidate.mesh.tp,
+            context: candidate.mesh.cp,
+            expert: candidate.mesh.ep,
+            format: candidate.format,
+        }
+    }
+}
+
+/// A class's model and prices.
+pub(crate) struct Known {
+    pub(crate) shape: ModelShape,
+    pub(crate) costs: Costs,
+}
+
+impl Known {
+    /// The first unit of every stretch of `candidate`'s pipeline but the first: stretches of equal work, as near as whole units come to it.
+    pub(crate) fn cuts(&self, candidate: &Candidate) -> Vec<u32> {
+        let count = candidate.mesh.pp * candidate.chunks();
+        let units = self.shape.units.len() as u32;
+        let work = |unit: u32| {
+            let cost = self.costs.unit(unit);
+            cost.forward_s + cost.backward_input_s + cost.backward_weights_s
+        };
+        let total: f64 = (0..units).map(work).sum();
+        let mut cuts = Vec::with_capacity(count as usize - 1);
+        let (mut unit, mut before) = (0, 0.0);
+        for cut in 1..count {
+            let wanted = total * f64::from(cut) / f64::from(count);
+            let least = cuts.last().map_or(1, |last| last + 1);
+            // As many units must be left as there are stretches to come.
+            let most = units - (count - cut);
+            while unit < most && (unit < least || before + 0.5 * work(unit) <= wanted) {
+                before += work(unit);
+                unit += 1;
+            }
+            cuts.push(unit);
+        }
+        cuts
+    }
+
+    /// The stretches of units that each stage of `candidate`'s pipeline runs: number chunk x pp + stage of the model's.
+    pub(crate) fn stages(&self, candidate: &Candidate) -> Vec<Vec<Range<u32>>> {
+        let cuts = self.cuts(candidate);
+        let starts = std::iter::once(0).chain(cuts.iter().copied());
+        let ends = cuts.iter().copied().chain([self.shape.units.len() as u32]);
+        let stretches: Vec<Range<u32>> = starts.zip(ends).map(|(start, end)| start..end).collect();
+        let pp = candidate.mesh.pp as usize;
+        (0..pp).map(|stage| stretches[stage..].iter().step_by(pp).cloned().collect()).collect()
+    }
+}
+
+/// A unit's kernels and bytes: of a model that this program trains, unsplit, those that its own code has; of others those of a transformer.
+fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Units {
+    let dtype = match class.format {
+        Format::Fp32 | Format::Tf32 => DType::F32,
+        Format::Fp16 => DType::F16,
+        Format::Bf16 | Format::Fp8 | Format::Fp4 => DType::BF16,
+    };
+    let split = class.tensor * class.context * class.expert > 1;
+    let own = request.own.as_ref().filter(|_| !split).and_then(|spec| own_units(spec, work, stack, dtype).ok());
+    own.unwrap_or_else(|| request.model.units(work, stack))
+}
+
+/// Prices the candidates of a request.
+pub struct Pricer<'a> {
+    request: &'a Request,
+    known: HashMap<Class, Known>,
+}
+
+/// A candidate's step: the programs of the ranks that differ, when their instructions ran, what they held.
+pub struct Step {
+    /// One per pipeline stage.
+    pub programs: Vec<Program>,
+    /// When their instructions ran.
+    pub times: Vec<RankTime>,
+    /// What they held.
+    pub memory: Vec<MemoryUse>,
+    /// Seconds of the step.
+    pub step_s: f64,
+}
+
+/// Bytes by kind of [`MemoryKind::ALL`], from each time in seconds until the next.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct MemorySeries(pub Vec<(f64, [f64; MemoryKind::ALL.len()])>);
+
+impl MemorySeries {
+    /// Of one rank whose instructions ran as `time` says: the same changes that [`memory`] finds the peak of.
+    fn of(program: &Program, time: &RankTime, costs: &Costs) -> MemorySeries {
+        let mut now = [0.0; MemoryKind::ALL.len()];
+        for effect in &program.resident {
+            now[effect.kind as usize] += effect.bytes as f64;
+        }
+        let mut changes: Vec<(f64, bool, MemoryKind, f64)> = Vec::new();
+        for (instruction, span) in program.instructions.iter().zip(&time.spans) {
+            for effect in &instruction.effects {
+                let at = if effect.bytes > 0 { span.start_s } else { span.end_s };
+                changes.push((at, effect.bytes > 0, effect.kind, effect.bytes as f64));
+            }
+            let working = instruction.working_bytes as f64 + costs.working(instruction);
+            if working > 0.0 {
+                changes.push((span.start_s, true, MemoryKind::Activations, working));
+                changes.push((span.end_s, false, MemoryKind::Activations, -working));
+            }
+        }
+        changes.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let mut series = vec![(0.0, now)];
+        for (at, _, kind, change) in changes {
+            now[kind as usize] += change;
+            match series.last_mut() {
+                // What is given back at a moment makes room for what is taken then.
+                Some(last) if last.0 == at => last.1 = now,
+                _ => series.push((at, now)),
+            }
+        }
+        MemorySeries(series)
+    }
+
+    /// The most bytes held at once.
+    pub fn peak(&self) -> f64 {
+        self.0.iter().map(|(_, bytes)| bytes.iter().sum()).fold(0.0, f64::max)
+    }
+}
+
+impl<'a> Pricer<'a> {
+    /// Works out what `candidates` share.
+    pub fn new(request: &'a Request, candidates: &[Candidate], stack: &Stack, constants: &Constants) -> Pricer<'a> {
+        let mut known = HashMap::new();
+        for candidate in candidates {
+            known.entry(Class::of(candidate)).or_insert_with_key(|class| {
+                let work = Workload {
+                    sequence: request.sequence_length as u32,
+                    micro_batch: class.micro_batch,
+                    tensor: class.tensor,
+                    context: class.context,
+                    expert: class.expert,
+                    operand_bytes: class.format.bytes(),
+                };
+                let stack = Stack { state: state_bytes(class.format), ..stack.clone() };
+                let units = units(request, &work, &stack, class);
+                let shape = units.shape(&work, request.model.tied, stack.sequence_parallel);
+                let costs = Costs::new(&units, &work, &request.cluster, &stack, constants, class.format);
+                Known { shape, costs }
+            });
+        }
+        Pricer { request, known }
+    }
+
+    fn known(&self, candidate: &Candidate) -> &Known {
+        &self.known[&Class::of(candidate)]
+    }
+
+    /// Lowers and simulates; None when there is no lowering for it.
+    pub fn step(&self, candidate: &Candidate) -> Option<Step> {
+        let known = self.known(candidate);
+        let Known { shape, costs } = known;
+        let mut strategy = candidate.strategy(shape.units.len());
+        strategy.cuts = known.cuts(candidate);
+        let mesh = &candidate.mesh;
+        let stages = (0..mesh.pp).map(|stage| lower_rank(shape, mesh, &strategy, stage * mesh.stage_ranks()));
+        let programs: Vec<Program> = stages.collect::<Result<_, _>>().ok()?;
+        let simulated = simulate(&programs, costs).ok()?;
+        let memory =
+            programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, costs)).collect();
+        Some(Step { programs, times: simulated.ranks, memory, step_s: simulated.step_s })
+    }
+
+    /// The price that the search compares.
+    pub fn simulated(&self, candidate: &Candidate) -> Option<Simulated> {
+        let step = self.step(candidate)?;
+        let peak = step.memory.iter().map(|memory| memory.peak_bytes).fold(0.0, f64::max);
+        Some(Simulated { cost: self.cost(candidate, step.step_s), bytes: self.with_overhead(peak) })
+    }
+
+    /// Seconds, or device seconds where cost is minimised.
+    fn cost(&self, candidate: &Candidate, step_s: f64) -> f64 {
+        match self.request.objective {
+            Objective::Speed => step_s,
+            Objective::Cost => step_s * f64::from(candidate.mesh.ranks()),
+        }
+    }
+
+    /// What a device holds when tensors take `bytes`: the driver's and libraries' share comes on top, and what an allocator cannot use.
+    pub fn with_overhead(&self, bytes: f64) -> u64 {
+        let constants = &self.any().costs.constants;
+        match self.request.cluster.device.family {
+            Family::Cpu => bytes as u64,
+            _ => (bytes * (1.0 + constants.fragmentation) + 1e9 * constants.context_gb) as u64,
+        }
+    }
+
+    fn any(&self) -> &Known {
+        self.known.values().next().expect("a pricer has candidates")
+    }
+
+    /// Memory of each program of `step` over time.
+    pub fn memory_over_time(&self, candidate: &Candidate, step: &Step) -> Vec<MemorySeries> {
+        let costs = &self.known(candidate).costs;
+        step.programs.iter().zip(&step.times).map(|(program, time)| MemorySeries::of(program, time, costs)).collect()
+    }
+
+    /// What no simulation of each of `candidates` is below.
+    pub fn bounds(&self, candidates: &[Candidate]) -> Vec<Bound> {
+        let mut classes: HashMap<Class, Bounds<'_>> = HashMap::new();
+        let bound = |candidate: &Candidate| {
+            let class = Class::of(candidate);
+            let bounds = classes.entry(class).or_insert_with(|| Bounds::new(&self.known[&class]));
+            let (seconds, bytes) = bounds.of(candidate);
+            Bound { cost: self.cost(candidate, seconds), bytes: self.with_overhead(bytes) }
+        };
+        candidates.iter().map(bound).collect()
+    }
+}

@@ -1,0 +1,102 @@
+//! What is asked: a model on a cluster, a batch, limits, choices that stand.
+
+use crate::{Extent, Fixed};
+use serde::Serialize;
+use trainyard_model::ModelSpec;
+use trainyard_sim::{Cluster, Format};
+
+/// A question to the planner.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Request {
+    /// The model.
+    pub model: trainyard_sim::transformer::Architecture,
+    /// The same where this program trains it: then what it keeps is what its own code keeps.
+    pub own: Option<ModelSpec>,
+    /// What it is to be trained on.
+    pub cluster: Cluster,
+    /// Sequences of a step, over all ranks. No plan changes it.
+    pub global_batch: u64,
+    /// Tokens of a sequence.
+    pub sequence_length: u64,
+    /// Number formats to choose among.
+    pub formats: Vec<Format>,
+    /// What must not be exceeded.
+    pub limits: Limits,
+    /// What is not to be searched.
+    pub fixed: Fixed,
+    /// What is best.
+    pub objective: Objective,
+    /// How many plans of different layouts to return.
+    pub shown: usize,
+    /// Threads of the search.
+    pub threads: usize,
+}
+
+/// What must not be exceeded.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct Limits {
+    /// Bytes of a device that a step may use; None: all that it has.
+    pub memory_bytes: Option<u64>,
+    /// Devices.
+    pub devices: Option<u32>,
+    /// US dollars an hour for all devices together.
+    pub usd_per_hour: Option<f64>,
+}
+
+/// What is best.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Objective {
+    /// The shortest step.
+    #[default]
+    Speed,
+    /// The cheapest token.
+    Cost,
+}
+
+impl Request {
+    /// The numbers of devices that are searched, most first: whole nodes within the limits. For speed the few largest that divide the batch in some
+    /// way; for cost also halves, quarters and so on.
+    pub fn device_counts(&self) -> Vec<u32> {
+        let Cluster { devices_per_node, nodes, .. } = self.cluster;
+        let mut devices = nodes * devices_per_node;
+        devices = devices.min(self.limits.devices.unwrap_or(devices));
+        if let Some(usd) = self.limits.usd_per_hour
+            && self.cluster.device.usd_per_hour > 0.0
+        {
+            devices = devices.min((usd / self.cluster.device.usd_per_hour).floor() as u32);
+        }
+        // Inside one node any number will do; beyond, whole nodes.
+        let step = if devices >= devices_per_node { devices_per_node } else { 1 };
+        let largest = devices / step * step;
+        let possible = |count: &u32| !crate::space::meshes(&self.extent(*count), &self.fixed).is_empty();
+        const LARGEST: usize = 3;
+        match self.objective {
+            Objective::Speed if largest == nodes * devices_per_node && possible(&largest) => vec![largest],
+            Objective::Speed => {
+                let counts = (1..=largest / step).rev().map(|n| n * step).filter(possible);
+                counts.take(LARGEST).collect()
+            }
+            Objective::Cost => {
+                let halves = std::iter::successors(Some(largest), |n| (n % 2 == 0).then_some(n / 2));
+                halves.filter(|count| *count > 0).filter(possible).collect()
+            }
+        }
+    }
+
+    /// What the model and the batch allow on `devices` devices.
+    pub fn extent(&self, devices: u32) -> Extent {
+        Extent {
+            devices,
+            devices_per_node: self.cluster.devices_per_node.min(devices),
+            global_batch: self.global_batch,
+            sequence_length: self.sequence_length,
+            blocks: self.model.layers + self.model.encoder_layers,
+            heads: self.model.heads,
+            kv_heads: self.model.kv_heads,
+            experts: self.model.experts.map_or(1, |experts| experts.count),
+            formats: self.formats.clone(),
+            host_tier: self.cluster.device.family != trainyard_sim::Family::Cpu,
+        }
+    }
+}

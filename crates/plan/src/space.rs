@@ -1,0 +1,355 @@
+//! The space: every candidate for a model, a batch and a number of devices that could be run at all.
+//!
+//! What is left out, and why nothing is lost by it:
+//!
+//! - Tensor parallelism beyond a node: two collectives per block on the network.
+//! - GPipe: 1F1B has its bubble with fewer activations (Narayanan et al. 2019).
+//! - ZeRO-0 on a shard group: that is a replica, which the replicate degree says.
+//! - Summing gradients per micro-batch where they are kept whole anyway: the same result for more traffic.
+//! - Gathering parameters again in every pass of a pipeline, and state on the host beside one: each stage would move its weights for every
+//!   micro-batch.
+//! - Shard groups between a node's and all ranks other than in steps of four: prices change little from one to the next.
+
+use crate::{Candidate, Checkpointing};
+use serde::Serialize;
+use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier};
+use trainyard_sim::Format;
+
+/// What the model and the batch allow.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Extent {
+    /// Devices that the mesh covers.
+    pub devices: u32,
+    /// Devices of a node.
+    pub devices_per_node: u32,
+    /// Sequences of a step.
+    pub global_batch: u64,
+    /// Tokens of a sequence.
+    pub sequence_length: u64,
+    /// Blocks of the model, without embedding and head.
+    pub blocks: u32,
+    /// Heads of queries.
+    pub heads: u32,
+    /// Heads of keys and values.
+    pub kv_heads: u32,
+    /// Experts of a block; 1 for dense models.
+    pub experts: u32,
+    /// Number formats to try.
+    pub formats: Vec<Format>,
+    /// Whether state can lie on the host: where devices have memory of their own.
+    pub host_tier: bool,
+}
+
+/// Choices that are not to be searched.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct Fixed {
+    /// Tensor-parallel degree.
+    pub tp: Option<u32>,
+    /// Pipeline stages.
+    pub pp: Option<u32>,
+    /// Context-parallel degree.
+    pub cp: Option<u32>,
+    /// Expert-parallel degree.
+    pub ep: Option<u32>,
+    /// Replicas of the sharded state.
+    pub dp_replicate: Option<u32>,
+    /// Ranks that share a state.
+    pub dp_shard: Option<u32>,
+    /// ZeRO stage.
+    pub zero_stage: Option<u8>,
+    /// Sequences of a micro-batch.
+    pub micro_batch: Option<u32>,
+    /// Micro-batches of a rank.
+    pub accumulation: Option<u32>,
+    /// What all blocks keep: `none`, `selective` or `full`.
+    pub checkpointing: Option<Mode>,
+    /// Whether state may lie on the host.
+    pub offload: Option<bool>,
+    /// Only what this program can run.
+    pub runnable: bool,
+}
+
+/// What all blocks keep.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Everything.
+    None,
+    /// All but the results of cheap functions.
+    Selective,
+    /// The input.
+    Full,
+}
+
+/// Tokens of a rank's micro-batch at most, beyond its first sequence: products with more rows are no faster.
+const MICRO_BATCH_TOKENS_MAX: u64 = 1 << 16;
+/// Stages of a pipeline at most.
+const STAGES_MAX: u32 = 64;
+/// Chunks of an interleaved schedule at most.
+const CHUNKS_MAX: u32 = 8;
+/// Fewest tokens that a rank of a context group should have.
+const CONTEXT_TOKENS_MIN: u64 = 1024;
+
+fn allowed<T: PartialEq + Copy>(fixed: Option<T>, value: T) -> bool {
+    fixed.is_none_or(|fixed| fixed == value)
+}
+
+/// The divisors of `n` up to `limit`, ascending.
+pub fn divisors(n: u64, limit: u64) -> impl Iterator<Item = u64> {
+    (1..=limit.min(n)).filter(move |d| n.is_multiple_of(*d))
+}
+
+/// Every candidate, in an order that depends on nothing but the arguments.
+pub fn candidates(extent: &Extent, fixed: &Fixed) -> Vec<Candidate> {
+    let mut all = Vec::new();
+    for mesh in meshes(extent, fixed) {
+        let sequences = extent.global_batch / u64::from(mesh.data_parallel());
+        let micro_batch_max = (MICRO_BATCH_TOKENS_MAX / extent.sequence_length * u64::from(mesh.cp)).max(1);
+        for micro_batch in divisors(sequences, micro_batch_max).map(|n| n as u32) {
+            let accumulation = (sequences / u64::from(micro_batch)) as u32;
+            if !allowed(fixed.micro_batch, micro_batch) || !allowed(fixed.accumulation, accumulation) {
+                continue;
+            }
+            for &format in &extent.formats {
+                let candidate = Candidate {
+                    mesh,
+                    micro_batch,
+                    accumulation,
+                    zero_stage: 0,
+                    reshard: Reshard::Always,
+                    prefetch: 1,
+                    reduce_schedule: ReduceSchedule::PerStep,
+                    checkpointing: Checkpointing::default(),
+                    offload: Offload::default(),
+                    pipeline: PipelineSchedule::OneForwardOneBackward,
+                    format,
+                };
+                ways_to_run(candidate, extent, fixed, &mut all);
+            }
+        }
+    }
+    all
+}
+
+/// The meshes that divide the devices and the batch.
+pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
+    let mut all = Vec::new();
+    let devices = u64::from(extent.devices);
+    for tp in divisors(devices, u64::from(extent.devices_per_node)) {
+        let splits = |n: u32| u64::from(n).is_multiple_of(tp);
+        if !splits(extent.heads) || !splits(extent.kv_heads) || !allowed(fixed.tp, tp as u32) {
+            continue;
+        }
+        for cp in divisors(devices / tp, extent.sequence_length / CONTEXT_TOKENS_MIN.min(extent.sequence_length)) {
+            // Causal attention is balanced by giving each rank one piece from either end.
+            if !extent.sequence_length.is_multiple_of(2 * cp) && cp > 1 || !allowed(fixed.cp, cp as u32) {
+                continue;
+            }
+            for pp in divisors(devices / tp / cp, u64::from(STAGES_MAX.min(extent.blocks))) {
+                let dp = devices / tp / cp / pp;
+                if !extent.global_batch.is_multiple_of(dp) || !allowed(fixed.pp, pp as u32) {
+                    continue;
+                }
+                for dp_shard in shard_degrees(dp, devices_of_node(extent, tp * cp)) {
+                    for ep in divisors(u64::from(extent.experts), dp_shard * cp) {
+                        let mesh = Mesh {
+                            pp: pp as u32,
+                            dp_replicate: (dp / dp_shard) as u32,
+                            dp_shard: dp_shard as u32,
+                            cp: cp as u32,
+                            tp: tp as u32,
+                            ep: ep as u32,
+                        };
+                        let wanted = allowed(fixed.dp_replicate, mesh.dp_replicate)
+                            && allowed(fixed.dp_shard, mesh.dp_shard)
+                            && allowed(fixed.ep, mesh.ep)
+                            && (dp_shard * cp).is_multiple_of(ep)
+                            && !(fixed.runnable && pp * cp * tp * ep > 1);
+                        if wanted {
+                            all.push(mesh);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Data-parallel ranks of a node when each is `width` devices.
+fn devices_of_node(extent: &Extent, width: u64) -> u64 {
+    (u64::from(extent.devices_per_node) / width).max(1)
+}
+
+/// The divisors of `dp` that are worth a look: those inside a node, those at least four times apart, and all.
+fn shard_degrees(dp: u64, node: u64) -> Vec<u64> {
+    let mut all: Vec<u64> = Vec::new();
+    for degree in divisors(dp, dp) {
+        if degree <= node || degree == dp || all.last().is_none_or(|last| degree >= 4 * last) {
+            all.push(degree);
+        }
+    }
+    all
+}
+
+/// Every way to run `base`'s mesh and batch.
+fn ways_to_run(base: Candidate, extent: &Extent, fixed: &Fixed, all: &mut Vec<Candidate>) {
+    for (zero_stage, reshard, prefetch, reduce_schedule) in shardings(&base, extent) {
+        if !allowed(fixed.zero_stage, zero_stage) {
+            continue;
+        }
+        for pipeline in schedules(&base, extent) {
+            for checkpointing in checkpointings(extent.blocks, fixed) {
+                for offload in offloads(&base, extent, fixed) {
+                    all.push(Candidate {
+                        zero_stage,
+                        reshard,
+                        prefetch,
+                        reduce_schedule,
+                        pipeline,
+                        checkpointing,
+                        offload,
+                        ..base
+                    });
+                }
+            }
+        }
+    }
+}
+
+type Sharding = (u8, Reshard, u32, ReduceSchedule);
+
+fn shardings(base: &Candidate, extent: &Extent) -> Vec<Sharding> {
+    use ReduceSchedule::{PerMicroBatch, PerStep};
+    let shards = base.mesh.shard_degree();
+    if shards == 1 {
+        return vec![(0, Reshard::Always, 1, PerStep)];
+    }
+    let reduces: &[ReduceSchedule] = if base.accumulation > 1 { &[PerStep, PerMicroBatch] } else { &[PerStep] };
+    let mut all = vec![(1, Reshard::Always, 1, PerStep)];
+    let node = extent.devices_per_node / base.mesh.tp;
+    for &reduce in reduces {
+        all.push((2, Reshard::Always, 1, reduce));
+        all.push((3, Reshard::Never, 1, reduce));
+        if base.mesh.pp > 1 {
+            continue;
+        }
+        all.push((3, Reshard::Always, 1, reduce));
+        all.push((3, Reshard::Always, 2, reduce));
+        if node > 1 && shards > node && shards.is_multiple_of(node) {
+            all.push((3, Reshard::To(node), 2, reduce));
+        }
+    }
+    all
+}
+
+fn schedules(base: &Candidate, extent: &Extent) -> Vec<PipelineSchedule> {
+    let pp = base.mesh.pp;
+    let mut all = vec![PipelineSchedule::OneForwardOneBackward];
+    if pp > 1 {
+        all.push(PipelineSchedule::ZeroBubble);
+        // Micro-batches run in groups of pp (Narayanan et al. 2021), and chunks should be of one size.
+        let even =
+            |chunks: &u32| pp * chunks <= extent.blocks && (extent.blocks.is_multiple_of(pp * chunks) || *chunks == 2);
+        let chunks = (2..=CHUNKS_MAX).filter(even).filter(|_| base.accumulation.is_multiple_of(pp));
+        all.extend(chunks.map(|chunks| PipelineSchedule::Interleaved { chunks }));
+    }
+    all
+}
+
+fn checkpointings(blocks: u32, fixed: &Fixed) -> Vec<Checkpointing> {
+    let of = |mode| match mode {
+        Mode::None => Checkpointing::default(),
+        Mode::Selective => Checkpointing { full: 0, selective: blocks },
+        Mode::Full => Checkpointing { full: blocks, selective: 0 },
+    };
+    if let Some(mode) = fixed.checkpointing {
+        return vec![of(mode)];
+    }
+    let mut all = vec![of(Mode::None), of(Mode::Selective)];
+    for quarters in 1..4 {
+        let part = blocks * quarters / 4;
+        if part > 0 {
+            all.push(Checkpointing { full: part, selective: blocks - part });
+        }
+    }
+    all.push(of(Mode::Full));
+    all
+}
+
+fn offloads(base: &Candidate, extent: &Extent, fixed: &Fixed) -> Vec<Offload> {
+    let none = Offload::default();
+    if !extent.host_tier || fixed.runnable || fixed.offload == Some(false) || base.mesh.pp > 1 {
+        return vec![none];
+    }
+    let host = Some(Tier::Host);
+    let some = [Offload { optimizer: host, ..none }, Offload { activations: host, ..none }];
+    if fixed.offload == Some(true) { some.to_vec() } else { vec![none, some[0], some[1]] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent() -> Extent {
+        Extent {
+            devices: 512,
+            devices_per_node: 8,
+            global_batch: 1024,
+            sequence_length: 8192,
+            blocks: 80,
+            heads: 64,
+            kv_heads: 8,
+            experts: 1,
+            formats: vec![Format::Bf16],
+            host_tier: true,
+        }
+    }
+
+    #[test]
+    fn every_candidate_covers_the_devices_and_the_batch() {
+        let extent = extent();
+        let all = candidates(&extent, &Fixed::default());
+        assert!(all.len() > 10_000, "{}", all.len());
+        for candidate in &all {
+            assert_eq!(candidate.mesh.ranks(), 512);
+            assert_eq!(candidate.global_batch(), 1024);
+        }
+        let few = Extent { devices: 16, global_batch: 16, blocks: 8, ..extent };
+        let all = candidates(&few, &Fixed::default());
+        let mut said: Vec<String> = all.iter().map(|candidate| format!("{candidate:?}")).collect();
+        said.sort_unstable();
+        said.dedup();
+        assert_eq!(said.len(), all.len(), "none stands there twice");
+    }
+
+    #[test]
+    fn what_is_fixed_stays() {
+        let fixed = Fixed {
+            tp: Some(8),
+            pp: Some(4),
+            zero_stage: Some(1),
+            micro_batch: Some(1),
+            checkpointing: Some(Mode::Full),
+            offload: Some(false),
+            ..Fixed::default()
+        };
+        let all = candidates(&extent(), &fixed);
+        assert!(!all.is_empty());
+        for candidate in all {
+            assert_eq!((candidate.mesh.tp, candidate.mesh.pp, candidate.zero_stage), (8, 4, 1));
+            assert_eq!((candidate.micro_batch, candidate.checkpointing.full), (1, 80));
+            assert_eq!(candidate.offload, Offload::default());
+        }
+        let runnable = Fixed { runnable: true, ..Fixed::default() };
+        assert!(candidates(&extent(), &runnable).iter().all(|candidate| candidate.not_runnable().is_none()));
+    }
+
+    #[test]
+    fn one_device_has_no_mesh_to_choose() {
+        let extent = Extent { devices: 1, devices_per_node: 1, global_batch: 8, host_tier: false, ..extent() };
+        assert_eq!(meshes(&extent, &Fixed::default()), [Mesh::default()]);
+        let micro: Vec<u32> = candidates(&extent, &Fixed::default()).iter().map(|c| c.micro_batch).collect();
+        assert!([1, 2, 4, 8].iter().all(|n| micro.contains(n)));
+    }
+}

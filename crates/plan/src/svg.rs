@@ -1,0 +1,199 @@
+//! Plots as inline SVG: a scatter with axes and a frontier, and a timeline of lanes. Deterministic text, no scripts, readable in light and dark.
+
+use std::fmt::Write as _;
+
+/// A point of a scatter.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Point {
+    /// Abscissa.
+    pub x: f64,
+    /// Ordinate.
+    pub y: f64,
+    /// What the reader sees on it.
+    pub label: String,
+    /// How it is drawn.
+    pub mark: Mark,
+}
+
+/// How a point is drawn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mark {
+    /// One of many.
+    Faint,
+    /// One that the table lists.
+    Listed,
+    /// The best.
+    Best,
+}
+
+/// A scatter; more is better on the y axis, less on the x axis.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Scatter<'a> {
+    /// Its heading.
+    pub title: &'a str,
+    /// What x is, with its unit.
+    pub x: &'a str,
+    /// What y is, with its unit.
+    pub y: &'a str,
+    /// The points.
+    pub points: &'a [Point],
+    /// A vertical line, with its words: a limit.
+    pub limit: Option<(f64, &'a str)>,
+}
+
+const WIDTH: f64 = 760.0;
+const HEIGHT: f64 = 360.0;
+const LEFT: f64 = 78.0;
+const RIGHT: f64 = 20.0;
+const TOP: f64 = 34.0;
+const BOTTOM: f64 = 48.0;
+
+/// Text as XML shows it.
+pub fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+/// Round numbers from at most `low` to at least `high`: 1, 2 or 5 times a power of ten apart.
+pub fn ticks(low: f64, high: f64) -> Vec<f64> {
+    let span = if high > low { high - low } else { low.abs().max(1.0) };
+    let raw = span / 5.0;
+    let power = 10f64.powf(raw.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|step| *step >= raw).unwrap_or(power);
+    let first = (low / step).floor() as i64;
+    let last = (high / step).ceil() as i64;
+    (first..=last.max(first + 1)).map(|n| n as f64 * step).collect()
+}
+
+/// A number as an axis shows it: `250`, `12k`, `3.5M`.
+pub fn short(value: f64) -> String {
+    let units = [("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)];
+    let (unit, scale) = units.into_iter().find(|(_, scale)| value.abs() >= *scale).unwrap_or(("", 1.0));
+    let scaled = value / scale;
+    let text = if scaled.abs() >= 100.0 { format!("{scaled:.0}") } else { format!("{scaled:.2}") };
+    let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text };
+    format!("{text}{unit}")
+}
+
+/// Indices of the points that no other one beats in both axes, by x.
+pub fn frontier(points: &[Point]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..points.len()).collect();
+    order.sort_by(|a, b| points[*a].x.total_cmp(&points[*b].x).then(points[*b].y.total_cmp(&points[*a].y)));
+    let mut best = f64::NEG_INFINITY;
+    order.retain(|index| {
+        let better = points[*index].y > best;
+        best = best.max(points[*index].y);
+        better
+    });
+    order
+}
+
+/// The scatter as an `<svg>` element; empty text without points.
+pub fn scatter(plot: &Scatter<'_>) -> String {
+    if plot.points.is_empty() {
+        return String::new();
+    }
+    let range = |value: fn(&Point) -> f64, also: Option<f64>| {
+        let values = || plot.points.iter().map(value).chain(also);
+        ticks(values().fold(f64::INFINITY, f64::min).min(0.0), values().fold(f64::NEG_INFINITY, f64::max))
+    };
+    let xs = range(|p| p.x, plot.limit.map(|(x, _)| x));
+    let ys = range(|p| p.y, None);
+    let at = |value: f64, ticks: &[f64]| (value - ticks[0]) / (ticks[ticks.len() - 1] - ticks[0]);
+    let px = |x: f64| LEFT + at(x, &xs) * (WIDTH - LEFT - RIGHT);
+    let py = |y: f64| HEIGHT - BOTTOM - at(y, &ys) * (HEIGHT - TOP - BOTTOM);
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{0}\">\n<text class=\"title\" x=\"{LEFT}\" y=\"18\">{0}</text>\n",
+        escaped(plot.title)
+    );
+    for &x in &xs {
+        let (p, bottom) = (px(x), HEIGHT - BOTTOM);
+        let _ = writeln!(svg, "<line class=\"grid\" x1=\"{p:.1}\" y1=\"{TOP}\" x2=\"{p:.1}\" y2=\"{bottom}\"/>");
+        let _ =
+            writeln!(svg, "<text text-anchor=\"middle\" x=\"{p:.1}\" y=\"{:.1}\">{}</text>", bottom + 16.0, short(x));
+    }
+    for &y in &ys {
+        let (p, right) = (py(y), WIDTH - RIGHT);
+        let _ = writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{p:.1}\" x2=\"{right}\" y2=\"{p:.1}\"/>");
+        let _ =
+            writeln!(svg, "<text text-anchor=\"end\" x=\"{:.1}\" y=\"{:.1}\">{}</text>", LEFT - 6.0, p + 4.0, short(y));
+    }
+    let middle = (TOP + HEIGHT - BOTTOM) / 2.0;
+    let _ = writeln!(
+        svg,
+        "<text text-anchor=\"middle\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
+        (LEFT + WIDTH - RIGHT) / 2.0,
+        HEIGHT - 10.0,
+        escaped(plot.x)
+    );
+    let _ = writeln!(
+        svg,
+        "<text text-anchor=\"middle\" transform=\"rotate(-90 16 {middle})\" x=\"16\" y=\"{middle}\">{}</text>",
+        escaped(plot.y)
+    );
+    if let Some((x, words)) = plot.limit {
+        let p = px(x);
+        let _ = writeln!(
+            svg,
+            "<line class=\"limit\" x1=\"{p:.1}\" y1=\"{TOP}\" x2=\"{p:.1}\" y2=\"{:.1}\"/>\n\
+             <text class=\"limit\" text-anchor=\"end\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
+            HEIGHT - BOTTOM,
+            p - 4.0,
+            TOP + 12.0,
+            escaped(words)
+        );
+    }
+    let line: Vec<String> = frontier(plot.points)
+        .into_iter()
+        .map(|index| format!("{:.1},{:.1}", px(plot.points[index].x), py(plot.points[index].y)))
+        .collect();
+    let _ = writeln!(svg, "<polyline class=\"frontier\" points=\"{}\"/>", line.join(" "));
+    for mark in [Mark::Faint, Mark::Listed, Mark::Best] {
+        for point in plot.points.iter().filter(|point| point.mark == mark) {
+            let (class, radius) = match mark {
+                Mark::Faint => ("faint", 3.0),
+                Mark::Listed => ("listed", 4.5),
+                Mark::Best => ("best", 6.5),
+            };
+            let _ = writeln!(
+                svg,
+                "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"{radius}\"><title>{}</title></circle>",
+                px(point.x),
+                py(point.y),
+                escaped(&point.label)
+            );
+        }
+    }
+    svg + "</svg>\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round_and_cover_the_range() {
+        assert_eq!(ticks(0.0, 10.0), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
+        assert_eq!(ticks(0.0, 0.0), [0.0, 0.2]);
+        for (low, high) in [(0.0, 81.3), (-3.0, 4.0), (0.0, 1.3e9), (5.0, 5.0)] {
+            let all = ticks(low, high);
+            assert!(all[0] <= low && all[all.len() - 1] >= high && (2..=8).contains(&all.len()), "{all:?}");
+        }
+        assert_eq!([0.0, 0.25, 1234.0, 2.5e6].map(short), ["0", "0.25", "1.23k", "2.5M"]);
+    }
+
+    #[test]
+    fn the_frontier_is_what_nothing_beats() {
+        let point = |x, y| Point { x, y, label: String::new(), mark: Mark::Faint };
+        let points = [point(2.0, 5.0), point(1.0, 1.0), point(3.0, 4.0), point(4.0, 6.0), point(2.0, 3.0)];
+        assert_eq!(frontier(&points), [1, 0, 3]);
+    }
+
+    #[test]
+    fn a_scatter_is_well_formed_and_escapes_its_words() {
+        let points = [Point { x: 1.0, y: 2.0, label: "a < b".into(), mark: Mark::Best }];
+        let svg = scatter(&Scatter { title: "t", x: "x", y: "y", points: &points, limit: Some((3.0, "limit")) });
+        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n") && svg.contains("a &lt; b"));
+        assert_eq!(svg.matches("<circle").count(), 1);
+        assert_eq!(scatter(&Scatter { title: "t", x: "x", y: "y", points: &[], limit: None }), "");
+    }
+}

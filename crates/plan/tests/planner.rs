@@ -1,0 +1,218 @@
+//! The planner against exhaustive search, its bounds against the simulation, and its answers to what cannot be.
+
+use trainyard_plan::search::Simulated;
+use trainyard_plan::space::candidates;
+use trainyard_plan::{
+    Candidate, Change, Facts, Fixed, Limits, Mode, Objective, PlanError, Pricer, Request, plan, step, table,
+};
+use trainyard_sim::transformer::Architecture;
+use trainyard_sim::{Cluster, Constants, Format, Profiles, Stack};
+
+fn facts() -> Facts {
+    Facts { stack: Stack::named("trainyard").unwrap(), constants: Constants::builtin() }
+}
+
+/// A model of 0.2 billion parameters, so that simulating is quick.
+fn small() -> Architecture {
+    Architecture {
+        dim: 1024,
+        layers: 6,
+        encoder_layers: 0,
+        heads: 8,
+        kv_heads: 4,
+        head_dim: 128,
+        ffn: 4096,
+        vocab: 32_000,
+        gated: true,
+        tied: false,
+        positions: 0,
+        experts: None,
+    }
+}
+
+fn request(model: Architecture, cluster: &str, global_batch: u64, sequence_length: u64) -> Request {
+    Request {
+        model,
+        own: None,
+        cluster: Cluster::parse(cluster, &Profiles::builtin()).unwrap(),
+        global_batch,
+        sequence_length,
+        formats: vec![Format::Bf16],
+        limits: Limits::default(),
+        fixed: Fixed::default(),
+        objective: Objective::Speed,
+        shown: 4,
+        threads: 2,
+    }
+}
+
+/// Requests whose whole space can be simulated.
+fn reduced() -> Vec<(&'static str, Request)> {
+    let gib = |n: f64| Some((n * (1u64 << 30) as f64) as u64);
+    let small_on = |cluster: &str, memory| Request {
+        limits: Limits { memory_bytes: memory, ..Limits::default() },
+        ..request(small(), cluster, 16, 2048)
+    };
+    vec![
+        ("one device", small_on("1x1xA100-80GB", None)),
+        ("a node", small_on("1x4xA100-80GB", None)),
+        ("a node, tight", small_on("1x4xA100-80GB", gib(2.6))),
+        ("two nodes, tight", small_on("2x2xA100-40GB", gib(3.0))),
+        ("slow links", small_on("4x1xL4:ethernet-25g", gib(4.5))),
+        ("tied", Request { model: Architecture { tied: true, ..small() }, ..small_on("2x2xH100", gib(2.8)) }),
+        ("cost", Request { objective: Objective::Cost, ..small_on("2x2xH100", gib(4.0)) }),
+        (
+            "no checkpointing",
+            Request {
+                fixed: Fixed { checkpointing: Some(Mode::None), ..Fixed::default() },
+                ..small_on("1x4xA10", gib(5.0))
+            },
+        ),
+    ]
+}
+
+fn all_candidates(request: &Request) -> Vec<Candidate> {
+    let counts = request.device_counts();
+    counts.iter().flat_map(|devices| candidates(&request.extent(*devices), &request.fixed)).collect()
+}
+
+#[test]
+fn the_best_is_that_of_an_exhaustive_search_and_bounds_are_below_the_simulation() {
+    for (name, request) in reduced() {
+        let candidates = all_candidates(&request);
+        let facts = facts();
+        let pricer = Pricer::new(&request, &candidates, &facts.stack, &facts.constants);
+        let bounds = pricer.bounds(&candidates);
+        let mut best = f64::INFINITY;
+        for (candidate, bound) in candidates.iter().zip(&bounds) {
+            let Simulated { cost, bytes } =
+                pricer.simulated(candidate).unwrap_or_else(|| panic!("{name}: {candidate:?}"));
+            assert!(bound.cost <= cost * (1.0 + 1e-9), "{name}: {} > {cost}: {candidate:?}", bound.cost);
+            assert!(bound.bytes <= bytes, "{name}: {} > {bytes}: {candidate:?}", bound.bytes);
+            if bytes <= request.bytes_max() {
+                best = best.min(cost);
+            }
+        }
+        let answer = plan(&request, &facts);
+        match &answer {
+            Ok(answer) => {
+                let first = &answer.plans[0];
+                let devices = f64::from(first.candidate.mesh.ranks());
+                let cost = first.step_s * if request.objective == Objective::Cost { devices } else { 1.0 };
+                assert!(cost <= best * (1.0 + 1e-9), "{name}: found {cost}, there is {best}");
+                assert_eq!(answer.search.considered, candidates.len(), "{name}");
+                assert!(answer.plans.iter().all(|plan| plan.memory.total <= request.bytes_max()), "{name}");
+                assert!(answer.search.simulated < candidates.len() || candidates.len() < 100, "{name}");
+            }
+            Err(error) => assert_eq!(best, f64::INFINITY, "{name}: {error}"),
+        }
+    }
+}
+
+/// Every so manieth candidate of large requests.
+#[test]
+fn bounds_are_below_the_simulation_on_large_clusters() {
+    let model = |name| trainyard_sim::model(name).unwrap();
+    for request in [
+        request(model("llama-7b"), "4x8xA100-80GB", 128, 4096),
+        request(model("llama-70b"), "16x8xH100", 128, 8192),
+        request(model("t5-11b"), "8x8xA100-80GB", 256, 512),
+        request(model("gpt3-13b"), "8x8xV100-32GB", 256, 2048),
+    ] {
+        let all = all_candidates(&request);
+        let some: Vec<Candidate> = all.iter().step_by(all.len() / 60 + 1).copied().collect();
+        let facts = facts();
+        let pricer = Pricer::new(&request, &some, &facts.stack, &facts.constants);
+        for (candidate, bound) in some.iter().zip(pricer.bounds(&some)) {
+            let Simulated { cost, bytes } = pricer.simulated(candidate).unwrap_or_else(|| panic!("{candidate:?}"));
+            assert!(bound.cost <= cost * (1.0 + 1e-9), "{} > {cost}: {candidate:?}", bound.cost);
+            assert!(bound.bytes <= bytes, "{} > {bytes}: {candidate:?}", bound.bytes);
+        }
+    }
+}
+
+#[test]
+fn a_large_cluster_has_many_candidates_and_the_threads_do_not_matter() {
+    let request = request(trainyard_sim::model("llama-7b").unwrap(), "4x8xH100", 128, 4096);
+    let answer = plan(&request, &facts()).unwrap();
+    assert!(answer.search.considered >= 10_000, "{}", answer.search.considered);
+    assert_eq!(plan(&Request { threads: 1, ..request.clone() }, &facts()).unwrap(), answer);
+    assert!(answer.plans.windows(2).all(|pair| pair[0].step_s <= pair[1].step_s));
+    let mut layouts: Vec<&str> = answer.plans.iter().map(|plan| plan.layout.as_str()).collect();
+    layouts.dedup();
+    assert_eq!(layouts.len(), answer.plans.len());
+}
+
+#[test]
+fn the_timeline_is_the_step_and_its_memory_has_the_same_peak() {
+    let request = request(small(), "1x4xA100-80GB", 16, 2048);
+    let facts = facts();
+    let answer = plan(&request, &facts).unwrap();
+    for found in &answer.plans {
+        let (step, memory) = step(&request, &facts, &found.candidate).unwrap();
+        for (series, peak) in memory.iter().zip(&step.memory) {
+            assert!((series.peak() / peak.peak_bytes - 1.0).abs() < 1e-9);
+        }
+        assert!((found.breakdown.total() / step.step_s - 1.0).abs() < 1e-9, "{:?}", found.breakdown);
+        let trace = trainyard_plan::timeline::trace(&step, &memory);
+        let events = trace["traceEvents"].as_array().unwrap();
+        let instructions: usize = step.programs.iter().map(|program| program.instructions.len()).sum();
+        assert_eq!(events.iter().filter(|event| event["ph"] == "X").count(), instructions);
+        assert!(events.iter().any(|event| event["ph"] == "C" && event["args"]["activations"].is_number()));
+    }
+}
+
+#[test]
+fn what_cannot_be_is_answered_with_the_nearest_that_would() {
+    let says = |request: &Request, expected: &[&str]| {
+        let error = plan(request, &facts()).map(|answer| table::table(request, &answer)).unwrap_err();
+        for part in expected {
+            assert!(error.to_string().contains(part), "{error} does not say {part}");
+        }
+        error
+    };
+    let large = request(trainyard_sim::model("llama2-70b").unwrap(), "1x1xL4", 8, 2048);
+    let error = says(&large, &["nothing fits", "per device", "the nearest that would", "x1xL4"]);
+    assert!(matches!(error, PlanError::DoesNotFit { .. }));
+    let fits = |limits| Request { limits, ..request(small(), "1x4xA100-80GB", 16, 2048) };
+    says(&fits(Limits { memory_bytes: Some(1 << 28), ..Limits::default() }), &["256.0 MiB may be used", "a limit of"]);
+    // Seven devices divide neither the batch nor the heads nor the blocks.
+    let odd = request(small(), "1x7xA100-80GB", 16, 2048);
+    says(&odd, &["no mesh of 7 devices", "use 6 devices"]);
+    let fix = |fixed| Request { fixed, ..request(small(), "1x4xA100-80GB", 16, 2048) };
+    says(&fix(Fixed { tp: Some(3), ..Fixed::default() }), &["with tp=3", "leave tp open"]);
+    says(
+        &fix(Fixed { micro_batch: Some(3), accumulation: Some(1), ..Fixed::default() }),
+        &["does not divide the global batch of 16"],
+    );
+    says(&fits(Limits { usd_per_hour: Some(0.5), ..Limits::default() }), &["do not pay for one A100-80GB"]);
+    says(&request(small(), "1x4xA100-80GB", 0, 2048), &["a step needs sequences"]);
+}
+
+#[test]
+fn budgets_bound_the_devices() {
+    let all = request(small(), "2x4xA100-80GB", 16, 2048);
+    let devices = |limits| {
+        let answer = plan(&Request { limits, ..all.clone() }, &facts()).unwrap();
+        answer.plans[0].candidate.mesh.ranks()
+    };
+    assert_eq!(devices(Limits::default()), 8);
+    assert_eq!(devices(Limits { devices: Some(5), ..Limits::default() }), 4);
+    let price = all.cluster.device.usd_per_hour;
+    assert_eq!(devices(Limits { usd_per_hour: Some(2.5 * price), ..Limits::default() }), 2);
+}
+
+#[test]
+fn what_ifs_change_the_answer_as_they_should() {
+    let before = request(small(), "2x4xA100-80GB:ethernet-25g", 16, 2048);
+    let profiles = Profiles::builtin();
+    let seconds = |request: &Request| plan(request, &facts()).unwrap().plans[0].step_s;
+    let base = seconds(&before);
+    let after = |text: &str| seconds(&Change::parse(text).unwrap().apply(&before, &profiles).unwrap());
+    for faster in ["interconnect=10x", "network=hdr-8", "compute=2x", "device=H100"] {
+        assert!(after(faster) < base, "{faster}");
+    }
+    for slower in ["interconnect=0.1x", "sequence_length=8192", "global_batch=64", "gpus=4"] {
+        assert!(after(slower) > base, "{slower}");
+    }
+}
