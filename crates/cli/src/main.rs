@@ -8,7 +8,7 @@ mod commands;
 mod output;
 
 use clap::{Parser, Subcommand};
-use commands::{bench, config, data, eval, export, generate, plan, program, tokenizer, train};
+use commands::{bench, config, data, eval, export, generate, program, tokenizer, train};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -32,7 +32,7 @@ enum Command {
     Data(data::Command),
     #[command(subcommand)]
     Config(config::Command),
-    Plan(plan::Args),
+    Plan(commands::plan::Args),
     Program(program::Args),
     #[command(subcommand)]
     Bench(bench::Command),
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
-        Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Plan(args) => commands::plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
     };

@@ -6,7 +6,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 19] = [
+    let commands: [&[&str]; 18] = [
         &[],
         &["train"],
         &["eval"],
@@ -21,7 +21,6 @@ fn help_texts_are_as_agreed() {
         &["config", "print"],
         &["config", "docs"],
         &["config", "presets"],
-        &["plan"],
         &["program"],
         &["bench", "train"],
         &["bench", "kernels"],
