@@ -4,30 +4,27 @@ mod common;
 
 use common::{Folder, TINY};
 
-/// Digits are those of the constants, which a better fit changes.
-fn masked(text: &str) -> String {
-    let mut out = String::new();
-    for c in text.chars() {
-        match c {
-            '0'..='9' if out.ends_with('#') => {}
-            '0'..='9' => out.push('#'),
-            ' ' if out.ends_with("  ") => {}
-            c => out.push(c),
-        }
-    }
-    out
-}
-
 const SMALL: [&str; 9] =
     ["plan", "--model", "gpt2-124m", "--cluster", "1x4xA100-80GB", "--global-batch", "32", "--sequence-length", "1024"];
 
 #[test]
-fn a_small_plan_reads_as_agreed() {
+fn a_small_plan_says_what_it_is() {
     let one =
         ["--fix", "tp=1,pp=1,cp=1,dp_shard=4,zero=1,micro_batch=8,checkpointing=none,offload=false", "--show", "1"];
     let ran = Folder::new().run(&[&SMALL[..], &one].concat()).ok();
     assert_eq!(ran.stderr, "");
-    insta::assert_snapshot!(masked(&ran.stdout));
+    for part in [
+        "124M parameters; 32 sequences of 1,024 tokens a step; 1 x 4 A100-80GB",
+        "layout",
+        "shard 4, ZeRO-1",
+        "why  It is bound by",
+        "plan 1: shard 4, ZeRO-1",
+        "activations",
+        "model TFLOP/s per device",
+        "priced",
+    ] {
+        assert!(ran.stdout.contains(part) != (part == "priced"), "{part}: {}", ran.stdout);
+    }
 }
 
 #[test]

@@ -17,9 +17,9 @@ use trainyard_program::MemoryKind;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Family, Format, Profiles, Stack, models};
 
-/// Find the best way to train a model on a cluster: layout, sharding, micro-batch, recomputation, schedule, with speed, memory and reasons.
+/// Find the best way to train a model on a cluster, and say why.
 ///
-/// Every plan that is shown was priced by simulating its step programs. Choices that this program cannot run yet are marked.
+/// Layout, sharding, micro-batch, recomputation and schedule, with speed, memory and reasons. Every plan that is shown was priced by simulating its step programs. Choices that this program cannot run yet are marked.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML: model, batch, sequence length and precision are its. Without one give --model, --global-batch and
@@ -297,7 +297,7 @@ fn formats(names: &[String]) -> Result<Vec<Format>> {
 fn size(text: &str) -> Result<u64> {
     let value = toml::Value::String(text.to_owned());
     let size = ByteSize::from_value(&value).map_err(|problem| anyhow::anyhow!("--memory-limit {text}: {problem}"))?;
-    Ok(size.0 as u64)
+    Ok(size.0)
 }
 
 /// `tp=8`, `checkpointing=full` ...
