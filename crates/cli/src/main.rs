@@ -33,7 +33,7 @@ enum Command {
     Data(data::Command),
     #[command(subcommand)]
     Config(config::Command),
-    Plan(plan::Args),
+    Plan(Box<plan::Args>),
     Program(program::Args),
     #[command(subcommand)]
     Bench(bench::Command),

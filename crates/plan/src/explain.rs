@@ -84,7 +84,7 @@ fn bound(best: &Plan) -> String {
 
 fn memory(memory: &Memory, bytes_max: u64) -> String {
     let mut kinds = memory.by_kind.clone();
-    kinds.sort_by(|a, b| b.1.cmp(&a.1));
+    kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
     let kinds: Vec<String> =
         kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), size(*bytes))).collect();
     format!(

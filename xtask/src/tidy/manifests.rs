@@ -25,7 +25,8 @@ const ARROWS: [(&str, &[&str]); 14] = [
     (
         "cli",
         &[
-            "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "plan", "observe", "tune", "compress",
+            "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "plan", "observe", "tune",
+            "compress",
         ],
     ),
     ("xtask", &["sim"]),
