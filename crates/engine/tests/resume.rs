@@ -46,7 +46,8 @@ fn run(
     let (stop, process_start) = (AtomicBool::new(false), Instant::now());
     let ending = world::on_threads(world::ranks(ranks).unwrap(), |world| {
         let mut session = open(world)?;
-        Ok(train(&mut session, &mut Quiet, Control { stop: &stop, process_start })?.ending)
+        let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");
+        Ok(train(&mut session, &mut Quiet, Control { stop: &stop, process_start, on_stuck })?.ending)
     });
     assert_eq!(ending.unwrap(), Ending::Complete);
     tensors(&find_latest(folder).unwrap().unwrap().checkpoint)
