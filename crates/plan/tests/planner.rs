@@ -212,7 +212,11 @@ fn what_ifs_change_the_answer_as_they_should() {
     for faster in ["interconnect=10x", "network=hdr-8", "compute=2x", "device=H100"] {
         assert!(after(faster) < base, "{faster}");
     }
-    for slower in ["interconnect=0.1x", "sequence_length=8192", "global_batch=64", "gpus=4"] {
+    for slower in ["interconnect=0.1x", "sequence_length=8192", "global_batch=64"] {
         assert!(after(slower) > base, "{slower}");
     }
+    // Over Ethernet four devices of one node may beat eight of two; over NVLink alone half of them take longer.
+    let near = request(small(), "1x8xA100-80GB", 16, 2048);
+    let half = seconds(&Change::parse("gpus=4").unwrap().apply(&near, &profiles).unwrap());
+    assert!(half > seconds(&near), "gpus=4");
 }
