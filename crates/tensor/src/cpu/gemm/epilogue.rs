@@ -1,6 +1,6 @@
 //! What happens to finished sums: bias, activation, residual, scaling, rounding, storing.
 //!
-//! A [`Sink`] is handed rectangles of `f32` sums that have just left the register kernel. It is the only part of a product that
+//! A [`Sink`] is handed rows of `f32` sums that have just left the register kernel. It is the only part of a product that
 //! knows the result's type and shape in memory, so kernels store to scratch without tails and without reading the result.
 
 use super::{Accumulate, Activation, MatMut, MatRef};
@@ -21,11 +21,11 @@ pub(super) trait Sink: Sync {
     /// The values from which the sums of `row`, columns from `col` on, start.
     fn seed(&self, _row: usize, _col: usize, _sums: &mut [f32]) {}
 
-    /// Takes the finished sums of the rows from `row` and the columns from `col` on.
+    /// Takes the finished sums of `row`, columns from `col` on.
     ///
     /// # Safety
-    /// No two calls at the same time may be for overlapping parts, and the part must lie inside the result.
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>);
+    /// No two calls at the same time may be for overlapping parts of a row, and the part must lie inside the result.
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]);
 }
 
 /// A result matrix that tasks write disjoint parts of.
@@ -68,8 +68,15 @@ pub(super) struct Forward<'a, T, O> {
 }
 
 impl<T: Element, O: Element> Sink for Forward<'_, T, O> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        forward_rows(isa, self, row, col, sums);
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        let bias = self.bias.map(|bias| &bias[col..col + len]);
+        // SAFETY: by this function's contract.
+        let pre = self.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
+        let residual = self.residual.map(|residual| &residual.row(row)[col..col + len]);
+        // SAFETY: by this function's contract.
+        let y = unsafe { self.y.part(row, col, len) };
+        forward_row::<T, O>(isa, sums, bias, self.activation, pre, residual, y);
     }
 }
 
@@ -81,8 +88,15 @@ pub(super) struct InputGradient<'a, T> {
 }
 
 impl<T: Element> Sink for InputGradient<'_, T> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        input_gradient_rows(isa, self, row, col, sums);
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        let (activation, pre) = match &self.activation {
+            Some((activation, pre)) => (*activation, Some(&pre.row(row)[col..col + len])),
+            None => (Activation::None, None),
+        };
+        // SAFETY: by this function's contract.
+        let dx = unsafe { self.dx.part(row, col, len) };
+        input_gradient_row::<T>(isa, sums, activation, pre, self.accumulate, dx);
     }
 }
 
@@ -102,11 +116,9 @@ impl Sink for WeightGradient<'_> {
         sums.copy_from_slice(unsafe { self.dw.part(row, col, sums.len()) });
     }
 
-    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        for i in 0..sums.rows() {
-            // SAFETY: by this function's contract.
-            unsafe { self.dw.part(row + i, col, sums.cols()) }.copy_from_slice(sums.row(i));
-        }
+    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: &[f32]) {
+        // SAFETY: by this function's contract.
+        unsafe { self.dw.part(row, col, sums.len()) }.copy_from_slice(sums);
     }
 }
 
@@ -118,8 +130,10 @@ pub(super) struct Scaled<'a, T> {
 }
 
 impl<T: Element> Sink for Scaled<'_, T> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        scaled_rows(isa, self, row, col, sums);
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
+        // SAFETY: by this function's contract.
+        let c = unsafe { self.c.part(row, col, sums.len()) };
+        scaled_row::<T>(isa, sums, self.alpha, self.beta, c);
     }
 }
 
@@ -136,81 +150,69 @@ fn store<T: Element, S: Simd>(s: S, v: S::F, y: &mut [T], j: usize) {
 }
 
 simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn forward_rows[T: Element, O: Element](s: S, sink: &Forward<T, O>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        let bias = sink.bias.map(|bias| &bias[col..col + len]);
-        for i in 0..sums.rows() {
-            let row = row + i;
-            // SAFETY: by the contract of `finish`.
-            let mut pre = sink.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
-            let residual = sink.residual.map(|residual| &residual.row(row)[col..col + len]);
-            // SAFETY: as above.
-            let y = unsafe { sink.y.part(row, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = load(s, sums, j);
-                if let Some(bias) = bias {
-                    v = s.add(v, load(s, bias, j));
-                }
-                if let Some(pre) = &mut pre {
-                    store(s, v, pre, j);
-                }
-                v = activate(s, sink.activation, v);
-                if let Some(residual) = residual {
-                    v = s.add(v, load(s, residual, j));
-                }
-                store(s, v, y, j);
-                j += S::LANES;
+    fn forward_row[T: Element, O: Element](
+        s: S,
+        sums: &[f32],
+        bias: Option<&[T]>,
+        activation: Activation,
+        pre: Option<&mut [T]>,
+        residual: Option<&[T]>,
+        y: &mut [O],
+    ) {
+        let mut pre = pre;
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = load(s, sums, j);
+            if let Some(bias) = bias {
+                v = s.add(v, load(s, bias, j));
             }
+            if let Some(pre) = &mut pre {
+                store(s, v, pre, j);
+            }
+            v = activate(s, activation, v);
+            if let Some(residual) = residual {
+                v = s.add(v, load(s, residual, j));
+            }
+            store(s, v, y, j);
+            j += S::LANES;
         }
     }
 }
 
 simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn input_gradient_rows[T: Element](s: S, sink: &InputGradient<T>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        for i in 0..sums.rows() {
-            let row = row + i;
-            let pre = sink.activation.map(|(activation, pre)| (activation, &pre.row(row)[col..col + len]));
-            // SAFETY: by the contract of `finish`.
-            let dx = unsafe { sink.dx.part(row, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = load(s, sums, j);
-                if let Some((activation, pre)) = pre {
-                    v = s.mul(v, derivative(s, activation, load(s, pre, j)));
-                }
-                if sink.accumulate == Accumulate::Add {
-                    v = s.add(v, load(s, dx, j));
-                }
-                store(s, v, dx, j);
-                j += S::LANES;
+    fn input_gradient_row[T: Element](
+        s: S,
+        sums: &[f32],
+        activation: Activation,
+        pre: Option<&[T]>,
+        accumulate: Accumulate,
+        dx: &mut [T],
+    ) {
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = load(s, sums, j);
+            if let Some(pre) = pre {
+                v = s.mul(v, derivative(s, activation, load(s, pre, j)));
             }
+            if accumulate == Accumulate::Add {
+                v = s.add(v, load(s, dx, j));
+            }
+            store(s, v, dx, j);
+            j += S::LANES;
         }
     }
 }
 
 simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn scaled_rows[T: Element](s: S, sink: &Scaled<T>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        for i in 0..sums.rows() {
-            // SAFETY: by the contract of `finish`.
-            let c = unsafe { sink.c.part(row + i, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = s.mul(s.splat(sink.alpha), load(s, sums, j));
-                if sink.beta != 0.0 {
-                    v = s.fma(s.splat(sink.beta), load(s, c, j), v);
-                }
-                store(s, v, c, j);
-                j += S::LANES;
+    fn scaled_row[T: Element](s: S, sums: &[f32], alpha: f32, beta: f32, c: &mut [T]) {
+        let mut j = 0;
+        while j < sums.len() {
+            let mut v = s.mul(s.splat(alpha), load(s, sums, j));
+            if beta != 0.0 {
+                v = s.fma(s.splat(beta), load(s, c, j), v);
             }
+            store(s, v, c, j);
+            j += S::LANES;
         }
     }
 }
