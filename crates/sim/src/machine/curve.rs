@@ -1,0 +1,330 @@
+//! Curves through measurements: seconds of a kernel by its shape, and of a collective by its size.
+//!
+//! A kernel's seconds are taken apart into arithmetic at the peak of the moment, traffic at the speed of a copy, and a start,
+//!
+//! ```text
+//! t = r(shape) (a flops / peak + b bytes / copy + c),   a, b, c >= 0
+//! ```
+//!
+//! a, b and c by least squares on the relative error over all measured shapes of that kernel, and r interpolated between the measured shapes: exactly
+//! what was measured at each of them, near ones count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The three terms
+//! say how a time changes with the machine's speeds and beyond the measured shapes; r says what they leave out: tiles, caches, epilogues.
+
+use super::Speeds;
+use serde::{Deserialize, Serialize};
+
+/// One measured call.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(from = "Row", into = "Row")]
+pub struct Point {
+    /// Its shape, as the kernel's operation lists it.
+    pub dims: Vec<f64>,
+    /// Operations.
+    pub flops: f64,
+    /// Bytes that must move.
+    pub bytes: f64,
+    /// Median seconds.
+    pub seconds: f64,
+    /// The peak of arithmetic at that time, on all cores.
+    pub peak_flops: f64,
+    /// The speed of copies at that time, on all cores.
+    pub copy_bytes_per_s: f64,
+}
+
+/// A point in a file: `[[dims], flops, bytes, seconds, peak_flops, copy_bytes_per_s]`.
+type Row = (Vec<f64>, f64, f64, f64, f64, f64);
+
+impl From<Row> for Point {
+    fn from((dims, flops, bytes, seconds, peak_flops, copy_bytes_per_s): Row) -> Point {
+        Point { dims, flops, bytes, seconds, peak_flops, copy_bytes_per_s }
+    }
+}
+
+impl From<Point> for Row {
+    fn from(p: Point) -> Row {
+        (p.dims, p.flops, p.bytes, p.seconds, p.peak_flops, p.copy_bytes_per_s)
+    }
+}
+
+/// The seconds of one kernel, on ranks that all run it at once.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelCurve {
+    /// The operation, and what of its form changes its time.
+    pub kernel: String,
+    /// Of its operands.
+    pub dtype: String,
+    /// Ranks that ran it at once.
+    pub ranks: u32,
+    /// Threads of each.
+    pub threads: u32,
+    /// `[[dims], flops, bytes, seconds, peak_flops, copy_bytes_per_s]` of each shape.
+    pub points: Vec<Point>,
+}
+
+/// A [`KernelCurve`], fitted.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Fitted {
+    dtype: String,
+    terms: [f64; 3],
+    /// Logarithms of the dimensions, and measured over fitted seconds.
+    ratios: Vec<(Vec<f64>, f64)>,
+}
+
+/// Points that an interpolation looks at.
+const NEIGHBOURS: usize = 6;
+
+impl KernelCurve {
+    pub(super) fn check(&self) -> Result<(), String> {
+        let name = || format!("kernel {} in {}", self.kernel, self.dtype);
+        let dims =
+            self.points.first().map(|point| point.dims.len()).ok_or_else(|| format!("{} has no points", name()))?;
+        for point in &self.points {
+            let Point { seconds, peak_flops, copy_bytes_per_s, .. } = point;
+            if [seconds, peak_flops, copy_bytes_per_s].iter().any(|value| !(**value > 0.0 && value.is_finite())) {
+                return Err(format!("{}: seconds and speeds must be positive: {point:?}", name()));
+            }
+            if point.dims.len() != dims {
+                return Err(format!("{}: shapes of {dims} and of {} dimensions", name(), point.dims.len()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fits the terms and what is left.
+    pub fn fit(&self) -> Fitted {
+        let rows: Vec<([f64; 3], f64)> =
+            self.points.iter().map(|p| (parts(p.flops, p.bytes, &speeds_of(p)), p.seconds)).collect();
+        let terms = non_negative(&rows);
+        let ratio = |(point, (parts, seconds)): (&Point, &([f64; 3], f64))| {
+            (logarithms(&point.dims), seconds / dot(&terms, parts).max(1e-12))
+        };
+        Fitted { dtype: self.dtype.clone(), terms, ratios: self.points.iter().zip(&rows).map(ratio).collect() }
+    }
+}
+
+/// (peak, copy) of a point.
+fn speeds_of(point: &Point) -> [f64; 2] {
+    [point.peak_flops, point.copy_bytes_per_s]
+}
+
+/// Seconds of arithmetic at the peak and of traffic at the speed of a copy, and one start.
+fn parts(flops: f64, bytes: f64, [peak, copy]: &[f64; 2]) -> [f64; 3] {
+    [flops / peak, bytes / copy, 1.0]
+}
+
+fn dot(a: &[f64; 3], b: &[f64; 3]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn logarithms(dims: &[f64]) -> Vec<f64> {
+    dims.iter().map(|dim| dim.max(1.0).log2()).collect()
+}
+
+impl Fitted {
+    /// Seconds of a call of this shape at these speeds.
+    pub fn seconds(&self, dims: &[f64], flops: f64, bytes: f64, speeds: &Speeds) -> f64 {
+        let at = [speeds.flops(&self.dtype), speeds.copy_bytes_per_s];
+        self.ratio(&logarithms(dims)) * dot(&self.terms, &parts(flops, bytes, &at))
+    }
+
+    /// Measured over fitted, between the measured shapes.
+    fn ratio(&self, place: &[f64]) -> f64 {
+        let distance = |other: &[f64]| place.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+        let mut near: Vec<(f64, f64)> = self.ratios.iter().map(|(at, ratio)| (distance(at), *ratio)).collect();
+        near.sort_by(|a, b| a.0.total_cmp(&b.0));
+        near.truncate(NEIGHBOURS);
+        // Squares of squared distances: weights fall with the fourth power, and a measured shape is itself.
+        let weight = |squared: f64| 1.0 / (squared * squared + 1e-9);
+        let (sum, weights) = near.iter().fold((0.0, 0.0), |(sum, weights), (squared, ratio)| {
+            (sum + weight(*squared) * ratio.ln(), weights + weight(*squared))
+        });
+        if weights > 0.0 { (sum / weights).exp() } else { 1.0 }
+    }
+
+    /// What of a call's seconds scales with nothing but the number of calls.
+    pub fn start_s(&self) -> f64 {
+        self.terms[2]
+    }
+}
+
+/// The coefficients, none negative, that minimise the squared relative error: of all sets of terms that are positive, the best.
+fn non_negative(rows: &[([f64; 3], f64)]) -> [f64; 3] {
+    let relative: Vec<[f64; 3]> = rows.iter().map(|(parts, t)| parts.map(|part| part / t)).collect();
+    let error = |terms: &[f64; 3]| relative.iter().map(|parts| (dot(terms, parts) - 1.0).powi(2)).sum::<f64>();
+    let mut best = ([0.0; 3], f64::INFINITY);
+    for set in 1..8u32 {
+        let used: Vec<usize> = (0..3).filter(|term| set & (1 << term) != 0).collect();
+        let Some(terms) = solve(&relative, &used) else { continue };
+        if terms.iter().all(|term| *term >= 0.0) && error(&terms) < best.1 {
+            best = (terms, error(&terms));
+        }
+    }
+    best.0
+}
+
+/// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None where they are singular.
+fn solve(relative: &[[f64; 3]], used: &[usize]) -> Option<[f64; 3]> {
+    // Columns are scaled to one, for they differ by many orders of magnitude.
+    let scale = |term: usize| relative.iter().map(|parts| parts[term].abs()).fold(0.0, f64::max);
+    let scales: Vec<f64> = used.iter().map(|term| scale(*term)).collect();
+    if scales.contains(&0.0) {
+        return None;
+    }
+    let column = |row: &[f64; 3], i: usize| row[used[i]] / scales[i];
+    let n = used.len();
+    let mut matrix = vec![vec![0.0; n + 1]; n];
+    for row in relative {
+        for i in 0..n {
+            for j in 0..n {
+                matrix[i][j] += column(row, i) * column(row, j);
+            }
+            matrix[i][n] += column(row, i);
+        }
+    }
+    for i in 0..n {
+        let pivot = (i..n).max_by(|a, b| matrix[*a][i].abs().total_cmp(&matrix[*b][i].abs()))?;
+        matrix.swap(i, pivot);
+        if matrix[i][i].abs() < 1e-9 * relative.len() as f64 {
+            return None;
+        }
+        for row in i + 1..n {
+            let factor = matrix[row][i] / matrix[i][i];
+            for column in i..=n {
+                matrix[row][column] -= factor * matrix[i][column];
+            }
+        }
+    }
+    let mut terms = [0.0; 3];
+    let mut found = vec![0.0; n];
+    for i in (0..n).rev() {
+        let rest: f64 = (i + 1..n).map(|j| matrix[i][j] * found[j]).sum();
+        found[i] = (matrix[i][n] - rest) / matrix[i][i];
+        terms[used[i]] = found[i] / scales[i];
+    }
+    Some(terms)
+}
+
+/// The seconds of one collective between so many ranks.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CollectiveCurve {
+    /// `all_reduce`, `reduce_scatter` ...
+    pub operation: String,
+    /// Ranks of the group; every rank of the machine was in one.
+    pub ranks: u32,
+    /// Seconds of an empty message, by a straight line through all points.
+    pub alpha_s: f64,
+    /// Seconds per byte, by the same line.
+    pub beta_s_per_byte: f64,
+    /// `[bytes of the whole buffer, median seconds]`, ascending.
+    pub points: Vec<[f64; 2]>,
+}
+
+impl CollectiveCurve {
+    pub(super) fn check(&self) -> Result<(), String> {
+        let rising = self.points.windows(2).all(|pair| pair[0][0] < pair[1][0]);
+        let positive = self.points.iter().flatten().all(|value| *value > 0.0 && value.is_finite());
+        if self.points.is_empty() || !rising || !positive {
+            return Err(format!("collective {}: points must be positive and their sizes rise", self.operation));
+        }
+        Ok(())
+    }
+
+    /// Seconds of a message of `bytes`: between measured sizes along a straight line in logarithms, below them the smallest one's, above them in
+    /// proportion to the bytes.
+    pub fn seconds(&self, bytes: f64) -> f64 {
+        let (first, last) = (self.points[0], self.points[self.points.len() - 1]);
+        if bytes <= first[0] {
+            return first[1];
+        }
+        if bytes >= last[0] {
+            return last[1] * bytes / last[0];
+        }
+        let above = self.points.iter().position(|point| point[0] >= bytes).unwrap_or(self.points.len() - 1);
+        let (low, high) = (self.points[above - 1], self.points[above]);
+        let share = (bytes / low[0]).ln() / (high[0] / low[0]).ln();
+        (low[1].ln() + share * (high[1] / low[1]).ln()).exp()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEEDS: Speeds = Speeds { f32_flops: 2e11, bf16_flops: 4e12, copy_bytes_per_s: 3e10 };
+
+    /// Products whose time is known: three terms.
+    fn product(m: f64, n: f64, k: f64, speeds: &Speeds) -> Point {
+        let (flops, bytes) = (2.0 * m * n * k, 2.0 * (m * n + m * k + n * k));
+        let seconds = 1.5 * flops / speeds.bf16_flops + 0.7 * bytes / speeds.copy_bytes_per_s + 4e-6;
+        Point {
+            dims: vec![m, n, k],
+            flops,
+            bytes,
+            seconds,
+            peak_flops: speeds.bf16_flops,
+            copy_bytes_per_s: speeds.copy_bytes_per_s,
+        }
+    }
+
+    /// The same with tiles that are lost at small n, which no term says.
+    fn tiled(m: f64, n: f64, k: f64) -> Point {
+        let point = product(m, n, k, &SPEEDS);
+        Point { seconds: (1.0 + 32.0 / n) * point.seconds, ..point }
+    }
+
+    fn products(product: impl Fn(f64, f64, f64) -> Point) -> KernelCurve {
+        let sizes = [64.0, 256.0, 1024.0];
+        let all = sizes.iter().flat_map(|m| sizes.iter().flat_map(move |n| sizes.map(|k| (*m, *n, k))));
+        let points = all.map(|(m, n, k)| product(m, n, k)).collect();
+        KernelCurve { kernel: "linear".into(), dtype: "bf16".into(), ranks: 1, threads: 2, points }
+    }
+
+    fn error(fitted: &Fitted, point: &Point, speeds: &Speeds) -> f64 {
+        (fitted.seconds(&point.dims, point.flops, point.bytes, speeds) / point.seconds - 1.0).abs()
+    }
+
+    #[test]
+    fn measured_shapes_come_out_as_measured_and_others_near() {
+        let curve = products(tiled);
+        let fitted = curve.fit();
+        for point in &curve.points {
+            assert!(error(&fitted, point, &SPEEDS) < 1e-3, "{point:?}");
+        }
+        for (m, n, k) in [(512.0, 512.0, 512.0), (100.0, 768.0, 192.0), (900.0, 100.0, 300.0), (4096.0, 3072.0, 768.0)]
+        {
+            let point = tiled(m, n, k);
+            assert!(error(&fitted, &point, &SPEEDS) < 0.12, "{point:?}: {}", error(&fitted, &point, &SPEEDS));
+        }
+    }
+
+    #[test]
+    fn a_machine_whose_tiles_are_slow_for_a_while_is_slow_where_they_decide() {
+        let slow = Speeds { bf16_flops: 1e12, ..SPEEDS };
+        let fitted = products(|m, n, k| product(m, n, k, &SPEEDS)).fit();
+        for (m, n, k) in [(1024.0, 1024.0, 1024.0), (64.0, 64.0, 64.0)] {
+            let point = product(m, n, k, &slow);
+            assert!(error(&fitted, &point, &slow) < 0.02, "{point:?}: {}", error(&fitted, &point, &slow));
+        }
+    }
+
+    #[test]
+    fn no_term_is_negative_and_one_point_is_enough() {
+        let one = KernelCurve { points: vec![tiled(64.0, 64.0, 64.0)], ..products(tiled) };
+        let fitted = one.fit();
+        assert!(error(&fitted, &one.points[0], &SPEEDS) < 1e-6);
+        let large = product(2048.0, 2048.0, 2048.0, &SPEEDS);
+        assert!(fitted.seconds(&large.dims, large.flops, large.bytes, &SPEEDS) > 0.0);
+        assert!(fitted.terms.iter().all(|term| *term >= 0.0));
+    }
+
+    #[test]
+    fn collectives_pass_through_their_points_and_grow_beyond_them() {
+        let curve = super::super::tests::small().collectives.remove(0);
+        let close = |bytes: f64, seconds: f64| (curve.seconds(bytes) / seconds - 1.0).abs() < 1e-9;
+        assert!(close(8.0, 1e-5) && close(1e3, 1e-5) && close(1e6, 2e-4) && close(1e7, 2e-3));
+        let middle = curve.seconds(3e4);
+        assert!(1e-5 < middle && middle < 2e-4);
+    }
+}

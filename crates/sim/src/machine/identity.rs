@@ -1,0 +1,70 @@
+//! Which machine this is.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use trainyard_tensor::cpu::Isa;
+
+/// What makes measurements of one machine useless on another.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// The CPU's name, as the system gives it, with family, model and stepping.
+    pub cpu: String,
+    /// Cores that this process may use.
+    pub cores: u32,
+    /// Hardware threads that the system has online.
+    pub threads: u32,
+    /// The best instruction set for kernels.
+    pub isa: String,
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Machine {
+        let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
+        let online = info.lines().filter(|line| line.starts_with("processor")).count() as u32;
+        Machine { cpu: cpu_name(&info), cores, threads: online.max(cores), isa: Isa::detect().name().to_owned() }
+    }
+
+    /// Whether what was measured on this one holds on `other`.
+    pub fn is(&self, other: &Machine) -> bool {
+        self == other
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Machine { cpu, cores, threads, isa } = self;
+        write!(f, "{cpu}, {cores} cores of {threads} threads, {isa}")
+    }
+}
+
+/// From the text of `/proc/cpuinfo`; a system without it is told by its architecture.
+fn cpu_name(info: &str) -> String {
+    let field = |name: &str| {
+        let line = info.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let Some(name) = field("model name") else { return std::env::consts::ARCH.to_owned() };
+    let numbers = ["cpu family", "model", "stepping"].map(|name| field(name).unwrap_or_else(|| "?".into()));
+    format!("{name} (family {}, model {}, stepping {})", numbers[0], numbers[1], numbers[2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_found_among_others_that_begin_alike() {
+        let info = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 8\n";
+        assert_eq!(cpu_name(info), "Some CPU @ 2 GHz (family 6, model 207, stepping 8)");
+        assert_eq!(cpu_name(""), std::env::consts::ARCH);
+    }
+
+    #[test]
+    fn this_machine_is_itself() {
+        let here = Machine::here();
+        assert!(here.is(&Machine::here()) && here.cores >= 1 && here.threads >= here.cores, "{here}");
+    }
+}

@@ -1,0 +1,348 @@
+//! The hardware profile of one machine's cores: what `trainyard calibrate` measured, where it lies, and whether it is this machine's.
+//!
+//! A datasheet says nothing of how ranks that are threads share a host's cores, so a CPU run is priced from measurements alone: seconds of every
+//! kernel at many shapes ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and what comes on top of both. Every measurement keeps the
+//! machine's [`Speeds`] of its moment, because those drift: a prediction is made for the speeds of its own moment.
+
+mod curve;
+mod identity;
+
+pub use curve::{CollectiveCurve, KernelCurve, Point};
+pub use identity::Machine;
+
+use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// The version of the file's format.
+pub const FORMAT: u32 = 1;
+/// The variable that names the profile's file in place of the default one.
+pub const PROFILE_VARIABLE: &str = "TRAINYARD_PROFILE";
+
+/// What one machine was measured to do.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineProfile {
+    /// Version of the format: [`FORMAT`].
+    pub format: u32,
+    /// When it was measured, UTC.
+    pub measured: String,
+    /// How it was measured, for people who read the file.
+    pub method: String,
+    /// Which machine this is.
+    pub machine: Machine,
+    /// Medians of all samples.
+    pub speeds: Speeds,
+    /// What an engine does beside kernels.
+    pub overheads: Overheads,
+    /// What lanes that run together cost each other.
+    pub interference: Interference,
+    /// The disk below the folder where it was measured.
+    pub disk: Disk,
+    /// Collectives between ranks that are threads.
+    #[serde(rename = "collective")]
+    pub collectives: Vec<CollectiveCurve>,
+    /// Kernels.
+    #[serde(rename = "kernel")]
+    pub kernels: Vec<KernelCurve>,
+}
+
+/// What all cores together reach at a moment: the unit of a kernel's arithmetic and of its traffic.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Speeds {
+    /// Multiply-adds of f32 on registers, operations a second.
+    pub f32_flops: f64,
+    /// Products of bf16 on registers, operations a second.
+    pub bf16_flops: f64,
+    /// Bytes read plus written by a plain copy beyond the L2 caches, a second.
+    pub copy_bytes_per_s: f64,
+}
+
+impl Speeds {
+    /// The peak of arithmetic on operands of `dtype` (`bf16`, or anything else for f32).
+    pub fn flops(&self, dtype: &str) -> f64 {
+        if dtype == "bf16" { self.bf16_flops } else { self.f32_flops }
+    }
+
+    /// The median of each of several samples; None of none.
+    pub fn median(samples: &[Speeds]) -> Option<Speeds> {
+        let of = |field: fn(&Speeds) -> f64| median(samples.iter().map(field));
+        Some(Speeds {
+            f32_flops: of(|s| s.f32_flops)?,
+            bf16_flops: of(|s| s.bf16_flops)?,
+            copy_bytes_per_s: of(|s| s.copy_bytes_per_s)?,
+        })
+    }
+}
+
+/// The middle one of `values`, the mean of two where they are even in number; None of none.
+pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    let high = *values.get(values.len() / 2)?;
+    let low = values[(values.len() - 1) / 2];
+    Some((low + high) / 2.0)
+}
+
+/// Seconds that an engine spends outside of kernels.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Overheads {
+    /// Of a kernel's launch beyond its own time: allocation of its result, the tape.
+    pub launch_s: f64,
+    /// Of an instruction on the compute lane.
+    pub instruction_s: f64,
+    /// Of an instruction that waits for another lane: waking a thread.
+    pub handover_s: f64,
+    /// Of a step: starting and joining lanes.
+    pub step_s: f64,
+}
+
+/// How much slower lanes are beside each other than their shares of the cores alone would make them.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Interference {
+    /// Compute beside communication: seconds over those that the shares of the cores predict.
+    pub compute: f64,
+    /// Communication beside compute: the same.
+    pub communication: f64,
+}
+
+/// A disk.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// Bytes a second written and synchronised.
+    pub write_bytes_per_s: f64,
+    /// Bytes a second read back; from the page cache where the system keeps them there.
+    pub read_bytes_per_s: f64,
+}
+
+/// A profile that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// Nowhere to keep it.
+    #[error("there is no place for the machine's profile: set {PROFILE_VARIABLE}, XDG_CACHE_HOME or HOME")]
+    NoPlace,
+    /// The file cannot be read or written.
+    #[error("cannot {what} the machine's profile {path}: {source}")]
+    File {
+        /// `read` or `write`.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Not the format.
+    #[error("{path} is no profile of a machine that this version reads ({problem}): run `trainyard calibrate` again")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Measured elsewhere.
+    #[error("{path} was measured on another machine ({there}; this is {here}): run `trainyard calibrate` here")]
+    OtherMachine {
+        /// The file.
+        path: PathBuf,
+        /// Where it was measured.
+        there: Box<Machine>,
+        /// This machine.
+        here: Box<Machine>,
+    },
+}
+
+/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`.
+///
+/// # Errors
+///
+/// None of these variables is set.
+pub fn local_profile_path() -> Result<PathBuf, MachineError> {
+    profile_path(|name| std::env::var_os(name)).ok_or(MachineError::NoPlace)
+}
+
+fn profile_path(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let cache = || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
+    set(PROFILE_VARIABLE).or_else(|| Some(cache()?.join("trainyard").join("machine.toml")))
+}
+
+/// This machine's profile; None when it has not been calibrated.
+///
+/// # Errors
+///
+/// A file that cannot be read or does not parse, a profile of another machine, and a file that `TRAINYARD_PROFILE` names and that is not there.
+pub fn load_local_profile() -> Result<Option<MachineProfile>, MachineError> {
+    let path = local_profile_path()?;
+    let named = std::env::var_os(PROFILE_VARIABLE).is_some_and(|value| !value.is_empty());
+    match MachineProfile::load(&path, &Machine::here()) {
+        Err(MachineError::File { source, .. }) if !named && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+impl MachineProfile {
+    /// The profile in the file `path`, which must be of the machine `here`.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_local_profile`].
+    pub fn load(path: &Path, here: &Machine) -> Result<MachineProfile, MachineError> {
+        let text = std::fs::read_to_string(path).map_err(|source| MachineError::File {
+            what: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        let profile =
+            MachineProfile::parse(&text).map_err(|problem| MachineError::Parse { path: path.to_owned(), problem })?;
+        if profile.machine.is(here) {
+            return Ok(profile);
+        }
+        let (there, here) = (Box::new(profile.machine), Box::new(here.clone()));
+        Err(MachineError::OtherMachine { path: path.to_owned(), there, here })
+    }
+
+    fn parse(text: &str) -> Result<MachineProfile, String> {
+        #[derive(Deserialize)]
+        struct Version {
+            format: u32,
+        }
+        let version: Version = toml::from_str(text).map_err(|error| error.to_string())?;
+        if version.format != FORMAT {
+            return Err(format!("format {}, not {FORMAT}", version.format));
+        }
+        let profile: MachineProfile = toml::from_str(text).map_err(|error| error.to_string())?;
+        profile.check()?;
+        Ok(profile)
+    }
+
+    /// That every number is one that a machine can have.
+    fn check(&self) -> Result<(), String> {
+        let Speeds { f32_flops, bf16_flops, copy_bytes_per_s } = self.speeds;
+        let rates = [
+            ("speeds.f32_flops", f32_flops),
+            ("speeds.bf16_flops", bf16_flops),
+            ("speeds.copy_bytes_per_s", copy_bytes_per_s),
+            ("interference.compute", self.interference.compute),
+            ("interference.communication", self.interference.communication),
+            ("disk.write_bytes_per_s", self.disk.write_bytes_per_s),
+            ("disk.read_bytes_per_s", self.disk.read_bytes_per_s),
+        ];
+        if let Some((name, value)) = rates.iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+            return Err(format!("{name} is {value}, and must be positive"));
+        }
+        self.kernels.iter().try_for_each(KernelCurve::check)?;
+        self.collectives.iter().try_for_each(CollectiveCurve::check)
+    }
+
+    /// The text of the file.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).expect("a profile is plain data")
+    }
+
+    /// Writes it to `path`, whole or not at all; its folders are made.
+    ///
+    /// # Errors
+    ///
+    /// A folder or file that cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), MachineError> {
+        let fail = |source| MachineError::File { what: "write", path: path.to_owned(), source };
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(fail)?;
+        }
+        let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+        std::fs::write(&temporary, self.to_toml()).map_err(fail)?;
+        std::fs::rename(&temporary, path).map_err(fail)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A profile of a machine of two cores: one streaming kernel, one collective.
+    pub(crate) fn small() -> MachineProfile {
+        let speeds = Speeds { f32_flops: 2e11, bf16_flops: 4e12, copy_bytes_per_s: 3e10 };
+        let point = |elements: f64| Point {
+            dims: vec![elements],
+            flops: elements,
+            bytes: 8.0 * elements,
+            seconds: 1e-6 + elements * 1e-9,
+            peak_flops: speeds.f32_flops,
+            copy_bytes_per_s: speeds.copy_bytes_per_s,
+        };
+        MachineProfile {
+            format: FORMAT,
+            measured: "2026-11-22T00:00:00Z".into(),
+            method: "by hand".into(),
+            machine: Machine { cpu: "Test CPU".into(), cores: 2, threads: 2, isa: "avx2".into() },
+            speeds,
+            overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
+            interference: Interference { compute: 1.0, communication: 1.0 },
+            disk: Disk { write_bytes_per_s: 1e9, read_bytes_per_s: 2e9 },
+            collectives: vec![CollectiveCurve {
+                operation: "all_reduce".into(),
+                ranks: 2,
+                alpha_s: 1e-5,
+                beta_s_per_byte: 1e-10,
+                points: vec![[1e3, 1e-5], [1e6, 2e-4]],
+            }],
+            kernels: vec![KernelCurve {
+                kernel: "add".into(),
+                dtype: "f32".into(),
+                ranks: 1,
+                threads: 2,
+                points: [1e3, 1e4, 1e5, 1e6].map(point).into(),
+            }],
+        }
+    }
+
+    #[test]
+    fn the_place_is_the_variables_else_the_caches_else_homes() {
+        let place = |set: &[(&str, &str)]| {
+            let found = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+            profile_path(found).map(|path| path.display().to_string())
+        };
+        let (own, cache, home) = (("TRAINYARD_PROFILE", "/p.toml"), ("XDG_CACHE_HOME", "/cache"), ("HOME", "/home"));
+        assert_eq!(place(&[own, cache, home]).unwrap(), "/p.toml");
+        assert_eq!(place(&[cache, home]).unwrap(), "/cache/trainyard/machine.toml");
+        assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/home/.cache/trainyard/machine.toml");
+        assert_eq!(place(&[]), None);
+    }
+
+    #[test]
+    fn a_profile_is_read_as_it_was_written_and_only_where_it_was_measured() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/machine.toml");
+        let profile = small();
+        profile.save(&path).unwrap();
+        assert_eq!(MachineProfile::load(&path, &profile.machine).unwrap(), profile);
+        let other = Machine { cores: 64, ..profile.machine.clone() };
+        let error = MachineProfile::load(&path, &other).unwrap_err().to_string();
+        assert!(error.contains("another machine") && error.contains("64 cores"), "{error}");
+    }
+
+    #[test]
+    fn bad_files_are_refused_in_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("machine.toml");
+        let good = small().to_toml();
+        for (text, says) in [
+            ("format = 1", "missing field"),
+            ("nothing", "is no profile"),
+            (good.replace("format = 1", "format = 99").as_str(), "format 99"),
+            (good.replace("f32_flops = 200000000000.0", "f32_flops = 0.0").as_str(), "speeds.f32_flops is 0"),
+            (good.replace("points = ", "punkte = ").as_str(), "is no profile"),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let result = MachineProfile::load(&path, &small().machine);
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains(says), "{error} does not say {says}");
+        }
+        let missing = MachineProfile::load(&folder.path().join("none"), &small().machine).unwrap_err();
+        assert!(missing.to_string().contains("cannot read"), "{missing}");
+    }
+}
