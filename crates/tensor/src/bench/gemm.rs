@@ -3,6 +3,7 @@
 //! Every case is checked against the scalar reference on sampled elements before it is timed, so no figure belongs to a wrong
 //! result.
 
+use super::array::Array;
 use crate::cpu::Cpu;
 use crate::cpu::gemm::{
     Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Transpose, forward, input_gradient, weight_gradient,
@@ -140,17 +141,15 @@ fn time<T: Element>(
 ) -> Result<Vec<Timing>, WrongResult> {
     let (m, k, n) = (tokens, layer.inputs, layer.outputs);
     let mut state = 1u64;
-    let mut random = |len: usize| -> Vec<T> {
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                T::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
-            })
-            .collect()
+    let mut random = |len: usize| {
+        Array::from_fn(len, || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            T::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+        })
     };
     let (x, w, dy) = (random(m * k), random(n * k), random(m * n));
     let (x, w, dy) = (MatRef::new(&x, m, k), MatRef::new(&w, n, k), MatRef::new(&dy, m, n));
-    let (mut y, mut dx, mut dw) = (vec![T::default(); m * n], vec![T::default(); m * k], vec![0.0f32; n * k]);
+    let (mut y, mut dx, mut dw) = (Array::<T>::zeros(m * n), Array::<T>::zeros(m * k), Array::<f32>::zeros(n * k));
 
     let mut timings = Vec::new();
     for form in Form::ALL {

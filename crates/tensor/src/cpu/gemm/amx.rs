@@ -1,135 +1,277 @@
-//! The register kernel on AMX tiles: `tdpbf16ps` through `asm!`, as the intrinsics are not stable.
+//! Products of `bf16` on AMX tiles, with a loop nest of their own.
 //!
-//! What it adds to AVX-512 BF16: eight tile registers of 16 rows by 64 bytes. `tdpbf16ps c, a, b` adds to the 16 x 16 `f32` sums
-//! in `c` the products of 16 rows of 32 `bf16` in `a` with 16 rows of 16 pairs in `b`: 8,192 multiply-adds in 16 cycles, 16
-//! times what a core does in `f32`. Four accumulators in a 2 x 2 arrangement (32 x 32 sums) make each loaded tile serve twice:
+//! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory stay as fast as they were: a core of Emerald Rapids
+//! multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27 from L3, 150 ns away, and neither packing nor finishing overlaps with tile
+//! instructions by itself. So the nest touches little beside what it multiplies, and asks for that in time ([`super::tile_kernel`]):
 //!
-//! - floor: four `tdpbf16ps` take 64 cycles and need four tiles, 4 KiB. The left half (a panel of 32 rows x 512, 34 KiB) comes
-//!   from L1; the right half, 2 KiB, streams from L2 at 32 bytes a cycle, half of what L2 can deliver. It is prefetched one step
-//!   of tiles ahead, as tile loads wait for their lines.
-//! - one accumulator's chain has a latency of 52 cycles, the other three fill 48 of them.
+//! - The *left* operand is not packed where its rows run along the shared index (forward, input gradient): a tile is loaded from 16 rows as
+//!   they lie. Only where they run across it (weight gradient) are 32 rows at a time transposed.
+//! - The *right* operand is packed into panels of 32 columns, as many as stay in L2 ([`RESIDENT_STEPS`]). What that costs is divided by the
+//!   rows of the task.
+//! - *Sums* never leave the tiles before they are finished, up to [`DEPTH_MAX`] steps of the shared dimension. They are finished, a
+//!   block of 32 x 32 after the next one's products, from L1. Weight gradients, whose sums are `f32` in memory, continue there
+//!   instead: their shared dimension, the tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and fewer
+//!   transpositions are needed.
 //!
-//! A packed right panel is already what the `b` operand wants: word row `k` holds the pairs `(2k, 2k + 1)` of 16 columns.
+//! ```text
+//! for task (rows x columns of the result)                 dealt to the threads
+//!     for block of the shared dimension                   usually one
+//!         pack the right columns                          up to 1.1 MiB, stay in L2
+//!         for panel of 32 rows
+//!             for panel of 32 columns                     from L2
+//!                 tile kernel                             32 x 32 sums; asks for result lines and next rows
+//!                 finish the block before
+//! ```
 
-use super::driver::{A_STRIDE, Tiles};
-use crate::cpu::amx;
-use std::arch::asm;
+use super::MatRef;
+use super::driver::Operand;
+use super::epilogue::{Sink, Target};
+use super::tile_kernel::{Ahead, Left, Rate, Sums, multiply};
+use super::tiles::{PANEL, Role, STEP, STEP_BYTES, STEP_WORDS, Source};
+use super::workspace::{WORKSPACE, Workspace};
+use crate::cpu::amx::Tiles;
+use crate::cpu::{Cpu, Isa};
+use crate::dtype::{DType, Element};
+use std::ops::Range;
 
-/// Runs along a panel of up to 32 rows.
-///
-/// # Safety
-/// The parts must be packed for tiles of 32 x 32 with words padded by zeros to a multiple of 16; the CPU must have AMX bf16,
-/// granted by the operating system.
-pub(super) unsafe fn panel(rows: usize, t: &Tiles) {
-    // SAFETY: by contract.
-    unsafe {
-        let _tiles = amx::Tiles::configure();
-        for j in (0..t.columns).step_by(32) {
-            let (b, c) = (t.b.add(j / 16 * t.panel), t.c.add(j));
-            if rows > 16 { tile_2x2(t, b, c) } else { tile_1x2(t, b, c) }
+/// The most steps of a block of the shared dimension, 3,072 indices: the packed columns of three panels then fill half of L2.
+const DEPTH_MAX: usize = 96;
+/// The same where sums continue in memory: 512 indices.
+const IN_PLACE_DEPTH_MAX: usize = 16;
+/// Steps of all packed right panels together: 1.1 MiB of a 2 MiB L2, which also holds two left panels and lines of the result.
+const RESIDENT_STEPS: usize = 576;
+/// The most right panels of a task.
+const RESIDENT_MAX: usize = 24;
+/// Words of a block of sums.
+const BLOCK_WORDS: usize = PANEL * PANEL;
+/// The most blocks of sums that wait for the rest of the shared dimension: 768 KiB.
+const WAITING_MAX: usize = 192;
+
+/// An upper bound on the words of scratch that a thread needs.
+pub(super) const WORKSPACE_WORDS: usize = (DEPTH_MAX + RESIDENT_STEPS) * STEP_WORDS + (WAITING_MAX + 2) * BLOCK_WORDS;
+
+/// How a product is cut, in panels and steps.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    /// Left panels of a task, and tasks along them.
+    rows: usize,
+    row_tasks: usize,
+    /// Right panels of a task, and tasks along them.
+    cols: usize,
+    col_tasks: usize,
+    /// Steps of a block, and blocks.
+    depth: usize,
+    blocks: usize,
+}
+
+impl Cut {
+    /// The grid whose slowest thread is done first, by what the parts of a task cost in cycles (measured on Emerald Rapids).
+    fn new(left: &Source, right: &Source, in_place: bool, threads: usize) -> Cut {
+        let (rows, cols, steps) = (left.panels(), right.panels(), left.steps());
+        let blocks = steps.div_ceil(if in_place { IN_PLACE_DEPTH_MAX } else { DEPTH_MAX }).max(1);
+        let depth = steps.div_ceil(blocks).max(1);
+        let blocks = steps.div_ceil(depth).max(1);
+        let cols_max = (RESIDENT_STEPS / depth).min(RESIDENT_MAX).min(cols);
+        let (pack_left, pack_right) =
+            (if left.is_transposed() { 700 } else { 60 }, if right.is_transposed() { 300 } else { 200 });
+        let finish = if in_place { 500 * blocks } else { 350 * (2 * blocks - 1) };
+        let finest = if threads == 1 { 1 } else { 4 * threads };
+        let mut best = (f64::INFINITY, 1, 1);
+        let cols_min = cols.div_ceil(cols_max);
+        for col_tasks in cols_min..=cols_min.max(finest) {
+            let c = cols.div_ceil(col_tasks);
+            let rows_max = if in_place || blocks == 1 { rows } else { (WAITING_MAX / c).min(rows) };
+            let rows_min = rows.div_ceil(rows_max);
+            for row_tasks in rows_min..=rows_min.max(finest.div_ceil(col_tasks)) {
+                let r = rows.div_ceil(row_tasks);
+                let rounds = (rows.div_ceil(r) * cols.div_ceil(c)).div_ceil(threads);
+                let task = r * c * (steps * 85 + finish) + (pack_left * r + pack_right * c) * steps + 5_000;
+                let price = task as f64 * (rounds as f64 + 0.1);
+                if price < best.0 {
+                    best = (price, r, c);
+                }
+            }
+        }
+        let (_, r, c) = best;
+        Cut { rows: r, row_tasks: rows.div_ceil(r), cols: c, col_tasks: cols.div_ceil(c), depth, blocks }
+    }
+}
+
+/// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to `sink`: `m x n` sums of `k` products.
+pub(super) fn product<T: Element, S: Sink>(
+    cpu: &Cpu,
+    (m, n, k): (usize, usize, usize),
+    left: Operand<T>,
+    right: Operand<T>,
+    sink: &S,
+) {
+    assert!(T::DTYPE == DType::BF16, "tiles multiply bf16, not {}", T::DTYPE);
+    let (left, right) = (Source::new(Role::Left, &left, m, k), Source::new(Role::Right, &right, n, k));
+    let cut = Cut::new(&left, &right, sink.in_place(), cpu.threads.count());
+    cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
+        let mut workspace = WORKSPACE.take();
+        // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of the result.
+        unsafe {
+            let task = Task {
+                isa: cpu.isa,
+                cut,
+                left: left.panel_range(task % cut.row_tasks * cut.rows, cut.rows),
+                right: right.panel_range(task / cut.row_tasks * cut.cols, cut.cols),
+                sink,
+            };
+            let _tiles = Tiles::configure();
+            task.run(&mut workspace);
+        }
+        WORKSPACE.set(workspace);
+    });
+}
+
+/// A part of the result.
+struct Task<'a, S> {
+    isa: Isa,
+    cut: Cut,
+    left: Source<'a>,
+    right: Source<'a>,
+    sink: &'a S,
+}
+
+/// A block of sums that is complete and waits to be finished.
+struct Pending {
+    rows: Range<usize>,
+    cols: Range<usize>,
+    sums: *const f32,
+}
+
+impl<S: Sink> Task<'_, S> {
+    /// # Safety
+    /// The CPU must have AMX bf16, granted by the operating system; no other task may write the same part of the result.
+    unsafe fn run(&self, workspace: &mut Workspace) {
+        let (rows, cols, steps) = (self.left.panels(), self.right.panels(), self.left.steps());
+        let Cut { depth, blocks, .. } = self.cut;
+        let waiting = if blocks == 1 || self.sink.in_place() { 0 } else { rows * cols };
+        let (a, b, sums) =
+            workspace.parts(depth * STEP_WORDS, cols * depth * STEP_WORDS, (waiting + 2) * BLOCK_WORDS);
+        let (mut pending, mut turn): (Option<Pending>, usize) = (None, 0);
+        for block in 0..blocks {
+            let range = block * depth..steps.min((block + 1) * depth);
+            let (first, last) = (block == 0, block + 1 == blocks);
+            // SAFETY: there is room for all columns of a block.
+            unsafe { self.right.pack_all(range.clone(), b, depth * STEP_WORDS) };
+            for p in 0..rows {
+                // SAFETY: there is room for a left panel of a block.
+                let left = unsafe { self.left_panel(p, range.clone(), a) };
+                for q in 0..cols {
+                    let (block_rows, block_cols) = (self.left.outer_range(p), self.right.outer_range(q));
+                    let whole = block_rows.len() == PANEL && block_cols.len() == PANEL;
+                    let target = whole.then(|| self.sink.target(block_rows.start, block_cols.start));
+                    let ahead = self.ahead(p, q, range.clone());
+                    let in_place = whole && self.sink.in_place();
+                    let sums = if let (true, Some(target)) = (in_place, &target) {
+                        let add = !first || self.sink.seeded();
+                        Sums { at: target.first.cast_mut().cast(), stride: target.stride / 4, add }
+                    } else {
+                        turn = 1 - turn;
+                        let at = if waiting > 0 { p * cols + q } else { turn };
+                        let at = sums.wrapping_add(at * BLOCK_WORDS);
+                        let seeded = self.sink.in_place() && (!first || self.sink.seeded());
+                        if seeded {
+                            // SAFETY: a block of scratch, whose last content has been finished.
+                            unsafe { self.seed(&block_rows, &block_cols, at) };
+                        }
+                        Sums { at, stride: PANEL, add: seeded || !first }
+                    };
+                    let asked = if in_place { self.next_target(p, q) } else { target.filter(|_| last) };
+                    // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32 of the task's own
+                    // part of the result.
+                    unsafe {
+                        multiply(
+                            &left,
+                            b.add(q * depth * STEP_WORDS).cast(),
+                            range.len(),
+                            &sums,
+                            asked.as_ref(),
+                            ahead.0,
+                            &ahead.1,
+                        );
+                    }
+                    if in_place || !(last || self.sink.in_place()) {
+                        continue;
+                    }
+                    let complete = Pending { rows: block_rows, cols: block_cols, sums: sums.at };
+                    if let Some(pending) = pending.replace(complete) {
+                        // SAFETY: its sums are in the other block of scratch.
+                        unsafe { self.finish(pending) };
+                    }
+                }
+            }
+            if let Some(pending) = pending.take() {
+                // SAFETY: as above.
+                unsafe { self.finish(pending) };
+            }
         }
     }
-}
 
-/// 32 x 32 sums.
-///
-/// # Safety
-/// As [`panel`], for one tile at `b` and `c`.
-unsafe fn tile_2x2(t: &Tiles, b: *const u32, c: *mut f32) {
-    // SAFETY: reads 32 rows of `a`, two panels of `b`, reads and writes 32 x 32 of `c`, all inside by contract; prefetches may
-    // go beyond. Tiles are configured at full size.
-    unsafe {
-        asm!(
-            "test {add}, {add}",
-            "jz 2f",
-            "tileloadd tmm0, [{c0} + {cs}*1]", "tileloadd tmm1, [{c0} + {cs}*1 + 64]",
-            "tileloadd tmm2, [{c1} + {cs}*1]", "tileloadd tmm3, [{c1} + {cs}*1 + 64]",
-            "jmp 3f",
-            "2:",
-            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-            "3:",
-            "test {steps}, {steps}",
-            "jz 5f",
-            "4:",
-            "tileloadd tmm6, [{b0} + {bs}*1]",
-            "tileloadd tmm4, [{a0} + {stride}*1]",
-            "prefetcht0 [{b0} + 1024]", "prefetcht0 [{b0} + 1088]", "prefetcht0 [{b0} + 1152]", "prefetcht0 [{b0} + 1216]",
-            "prefetcht0 [{b0} + 1280]", "prefetcht0 [{b0} + 1344]", "prefetcht0 [{b0} + 1408]", "prefetcht0 [{b0} + 1472]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {bs}*1]",
-            "prefetcht0 [{b0} + 1536]", "prefetcht0 [{b0} + 1600]", "prefetcht0 [{b0} + 1664]", "prefetcht0 [{b0} + 1728]",
-            "prefetcht0 [{b0} + 1792]", "prefetcht0 [{b0} + 1856]", "prefetcht0 [{b0} + 1920]", "prefetcht0 [{b0} + 1984]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {stride}*1]",
-            "prefetcht0 [{b1} + 1024]", "prefetcht0 [{b1} + 1088]", "prefetcht0 [{b1} + 1152]", "prefetcht0 [{b1} + 1216]",
-            "prefetcht0 [{b1} + 1280]", "prefetcht0 [{b1} + 1344]", "prefetcht0 [{b1} + 1408]", "prefetcht0 [{b1} + 1472]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "prefetcht0 [{b1} + 1536]", "prefetcht0 [{b1} + 1600]", "prefetcht0 [{b1} + 1664]", "prefetcht0 [{b1} + 1728]",
-            "prefetcht0 [{b1} + 1792]", "prefetcht0 [{b1} + 1856]", "prefetcht0 [{b1} + 1920]", "prefetcht0 [{b1} + 1984]",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {a0}, 64", "add {a1}, 64", "add {b0}, 1024", "add {b1}, 1024",
-            "dec {steps}",
-            "jnz 4b",
-            "5:",
-            "tilestored [{c0} + {cs}*1], tmm0", "tilestored [{c0} + {cs}*1 + 64], tmm1",
-            "tilestored [{c1} + {cs}*1], tmm2", "tilestored [{c1} + {cs}*1 + 64], tmm3",
-            a0 = inout(reg) t.a => _,
-            a1 = inout(reg) t.a.add(16 * A_STRIDE) => _,
-            b0 = inout(reg) b => _,
-            b1 = inout(reg) b.add(t.panel) => _,
-            c0 = in(reg) c,
-            c1 = in(reg) c.add(16 * t.c_stride),
-            cs = in(reg) t.c_stride * 4,
-            steps = inout(reg) t.words.div_ceil(16) => _,
-            add = in(reg) usize::from(t.add),
-            bs = in(reg) 64usize,
-            stride = in(reg) A_STRIDE * 4,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
+    /// The left rows of panel `p`: as they lie where tiles can be loaded from them, else packed into `a`.
+    ///
+    /// # Safety
+    /// `a` must have room for the steps.
+    unsafe fn left_panel(&self, p: usize, steps: Range<usize>, a: *mut u32) -> Left {
+        if let Some((rows, stride)) = self.left.direct(p, steps.clone()) {
+            return Left { rows, lower: rows.wrapping_add(16 * stride), stride, step: 2 * STEP };
+        }
+        // SAFETY: by contract.
+        unsafe { self.left.pack(p, steps, a) };
+        let rows: *const u8 = a.cast();
+        Left { rows, lower: rows.wrapping_add(STEP_BYTES / 2), stride: 64, step: STEP_BYTES }
     }
-}
 
-/// 16 x 32 sums, for the last rows and for small batches.
-///
-/// # Safety
-/// As [`panel`], for one tile at `b` and `c`.
-unsafe fn tile_1x2(t: &Tiles, b: *const u32, c: *mut f32) {
-    // SAFETY: as in `tile_2x2`, with 16 rows.
-    unsafe {
-        asm!(
-            "test {add}, {add}",
-            "jz 2f",
-            "tileloadd tmm0, [{c0} + {cs}*1]", "tileloadd tmm1, [{c0} + {cs}*1 + 64]",
-            "jmp 3f",
-            "2:",
-            "tilezero tmm0", "tilezero tmm1",
-            "3:",
-            "test {steps}, {steps}",
-            "jz 5f",
-            "4:",
-            "tileloadd tmm4, [{a0} + {stride}*1]",
-            "tileloadd tmm6, [{b0} + {bs}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {bs}*1]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "add {a0}, 64", "add {b0}, 1024", "add {b1}, 1024",
-            "dec {steps}",
-            "jnz 4b",
-            "5:",
-            "tilestored [{c0} + {cs}*1], tmm0", "tilestored [{c0} + {cs}*1 + 64], tmm1",
-            a0 = inout(reg) t.a => _,
-            b0 = inout(reg) b => _,
-            b1 = inout(reg) b.add(t.panel) => _,
-            c0 = in(reg) c,
-            cs = in(reg) t.c_stride * 4,
-            steps = inout(reg) t.words.div_ceil(16) => _,
-            add = in(reg) usize::from(t.add),
-            bs = in(reg) 64usize,
-            stride = in(reg) A_STRIDE * 4,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
+    /// Which lines of the left panel after `p` to ask for while it meets right panel `q`.
+    fn ahead(&self, p: usize, q: usize, steps: Range<usize>) -> (Rate, Ahead) {
+        let (count, cols) = (steps.len(), self.right.panels());
+        // A panel has 32 lines for each step.
+        let rate = Rate::covering(PANEL * count, cols * count);
+        let lines = rate.lines();
+        let nothing = (Rate::Two, Ahead { first: self.left.line(p, steps.clone(), 0).0, apart: 0, step: 0 });
+        if p + 1 >= self.left.panels() || q * lines >= PANEL {
+            return nothing;
+        }
+        // Along the shared index a row has a line for each step; across it, each shared index is a line.
+        let (apart, step, first) = if self.left.is_transposed() {
+            let (first, stride) = self.left.line(p + 1, steps, q * lines * count);
+            (stride, lines * stride, first)
+        } else {
+            let (first, stride) = self.left.line(p + 1, steps, q * lines);
+            (stride, 2 * STEP, first)
+        };
+        (rate, Ahead { first, apart, step })
+    }
+
+    /// Where the block after this one continues its sums in memory.
+    fn next_target(&self, p: usize, q: usize) -> Option<Target> {
+        let (p, q) = if q + 1 < self.right.panels() { (p, q + 1) } else { (p + 1, 0) };
+        let (rows, cols) = (self.left.outer_range(p), self.right.outer_range(q));
+        (p < self.left.panels() && rows.len() == PANEL && cols.len() == PANEL)
+            .then(|| self.sink.target(rows.start, cols.start))
+    }
+
+    /// # Safety
+    /// `sums` must be a block.
+    unsafe fn seed(&self, rows: &Range<usize>, cols: &Range<usize>, sums: *mut f32) {
+        for (i, row) in rows.clone().enumerate() {
+            // SAFETY: by contract.
+            self.sink.seed(row, cols.start, unsafe { std::slice::from_raw_parts_mut(sums.add(i * PANEL), cols.len()) });
+        }
+    }
+
+    /// # Safety
+    /// The sums must be complete, and the part belong to this task.
+    unsafe fn finish(&self, pending: Pending) {
+        let Pending { rows, cols, sums } = pending;
+        // SAFETY: by contract; a block of sums is 32 rows of 32.
+        unsafe {
+            let sums = std::slice::from_raw_parts(sums, BLOCK_WORDS);
+            let sums = MatRef::with_stride(sums, rows.len(), cols.len(), PANEL);
+            self.sink.finish(self.isa, rows.start, cols.start, sums);
+        }
     }
 }

@@ -30,9 +30,10 @@
 use super::MatRef;
 use super::epilogue::Sink;
 use super::pack;
+use super::workspace::{HUGE_PAGE, WORKSPACE, Workspace};
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
-use std::alloc::Layout;
+#[cfg(test)]
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -96,7 +97,7 @@ impl Rung {
             Rung::Portable => (4, 8),
             Rung::Avx2 => (6, 16),
             Rung::Avx512 | Rung::Avx512Bf16 => (14, 32),
-            Rung::AmxBf16 => (32, 32),
+            Rung::AmxBf16 => unreachable!("tiles have their own loop nest"),
         }
     }
 }
@@ -148,79 +149,6 @@ impl<'a, T> Operand<'a, T> {
     }
 }
 
-/// The right operand.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Right<'a, T> {
-    /// To be packed by each task.
-    Plain(Operand<'a, T>),
-}
-
-/// Scratch of one thread; it grows to what the largest product needs and is kept.
-struct Workspace {
-    start: *mut u32,
-    bytes: usize,
-}
-
-/// Scratch is aligned to huge pages, of which it then takes one or two instead of 500 small ones: it shares the TLB with
-/// operands whose rows lie pages apart.
-const HUGE_PAGE: usize = 2 << 20;
-
-impl Workspace {
-    const EMPTY: Workspace = Workspace { start: std::ptr::null_mut(), bytes: 0 };
-
-    /// Addresses of `a`, `b` and `c` parts of the given sizes in words, each aligned to cache lines.
-    fn parts(&mut self, a: usize, b: usize, c: usize) -> (*mut u32, *mut u32, *mut f32) {
-        let (a, b, c) = (a.next_multiple_of(16), b.next_multiple_of(16), c.next_multiple_of(16));
-        let bytes = (a + b + c) * 4;
-        if self.bytes < bytes {
-            *self = Workspace::new(bytes);
-        }
-        // SAFETY: the three parts lie one after another in the scratch.
-        unsafe { (self.start, self.start.add(a), self.start.add(a + b).cast()) }
-    }
-
-    fn layout(bytes: usize) -> Layout {
-        Layout::from_size_align(bytes, HUGE_PAGE).expect("bounded by `workspace_bytes`")
-    }
-
-    fn new(bytes: usize) -> Workspace {
-        let bytes = bytes.next_multiple_of(HUGE_PAGE);
-        let layout = Workspace::layout(bytes);
-        // SAFETY: the layout is not empty. Before its first touch the memory is advised, and then zeroed: kernels may read
-        // padding that no packing wrote.
-        let start = unsafe {
-            let start = std::alloc::alloc(layout);
-            if start.is_null() {
-                std::alloc::handle_alloc_error(layout);
-            }
-            #[cfg(target_os = "linux")]
-            libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
-            start.write_bytes(0, bytes);
-            start
-        };
-        Workspace { start: start.cast(), bytes }
-    }
-}
-
-impl Drop for Workspace {
-    fn drop(&mut self) {
-        if self.bytes > 0 {
-            // SAFETY: allocated with this layout.
-            unsafe { std::alloc::dealloc(self.start.cast(), Workspace::layout(self.bytes)) };
-        }
-    }
-}
-
-impl Default for Workspace {
-    fn default() -> Self {
-        Workspace::EMPTY
-    }
-}
-
-thread_local! {
-    static WORKSPACE: Cell<Workspace> = const { Cell::new(Workspace::EMPTY) };
-}
-
 #[cfg(test)]
 thread_local! {
     /// The register kernel for products that this thread asks for, whatever the instruction set.
@@ -232,6 +160,8 @@ pub fn workspace_bytes(threads: usize) -> usize {
     let words = GROUP_ROWS_MAX * A_STRIDE
         + BLOCK_WORDS * TASK_COLS_MAX
         + (TASK_ROWS_MAX + GROUP_ROWS_MAX) * (TASK_COLS_MAX + C_PAD);
+    #[cfg(target_arch = "x86_64")]
+    let words = words.max(super::amx::WORKSPACE_WORDS);
     threads * (words * 4).next_multiple_of(HUGE_PAGE)
 }
 
@@ -249,8 +179,7 @@ struct Cut {
 /// What a task's parts cost, in units of one multiply-add per word of the register kernel.
 ///
 /// Measured on Emerald Rapids at 32 multiply-adds a cycle: packing takes 0.6 cycles a word on either side, a finished sum one
-/// cycle, both mostly spent on the way from and to L3; a task takes a microsecond to hand out. AMX does its multiply-adds 8
-/// times as fast, and the rest does not change.
+/// cycle, both mostly spent on the way from and to L3; a task takes a microsecond to hand out.
 #[derive(Clone, Copy, Debug)]
 struct Prices {
     pack: f64,
@@ -259,10 +188,7 @@ struct Prices {
 }
 
 impl Prices {
-    fn of(rung: Rung) -> Prices {
-        let speed = if rung == Rung::AmxBf16 { 8.0 } else { 1.0 };
-        Prices { pack: 20.0 * speed, finish: 32.0 * speed, task: 80_000.0 * speed }
-    }
+    const MEASURED: Prices = Prices { pack: 20.0, finish: 32.0, task: 80_000.0 };
 
     fn task(&self, rows: usize, cols: usize, words: usize) -> f64 {
         let (rows, cols, words) = (rows as f64, cols as f64, words as f64);
@@ -279,7 +205,7 @@ impl Cut {
         let blocks = words.div_ceil(block_words.max(1)).max(1);
 
         // The grid whose slowest thread is done first, by the prices that `Prices` explains.
-        let prices = Prices::of(rung);
+        let prices = Prices::MEASURED;
         let (rows_min, cols_min) = (m.div_ceil(TASK_ROWS_MAX), n.div_ceil(TASK_COLS_MAX));
         // A serial product gains nothing from more tasks; beyond four a thread, balance gains nothing either.
         let finest = if threads == 1 { 1 } else { 4 * threads };
@@ -314,7 +240,7 @@ pub(super) fn product<T: Element, S: Sink>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
     left: Operand<T>,
-    right: Right<T>,
+    right: Operand<T>,
     sink: &S,
 ) {
     if m == 0 || n == 0 {
@@ -333,9 +259,13 @@ pub(super) fn run<T: Element, S: Sink>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
     left: Operand<T>,
-    right: Right<T>,
+    right: Operand<T>,
     sink: &S,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if rung == Rung::AmxBf16 {
+        return super::amx::product(cpu, (m, n, k), left, right, sink);
+    }
     let cut = Cut::new(rung, (m, n, k), cpu.threads.count());
     cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
         let row = task % cut.row_tasks * cut.task_rows;
@@ -363,7 +293,7 @@ fn run_task<T: Element, S: Sink>(
     cut: &Cut,
     part: Part,
     left: Operand<T>,
-    right: Right<T>,
+    right: Operand<T>,
     sink: &S,
     workspace: &mut Workspace,
 ) {
@@ -382,7 +312,6 @@ fn run_task<T: Element, S: Sink>(
         let k = block * cut.block_words * width;
         let depth = (cut.block_words * width).min(part.k - k);
         let words = depth.div_ceil(width);
-        let Right::Plain(right) = right;
         // Panels are as long as the block's words, rounded up to whole tiles of 16; the rest is zeros.
         let panel = words.next_multiple_of(16) * lanes;
         // SAFETY: `b` has room for `padded_cols` columns of `block_words`; the operand holds the part.
@@ -411,12 +340,11 @@ fn run_task<T: Element, S: Sink>(
             // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
             if block + 1 == cut.blocks {
-                for i in 0..rows {
-                    // SAFETY: row `i` of the panel's sums, and tasks own disjoint parts of the result.
-                    unsafe {
-                        let sums = std::slice::from_raw_parts(c.add(i * c_stride), part.cols);
-                        sink.finish(isa, part.row + row + i, part.col, sums);
-                    }
+                // SAFETY: the panel's sums, and tasks own disjoint parts of the result.
+                unsafe {
+                    let sums = std::slice::from_raw_parts(c, (rows - 1) * c_stride + part.cols);
+                    let sums = MatRef::with_stride(sums, rows, part.cols, c_stride);
+                    sink.finish(isa, part.row + row, part.col, sums);
                 }
             }
         }
@@ -479,10 +407,7 @@ unsafe fn run_panel(rung: Rung, rows: usize, tiles: &Tiles) {
             Rung::Avx512 => super::fma::avx512(rows, tiles),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512Bf16 => super::avx512_bf16::panel(rows, tiles),
-            #[cfg(target_arch = "x86_64")]
-            Rung::AmxBf16 => super::amx::panel(rows, tiles),
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => unreachable!("{rung:?} on another architecture"),
+            _ => unreachable!("{rung:?} has its own loop nest, or belongs to another architecture"),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What happens to finished sums: bias, activation, residual, scaling, rounding, storing.
 //!
-//! A [`Sink`] is handed rows of `f32` sums that have just left the register kernel. It is the only part of a product that
+//! A [`Sink`] is handed rectangles of `f32` sums that have just left the register kernel. It is the only part of a product that
 //! knows the result's type and shape in memory, so kernels store to scratch without tails and without reading the result.
 
 use super::{Accumulate, Activation, MatMut, MatRef};
@@ -10,6 +10,17 @@ use crate::cpu::simd::Simd;
 use crate::dtype::Element;
 use crate::simd_fn;
 use std::marker::PhantomData;
+
+/// Two places of 32 rows each that will be written or read when the sums are finished.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    /// The first row of the result.
+    pub first: *const u8,
+    /// A second line of the same rows: of the result, if 32 of its columns take two, or of another matrix of its shape.
+    pub second: *const u8,
+    /// Bytes from row to row in both.
+    pub stride: usize,
+}
 
 /// Receives the sums of a product.
 pub(super) trait Sink: Sync {
@@ -21,11 +32,19 @@ pub(super) trait Sink: Sync {
     /// The values from which the sums of `row`, columns from `col` on, start.
     fn seed(&self, _row: usize, _col: usize, _sums: &mut [f32]) {}
 
-    /// Takes the finished sums of `row`, columns from `col` on.
+    /// Whether blocks of sums may start from, and be left in, the lines of [`Sink::target`]: they are the result, in `f32`.
+    fn in_place(&self) -> bool {
+        false
+    }
+
+    /// The lines that finishing 32 rows from `row` and 32 columns from `col` on will touch.
+    fn target(&self, row: usize, col: usize) -> Target;
+
+    /// Takes the finished sums of the rows from `row` and the columns from `col` on.
     ///
     /// # Safety
-    /// No two calls at the same time may be for overlapping parts of a row, and the part must lie inside the result.
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]);
+    /// No two calls at the same time may be for overlapping parts, and the part must lie inside the result.
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>);
 }
 
 /// A result matrix that tasks write disjoint parts of.
@@ -46,6 +65,11 @@ impl<'a, T> Out<'a, T> {
         Out { data: m.data.as_mut_ptr(), rows: m.rows, cols: m.cols, stride: m.stride, _data: PhantomData }
     }
 
+    /// The lines of 32 rows and columns.
+    fn target(&self, row: usize, col: usize) -> Target {
+        target(self.data, self.stride, row, col)
+    }
+
     /// `len` elements of a row.
     ///
     /// # Safety
@@ -58,6 +82,22 @@ impl<'a, T> Out<'a, T> {
     }
 }
 
+/// The lines of 32 rows and columns of a matrix; two lines a row where elements have 32 bits.
+fn target<T>(data: *const T, stride: usize, row: usize, col: usize) -> Target {
+    let first: *const u8 = data.wrapping_add(row * stride + col).cast();
+    let second = if size_of::<T>() == 4 { first.wrapping_add(64) } else { first };
+    Target { first, second, stride: stride * size_of::<T>() }
+}
+
+/// `first`, and the same lines of another matrix if they are as far apart.
+fn with_second<T>(first: Target, other: *const T, stride: usize, row: usize, col: usize) -> Target {
+    let other = target(other, stride, row, col);
+    if other.stride == first.stride && first.second == first.first {
+        return Target { second: other.first, ..first };
+    }
+    first
+}
+
 /// `y = act(sum + bias) + residual`
 pub(super) struct Forward<'a, T, O> {
     pub bias: Option<&'a [T]>,
@@ -68,15 +108,17 @@ pub(super) struct Forward<'a, T, O> {
 }
 
 impl<T: Element, O: Element> Sink for Forward<'_, T, O> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
-        let len = sums.len();
-        let bias = self.bias.map(|bias| &bias[col..col + len]);
-        // SAFETY: by this function's contract.
-        let pre = self.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
-        let residual = self.residual.map(|residual| &residual.row(row)[col..col + len]);
-        // SAFETY: by this function's contract.
-        let y = unsafe { self.y.part(row, col, len) };
-        forward_row::<T, O>(isa, sums, bias, self.activation, pre, residual, y);
+    fn target(&self, row: usize, col: usize) -> Target {
+        let y = self.y.target(row, col);
+        match (&self.pre_activation, &self.residual) {
+            (Some(pre), _) => with_second(y, pre.data, pre.stride, row, col),
+            (_, Some(residual)) => with_second(y, residual.data.as_ptr(), residual.stride, row, col),
+            _ => y,
+        }
+    }
+
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
+        forward_rows(isa, self, row, col, sums);
     }
 }
 
@@ -88,15 +130,16 @@ pub(super) struct InputGradient<'a, T> {
 }
 
 impl<T: Element> Sink for InputGradient<'_, T> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
-        let len = sums.len();
-        let (activation, pre) = match &self.activation {
-            Some((activation, pre)) => (*activation, Some(&pre.row(row)[col..col + len])),
-            None => (Activation::None, None),
-        };
-        // SAFETY: by this function's contract.
-        let dx = unsafe { self.dx.part(row, col, len) };
-        input_gradient_row::<T>(isa, sums, activation, pre, self.accumulate, dx);
+    fn target(&self, row: usize, col: usize) -> Target {
+        let dx = self.dx.target(row, col);
+        match &self.activation {
+            Some((_, pre)) => with_second(dx, pre.data.as_ptr(), pre.stride, row, col),
+            None => dx,
+        }
+    }
+
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
+        input_gradient_rows(isa, self, row, col, sums);
     }
 }
 
@@ -107,6 +150,14 @@ pub(super) struct WeightGradient<'a> {
 }
 
 impl Sink for WeightGradient<'_> {
+    fn in_place(&self) -> bool {
+        true
+    }
+
+    fn target(&self, row: usize, col: usize) -> Target {
+        self.dw.target(row, col)
+    }
+
     fn seeded(&self) -> bool {
         self.accumulate == Accumulate::Add
     }
@@ -116,9 +167,11 @@ impl Sink for WeightGradient<'_> {
         sums.copy_from_slice(unsafe { self.dw.part(row, col, sums.len()) });
     }
 
-    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: &[f32]) {
-        // SAFETY: by this function's contract.
-        unsafe { self.dw.part(row, col, sums.len()) }.copy_from_slice(sums);
+    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: MatRef<f32>) {
+        for i in 0..sums.rows() {
+            // SAFETY: by this function's contract.
+            unsafe { self.dw.part(row + i, col, sums.cols()) }.copy_from_slice(sums.row(i));
+        }
     }
 }
 
@@ -130,10 +183,12 @@ pub(super) struct Scaled<'a, T> {
 }
 
 impl<T: Element> Sink for Scaled<'_, T> {
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: &[f32]) {
-        // SAFETY: by this function's contract.
-        let c = unsafe { self.c.part(row, col, sums.len()) };
-        scaled_row::<T>(isa, sums, self.alpha, self.beta, c);
+    fn target(&self, row: usize, col: usize) -> Target {
+        self.c.target(row, col)
+    }
+
+    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
+        scaled_rows(isa, self, row, col, sums);
     }
 }
 
@@ -150,69 +205,81 @@ fn store<T: Element, S: Simd>(s: S, v: S::F, y: &mut [T], j: usize) {
 }
 
 simd_fn! {
-    fn forward_row[T: Element, O: Element](
-        s: S,
-        sums: &[f32],
-        bias: Option<&[T]>,
-        activation: Activation,
-        pre: Option<&mut [T]>,
-        residual: Option<&[T]>,
-        y: &mut [O],
-    ) {
-        let mut pre = pre;
-        let mut j = 0;
-        while j < sums.len() {
-            let mut v = load(s, sums, j);
-            if let Some(bias) = bias {
-                v = s.add(v, load(s, bias, j));
+    /// Only for [`Sink::finish`], whose contract it needs.
+    fn forward_rows[T: Element, O: Element](s: S, sink: &Forward<T, O>, row: usize, col: usize, sums: MatRef<f32>) {
+        let len = sums.cols();
+        let bias = sink.bias.map(|bias| &bias[col..col + len]);
+        for i in 0..sums.rows() {
+            let row = row + i;
+            // SAFETY: by the contract of `finish`.
+            let mut pre = sink.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
+            let residual = sink.residual.map(|residual| &residual.row(row)[col..col + len]);
+            // SAFETY: as above.
+            let y = unsafe { sink.y.part(row, col, len) };
+            let sums = sums.row(i);
+            let mut j = 0;
+            while j < len {
+                let mut v = load(s, sums, j);
+                if let Some(bias) = bias {
+                    v = s.add(v, load(s, bias, j));
+                }
+                if let Some(pre) = &mut pre {
+                    store(s, v, pre, j);
+                }
+                v = activate(s, sink.activation, v);
+                if let Some(residual) = residual {
+                    v = s.add(v, load(s, residual, j));
+                }
+                store(s, v, y, j);
+                j += S::LANES;
             }
-            if let Some(pre) = &mut pre {
-                store(s, v, pre, j);
-            }
-            v = activate(s, activation, v);
-            if let Some(residual) = residual {
-                v = s.add(v, load(s, residual, j));
-            }
-            store(s, v, y, j);
-            j += S::LANES;
         }
     }
 }
 
 simd_fn! {
-    fn input_gradient_row[T: Element](
-        s: S,
-        sums: &[f32],
-        activation: Activation,
-        pre: Option<&[T]>,
-        accumulate: Accumulate,
-        dx: &mut [T],
-    ) {
-        let mut j = 0;
-        while j < sums.len() {
-            let mut v = load(s, sums, j);
-            if let Some(pre) = pre {
-                v = s.mul(v, derivative(s, activation, load(s, pre, j)));
+    /// Only for [`Sink::finish`], whose contract it needs.
+    fn input_gradient_rows[T: Element](s: S, sink: &InputGradient<T>, row: usize, col: usize, sums: MatRef<f32>) {
+        let len = sums.cols();
+        for i in 0..sums.rows() {
+            let row = row + i;
+            let pre = sink.activation.map(|(activation, pre)| (activation, &pre.row(row)[col..col + len]));
+            // SAFETY: by the contract of `finish`.
+            let dx = unsafe { sink.dx.part(row, col, len) };
+            let sums = sums.row(i);
+            let mut j = 0;
+            while j < len {
+                let mut v = load(s, sums, j);
+                if let Some((activation, pre)) = pre {
+                    v = s.mul(v, derivative(s, activation, load(s, pre, j)));
+                }
+                if sink.accumulate == Accumulate::Add {
+                    v = s.add(v, load(s, dx, j));
+                }
+                store(s, v, dx, j);
+                j += S::LANES;
             }
-            if accumulate == Accumulate::Add {
-                v = s.add(v, load(s, dx, j));
-            }
-            store(s, v, dx, j);
-            j += S::LANES;
         }
     }
 }
 
 simd_fn! {
-    fn scaled_row[T: Element](s: S, sums: &[f32], alpha: f32, beta: f32, c: &mut [T]) {
-        let mut j = 0;
-        while j < sums.len() {
-            let mut v = s.mul(s.splat(alpha), load(s, sums, j));
-            if beta != 0.0 {
-                v = s.fma(s.splat(beta), load(s, c, j), v);
+    /// Only for [`Sink::finish`], whose contract it needs.
+    fn scaled_rows[T: Element](s: S, sink: &Scaled<T>, row: usize, col: usize, sums: MatRef<f32>) {
+        let len = sums.cols();
+        for i in 0..sums.rows() {
+            // SAFETY: by the contract of `finish`.
+            let c = unsafe { sink.c.part(row + i, col, len) };
+            let sums = sums.row(i);
+            let mut j = 0;
+            while j < len {
+                let mut v = s.mul(s.splat(sink.alpha), load(s, sums, j));
+                if sink.beta != 0.0 {
+                    v = s.fma(s.splat(sink.beta), load(s, c, j), v);
+                }
+                store(s, v, c, j);
+                j += S::LANES;
             }
-            store(s, v, c, j);
-            j += S::LANES;
         }
     }
 }

@@ -14,8 +14,9 @@
 //! blocks, packs one block of the right operand so that it fills a third of the L2 cache, and streams panels of the left
 //! operand through it; one panel stays in L1 while a register kernel runs along it ([`driver`]). Packing absorbs the
 //! storage type, the transposition and the tails, so each rung of the ladder has one register kernel ([`fma`],
-//! [`avx512_bf16`], [`amx`]) and it never sees an edge. The epilogue ([`epilogue`]) is applied to rows of sums while they
-//! are still in L1 or L2. Products with a handful of rows (generation) take another way: [`vector`].
+//! [`avx512_bf16`]) and it never sees an edge. Tiles outrun memory so far that they have a loop nest of their own ([`amx`]).
+//! The epilogue ([`epilogue`]) is applied to sums while they are still in L1 or L2. Products with a handful of rows (generation)
+//! take another way: [`vector`].
 //!
 //! **Same bits.** Each sum is one chain over the shared dimension in ascending order; blocks only interrupt it. The bits of a
 //! result therefore depend on the shapes and on the instruction set, not on the number of threads or the cut into tasks.
@@ -31,7 +32,12 @@ mod driver;
 mod epilogue;
 mod fma;
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod tile_kernel;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 mod vector;
+mod workspace;
 
 #[cfg(test)]
 mod tests;
@@ -41,7 +47,7 @@ pub use driver::{Rung, workspace_bytes};
 use crate::cpu::Cpu;
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
-use driver::{Operand, Right};
+use driver::Operand;
 use epilogue::{Forward, InputGradient, Out, Scaled, WeightGradient};
 use std::ops::Range;
 
@@ -279,7 +285,7 @@ pub fn forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: Weight<T>, ep
     if m <= vector::ROWS_MAX {
         vector::product(cpu, x, w.plain, &sink);
     } else {
-        driver::product(cpu, (m, n, k), Operand::rows(x), Right::Plain(Operand::rows(w.plain)), &sink);
+        driver::product(cpu, (m, n, k), Operand::rows(x), Operand::rows(w.plain), &sink);
     }
 }
 
@@ -298,7 +304,7 @@ pub fn input_gradient<T: Element>(
         expect_shape("the pre-activation", (pre.rows, pre.cols), (m, k));
     }
     let sink = InputGradient { activation: epilogue.activation, accumulate: epilogue.accumulate, dx: Out::new(dx) };
-    driver::product(cpu, (m, k, n), Operand::rows(dy), Right::Plain(Operand::cols(w.plain)), &sink);
+    driver::product(cpu, (m, k, n), Operand::rows(dy), Operand::cols(w.plain), &sink);
 }
 
 /// `dw (+)= dyᵀ x` and `bias_gradient (+)= Σ_rows dy`: `dy [M, N]`, `x [M, K]`, `dw [N, K]` contiguous, `bias_gradient [N]`.
@@ -321,7 +327,7 @@ pub fn weight_gradient<T: Element>(
         column_sums(cpu, dy, accumulate, db);
     }
     let sink = WeightGradient { accumulate, dw: Out::new(MatMut::new(dw, n, k)) };
-    driver::product(cpu, (n, k, m), Operand::cols(dy), Right::Plain(Operand::cols(x)), &sink);
+    driver::product(cpu, (n, k, m), Operand::cols(dy), Operand::cols(x), &sink);
 }
 
 /// `sums (+)= Σ_rows a`, each column one chain over the rows in order.
@@ -358,7 +364,7 @@ pub fn matmul<T: Element>(
     };
     assert!(k == kb, "a product of {m} x {k} and {kb} x {n}");
     expect_shape("the result", (c.rows, c.cols), (m, n));
-    driver::product(cpu, (m, n, k), a, Right::Plain(b), &Scaled { alpha, beta, c: Out::new(c) });
+    driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, c: Out::new(c) });
 }
 
 /// A batch of matrices of one shape, `step` elements apart; a step of 0 repeats one matrix.

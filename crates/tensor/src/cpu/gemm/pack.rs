@@ -32,7 +32,7 @@ pub(super) unsafe fn left<T: Element>(
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512 => x86::left::<T, false>(src, row, rows, k, depth, a),
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512Bf16 | Rung::AmxBf16 => x86::left::<T, true>(src, row, rows, k, depth, a),
+            Rung::Avx512Bf16 => x86::left::<T, true>(src, row, rows, k, depth, a),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::left_avx2(src, row, rows, k, depth, a),
             _ => left_plain(src, row, rows, k, depth, a),
@@ -65,7 +65,7 @@ pub(super) unsafe fn right<T: Element>(
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512 => x86::right::<T, false>(src, col, cols, padded_cols, k, depth, b),
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512Bf16 | Rung::AmxBf16 => x86::right::<T, true>(src, col, cols, padded_cols, k, depth, b),
+            Rung::Avx512Bf16 => x86::right::<T, true>(src, col, cols, padded_cols, k, depth, b),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::right_avx2(src, col, cols, padded_cols, k, depth, b),
             _ => right_plain(src, col, cols, padded_cols, k, depth, b),

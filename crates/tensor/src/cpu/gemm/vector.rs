@@ -38,10 +38,8 @@ pub(super) fn product<T: Element, S: Sink>(cpu: &Cpu, x: MatRef<T>, w: MatRef<T>
         let mut sums = [0.0; ROWS_MAX * TASK_COLS_MAX];
         let count = cols.len();
         dot_products(cpu.isa, &wide, m, k, w.row_range(cols.clone()), &mut sums);
-        for i in 0..m {
-            // SAFETY: tasks have disjoint columns.
-            unsafe { sink.finish(cpu.isa, i, cols.start, &sums[i * count..][..count]) };
-        }
+        // SAFETY: tasks have disjoint columns.
+        unsafe { sink.finish(cpu.isa, 0, cols.start, MatRef::new(&sums, m, count)) };
     });
     WIDE.set(wide);
 }
