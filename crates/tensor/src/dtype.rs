@@ -88,6 +88,13 @@ pub trait Element: Scalar + Default + PartialEq + fmt::Debug {
     /// Stores to the first `S::LANES` elements of `y`; panics when there are fewer.
     fn store<S: Simd>(s: S, v: S::F, y: &mut [Self]);
 
+    /// Stores two vectors to the first `2 S::LANES` elements of `y`, whole cache lines at once where they fill one.
+    #[inline(always)]
+    fn store_pair<S: Simd>(s: S, v: [S::F; 2], y: &mut [Self]) {
+        Self::store(s, v[0], y);
+        Self::store(s, v[1], &mut y[S::LANES..]);
+    }
+
     /// Loads up to `S::LANES` elements, the rest being `fill`: for the tails of rows.
     #[inline(always)]
     fn load_partial<S: Simd>(s: S, x: &[Self], fill: f32) -> S::F {
@@ -136,6 +143,10 @@ impl Element for bf16 {
     #[inline(always)]
     fn store<S: Simd>(s: S, v: S::F, y: &mut [Self]) {
         s.store_bf16(v, y)
+    }
+    #[inline(always)]
+    fn store_pair<S: Simd>(s: S, v: [S::F; 2], y: &mut [Self]) {
+        s.store_bf16_pair(v, y)
     }
 }
 

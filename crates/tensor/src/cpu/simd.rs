@@ -32,6 +32,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bf16(self, x: &[bf16]) -> Self::F;
     /// Rounded to nearest even.
     fn store_bf16(self, v: Self::F, y: &mut [bf16]);
+    /// Two vectors, rounded to nearest even, to the first `2 LANES` elements.
+    #[inline(always)]
+    fn store_bf16_pair(self, v: [Self::F; 2], y: &mut [bf16]) {
+        self.store_bf16(v[0], y);
+        self.store_bf16(v[1], &mut y[Self::LANES..]);
+    }
     /// Widened.
     fn load_f16(self, x: &[f16]) -> Self::F;
     /// Rounded to nearest even; overflow gives infinity.

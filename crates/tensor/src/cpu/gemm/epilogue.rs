@@ -204,34 +204,57 @@ fn store<T: Element, S: Simd>(s: S, v: S::F, y: &mut [T], j: usize) {
     if y.len() - j >= S::LANES { T::store(s, v, &mut y[j..]) } else { T::store_partial(s, v, &mut y[j..]) }
 }
 
+/// Two vectors from `x[j..]`, or what is left of them.
+#[inline(always)]
+fn load_pair<T: Element, S: Simd>(s: S, x: &[T], j: usize) -> [S::F; 2] {
+    let x = &x[j..];
+    if x.len() >= 2 * S::LANES {
+        return [T::load(s, x), T::load(s, &x[S::LANES..])];
+    }
+    [load(s, x, 0), if x.len() > S::LANES { load(s, x, S::LANES) } else { s.splat(0.0) }]
+}
+
+/// To `y[j..]`, two vectors or what is left of them.
+#[inline(always)]
+fn store_pair<T: Element, S: Simd>(s: S, v: [S::F; 2], y: &mut [T], j: usize) {
+    let y = &mut y[j..];
+    if y.len() >= 2 * S::LANES {
+        return T::store_pair(s, v, y);
+    }
+    store(s, v[0], y, 0);
+    if y.len() > S::LANES {
+        store(s, v[1], y, S::LANES);
+    }
+}
+
+#[inline(always)]
+fn add_pair<S: Simd>(s: S, a: [S::F; 2], b: [S::F; 2]) -> [S::F; 2] {
+    [s.add(a[0], b[0]), s.add(a[1], b[1])]
+}
+
 simd_fn! {
     /// Only for [`Sink::finish`], whose contract it needs.
     fn forward_rows[T: Element, O: Element](s: S, sink: &Forward<T, O>, row: usize, col: usize, sums: MatRef<f32>) {
         let len = sums.cols();
-        let bias = sink.bias.map(|bias| &bias[col..col + len]);
-        for i in 0..sums.rows() {
-            let row = row + i;
-            // SAFETY: by the contract of `finish`.
-            let mut pre = sink.pre_activation.as_ref().map(|pre| unsafe { pre.part(row, col, len) });
-            let residual = sink.residual.map(|residual| &residual.row(row)[col..col + len]);
-            // SAFETY: as above.
-            let y = unsafe { sink.y.part(row, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = load(s, sums, j);
+        for j in (0..len).step_by(2 * S::LANES) {
+            let bias = sink.bias.map(|bias| load_pair(s, &bias[col..col + len], j));
+            for i in 0..sums.rows() {
+                let mut v = load_pair(s, sums.row(i), j);
                 if let Some(bias) = bias {
-                    v = s.add(v, load(s, bias, j));
+                    v = add_pair(s, v, bias);
                 }
-                if let Some(pre) = &mut pre {
-                    store(s, v, pre, j);
+                if let Some(pre) = &sink.pre_activation {
+                    // SAFETY: by the contract of `finish`.
+                    store_pair(s, v, unsafe { pre.part(row + i, col, len) }, j);
                 }
-                v = activate(s, sink.activation, v);
-                if let Some(residual) = residual {
-                    v = s.add(v, load(s, residual, j));
+                if sink.activation != Activation::None {
+                    v = v.map(|v| activate(s, sink.activation, v));
                 }
-                store(s, v, y, j);
-                j += S::LANES;
+                if let Some(residual) = sink.residual {
+                    v = add_pair(s, v, load_pair(s, &residual.row(row + i)[col..col + len], j));
+                }
+                // SAFETY: by the contract of `finish`.
+                store_pair(s, v, unsafe { sink.y.part(row + i, col, len) }, j);
             }
         }
     }
@@ -241,23 +264,20 @@ simd_fn! {
     /// Only for [`Sink::finish`], whose contract it needs.
     fn input_gradient_rows[T: Element](s: S, sink: &InputGradient<T>, row: usize, col: usize, sums: MatRef<f32>) {
         let len = sums.cols();
-        for i in 0..sums.rows() {
-            let row = row + i;
-            let pre = sink.activation.map(|(activation, pre)| (activation, &pre.row(row)[col..col + len]));
-            // SAFETY: by the contract of `finish`.
-            let dx = unsafe { sink.dx.part(row, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = load(s, sums, j);
-                if let Some((activation, pre)) = pre {
-                    v = s.mul(v, derivative(s, activation, load(s, pre, j)));
+        for j in (0..len).step_by(2 * S::LANES) {
+            for i in 0..sums.rows() {
+                // SAFETY: by the contract of `finish`.
+                let dx = unsafe { sink.dx.part(row + i, col, len) };
+                let mut v = load_pair(s, sums.row(i), j);
+                if let Some((activation, pre)) = sink.activation {
+                    let pre = load_pair(s, &pre.row(row + i)[col..col + len], j);
+                    let slope = pre.map(|pre| derivative(s, activation, pre));
+                    v = [s.mul(v[0], slope[0]), s.mul(v[1], slope[1])];
                 }
                 if sink.accumulate == Accumulate::Add {
-                    v = s.add(v, load(s, dx, j));
+                    v = add_pair(s, v, load_pair(s, dx, j));
                 }
-                store(s, v, dx, j);
-                j += S::LANES;
+                store_pair(s, v, dx, j);
             }
         }
     }
@@ -266,19 +286,17 @@ simd_fn! {
 simd_fn! {
     /// Only for [`Sink::finish`], whose contract it needs.
     fn scaled_rows[T: Element](s: S, sink: &Scaled<T>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        for i in 0..sums.rows() {
-            // SAFETY: by the contract of `finish`.
-            let c = unsafe { sink.c.part(row + i, col, len) };
-            let sums = sums.row(i);
-            let mut j = 0;
-            while j < len {
-                let mut v = s.mul(s.splat(sink.alpha), load(s, sums, j));
+        let (len, alpha, beta) = (sums.cols(), s.splat(sink.alpha), s.splat(sink.beta));
+        for j in (0..len).step_by(2 * S::LANES) {
+            for i in 0..sums.rows() {
+                // SAFETY: by the contract of `finish`.
+                let c = unsafe { sink.c.part(row + i, col, len) };
+                let mut v = load_pair(s, sums.row(i), j).map(|v| s.mul(alpha, v));
                 if sink.beta != 0.0 {
-                    v = s.fma(s.splat(sink.beta), load(s, c, j), v);
+                    let old = load_pair(s, c, j);
+                    v = [s.fma(beta, old[0], v[0]), s.fma(beta, old[1], v[1])];
                 }
-                store(s, v, c, j);
-                j += S::LANES;
+                store_pair(s, v, c, j);
             }
         }
     }

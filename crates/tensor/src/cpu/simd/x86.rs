@@ -228,6 +228,16 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn store_bf16_pair(self, v: [__m512; 2], y: &mut [bf16]) {
+        let (low, high, y) = (self.to_bf16(v[0]), self.to_bf16(v[1]), &mut y[..32]);
+        // SAFETY: `self` proves that the CPU has the instructions; 32 elements are there.
+        unsafe {
+            let line = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+            _mm512_storeu_si512(y.as_mut_ptr().cast(), line);
+        }
+    }
+
+    #[inline(always)]
     fn load_tail<T: Element>(self, x: &[T], fill: f32) -> __m512 {
         let kept = mask(x.len());
         let data = x.as_ptr();
