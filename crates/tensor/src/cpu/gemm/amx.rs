@@ -36,8 +36,8 @@ use std::ops::Range;
 
 /// The most steps of a block of the shared dimension, 3,072 indices: the packed columns of three panels then fill half of L2.
 const DEPTH_MAX: usize = 96;
-/// The same where sums continue in memory: 512 indices.
-const IN_PLACE_DEPTH_MAX: usize = 16;
+/// The same where sums continue in memory: 768 indices.
+const IN_PLACE_DEPTH_MAX: usize = 24;
 /// Steps of all packed right panels together: 1.1 MiB of a 2 MiB L2, which also holds two left panels and lines of the result.
 const RESIDENT_STEPS: usize = 576;
 /// The most right panels of a task.
@@ -149,8 +149,7 @@ impl<S: Sink> Task<'_, S> {
         let (rows, cols, steps) = (self.left.panels(), self.right.panels(), self.left.steps());
         let Cut { depth, blocks, .. } = self.cut;
         let waiting = if blocks == 1 || self.sink.in_place() { 0 } else { rows * cols };
-        let (a, b, sums) =
-            workspace.parts(depth * STEP_WORDS, cols * depth * STEP_WORDS, (waiting + 2) * BLOCK_WORDS);
+        let (a, b, sums) = workspace.parts(depth * STEP_WORDS, cols * depth * STEP_WORDS, (waiting + 2) * BLOCK_WORDS);
         let (mut pending, mut turn): (Option<Pending>, usize) = (None, 0);
         for block in 0..blocks {
             let range = block * depth..steps.min((block + 1) * depth);

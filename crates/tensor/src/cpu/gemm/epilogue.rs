@@ -237,7 +237,10 @@ simd_fn! {
     fn forward_rows[T: Element, O: Element](s: S, sink: &Forward<T, O>, row: usize, col: usize, sums: MatRef<f32>) {
         let len = sums.cols();
         for j in (0..len).step_by(2 * S::LANES) {
-            let bias = sink.bias.map(|bias| load_pair(s, &bias[col..col + len], j));
+            let bias = match sink.bias {
+                Some(bias) => Some(load_pair(s, &bias[col..col + len], j)),
+                None => None,
+            };
             for i in 0..sums.rows() {
                 let mut v = load_pair(s, sums.row(i), j);
                 if let Some(bias) = bias {
@@ -248,7 +251,7 @@ simd_fn! {
                     store_pair(s, v, unsafe { pre.part(row + i, col, len) }, j);
                 }
                 if sink.activation != Activation::None {
-                    v = v.map(|v| activate(s, sink.activation, v));
+                    v = [activate(s, sink.activation, v[0]), activate(s, sink.activation, v[1])];
                 }
                 if let Some(residual) = sink.residual {
                     v = add_pair(s, v, load_pair(s, &residual.row(row + i)[col..col + len], j));
@@ -271,8 +274,8 @@ simd_fn! {
                 let mut v = load_pair(s, sums.row(i), j);
                 if let Some((activation, pre)) = sink.activation {
                     let pre = load_pair(s, &pre.row(row + i)[col..col + len], j);
-                    let slope = pre.map(|pre| derivative(s, activation, pre));
-                    v = [s.mul(v[0], slope[0]), s.mul(v[1], slope[1])];
+                    v[0] = s.mul(v[0], derivative(s, activation, pre[0]));
+                    v[1] = s.mul(v[1], derivative(s, activation, pre[1]));
                 }
                 if sink.accumulate == Accumulate::Add {
                     v = add_pair(s, v, load_pair(s, dx, j));
@@ -291,7 +294,8 @@ simd_fn! {
             for i in 0..sums.rows() {
                 // SAFETY: by the contract of `finish`.
                 let c = unsafe { sink.c.part(row + i, col, len) };
-                let mut v = load_pair(s, sums.row(i), j).map(|v| s.mul(alpha, v));
+                let mut v = load_pair(s, sums.row(i), j);
+                v = [s.mul(alpha, v[0]), s.mul(alpha, v[1])];
                 if sink.beta != 0.0 {
                     let old = load_pair(s, c, j);
                     v = [s.fma(beta, old[0], v[0]), s.fma(beta, old[1], v[1])];
