@@ -58,7 +58,7 @@ fn a_configuration_is_planned_for_this_machine() {
 #[test]
 fn bad_requests_are_refused_with_what_would_do() {
     let folder = Folder::new();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["plan"], "--model"),
         (&["plan", "--model", "llama-70", "--cluster", "1x1xH100"], "did you mean `llama-7"),
         (&["plan", "--model", "gpt2-124m", "--cluster", "1x1xH100"], "--global-batch is needed"),
@@ -68,6 +68,7 @@ fn bad_requests_are_refused_with_what_would_do() {
         (&[&SMALL[..], &["--memory-limit", "100MiB"]].concat(), "the nearest that would"),
         (&[&SMALL[..], &["--show", "99"]].concat(), "the table has plans 1 to"),
         (&[&SMALL[..], &["--precision", "int8"]].concat(), "one of fp32"),
+        (&[&SMALL[..], &["--budget-seconds", "0"]].concat(), "more than 0"),
     ];
     for (arguments, says) in cases {
         let ran = folder.run(arguments);

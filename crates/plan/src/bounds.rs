@@ -9,9 +9,13 @@
 //!   the first few, lie inside it.
 //! - No gradient is summed before it is complete: without a pipeline, all sums but that of the last unit come after the last backward began.
 //!
+//! Of pipelines there is a closer bound, which takes longer: their [turns] are played.
+//!
 //! Memory: what is resident, and the activations of the micro-batches that a stage has begun when its first backward starts.
 //!
 //! What a simulation adds to these is left out: interference, launches, norms, exchanges that could be hidden.
+
+mod turns;
 
 use crate::Candidate;
 use crate::price::Known;
@@ -37,7 +41,7 @@ struct Main {
 
 /// Seconds of one micro-batch on a stretch of units that a stage runs without a break.
 #[derive(Clone, PartialEq, Debug, Default)]
-struct Stretch {
+pub(crate) struct Stretch {
     kinds: Kinds,
     /// With the exchanges between its units.
     forward_s: f64,
@@ -45,19 +49,33 @@ struct Stretch {
     /// What most of its units are.
     main: Main,
     saved_bytes: f64,
+    /// Of the backward, its first half, and its second, which nothing waits for but the update.
+    input_s: f64,
+    weights_s: f64,
+    /// Exchanges that follow a turn's last pass: of a forward, of a backward.
+    after_s: [f64; 2],
+    /// The first and the last unit.
+    ends: [u32; 2],
 }
 
 /// One pipeline stage.
 #[derive(Clone, PartialEq, Debug, Default)]
-struct Stage {
+pub(crate) struct Stage {
     stretches: Vec<Stretch>,
     kinds: Kinds,
-    /// Backwards of all units but the last.
-    backward_rest_s: f64,
     /// What one micro-batch keeps.
     saved_bytes: f64,
     /// Elements of its parameters on a rank, before sharding.
     elements: f64,
+    /// What the last unit's backward recomputes of a micro-batch.
+    recomputed_bytes: f64,
+}
+
+/// Of a stage: when its passes can begin, all of them together, and the last backward.
+struct Passes {
+    start: f64,
+    all: f64,
+    last_backward: f64,
 }
 
 /// What decides how units are dealt to stages and what they keep: pipeline degree, chunks, checkpointing.
@@ -92,22 +110,35 @@ impl<'a> Bounds<'a> {
         Bounds { known, dealt: HashMap::new(), program }
     }
 
-    /// Seconds and bytes of tensors that no simulation of `candidate` is below.
-    pub fn of(&mut self, candidate: &Candidate) -> (f64, f64) {
+    /// Bytes of tensors that no simulation of `candidate` is below, and where `worth` says so of them seconds; otherwise 0 seconds.
+    pub fn of(&mut self, candidate: &Candidate, worth: impl Fn(f64) -> bool) -> (f64, f64) {
+        let (prices, stages) = self.dealt(candidate);
+        let bytes = prices.bytes(stages);
+        (if worth(bytes) { prices.seconds(stages) } else { 0.0 }, bytes)
+    }
+
+    /// Seconds that no simulation of `candidate` is below, closer than those of [`Bounds::of`] where it is a pipeline: its turns are played.
+    pub fn closer(&mut self, candidate: &Candidate) -> f64 {
+        let (prices, stages) = self.dealt(candidate);
+        let seconds = prices.seconds(stages);
+        if candidate.mesh.pp == 1 { seconds } else { seconds.max(prices.played(stages)) }
+    }
+
+    fn dealt<'b>(&'b mut self, candidate: &'b Candidate) -> (Prices<'b>, &'b [Stage]) {
         self.program.mesh = candidate.mesh;
         self.program.placement = candidate.placement();
         let prices = Prices { known: self.known, program: &self.program, candidate };
         // The other degrees are those of the class, or change nothing of what stages are.
         let key = (candidate.mesh.pp, candidate.chunks(), candidate.checkpointing);
         let stages = self.dealt.entry(key).or_insert_with(|| prices.deal());
-        (prices.seconds(stages), prices.bytes(stages))
+        (prices, stages)
     }
 }
 
-struct Prices<'a> {
-    known: &'a Known,
+pub(crate) struct Prices<'a> {
+    pub(crate) known: &'a Known,
     program: &'a Program,
-    candidate: &'a Candidate,
+    pub(crate) candidate: &'a Candidate,
 }
 
 impl Prices<'_> {
@@ -126,17 +157,21 @@ impl Prices<'_> {
         let stage = |ranges: Vec<Range<u32>>| {
             let units = || ranges.iter().cloned().flatten();
             let stretches: Vec<Stretch> = ranges.iter().map(|range| self.stretch(range.clone(), &keep)).collect();
-            let backward = |unit: u32| self.pass_s(unit, Phase::Backward, keep[unit as usize]);
-            let last = units().last();
             Stage {
                 saved_bytes: stretches.iter().map(|stretch| stretch.saved_bytes).sum(),
                 elements: units().map(|unit| self.elements(unit)).sum(),
-                backward_rest_s: units().filter(|unit| Some(*unit) != last).map(backward).sum(),
                 kinds: self.kinds(units()),
+                recomputed_bytes: ranges.last().map_or(0.0, |range| self.recomputed_bytes(range.end - 1, &keep)),
                 stretches,
             }
         };
         stages.into_iter().map(stage).collect()
+    }
+
+    fn recomputed_bytes(&self, unit: u32, keep: &[Keep]) -> f64 {
+        let Mesh { cp, tp, .. } = self.candidate.mesh;
+        let saved = &self.known.shape.units[unit as usize].saved_bytes;
+        saved[0].saturating_sub(saved[keep[unit as usize] as usize]) as f64 / f64::from(tp * cp)
     }
 
     fn kinds(&self, units: impl Iterator<Item = u32>) -> Kinds {
@@ -153,28 +188,29 @@ impl Prices<'_> {
 
     fn stretch(&self, range: Range<u32>, keep: &[Keep]) -> Stretch {
         let Mesh { cp, tp, .. } = self.candidate.mesh;
-        let mut stretch = Stretch { kinds: self.kinds(range.clone()), ..Stretch::default() };
-        let mut longest = [0.0f64; 2];
+        let ends = [range.start, range.end - 1];
+        let mut stretch = Stretch { kinds: self.kinds(range.clone()), ends, ..Stretch::default() };
         for unit in range.clone() {
             let keep = keep[unit as usize];
-            // The last result of a pass goes on to another stage, or another micro-batch comes next.
-            let mut exchanged = |phase, last: bool| {
-                let pass = self.pass_s(unit, phase, keep);
-                if last {
-                    return pass;
-                }
+            let pass = |phase, part| self.pass_s(unit, phase, part, keep);
+            let whole = [pass(Phase::Forward, Part::Whole), pass(Phase::Backward, Part::Whole)];
+            // What the pass's result goes through before the next unit has it; the last one's goes on to another stage, or another micro-batch comes next.
+            let after = [Phase::Forward, Phase::Backward].map(|phase| {
                 let [ring, between] = self.exchanges_s(unit, phase, keep);
-                longest[phase as usize] = longest[phase as usize].max(between);
-                pass.max(ring) + between
-            };
-            stretch.forward_s += exchanged(Phase::Forward, unit + 1 == range.end);
-            stretch.backward_s += exchanged(Phase::Backward, unit == range.start);
+                (ring - whole[phase as usize]).max(0.0) + between
+            });
+            let last = [unit + 1 == range.end, unit == range.start];
+            let between = [0, 1].map(|phase| if last[phase] { 0.0 } else { after[phase] });
+            for phase in [0, 1].into_iter().filter(|phase| last[*phase]) {
+                stretch.after_s[phase] = after[phase];
+            }
+            stretch.forward_s += whole[0] + between[0];
+            stretch.backward_s += whole[1] + between[1];
+            stretch.input_s += pass(Phase::Backward, Part::Input) + between[1];
+            stretch.weights_s += pass(Phase::Backward, Part::Weights);
             let saved = self.known.shape.units[unit as usize].saved_bytes[keep as usize];
             stretch.saved_bytes += saved as f64 / f64::from(tp * cp);
         }
-        // An exchange that the next pass does not wait for is hidden. One of each phase is left out for that: with it a bound of T5 was 0.1 % above the simulation.
-        stretch.forward_s -= longest[Phase::Forward as usize];
-        stretch.backward_s -= longest[Phase::Backward as usize];
         if let Some((unit, count)) = stretch.kinds.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1)) {
             // Where blocks keep unlike amounts, what any of them takes at least.
             let least = Keep::Everything;
@@ -182,18 +218,18 @@ impl Prices<'_> {
                 let [ring, between] = self.exchanges_s(unit, phase, Keep::InputOnly);
                 ring + between
             });
-            let seconds = |phase| self.pass_s(unit, phase, least);
+            let seconds = |phase| self.pass_s(unit, phase, Part::Whole, least);
             let (forward_s, backward_s) = (seconds(Phase::Forward), seconds(Phase::Backward));
             stretch.main = Main { unit, count, forward_s, backward_s, exchange_s };
         }
         stretch
     }
 
-    fn pass_s(&self, unit: u32, phase: Phase, keep: Keep) -> f64 {
+    fn pass_s(&self, unit: u32, phase: Phase, part: Part, keep: Keep) -> f64 {
         let micro_batch = 0;
         let action = match phase {
             Phase::Forward => Action::Forward { unit, micro_batch, keep },
-            Phase::Backward => Action::Backward { unit, micro_batch, part: Part::Whole },
+            Phase::Backward => Action::Backward { unit, micro_batch, part },
         };
         self.price(action, 0.0, keep)
     }
@@ -258,8 +294,8 @@ impl Prices<'_> {
         let (mut before, mut after, mut end_of_first) = (0.0, 0.0, 0.0);
         let mut least = 0.0f64;
         for (number, stage) in stages.iter().enumerate() {
-            let (start, passes) = self.passes_seconds(stage);
-            let [end_min, end] = self.end_seconds(stage);
+            let Passes { start, all: passes, last_backward } = self.passes_seconds(stage);
+            let [end_min, end, finish] = self.end_seconds(stage, last_backward);
             if number == 0 {
                 end_of_first = end_min;
             }
@@ -270,17 +306,24 @@ impl Prices<'_> {
                 least = least.max(before + start + passes + after + end_of_first);
                 after += first.backward_s;
             }
+            least = least.max(before + start + first.forward_s + self.sums_seconds(stage) + finish);
             least = least.max(self.host_seconds(stage, before + start + passes));
             before += first.forward_s;
         }
-        least + self.known.costs.constants.step_s
+        least + self.rest_s()
+    }
+
+    /// What every step has beside its programs.
+    fn rest_s(&self) -> f64 {
+        let costs = &self.known.costs;
+        costs.constants.step_s + costs.straggle_s()
     }
 
     /// The first gather of a stage, and all of its passes: none is faster than what has to be gathered and summed meanwhile.
-    fn passes_seconds(&self, stage: &Stage) -> (f64, f64) {
+    fn passes_seconds(&self, stage: &Stage) -> Passes {
         let candidate = self.candidate;
         let mut first = 0.0;
-        let mut seconds = 0.0;
+        let (mut seconds, mut last_backward) = (0.0, 0.0);
         let shards = candidate.mesh.shard_degree();
         let gathered = self.program.placement.parameters == Extent::Shard;
         if gathered {
@@ -289,7 +332,8 @@ impl Prices<'_> {
         let again = if let Reshard::To(n) = candidate.reshard { n } else { shards };
         // In a pipeline a forward may follow another one, which kept a part.
         let forward_over = if candidate.mesh.pp == 1 { shards } else { again };
-        let ahead = f64::from(candidate.prefetch.max(1) + 3);
+        // As many gathers may have begun before a turn does, and as many sums be left when its last pass begins.
+        let ahead = f64::from(candidate.prefetch.max(1) + 1);
         for stretch in &stage.stretches {
             let mut forward = stretch.forward_s;
             let mut backward = stretch.backward_s;
@@ -301,13 +345,18 @@ impl Prices<'_> {
                 forward = forward.max(gathers(forward_over));
                 backward = backward.max(gathers(again));
             }
-            if self.sums_every_micro_batch() {
+            if candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
                 let (all, _, most) = self.over(&stretch.kinds, |unit| self.reduce_s(unit));
-                backward = backward.max(all - ahead * most);
+                let sums = all - ahead * most;
+                backward = match candidate.pipeline {
+                    PipelineSchedule::ZeroBubble => backward.max(stretch.input_s + sums),
+                    _ => backward.max(sums),
+                };
             }
             seconds += forward + backward;
+            last_backward = backward;
         }
-        (first, f64::from(candidate.accumulation) * seconds)
+        Passes { start: first, all: f64::from(candidate.accumulation) * seconds, last_backward }
     }
 
     /// Whether each micro-batch's gradients are summed, and further ones wait for that.
@@ -348,18 +397,34 @@ impl Prices<'_> {
         steps * plain + share / (1.0 + share) * beside
     }
 
-    /// From a stage's last backward to the end of the step: at least, and when all sums wait for the backward.
-    fn end_seconds(&self, stage: &Stage) -> [f64; 2] {
+    /// From the end of a stage's passes to the end of the step: at least, and when all sums come after the last backward, of `last_backward` seconds,
+    /// began; and from the end of all sums.
+    fn end_seconds(&self, stage: &Stage, last_backward: f64) -> [f64; 3] {
         let candidate = self.candidate;
         let (reduces, last_reduce, _) = self.over(&stage.kinds, |unit| self.reduce_s(unit));
         let update = |unit| self.price(Action::Update { unit }, 0.0, Keep::Everything);
-        let (updates, ..) = self.over(&stage.kinds, update);
+        let (updates, first_update, _) = self.over(&stage.kinds, update);
+        let mut finish = updates;
+        if self.program.placement.parameters != self.program.placement.masters {
+            // Each unit is gathered after its update, by a lane that does nothing else then.
+            let shards = candidate.mesh.shard_degree();
+            finish = finish.max(first_update + self.over(&stage.kinds, |unit| self.gather_s(unit, shards)).0);
+        }
         let tail = if candidate.mesh.pp == 1 && candidate.reduce_schedule == ReduceSchedule::PerStep {
-            last_reduce.max(reduces - stage.backward_rest_s)
+            last_reduce.max(reduces - last_backward)
         } else {
             last_reduce
         };
-        [last_reduce + updates, tail + updates]
+        [last_reduce + finish, tail + finish, finish]
+    }
+
+    /// All of a stage's sums, which one lane runs, and none before a forward is over.
+    fn sums_seconds(&self, stage: &Stage) -> f64 {
+        let times = match self.candidate.reduce_schedule {
+            ReduceSchedule::PerStep => 1,
+            ReduceSchedule::PerMicroBatch => self.candidate.accumulation,
+        };
+        f64::from(times) * self.over(&stage.kinds, |unit| self.reduce_s(unit)).0
     }
 
     /// What the host's link takes at least, when state or activations lie there; `work` is when the last pass ends.
@@ -422,12 +487,21 @@ impl Prices<'_> {
         let (turns, chunks) = (candidate.accumulation * candidate.chunks(), candidate.chunks());
         let begun_turns = if chunks == 1 { pp - number } else { 2 * (pp - number - 1) + (chunks - 1) * pp + 1 };
         let again = if chunks == 1 { turns > begun_turns } else { turns >= begun_turns + 2 * chunks * pp };
+        let whole_gradients = f64::from(bytes.gradient) * stage.elements;
+        // The first backward is that of the last unit, which works on what it recomputes, and whose gradient begins.
+        let last = stage.stretches[stage.stretches.len() - 1].ends[1];
+        let mut working = self.known.costs.unit(last).working[1] + stage.recomputed_bytes;
+        let mut later_gradients = 0.0;
         if placement.gradients == Extent::Shard && per_step && again {
             // Whole gradients of all units wait for the last micro-batch, while others go forward.
-            per_element += f64::from(bytes.gradient);
+            working += whole_gradients;
+        } else if placement.gradients == Extent::Shard {
+            working += f64::from(bytes.gradient) * self.elements(last);
+            // They are all there when the first backward is over, and with them the micro-batches begun after it.
+            later_gradients = if per_step && candidate.accumulation > 1 && chunks == 1 { whole_gradients } else { 0.0 };
         }
-        if placement.parameters == Extent::Shard && pp == 1 {
-            // What stays after a forward is all there when the last unit's forward ends.
+        if placement.parameters == Extent::Shard {
+            // What stays after a forward is all there when the last unit's forward ends, and that unit is there as a whole.
             let shards = f64::from(candidate.mesh.shard_degree());
             let stays = match candidate.reshard {
                 Reshard::Never => 1.0 - 1.0 / shards,
@@ -435,8 +509,13 @@ impl Prices<'_> {
                 _ => 0.0,
             };
             per_element += stays * f64::from(bytes.parameter);
+            working += (1.0 - 1.0 / shards - stays) * f64::from(bytes.parameter) * self.elements(last);
         }
-        let activations = if offload.activations.is_none() { begun } else { 0.0 };
-        per_element * stage.elements + activations
+        let state = per_element * stage.elements;
+        if offload.activations.is_some() {
+            return state;
+        }
+        let one = f64::from(u8::from(chunks == 1)) * stage.saved_bytes;
+        (state + begun + working).max(state + begun - one + later_gradients)
     }
 }

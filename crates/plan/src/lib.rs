@@ -33,5 +33,6 @@ pub use nearest::PlanError;
 pub use planner::{Facts, plan, step};
 pub use price::{MemorySeries, Pricer, Step};
 pub use request::{Limits, Objective, Request};
+pub use search::Budget;
 pub use space::{Extent, Fixed, Mode};
 pub use what_if::{Change, ChangeError};

@@ -28,15 +28,12 @@ pub struct Facts {
 /// Nothing divides devices and batch, nothing fits: in words, with the nearest that would work.
 pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
     let planner = Planner::new(request, facts)?;
-    let found = planner.search();
-    if found.fitting.is_empty() {
+    let mut found = planner.search();
+    if found.fitting.is_empty() && !planner.take_the_smallest(&mut found) {
         return Err(planner.does_not_fit(facts));
     }
     Ok(planner.answer(&found))
 }
-
-/// Instructions that a search simulates at most: a second or two.
-const WORK_MAX: u64 = 3_000_000;
 
 /// A search that is set up.
 pub(crate) struct Planner<'a> {
@@ -81,13 +78,16 @@ impl<'a> Planner<'a> {
             savings: &savings,
             kinds: &kinds,
             work: &work,
-            work_max: WORK_MAX,
+            budget: self.request.budget,
             groups: &groups,
             bytes_max: self.request.bytes_max(),
             shown: self.request.shown,
             threads: self.request.threads,
         };
-        search.run(|index| self.pricer.simulated(&self.candidates[index]))
+        search.run(
+            |index| self.pricer.closer_bound(&self.candidates[index]),
+            |index| self.pricer.simulated(&self.candidates[index]),
+        )
     }
 
     /// Candidates that differ only in checkpointing and offload stand next to one another.
@@ -132,10 +132,30 @@ impl<'a> Planner<'a> {
 
     /// The least that any candidate needs, and which one.
     pub(crate) fn smallest(&self) -> (u64, &Candidate) {
-        let least = (0..self.bounds.len()).min_by_key(|index| self.bounds[*index].bytes).expect("there are candidates");
+        let least = self.least();
         let candidate = &self.candidates[least];
         let bytes = self.pricer.simulated(candidate).map_or(self.bounds[least].bytes, |simulated| simulated.bytes);
         (bytes, candidate)
+    }
+
+    fn least(&self) -> usize {
+        (0..self.bounds.len()).min_by_key(|index| self.bounds[*index].bytes).expect("there are candidates")
+    }
+
+    /// Where the budget was over before anything was found that fits: the smallest candidate, if that does.
+    fn take_the_smallest(&self, found: &mut Found) -> bool {
+        let (least, bytes_max) = (self.least(), self.request.bytes_max());
+        let simulated = self.pricer.simulated(&self.candidates[least]);
+        let Some(simulated) = simulated.filter(|simulated| simulated.bytes <= bytes_max) else { return false };
+        let possible = self.bounds.iter().filter(|bound| bound.bytes <= bytes_max);
+        let bound = possible.map(|bound| bound.cost).fold(f64::INFINITY, f64::min);
+        found.gap = (1.0 - bound / simulated.cost).max(0.0);
+        found.fitting.push(least);
+        if found.results.insert(least, simulated).is_none() {
+            found.simulated += 1;
+            found.too_slow -= 1;
+        }
+        true
     }
 
     fn does_not_fit(&self, facts: &Facts) -> PlanError {

@@ -227,15 +227,33 @@ impl<'a> Pricer<'a> {
         step.programs.iter().zip(&step.times).map(|(program, time)| MemorySeries::of(program, time, costs)).collect()
     }
 
-    /// What no simulation of each of `candidates` is below.
+    /// What no simulation of each of `candidates` is below; no seconds of those whose bytes are above the limit.
     pub fn bounds(&self, candidates: &[Candidate]) -> Vec<Bound> {
-        let mut classes: HashMap<Class, Bounds<'_>> = HashMap::new();
-        let bound = |candidate: &Candidate| {
-            let class = Class::of(candidate);
-            let bounds = classes.entry(class).or_insert_with(|| Bounds::new(&self.known[&class]));
-            let (seconds, bytes) = bounds.of(candidate);
-            Bound { cost: self.cost(candidate, seconds), bytes: self.with_overhead(bytes) }
+        let bytes_max = self.request.bytes_max();
+        let some = |candidates: &[Candidate]| {
+            let mut classes: HashMap<Class, Bounds<'_>> = HashMap::new();
+            let bound = |candidate: &Candidate| {
+                let class = Class::of(candidate);
+                let bounds = classes.entry(class).or_insert_with(|| Bounds::new(&self.known[&class]));
+                let (seconds, bytes) = bounds.of(candidate, |bytes| self.with_overhead(bytes) <= bytes_max);
+                Bound { cost: self.cost(candidate, seconds), bytes: self.with_overhead(bytes) }
+            };
+            candidates.iter().map(bound).collect::<Vec<Bound>>()
         };
-        candidates.iter().map(bound).collect()
+        let each = candidates.len().div_ceil(self.request.threads.max(1)).max(1);
+        std::thread::scope(|scope| {
+            let some = &some;
+            let workers: Vec<_> = candidates.chunks(each).map(|part| scope.spawn(move || some(part))).collect();
+            let done = workers.into_iter().flat_map(|worker| match worker.join() {
+                Ok(bounds) => bounds,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            done.collect()
+        })
+    }
+
+    /// A bound of cost that is closer than those of [`Pricer::bounds`] and takes longer.
+    pub fn closer_bound(&self, candidate: &Candidate) -> f64 {
+        self.cost(candidate, Bounds::new(self.known(candidate)).closer(candidate))
     }
 }

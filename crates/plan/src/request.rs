@@ -1,5 +1,6 @@
 //! What is asked: a model on a cluster, a batch, limits, choices that stand.
 
+use crate::search::Budget;
 use crate::{Extent, Fixed};
 use serde::Serialize;
 use trainyard_model::ModelSpec;
@@ -30,6 +31,8 @@ pub struct Request {
     pub shown: usize,
     /// Threads of the search.
     pub threads: usize,
+    /// What the search may take.
+    pub budget: Budget,
 }
 
 /// What must not be exceeded.

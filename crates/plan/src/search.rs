@@ -6,13 +6,34 @@
 //! [`Saving`]. For the runners-up, candidates of layouts not seen yet are simulated until enough layouts are there; they are the best of
 //! what was simulated, while the best one is proven.
 //!
-//! Work is bounded: half of it looks at the most promising candidates of every kind, so that a good one is found early, the rest follows the bounds. When
-//! it runs out before the proof is complete, [`Found::gap`] says how much better than the best a plan could still be.
+//! Bounds come in two kinds: cheap ones of every candidate, and closer ones, which take longer, of those whose cheap ones are below the best so far.
+//!
+//! Work is bounded by a [`Budget`]: half of it looks at the most promising candidates of every kind, so that a good one is found early, the rest follows
+//! the bounds. When it runs out before the proof is complete, [`Found::gap`] says how much better than the best a plan could still be.
 //!
 //! Rounds have a fixed size, so that the result does not depend on the number of threads.
 
+use serde::Serialize;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// What a search may take.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Budget {
+    /// So many simulated instructions, a few million a second: the answer is the same on every machine.
+    Instructions(u64),
+    /// So much time: where it runs out, the answer depends on the machine.
+    Seconds(f64),
+}
+
+impl Default for Budget {
+    /// A few seconds at most.
+    fn default() -> Budget {
+        Budget::Instructions(20_000_000)
+    }
+}
 
 /// What a candidate cannot be better than.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -77,8 +98,8 @@ pub struct Search<'a> {
     pub kinds: &'a [u32],
     /// What simulating each candidate takes, in instructions.
     pub work: &'a [u64],
-    /// Instructions that may be simulated; the runners-up may take a quarter more.
-    pub work_max: u64,
+    /// What it may take; the runners-up may take a quarter more.
+    pub budget: Budget,
     /// Bytes of a device that may be used.
     pub bytes_max: u64,
     /// How many groups to show.
@@ -89,34 +110,34 @@ pub struct Search<'a> {
 
 /// Candidates that are simulated between two looks at the best.
 const ROUND: usize = 16;
+/// Closer bounds that are worked out between two looks at the clock.
+const BOUNDS: usize = 256;
+/// A closer bound takes about so much less than a simulation.
+const CHEAPER: u64 = 64;
 
 impl Search<'_> {
-    /// Searches. `simulate` may say None for a candidate that cannot be lowered; such ones count as too large.
-    pub fn run(&self, simulate: impl Fn(usize) -> Option<Simulated> + Sync) -> Found {
+    /// Searches. `simulate` may say None for a candidate that cannot be lowered; such ones count as too large. `closer` is a bound of cost like
+    /// those of [`Search::bounds`], and closer.
+    pub fn run(
+        &self,
+        closer: impl Fn(usize) -> f64 + Sync,
+        simulate: impl Fn(usize) -> Option<Simulated> + Sync,
+    ) -> Found {
         let mut found = Found { considered: self.bounds.len(), ..Found::default() };
         let mut order: Vec<usize> = (0..self.bounds.len()).collect();
         order.retain(|index| self.bounds[*index].bytes <= self.bytes_max);
         found.too_large = self.bounds.len() - order.len();
         order.sort_by(|a, b| self.bounds[*a].cost.total_cmp(&self.bounds[*b].cost).then(a.cmp(b)));
-        let mut state = State { fitted: Fitted::default(), best: f64::INFINITY, work: 0, seen: HashSet::new() };
-        self.look_at_every_kind(&order, &simulate, &mut found, &mut state);
-        let mut next = 0;
-        while let Some(index) = order.get(next).filter(|index| self.bounds[**index].cost < state.best) {
-            if state.work >= self.work_max {
-                found.gap = if state.best.is_finite() { 1.0 - self.bounds[*index].cost / state.best } else { 0.0 };
-                break;
-            }
-            let mut round = Vec::with_capacity(ROUND);
-            while next < order.len() && round.len() < ROUND && self.bounds[order[next]].cost < state.best {
-                let wanted =
-                    !state.seen.contains(&order[next]) && !state.fitted.makes_pointless(self.savings[order[next]]);
-                round.extend(wanted.then_some(order[next]));
-                next += 1;
-            }
-            self.simulate_round(&round, &simulate, &mut found, &mut state);
+        let mut state = State::new();
+        let first = self.first_of_every_kind(&order);
+        let first = self.by_closer_bound(&first, &closer, &mut state, 0.25);
+        self.follow(&first, &simulate, &mut found, &mut state, 0.5);
+        let open = self.by_closer_bound(&order, &closer, &mut state, 0.75);
+        let left = self.follow(&open, &simulate, &mut found, &mut state, 1.0);
+        if let (Some((bound, _)), true) = (left, state.best.is_finite()) {
+            found.gap = 1.0 - bound / state.best;
         }
-        state.work = 0;
-        self.runners_up(&order[next..], &mut state, &simulate, &mut found);
+        self.runners_up(&order, &mut state, &simulate, &mut found);
         let cost = |index: &usize| found.results[index].cost;
         let mut fitting: Vec<usize> = found.fits(self.bytes_max).collect();
         fitting.sort_by(|a, b| cost(a).total_cmp(&cost(b)).then(a.cmp(b)));
@@ -126,38 +147,69 @@ impl Search<'_> {
         found
     }
 
-    /// Simulates the candidate of each kind with the lowest bound, and the next one where that does not fit.
-    fn look_at_every_kind(
+    /// The candidates of each kind with the lowest bounds.
+    fn first_of_every_kind(&self, order: &[usize]) -> Vec<usize> {
+        const TRIES: u32 = 3;
+        let mut tries: HashMap<u32, u32> = HashMap::new();
+        let mut wanted = |index: &&usize| {
+            let tried = tries.entry(self.kinds[**index]).or_default();
+            *tried += 1;
+            *tried <= TRIES
+        };
+        order.iter().filter(|index| wanted(index)).copied().collect()
+    }
+
+    /// Those of `order` that could be the best, by the closer of their bounds; when `share` of the budget is spent, the others by their cheap ones.
+    fn by_closer_bound(
         &self,
         order: &[usize],
+        closer: &(impl Fn(usize) -> f64 + Sync),
+        state: &mut State,
+        share: f64,
+    ) -> Vec<(f64, usize)> {
+        let open = |index: &usize| {
+            let pointless = state.seen.contains(index) || state.fitted.makes_pointless(self.savings[*index]);
+            self.bounds[*index].cost < state.best && !pointless
+        };
+        let open: Vec<usize> = order.iter().copied().filter(open).collect();
+        let mut bounds = Vec::with_capacity(open.len());
+        for some in open.chunks(BOUNDS) {
+            let cheap = |index: usize| self.bounds[index].cost;
+            if state.spent(&self.budget) >= share {
+                bounds.extend(some.iter().map(|index| (cheap(*index), *index)));
+                continue;
+            }
+            let closer = |index: usize| Some(closer(index).max(cheap(index)));
+            bounds.extend(self.in_parallel(some, closer).into_iter().map(|(index, bound)| (bound, index)));
+            state.work += some.iter().map(|index| self.work[*index] / CHEAPER).sum::<u64>();
+        }
+        bounds.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        bounds
+    }
+
+    /// Simulates in the order of bounds until the next one is above the best, or `share` of the budget is spent: then the next one is returned.
+    fn follow(
+        &self,
+        order: &[(f64, usize)],
         simulate: &(impl Fn(usize) -> Option<Simulated> + Sync),
         found: &mut Found,
         state: &mut State,
-    ) {
-        const TRIES: u32 = 3;
-        let mut tries: HashMap<u32, u32> = HashMap::new();
-        let mut round = Vec::with_capacity(ROUND);
-        for index in order {
-            let kind = self.kinds[*index];
-            let tried = tries.entry(kind).or_default();
-            let worth = *tried < TRIES && self.bounds[*index].cost < state.best;
-            if worth && !state.fitted.makes_pointless(self.savings[*index]) {
-                *tried += 1;
-                round.push(*index);
+        share: f64,
+    ) -> Option<(f64, usize)> {
+        let mut next = 0;
+        while let Some(first) = order.get(next).filter(|(bound, _)| *bound < state.best) {
+            if state.spent(&self.budget) >= share {
+                return Some(*first);
             }
-            if round.len() == ROUND {
-                self.simulate_round(&round, simulate, found, state);
-                for index in round.drain(..) {
-                    if found.results.get(&index).is_some_and(|result| result.bytes <= self.bytes_max) {
-                        tries.insert(self.kinds[index], TRIES);
-                    }
-                }
-                if state.work >= self.work_max / 2 {
-                    return;
-                }
+            let mut round = Vec::with_capacity(ROUND);
+            while let Some((bound, index)) = order.get(next).filter(|_| round.len() < ROUND) {
+                let pointless = state.seen.contains(index) || state.fitted.makes_pointless(self.savings[*index]);
+                round.extend((!pointless && *bound < state.best).then_some(*index));
+                next += 1;
             }
+            self.simulate_round(&round, simulate, found, state);
         }
-        self.simulate_round(&round, simulate, found, state);
+        None
     }
 
     /// Simulates `round`, and learns from it.
@@ -196,8 +248,9 @@ impl Search<'_> {
         // A group that does not fit the first few times is not worth more.
         const TRIES: u32 = 3;
         let mut tried: BTreeMap<u32, u32> = BTreeMap::new();
+        let spent = state.spent(&self.budget);
         for index in order {
-            if groups.len() >= self.shown || state.work >= self.work_max / 4 {
+            if groups.len() >= self.shown || state.spent(&self.budget) >= spent + 0.25 {
                 break;
             }
             let group = self.groups[*index];
@@ -221,27 +274,32 @@ impl Search<'_> {
         found: &mut Found,
     ) {
         found.simulated += indices.len();
-        if self.threads <= 1 || indices.len() == 1 {
-            found.results.extend(indices.iter().filter_map(|index| Some((*index, simulate(*index)?))));
-            return;
+        found.results.extend(self.in_parallel(indices, simulate));
+    }
+
+    /// What `work` says of each of `indices`, ascending, without those of which it says nothing.
+    fn in_parallel<T: Send>(&self, indices: &[usize], work: impl Fn(usize) -> Option<T> + Sync) -> Vec<(usize, T)> {
+        if self.threads <= 1 || indices.len() <= 1 {
+            return indices.iter().filter_map(|index| Some((*index, work(*index)?))).collect();
         }
         let next = AtomicUsize::new(0);
-        let work = || {
+        let some = || {
             let mut done = Vec::new();
             while let Some(index) = indices.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.extend(simulate(*index).map(|result| (*index, result)));
+                done.extend(work(*index).map(|result| (*index, result)));
             }
             done
         };
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..self.threads).map(|_| scope.spawn(work)).collect();
-            for worker in workers {
-                match worker.join() {
-                    Ok(done) => found.results.extend(done),
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            }
+        let mut all: Vec<(usize, T)> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..self.threads).map(|_| scope.spawn(some)).collect();
+            let done = workers.into_iter().flat_map(|worker| match worker.join() {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            done.collect()
         });
+        all.sort_by_key(|(index, _)| *index);
+        all
     }
 }
 
@@ -257,7 +315,22 @@ struct State {
     best: f64,
     /// Instructions simulated.
     work: u64,
+    began: Instant,
     seen: HashSet<usize>,
+}
+
+impl State {
+    fn new() -> State {
+        State { fitted: Fitted::default(), best: f64::INFINITY, work: 0, began: Instant::now(), seen: HashSet::new() }
+    }
+
+    /// The share of `budget` that is spent.
+    fn spent(&self, budget: &Budget) -> f64 {
+        match budget {
+            Budget::Instructions(most) => self.work as f64 / *most as f64,
+            Budget::Seconds(most) => self.began.elapsed().as_secs_f64() / most,
+        }
+    }
 }
 
 /// Per family and tier, the lowest level that fits.
@@ -313,12 +386,12 @@ mod tests {
                     savings,
                     kinds,
                     work: &work,
-                    work_max: 10_000,
+                    budget: Budget::Instructions(10_000),
                     bytes_max: 60,
                     shown: 3,
                     threads,
                 }
-                .run(|i| Some(truth[i]))
+                .run(|i| truth[i].cost * (1.0 - 0.1 * noise(seed << 35 | i as u64)), |i| Some(truth[i]))
             };
             let found = run(1);
             assert_eq!(found, run(3));
@@ -338,11 +411,12 @@ mod tests {
         let savings: Vec<Saving> = (0..1000).map(|family| Saving { family, level: 0, tier: 0 }).collect();
         let groups = vec![0; 1000];
         let work = vec![1; 1000];
-        let run = |work_max, slower: f64| {
+        let run = |instructions, slower: f64| {
             let (bounds, groups, savings, work) = (&bounds, &groups, &savings, &work);
             let (kinds, bytes_max, shown, threads) = (groups, 1, 5, 1);
-            let search = Search { bounds, groups, savings, kinds, work, work_max, bytes_max, shown, threads };
-            search.run(|i| Some(Simulated { cost: slower * bounds[i].cost + 0.5, bytes: 1 }))
+            let budget = Budget::Instructions(instructions);
+            let search = Search { bounds, groups, savings, kinds, work, budget, bytes_max, shown, threads };
+            search.run(|i| bounds[i].cost, |i| Some(Simulated { cost: slower * bounds[i].cost + 0.5, bytes: 1 }))
         };
         let found = run(10_000, 1.0);
         assert!(found.simulated <= 3 + ROUND, "{}", found.simulated);

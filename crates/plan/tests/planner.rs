@@ -3,7 +3,7 @@
 use trainyard_plan::search::Simulated;
 use trainyard_plan::space::candidates;
 use trainyard_plan::{
-    Candidate, Change, Facts, Fixed, Limits, Mode, Objective, PlanError, Pricer, Request, plan, step, table,
+    Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, PlanError, Pricer, Request, plan, step, table,
 };
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Format, Profiles, Stack};
@@ -43,6 +43,7 @@ fn request(model: Architecture, cluster: &str, global_batch: u64, sequence_lengt
         objective: Objective::Speed,
         shown: 4,
         threads: 2,
+        budget: Budget::default(),
     }
 }
 
@@ -88,6 +89,8 @@ fn the_best_is_that_of_an_exhaustive_search_and_bounds_are_below_the_simulation(
             let Simulated { cost, bytes } =
                 pricer.simulated(candidate).unwrap_or_else(|| panic!("{name}: {candidate:?}"));
             assert!(bound.cost <= cost * (1.0 + 1e-9), "{name}: {} > {cost}: {candidate:?}", bound.cost);
+            let closer = pricer.closer_bound(candidate);
+            assert!(closer <= cost * (1.0 + 1e-9), "{name}, closer: {closer} > {cost}: {candidate:?}");
             assert!(bound.bytes <= bytes, "{name}: {} > {bytes}: {candidate:?}", bound.bytes);
             if bytes <= request.bytes_max() {
                 best = best.min(cost);
@@ -126,6 +129,8 @@ fn bounds_are_below_the_simulation_on_large_clusters() {
         for (candidate, bound) in some.iter().zip(pricer.bounds(&some)) {
             let Simulated { cost, bytes } = pricer.simulated(candidate).unwrap_or_else(|| panic!("{candidate:?}"));
             assert!(bound.cost <= cost * (1.0 + 1e-9), "{} > {cost}: {candidate:?}", bound.cost);
+            let closer = pricer.closer_bound(candidate);
+            assert!(closer <= cost * (1.0 + 1e-9), "closer: {closer} > {cost}: {candidate:?}");
             assert!(bound.bytes <= bytes, "{} > {bytes}: {candidate:?}", bound.bytes);
         }
     }
@@ -141,6 +146,23 @@ fn a_large_cluster_has_many_candidates_and_the_threads_do_not_matter() {
     let mut layouts: Vec<&str> = answer.plans.iter().map(|plan| plan.layout.as_str()).collect();
     layouts.dedup();
     assert_eq!(layouts.len(), answer.plans.len());
+}
+
+/// With hardly any time something is found all the same, and the answer says how much better a plan could be.
+#[test]
+fn a_budget_ends_the_search_and_the_gap_is_said() {
+    let all = request(trainyard_sim::model("llama-7b").unwrap(), "4x8xH100", 128, 4096);
+    let best = plan(&all, &facts()).unwrap();
+    assert_eq!(best.gap, 0.0, "the default budget suffices");
+    let none = plan(&Request { budget: Budget::Seconds(1e-9), ..all.clone() }, &facts()).unwrap();
+    assert!(none.gap > 0.0 && none.search.simulated == 1, "{:?}", none.search);
+    for budget in [Budget::Instructions(1), Budget::Instructions(100_000), Budget::Seconds(1e-9)] {
+        let hasty = plan(&Request { budget, ..all.clone() }, &facts()).unwrap();
+        let (first, proven) = (hasty.plans[0].step_s, best.plans[0].step_s);
+        assert!(first * (1.0 - hasty.gap) <= proven * (1.0 + 1e-9), "{first} {proven} {}", hasty.gap);
+        assert!(hasty.gap > 0.0 || first == proven, "{budget:?}");
+        assert!(hasty.plans[0].memory.total <= hasty.bytes_max);
+    }
 }
 
 #[test]

@@ -30,6 +30,7 @@ pub use instruction::{Action, Collective, Effect, Instruction, Keep, Lane, Memor
 pub use lower::{lower, lower_rank};
 pub use memory::{LaneSummary, Memory, Report};
 pub use mesh::{Axis, Coordinates, Group, Mesh};
+pub use order::{Turn, turns};
 pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use strategy::{

@@ -16,13 +16,17 @@ pub struct Pass {
     pub micro_batch: u32,
 }
 
-/// A forward or backward of a whole stretch of units.
-#[derive(Clone, Copy)]
-struct Turn {
-    phase: Phase,
-    part: Part,
-    chunk: usize,
-    micro_batch: u32,
+/// A forward or backward of a whole stretch of units on a micro-batch: what a pipeline's schedule puts in order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Turn {
+    /// Forward or backward.
+    pub phase: Phase,
+    /// Which half of a backward.
+    pub part: Part,
+    /// Which of the stage's stretches.
+    pub chunk: usize,
+    /// Which micro-batch.
+    pub micro_batch: u32,
 }
 
 /// The stretches of units of every pipeline stage: stretch c of stage s is number c · pp + s of the model's.
@@ -59,18 +63,22 @@ fn even_cuts(units: u32, count: u32) -> Vec<u32> {
 
 /// What stage `stage` does in which order.
 pub fn passes(stage: u32, stretches: &[Range<u32>], mesh: &Mesh, strategy: &Strategy) -> Vec<Pass> {
-    let micro_batches = strategy.accumulation_steps;
-    let turns = match strategy.pipeline {
-        _ if mesh.pp == 1 => one_after_the_other(micro_batches),
-        PipelineSchedule::GPipe => warmed_up(micro_batches, micro_batches, plain),
-        PipelineSchedule::OneForwardOneBackward => warmed_up(micro_batches, mesh.pp - stage - 1, plain),
-        PipelineSchedule::Interleaved { chunks } => {
-            let (total, warm_up) = (micro_batches * chunks, 2 * (mesh.pp - stage - 1) + (chunks - 1) * mesh.pp);
-            warmed_up(total, warm_up, |phase, turn| interleaved(phase, turn, mesh.pp, chunks))
-        }
-        PipelineSchedule::ZeroBubble => weights_later(&warmed_up(micro_batches, mesh.pp - stage - 1, plain), stage),
-    };
+    let turns = turns(stage, mesh.pp, strategy.pipeline, strategy.accumulation_steps);
     turns.iter().flat_map(|turn| units_of(turn, &stretches[turn.chunk])).collect()
+}
+
+/// The turns of stage `stage` of a pipeline of `pp` stages, in order.
+pub fn turns(stage: u32, pp: u32, schedule: PipelineSchedule, micro_batches: u32) -> Vec<Turn> {
+    match schedule {
+        _ if pp == 1 => one_after_the_other(micro_batches),
+        PipelineSchedule::GPipe => warmed_up(micro_batches, micro_batches, plain),
+        PipelineSchedule::OneForwardOneBackward => warmed_up(micro_batches, pp - stage - 1, plain),
+        PipelineSchedule::Interleaved { chunks } => {
+            let (total, warm_up) = (micro_batches * chunks, 2 * (pp - stage - 1) + (chunks - 1) * pp);
+            warmed_up(total, warm_up, |phase, turn| interleaved(phase, turn, pp, chunks))
+        }
+        PipelineSchedule::ZeroBubble => weights_later(&warmed_up(micro_batches, pp - stage - 1, plain), stage),
+    }
 }
 
 fn units_of(turn: &Turn, stretch: &Range<u32>) -> Vec<Pass> {

@@ -170,6 +170,12 @@ impl Costs {
         }
     }
 
+    /// Seconds that a step on many nodes waits for the slowest of them.
+    pub fn straggle_s(&self) -> f64 {
+        let nodes = f64::from(self.cluster.nodes);
+        if nodes > 1.0 { self.cluster.network.straggle_us * 1e-6 * nodes.powi(3) } else { 0.0 }
+    }
+
     fn stream_s(&self, bytes: f64) -> f64 {
         bytes / (self.cluster.device.memory_gb_s * 1e9 * self.constants.memory_share)
     }

@@ -8,7 +8,7 @@
 //! compute, which take cores and bandwidth from it; and software that starts its reductions only after backward.
 
 use crate::costs::Costs;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Phase, Program};
 
 const LANES: usize = Lane::ALL.len();
@@ -78,6 +78,9 @@ pub enum SimulateError {
 /// A message: the stage it comes from and goes to, whose output, of which micro-batch, up or down.
 type Message = (u32, u32, u32, u32, Phase);
 
+/// When messages were sent.
+type Sent = HashMap<Message, f64>;
+
 /// Plays `programs`, one per rank that differs (one per pipeline stage), at the prices of `costs`.
 ///
 /// # Errors
@@ -85,7 +88,7 @@ type Message = (u32, u32, u32, u32, Phase);
 /// A receive whose send is in none of the programs.
 pub fn simulate(programs: &[Program], costs: &Costs) -> Result<Simulated, SimulateError> {
     let mut players: Vec<Player<'_>> = programs.iter().map(|program| Player::new(program, costs)).collect();
-    let mut sent: BTreeMap<Message, f64> = BTreeMap::new();
+    let mut sent = Sent::new();
     loop {
         let mut moved = false;
         for player in &mut players {
@@ -105,9 +108,7 @@ pub fn simulate(programs: &[Program], costs: &Costs) -> Result<Simulated, Simula
     }
     let ranks: Vec<RankTime> = players.into_iter().map(Player::finish).collect();
     let ends = ranks.iter().flat_map(|rank| rank.spans.iter().map(|span| span.end_s));
-    let nodes = f64::from(costs.cluster.nodes);
-    let straggle = if nodes > 1.0 { costs.cluster.network.straggle_us * 1e-6 * nodes.powi(3) } else { 0.0 };
-    Ok(Simulated { step_s: ends.fold(0.0, f64::max) + costs.constants.step_s + straggle, ranks })
+    Ok(Simulated { step_s: ends.fold(0.0, f64::max) + costs.constants.step_s + costs.straggle_s(), ranks })
 }
 
 const NOT_YET: Span = Span { start_s: -1.0, end_s: -1.0 };
@@ -119,6 +120,8 @@ struct Player<'a> {
     time: RankTime,
     /// Per lane, its instructions and how many of them have been played.
     lanes: [(Vec<u32>, usize); LANES],
+    /// The first instruction that has not been played.
+    first: usize,
     /// When each lane is free.
     free: [f64; LANES],
     /// When the host has launched all so far.
@@ -152,6 +155,7 @@ impl<'a> Player<'a> {
             costs,
             time,
             lanes,
+            first: 0,
             free: [0.0; LANES],
             host: 0.0,
             debt: 0.0,
@@ -166,40 +170,44 @@ impl<'a> Player<'a> {
     }
 
     fn done(&self) -> bool {
-        self.lanes.iter().all(|(numbers, played)| *played == numbers.len())
+        self.first == self.program.instructions.len()
     }
 
     /// The first instruction that has not been played.
     fn waiting(&self) -> usize {
-        let next = self.lanes.iter().filter_map(|(numbers, played)| numbers.get(*played));
-        next.min().copied().unwrap_or_default() as usize
+        self.first
     }
 
     /// Plays the first instruction, in program order, that its lane has reached and whose conditions are met; false when there is none.
-    fn play(&mut self, sent: &mut BTreeMap<Message, f64>) -> bool {
-        let mut best: Option<(u32, f64)> = None;
-        for (numbers, played) in &self.lanes {
-            let Some(number) = numbers.get(*played).copied() else { continue };
-            if best.is_some_and(|(best, _)| best < number) {
-                continue;
-            }
-            if let Some(arrival) = self.arrival(number as usize, sent) {
-                best = Some((number, arrival));
-            }
-        }
-        let Some((number, arrival)) = best else { return false };
-        let instruction = &self.program.instructions[number as usize];
+    fn play(&mut self, sent: &mut Sent) -> bool {
+        let Some((number, arrival)) = self.playable(sent) else { return false };
+        let instruction = &self.program.instructions[number];
         let span = self.time_of(instruction, arrival);
         if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
             sent.insert((self.stage(self.program.rank), self.stage(to), unit, micro_batch, phase), span.end_s);
         }
-        self.time.spans[number as usize] = span;
+        self.time.spans[number] = span;
         self.lanes[instruction.action.lane() as usize].1 += 1;
+        while self.time.spans.get(self.first).is_some_and(|span| *span != NOT_YET) {
+            self.first += 1;
+        }
         true
     }
 
+    /// The instruction to play next, and when the message arrives that it receives.
+    fn playable(&self, sent: &Sent) -> Option<(usize, f64)> {
+        // Nearly always it is the first one left: what it waits for stands before it, and only a message can be missing.
+        if self.first < self.program.instructions.len()
+            && let Some(arrival) = self.arrival(self.first, sent)
+        {
+            return Some((self.first, arrival));
+        }
+        let heads = self.lanes.iter().filter_map(|(numbers, played)| numbers.get(*played).map(|n| *n as usize));
+        heads.filter_map(|number| Some((number, self.arrival(number, sent)?))).min_by_key(|(number, _)| *number)
+    }
+
     /// When the message arrives that an instruction receives, 0 for others; None while something that it waits for has not been played.
-    fn arrival(&self, number: usize, sent: &BTreeMap<Message, f64>) -> Option<f64> {
+    fn arrival(&self, number: usize, sent: &Sent) -> Option<f64> {
         let instruction = &self.program.instructions[number];
         if instruction.after.iter().any(|on| self.time.spans[*on as usize] == NOT_YET) {
             return None;
@@ -323,9 +331,9 @@ pub struct MemoryUse {
 /// Memory of a rank when its instructions run as `time` says: what is held for the whole step, what instructions take when they start and give back
 /// when they end, and what they work with meanwhile.
 pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
-    // (time, give back before take, instruction, kind, change)
-    let mut changes: Vec<(f64, bool, usize, MemoryKind, f64)> = Vec::new();
-    for (number, (instruction, span)) in program.instructions.iter().zip(&time.spans).enumerate() {
+    // (time, give back before take, instruction, kind, change); bytes are whole numbers, and so are their sums.
+    let mut changes: Vec<(f64, bool, u32, MemoryKind, f64)> = Vec::with_capacity(2 * program.instructions.len());
+    for (number, (instruction, span)) in (0..).zip(program.instructions.iter().zip(&time.spans)) {
         for effect in &instruction.effects {
             let at = if effect.bytes > 0 { span.start_s } else { span.end_s };
             changes.push((at, effect.bytes > 0, number, effect.kind, effect.bytes as f64));
@@ -336,19 +344,24 @@ pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
             changes.push((span.end_s, false, number, MemoryKind::Activations, -working));
         }
     }
+    // A program is nearly in the order of time, of which this sort makes use.
     changes.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
-    let mut live: BTreeMap<MemoryKind, f64> = BTreeMap::new();
+    let mut live = [0.0; MemoryKind::ALL.len()];
+    let mut used = [false; MemoryKind::ALL.len()];
     for effect in &program.resident {
-        *live.entry(effect.kind).or_default() += effect.bytes as f64;
+        live[effect.kind as usize] += effect.bytes as f64;
+        used[effect.kind as usize] = true;
     }
-    let mut total: f64 = live.values().sum();
-    let mut peak = MemoryUse { at_peak: live.clone(), peak_bytes: total, at: 0 };
+    let mut total: f64 = live.iter().sum();
+    let (mut peak, mut at, mut at_peak, mut seen) = (total, 0, live, used);
     for (_, _, number, kind, change) in changes {
-        *live.entry(kind).or_default() += change;
+        live[kind as usize] += change;
+        used[kind as usize] = true;
         total += change;
-        if total > peak.peak_bytes {
-            peak = MemoryUse { at_peak: live.clone(), peak_bytes: total, at: number };
+        if total > peak {
+            (peak, at, at_peak, seen) = (total, number as usize, live, used);
         }
     }
-    peak
+    let held = MemoryKind::ALL.into_iter().filter(|kind| seen[*kind as usize]);
+    MemoryUse { at_peak: held.map(|kind| (kind, at_peak[kind as usize])).collect(), peak_bytes: peak, at }
 }

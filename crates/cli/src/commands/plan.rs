@@ -11,7 +11,8 @@ use trainyard_engine::shape::model_spec;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
 use trainyard_plan::{
-    Answer, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step, table, timeline,
+    Answer, Budget, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step, table,
+    timeline,
 };
 use trainyard_program::MemoryKind;
 use trainyard_sim::transformer::Architecture;
@@ -72,6 +73,10 @@ pub struct Args {
     /// Only plans that this program can run.
     #[arg(long)]
     runnable: bool,
+    /// How long the search may take, in seconds of the clock; where that does not suffice to prove the best, the answer says by how much a plan could
+    /// be better. Default: a few seconds at most, counted in simulated instructions, so that every machine answers the same.
+    #[arg(long, value_name = "SECONDS")]
+    budget_seconds: Option<f64>,
     /// How many layouts to show.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=100))]
     top: u16,
@@ -201,6 +206,7 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         objective: if args.objective == Best::Cost { Objective::Cost } else { Objective::Speed },
         shown: usize::from(args.top),
         threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
+        budget: budget(args.budget_seconds)?,
     };
     if let Some(price) = args.price {
         if !(price >= 0.0 && price.is_finite()) {
@@ -209,6 +215,14 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         request.cluster.device.usd_per_hour = price;
     }
     Ok(request)
+}
+
+fn budget(seconds: Option<f64>) -> Result<Budget> {
+    match seconds {
+        None => Ok(Budget::default()),
+        Some(seconds) if seconds > 0.0 && seconds.is_finite() => Ok(Budget::Seconds(seconds)),
+        Some(seconds) => bail!("--budget-seconds {seconds}: more than 0"),
+    }
 }
 
 /// This machine as a cluster of one device: one rank on all cores, at measured peaks.

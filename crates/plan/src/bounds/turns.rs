@@ -1,0 +1,100 @@
+//! A pipeline's turns, played: when each stage runs which stretch of units on which micro-batch, as its schedule says, if nothing else delays it.
+//!
+//! A turn is hundreds of instructions, so this is that much cheaper than a simulation; and it is below it, since the simulation's turns take at least as
+//! long and wait for at least the same.
+
+use super::{Prices, Stage};
+use trainyard_program::{Part, Phase, Turn, turns};
+use trainyard_sim::collective::message_s;
+
+impl Prices<'_> {
+    /// Seconds from the step's start to its end.
+    pub(super) fn played(&self, stages: &[Stage]) -> f64 {
+        let (pp, micro_batches) = (self.candidate.mesh.pp, self.candidate.accumulation);
+        let stretches = (pp * self.candidate.chunks()) as usize;
+        let orders: Vec<Vec<Turn>> =
+            (0..pp).map(|stage| turns(stage, pp, self.candidate.pipeline, micro_batches)).collect();
+        // Per phase, stretch and micro-batch: when its result is where it goes.
+        let place = |stretch: usize, micro_batch: u32| stretch * micro_batches as usize + micro_batch as usize;
+        let mut arrived = [0, 1].map(|_| vec![f64::NAN; stretches * micro_batches as usize]);
+        let messages: Vec<[f64; 2]> = (0..stretches).map(|stretch| self.messages_s(stretch as u32, stages)).collect();
+        let mut free: Vec<f64> = stages.iter().map(|stage| self.passes_seconds(stage).start).collect();
+        let mut played = vec![0; stages.len()];
+        let mut began = vec![0.0; stretches];
+        loop {
+            let mut moved = false;
+            for stage in 0..stages.len() {
+                while let Some(turn) = orders[stage].get(played[stage]) {
+                    let number = turn.chunk * pp as usize + stage;
+                    let ready = match (turn.phase, turn.part) {
+                        (_, Part::Weights) => 0.0,
+                        (Phase::Forward, _) if number == 0 => 0.0,
+                        (Phase::Forward, _) => arrived[0][place(number - 1, turn.micro_batch)],
+                        (Phase::Backward, _) if number + 1 == stretches => 0.0,
+                        (Phase::Backward, _) => arrived[1][place(number + 1, turn.micro_batch)],
+                    };
+                    if ready.is_nan() {
+                        break;
+                    }
+                    let stretch = &stages[stage].stretches[turn.chunk];
+                    if turn.micro_batch + 1 == micro_batches && (turn.phase, turn.part) != (Phase::Forward, Part::Whole)
+                    {
+                        // Its gradients are completed here or later, and then summed.
+                        began[number] = free[stage].max(ready);
+                    }
+                    free[stage] = free[stage].max(ready)
+                        + match (turn.phase, turn.part) {
+                            (Phase::Forward, _) => stretch.forward_s,
+                            (_, Part::Whole) => stretch.backward_s,
+                            (_, Part::Input) => stretch.input_s,
+                            (_, Part::Weights) => stretch.weights_s,
+                        };
+                    if turn.part != Part::Weights {
+                        let phase = turn.phase as usize;
+                        let after = stretch.after_s[phase] + messages[number][phase];
+                        arrived[phase][place(number, turn.micro_batch)] = free[stage] + after;
+                    }
+                    played[stage] += 1;
+                    moved = true;
+                }
+            }
+            if !moved {
+                break;
+            }
+        }
+        let end = |(number, (stage, free)): (usize, (&Stage, &f64))| {
+            let [end, _, finish] = self.end_seconds(stage, f64::INFINITY);
+            let sums = self.sums_end(stage, &began[number..], pp as usize);
+            (free + end).max(sums + finish)
+        };
+        stages.iter().zip(&free).enumerate().map(end).fold(0.0, f64::max) + self.rest_s()
+    }
+
+    /// When the last sum of a stage ends at the earliest: those of a stretch wait for the turn that completes its gradients, which `began` then, and
+    /// for one another.
+    fn sums_end(&self, stage: &Stage, began: &[f64], pp: usize) -> f64 {
+        let mut stretches: Vec<(f64, f64)> = stage
+            .stretches
+            .iter()
+            .zip(began.iter().step_by(pp))
+            .map(|(stretch, began)| (*began, self.over(&stretch.kinds, |unit| self.reduce_s(unit)).0))
+            .collect();
+        stretches.sort_by(|a, b| a.0.total_cmp(&b.0));
+        stretches.into_iter().fold(0.0, |end: f64, (began, seconds)| end.max(began) + seconds)
+    }
+
+    /// Seconds of the messages that carry a stretch's results to the next and to the one before.
+    fn messages_s(&self, stretch: u32, stages: &[Stage]) -> [f64; 2] {
+        let mesh = &self.candidate.mesh;
+        let costs = &self.known.costs;
+        let (stage, chunk) = (stretch % mesh.pp, (stretch / mesh.pp) as usize);
+        let [first, last] = stages[stage as usize].stretches[chunk].ends;
+        let node = |stage: u32| stage % mesh.pp * mesh.stage_ranks() / costs.cluster.devices_per_node;
+        let message = |unit: Option<u32>, to: u32| {
+            let Some(unit) = unit else { return 0.0 };
+            let bytes = self.known.shape.units[unit as usize].output_bytes / u64::from(mesh.cp) / u64::from(mesh.tp);
+            message_s(&costs.cluster, &costs.constants, bytes as f64, node(stage) != node(to))
+        };
+        [message(Some(last), stage + 1), message(first.checked_sub(1), stage + mesh.pp - 1)]
+    }
+}
