@@ -231,6 +231,72 @@ fn gradients_rounded_on_their_way_are_the_same_however_they_travel() {
     assert!(exact != rounded, "nothing was rounded");
 }
 
+const FAMILIES: [&[&str]; 2] = [&[], &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1"]];
+const PRECISIONS: [&str; 2] = ["precision.compute='bf16'", "precision.compute='f32'"];
+const CHECKPOINTING: [&str; 3] = [
+    "activation_checkpointing.mode='none'",
+    "activation_checkpointing.mode='selective'",
+    "activation_checkpointing.mode='full'",
+];
+const SCHEDULES: [&str; 2] = ["parallel.reduce_schedule='step'", "parallel.reduce_schedule='micro_batch'"];
+
+/// Everything replicated, the three stages, and the stages inside half of four ranks.
+fn strategies(degree: usize) -> Vec<Vec<String>> {
+    let stage = |n: usize| vec![format!("parallel.ranks={degree}"), format!("parallel.zero_stage={n}")];
+    let mut strategies: Vec<_> = (0..=3).map(stage).collect();
+    if degree == 4 {
+        let replicated = "parallel.data_parallel_replicate_degree=2".to_owned();
+        strategies.extend((1..=3).map(|n| [stage(n), vec![replicated.clone()]].concat()));
+    }
+    strategies
+}
+
+/// Trains what `base` and `sets` say and compares with `reference`, or becomes it.
+fn agrees(base: &[&str], sets: &[&str], steps: u64, reference: &mut Option<(Vec<f64>, Vec<Vec<u32>>)>) {
+    let sets = [base, sets].concat();
+    let ends = train(&sets, steps);
+    let result = (losses(&ends), weights(&ends));
+    let expected = reference.get_or_insert_with(|| result.clone());
+    assert_eq!(result.0, expected.0, "{sets:?}");
+    assert!(result.1 == expected.1, "{sets:?}: some weight differs");
+}
+
+/// Every model, precision, strategy, checkpointing mode and schedule of reductions with every other: few steps, as the ways of sixty are above.
+#[test]
+fn everything_crossed_with_everything_trains_the_same_bits() {
+    for family in FAMILIES {
+        for precision in PRECISIONS {
+            for (schedule, degree) in SCHEDULES.into_iter().flat_map(|schedule| [(schedule, 2), (schedule, 4)]) {
+                let base = [family, &[precision, schedule, "training.accumulation_steps=2"]].concat();
+                let mut reference = None;
+                for strategy in strategies(degree) {
+                    for mode in CHECKPOINTING {
+                        let sets: Vec<&str> = strategy.iter().map(String::as_str).chain([mode]).collect();
+                        agrees(&base, &sets, 5, &mut reference);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// As above with elastic bits, where the number of ranks changes nothing either.
+#[test]
+fn elastic_bits_cross_with_everything_too() {
+    for family in FAMILIES {
+        for precision in PRECISIONS {
+            let base = [family, &[precision, "training.elastic_bits=true", "training.micro_batch_size=2"]].concat();
+            let mut reference = None;
+            for strategy in [1, 2, 4].into_iter().flat_map(strategies) {
+                for mode in CHECKPOINTING {
+                    let sets: Vec<&str> = strategy.iter().map(String::as_str).chain([mode]).collect();
+                    agrees(&base, &sets, 5, &mut reference);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn elastic_bits_are_those_of_any_number_of_ranks() {
     for model in [LLAMA, GPT2] {
