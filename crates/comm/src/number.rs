@@ -4,7 +4,8 @@
 //! is split after the largest power of two below its length. bf16 is added in f32 and rounded once, at the root; integers wrap.
 //!
 //! Blocks of [`BLOCK`] elements go through the whole tree in a scratch that stays in the first cache level, so every input is read
-//! once and every output written once.
+//! once and every output written once. A single large output that is no input gets the tree's last addition straight from registers, a cache line at a time and past
+//! the caches.
 
 use crate::stream::{self, STREAM_BYTES};
 use bytemuck::Pod;
@@ -216,13 +217,17 @@ unsafe fn dispatch<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], out
 /// As [`sum_into`].
 #[inline(always)]
 unsafe fn sum_blocks<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], outputs: &[*mut u8], elements: usize) {
-    // One level of scratch for each level of the tree, and one for the result.
-    let levels = inputs.len().next_power_of_two().trailing_zeros() as usize + 1;
-    let block = elements.min(BLOCK);
     // An output that is also an input is in the caches already.
-    let apart = outputs.iter().all(|output| !inputs.contains(&output.cast_const()));
-    let stream = apart && elements * size_of::<O>() >= STREAM_BYTES;
-    let mut scratch = vec![T::Sum::default(); levels * block];
+    if let [output] = outputs
+        && inputs.len() >= 2
+        && elements * size_of::<O>() >= STREAM_BYTES
+        && !inputs.contains(&output.cast_const())
+    {
+        // SAFETY: the caller's promise.
+        return unsafe { sum_streamed::<T, O>(inputs, output.cast(), elements) };
+    }
+    let block = elements.min(BLOCK);
+    let mut scratch = vec![T::Sum::default(); levels(inputs.len()) * block];
     for start in (0..elements).step_by(BLOCK) {
         let count = BLOCK.min(elements - start);
         // SAFETY: `start + count <= elements`, for which the caller promises all pointers.
@@ -230,21 +235,53 @@ unsafe fn sum_blocks<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], o
             sum_block::<T>(inputs, start, count, &mut scratch, block);
             let sums = &scratch[..count];
             for &output in outputs {
-                let output = output.cast::<O>().add(start);
-                if stream {
-                    let mut rounded = [O::default(); BLOCK];
-                    rounded.iter_mut().zip(sums).for_each(|(to, &sum)| *to = O::round(sum));
-                    stream::copy(rounded.as_ptr().cast(), output.cast(), count * size_of::<O>(), true);
-                } else {
-                    let output = std::slice::from_raw_parts_mut(output, count);
-                    output.iter_mut().zip(sums).for_each(|(to, &sum)| *to = O::round(sum));
-                }
+                let output = std::slice::from_raw_parts_mut(output.cast::<O>().add(start), count);
+                output.iter_mut().zip(sums).for_each(|(to, &sum)| *to = O::round(sum));
             }
         }
     }
-    if stream {
-        stream::fence();
+}
+
+/// [`sum_blocks`] for two or more inputs and one large output that is none of them: the tree's last addition goes from registers past the caches.
+///
+/// # Safety
+/// As [`sum_into`].
+#[inline(always)]
+unsafe fn sum_streamed<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], output: *mut O, elements: usize) {
+    let (left, right) = inputs.split_at(left_span(inputs.len()));
+    let mut scratch = [left, right].map(|half| vec![T::Sum::default(); levels(half.len()) * BLOCK]);
+    // The first block ends where a line of the output begins, so that all others begin there.
+    let head = output.align_offset(stream::LINE).min(elements);
+    let mut start = 0;
+    while start < elements {
+        let count = if start < head { head } else { BLOCK.min(elements - start) };
+        // SAFETY: `start + count <= elements`, for which the caller promises all pointers.
+        unsafe {
+            let output = output.add(start);
+            let of = |input: *const u8| read::<T>(input, start, count);
+            let add = |a: &[T], b: &[T], i: usize| T::add(a[i].widen(), b[i].widen());
+            if let ([a], [b]) = (left, right) {
+                let (a, b) = (of(*a), of(*b));
+                stream::store(output, count, |i| O::round(add(a, b, i)));
+            } else if let ([a, b], [c, d]) = (left, right) {
+                let (a, b, c, d) = (of(*a), of(*b), of(*c), of(*d));
+                stream::store(output, count, |i| O::round(T::add(add(a, b, i), add(c, d, i))));
+            } else {
+                let [in_left, in_right] = &mut scratch;
+                sum_block::<T>(left, start, count, in_left, BLOCK);
+                sum_block::<T>(right, start, count, in_right, BLOCK);
+                let (left, right) = (&in_left[..count], &in_right[..count]);
+                stream::store(output, count, |i| O::round(T::add(left[i], right[i])));
+            }
+        }
+        start += count;
     }
+    stream::fence();
+}
+
+/// Levels of scratch: one for each level of the tree, and one for the result.
+fn levels(inputs: usize) -> usize {
+    inputs.next_power_of_two().trailing_zeros() as usize + 1
 }
 
 /// A block of one input.
@@ -331,6 +368,37 @@ mod tests {
                     assert_eq!(output[i].to_bits(), tree_sum(&column).to_bits(), "{ranks} ranks, element {i}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn streamed_sums_give_the_bits_of_the_definition() {
+        let elements = STREAM_BYTES / 4 + 77;
+        let whole: Vec<Vec<bf16>> = (0..5)
+            .map(|r| (0..elements).map(|i| bf16::from_f32(((r * 7919 + i * 104_729) % 10_007) as f32 * 1e-3)).collect())
+            .collect();
+        for (ranks, offset) in [(2, 0), (3, 1), (4, 5), (5, 31)] {
+            // Outputs that begin anywhere in a line, rounded and not.
+            let inputs: Vec<*const u8> = whole[..ranks].iter().map(|input| input.as_ptr().cast()).collect();
+            let mut wide = vec![0f32; elements + offset];
+            let mut rounded = vec![bf16::ZERO; 2 * elements + offset];
+            let double: Vec<Vec<bf16>> = whole[..ranks].iter().map(|input| [&input[..], input].concat()).collect();
+            let doubles: Vec<*const u8> = double.iter().map(|input| input.as_ptr().cast()).collect();
+            // SAFETY: all vectors hold as many elements from there on, and nobody else uses them.
+            unsafe {
+                sum_into(Dtype::Bf16, true, &inputs, &[wide.as_mut_ptr().add(offset).cast()], elements);
+                sum_into(Dtype::Bf16, false, &doubles, &[rounded.as_mut_ptr().add(offset).cast()], 2 * elements);
+            }
+            for i in 0..elements {
+                let column: Vec<bf16> = whole[..ranks].iter().map(|input| input[i]).collect();
+                let sum = tree_sum(&column);
+                assert_eq!(wide[offset + i].to_bits(), sum.to_bits(), "{ranks} ranks, element {i}");
+                for place in [i, elements + i] {
+                    assert_eq!(rounded[offset + place], <bf16 as Number>::round(sum), "{ranks} ranks, element {place}");
+                }
+            }
+            assert!(wide[..offset].iter().all(|&value| value == 0.0));
+            assert!(rounded[..offset].iter().all(|&value| value == bf16::ZERO));
         }
     }
 
