@@ -1,4 +1,4 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | validate`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | overlap | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
 //! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
@@ -8,6 +8,7 @@
 mod bench;
 mod lexer;
 mod markdown;
+mod overlap;
 mod test;
 mod tidy;
 mod validate;
@@ -32,6 +33,8 @@ enum Chore {
     Tidy,
     /// Measure the release build against its bars and peers; prints a table and writes target/bench/NAME.json.
     Bench(bench::Options),
+    /// Measure how much communication over a slow link hides behind computing: two network namespaces, MPI over TCP.
+    Overlap(overlap::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
     Validate(validate::Options),
 }
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
         Chore::Test => test::run(&root),
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
+        Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
     };
     match outcome {

@@ -1,0 +1,262 @@
+//! `cargo xtask overlap`: how much of the communication over a slow link hides behind computing.
+//!
+//! Two network namespaces are joined by a virtual cable (veth). Each holds one rank, a process of its own; MPI runs over TCP between them. First the cable is as fast as the kernel
+//! makes it, which tells a step's compute time and the bytes that it sends. Then `tc … tbf` gives it the rate at which those bytes take `--share` of that time, and the run is
+//! measured again. Hidden is `1 - comm_exposed_s / comm_s`, both of rank 0 and summed over the steps but the first two. `comm_s` also holds the time for which a
+//! reduction waits for the slower of the two ranks, so it is more than the time on the cable, which is shown beside it.
+//!
+//! Needs root on Linux, the programs `ip` and `tc` (iproute2), `unshare`, and Open MPI with its headers. Nothing else should run meanwhile.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// GPT-2's blocks on bytes: with a vocabulary of 50,304 the last reduction of a step would be a third of all, which no schedule can hide.
+const CONFIG: &str = "\
+[run]
+name = 'overlap'
+[model]
+family = 'gpt2'
+dim = 768
+layers = 12
+heads = 12
+max_sequence_length = 512
+[tokenizer]
+kind = 'bytes'
+[data]
+train = ['text.txt']
+validation_fraction = 0.0
+[training]
+micro_batch_size = 4
+sequence_length = 512
+[checkpoint]
+interval_steps = 1000000
+[precision]
+compute = 'bf16'
+[compute]
+threads = 1
+";
+const STRATEGIES: [(&str, &str); 2] = [("DDP", "parallel.zero_stage=0"), ("ZeRO-3", "parallel.zero_stage=3")];
+/// Steps in which caches and connections settle.
+const WARMUP: usize = 2;
+/// The share of communication that has to be hidden.
+const BAR: f64 = 0.8;
+
+/// Arguments of `cargo xtask overlap`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Time of a step's bytes on the cable, as a share of the step's computing.
+    #[arg(long, default_value_t = 0.5)]
+    share: f64,
+    /// Steps of a run, of which the first two do not count.
+    #[arg(long, default_value_t = 8)]
+    steps: usize,
+    /// Measure this program, built with the feature `mpi`, instead of building one.
+    #[arg(long)]
+    binary: Option<PathBuf>,
+}
+
+/// Measures both strategies; whether both reach the bar.
+pub fn run(root: &Path, options: &Options) -> Result<bool> {
+    if options.steps <= WARMUP || !(0.01..=10.0).contains(&options.share) {
+        bail!("--steps has to be more than {WARMUP}, --share from 0.01 to 10");
+    }
+    // Before minutes of compiling: whether namespaces are permitted at all.
+    drop(Cable::new(None)?);
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |folder| root.join(folder));
+    let binary = match &options.binary {
+        Some(path) => std::path::absolute(path)?,
+        None => build(root, &target)?,
+    };
+    let folder = target.join("bench").join("overlap");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    fs::write(folder.join("overlap.toml"), CONFIG)?;
+    fs::write(folder.join("text.txt"), include_str!("overlap.rs").repeat(20))?;
+    fs::write(folder.join(AGENT), agent_script())?;
+    run_command(Command::new("chmod").arg("+x").arg(folder.join(AGENT)))?;
+
+    println!("strategy   compute s   cable s    comm s  exposed s    hidden");
+    let mut records = Vec::new();
+    let mut passed = true;
+    for (name, stage) in STRATEGIES {
+        let free = measure(&folder, &binary, stage, options.steps, None)?;
+        let bits_per_s = 8.0 * free.bytes / (options.share * free.compute_s());
+        let slow = measure(&folder, &binary, stage, options.steps, Some(bits_per_s as u64))?;
+        let (cable_s, hidden) = (8.0 * slow.bytes / bits_per_s, 1.0 - slow.exposed_s / slow.comm_s);
+        println!(
+            "{name:<10} {:>9.3} {cable_s:>9.3} {:>9.3} {:>10.3} {:>7.1} %",
+            slow.compute_s(),
+            slow.comm_s,
+            slow.exposed_s,
+            100.0 * hidden
+        );
+        passed &= hidden >= BAR;
+        let link = json!({"gbit_per_s": bits_per_s / 1e9, "cable_s": cable_s, "bytes_per_step": slow.bytes});
+        records.push(
+            json!({"strategy": name, "unlimited": free.json(), "limited": slow.json(), "link": link, "hidden": hidden}),
+        );
+    }
+    let file = target.join("bench/overlap.json");
+    fs::write(&file, format!("{:#}\n", json!({"share": options.share, "bar": BAR, "strategies": records})))
+        .with_context(|| format!("cannot write {}", file.display()))?;
+    fs::remove_dir_all(folder.join("runs")).ok();
+    println!("{}: at least {:.0} % hidden", if passed { "reached" } else { "MISSED" }, 100.0 * BAR);
+    Ok(passed)
+}
+
+/// Means over the steps that count.
+struct Step {
+    step_s: f64,
+    comm_s: f64,
+    exposed_s: f64,
+    /// Sent by rank 0 in a step.
+    bytes: f64,
+}
+
+impl Step {
+    fn compute_s(&self) -> f64 {
+        self.step_s - self.exposed_s
+    }
+
+    fn json(&self) -> Value {
+        json!({"step_s": self.step_s, "comm_s": self.comm_s, "comm_exposed_s": self.exposed_s})
+    }
+}
+
+/// Trains over a cable of so many bits per second.
+fn measure(folder: &Path, binary: &Path, stage: &str, steps: usize, bits_per_s: Option<u64>) -> Result<Step> {
+    let runs = folder.join("runs");
+    if runs.exists() {
+        fs::remove_dir_all(&runs).with_context(|| format!("cannot empty {}", runs.display()))?;
+    }
+    let cable = Cable::new(bits_per_s)?;
+    let before = cable.bytes_sent()?;
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", &namespace(0), "unshare", "--uts", "sh", "-c"]);
+    command.args([&format!("hostname {}; exec \"$@\"", namespace(0)), "sh", "mpirun"]);
+    // The second namespace looks like another host, reached by the agent.
+    command.args(["--allow-run-as-root", "--bind-to", "none", "--timeout", "600", "-np", "2"]);
+    command.args(["-H", &format!("{}:1,{}:1", address(0), address(1))]);
+    let network = format!("{NETWORK}.0/24");
+    let agent = folder.join(AGENT).display().to_string();
+    for (key, value) in [
+        ("plm_rsh_agent", agent.as_str()),
+        ("plm_rsh_no_tree_spawn", "1"),
+        ("pml", "ob1"),
+        ("btl", "tcp,self"),
+        ("btl_tcp_if_include", &network),
+        ("oob_tcp_if_include", &network),
+    ] {
+        command.args(["--mca", key, value]);
+    }
+    command.arg(binary).args(["train", "overlap.toml", "--set", stage, "--set", &format!("training.steps={steps}")]);
+    run_command(command.current_dir(folder))?;
+    let bytes = (cable.bytes_sent()? - before) as f64 / steps as f64;
+    let metrics = fs::read_to_string(runs.join("overlap/metrics.jsonl")).context("the run left no metrics")?;
+    let counted = metrics.lines().skip(WARMUP).map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
+    let mean = |key: &str| -> Result<f64> {
+        let values = counted.iter().map(|line| line[key].as_f64());
+        let sum: Option<f64> = values.sum();
+        Ok(sum.with_context(|| format!("metrics without {key}"))? / counted.len() as f64)
+    };
+    Ok(Step { step_s: mean("step_s")?, comm_s: mean("comm_s")?, exposed_s: mean("comm_exposed_s")?, bytes })
+}
+
+/// The network of the cable.
+const NETWORK: &str = "10.99.0";
+const AGENT: &str = "agent.sh";
+
+fn namespace(end: usize) -> String {
+    format!("trainyard{end}")
+}
+
+fn address(end: usize) -> String {
+    format!("{NETWORK}.{}", end + 1)
+}
+
+/// What mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs too, so that nothing is shared through memory.
+fn agent_script() -> String {
+    format!(
+        "#!/bin/sh\nwhile [ \"${{1#-}}\" != \"$1\" ]; do shift; done\nshift\n\
+         exec ip netns exec {0} unshare --uts sh -c \"hostname {0}; $*\"\n",
+        namespace(1)
+    )
+}
+
+/// Two namespaces and the cable between them, gone when dropped.
+struct Cable;
+
+impl Cable {
+    fn new(bits_per_s: Option<u64>) -> Result<Cable> {
+        // What an interrupted measurement left.
+        Cable::remove();
+        let cable = Cable;
+        let ip = |arguments: &str| run_command(Command::new("ip").args(arguments.split(' ')));
+        for end in 0..2 {
+            ip(&format!("netns add {}", namespace(end))).context(
+                "no network namespace can be made: this measurement needs root on Linux with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2",
+            )?;
+        }
+        let [first, second] = [0, 1].map(namespace);
+        ip(&format!("link add cable netns {first} type veth peer name cable netns {second}"))?;
+        for end in 0..2 {
+            let name = namespace(end);
+            ip(&format!("-n {name} addr add {}/24 dev cable", address(end)))?;
+            ip(&format!("-n {name} link set cable up"))?;
+            ip(&format!("-n {name} link set lo up"))?;
+            if let Some(rate) = bits_per_s {
+                // A bucket of ten milliseconds: the kernel's clock is coarser than a packet.
+                let bucket = (rate / 8 / 100).max(64 << 10);
+                let shape = format!(
+                    "netns exec {name} tc qdisc add dev cable root tbf rate {rate}bit burst {bucket} latency 20ms"
+                );
+                ip(&shape).context("the cable cannot be slowed (kernel module sch_tbf, program tc)")?;
+            }
+        }
+        Ok(cable)
+    }
+
+    fn bytes_sent(&self) -> Result<u64> {
+        let file = "/sys/class/net/cable/statistics/tx_bytes";
+        let said = run_command(Command::new("ip").args(["netns", "exec", &namespace(0), "cat", file]))?;
+        said.trim().parse().with_context(|| format!("{file}: {said}"))
+    }
+
+    fn remove() {
+        for end in 0..2 {
+            // It may not be there.
+            let _ = Command::new("ip").args(["netns", "del", &namespace(end)]).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        Cable::remove();
+    }
+}
+
+/// Builds the release binary with MPI and returns its path.
+fn build(root: &Path, target: &Path) -> Result<PathBuf> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["build", "--release", "--locked", "--package", "trainyard", "--features", "mpi"]).current_dir(root);
+    if !command.status().context("cannot run cargo build")?.success() {
+        bail!("the release build with MPI failed");
+    }
+    Ok(target.join("release/trainyard"))
+}
+
+/// Runs a command; what it printed.
+fn run_command(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("cannot run {}", command.get_program().to_string_lossy()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let tail: Vec<&str> = said.lines().rev().take(8).collect();
+        bail!("{command:?}: {}\n{}", output.status, tail.into_iter().rev().collect::<Vec<_>>().join("\n"));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
