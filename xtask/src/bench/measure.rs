@@ -39,14 +39,18 @@ pub fn figure(value: &Value, pointer: &str) -> Result<f64> {
 }
 
 /// The figures of a training run, from its `metrics.jsonl` and the `evaluations.jsonl` beside it: medians and sums over its
-/// steps, and the last validation loss.
+/// steps, and the last validation loss where there was an evaluation.
 pub fn training_run(metrics: &Path) -> Result<Value> {
     let steps: Vec<(f64, f64)> = records(metrics)?
         .iter()
         .map(|r| Ok((figure(r, "/step_s")?, figure(r, "/data_wait_s")?)))
         .collect::<Result<_>>()?;
     let evaluations = metrics.with_file_name("evaluations.jsonl");
-    let last = records(&evaluations)?.pop().with_context(|| format!("no evaluation in {}", evaluations.display()))?;
+    let no_evaluation = || format!("no evaluation in {}", evaluations.display());
+    let last = match evaluations.is_file() {
+        true => Some(records(&evaluations)?.pop().with_context(no_evaluation)?),
+        false => None,
+    };
     // The first tenth is left out on both sides: caches and the allocator settle there.
     let settled = steps.get(steps.len() / 10..).unwrap_or_default();
     let sum = |part: fn(&(f64, f64)) -> f64| settled.iter().map(part).sum::<f64>();
@@ -54,7 +58,7 @@ pub fn training_run(metrics: &Path) -> Result<Value> {
         "steps": steps.len(),
         "step_s": median(settled.iter().map(|step| step.0).collect())?,
         "data_wait_share": sum(|step| step.1) / sum(|step| step.0),
-        "val_loss": figure(&last, "/loss")?,
+        "val_loss": last.map(|last| figure(&last, "/loss")).transpose()?,
     }))
 }
 

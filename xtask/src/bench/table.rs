@@ -7,6 +7,7 @@
 //! |---|---|
 //! | kernels | `cases`: `name` (unique), `kind` (`product`, `attention`), `form` (`forward`, `input-gradient`, `weight-gradient`, `backward`), `dtype` (`bf16`, `f32`), `flops`, `tflops`, `peak_share` (of the peak sampled in turn with it, at most 1) and the sizes (`tokens`, `inputs`, `outputs`; `batch`, `heads`, `kv_heads`, `seq`, `head_dim`), from which the peer takes what to run |
 //! | train, startup | `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since process start), `data_wait_s` (per step), `peak_rss_bytes` |
+//! | ddp, zero3 | `step_s` of the global batch; the peer's `tokens_per_s` |
 //! | memory | `cases`: `name`, `kind` (`peak`, `cut`), `error` (of the prediction, relative, the worst purpose) or `cut` (activations without / with full checkpointing) |
 //!
 //! A benchmark that trains ([`Ours::Trains`]) goes the way of a user instead: `trainyard train` with a config file, and the figures come from the
@@ -77,6 +78,27 @@ macro_rules! torch_train {
 
 /// The character-level recipe of `scripts/peers/torch_shakespeare.py`, in our words.
 const SHAKESPEARE: &str = include_str!("shakespeare.toml");
+
+/// GPT-2 124M in our words, on two ranks of one thread; the text is whatever stands here.
+const PARALLEL: &str = include_str!("parallel.toml");
+
+macro_rules! parallel {
+    ($name:literal, $about:literal, $stage:literal, $strategy:literal) => {
+        Benchmark {
+            name: $name,
+            about: concat!("GPT-2 124M, 4 x 512 tokens, bf16, 2 ranks x 1 thread, ", $about),
+            files: &[("parallel.toml", PARALLEL), ("text.txt", include_str!("table.rs"))],
+            ours: Ours::Trains { run: "parallel", arguments: &["train", "parallel.toml", "--set", $stage] },
+            peers: &[Peer {
+                label: concat!("PyTorch over gloo, ", $strategy),
+                script: "torch_parallel.py",
+                arguments: &["--ranks", "2", "--threads", "1", "--strategy", $strategy],
+            }],
+            peer_speed: "",
+            rows: parallel,
+        }
+    };
+}
 
 /// All of them, in the order in which they run.
 pub const BENCHMARKS: &[Benchmark] = &[
@@ -150,7 +172,15 @@ pub const BENCHMARKS: &[Benchmark] = &[
         peer_speed: "",
         rows: memory,
     },
+    parallel!("ddp", "everything replicated", "parallel.zero_stage=0", "ddp"),
+    parallel!("zero3", "everything sharded", "parallel.zero_stage=3", "fsdp"),
 ];
+
+fn parallel(m: &Measured) -> Result<Vec<Row>> {
+    const TOKENS: f64 = 2048.0;
+    let ours = TOKENS / m.ours("/step_s")?;
+    Ok(vec![Row::new("speed", "tokens/s", ours).against(m.theirs("/tokens_per_s")?).ratio_at_least(3.0)])
+}
 
 fn kernels(m: &Measured) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
