@@ -73,15 +73,20 @@ pub fn run(root: &Path) -> Result<bool> {
 
     checked("mpi", &mut || {
         let Some(missing) = missing_for_mpi() else {
-            let arguments = ["--package", "trainyard-comm", "--features", "mpi", "--locked", "--no-fail-fast"];
-            let (success, read) = count_tests(&mut cargo(root, "test", &arguments), &mut std::io::stdout())?;
-            counts.passed += read.passed;
-            counts.failed += read.failed;
-            return Ok(success && read.failed == 0 && read.passed > 0);
+            let own = ["--package", "trainyard-comm", "--features", "mpi"];
+            // Of the program, what runs under mpirun.
+            let program = ["--package", "trainyard", "--features", "mpi", "--test", "mpi", "--test", "mpi_faults"];
+            let mut passed = true;
+            for tests in [&own[..], &program] {
+                let arguments = [tests, &["--locked", "--no-fail-fast"]].concat();
+                let (success, read) = count_tests(&mut cargo(root, "test", &arguments), &mut std::io::stdout())?;
+                counts.passed += read.passed;
+                counts.failed += read.failed;
+                passed &= success && read.failed == 0 && read.passed > 0;
+            }
+            return Ok(passed);
         };
-        println!(
-            "skipped: MPI was not tested, as {missing} (on Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev)"
-        );
+        println!("skipped: no MPI, as {missing} (on Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev)");
         Ok(true)
     })?;
 

@@ -1,11 +1,8 @@
 //! Ranks that fail under the program: exit code 70, reports in the run's folder, restarts that end with the bits of an undisturbed run.
-//!
-//! Over MPI only where the program is built with the feature `mpi` and there is an `mpirun` (Open MPI's flags); otherwise a sentence says so.
 
 mod common;
 
 use common::{Folder, Ran, tensors};
-use std::process::{Command, Stdio};
 
 const RANKS: [&str; 4] = ["--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
 
@@ -83,46 +80,4 @@ fn only_faults_are_worth_a_restart() {
     let ran = folder.run(&["train", "tiny.toml", "--max-restarts", "3", "--set", "data.train=['gone.txt']"]);
     assert_eq!(ran.code, Some(1), "{}", ran.stderr);
     assert!(!ran.stderr.contains("restart 1"), "{}", ran.stderr);
-}
-
-/// Whether ranks can be processes here.
-fn can_use_mpi() -> bool {
-    if !cfg!(feature = "mpi") {
-        println!("not run: this build has no MPI (cargo test --features mpi)");
-        return false;
-    }
-    let found = Command::new("mpirun").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
-    if !found {
-        println!("not run: there is no mpirun");
-    }
-    found
-}
-
-#[test]
-fn ranks_that_are_processes_fail_and_go_on_alike() {
-    if !can_use_mpi() {
-        return;
-    }
-    let folder = Folder::new();
-    train(&folder, "whole", &[], "").ok();
-    let whole = tensors(&folder.join("runs/whole"));
-    let program = env!("CARGO_BIN_EXE_trainyard");
-    let mpirun = ["supervise", "--max-restarts", "1", "--", "mpirun", "--allow-run-as-root", "--oversubscribe"];
-    // The launcher is not to end the others before they have said whom they miss.
-    let recovery = ["--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0"];
-    let ranks = ["-np", "2", program, "train", "tiny.toml", "--set", "parallel.zero_stage=3"];
-    for (name, fault, said) in [
-        ("killed", "kill rank=1 step=7 instruction=4", "rank 1"),
-        ("hung", "hang rank=1 step=6 instruction=5", "no progress within the deadline"),
-        ("corrupt", "corrupt rank=1 step=6 instruction=2", "wrong checksum"),
-    ] {
-        let name_set = format!("run.name='{name}'");
-        let sets = ["--set", &name_set, "--set", "parallel.deadline_seconds=3", "--set", "parallel.verify=true"];
-        let arguments = [&mpirun[..], &recovery[..], &ranks[..], &sets[..]].concat();
-        let ran = folder.command(&arguments).env("TRAINYARD_FAULTS", fault).output();
-        let ran = Ran::new(ran.expect("the program starts")).ok();
-        assert!(ran.stderr.contains(said), "{name}: {}", ran.stderr);
-        assert!(ran.stderr.contains("restart 1 of 1"), "{name}: {}", ran.stderr);
-        assert!(tensors(&folder.join(&format!("runs/{name}"))) == whole, "{name}: the tensors differ");
-    }
 }

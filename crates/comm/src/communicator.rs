@@ -9,6 +9,7 @@ use crate::fault::{Action, FaultPlan};
 use crate::number::{Dtype, Number, Scalar};
 use crate::pending::{Pending, Worker};
 use crate::place::{Place, Position};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -341,7 +342,10 @@ impl Core {
                 sums = checksums(&signature, self.size(), input);
             }
             if corrupt {
-                let bad = corrupted(input, number);
+                // What the next rank is sent; the own part stays where it is.
+                let (start, length) = signature.read_by(self.size(), (self.rank() + 1) % self.size());
+                let sent = if length > 0 { start..start + length } else { 0..bytes };
+                let bad = corrupted(input, sent, number);
                 let call = Call { signature, input: bad.as_ptr().cast(), output };
                 // SAFETY: the caller's promise; the copy is as long as the input, aligned for every number, and outlives the operation.
                 return unsafe { self.backend.collective(&call, &self.terms(number, &sums)) };
@@ -472,18 +476,18 @@ impl Core {
         let Some((to, data)) = send.filter(|(_, data)| corrupt && !data.is_empty()) else {
             return self.backend.exchange(send, receive, &self.terms(number, &sums));
         };
-        let bad = corrupted(data, number);
+        let bad = corrupted(data, 0..data.len(), number);
         let bad = &bytemuck::cast_slice(&bad)[..data.len()];
         self.backend.exchange(Some((to, bad)), receive, &self.terms(number, &sums))
     }
 }
 
-/// A copy with one bit flipped; in words, so that it is aligned for every number.
-fn corrupted(input: &[u8], number: u64) -> Vec<u64> {
+/// A copy with one bit of the bytes `sent` flipped; in words, so that it is aligned for every number.
+fn corrupted(input: &[u8], sent: Range<usize>, number: u64) -> Vec<u64> {
     let mut copy = vec![0u64; input.len().div_ceil(8)];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut copy);
     bytes[..input.len()].copy_from_slice(input);
-    bytes[number as usize % input.len()] ^= 1 << (number % 8);
+    bytes[sent.start + number as usize % sent.len()] ^= 1 << (number % 8);
     copy
 }
 

@@ -1,12 +1,14 @@
 //! `trainyard supervise`: a training command, started again from its newest checkpoint when a rank fails.
 //!
 //! A failed run leaves its process: threads that hang cannot be ended in any other way, and memory that a fault has touched is not trusted. So a restart is a new process (or a new
-//! `mpirun` with all of its processes), whichever way the ranks are started. The supervisor learns the run's folder from rank 0 through a small file.
+//! `mpirun` with all of its processes), whichever way the ranks are started. The supervisor learns the run's folder from rank 0 through a small file. When a rank
+//! has reported a failure and the command still does not end, because a process of it is frozen, the supervisor ends it.
 
 use super::train;
 use crate::output::note;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -14,7 +16,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use trainyard_engine::faults::VARIABLE;
+use trainyard_engine::{faults::VARIABLE, watch};
 
 /// The exit code of a run that ended because a rank failed.
 pub const EXIT_FAULT: u8 = 70;
@@ -22,6 +24,12 @@ pub const EXIT_FAULT: u8 = 70;
 const EXIT_PANIC: i32 = 101;
 /// Exit codes from here on are 128 and the signal that ended a process.
 const EXIT_SIGNAL: i32 = 128;
+/// How long a command may take to end after the first report of a failure: ranks end their own stuck threads after half of it.
+const ENDING: Duration = Duration::from_secs(10);
+/// How long it may take after SIGTERM, before it gets SIGKILL.
+const KILLING: Duration = Duration::from_secs(10);
+/// How often the supervisor looks for reports.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Run a training command, and start it again from its newest checkpoint when a rank fails.
 #[derive(clap::Args)]
@@ -46,18 +54,23 @@ pub fn supervise(command: &[OsString], max_restarts: u32) -> Result<ExitCode> {
     for restart in 0.. {
         let mut process = Command::new(&command[0]);
         process.args(&command[1..]);
-        match run.folder() {
-            Some(folder) => process.arg(train::RESTART).arg(folder),
-            None => process.arg(train::RUN_FILE).arg(&run.0),
-        };
+        if let Some(folder) = run.folder() {
+            process.arg(train::RESTART).arg(folder);
+        }
+        process.arg(train::RUN_FILE).arg(&run.0);
+        run.begin_attempt()?;
         if restart > 0 {
             // Faults on purpose are for the first attempt.
             process.env_remove(VARIABLE);
         }
         let began = Instant::now();
         let child = process.spawn().with_context(|| format!("cannot start {}", command[0].display()))?;
-        let status = signals.wait(child)?;
-        if status.success() || signals.asked_to_stop() || !is_fault(status) {
+        let (mut status, was_ended) = signals.wait(child, &run)?;
+        if status.success() {
+            // Launchers that let ranks report (Open MPI with recovery) end well whatever became of their processes: rank 0 knows, unless it was killed.
+            status = ExitStatus::from_raw(i32::from(run.exit_code().unwrap_or(EXIT_FAULT)) << 8);
+        }
+        if status.success() || signals.asked_to_stop() || !(was_ended || is_fault(status)) {
             return Ok(exit_code(status));
         }
         let what = format!("supervisor: {status} after {:.1} s", began.elapsed().as_secs_f64());
@@ -89,7 +102,7 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(EXIT_FAULT))
 }
 
-/// Where rank 0 writes the run's folder. In the working folder, which the hosts of a run share as they share the run's folder.
+/// Where rank 0 writes the run's folder, and later its exit code. In the working folder, which the hosts of a run share as they share the run's folder.
 struct RunFile(PathBuf);
 
 impl RunFile {
@@ -97,9 +110,29 @@ impl RunFile {
         RunFile(PathBuf::from(format!(".trainyard-run-{}", std::process::id())))
     }
 
+    /// The first line, once it is whole.
     fn folder(&self) -> Option<PathBuf> {
         let text = std::fs::read_to_string(&self.0).ok()?;
-        text.strip_suffix('\n').map(PathBuf::from)
+        text.split_once('\n').map(|(folder, _)| PathBuf::from(folder)).filter(|folder| !folder.as_os_str().is_empty())
+    }
+
+    /// The second line: how rank 0 ended in this attempt.
+    fn exit_code(&self) -> Option<u8> {
+        std::fs::read_to_string(&self.0).ok()?.lines().nth(1)?.parse().ok()
+    }
+
+    /// Forgets how the last attempt ended.
+    fn begin_attempt(&self) -> Result<()> {
+        match self.folder() {
+            Some(folder) => {
+                write_run_file(&self.0, &folder).with_context(|| format!("cannot write {}", self.0.display()))
+            }
+            None => {
+                // There may be none.
+                let _ = std::fs::remove_file(&self.0);
+                Ok(())
+            }
+        }
     }
 }
 
@@ -110,9 +143,16 @@ impl Drop for RunFile {
     }
 }
 
-/// Writes what [`RunFile`] reads.
+/// Writes the run's folder for the supervisor.
 pub fn write_run_file(file: &Path, folder: &Path) -> std::io::Result<()> {
     std::fs::write(file, format!("{}\n", folder.display()))
+}
+
+/// Writes how rank 0 ended for the supervisor; before there is a run, below an empty line.
+pub fn write_exit_code(file: &Path, code: u8) -> std::io::Result<()> {
+    let before = std::fs::read_to_string(file).unwrap_or_default();
+    let folder = before.lines().next().unwrap_or_default();
+    std::fs::write(file, format!("{folder}\n{code}\n"))
 }
 
 /// Asks to stop: SIGINT reaches the command too, as it comes from the terminal; SIGTERM is passed on.
@@ -134,20 +174,64 @@ impl Signals {
         self.interrupted.load(Ordering::Relaxed) || self.terminated.load(Ordering::Relaxed)
     }
 
-    fn wait(&self, mut child: Child) -> Result<ExitStatus> {
+    /// Waits until the command ends, or ends it when a failure was reported and it goes on all the same; says whether that was so.
+    fn wait(&self, mut child: Child, run: &RunFile) -> Result<(ExitStatus, bool)> {
         let mut passed_on = false;
+        let mut reports = Reports::default();
+        let mut looked = Instant::now();
+        let mut ended: Option<Instant> = None;
         loop {
             if let Some(status) = child.try_wait().context("waiting for the training")? {
-                return Ok(status);
+                return Ok((status, ended.is_some()));
             }
             if self.terminated.load(Ordering::Relaxed) && !passed_on {
-                // The child has not been waited for, so its number is still its own.
-                let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
-                kill.context("passing SIGTERM on")?;
+                terminate(&child).context("passing SIGTERM on")?;
                 passed_on = true;
+            }
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                let overdue = reports.first_new(run).is_some_and(|since| since.elapsed() > ENDING);
+                match ended {
+                    None if overdue => {
+                        note(&format!(
+                            "supervisor: the command does not end {} s after a failure was reported, so it is ended",
+                            ENDING.as_secs()
+                        ));
+                        terminate(&child).context("ending the command")?;
+                        ended = Some(Instant::now());
+                    }
+                    Some(since) if since.elapsed() > KILLING => child.kill().context("killing the command")?,
+                    _ => {}
+                }
             }
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+}
+
+/// Sends SIGTERM. The child has not been waited for, so its number is still its own.
+fn terminate(child: &Child) -> std::io::Result<()> {
+    Command::new("kill").args(["-TERM", &child.id().to_string()]).status().map(drop)
+}
+
+/// Reports of failures that an attempt has made.
+#[derive(Default)]
+struct Reports {
+    /// Those that were there when the run's folder became known, which is before it trains.
+    before: Option<BTreeSet<OsString>>,
+    first_new: Option<Instant>,
+}
+
+impl Reports {
+    /// When the first new one was seen.
+    fn first_new(&mut self, run: &RunFile) -> Option<Instant> {
+        let folder = run.folder()?.join(watch::FOLDER);
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let now: BTreeSet<OsString> = entries.map(|entry| entry.file_name()).collect();
+        if !now.is_subset(self.before.get_or_insert_with(|| now.clone())) {
+            self.first_new.get_or_insert_with(Instant::now);
+        }
+        self.first_new
     }
 }
 
@@ -165,5 +249,38 @@ mod tests {
             assert!(!is_fault(exited(code)), "{code}");
         }
         assert!(is_fault(ExitStatus::from_raw(libc::SIGKILL)));
+    }
+
+    #[test]
+    fn reports_of_earlier_attempts_are_none_of_this_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFile(folder.path().join("file"));
+        let report = |name: &str| std::fs::write(folder.path().join(watch::FOLDER).join(name), "").unwrap();
+        let mut reports = Reports::default();
+        assert!(reports.first_new(&run).is_none(), "no run yet");
+        std::fs::create_dir(folder.path().join(watch::FOLDER)).unwrap();
+        report("1-rank-0.json");
+        write_run_file(&run.0, folder.path()).unwrap();
+        assert!(reports.first_new(&run).is_none());
+        report("2-rank-1.json");
+        let seen = reports.first_new(&run);
+        assert!(seen.is_some() && reports.first_new(&run) == seen);
+    }
+
+    #[test]
+    fn rank_0_says_how_it_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFile(folder.path().join("file"));
+        assert_eq!((run.folder(), run.exit_code()), (None, None));
+        write_exit_code(&run.0, 1).unwrap();
+        assert_eq!((run.folder(), run.exit_code()), (None, Some(1)));
+        run.begin_attempt().unwrap();
+        assert_eq!((run.folder(), run.exit_code()), (None, None));
+        write_run_file(&run.0, Path::new("runs/a b")).unwrap();
+        assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), None));
+        write_exit_code(&run.0, 70).unwrap();
+        assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), Some(70)));
+        run.begin_attempt().unwrap();
+        assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), None));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::config::load;
 use super::supervise;
-use crate::output::{count, memory, note, print, size};
+use crate::output::{count, is_fault, memory, note, print, size};
 use anyhow::{Context, Result};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use trainyard_comm::Communicator;
+use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Limits};
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
@@ -20,6 +20,8 @@ use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
 
+/// The exit code of a run that was asked to stop.
+const EXIT_INTERRUPTED: u8 = 130;
 /// Tokens of the sample at the end.
 const SAMPLE_TOKENS: usize = 120;
 
@@ -40,7 +42,7 @@ pub struct Args {
     /// When a rank fails, start again from the newest checkpoint, up to N times. With mpirun: `trainyard supervise`.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// Where to write the run's folder, for the supervisor.
+    /// Where rank 0 writes the run's folder and how it ended, for the supervisor.
     #[arg(long, hide = true, value_name = "FILE")]
     run_file: Option<PathBuf>,
     /// Go on with what an earlier attempt at this very command began.
@@ -80,6 +82,25 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     if args.max_restarts > 0 {
         return supervise::supervise(&args.command()?, args.max_restarts);
     }
+    let result = run_ranks(args, process_start);
+    if let Some(file) = args.run_file.as_deref().filter(|_| is_first_process()) {
+        let code = match &result {
+            Ok(Ending::Complete) => 0,
+            Ok(Ending::Interrupted) => EXIT_INTERRUPTED,
+            Err(error) if is_fault(error) => supervise::EXIT_FAULT,
+            Err(_) => 1,
+        };
+        supervise::write_exit_code(file, code).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(if result? == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INTERRUPTED) })
+}
+
+/// Whether rank 0 is in this process.
+fn is_first_process() -> bool {
+    Environment::detect().is_ok_and(|environment| environment.rank == 0)
+}
+
+fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     let config = match args.resumed() {
         Some((folder, sets)) => {
             Session::configuration(folder, sets).with_context(|| format!("cannot resume {}", folder.display()))?
@@ -92,8 +113,7 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     }
     let stop = stop_on_signals()?;
     let control = Control { stop: &stop, process_start, on_stuck: end_process };
-    let ending = world::launch(&config, |world| train_rank(args, &config, world, control, faults.as_ref()))?;
-    Ok(if ending == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(130) })
+    Ok(world::launch(&config, |world| train_rank(args, &config, world, control, faults.as_ref()))?)
 }
 
 /// Ends the process when a rank's threads do not.
@@ -202,7 +222,8 @@ fn stop_on_signals() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // Order matters: the check of the flag comes before the flag is set.
-        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop)).context("signal handling")?;
+        signal_hook::flag::register_conditional_shutdown(signal, EXIT_INTERRUPTED.into(), Arc::clone(&stop))
+            .context("signal handling")?;
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("signal handling")?;
     }
     Ok(stop)

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -97,10 +98,15 @@ impl Folder {
     /// The program with `arguments`, in this folder.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainyard"));
-        command.args(arguments).current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
+        self.prepare(command.args(arguments));
+        command
+    }
+
+    /// Lets `command` run in this folder, in an environment that is the same everywhere.
+    pub fn prepare(&self, command: &mut Command) {
+        command.current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
         // A machine without cargo's registry.
         command.env("CARGO_HOME", self.join("no-cargo")).env_remove("OMP_NUM_THREADS");
-        command
     }
 
     pub fn run(&self, arguments: &[&str]) -> Ran {
@@ -108,25 +114,27 @@ impl Folder {
     }
 }
 
-/// The files of tensors of the newest checkpoint of a run, by name.
-pub fn tensors(run: &Path) -> Vec<(String, Vec<u8>)> {
-    let mut steps: Vec<PathBuf> = fs::read_dir(run.join("checkpoints"))
-        .expect("checkpoints")
-        .map(|entry| entry.expect("listed").path())
-        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-")))
-        .collect();
-    steps.sort();
-    let newest = steps.last().expect("a checkpoint");
-    let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(newest)
-        .expect("a folder")
-        .map(|entry| entry.expect("listed").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
-        .map(|path| {
-            let name = path.strip_prefix(run).expect("below it").display().to_string();
-            (name, fs::read(&path).expect("a file"))
-        })
-        .collect();
-    files.sort();
-    assert!(!files.is_empty(), "no tensors in {}", newest.display());
-    files
+/// Files of tensors by name.
+pub type Tensors = BTreeMap<String, Vec<u8>>;
+
+/// The files of tensors of every checkpoint of a run, by the step's folder.
+pub fn checkpoints(run: &Path) -> BTreeMap<String, Tensors> {
+    let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+    let list = |folder: &Path| {
+        let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        entries.map(|entry| entry.expect("listed").path()).collect::<Vec<_>>()
+    };
+    let tensors = |step: &Path| -> Tensors {
+        let files = list(step).into_iter().filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
+        files.map(|path| (name(&path), fs::read(&path).expect("a file"))).collect()
+    };
+    let steps = list(&run.join("checkpoints")).into_iter().filter(|path| name(path).starts_with("step-"));
+    steps.map(|step| (name(&step), tensors(&step))).collect()
+}
+
+/// The step's folder and the files of tensors of the newest checkpoint of a run.
+pub fn tensors(run: &Path) -> (String, Tensors) {
+    let (step, tensors) = checkpoints(run).pop_last().expect("a checkpoint");
+    assert!(!tensors.is_empty(), "no tensors in {step}");
+    (step, tensors)
 }

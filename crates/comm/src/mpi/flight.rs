@@ -18,6 +18,9 @@ pub(super) const WINDOW: usize = 8;
 const GRACE: Duration = Duration::from_millis(500);
 /// How often a waiting rank looks whether its peers still live.
 const LOOK: Duration = Duration::from_millis(50);
+/// The share of the deadline after which a peer that does not answer counts as dead. Before the whole, because others may wait in another group for a rank that waits
+/// for it: they must hear of the one that is silent before their own deadline, which began at the same time, makes them name the one that waits.
+const SILENCE: f64 = 0.9;
 
 /// One direction of data between this rank and another.
 pub(super) struct Stream {
@@ -178,9 +181,17 @@ impl<'a> Flight<'a> {
                     asked = true;
                     self.process.ask(&late);
                 }
+                if asked
+                    && waited >= deadline.mul_f64(SILENCE)
+                    && let Some(crash) = self.silent(deadline, waited)
+                {
+                    return Err(crash);
+                }
             }
             if waited >= deadline {
-                return Err(self.overdue(deadline));
+                let late = || Crash::New(ErrorKind::Deadline { waited: deadline }, self.late());
+                let silent = if asked { self.silent(deadline, waited) } else { None };
+                return Err(silent.unwrap_or_else(late));
             }
             backoff.pause();
         }
@@ -225,16 +236,16 @@ impl<'a> Flight<'a> {
         if senders.is_empty() { waiting(true) } else { senders }
     }
 
-    fn overdue(&self, deadline: Duration) -> Crash {
-        let late = self.late();
-        let silent: Vec<usize> = late.iter().copied().filter(|&peer| !self.process.answered(peer)).collect();
+    /// Those who are late and have not answered since they were asked, if there are any.
+    fn silent(&self, deadline: Duration, waited: Duration) -> Option<Crash> {
+        let mut silent = self.late();
+        silent.retain(|&peer| !self.process.answered(peer));
         if silent.is_empty() {
-            return Crash::New(ErrorKind::Deadline { waited: deadline }, late);
+            return None;
         }
-        let half = (deadline / 2).as_secs_f64();
-        let evidence =
-            format!("it did not come within {:.1} s and its process answers nothing for {half:.1} s", 2.0 * half);
-        Crash::New(ErrorKind::Died { evidence }, silent)
+        let (waited, asked) = (waited.as_secs_f64(), (waited - deadline / 2).as_secs_f64());
+        let evidence = format!("it did not come within {waited:.1} s and its process answers nothing for {asked:.1} s");
+        Some(Crash::New(ErrorKind::Died { evidence }, silent))
     }
 
     fn broken(&self, what: String) -> Crash {

@@ -14,7 +14,7 @@
 //! further MPI call, so that no message arrives in memory that is in use again. With network hardware that writes memory by itself that is not enough: there the program must end
 //! after a failure, as the trainer does. `MPI_Finalize` is called only if all ranks reach the end.
 //!
-//! Launchers end all processes when one dies; to let the others report, start with `mpirun --mca orte_enable_recovery 1` (Open MPI) or
+//! Launchers end all processes when one dies; to let the others report, start with `mpirun --mca orte_enable_recovery 1` (Open MPI, whose exit code is then always 0) or
 //! `mpiexec -disable-auto-cleanup` (MPICH).
 
 mod envelope;

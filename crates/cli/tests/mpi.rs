@@ -1,0 +1,142 @@
+//! Ranks that are processes: the program under `mpirun`, from the command line to the last checkpoint.
+//!
+//! Ignored unless the program is built with the feature `mpi`; `cargo xtask test` does that where it finds an MPI. The flags are Open MPI's.
+
+mod common;
+mod mpirun;
+
+use common::{Folder, Ran, tensors};
+use mpirun::Mpirun;
+use std::fs;
+
+/// Steps of a run here: enough for three checkpoints.
+const STEPS: &str = "training.steps=6";
+
+/// A model, a layout of two or four ranks, and what else is set.
+const CASES: [(&str, &[&str]); 8] = [
+    ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
+    ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),
+    (
+        "gpt2-bf16-zero-2",
+        &["parallel.ranks=2", "parallel.zero_stage=2", "model.family='gpt2'", "precision.compute='bf16'"],
+    ),
+    ("gpt2-f32-zero-3", &["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'"]),
+    ("gpt2-f32-ddp", &["parallel.ranks=4", "model.family='gpt2'", "activation_checkpointing.mode='selective'"]),
+    ("llama-bf16-zero-3", &["parallel.ranks=4", "parallel.zero_stage=3", "precision.compute='bf16'"]),
+    ("llama-f32-hybrid", &["parallel.ranks=4", "parallel.zero_stage=3", "parallel.data_parallel_replicate_degree=2"]),
+    (
+        "gpt2-bf16-hybrid",
+        &[
+            "parallel.ranks=4",
+            "parallel.zero_stage=2",
+            "parallel.data_parallel_replicate_degree=2",
+            "model.family='gpt2'",
+            "precision.compute='bf16'",
+            "parallel.reduce_schedule='micro_batch'",
+        ],
+    ),
+];
+
+/// `train tiny.toml` as the run `name` with `sets`.
+fn train(name: &str, sets: &[&str]) -> Vec<String> {
+    let name = format!("run.name='{name}'");
+    let batch = ["training.micro_batch_size=2", "training.accumulation_steps=2", "checkpoint.interval_steps=2"];
+    let sets = [&[name.as_str(), STEPS], &batch[..], sets].concat();
+    let sets = sets.iter().flat_map(|set| ["--set".to_owned(), (*set).to_owned()]);
+    ["train".to_owned(), "tiny.toml".to_owned()].into_iter().chain(sets).collect()
+}
+
+fn ranks(sets: &[&str]) -> usize {
+    let digit = sets.iter().find_map(|set| set.strip_prefix("parallel.ranks="));
+    digit.expect("every case says how many").parse().expect("a number")
+}
+
+/// Starts a run between threads.
+fn on_threads(folder: &Folder, arguments: &[String]) -> Ran {
+    folder.run(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// What a run recorded of each step, without what depends on a clock.
+fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 4]> {
+    let text = fs::read_to_string(folder.join(&format!("runs/{run}/metrics.jsonl"))).expect("metrics");
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a line of JSON"));
+    lines.map(|line| ["step", "loss", "grad_norm", "tokens"].map(|key| line[key].clone())).collect()
+}
+
+#[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi")]
+fn processes_train_the_bits_of_threads() {
+    let folder = Folder::new();
+    for (name, sets) in CASES {
+        let threads = format!("{name}-threads");
+        on_threads(&folder, &train(&threads, sets)).ok();
+        let ran = Mpirun::new(&folder, ranks(sets)).run(&train(name, sets)).ok();
+        assert!(
+            tensors(&folder.join(&format!("runs/{name}"))) == tensors(&folder.join(&format!("runs/{threads}"))),
+            "{name}: the tensors differ"
+        );
+        let recorded = losses(&folder, name);
+        assert_eq!((recorded.len(), &recorded), (6, &losses(&folder, &threads)), "{name}");
+        // Rank 0 alone speaks.
+        for said in ["done: 6 steps", "run folder", "[parallel]"] {
+            let times = ran.stdout.matches(said).count();
+            let expected = if said == "run folder" { 2 } else { 1 };
+            assert_eq!(times, expected, "{name}: {said}: {}", ran.stdout);
+        }
+        let others = ran
+            .stderr
+            .lines()
+            .chain(ran.stdout.lines())
+            .filter(|line| line.starts_with("[1,") && !line.starts_with("[1,0]"));
+        assert_eq!(others.collect::<Vec<_>>(), Vec::<&str>::new(), "{name}");
+    }
+    // Each of them one run, and the prepared data.
+    assert_eq!(fs::read_dir(folder.join("runs")).expect("runs").count(), 2 * CASES.len() + 1);
+}
+
+/// Begun between threads, gone on with by processes, ended by threads; and the other way round.
+#[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi")]
+fn runs_go_on_from_threads_to_processes_and_back() {
+    let folder = Folder::new();
+    for (name, sets) in [
+        ("replicated", &["parallel.ranks=2", "parallel.zero_stage=1"][..]),
+        ("sharded", &["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'", "precision.compute='bf16'"]),
+    ] {
+        let whole = format!("{name}-whole");
+        on_threads(&folder, &train(&whole, sets)).ok();
+        for threads_first in [true, false] {
+            let run = format!("{name}-{}", if threads_first { "threads" } else { "processes" });
+            let mut on_threads_now = threads_first;
+            // Ends after the checkpoints of steps 2 and 4 by a fault, then by itself.
+            for (sitting, fault) in
+                ["kill rank=1 step=3 instruction=4", "kill rank=0 step=5 instruction=4", ""].iter().enumerate()
+            {
+                let arguments = match sitting {
+                    0 => train(&run, sets),
+                    _ => vec!["train".to_owned(), "--resume".to_owned(), format!("runs/{run}")],
+                };
+                let ran = if on_threads_now {
+                    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+                    Ran::new(
+                        folder.command(&arguments).env("TRAINYARD_FAULTS", fault).output().expect("the program starts"),
+                    )
+                } else {
+                    Mpirun::new(&folder, 2).faults(fault).run(&arguments)
+                };
+                // mpirun ends with 0 whatever its processes end with, see `Mpirun::launcher`.
+                let expected = if on_threads_now && !fault.is_empty() { 70 } else { 0 };
+                assert_eq!(ran.code, Some(expected), "{run} {sitting}: {}", ran.stderr);
+                assert_eq!(ran.stdout.contains("done: 6 steps"), fault.is_empty(), "{run} {sitting}: {}", ran.stderr);
+                if sitting > 0 {
+                    assert!(ran.stderr.contains(&format!("resumed at step {}", 2 * sitting)), "{}", ran.stderr);
+                }
+                on_threads_now = !on_threads_now;
+            }
+            assert!(
+                tensors(&folder.join(&format!("runs/{run}"))) == tensors(&folder.join(&format!("runs/{whole}"))),
+                "{run}: the tensors differ"
+            );
+        }
+    }
+}
