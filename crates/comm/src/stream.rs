@@ -60,6 +60,8 @@ unsafe fn store_line(from: *const u8, to: *mut u8) {
     }
 }
 
+/// # Safety
+/// Never called.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn store_line(_: *const u8, _: *mut u8) {
     unreachable!("only where AVX2 was found");

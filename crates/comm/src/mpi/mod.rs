@@ -29,7 +29,7 @@ use crate::error::Result;
 
 pub(crate) use member::native_all_reduce;
 
-/// Joins the world of the processes started together: rank and size are MPI's. Call it once in a process.
+/// Joins the world of the processes started together: rank and size are MPI's. Call it once in a process, before other threads use the environment, which it adds to.
 ///
 /// # Errors
 /// When MPI was initialised before in this process, or does not support several threads.

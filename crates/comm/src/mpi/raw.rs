@@ -1,5 +1,6 @@
 //! The few calls of MPI that are made, one at a time.
 
+use super::flight::{CHUNK_BYTES, WINDOW};
 use mpi::ffi;
 use mpi::{Threading, environment::Universe};
 use std::ffi::{c_int, c_void};
@@ -51,8 +52,27 @@ fn check(code: c_int, call: &str) -> Result<(), String> {
     Err(format!("{call}: {}", String::from_utf8_lossy(&text[..length as usize])))
 }
 
+/// Lets Open MPI's TCP send a whole chunk without being asked for it.
+///
+/// A message above its eager limit (64 KiB) waits until the receiver has said that it is ready, and both sides say and hear that only inside MPI's calls. Between
+/// ranks that compute and poll now and then this costs milliseconds a chunk, and half of a slow link's rate (docs/LOG.md). Whoever sets the limits, in the environment or by
+/// `mpirun --mca`, keeps them. Other networks and other MPIs do not know these names.
+fn send_chunks_at_once() {
+    let limit = CHUNK_BYTES + 4096;
+    for (name, value) in
+        [("eager_limit", limit), ("rndv_eager_limit", limit), ("max_send_size", limit), ("free_list_inc", WINDOW)]
+    {
+        let variable = format!("OMPI_MCA_btl_tcp_{name}");
+        if std::env::var_os(&variable).is_none() {
+            // SAFETY: `super::init` asks to be called before other threads use the environment, and MPI has not begun.
+            unsafe { std::env::set_var(variable, value.to_string()) };
+        }
+    }
+}
+
 impl Raw {
     pub fn init() -> Result<Self, String> {
+        send_chunks_at_once();
         let (universe, threading) =
             mpi::initialize_with_threading(Threading::Multiple).ok_or("MPI was initialised before in this process")?;
         if threading < Threading::Serialized {
