@@ -66,9 +66,14 @@ pub fn supervise(command: &[OsString], max_restarts: u32) -> Result<ExitCode> {
         let began = Instant::now();
         let child = process.spawn().with_context(|| format!("cannot start {}", command[0].display()))?;
         let (mut status, was_ended) = signals.wait(child, &run)?;
-        if status.success() {
-            // Launchers that let ranks report (Open MPI with recovery) end well whatever became of their processes: rank 0 knows, unless it was killed.
-            status = ExitStatus::from_raw(i32::from(run.exit_code().unwrap_or(EXIT_FAULT)) << 8);
+        // Launchers have codes of their own. Open MPI with recovery, which lets ranks report, ends with 0 whatever became of its processes, and with 1 after a signal: rank 0 knows,
+        // unless it was killed.
+        match run.exit_code() {
+            Some(code) if status.success() || signals.asked_to_stop() => {
+                status = ExitStatus::from_raw(i32::from(code) << 8)
+            }
+            None if status.success() => status = ExitStatus::from_raw(i32::from(EXIT_FAULT) << 8),
+            _ => {}
         }
         if status.success() || signals.asked_to_stop() || !(was_ended || is_fault(status)) {
             return Ok(exit_code(status));
