@@ -51,7 +51,7 @@ impl Blow {
             4 => Blow::Signal { name: "KILL", rank: (seed / 6 % ranks) as u32, steps: 1 + (seed / 3 % 4) as usize },
             5 => Blow::Signal { name: "STOP", rank: (seed / 6 % ranks) as u32, steps: 1 + (seed / 3 % 4) as usize },
             _ => {
-                let late = if seed / 6 % 3 == 0 { 0.005 } else { 1.5 };
+                let late = if (seed / 6).is_multiple_of(3) { 0.005 } else { 1.5 };
                 Blow::Fault(seeded(seed, programs, STEPS, Duration::from_secs_f64(DEADLINE_S * late)))
             }
         }
