@@ -97,6 +97,7 @@ impl<'a> Bounds<'a> {
             mesh: Mesh::default(),
             placement: Placement::WHOLE,
             offload: Offload::default(),
+            chunks: Vec::new(),
             units: Vec::new(),
             borrows: Vec::new(),
             stages: Vec::new(),
@@ -402,7 +403,7 @@ impl Prices<'_> {
     fn end_seconds(&self, stage: &Stage, last_backward: f64) -> [f64; 3] {
         let candidate = self.candidate;
         let (reduces, last_reduce, _) = self.over(&stage.kinds, |unit| self.reduce_s(unit));
-        let update = |unit| self.price(Action::Update { unit }, 0.0, Keep::Everything);
+        let update = |unit| self.price(Action::Update { unit, chunk: 0 }, 0.0, Keep::Everything);
         let (updates, first_update, _) = self.over(&stage.kinds, update);
         let mut finish = updates;
         if self.program.placement.parameters != self.program.placement.masters {
@@ -430,7 +431,7 @@ impl Prices<'_> {
     /// What the host's link takes at least, when state or activations lie there; `work` is when the last pass ends.
     fn host_seconds(&self, stage: &Stage, work: f64) -> f64 {
         let Offload { optimizer, activations, .. } = self.candidate.offload;
-        let (unit, state) = (stage.kinds[0].0, State::Optimizer);
+        let (unit, state) = (stage.kinds[0].0, State::Optimizer { chunk: 0 });
         let trip = |bytes: f64| {
             self.price(Action::Fetch { unit, state }, bytes, Keep::Everything)
                 + self.price(Action::Evict { unit, state, write: true }, bytes, Keep::Everything)

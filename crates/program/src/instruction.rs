@@ -45,8 +45,11 @@ pub enum Phase {
 pub enum State {
     /// The copy that forward reads, in its resident extent.
     Parameters,
-    /// Masters and optimizer state.
-    Optimizer,
+    /// Masters and optimizer state of a chunk of what the rank holds of the unit.
+    Optimizer {
+        /// Which chunk.
+        chunk: u32,
+    },
     /// What a forward kept.
     Activations {
         /// Of which micro-batch.
@@ -172,10 +175,12 @@ pub enum Action {
     },
     /// The global gradient norm, and from it the factor that updates multiply gradients by; and the step's loss.
     Clip,
-    /// The optimizer on what the rank holds of a unit's masters; writes the next compute copy.
+    /// The optimizer on a chunk of what the rank holds of a unit's masters; writes that part of the next compute copy.
     Update {
         /// Which unit.
         unit: u32,
+        /// Which chunk: a unit is one, unless its optimizer state lies in a tier.
+        chunk: u32,
     },
     /// Brings state from its tier.
     Fetch {
@@ -294,7 +299,7 @@ impl Action {
             | Action::Send { unit, .. }
             | Action::Recv { unit, .. }
             | Action::Exchange { unit, .. }
-            | Action::Update { unit }
+            | Action::Update { unit, .. }
             | Action::Fetch { unit, .. }
             | Action::Evict { unit, .. } => Some(unit),
             Action::Load { .. } | Action::Count | Action::Clip | Action::Snapshot => None,

@@ -108,11 +108,18 @@ pub(crate) struct Lowering<'a> {
     gradients: Vec<GradientSpan>,
     begins: Vec<Vec<usize>>,
     completes: Vec<Vec<usize>>,
+    /// Every eviction so far that gives back what the compute lane takes: of activations, and of updated parameters.
+    evictions: Vec<u32>,
+    pub(crate) copies_evicted: Vec<u32>,
     /// Every reduction so far, and which units have been reduced.
     pub(crate) reduces: Vec<u32>,
     reduced: Vec<bool>,
     /// Per unit, what its gradient's sum waits for.
     pub(crate) summed: Vec<Option<u32>>,
+    /// Units and their chunks in the order of updates; what fetched their state, as far as it is in a tier; and how many are updated.
+    pub(crate) pieces: Vec<(u32, u32)>,
+    pub(crate) fetched: Vec<u32>,
+    pub(crate) updated: usize,
 }
 
 /// What brought a pass what it reads, where that is not on the rank.
@@ -136,6 +143,7 @@ impl<'a> Lowering<'a> {
             mesh: *mesh,
             placement,
             offload: strategy.offload,
+            chunks: Vec::new(),
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
             stages,
@@ -184,9 +192,14 @@ impl<'a> Lowering<'a> {
             begins: by_pass(passes.len(), gradients.iter().map(|span| span.first)),
             completes: by_pass(passes.len(), gradients.iter().map(|span| span.last)),
             gradients,
+            evictions: Vec::new(),
+            copies_evicted: Vec::new(),
             reduces: Vec::new(),
             reduced: vec![false; units],
             summed: vec![None; units],
+            pieces: Vec::new(),
+            fetched: Vec::new(),
+            updated: 0,
             passes,
             program,
         }
@@ -194,6 +207,10 @@ impl<'a> Lowering<'a> {
 
     fn finish(mut self) -> Program {
         self.program.resident = self.resident();
+        let chunks: Vec<u32> = (0..self.program.units.len() as u32).map(|unit| self.sizes.chunks(unit)).collect();
+        if chunks.iter().any(|chunks| *chunks > 1) {
+            self.program.chunks = chunks;
+        }
         self.program.instructions = self.builder.finish();
         self.program
     }
@@ -277,12 +294,13 @@ impl<'a> Lowering<'a> {
         self.builder.push(fetch.taking(MemoryKind::Parameters, bytes), before)
     }
 
-    pub(crate) fn drop_parameters(&mut self, unit: u32, after: u32, write: bool) {
+    pub(crate) fn drop_parameters(&mut self, unit: u32, after: u32, write: bool) -> u32 {
         let bytes = self.sizes.parameters(unit);
         let evict = Instruction::new(Action::Evict { unit, state: State::Parameters, write });
         let evict = evict.moving(if write { bytes } else { 0 });
         let evict = self.builder.push(evict.giving_back(MemoryKind::Parameters, bytes), [after]);
         self.dropped[unit as usize] = Some(evict);
+        evict
     }
 
     /// Runs a pass once all that it reads is there.
@@ -291,6 +309,9 @@ impl<'a> Lowering<'a> {
         let mut needs = self.inputs(at);
         needs.extend(self.program.reads(unit).filter_map(|unit| self.present[unit as usize]));
         needs.extend(self.brought[at].activations);
+        if phase == Phase::Forward {
+            needs.extend(self.room(&self.evictions));
+        }
         let mut pass = self.pass_with_activations(phase, part, unit, micro_batch);
         if self.brought[at].input.is_some() {
             let received = if phase == Phase::Forward { unit - 1 } else { unit };
@@ -304,12 +325,16 @@ impl<'a> Lowering<'a> {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
             if self.begins_in_a_buffer(micro_batch) {
                 pass = pass.taking(MemoryKind::Gradients, self.sizes.gradient(unit));
-                // As many reductions may be under way; further buffers wait for them.
-                let under_way = self.strategy.prefetch.max(1) as usize;
-                needs.extend(self.reduces.len().checked_sub(under_way + 1).map(|reduce| self.reduces[reduce]));
+                needs.extend(self.room(&self.reduces));
             }
         }
         self.ran.push(self.builder.push(pass, needs));
+    }
+
+    /// What must have given back its memory before more of the kind is taken: as many as are fetched ahead may be under way.
+    pub(crate) fn room(&self, giving_back: &[u32]) -> Option<u32> {
+        let under_way = self.strategy.prefetch.max(1) as usize;
+        giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last])
     }
 
     fn pass_with_activations(&self, phase: Phase, part: Part, unit: u32, micro_batch: u32) -> Instruction {
@@ -393,7 +418,7 @@ impl<'a> Lowering<'a> {
             let bytes = self.sizes.saved(unit);
             let state = State::Activations { micro_batch };
             let evict = Instruction::new(Action::Evict { unit, state, write: true }).moving(bytes);
-            self.builder.push(evict.giving_back(MemoryKind::Activations, bytes), [ran]);
+            self.evictions.push(self.builder.push(evict.giving_back(MemoryKind::Activations, bytes), [ran]));
         }
     }
 

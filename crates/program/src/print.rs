@@ -126,10 +126,11 @@ fn describe(program: &Program, action: Action) -> String {
         Action::Reduce { unit, accumulate } => {
             format!("{name} {}{}", unit_name(unit), if accumulate { ", add" } else { "" })
         }
-        Action::Update { unit } | Action::Tie { unit } => format!("{name} {}", unit_name(unit)),
-        Action::Fetch { unit, state } => format!("{name} {} of {}", state_name(state), unit_name(unit)),
+        Action::Tie { unit } => format!("{name} {}", unit_name(unit)),
+        Action::Update { unit, chunk } => format!("{name} {}{}", unit_name(unit), part(program, unit, chunk)),
+        Action::Fetch { unit, state } => format!("{name} {}", state_name(program, unit, state)),
         Action::Evict { unit, state, write } => {
-            format!("{} {} of {}", if write { name } else { "drop" }, state_name(state), unit_name(unit))
+            format!("{} {}", if write { name } else { "drop" }, state_name(program, unit, state))
         }
         Action::Send { to, unit, micro_batch, phase } => {
             format!("{name} {} {micro_batch} to {to}", flow(unit_name(unit), phase))
@@ -145,11 +146,20 @@ fn describe(program: &Program, action: Action) -> String {
     }
 }
 
-fn state_name(state: State) -> String {
+fn state_name(program: &Program, unit: u32, state: State) -> String {
+    let name = &program.units[unit as usize];
     match state {
-        State::Parameters => "parameters".to_owned(),
-        State::Optimizer => "optimizer".to_owned(),
-        State::Activations { micro_batch } => format!("activations {micro_batch}"),
+        State::Parameters => format!("parameters of {name}"),
+        State::Optimizer { chunk } => format!("optimizer of {name}{}", part(program, unit, chunk)),
+        State::Activations { micro_batch } => format!("activations {micro_batch} of {name}"),
+    }
+}
+
+/// Which chunk of several.
+fn part(program: &Program, unit: u32, chunk: u32) -> String {
+    match program.chunks_of(unit) {
+        1 => String::new(),
+        chunks => format!(", {} of {chunks}", chunk + 1),
     }
 }
 

@@ -15,6 +15,9 @@ pub struct Program {
     pub placement: Placement,
     /// Where state lies that is fetched and evicted.
     pub offload: Offload,
+    /// Per unit, in how many chunks its optimizer state is fetched and updated; empty: each in one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub chunks: Vec<u32>,
     /// The names of the model's units, by number.
     pub units: Vec<String>,
     /// Per unit, the units whose parameters it reads besides its own.
@@ -54,6 +57,11 @@ impl Program {
     /// The units whose parameters `unit` reads: its own, and those it borrows.
     pub fn reads(&self, unit: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::once(unit).chain(self.borrows[unit as usize].iter().copied())
+    }
+
+    /// In how many chunks the optimizer state of `unit` is updated.
+    pub fn chunks_of(&self, unit: u32) -> u32 {
+        self.chunks.get(unit as usize).copied().unwrap_or(1)
     }
 
     /// The units that the rank trains: those it runs, and those they borrow; ascending.

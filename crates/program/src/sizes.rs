@@ -50,6 +50,22 @@ impl<'a> Sizes<'a> {
         [bytes.master, bytes.optimizer].map(|width| self.held(unit, self.placement.masters, width))
     }
 
+    /// In how many chunks the optimizer state of a unit is fetched.
+    pub fn chunks(&self, unit: u32) -> u32 {
+        match self.strategy.update_chunk.filter(|_| self.strategy.offload.optimizer.is_some()) {
+            Some(elements) => self.held(unit, self.placement.masters, 1).div_ceil(elements).max(1) as u32,
+            None => 1,
+        }
+    }
+
+    /// Bytes of masters and of optimizer state of one of them; all but the last are equal.
+    pub fn optimizer_chunk(&self, unit: u32, chunk: u32) -> [u64; 2] {
+        let held = self.held(unit, self.placement.masters, 1);
+        let each = self.strategy.update_chunk.filter(|_| self.chunks(unit) > 1).unwrap_or(held);
+        let elements = each.min(held - u64::from(chunk) * each);
+        [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| elements * u64::from(width))
+    }
+
     /// Bytes of a gradient before it is sharded.
     pub fn gradient(&self, unit: u32) -> u64 {
         self.full(unit, self.strategy.bytes.gradient)

@@ -152,6 +152,8 @@ pub struct Strategy {
     pub elastic: bool,
     /// What lies in a lower tier.
     pub offload: Offload,
+    /// Elements of optimizer state that are fetched from its tier and updated at a time; None: a unit's.
+    pub update_chunk: Option<u64>,
     /// Bytes per element of what is kept.
     pub bytes: StateBytes,
     /// The order of a pipeline's forwards and backwards.
@@ -175,6 +177,7 @@ impl Strategy {
             reduce_schedule: ReduceSchedule::PerStep,
             elastic: false,
             offload: Offload::default(),
+            update_chunk: None,
             bytes: StateBytes::MIXED,
             pipeline: PipelineSchedule::default(),
             cuts: Vec::new(),
@@ -345,6 +348,9 @@ pub enum StrategyError {
         /// Units of the model.
         units: u32,
     },
+    /// Chunks of nothing.
+    #[error("update_chunk is 0: a chunk has at least one element")]
+    NoChunk,
     /// No such rank.
     #[error("rank {rank} is not in a mesh of {ranks} ranks, 0 to {}", .ranks - 1)]
     Rank {
@@ -374,6 +380,9 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     }
     if [mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep].contains(&0) {
         return Err(StrategyError::EmptyAxis(*mesh));
+    }
+    if strategy.update_chunk == Some(0) {
+        return Err(StrategyError::NoChunk);
     }
     if strategy.zero_stage > 3 {
         return Err(StrategyError::ZeroStage(strategy.zero_stage));

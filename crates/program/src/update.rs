@@ -8,15 +8,17 @@ impl Lowering<'_> {
     pub(crate) fn update(&mut self) {
         let last_pass = self.ran.last().copied();
         let tied = self.tie();
+        let chunks = |unit: &u32| (0..self.sizes.chunks(*unit)).map(|chunk| (*unit, chunk)).collect::<Vec<_>>();
+        self.pieces = self.trains.iter().flat_map(chunks).collect();
         self.fetch_state(0, last_pass);
         let norm = self.sizes.norm(&self.trains);
         let clip = Instruction::new(Action::Clip).moving(self.sizes.message(Axis::World, norm));
         self.builder.push(clip, self.reduces.last().copied().into_iter().chain(tied));
         let mut updated = None;
-        for at in 0..self.trains.len() {
-            // The state of the next unit comes while this one is updated; that of the one before has gone by then.
+        for at in 0..self.pieces.len() {
+            // The next piece of state comes while this one is updated; the one before has gone by then.
             self.fetch_state(at + 1, None);
-            updated = Some(self.update_unit(self.trains[at]));
+            updated = Some(self.update_piece(self.pieces[at]));
         }
         if self.strategy.snapshot {
             self.builder.push(Instruction::new(Action::Snapshot), updated);
@@ -37,47 +39,60 @@ impl Lowering<'_> {
         tied
     }
 
-    /// Fetches what updating the `at`-th unit needs and is not here.
+    /// Fetches what the `at`-th update needs and is not here.
     fn fetch_state(&mut self, at: usize, before: Option<u32>) {
-        let Some(unit) = self.trains.get(at).copied() else { return };
-        let [masters, optimizer] = self.sizes.optimizer(unit);
-        let mut fetched = None;
-        if self.strategy.offload.optimizer.is_some() {
-            let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer }).moving(masters + optimizer);
-            let fetch = fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer);
-            fetched = Some(self.builder.push(fetch, before));
-        }
+        let Some((unit, chunk)) = self.pieces.get(at).copied() else { return };
+        let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
         // The update of a copy that is its own master reads it; otherwise it is written anew.
-        if self.strategy.offload.parameters.is_some() && self.strategy.bytes.master == 0 {
-            fetched = Some(self.fetch_parameters(unit, before));
+        if chunk == 0 {
+            let reads = self.strategy.offload.parameters.is_some() && self.strategy.bytes.master == 0;
+            self.present[unit as usize] = reads.then(|| self.fetch_parameters(unit, before));
         }
-        self.present[unit as usize] = fetched;
+        if self.strategy.offload.optimizer.is_some() {
+            let state = State::Optimizer { chunk };
+            let fetch = Instruction::new(Action::Fetch { unit, state }).moving(masters + optimizer);
+            let fetch = fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer);
+            self.fetched.push(self.builder.push(fetch, before));
+        }
     }
 
-    fn update_unit(&mut self, unit: u32) -> u32 {
+    fn update_piece(&mut self, (unit, chunk): (u32, u32)) -> u32 {
         let (offload, bytes) = (self.strategy.offload, self.strategy.bytes);
-        let mut instruction = Instruction::new(Action::Update { unit });
-        if offload.parameters.is_some() && bytes.master != 0 {
-            instruction = instruction.taking(MemoryKind::Parameters, self.sizes.parameters(unit));
-        }
-        let update = self
-            .builder
-            .push(instruction, [self.present[unit as usize], self.dropped[unit as usize]].into_iter().flatten());
+        let mut instruction = Instruction::new(Action::Update { unit, chunk });
+        let mut needs = vec![self.present[unit as usize], self.dropped[unit as usize]];
         if offload.optimizer.is_some() {
-            let [masters, optimizer] = self.sizes.optimizer(unit);
-            let evict = Instruction::new(Action::Evict { unit, state: State::Optimizer, write: true });
+            needs.push(Some(self.fetched[self.updated]));
+        }
+        self.updated += 1;
+        if offload.parameters.is_some() && bytes.master != 0 && chunk == 0 {
+            instruction = instruction.taking(MemoryKind::Parameters, self.sizes.parameters(unit));
+            needs.push(self.room(&self.copies_evicted));
+        }
+        let update = self.builder.push(instruction, needs.into_iter().flatten());
+        if offload.optimizer.is_some() {
+            let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
+            let evict = Instruction::new(Action::Evict { unit, state: State::Optimizer { chunk }, write: true });
             let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
             self.builder.push(evict.giving_back(MemoryKind::Optimizer, optimizer), [update]);
         }
+        if chunk + 1 == self.sizes.chunks(unit) {
+            self.pass_on_update(unit, update);
+        }
+        update
+    }
+
+    /// Gives others what was updated of a copy that they hold too, and the copy to its tier.
+    fn pass_on_update(&mut self, unit: u32, update: u32) {
         let mut written = update;
         if self.sizes.placement.parameters != self.sizes.placement.masters {
             let gather = Instruction::new(Action::Gather { unit, over: self.sizes.mesh.shard_degree() });
-            written = self.builder.push(gather.moving(self.sizes.full(unit, bytes.parameter)), [update]);
+            let message = self.sizes.full(unit, self.strategy.bytes.parameter);
+            written = self.builder.push(gather.moving(message), [update]);
         }
-        if offload.parameters.is_some() {
-            self.drop_parameters(unit, written, true);
+        if self.strategy.offload.parameters.is_some() {
+            let evicted = self.drop_parameters(unit, written, true);
+            self.copies_evicted.push(evicted);
         }
-        update
     }
 
     /// What is held from the first instruction to the last.

@@ -10,7 +10,7 @@ use common::{Case, data_parallel_cases};
 use interpreter::{Order, Outcome, run};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-use trainyard_program::{Lane, Mesh, Program, Strategy as How, check_ranks, lower};
+use trainyard_program::{Lane, Mesh, ModelShape, Offload, Program, Strategy as How, Tier, check_ranks, lower};
 
 fn runner() -> TestRunner {
     let config = Config { failure_persistence: None, ..Config::default() };
@@ -175,19 +175,29 @@ fn strategies_and_orders_change_no_weight() {
     }
 }
 
+fn every_dependency_is_needed(model: &ModelShape, strategy: &How) {
+    let programs = lower(model, &Mesh::data(1, 2), strategy).unwrap();
+    for (number, instruction) in programs[0].instructions.iter().enumerate() {
+        for place in 0..instruction.after.len() {
+            let mut mutated = programs.clone();
+            mutated[0].instructions[number].after.remove(place);
+            assert!(check_ranks(&mutated).is_err(), "{strategy:?}, {number}:\n{}", programs[0]);
+        }
+    }
+}
+
 /// A dependency that is not implied is needed: without it the checker, and some order, see a difference.
 #[test]
 fn no_dependency_is_superfluous() {
     let model = common::model(5);
     for zero_stage in 0..4 {
         let strategy = How { zero_stage, accumulation_steps: 2, snapshot: true, ..How::new(5) };
-        let programs = lower(&model, &Mesh::data(1, 2), &strategy).unwrap();
-        for (number, instruction) in programs[0].instructions.iter().enumerate() {
-            for place in 0..instruction.after.len() {
-                let mut mutated = programs.clone();
-                mutated[0].instructions[number].after.remove(place);
-                assert!(check_ranks(&mutated).is_err(), "stage {zero_stage}, {number}:\n{}", programs[0]);
-            }
-        }
+        every_dependency_is_needed(&model, &strategy);
+        let tier = Some(Tier::Disk);
+        let [one, all] = [[tier, None, None], [tier, tier, tier]].map(|[optimizer, parameters, activations]| {
+            let offload = Offload { optimizer, parameters, activations };
+            How { offload, update_chunk: Some(16 * 4096), ..strategy.clone() }
+        });
+        [one, all].iter().for_each(|strategy| every_dependency_is_needed(&model, strategy));
     }
 }

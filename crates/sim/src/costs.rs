@@ -90,7 +90,7 @@ impl Costs {
             Action::Exchange { collective, axis, times, .. } => {
                 f64::from(times) * self.exchange_s(mesh, collective, axis, bytes)
             }
-            Action::Update { unit } => {
+            Action::Update { unit, .. } => {
                 let held = match program.placement.masters {
                     trainyard_program::Extent::Full => 1.0,
                     trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
@@ -98,7 +98,8 @@ impl Costs {
                 // Gradient read, master and both moments read and written, compute copy written.
                 let state = &self.stack.state;
                 let moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
-                self.stream_s(f64::from(moved) * self.unit(unit).elements / held)
+                let chunks = f64::from(program.chunks_of(unit));
+                self.stream_s(f64::from(moved) * self.unit(unit).elements / held / chunks)
             }
             Action::Clip => {
                 let elements: f64 = (0..program.units.len() as u32)

@@ -13,7 +13,8 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
     let passes: Vec<u32> = (0..program.instructions.len() as u32).filter(is_pass).collect();
     let under_way = program.prefetch.max(1) as usize;
     let stretch = program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
-    let mut reduces = Vec::new();
+    let (mut reduces, mut evictions, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+    let room = |giving_back: &[u32]| giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last]);
     let mut states = 0;
     for (number, instruction) in (0..).zip(&program.instructions) {
         let waits_for = match instruction.action {
@@ -21,36 +22,56 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
                 reduces.push(number);
                 None
             }
-            Action::Forward { .. } | Action::Backward { .. } if begins_a_buffer(program, instruction) => {
-                reduces.len().checked_sub(under_way + 1).map(|reduce| reduces[reduce])
-            }
-            Action::Fetch { state: State::Optimizer, .. } => {
+            Action::Forward { .. } | Action::Backward { .. } if begins_a_buffer(program, instruction) => room(&reduces),
+            Action::Fetch { state: State::Optimizer { .. }, .. } => {
                 states += 1;
                 passes.last().copied()
             }
-            Action::Evict { state: State::Optimizer, .. } => {
+            Action::Evict { state: State::Optimizer { .. }, .. } => {
                 states -= 1;
                 None
             }
+            Action::Evict { state: State::Activations { .. }, .. } => {
+                evictions.push(number);
+                None
+            }
+            Action::Evict { state: State::Parameters, write: true, .. } => {
+                copies.push(number);
+                None
+            }
+            Action::Update { .. } if takes(instruction, MemoryKind::Parameters) => room(&copies),
             Action::Gather { .. } if program.placement.parameters == Extent::Full => None,
             Action::Gather { .. } | Action::Fetch { .. } => ahead(program, &passes, number, program.prefetch as usize),
             Action::Recv { .. } => ahead(program, &passes, number, stretch),
             _ => None,
         };
+        if matches!(instruction.action, Action::Forward { .. })
+            && let Some(earlier) = room(&evictions).filter(|earlier| !order.holds(*earlier, number))
+        {
+            return Err(early(number, instruction, earlier));
+        }
         let wrong = |what| Err(CheckError::Order { number: number as usize, action: instruction.action.name(), what });
         if let Some(earlier) = waits_for.filter(|earlier| !order.holds(*earlier, number)) {
-            return wrong(format!("does not wait for instruction {earlier}, so more may be in memory than planned"));
+            return Err(early(number, instruction, earlier));
         }
         if states > 2 {
-            return wrong("the state of more than two units is on the device".to_owned());
+            return wrong("more than two chunks of optimizer state are on the device".to_owned());
         }
     }
     Ok(())
 }
 
 fn begins_a_buffer(program: &Program, instruction: &Instruction) -> bool {
-    let takes = |effect: &crate::Effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0;
-    program.placement.fresh_gradients == Fresh::Transient && instruction.effects.iter().any(takes)
+    program.placement.fresh_gradients == Fresh::Transient && takes(instruction, MemoryKind::Gradients)
+}
+
+fn takes(instruction: &Instruction, kind: MemoryKind) -> bool {
+    instruction.effects.iter().any(|effect| effect.kind == kind && effect.bytes > 0)
+}
+
+fn early(number: u32, instruction: &Instruction, earlier: u32) -> CheckError {
+    let what = format!("does not wait for instruction {earlier}, so more may be in memory than planned");
+    CheckError::Order { number: number as usize, action: instruction.action.name(), what }
 }
 
 /// The pass that instruction `number` has to wait for when what it brings may be there `prefetch` passes ahead of its use.

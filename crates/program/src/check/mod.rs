@@ -16,7 +16,7 @@ mod ranks;
 mod step;
 
 use crate::clocks::HappensBefore;
-use crate::{Action, Lane, Program};
+use crate::{Action, Lane, Program, State};
 pub use ranks::{Deadlock, check_ranks};
 
 /// A program that must not run.
@@ -39,7 +39,7 @@ pub enum CheckError {
         number: usize,
         /// What it does.
         action: &'static str,
-        /// `unit` or `micro-batch`.
+        /// `unit`, `chunk` or `micro-batch`.
         operand: &'static str,
         /// Which one.
         index: u32,
@@ -132,6 +132,9 @@ fn tables(program: &Program) -> Result<(), CheckError> {
         return malformed(format!("borrows do not fit {units} units: {:?}", program.borrows));
     }
     let ends = program.stages.iter().map(|stretch| (stretch.start, stretch.end));
+    if !(program.chunks.is_empty() || program.chunks.len() == units) || program.chunks.contains(&0) {
+        return malformed(format!("chunks do not fit {units} units: {:?}", program.chunks));
+    }
     if program.stages.is_empty() || ends.clone().any(|(start, end)| start >= end || end as usize > units) {
         return malformed(format!("stages do not fit {units} units: {:?}", program.stages));
     }
@@ -156,6 +159,14 @@ fn operands(program: &Program) -> Result<(), CheckError> {
         });
         if let Some(index) = instruction.action.unit().filter(|unit| !has(unit)) {
             return Err(CheckError::NoSuch { number, action, operand: "unit", index, count });
+        }
+        if let Action::Update { unit, chunk }
+        | Action::Fetch { unit, state: State::Optimizer { chunk } }
+        | Action::Evict { unit, state: State::Optimizer { chunk }, .. } = instruction.action
+            && chunk >= program.chunks_of(unit)
+        {
+            let count = program.chunks_of(unit);
+            return Err(CheckError::NoSuch { number, action, operand: "chunk", index: chunk, count });
         }
         if let Some(index) = instruction.action.micro_batch().filter(|m| *m >= program.micro_batches) {
             let count = program.micro_batches;

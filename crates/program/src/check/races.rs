@@ -21,27 +21,29 @@ enum Thing {
     /// The sum that the update reads.
     Gradient(u32),
     Norm,
-    /// Masters and optimizer state.
-    Optimizer(u32),
+    /// Masters and optimizer state, of a chunk.
+    Optimizer(u32, u32),
 }
 
 /// Numbers things densely.
 struct Places {
     units: usize,
     micro_batches: usize,
+    /// Per unit, the chunks of the units before it; and of all.
+    chunks: Vec<usize>,
 }
 
 impl Places {
     fn count(&self) -> usize {
         let (units, batches) = (self.units, self.micro_batches);
-        2 + batches + 4 * units + 5 * units * batches + units * (batches + 2)
+        2 + batches + 3 * units + 5 * units * batches + units * (batches + 2) + self.chunks[units]
     }
 
     fn of(&self, thing: Thing) -> usize {
         let (units, batches) = (self.units, self.micro_batches);
         let pair = |unit: u32, micro_batch: u32| unit as usize * batches + micro_batch as usize;
         let per_unit = 2 + batches;
-        let per_pair = per_unit + 4 * units;
+        let per_pair = per_unit + 3 * units;
         match thing {
             Thing::Targets => 0,
             Thing::Norm => 1,
@@ -49,7 +51,9 @@ impl Places {
             Thing::Parameters(unit) => per_unit + unit as usize,
             Thing::Gathered(unit) => per_unit + units + unit as usize,
             Thing::Gradient(unit) => per_unit + 2 * units + unit as usize,
-            Thing::Optimizer(unit) => per_unit + 3 * units + unit as usize,
+            Thing::Optimizer(unit, chunk) => {
+                self.count() - self.chunks[units] + self.chunks[unit as usize] + chunk as usize
+            }
             Thing::Activations(unit, m) => per_pair + pair(unit, m),
             Thing::Result(phase, unit, m) => per_pair + (1 + phase as usize) * units * batches + pair(unit, m),
             Thing::Completed(phase, unit, m) => per_pair + (3 + phase as usize) * units * batches + pair(unit, m),
@@ -71,7 +75,11 @@ struct Access {
 
 /// Finds two instructions that conflict and are not ordered.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
-    let places = Places { units: program.units.len(), micro_batches: program.micro_batches as usize };
+    let mut chunks = vec![0];
+    for unit in 0..program.units.len() {
+        chunks.push(chunks[unit] + program.chunks_of(unit as u32) as usize);
+    }
+    let places = Places { units: program.units.len(), micro_batches: program.micro_batches as usize, chunks };
     let mut accesses = vec![Access::default(); places.count()];
     let mut touching = Touching::new(program);
     for (number, instruction) in (0..).zip(&program.instructions) {
@@ -127,7 +135,7 @@ fn describe(program: &Program, thing: Thing) -> String {
             format!("the gradient of {}'s input on micro-batch {m}", name(unit))
         }
         Thing::Fresh(unit, _) | Thing::Gradient(unit) => format!("the gradient of {}", name(unit)),
-        Thing::Optimizer(unit) => format!("the optimizer state of {}", name(unit)),
+        Thing::Optimizer(unit, _) => format!("the optimizer state of {}", name(unit)),
     }
 }
 
@@ -202,17 +210,22 @@ impl<'p> Touching<'p> {
                 self.reads.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
                 self.changes.push(Thing::Norm);
             }
-            Action::Update { unit } => {
+            Action::Update { unit, chunk } => {
                 self.reads.extend([Thing::Norm, Thing::Gradient(unit)]);
-                self.changes.extend([Thing::Optimizer(unit), Thing::Parameters(unit)]);
+                self.changes.extend([Thing::Optimizer(unit, chunk), Thing::Parameters(unit)]);
             }
             Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => self.changes.push(match state {
                 State::Parameters => Thing::Parameters(unit),
-                State::Optimizer => Thing::Optimizer(unit),
+                State::Optimizer { chunk } => Thing::Optimizer(unit, chunk),
                 State::Activations { micro_batch } => Thing::Activations(unit, micro_batch),
             }),
             // Where masters are apart from the copy that forward reads, they are what is snapshot, and the copy may be gathered meanwhile.
-            Action::Snapshot => self.reads.extend(self.trains.iter().map(|unit| Thing::Optimizer(*unit))),
+            Action::Snapshot => {
+                let chunks = |unit: &u32| {
+                    (0..self.program.chunks_of(*unit)).map(|chunk| Thing::Optimizer(*unit, chunk)).collect::<Vec<_>>()
+                };
+                self.reads.extend(self.trains.iter().flat_map(chunks));
+            }
         }
     }
 

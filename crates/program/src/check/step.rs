@@ -44,7 +44,11 @@ struct Unit {
     present: bool,
     /// 0: not gathered, 1: whole, n: 1 / n stayed.
     gathered: u32,
-    optimizer: bool,
+    /// Chunks of its optimizer state that came, were updated, and went back.
+    fetched: u32,
+    chunks_updated: u32,
+    evicted: u32,
+    /// Whether all are updated.
     updated: bool,
     /// Whether other ranks' parts of a whole copy are from before the update.
     stale: bool,
@@ -83,7 +87,9 @@ impl<'p> Step<'p> {
         let unit = Unit {
             present: program.offload.parameters.is_none(),
             gathered: 0,
-            optimizer: program.offload.optimizer.is_none(),
+            fetched: 0,
+            chunks_updated: 0,
+            evicted: 0,
             updated: false,
             stale: false,
         };
@@ -124,7 +130,7 @@ impl<'p> Step<'p> {
                 self.exchange(unit, micro_batch, phase, collective, times)
             }
             Action::Clip => self.clip(),
-            Action::Update { unit } => self.update(unit, instruction),
+            Action::Update { unit, chunk } => self.update(unit, chunk, instruction),
             Action::Fetch { unit, state } => self.fetch(unit, state),
             Action::Evict { unit, state, write } => self.evict(unit, state, write),
             Action::Snapshot => {
@@ -272,13 +278,18 @@ impl<'p> Step<'p> {
         Ok(())
     }
 
-    fn update(&mut self, unit: u32, instruction: &Instruction) -> Verdict {
+    fn update(&mut self, unit: u32, chunk: u32, instruction: &Instruction) -> Verdict {
         must(self.clipped, || "the gradient norm is not known".to_owned())?;
         let writes = instruction.effects.iter().any(|effect| effect.kind == MemoryKind::Parameters && effect.bytes > 0);
         let placement = &self.program.placement;
+        let (chunks, offloaded) = (self.program.chunks_of(unit), self.program.offload.optimizer.is_some());
         let state = &mut self.units[unit as usize];
-        must(!std::mem::replace(&mut state.updated, true), || format!("unit {unit} again"))?;
-        must(state.optimizer, || format!("the optimizer state of unit {unit} is in a lower tier"))?;
+        must(chunk == state.chunks_updated && chunk < chunks, || {
+            format!("{} of {chunks} chunks of unit {unit} are updated", state.chunks_updated)
+        })?;
+        must(!offloaded || chunk < state.fetched, || format!("the optimizer state of unit {unit} is in a lower tier"))?;
+        state.chunks_updated += 1;
+        state.updated = state.chunks_updated == chunks;
         must(state.present != writes, || {
             format!("the parameters of unit {unit} are not there to be written, or twice")
         })?;
@@ -295,10 +306,14 @@ impl<'p> Step<'p> {
                 must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
                 must(!std::mem::replace(&mut self.units[unit as usize].present, true), here)
             }
-            State::Optimizer => {
+            State::Optimizer { chunk } => {
                 must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
-                must(!self.units[unit as usize].updated, || format!("unit {unit} is updated"))?;
-                must(!std::mem::replace(&mut self.units[unit as usize].optimizer, true), here)
+                let (chunks, state) = (self.program.chunks_of(unit), &mut self.units[unit as usize]);
+                must(chunk == state.fetched && chunk < chunks, || {
+                    format!("{} of {chunks} chunks of unit {unit} were fetched", state.fetched)
+                })?;
+                state.fetched += 1;
+                Ok(())
             }
             State::Activations { micro_batch } => {
                 let kept = std::mem::replace(&mut self.run(unit, micro_batch).kept, Kept::Here);
@@ -317,10 +332,13 @@ impl<'p> Step<'p> {
                 must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
                 must(write == state.updated, || format!("unit {unit} is to be written if it was updated"))
             }
-            State::Optimizer => {
+            State::Optimizer { chunk } => {
                 must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
-                must(std::mem::replace(&mut state.optimizer, false), || format!("unit {unit} is not on the device"))?;
-                must(write && state.updated, || format!("unit {unit} is to be written once it is updated"))
+                must(chunk == state.evicted && chunk < state.fetched, || format!("unit {unit} is not on the device"))?;
+                state.evicted += 1;
+                must(write && chunk < state.chunks_updated, || {
+                    format!("unit {unit} is to be written once it is updated")
+                })
             }
             State::Activations { micro_batch } => {
                 must(offload.activations.is_some() && write, || "activations do not lie in a tier".to_owned())?;
@@ -351,7 +369,8 @@ impl<'p> Step<'p> {
             must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
             must(state.gathered == 0, || format!("unit {unit} is still gathered"))?;
             must(state.present == offload.parameters.is_none(), || format!("unit {unit} is not in its tier"))?;
-            must(state.optimizer == offload.optimizer.is_none(), || {
+            let away = if offload.optimizer.is_some() { self.program.chunks_of(*unit) } else { 0 };
+            must(state.evicted == away && state.fetched == away, || {
                 format!("the state of unit {unit} is not in its tier")
             })?;
         }

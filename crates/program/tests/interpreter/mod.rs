@@ -34,8 +34,9 @@ struct UnitState {
     parameters: Option<Parts>,
     parameters_in_tier: Parts,
     gathered: Option<Parts>,
-    masters: Option<Parts>,
-    masters_in_tier: Parts,
+    /// By chunk.
+    masters: Vec<Option<Parts>>,
+    masters_in_tier: Vec<Parts>,
     fresh: Vec<Buffer>,
     sum: Option<Vec<u64>>,
 }
@@ -78,6 +79,11 @@ fn there<T: Clone>(value: &Option<T>, what: &str) -> Step<T> {
 fn whole(parts: &Option<Parts>, what: &str) -> Step<u64> {
     let parts: Option<Vec<u64>> = there(parts, what)?.into_iter().collect();
     Ok(mix(&there(&parts, what)?))
+}
+
+/// Chunks of a unit stand for the same numbers, so that their count tells nothing; unless they differ.
+fn one_of_all(chunks: Vec<u64>) -> u64 {
+    if chunks.iter().all(|chunk| *chunk == chunks[0]) { chunks[0] } else { mix(&chunks) }
 }
 
 /// Runs a step.
@@ -291,11 +297,11 @@ impl<'p> World<'p> {
                     earlier.parts.iter_mut().zip(last.parts).for_each(|(a, b)| *a = a.wrapping_add(b));
                 }
             }
-            Action::Update { unit } => {
+            Action::Update { unit, chunk } => {
                 let norm = there(&state.norm, "the norm")?;
                 let unit = &mut state.units[unit as usize];
                 let sum = there(&unit.sum, "the gradient")?;
-                let mut masters = there(&unit.masters, "the optimizer state")?;
+                let mut masters = there(&unit.masters[chunk as usize], "the optimizer state")?;
                 let writes = program.instructions[number].effects.iter().any(|effect| effect.bytes > 0);
                 let mut copy = match writes {
                     true => vec![None; shards],
@@ -305,14 +311,18 @@ impl<'p> World<'p> {
                     let new = mix(&[there(&masters[part], "the master")?, sum[part], norm]);
                     (masters[part], copy[part]) = (Some(new), Some(mix(&[new, 7])));
                 }
-                (unit.masters, unit.parameters) = (Some(masters), Some(copy));
+                (unit.masters[chunk as usize], unit.parameters) = (Some(masters), Some(copy));
             }
             Action::Fetch { unit, state: what } => state.fetch(program, unit, what),
             Action::Evict { unit, state: what, write } => state.evict(program, unit, what, write)?,
             Action::Snapshot => {
                 let masters = |unit: &UnitState| {
-                    let parts = unit.masters.as_ref().unwrap_or(&unit.masters_in_tier);
-                    mix(&held(program.placement.masters).map(|part| parts[part].unwrap_or(0)).collect::<Vec<_>>())
+                    let chunks = unit.masters.iter().zip(&unit.masters_in_tier);
+                    let chunk = |(here, in_tier): (&Option<Parts>, &Parts)| {
+                        let parts = here.as_ref().unwrap_or(in_tier);
+                        mix(&held(program.placement.masters).map(|part| parts[part].unwrap_or(0)).collect::<Vec<_>>())
+                    };
+                    one_of_all(chunks.map(chunk).collect())
                 };
                 state.snapshot = Some(mix(&state.units.iter().map(masters).collect::<Vec<_>>()));
             }
@@ -332,8 +342,10 @@ impl<'p> World<'p> {
         let parts = |parts: &Parts| mix(&parts.iter().map(number).collect::<Vec<_>>());
         let maybe = |value: &Option<Parts>| value.as_ref().map_or(2, parts);
         let unit = |unit: &UnitState| {
-            let [a, b, c] = [&unit.parameters, &unit.gathered, &unit.masters].map(maybe);
-            mix(&[a, b, c, parts(&unit.parameters_in_tier), parts(&unit.masters_in_tier)])
+            let [a, b] = [&unit.parameters, &unit.gathered].map(maybe);
+            let here = one_of_all(unit.masters.iter().map(maybe).collect());
+            let in_tier = one_of_all(unit.masters_in_tier.iter().map(parts).collect());
+            mix(&[a, b, here, parts(&unit.parameters_in_tier), in_tier])
         };
         let rank = |(own, rank): (usize, &Rank)| {
             let own_part =
@@ -355,6 +367,7 @@ impl Rank {
         let shards = mesh.shard_degree() as usize;
         let own = mesh.group(program.rank, Axis::Shard).index as usize;
         let unit = |unit: usize| {
+            let chunks = program.chunks_of(unit as u32) as usize;
             let parts = |extent: Extent, salt: u64| -> Parts {
                 let has = |part: usize| extent == Extent::Full || part == own;
                 (0..shards).map(|part| has(part).then(|| mix(&[unit as u64, part as u64, salt]))).collect()
@@ -364,8 +377,8 @@ impl Rank {
                 parameters: offload.parameters.is_none().then(|| parameters.clone()),
                 parameters_in_tier: parameters,
                 gathered: None,
-                masters: offload.optimizer.is_none().then(|| masters.clone()),
-                masters_in_tier: masters,
+                masters: vec![offload.optimizer.is_none().then(|| masters.clone()); chunks],
+                masters_in_tier: vec![masters; chunks],
                 fresh: Vec::new(),
                 sum: None,
             }
@@ -463,7 +476,9 @@ impl Rank {
         let state = &mut self.units[unit as usize];
         match what {
             State::Parameters => state.parameters = Some(state.parameters_in_tier.clone()),
-            State::Optimizer => state.masters = Some(state.masters_in_tier.clone()),
+            State::Optimizer { chunk } => {
+                state.masters[chunk as usize] = Some(state.masters_in_tier[chunk as usize].clone());
+            }
             State::Activations { micro_batch } => {
                 let place = Self::place(program, unit, micro_batch);
                 self.kept[place] = self.away[place].take();
@@ -480,10 +495,10 @@ impl Rank {
                     state.parameters_in_tier = parts;
                 }
             }
-            State::Optimizer => {
-                let parts = there(&state.masters.take(), "what is to go")?;
+            State::Optimizer { chunk } => {
+                let parts = there(&state.masters[chunk as usize].take(), "what is to go")?;
                 if write {
-                    state.masters_in_tier = parts;
+                    state.masters_in_tier[chunk as usize] = parts;
                 }
             }
             State::Activations { micro_batch } => {
