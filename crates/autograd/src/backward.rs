@@ -1,7 +1,7 @@
 //! Differentiating: the nodes of a recording, last to first.
 
 use crate::functions::Function;
-use crate::tape::{Node, Operand, Recording, Saved, Value, Var, in_backward};
+use crate::tape::{Node, Operand, Place, Recording, Saved, Value, Var, in_backward};
 use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Result};
 use std::collections::BTreeMap;
 use trainyard_tensor::{Tensor, ops};
@@ -27,17 +27,30 @@ impl Recording {
     /// Runs backward from `outputs` (each with its gradient) and returns the gradients of `inputs`, None where nothing
     /// flowed. Parameters' gradients go to `gradients`. What the recording kept is freed as it is used.
     pub fn backward(
-        mut self,
+        self,
         outputs: &[(&Var, Tensor)],
         inputs: &[&Var],
         parameters: &dyn Parameters,
         gradients: &mut dyn Gradients,
     ) -> Result<Vec<Option<Tensor>>> {
+        let outputs: Vec<(Place, Tensor)> = outputs.iter().map(|(var, g)| (Place::from(*var), g.clone())).collect();
+        let inputs: Vec<Place> = inputs.iter().map(|var| Place::from(*var)).collect();
+        self.backward_at(&outputs, &inputs, parameters, gradients)
+    }
+
+    /// As [`Recording::backward`], from and to places in the graph, whose values need not be there any more.
+    pub fn backward_at(
+        mut self,
+        outputs: &[(Place, Tensor)],
+        inputs: &[Place],
+        parameters: &dyn Parameters,
+        gradients: &mut dyn Gradients,
+    ) -> Result<Vec<Option<Tensor>>> {
         let mut flow = Flow { gradients: vec![None; self.values.len()], recomputed: BTreeMap::new() };
         for (output, gradient) in outputs {
-            if output.tensor().shape() != gradient.shape() {
+            if output.shape != *gradient.shape() {
                 return Err(AutogradError::GradientShape {
-                    output: output.tensor().shape().to_string(),
+                    output: output.shape.to_string(),
                     gradient: gradient.shape().to_string(),
                 });
             }
@@ -94,6 +107,7 @@ impl Backward<'_> {
         let id = match saved {
             Saved::Tensor(tensor) => return Ok(tensor),
             Saved::Recompute(id) => id,
+            Saved::Away(index, _) => return Err(AutogradError::Away(index)),
         };
         if let Some(tensor) = self.flow.recomputed.get(&id) {
             return Ok(tensor.clone());

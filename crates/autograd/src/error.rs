@@ -39,6 +39,9 @@ pub enum AutogradError {
          fold the factor into the loss's scale, or record it without gradients at hand"
     )]
     EagerUpstream(f32),
+    /// Backward, or whoever puts activations back, misses one that was taken out of the recording.
+    #[error("activation {0} was taken out of the recording and is not back")]
+    Away(usize),
 }
 
 /// The result of recording or differentiating.

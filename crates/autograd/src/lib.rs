@@ -18,4 +18,4 @@ pub use backward::Backward;
 pub use error::{AutogradError, Result};
 pub use functions::{Function, TABLE};
 pub use parameters::{GradientTarget, Gradients, ParamId, Parameter, Parameters, Store};
-pub use tape::{Operand, Policy, RandomKey, Recording, Saved, Tape, Var};
+pub use tape::{Operand, Place, Policy, RandomKey, Recording, Saved, Tape, Var};

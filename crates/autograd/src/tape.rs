@@ -3,7 +3,7 @@
 use crate::functions::Function;
 use crate::{AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
 pub use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{Device, Tensor};
+use trainyard_tensor::{Device, Purpose, Shape, Tensor};
 
 /// What a tape keeps for backward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,6 +36,19 @@ impl Var {
     }
 }
 
+/// The place of a value in the graph, without the value.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Place {
+    pub(crate) id: usize,
+    pub(crate) shape: Shape,
+}
+
+impl From<&Var> for Place {
+    fn from(var: &Var) -> Place {
+        Place { id: var.id, shape: *var.tensor.shape() }
+    }
+}
+
 /// An input of a function.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operand {
@@ -64,6 +77,8 @@ pub enum Saved {
     Tensor(Tensor),
     /// Not kept: recomputed by its producer, which is cheap.
     Recompute(usize),
+    /// Taken out by [`Recording::take_saved`]: which one, in this shape.
+    Away(usize, Shape),
 }
 
 pub(crate) struct Node {
@@ -249,6 +264,35 @@ impl Recording {
         .sum()
     }
 
+    /// Takes out the activations that are kept for backward, each region of memory once. Until [`Recording::put_back`] they can be anywhere.
+    pub fn take_saved(&mut self) -> Vec<Tensor> {
+        let mut taken: Vec<Tensor> = Vec::new();
+        for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
+            let Saved::Tensor(tensor) = &*saved else { continue };
+            if tensor.purpose() != Purpose::Activations {
+                continue;
+            }
+            let (shape, known) = (*tensor.shape(), taken.iter().position(|known| known.is_same_region(tensor)));
+            let index = known.unwrap_or_else(|| {
+                taken.push(tensor.clone());
+                taken.len() - 1
+            });
+            *saved = Saved::Away(index, shape);
+        }
+        taken
+    }
+
+    /// Puts back what [`Recording::take_saved`] took out, in the same order; the memory may be another.
+    pub fn put_back(&mut self, tensors: Vec<Tensor>) -> Result<()> {
+        for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
+            if let Saved::Away(index, shape) = *saved {
+                let tensor = tensors.get(index).ok_or(AutogradError::Away(index))?;
+                *saved = Saved::Tensor(tensor.reshape(shape)?);
+            }
+        }
+        Ok(())
+    }
+
     /// The names of the recorded functions, in order.
     pub fn function_names(&self) -> Vec<&'static str> {
         self.nodes.iter().map(|node| node.function.info().name).collect()
@@ -265,7 +309,7 @@ impl From<&Saved> for Option<Tensor> {
     fn from(saved: &Saved) -> Option<Tensor> {
         match saved {
             Saved::Tensor(tensor) => Some(tensor.clone()),
-            Saved::Recompute(_) => None,
+            Saved::Recompute(_) | Saved::Away(..) => None,
         }
     }
 }

@@ -123,6 +123,9 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let device = Device::cpu(resolved.isa, resolved.threads, limit);
     let settings = RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) };
+    if shape::is_offloaded(resolved) {
+        return Err(does_not_fit("a step in memory is measured here: leave [memory.offload] out, or use train"));
+    }
     let rank = Rank::new(&device, model, Holding::of(&program), Links::default(), &settings)?;
     let mut stepper = Stepper { rank, program, resolved, vocabulary: spec.vocab_size as u64, step: 0 };
 

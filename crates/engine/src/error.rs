@@ -73,6 +73,9 @@ pub enum EngineError {
         /// The operating system's reason.
         source: std::io::Error,
     },
+    /// Offloaded state could not be moved.
+    #[error(transparent)]
+    Tier(#[from] crate::tier::TierError),
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),

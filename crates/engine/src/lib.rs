@@ -4,12 +4,12 @@
 //! |---|---|
 //! | [`config`], [`schedule`] | what is asked for, and what follows from it |
 //! | [`shape`] | from configuration to model and program |
-//! | [`rank`], [`lanes`], [`links`], [`state`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
+//! | [`rank`], [`lanes`], [`links`], [`state`], [`tier`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
 //! | [`corpora`], [`session`], [`trainer`], [`world`] | a run: set up, and trained, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
-//! | [`predict`] | a step's memory and cost, by executing it without data |
+//! | [`predict`], [`limit`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
 //! | [`bench`] | a step's time, by executing it on random tokens |
 //!
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
@@ -23,6 +23,7 @@ pub mod evaluate;
 pub mod faults;
 pub mod generate;
 pub mod lanes;
+pub mod limit;
 pub mod links;
 pub mod metrics;
 pub mod optimizer;
@@ -35,6 +36,7 @@ pub mod session;
 pub mod shape;
 pub mod snapshot;
 pub mod state;
+pub mod tier;
 pub mod trace;
 pub mod trainer;
 pub mod watch;

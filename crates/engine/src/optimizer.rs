@@ -6,19 +6,29 @@
 
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
-use crate::state::{GradientState, Holding, ParameterState, does_not_fit, overlap};
+use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
+use crate::tier::{Store, Tiers, aligned};
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use trainyard_model::{Model, ParameterKind, ParameterSpec, UnitLayout};
+use trainyard_program::chunk_elements;
 use trainyard_tensor::ops::optim::{
     self, Adafactor, AdamW, Decay, Lion, MuonScale as Scale, OptimizerOperands, Sgd, StepSize,
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// An optimizer and its state.
+/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`], fetched one after the other into staging buffers.
 pub struct Optimizer {
     /// None for what does not train.
     settings: Option<OptimizerSettings>,
-    units: Vec<UnitOptimizer>,
+    device: Device,
+    units: Vec<Vec<Chunk>>,
+    /// Where the state lies; None: on the device.
+    store: Option<Arc<Store>>,
+    /// Whether it comes with f32 masters, because forward reads another dtype.
+    with_masters: bool,
+    /// Buffers that no chunk is in.
+    staging: Mutex<Vec<Staged>>,
 }
 
 /// The factors of one update.
@@ -32,8 +42,24 @@ pub struct Rates {
     pub update: u64,
 }
 
-struct UnitOptimizer {
+/// A stretch of a unit's flat buffers whose state is kept and moved together.
+struct Chunk {
+    /// Its elements.
+    range: Range<usize>,
     pieces: Vec<Piece>,
+    /// Elements of its state.
+    state_elements: usize,
+    /// Where its masters begin in the store; its state follows at the next sector.
+    offset: u64,
+    /// None while it is in the store.
+    here: Mutex<Option<Staged>>,
+}
+
+/// Memory for a chunk, or for a larger one: masters and state, as far as there are any.
+#[derive(Clone)]
+pub struct Staged {
+    masters: Option<Tensor>,
+    state: Option<Tensor>,
 }
 
 /// What a rank holds of one state tensor of one parameter.
@@ -48,15 +74,17 @@ pub struct StatePart {
     pub elements: usize,
     /// Which of them are here.
     pub range: Range<usize>,
-    /// Their values.
-    pub values: Tensor,
+    /// Where they are: elements of the chunk's state.
+    at: Range<usize>,
 }
 
 /// A range of a unit's flat buffers that one kernel call updates.
 struct Piece {
     range: Range<usize>,
     decays: bool,
-    state: State,
+    rule: Rule,
+    /// Where its state tensors begin in the chunk's, and their elements.
+    slots: Vec<Range<usize>>,
     /// The parameters in it: index and whole range within the unit.
     parameters: Vec<(usize, Range<usize>)>,
 }
@@ -75,28 +103,166 @@ enum State {
 }
 
 impl Optimizer {
-    /// A fresh optimizer for `model`, its state zero.
-    pub fn new(device: &Device, model: &Model, holding: &Holding, settings: OptimizerSettings) -> Result<Optimizer> {
-        let units = (0..model.units().len()).map(|unit| UnitOptimizer::new(device, model, unit, holding, &settings));
-        Ok(Optimizer { settings: Some(settings), units: units.collect::<Result<_>>()? })
+    /// A fresh optimizer for `model`, its state zero, where `tiers` say. `compute`: what forward reads.
+    pub fn new(
+        device: &Device,
+        model: &Model,
+        holding: &Holding,
+        compute: DType,
+        settings: OptimizerSettings,
+        tiers: &Tiers,
+    ) -> Result<Optimizer> {
+        let mut optimizer = Optimizer {
+            settings: Some(settings),
+            device: device.clone(),
+            units: Vec::new(),
+            store: tiers.optimizer.clone(),
+            with_masters: tiers.optimizer.is_some() && compute != DType::F32,
+            staging: Mutex::default(),
+        };
+        let mut offset = 0;
+        for unit in 0..model.units().len() {
+            let mut chunks = chunks(model, unit, holding, &settings, tiers.chunks_of(unit))?;
+            for chunk in &mut chunks {
+                chunk.offset = offset;
+                offset += optimizer.masters_bytes(chunk) + aligned(4 * chunk.state_elements as u64);
+            }
+            optimizer.units.push(chunks);
+        }
+        for chunk in optimizer.units.iter().flatten() {
+            let staged = optimizer.buffers(chunk.range.len(), chunk.state_elements)?;
+            if let Some(store) = &optimizer.store {
+                optimizer.write_state(store, chunk, &staged)?;
+            } else {
+                *lock(&chunk.here) = Some(staged);
+            }
+        }
+        Ok(optimizer)
     }
 
     /// Nothing to update with, for what does not train.
-    pub fn none() -> Optimizer {
-        Optimizer { settings: None, units: Vec::new() }
+    pub fn none(device: &Device) -> Optimizer {
+        let staging = Mutex::default();
+        Optimizer {
+            settings: None,
+            device: device.clone(),
+            units: Vec::new(),
+            store: None,
+            with_masters: false,
+            staging,
+        }
     }
 
-    /// Updates one unit: masters, state and compute copy.
+    /// Whether the f32 masters lie with the state, away from the device.
+    pub fn has_masters(&self) -> bool {
+        self.with_masters
+    }
+
+    /// The store of the state; None: it is on the device.
+    pub fn store(&self) -> Option<&Arc<Store>> {
+        self.store.as_ref()
+    }
+
+    /// The elements of each chunk of a unit.
+    pub fn chunks(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
+        self.units[unit].iter().map(|chunk| chunk.range.clone())
+    }
+
+    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`].
+    pub fn take_staging(&self, count: usize) -> Result<()> {
+        let chunks = || self.units.iter().flatten();
+        let elements = chunks().map(|chunk| chunk.range.len()).max().unwrap_or(0);
+        let state_elements = chunks().map(|chunk| chunk.state_elements).max().unwrap_or(0);
+        let buffers = (0..count).map(|_| self.buffers(elements, state_elements)).collect::<Result<Vec<_>>>()?;
+        *lock(&self.staging) = buffers;
+        Ok(())
+    }
+
+    /// Gives that memory back; every chunk must have been evicted.
+    pub fn give_back_staging(&self) {
+        lock(&self.staging).clear();
+    }
+
+    /// Memory for so many masters, if there are any, and so many elements of state, all zero.
+    fn buffers(&self, elements: usize, state_elements: usize) -> Result<Staged> {
+        let masters =
+            self.with_masters.then(|| self.device.zeros([elements], DType::F32, Purpose::Params)).transpose()?;
+        let state = (state_elements > 0)
+            .then(|| self.device.zeros([state_elements], DType::F32, Purpose::Optimizer))
+            .transpose()?;
+        Ok(Staged { masters, state })
+    }
+
+    /// Reads a chunk from the store into a staging buffer.
+    pub fn fetch(&self, unit: usize, chunk: u32) -> Result<()> {
+        let store = self.store.as_ref().expect("a program fetches what lies in a tier");
+        let chunk = &self.units[unit][chunk as usize];
+        let buffer =
+            lock(&self.staging).pop().expect("as many buffers as the program has chunks on the device at once");
+        let mut staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
+        if !self.device.is_meta() {
+            if let Some(masters) = &mut staged.masters {
+                store.read(chunk.offset, masters.as_bytes_mut()?)?;
+            }
+            if let Some(state) = &mut staged.state {
+                store.read(chunk.offset + self.masters_bytes(chunk), state.as_bytes_mut()?)?;
+            }
+        }
+        // The whole buffer stays known through its parts, which share it.
+        *lock(&chunk.here) = Some(buffer);
+        Ok(())
+    }
+
+    /// Writes a chunk to the store and frees its staging buffer for another.
+    pub fn evict(&self, unit: usize, chunk: u32) -> Result<()> {
+        let store = self.store.as_ref().expect("a program evicts what lies in a tier");
+        let chunk = &self.units[unit][chunk as usize];
+        let buffer = lock(&chunk.here).take().expect("a program evicts what it fetched");
+        let staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
+        self.write_masters(store, chunk, &staged)?;
+        self.write_state(store, chunk, &staged)?;
+        lock(&self.staging).push(buffer);
+        Ok(())
+    }
+
+    fn masters_bytes(&self, chunk: &Chunk) -> u64 {
+        if self.with_masters { aligned(4 * chunk.range.len() as u64) } else { 0 }
+    }
+
+    fn write_masters(&self, store: &Store, chunk: &Chunk, staged: &Staged) -> Result<()> {
+        match &staged.masters {
+            Some(masters) if !self.device.is_meta() => Ok(store.write(chunk.offset, masters.as_bytes()?)?),
+            _ => Ok(()),
+        }
+    }
+
+    fn write_state(&self, store: &Store, chunk: &Chunk, staged: &Staged) -> Result<()> {
+        match &staged.state {
+            Some(state) if !self.device.is_meta() => {
+                Ok(store.write(chunk.offset + self.masters_bytes(chunk), state.as_bytes()?)?)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Updates one chunk of a unit: masters, state and compute copy.
     pub fn update(
-        &mut self,
+        &self,
         unit: usize,
+        chunk: u32,
         parameters: &ParameterState,
         gradients: &GradientState,
         rates: Rates,
     ) -> Result<()> {
         let settings = self.settings.as_ref().expect("only what trains is updated");
-        for piece in &mut self.units[unit].pieces {
-            let mut master = parameters.unit(unit).master_range(piece.range.clone())?;
+        let chunk = &self.units[unit][chunk as usize];
+        let staged = lock(&chunk.here).clone().expect("a program fetches before it updates");
+        let staged = staged.first(chunk.range.len(), chunk.state_elements)?;
+        for piece in &chunk.pieces {
+            let mut master = match &staged.masters {
+                Some(masters) => masters.view(piece.range.start - chunk.range.start, [piece.range.len()])?,
+                None => parameters.unit(unit).master_range(piece.range.clone())?,
+            };
             let mut copy = parameters.unit(unit).copy_range(piece.range.clone())?;
             let gradient = gradients.range(unit, piece.range.clone())?;
             let operands = OptimizerOperands {
@@ -105,36 +271,130 @@ impl Optimizer {
                 gradient_scale: rates.gradient_scale,
                 copy: copy.as_mut(),
             };
-            piece.update(settings, rates, operands)?;
+            piece.update(settings, rates, operands, staged.state.as_ref())?;
         }
         Ok(())
     }
 
-    /// What is held of every state tensor, parameter by parameter.
-    pub fn state(&self) -> Result<Vec<StatePart>> {
+    /// Writes the compute copy of a chunk anew from its masters: where an update is skipped and the copy was not kept.
+    pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
+        let chunk = &self.units[unit][chunk as usize];
+        let staged = lock(&chunk.here).clone();
+        let masters = match staged.and_then(|staged| staged.masters) {
+            Some(masters) => masters.view(0, [chunk.range.len()])?,
+            None => parameters.unit(unit).master_range(chunk.range.clone())?,
+        };
+        parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
+    }
+
+    /// Sets the masters of the chunks of a unit that lie in the store: `set` is given each chunk's elements, zero, and their range.
+    pub fn set_masters(&self, unit: usize, mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        let store = self.store.as_ref().expect("masters lie in the store");
+        for chunk in &self.units[unit] {
+            let mut staged = self.buffers(chunk.range.len(), 0)?;
+            let masters = staged.masters.as_mut().expect("masters lie in the store");
+            set(chunk.range.clone(), masters)?;
+            self.write_masters(store, chunk, &staged)?;
+        }
+        Ok(())
+    }
+
+    /// What is held of every state tensor, parameter by parameter and chunk by chunk, with how to read its bytes.
+    pub fn state(&self) -> Result<Vec<(StatePart, Stored)>> {
         let mut all = Vec::new();
-        for (unit, optimizer) in self.units.iter().enumerate() {
-            for piece in &optimizer.pieces {
-                for (name, tensor) in piece.state.tensors() {
-                    for (index, whole) in &piece.parameters {
-                        let (unit, index) = (unit, *index);
-                        // Element-wise states cover the piece, so a parameter's part is a view; others are the parameter's own.
-                        if tensor.elements() != piece.range.len() {
-                            let (elements, values) = (tensor.elements(), tensor.clone());
-                            all.push(StatePart { unit, index, name, elements, range: 0..elements, values });
-                            continue;
+        for (unit, chunks) in self.units.iter().enumerate() {
+            for chunk in chunks {
+                for part in chunk.parts(unit) {
+                    let stored = match (&self.store, lock(&chunk.here).as_ref()) {
+                        (Some(store), _) => {
+                            let offset = chunk.offset + self.masters_bytes(chunk) + 4 * part.at.start as u64;
+                            Stored::Away(Arc::clone(store), offset)
                         }
-                        let held = overlap(whole, &piece.range);
-                        if !held.is_empty() {
-                            let values = tensor.view(held.start - piece.range.start, [held.len()])?;
-                            let range = held.start - whole.start..held.end - whole.start;
-                            all.push(StatePart { unit, index, name, elements: whole.len(), range, values });
+                        (None, Some(Staged { state: Some(state), .. })) => {
+                            Stored::Here(state.view(part.at.start, [part.at.len()])?)
                         }
-                    }
+                        (None, _) => unreachable!("a part is a part of a state that is here"),
+                    };
+                    all.push((part, stored));
                 }
             }
         }
         Ok(all)
+    }
+
+    /// Sets the state: `set` is given what is held of every state tensor, one after the other.
+    pub fn set_state(&self, mut set: impl FnMut(&StatePart, &mut Tensor) -> Result<()>) -> Result<()> {
+        for (unit, chunks) in self.units.iter().enumerate() {
+            for chunk in chunks {
+                let here = lock(&chunk.here).clone();
+                let staged = here.map_or_else(|| self.buffers(chunk.range.len(), chunk.state_elements), Ok)?;
+                for part in chunk.parts(unit) {
+                    let state = staged.state.as_ref().expect("a part is a part of a state");
+                    set(&part, &mut state.view(part.at.start, [part.at.len()])?)?;
+                }
+                if let Some(store) = &self.store {
+                    self.write_state(store, chunk, &staged)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the masters of elements `range` of a unit are in the store, chunk by chunk, and how many in each.
+    pub fn masters_in_store(&self, unit: usize, range: &Range<usize>) -> Vec<(Stored, usize)> {
+        let store = self.store.as_ref().expect("masters lie in the store");
+        let part = |chunk: &Chunk| {
+            let held = overlap(range, &chunk.range);
+            let offset = chunk.offset + 4 * (held.start - chunk.range.start) as u64;
+            (!held.is_empty()).then(|| (Stored::Away(Arc::clone(store), offset), held.len()))
+        };
+        self.units[unit].iter().filter_map(part).collect()
+    }
+}
+
+/// Where bytes of the state are.
+pub enum Stored {
+    /// On the device.
+    Here(Tensor),
+    /// In a store, from this position on.
+    Away(Arc<Store>, u64),
+}
+
+impl Staged {
+    /// The part that a chunk of so many elements and so much state takes.
+    fn first(&self, elements: usize, state_elements: usize) -> Result<Staged> {
+        let first = |tensor: &Option<Tensor>, n: usize| -> Result<Option<Tensor>> {
+            Ok(tensor.as_ref().filter(|_| n > 0).map(|tensor| tensor.view(0, [n])).transpose()?)
+        };
+        Ok(Staged { masters: first(&self.masters, elements)?, state: first(&self.state, state_elements)? })
+    }
+}
+
+impl Chunk {
+    /// What it holds of every state tensor.
+    fn parts(&self, unit: usize) -> Vec<StatePart> {
+        let mut all = Vec::new();
+        for piece in &self.pieces {
+            for (name, slot) in piece.rule.names().iter().zip(&piece.slots) {
+                for (index, whole) in &piece.parameters {
+                    let (unit, index) = (unit, *index);
+                    // Element-wise states cover the piece; others are the parameter's own.
+                    if !piece.rule.is_elementwise() {
+                        let (elements, at) = (slot.len(), slot.clone());
+                        all.push(StatePart { unit, index, name, elements, range: 0..elements, at });
+                        continue;
+                    }
+                    let held = overlap(whole, &piece.range);
+                    if !held.is_empty() {
+                        let start = slot.start + held.start - piece.range.start;
+                        let range = held.start - whole.start..held.end - whole.start;
+                        let at = start..start + held.len();
+                        all.push(StatePart { unit, index, name, elements: whole.len(), range, at });
+                    }
+                }
+            }
+        }
+        all
     }
 }
 
@@ -164,19 +424,25 @@ impl Rule {
         matches!(self, Rule::Moments | Rule::Momentum)
     }
 
-    /// Zero state for a range of `elements`.
-    fn state(self, device: &Device, elements: usize, settings: &OptimizerSettings) -> Result<State> {
-        let zeros = |n: usize| device.zeros([n], DType::F32, Purpose::Optimizer);
-        Ok(match self {
-            Rule::Moments => State::Moments(zeros(elements)?, zeros(elements)?),
-            Rule::Momentum => {
-                let wanted = settings.name == OptimizerName::Lion || settings.momentum != 0.0;
-                State::Momentum(wanted.then(|| zeros(elements)).transpose()?)
-            }
-            Rule::Muon(shape) => State::Muon(zeros(elements)?, shape),
-            Rule::Factored([rows, columns]) => State::Factored(zeros(rows)?, zeros(columns)?),
-            Rule::Second => State::Second(zeros(elements)?),
-        })
+    /// Elements of each state tensor of a range of `elements`.
+    fn state_elements(self, elements: usize, settings: &OptimizerSettings) -> Vec<usize> {
+        match self {
+            Rule::Moments => vec![elements; 2],
+            Rule::Momentum if settings.name == OptimizerName::Lion || settings.momentum != 0.0 => vec![elements],
+            Rule::Momentum => Vec::new(),
+            Rule::Muon(_) | Rule::Second => vec![elements],
+            Rule::Factored([rows, columns]) => vec![rows, columns],
+        }
+    }
+
+    /// State tensors, named as PyTorch names them.
+    fn names(self) -> &'static [&'static str] {
+        match self {
+            Rule::Moments => &["exp_avg", "exp_avg_sq"],
+            Rule::Momentum | Rule::Muon(_) => &["momentum_buffer"],
+            Rule::Factored(_) => &["exp_avg_sq_row", "exp_avg_sq_col"],
+            Rule::Second => &["exp_avg_sq"],
+        }
     }
 }
 
@@ -210,58 +476,75 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) 
     stretches
 }
 
-impl UnitOptimizer {
-    fn new(
-        device: &Device,
-        model: &Model,
-        unit: usize,
-        holding: &Holding,
-        settings: &OptimizerSettings,
-    ) -> Result<UnitOptimizer> {
-        let specs = model.units()[unit].parameters();
-        let layout = UnitLayout::new(specs, holding.shards);
-        let held = holding.range(holding.placement.masters, &layout);
-        let mut stretches = stretches(specs, &layout, settings.name);
-        for stretch in &mut stretches {
-            let range = overlap(&stretch.range, &held);
+/// The chunks of what the rank holds of a unit.
+fn chunks(
+    model: &Model,
+    unit: usize,
+    holding: &Holding,
+    settings: &OptimizerSettings,
+    count: u32,
+) -> Result<Vec<Chunk>> {
+    let specs = model.units()[unit].parameters();
+    let layout = UnitLayout::new(specs, holding.shards);
+    let held = holding.range(holding.placement.masters, &layout);
+    let each = chunk_elements(held.len() as u64, count) as usize;
+    let stretches = stretches(specs, &layout, settings.name);
+    let chunk = |number: usize| {
+        let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
+        let mut chunk = Chunk { range, pieces: Vec::new(), state_elements: 0, offset: 0, here: Mutex::default() };
+        for stretch in &stretches {
+            let range = overlap(&stretch.range, &chunk.range);
             if range != stretch.range && !stretch.rule.is_elementwise() {
                 return Err(does_not_fit(format!(
-                    "optimizer {} looks at whole matrices, and this rank holds only a part of {}",
+                    "optimizer {} looks at whole matrices, and only a part of {} is here at once",
                     settings.name,
                     model.units()[unit].name()
                 )));
             }
-            stretch.range = range;
+            if range.is_empty() {
+                continue;
+            }
+            let Stretch { decays, rule, ref parameters, .. } = *stretch;
+            let mut slots = Vec::new();
+            for elements in rule.state_elements(range.len(), settings) {
+                slots.push(chunk.state_elements..chunk.state_elements + elements);
+                chunk.state_elements = (chunk.state_elements + elements).next_multiple_of(UnitLayout::ALIGN);
+            }
+            chunk.pieces.push(Piece { range, decays, rule, slots, parameters: parameters.clone() });
         }
-        stretches.retain(|stretch| !stretch.range.is_empty());
-        let pieces = stretches.into_iter().map(|stretch| {
-            let Stretch { range, decays, rule, parameters } = stretch;
-            let state = rule.state(device, range.len(), settings)?;
-            Ok(Piece { range, decays, state, parameters })
-        });
-        Ok(UnitOptimizer { pieces: pieces.collect::<Result<_>>()? })
-    }
-}
-
-impl State {
-    /// Named as PyTorch names them.
-    fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
-        match self {
-            State::Moments(first, second) => vec![("exp_avg", first), ("exp_avg_sq", second)],
-            State::Momentum(momentum) => momentum.iter().map(|m| ("momentum_buffer", m)).collect(),
-            State::Muon(momentum, _) => vec![("momentum_buffer", momentum)],
-            State::Factored(rows, columns) => vec![("exp_avg_sq_row", rows), ("exp_avg_sq_col", columns)],
-            State::Second(second) => vec![("exp_avg_sq", second)],
-        }
-    }
+        Ok(chunk)
+    };
+    (0..count as usize).map(chunk).collect()
 }
 
 impl Piece {
-    fn update(&mut self, settings: &OptimizerSettings, rates: Rates, operands: OptimizerOperands<'_>) -> Result<()> {
+    /// Views of its state tensors in the chunk's.
+    fn state(&self, chunk: Option<&Tensor>) -> Result<State> {
+        let view = |number: usize| {
+            let slot = &self.slots[number];
+            let state = chunk.expect("a rule with state finds some");
+            Ok::<_, crate::EngineError>(state.view(slot.start, [slot.len()])?)
+        };
+        Ok(match self.rule {
+            Rule::Moments => State::Moments(view(0)?, view(1)?),
+            Rule::Momentum => State::Momentum((!self.slots.is_empty()).then(|| view(0)).transpose()?),
+            Rule::Muon(shape) => State::Muon(view(0)?, shape),
+            Rule::Factored(_) => State::Factored(view(0)?, view(1)?),
+            Rule::Second => State::Second(view(0)?),
+        })
+    }
+
+    fn update(
+        &self,
+        settings: &OptimizerSettings,
+        rates: Rates,
+        operands: OptimizerOperands<'_>,
+        state: Option<&Tensor>,
+    ) -> Result<()> {
         let lr = (settings.learning_rate * rates.factor) as f32;
         let weight_decay = if self.decays { settings.weight_decay as f32 } else { 0.0 };
         let (beta1, beta2, eps) = (settings.beta1 as f32, settings.beta2 as f32, settings.eps as f32);
-        match &mut self.state {
+        match &mut self.state(state)? {
             State::Moments(first, second) => {
                 let hyper = AdamW { lr, beta1, beta2, eps, weight_decay };
                 optim::adamw(hyper, rates.update, operands, first, second)?;

@@ -4,6 +4,7 @@ use crate::Result;
 use crate::links::Links;
 use crate::rank::{Rank, RankSettings, StepSettings};
 use crate::state::Holding;
+use crate::tier::Tiers;
 use std::time::Duration;
 use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
@@ -24,7 +25,8 @@ pub struct Prediction {
 pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<Prediction> {
     let began = std::time::Instant::now();
     let device = Device::meta();
-    let mut rank = Rank::new(&device, model, Holding::of(program), Links::default(), settings)?;
+    let tiers = Tiers::nowhere(program);
+    let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, Links::default(), settings)?;
     device.take_profile();
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;

@@ -3,24 +3,28 @@
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
+use crate::limit::{self, mebibytes};
 use crate::links::Links;
 use crate::predict::{Prediction, predict};
 use crate::rank::Rank;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
+use crate::tier::Tiers;
 use crate::world::{first_then_others, from_first, is_bound, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use trainyard_autograd::ParamId;
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::peak::{self, Peaks};
-use trainyard_tensor::{DType, Device, Purpose};
+use trainyard_tensor::{DType, Device};
 
 /// Names of files in a run's folder.
 pub mod files {
@@ -32,6 +36,8 @@ pub mod files {
     pub const MODEL: &str = "model.json";
     /// The step program's summary and its price.
     pub const PLAN: &str = "plan.json";
+    /// The folder of offloaded state, while the run lasts.
+    pub const OFFLOAD: &str = "offload";
 }
 
 /// Everything that training needs.
@@ -153,8 +159,8 @@ impl Session {
         let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
         let settings = shape::rank_settings(&resolved);
         let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
+        limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
         let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
-        check_limit(limit, &prediction)?;
 
         let device = Device::cpu(resolved.isa, resolved.threads, limit);
         note(&format!(
@@ -168,7 +174,13 @@ impl Session {
         let peaks = measure_peaks(&world, &resolved)?;
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
         let links = Links::new(&world, &programs[0])?;
-        let rank = Rank::new(&device, model, Holding::of(&programs[0]), links, &settings)?;
+        let tiers = tiers(&resolved, &programs[0], &folder)?;
+        let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
+        if !rank.tiers_are_direct() {
+            note(
+                "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",
+            );
+        }
         let state = RunState {
             step: 0,
             updates: 0,
@@ -374,21 +386,25 @@ fn bare_rank(device: &Device, spec: &ModelSpec, dtype: DType) -> Result<Rank> {
 
 fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
-    let specs: Vec<_> = rank.model().parameters().map(|(id, spec)| (id, spec.elements())).collect();
-    for (id, elements) in specs {
-        let (part, mut master) = rank.parameters.master_part(id)?;
-        let values = master.data_mut::<f32>()?;
-        let read = |values: &mut [f32]| reader.read_slot(rank.model(), id, values);
-        if part.len() == elements {
-            read(values).map_err(trainyard_model::ModelError::from)?;
-        } else if !part.is_empty() {
-            // One parameter at a time is whole here, and no longer than that.
-            let mut whole = vec![0.0; elements];
-            read(&mut whole).map_err(trainyard_model::ModelError::from)?;
-            values.copy_from_slice(&whole[part]);
+    let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
+    let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
+    // One parameter at a time is whole here when the rank holds it in parts, and no longer than that.
+    let mut whole: Option<(ParamId, Vec<f32>)> = None;
+    rank.set_masters(|id, range, values| {
+        let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
+        let values = values.data_mut::<f32>()?;
+        if range.len() == elements[&id] {
+            return Ok(read(values)?);
         }
-    }
-    rank.refresh_copies()?;
+        if whole.as_ref().is_none_or(|(of, _)| *of != id) {
+            let mut all = vec![0.0; elements[&id]];
+            read(&mut all)?;
+            whole = Some((id, all));
+        }
+        let (_, all) = whole.as_ref().expect("it was just read");
+        values.copy_from_slice(&all[range]);
+        Ok(())
+    })?;
     Ok(reader.notes().to_vec())
 }
 
@@ -409,6 +425,14 @@ fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Pea
     let peaks = (world.rank() == 0).then(measure);
     waiting.barrier()?;
     Ok(peaks)
+}
+
+/// The files of what is offloaded, in the run's folder or where the configuration says.
+fn tiers(resolved: &Resolved, program: &Program, folder: &Path) -> Result<Tiers> {
+    match &resolved.config.offload.directory {
+        Some(directory) => Tiers::on_disk(program, directory),
+        None => Tiers::on_disk(program, &folder.join(files::OFFLOAD)),
+    }
 }
 
 /// The newest whole checkpoint; says which ones were passed over and why.
@@ -453,31 +477,6 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     })?;
     let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
     Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
-}
-
-/// An error when the prediction exceeds the limit: by how much, for what.
-fn check_limit(limit: Option<usize>, prediction: &Prediction) -> Result<()> {
-    let needed = prediction.memory.peak_total();
-    let Some(limit) = limit.filter(|limit| needed > *limit) else { return Ok(()) };
-    let purposes: Vec<String> =
-        prediction.purposes().iter().map(|(p, bytes)| format!("{p} {}", mebibytes(*bytes))).collect();
-    let activations = prediction.memory.peak(Purpose::Activations);
-    let hint = if activations > needed - limit {
-        "activation_checkpointing.mode = \"full\" or a smaller training.micro_batch_size cut the activations"
-    } else {
-        "a smaller model, or an optimizer with less state (sgd, adafactor), is needed"
-    };
-    Err(does_not_fit(format!(
-        "a step needs {}, {} over memory.limit = {} ({}); {hint}",
-        mebibytes(needed),
-        mebibytes(needed - limit),
-        mebibytes(limit),
-        purposes.join(", ")
-    )))
-}
-
-fn mebibytes(bytes: usize) -> String {
-    format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)
 }
 
 /// `DIRECTORY/NAME`; without a name, the first of `run-001`, `run-002`, … that is free.

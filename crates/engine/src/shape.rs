@@ -2,7 +2,7 @@
 
 use crate::config::{
     Activation as ConfigActivation, CheckpointMode, Family as ConfigFamily, ModelShape as ConfigShape, ModelSource,
-    OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved,
+    OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved,
     RopeScaling as ConfigScaling,
 };
 use crate::precision::LossScaler;
@@ -13,7 +13,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::unit_costs;
 use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
 use trainyard_program::{
-    Keep, Mesh, ModelShape, Program, ReduceSchedule, Reshard, StateBytes, Strategy, UnitShape, check, lower_rank,
+    Keep, Mesh, ModelShape, Offload, Program, ReduceSchedule, Reshard, StateBytes, Strategy, Tier, UnitShape, check,
+    lower_rank,
 };
 use trainyard_tensor::DType;
 
@@ -165,9 +166,37 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
             ConfigSchedule::MicroBatch => ReduceSchedule::PerMicroBatch,
         },
         elastic: parallel.elastic,
+        offload: offload(resolved),
+        update_chunk: update_chunk(resolved),
         bytes: state_bytes(resolved),
         ..Strategy::new(units)
     }
+}
+
+/// What lies in which tier.
+fn offload(resolved: &Resolved) -> Offload {
+    let tier = |tier: OffloadTier| match tier {
+        OffloadTier::None => None,
+        OffloadTier::Host => Some(Tier::Host),
+        OffloadTier::Disk => Some(Tier::Disk),
+    };
+    let section = &resolved.config.offload;
+    Offload {
+        optimizer: tier(section.optimizer),
+        parameters: tier(section.parameters),
+        activations: tier(section.activations),
+    }
+}
+
+/// Whether anything lies in a tier.
+pub fn is_offloaded(resolved: &Resolved) -> bool {
+    offload(resolved) != Offload::default()
+}
+
+/// How much of the optimizer state is fetched at a time; None where a rule needs all of a unit.
+fn update_chunk(resolved: &Resolved) -> Option<u64> {
+    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+    (!whole).then_some(resolved.config.offload.chunk_elements as u64)
 }
 
 /// What gradients are rounded to on their way between ranks.

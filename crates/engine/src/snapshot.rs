@@ -5,14 +5,17 @@
 //! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, Part, Region, Snapshot};
-use crate::optimizer::StatePart;
+use crate::optimizer::{StatePart, Stored};
 use crate::precision::LossScaler;
 use crate::rank::Rank;
-use crate::state::does_not_fit;
+use crate::state::{does_not_fit, overlap};
 use crate::{EngineError, Result};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::ops::Range;
-use trainyard_tensor::Tensor;
+use trainyard_autograd::ParamId;
+use trainyard_model::ParameterSpec;
+use trainyard_tensor::{DType, Tensor};
 
 /// What a run needs besides tensors to go on exactly.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -45,7 +48,8 @@ pub struct RunState {
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// Copies what `rank` writes of the state; training may go on while the copy is written. What replicas hold alike they share, so that
+/// Copies what `rank` writes of the state; training may go on while the copy is written. What lies in a tier is not copied: it must be written before
+/// the next step ([`Rank::keeps_state_in_a_tier`]). What replicas hold alike they share, so that
 /// every element is written once.
 pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
     let (replica, replicas) = rank.replica();
@@ -56,12 +60,16 @@ pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
     let mut model = Vec::new();
     for (id, spec) in rank.model().parameters() {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
-        let (range, values) = rank.parameters.master_part(id)?;
-        model.extend(region(name, &spec.shape, share(&range), range, &values)?);
+        let range = rank.parameters.master_part_range(id);
+        let share = share(&range);
+        let bytes = bytes(rank.masters(id)?, &share)?;
+        model.extend(region(name, &spec.shape, share, range, bytes));
     }
     let mut optimizer = Vec::new();
-    for (name, part) in optimizer_parts(rank)? {
-        optimizer.extend(region(name, &[part.elements], share(&part.range), part.range, &part.values)?);
+    for (name, elements, range, parts) in optimizer_tensors(rank)? {
+        let share = share(&range);
+        let bytes = bytes(parts, &share)?;
+        optimizer.extend(region(name, &[elements], share, range, bytes));
     }
     let parts = [(MODEL, model), (OPTIMIZER, optimizer)];
     Ok(Snapshot {
@@ -72,43 +80,60 @@ pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
     })
 }
 
-/// The elements `share` of those that are here, which are `range` of a tensor of `shape`.
+/// The elements `share` of a part, `range`, of a tensor of `shape`.
 fn region(
     name: String,
     shape: &[usize],
     share: Range<usize>,
     range: Range<usize>,
-    values: &Tensor,
-) -> Result<Option<Region<'static>>> {
-    if share.is_empty() {
-        return Ok(None);
-    }
-    let bytes = Bytes::from(values.view(share.start, [share.len()])?.as_bytes()?.to_vec());
+    bytes: Bytes<'static>,
+) -> Option<Region<'static>> {
     let range = range.start + share.start..range.start + share.end;
-    Ok(Some(Region { name, dtype: values.dtype(), shape: shape.to_vec(), range, bytes }))
+    (!range.is_empty()).then(|| Region { name, dtype: DType::F32, shape: shape.to_vec(), range, bytes })
+}
+
+/// The elements `share` of what lies in `parts`, one after the other.
+fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'static>> {
+    let (mut start, mut stored) = (0, Vec::new());
+    for (part, elements) in parts {
+        let held = overlap(share, &(start..start + elements));
+        match part {
+            // What is on the device is in one part.
+            Stored::Here(values) => {
+                return Ok(Bytes::from(values.view(share.start, [share.len()])?.as_bytes()?.to_vec()));
+            }
+            Stored::Away(store, offset) if !held.is_empty() => {
+                stored.push((store, offset + 4 * (held.start - start) as u64, 4 * held.len()));
+            }
+            Stored::Away(..) => {}
+        }
+        start += elements;
+    }
+    Ok(Bytes::Stored(stored))
 }
 
 /// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this together.
 pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     let state = read_state(checkpoint)?;
     load_parameters(rank, checkpoint)?;
-    for (name, mut part) in optimizer_parts(rank)? {
-        let shape = [part.elements];
-        fill(checkpoint, OPTIMIZER, &name, &shape, part.range, &mut part.values)?;
-    }
+    rank.optimizer.set_state(|part, values| {
+        fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[part.elements], part.range.clone(), values)
+    })?;
     rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
     Ok(state)
 }
 
 /// The parameters alone, for evaluation, generation and export.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
-    let specs: Vec<_> = rank.model().parameters().map(|(id, spec)| (id, spec.shape.clone())).collect();
-    for (id, shape) in specs {
+    let name = |(id, spec): (ParamId, &ParameterSpec)| {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
-        let (range, mut values) = rank.parameters.master_part(id)?;
-        fill(checkpoint, MODEL, &name, &shape, range, &mut values)?;
-    }
-    rank.refresh_copies()
+        (id, (name, spec.shape.clone()))
+    };
+    let specs: BTreeMap<_, _> = rank.model().parameters().map(name).collect();
+    rank.set_masters(|id, range, values| {
+        let (name, shape) = &specs[&id];
+        fill(checkpoint, MODEL, name, shape, range, values)
+    })
 }
 
 /// The state's JSON.
@@ -118,12 +143,27 @@ pub fn read_state(checkpoint: &Checkpoint) -> Result<RunState> {
     })
 }
 
-fn optimizer_parts(rank: &Rank) -> Result<Vec<(String, StatePart)>> {
-    let parts = rank.core(|core| core.optimizer.state())?.into_iter().map(|part| {
-        let unit = &rank.model().units()[part.unit];
-        (format!("{}.{}.{}", unit.name(), unit.parameters()[part.index].name, part.name), part)
-    });
-    Ok(parts.collect())
+/// A state tensor: its name, elements, which of them the rank holds, and where those are.
+type StateTensor = (String, usize, Range<usize>, Vec<(Stored, usize)>);
+
+fn optimizer_tensors(rank: &Rank) -> Result<Vec<StateTensor>> {
+    let mut all: BTreeMap<String, StateTensor> = BTreeMap::new();
+    for (part, stored) in rank.optimizer.state()? {
+        let StatePart { elements, range, .. } = &part;
+        let name = state_name(rank, &part);
+        let begin = || (name.clone(), *elements, range.start..range.start, Vec::new());
+        let (_, _, held, parts) = all.entry(name.clone()).or_insert_with(begin);
+        // Chunks come in order.
+        held.end = range.end;
+        parts.push((stored, range.len()));
+    }
+    Ok(all.into_values().collect())
+}
+
+/// `block.3.attn.qkv.weight.exp_avg`
+fn state_name(rank: &Rank, part: &StatePart) -> String {
+    let unit = &rank.model().units()[part.unit];
+    format!("{}.{}.{}", unit.name(), unit.parameters()[part.index].name, part.name)
 }
 
 /// Reads the elements `range` of a tensor of `shape` into `target`.

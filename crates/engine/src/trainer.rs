@@ -290,6 +290,9 @@ impl<'s> Run<'s> {
             |rank, outcome| {
                 state.advance(outcome, rank, samples);
                 report(writer.submit(snapshot::take(rank, &state)?)?, &mut *progress);
+                if rank.keeps_state_in_a_tier() {
+                    report(writer.wait_for_it()?, &mut *progress);
+                }
                 Ok(())
             },
         )?;

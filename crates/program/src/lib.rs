@@ -35,5 +35,5 @@ pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use strategy::{
     Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
-    StateBytes, Strategy, StrategyError, Tier, UnitShape, padded,
+    StateBytes, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
 };

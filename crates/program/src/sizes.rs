@@ -1,6 +1,6 @@
 //! How large a rank's part of everything is.
 
-use crate::{Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, Strategy, padded};
+use crate::{Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, Strategy, chunk_elements, padded};
 
 /// The sizes of one rank's state and messages; those of ranks of one pipeline stage are equal.
 pub struct Sizes<'a> {
@@ -53,15 +53,18 @@ impl<'a> Sizes<'a> {
     /// In how many chunks the optimizer state of a unit is fetched.
     pub fn chunks(&self, unit: u32) -> u32 {
         match self.strategy.update_chunk.filter(|_| self.strategy.offload.optimizer.is_some()) {
-            Some(elements) => self.held(unit, self.placement.masters, 1).div_ceil(elements).max(1) as u32,
+            Some(elements) => {
+                let whole = (elements / SHARD_QUANTUM).max(1) * SHARD_QUANTUM;
+                self.held(unit, self.placement.masters, 1).div_ceil(whole).max(1) as u32
+            }
             None => 1,
         }
     }
 
-    /// Bytes of masters and of optimizer state of one of them; all but the last are equal.
+    /// Bytes of masters and of optimizer state of one of them.
     pub fn optimizer_chunk(&self, unit: u32, chunk: u32) -> [u64; 2] {
         let held = self.held(unit, self.placement.masters, 1);
-        let each = self.strategy.update_chunk.filter(|_| self.chunks(unit) > 1).unwrap_or(held);
+        let each = chunk_elements(held, self.chunks(unit));
         let elements = each.min(held - u64::from(chunk) * each);
         [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| elements * u64::from(width))
     }

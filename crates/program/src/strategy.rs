@@ -12,6 +12,11 @@ pub fn padded(flat_elements: u64, shards: u32) -> u64 {
     flat_elements.next_multiple_of(SHARD_QUANTUM * u64::from(shards.max(1)))
 }
 
+/// Elements of each of `chunks` parts of what a rank holds of a unit, `held` elements; the last may have fewer.
+pub fn chunk_elements(held: u64, chunks: u32) -> u64 {
+    held.div_ceil(u64::from(chunks.max(1))).next_multiple_of(SHARD_QUANTUM)
+}
+
 /// What a lowering knows of a unit. Sizes are those of one rank's micro-batch on an unsplit model; a lowering divides them by the degrees that split
 /// them.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -152,7 +157,7 @@ pub struct Strategy {
     pub elastic: bool,
     /// What lies in a lower tier.
     pub offload: Offload,
-    /// Elements of optimizer state that are fetched from its tier and updated at a time; None: a unit's.
+    /// Elements whose optimizer state is fetched from its tier and updated at a time, at most, in whole quanta ([`SHARD_QUANTUM`]); None: a unit's.
     pub update_chunk: Option<u64>,
     /// Bytes per element of what is kept.
     pub bytes: StateBytes,

@@ -234,6 +234,11 @@ impl Tensor {
         Ok(self.to_f32_vec()?[0])
     }
 
+    /// Whether the two are the same bytes, whatever their shapes.
+    pub fn is_same_region(&self, other: &Tensor) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer) && self.offset == other.offset && self.bytes() == other.bytes()
+    }
+
     /// Whether the two regions share a byte.
     pub fn overlaps(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer)

@@ -134,6 +134,12 @@ impl BackgroundWriter {
         self.take()
     }
 
+    /// Waits until what was submitted is on disk.
+    pub fn wait_for_it(&mut self) -> Result<Vec<Event>, CheckpointError> {
+        self.wait();
+        self.take()
+    }
+
     /// Records an evaluation of the snapshot that was submitted at `step`.
     pub fn evaluated(&mut self, step: u64, loss: f64) -> Result<Vec<Event>, CheckpointError> {
         self.send(Job::Evaluated { step, loss });

@@ -40,6 +40,7 @@ pub use read::Checkpoint;
 pub use store::{Best, CheckpointStore, Found, Retention, Skipped, find_latest, open_step};
 pub use write::Written;
 
+use crate::tier::{Store, TierError};
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -97,14 +98,48 @@ pub enum Bytes<'a> {
     Borrowed(&'a [u8]),
     /// Owned together with others; nobody changes them while a snapshot holds them.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
+    /// In files of offloaded state: one after the other, each from its position on. Nobody changes them until the snapshot is written.
+    Stored(Vec<(Arc<Store>, u64, usize)>),
 }
 
 impl Bytes<'_> {
-    /// The bytes.
-    pub fn get(&self) -> &[u8] {
+    /// How many there are.
+    pub fn len(&self) -> usize {
         match self {
-            Bytes::Borrowed(bytes) => bytes,
-            Bytes::Shared(bytes) => (**bytes).as_ref(),
+            Bytes::Borrowed(bytes) => bytes.len(),
+            Bytes::Shared(bytes) => (**bytes).as_ref().len(),
+            Bytes::Stored(parts) => parts.iter().map(|(_, _, bytes)| bytes).sum(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Shows all of them to `to`, at most `size` at a time.
+    ///
+    /// # Errors
+    /// Those of `to`, and of reading what is stored.
+    pub fn chunks(
+        &self,
+        size: usize,
+        mut to: impl FnMut(&[u8]) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
+        match self {
+            Bytes::Borrowed(bytes) => bytes.chunks(size).try_for_each(to),
+            Bytes::Shared(bytes) => (**bytes).as_ref().chunks(size).try_for_each(to),
+            Bytes::Stored(parts) => {
+                let mut chunk = vec![0; size];
+                for (store, offset, bytes) in parts {
+                    for start in (0..*bytes).step_by(size) {
+                        let read = &mut chunk[..size.min(bytes - start)];
+                        store.read_anywhere(offset + start as u64, read)?;
+                        to(read)?;
+                    }
+                }
+                Ok(())
+            }
         }
     }
 }
@@ -123,7 +158,7 @@ impl From<Vec<u8>> for Bytes<'_> {
 
 impl fmt::Debug for Bytes<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes", self.get().len())
+        write!(f, "{} bytes", self.len())
     }
 }
 
@@ -192,6 +227,9 @@ pub enum CheckpointError {
     /// The ranks that write together lost each other.
     #[error(transparent)]
     Comm(#[from] trainyard_comm::CommError),
+    /// What is to be written lies in a tier and cannot be read.
+    #[error(transparent)]
+    Tier(#[from] TierError),
     /// The background thread has ended.
     #[error("the checkpoint writer has stopped; its reason was reported before")]
     WriterGone,

@@ -2,7 +2,7 @@
 
 use super::fault::{Disk, Output};
 use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, PieceEntry, TensorEntry, hex, is_plain};
-use super::{CheckpointError, Part, Region, Snapshot};
+use super::{Bytes, CheckpointError, Part, Region, Snapshot};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -69,7 +69,7 @@ pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
                 return refuse(format!("{part}: the tensor name {name:?} is reserved or used twice"));
             }
             let elements = shape.iter().try_fold(1usize, |size, n| size.checked_mul(*n));
-            let got = bytes.get().len();
+            let got = bytes.len();
             let fits = elements.is_some_and(|elements| range.start <= range.end && range.end <= elements);
             if !fits || range.len().checked_mul(dtype.size()) != Some(got) {
                 return refuse(format!(
@@ -93,7 +93,7 @@ pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
 /// An upper bound of a snapshot's size on disk, for messages.
 pub(super) fn size(snapshot: &Snapshot<'_>) -> u64 {
     let regions = snapshot.parts.iter().flat_map(|part| &part.regions);
-    let tensors: usize = regions.map(|region| region.bytes.get().len()).sum();
+    let tensors: usize = regions.map(|region| region.bytes.len()).sum();
     let attachments: usize = snapshot.attachments.iter().map(|(_, bytes)| bytes.len()).sum();
     (tensors + attachments) as u64
 }
@@ -154,14 +154,14 @@ pub(super) fn write_rest(
     let mut ours = partials.first().map_or_else(Vec::new, |first| first.files.clone());
     merge(&mut manifest, partials)?;
     for (name, bytes) in &snapshot.attachments {
-        let entry = write_file(disk, folder, name, sizes, &[bytes])?;
+        let entry = write_file(disk, folder, name, sizes, bytes)?;
         ours.push(entry.clone());
         manifest.files.push(entry);
     }
     let (text, sum) = manifest.encode()?;
     let last = [
-        write_file(disk, folder, MANIFEST, sizes, &[&text])?,
-        write_file(disk, folder, MANIFEST_SUM, sizes, &[sum.as_bytes()])?,
+        write_file(disk, folder, MANIFEST, sizes, &text)?,
+        write_file(disk, folder, MANIFEST_SUM, sizes, sum.as_bytes())?,
     ];
     ours.iter().chain(&last).try_for_each(|entry| verify(folder, entry))?;
     disk.sync_dir(folder)?;
@@ -224,7 +224,7 @@ fn write_part(
     let mut shards: Vec<Vec<&Region<'_>>> = Vec::new();
     let mut filled = 0usize;
     for region in regions {
-        let bytes = region.bytes.get().len();
+        let bytes = region.bytes.len();
         match shards.last_mut() {
             Some(shard) if filled.saturating_add(bytes) <= sizes.shard_bytes => {
                 shard.push(region);
@@ -248,9 +248,10 @@ fn write_part(
             _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
         };
         let header = header(shard);
-        let contents: Vec<&[u8]> =
-            std::iter::once(header.as_slice()).chain(shard.iter().map(|region| region.bytes.get())).collect();
-        partial.files.push(write_file(disk, folder, &file, sizes, &contents)?);
+        let header = Bytes::Borrowed(&header);
+        let contents: Vec<&Bytes<'_>> =
+            std::iter::once(&header).chain(shard.iter().map(|region| &region.bytes)).collect();
+        partial.files.push(write_contents(disk, folder, &file, sizes, &contents)?);
         for region in shard {
             let dtype = dtype_name(region.dtype).to_owned();
             let at = PieceEntry { file: file.clone(), start: region.range.start, end: region.range.end };
@@ -259,12 +260,12 @@ fn write_part(
     }
     if count > 1 && writer.ranks == 1 {
         // What Hugging Face libraries look for beside sharded files.
-        let total: usize = part.regions.iter().map(|region| region.bytes.get().len()).sum();
+        let total: usize = part.regions.iter().map(|region| region.bytes.len()).sum();
         let map: BTreeMap<_, _> = pieces.iter().map(|(name, piece)| (name, &piece.at.file)).collect();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
         let name = format!("{}.safetensors.index.json", part.name);
         let text = format!("{index:#}");
-        partial.files.push(write_file(disk, folder, &name, sizes, &[text.as_bytes()])?);
+        partial.files.push(write_file(disk, folder, &name, sizes, text.as_bytes())?);
     }
     partial.pieces.insert(part.name.clone(), pieces);
     Ok(())
@@ -276,7 +277,7 @@ fn header(regions: &[&Region<'_>]) -> Vec<u8> {
     let mut entries = serde_json::Map::new();
     entries.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
     for region in regions {
-        let end = offset + region.bytes.get().len();
+        let end = offset + region.bytes.len();
         // A part of a tensor has no shape of its own.
         let part = [region.range.len()];
         let shape = if region.is_whole() { region.shape.as_slice() } else { &part };
@@ -297,16 +298,27 @@ fn write_file(
     folder: &Path,
     name: &str,
     sizes: Sizes,
-    contents: &[&[u8]],
+    contents: &[u8],
+) -> Result<FileEntry, CheckpointError> {
+    write_contents(disk, folder, name, sizes, &[&Bytes::Borrowed(contents)])
+}
+
+/// As [`write_file`], of contents in pieces.
+fn write_contents(
+    disk: &mut Disk,
+    folder: &Path,
+    name: &str,
+    sizes: Sizes,
+    contents: &[&Bytes<'_>],
 ) -> Result<FileEntry, CheckpointError> {
     let mut out: Output = disk.create(&folder.join(name))?;
     let (mut hasher, mut bytes) = (Xxh3::new(), 0);
     for piece in contents {
-        for chunk in piece.chunks(sizes.chunk_bytes) {
+        piece.chunks(sizes.chunk_bytes, |chunk| {
             hasher.update(chunk);
             bytes += chunk.len() as u64;
-            disk.write(&mut out, chunk)?;
-        }
+            disk.write(&mut out, chunk)
+        })?;
     }
     disk.sync(out)?;
     Ok(FileEntry { name: name.to_owned(), bytes, xxh3: hex(hasher.digest()) })

@@ -82,11 +82,11 @@ impl Config {
 
     fn set(&mut self, entry: Entry, problems: &mut Problems) {
         let Entry { path, value, origin } = entry;
-        let (section, key) = match path.as_slice() {
-            [section, key] if self.section(section).is_some() => (section, key),
-            _ => return problems.add(origin, self.unknown(&path)),
-        };
-        let Some(target) = self.section_mut(section) else { return };
+        let Some((key, section)) = path.split_last().map(|(key, section)| (key, section.join("."))) else { return };
+        if self.section(&section).is_none() {
+            return problems.add(origin, self.unknown(&path));
+        }
+        let Some(target) = self.section_mut(&section) else { return };
         if !target.keys().iter().any(|known| known.name == key) {
             return problems.add(origin, self.unknown(&path));
         }
@@ -109,7 +109,8 @@ impl Config {
         let did_you_mean = |name: String| format!("unknown key `{written}`; did you mean `{name}`?");
 
         let name = path.last().map(String::as_str).unwrap_or_default();
-        let inside = (path.len() >= 2).then(|| path[0].as_str());
+        let inside = path[..path.len().max(1) - 1].join(".");
+        let inside = (path.len() >= 2).then_some(inside.as_str());
         let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
 
         // What another program calls it, or the right key in the wrong section: exact matches before near ones, and
@@ -155,8 +156,13 @@ fn read_file(path: &Path, text: &str, problems: &mut Problems) -> Vec<Entry> {
             let at = |span: std::ops::Range<usize>| line_of(text, span.start);
             lines.insert((name.get_ref().to_string(), String::new()), at(name.span()));
             if let DeValue::Table(table) = value.get_ref() {
-                for key in table.keys() {
+                for (key, value) in table {
                     lines.insert((name.get_ref().to_string(), key.get_ref().to_string()), at(key.span()));
+                    let DeValue::Table(inner) = value.get_ref() else { continue };
+                    let section = format!("{}.{}", name.get_ref(), key.get_ref());
+                    for key in inner.keys() {
+                        lines.insert((section.clone(), key.get_ref().to_string()), at(key.span()));
+                    }
                 }
             }
         }
@@ -176,6 +182,15 @@ fn read_file(path: &Path, text: &str, problems: &mut Problems) -> Vec<Entry> {
             }
             Value::Table(table) => {
                 for (key, value) in table {
+                    let section = format!("{name}.{key}");
+                    if let (Value::Table(inner), true) = (&value, is_section(&section)) {
+                        for (inner_key, value) in inner {
+                            let line = line(&section, inner_key);
+                            let at = vec![name.clone(), key.clone(), inner_key.clone()];
+                            entries.push(entry(at, value.clone(), path.to_owned(), line));
+                        }
+                        continue;
+                    }
                     let line = line(&name, &key);
                     entries.push(entry(vec![name.clone(), key], value, path.to_owned(), line));
                 }

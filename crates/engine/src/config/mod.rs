@@ -61,7 +61,7 @@ macro_rules! config {
             /// The section of this name.
             pub fn section(&self, name: &str) -> Option<&dyn Section> {
                 match name {
-                    $(_ if name == stringify!($name) => Some(&self.$name),)+
+                    $(_ if name == Section::name(&self.$name) => Some(&self.$name),)+
                     _ => None,
                 }
             }
@@ -69,7 +69,7 @@ macro_rules! config {
             /// The section of this name.
             pub fn section_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
                 match name {
-                    $(_ if name == stringify!($name) => Some(&mut self.$name),)+
+                    $(_ if name == Section::name(&self.$name) => Some(&mut self.$name),)+
                     _ => None,
                 }
             }
@@ -109,6 +109,8 @@ config! {
     parallel: ParallelSection,
     /// Limits on memory.
     memory: MemorySection,
+    /// What lies below the device's memory.
+    offload: OffloadSection,
     /// When state is written.
     checkpoint: CheckpointSection,
     /// Validation.

@@ -234,12 +234,15 @@ impl Config {
         r.precision();
         r.activation_checkpointing(inputs);
         let (isa, threads) = r.compute(inputs, &parallel);
+        r.memory();
         r.rest(validation);
         r.path_exists("model.path", self.model.path.as_ref());
         r.path_exists("tokenizer.path", self.tokenizer.path.as_ref());
 
         let order: Vec<_> = self.sections().iter().map(|section| section.name()).collect();
-        r.derivations.sort_by_key(|d| order.iter().position(|name| d.key.split('.').next() == Some(name)));
+        r.derivations.sort_by_key(|d| {
+            order.iter().position(|name| d.key.rsplit_once('.').map(|(section, _)| section) == Some(name))
+        });
         let resolved = Resolved {
             requested,
             config: r.config,
@@ -594,9 +597,32 @@ impl Resolver {
         (isa, threads)
     }
 
-    /// `[memory]`, `[checkpoint]`, `[evaluation]`.
-    fn rest(&mut self, validation: bool) {
+    /// `[memory]` and `[memory.offload]`.
+    fn memory(&mut self) {
         self.count("memory.limit", self.config.memory.limit.map(|limit| limit.0), 1 << 20, u64::MAX);
+        let offload = self.config.offload.clone();
+        self.count("memory.offload.chunk_elements", Some(offload.chunk_elements as u64), 1, 1 << 40);
+        let tiers = [
+            ("optimizer", offload.optimizer),
+            ("parameters", offload.parameters),
+            ("activations", offload.activations),
+        ];
+        for (name, tier) in tiers {
+            if tier == OffloadTier::Host {
+                let key = format!("memory.offload.{name}");
+                let message = format!(
+                    "{key} = \"host\": compute.device is \"cpu\", whose memory is the host's already; use \"disk\""
+                );
+                self.problem(&key, message);
+            }
+        }
+        if tiers.iter().all(|(_, tier)| *tier != OffloadTier::Disk) {
+            self.unused("memory.offload.directory", &offload.directory, "nothing lies on disk");
+        }
+    }
+
+    /// `[checkpoint]`, `[evaluation]`.
+    fn rest(&mut self, validation: bool) {
         let CheckpointSection { interval_steps, interval_seconds, keep_last, keep_best } = self.config.checkpoint;
         self.count("checkpoint.interval_steps", interval_steps, 1, u64::MAX);
         self.positive("checkpoint.interval_seconds", interval_seconds);

@@ -162,15 +162,21 @@ impl Resolver {
         (r, f)
     }
 
-    /// What only stage 3 has: gathers around the use of a unit.
+    /// What only stage 3 has: gathers around the use of a unit; and how far ahead they, and fetches from a tier, come.
     fn gathers(&mut self, section: &ParallelSection, parallel: &mut Parallel) {
         let because = format!("parameters stay whole with zero_stage {}", parallel.zero_stage);
-        if parallel.zero_stage < 3 {
-            self.unused("parallel.reshard_after_forward", &section.reshard_after_forward, &because);
-            return self.unused("parallel.prefetch", &section.prefetch, &because);
+        let offload = &self.config.offload;
+        let fetches = [offload.parameters, offload.activations].iter().any(|tier| *tier != OffloadTier::None);
+        if parallel.zero_stage == 3 || fetches {
+            let because = "one unit ahead hides a gather or a fetch";
+            parallel.prefetch = self.settle("parallel.prefetch", &section.prefetch, 1, because);
+            self.count("parallel.prefetch", Some(parallel.prefetch as u64), 0, 1 << 10);
+        } else {
+            self.unused("parallel.prefetch", &section.prefetch, &because);
         }
-        parallel.prefetch = self.settle("parallel.prefetch", &section.prefetch, 1, "one unit ahead hides a gather");
-        self.count("parallel.prefetch", Some(parallel.prefetch as u64), 0, 1 << 10);
+        if parallel.zero_stage < 3 {
+            return self.unused("parallel.reshard_after_forward", &section.reshard_after_forward, &because);
+        }
         let reshard = &section.reshard_after_forward;
         let reshard = self.settle("parallel.reshard_after_forward", reshard, Reshard::Always, "the least memory");
         parallel.reshard_after_forward = reshard;

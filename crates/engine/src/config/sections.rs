@@ -165,6 +165,18 @@ choices! {
 }
 
 choices! {
+    /// Where something lies while a step does not use it.
+    OffloadTier {
+        /// On the device.
+        None = "none",
+        /// In host memory; for devices that have their own.
+        Host = "host",
+        /// In a file.
+        Disk = "disk",
+    }
+}
+
+choices! {
     /// Where the model runs.
     DeviceKind {
         /// The processor.
@@ -490,7 +502,7 @@ section! {
         /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true), kept for backward (false), or kept on groups of this many neighbouring ranks (a number). Unset: true.
         #[elsewhere("fsdp_reshard_after_forward")]
         reshard_after_forward: Option<Reshard> = None;
-        /// zero_stage 3: how many units are gathered ahead of the one that computes. Unset: 1.
+        /// zero_stage 3, and where parameters or activations are offloaded: how many units are gathered and fetched ahead of the one that computes. Unset: 1.
         #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
         prefetch: Option<usize> = None;
         /// When gradients are summed over ranks.
@@ -522,6 +534,27 @@ section! {
         /// The most bytes that the run's pool may hold: "2GiB" or a number. Unset: no limit.
         #[elsewhere("max_memory", "memory_limit")]
         limit: Option<ByteSize> = None;
+    }
+}
+
+section! {
+    /// What lies in a lower tier while a step does not use it, and comes when it does. No bit of any loss or weight depends on it.
+    OffloadSection = "memory.offload" {
+        /// Masters and optimizer state: fetched, updated and written back chunk by chunk.
+        #[elsewhere("offload_optimizer", "offload_optimizer_device", "optimizer_cpu_offload")]
+        optimizer: OffloadTier = OffloadTier::None;
+        /// The copy that forward and backward read: fetched unit by unit, `parallel.prefetch` ahead.
+        #[elsewhere("offload_param", "offload_param_device", "cpu_offload", "enable_cpu_offload")]
+        parameters: OffloadTier = OffloadTier::None;
+        /// What forward keeps for backward: written after a unit's forward, fetched ahead of its backward.
+        #[elsewhere("activation_offload", "cpu_offloading", "offload_activations")]
+        activations: OffloadTier = OffloadTier::None;
+        /// Where the files are, one per rank and purpose, while the run lasts. Unset: `offload` in the run's folder.
+        #[elsewhere("nvme_path", "offload_dir", "offload_folder")]
+        directory: Option<PathBuf> = None;
+        /// Elements whose optimizer state is moved and updated at a time, at most; rules that look at whole matrices move whole units.
+        #[elsewhere("buffer_size", "sub_group_size")]
+        chunk_elements: usize = 1 << 20;
     }
 }
 

@@ -4,6 +4,9 @@
 //! step's memory and cost. Its lanes share it without a lock around the whole: each works on units that the program's dependencies
 //! make its own for that time, and talks to other ranks through links that no other lane has.
 
+mod away;
+mod ledger;
+mod offload;
 mod step;
 
 pub use step::{StepOutcome, StepSettings};
@@ -15,7 +18,8 @@ use crate::links::{ComputeLinks, GatherLinks, Links, ReduceLinks};
 use crate::optimizer::Optimizer;
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
-use crate::state::{GradientState, Holding, ParameterState, lock};
+use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
+use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use std::sync::{Arc, Mutex};
 use step::Step;
@@ -23,6 +27,7 @@ use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
+use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{DType, Device};
 
 /// Everything that a rank trains.
@@ -32,6 +37,8 @@ pub struct Rank {
     /// The parameters.
     pub parameters: ParameterState,
     gradients: GradientState,
+    pub(crate) optimizer: Optimizer,
+    tiers: Tiers,
     core: Mutex<Core>,
     gather_links: Mutex<GatherLinks>,
     reduce_links: Mutex<ReduceLinks>,
@@ -45,8 +52,6 @@ pub struct Rank {
 
 /// What updates change beside parameters.
 pub struct Core {
-    /// The optimizer.
-    pub optimizer: Optimizer,
     /// The loss scale.
     pub scaler: LossScaler,
     /// Updates made; skipped steps do not count.
@@ -72,21 +77,48 @@ impl Rank {
     /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks to others through `links`. All ranks are made
     /// together.
     pub fn new(device: &Device, model: Model, holding: Holding, links: Links, settings: &RankSettings) -> Result<Rank> {
-        let mut parameters = ParameterState::new(device, &model, holding, settings.compute, settings.seed)?;
-        parameters.refresh_copies(&links.compute.shard)?;
+        Rank::with_tiers(device, model, holding, Tiers::default(), links, settings)
+    }
+
+    /// As [`Rank::new`], with the state that `tiers` take away from the device.
+    pub fn with_tiers(
+        device: &Device,
+        model: Model,
+        holding: Holding,
+        tiers: Tiers,
+        links: Links,
+        settings: &RankSettings,
+    ) -> Result<Rank> {
+        let parameters = ParameterState::zeros(device, &model, holding, settings.compute, &tiers)?;
+        let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding)?;
-        let optimizer = Optimizer::new(device, &model, &holding, settings.optimizer)?;
-        let core = Core { optimizer, scaler: settings.scaler, updates: 0 };
+        let core = Core { scaler: settings.scaler, updates: 0 };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
-        Ok(Rank::assemble(device, model, parameters, gradients, core, links, reduce_dtype, seed))
+        let mut rank =
+            Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
+        rank.initialise()?;
+        Ok(rank)
+    }
+
+    /// Initial values: each a function of (seed, unit, index, element), so that a shard has the values of the whole.
+    fn initialise(&mut self) -> Result<()> {
+        let specs: std::collections::BTreeMap<_, _> =
+            self.model.parameters().map(|(id, spec)| (id, spec.init)).collect();
+        let seed = self.seed;
+        self.set_masters(|id, range, values| {
+            let site = (id.unit << 16) | id.index;
+            initialise(values, specs[&id], range.start, RandomKey { seed, step: RandomKey::INIT, site })
+        })
     }
 
     /// A rank that evaluates and generates: it has neither gradients nor optimizer state, and must not be trained.
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
-        let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute)?;
-        let core = Core { optimizer: Optimizer::none(), scaler: LossScaler::none(), updates: 0 };
+        let tiers = Tiers::default();
+        let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
+        let core = Core { scaler: LossScaler::none(), updates: 0 };
+        let state = (Optimizer::none(device), tiers);
         let gradients = GradientState::none(device);
-        Ok(Rank::assemble(device, model, parameters, gradients, core, Links::default(), DType::F32, 0))
+        Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
     }
 
     fn assemble(
@@ -94,6 +126,7 @@ impl Rank {
         model: Model,
         parameters: ParameterState,
         gradients: GradientState,
+        (optimizer, tiers): (Optimizer, Tiers),
         core: Core,
         links: Links,
         reduce_dtype: DType,
@@ -104,6 +137,8 @@ impl Rank {
             model,
             parameters,
             gradients,
+            optimizer,
+            tiers,
             core: Mutex::new(core),
             gather_links: Mutex::new(links.gather),
             reduce_links: Mutex::new(links.reduce),
@@ -146,7 +181,7 @@ impl Rank {
         lock(&self.core).scaler
     }
 
-    /// The optimizer and the counters, to be saved or restored.
+    /// The loss scale and the counters, to be saved or restored.
     pub fn core<T>(&self, with: impl FnOnce(&mut Core) -> T) -> T {
         with(&mut lock(&self.core))
     }
@@ -159,15 +194,14 @@ impl Rank {
     /// Runs every unit on one tape, each gathered while it is needed where parameters are sharded: evaluation and generation. All ranks of a shard group do
     /// this together, each on what it has.
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
-        if !self.parameters.is_sharded() {
+        if !self.parameters.is_sharded() && !self.parameters.is_offloaded() {
             return Ok(self.model.forward(tape, cx)?);
         }
-        let shards = self.parameters.holding().shards;
         let links = lock(&self.compute_links);
         self.model.forward_by_unit(tape, cx, |unit, passage| {
             self.reads(unit).try_for_each(|unit| match passage {
-                Passage::Enter => self.parameters.gather(unit, shards, &links.shard),
-                Passage::Leave => self.parameters.release(unit, shards),
+                Passage::Enter => self.bring_whole(unit, &links.shard),
+                Passage::Leave => self.let_go(unit),
             })
         })
     }
@@ -183,11 +217,10 @@ impl Rank {
         if !self.parameters.is_sharded() {
             return Ok(());
         }
-        let shards = self.parameters.holding().shards;
         let links = lock(&self.compute_links);
         for unit in (0..self.model.units().len()).flat_map(|unit| self.reads(unit)) {
-            self.parameters.gather(unit, shards, &links.shard)?;
-            self.parameters.release(unit, shards)?;
+            self.bring_whole(unit, &links.shard)?;
+            self.let_go(unit)?;
         }
         Ok(())
     }
@@ -224,6 +257,8 @@ impl Rank {
         let rank: &Rank = self;
         rank.gradients.begin_step();
         let step = &Step::new(program, settings);
+        let first = lock(step.ledger()).start();
+        rank.take_for(&first, step)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
             let what = describe(program, instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
@@ -245,7 +280,7 @@ impl Rank {
         let host: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |_| match instruction.action {
                 Action::Snapshot => snapshot(rank, &step.outcome()),
-                other => Err(cannot(other)),
+                other => rank.move_state(other, step),
             })
         });
         let gather: Handler<'_, EngineError> = Box::new(|number, instruction| {
@@ -270,11 +305,13 @@ impl Rank {
         }
         let compute = |number: usize, instruction: &Instruction| {
             rank.gradients.give_back(step.reductions_done(&instruction.after));
+            rank.before(step, instruction)?;
             perform(number, instruction, &mut |at| {
                 if instruction.action == Action::Clip {
                     lock(&rank.compute_links).post(at);
                 }
-                rank.compute(instruction, step)
+                rank.compute(instruction, step)?;
+                rank.after(step, number)
             })
         };
         let spans = if rank.device.is_meta() {
@@ -283,6 +320,7 @@ impl Rank {
         } else {
             lanes::run(program, handlers, compute, &|error| rank.raise_alarm(error))?
         };
+        rank.end_step(step);
         let mut outcome = step.outcome();
         outcome.take_times(program, spans);
         Ok(outcome)
@@ -328,7 +366,8 @@ impl Rank {
     fn gather(&self, instruction: &Instruction, links: &GatherLinks) -> Result<()> {
         match instruction.action {
             Action::Gather { unit, over } => self.parameters.gather(unit as usize, over as usize, links.over(over)),
-            Action::Release { unit, keep } => self.parameters.release(unit as usize, keep as usize),
+            // The compute lane gives back the memory when it has finished what used it.
+            Action::Release { .. } => Ok(()),
             other => Err(cannot(other)),
         }
     }
@@ -353,7 +392,7 @@ fn data_index(program: &Program) -> u64 {
 /// written the one before.
 fn waits_for_others(instruction: &Instruction) -> bool {
     let lane = instruction.action.lane();
-    instruction.bytes > 0
+    instruction.bytes > 0 && lane != Lane::HostIo
         || matches!(lane, Lane::Gather | Lane::Reduce)
         || matches!(instruction.action, Action::Clip | Action::Snapshot)
 }

@@ -1,19 +1,21 @@
 //! One step: what it carries from instruction to instruction, and the instructions of the compute lane.
 
+use super::away::Away;
+use super::ledger::Ledger;
 use super::{Rank, cannot, data_index};
 use crate::Result;
 use crate::lanes::Span;
 use crate::links::Link;
 use crate::optimizer::Rates;
 use crate::state::lock;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-use trainyard_autograd::{Policy, Recording, Tape, Var};
+use trainyard_autograd::{Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
-use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program};
+use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program, State};
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{Purpose, Tensor};
+use trainyard_tensor::{DType, Purpose, Tensor};
 
 /// What one step is run with.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +49,10 @@ pub struct StepOutcome {
     pub comm: Duration,
     /// Time of those that computing waited for.
     pub comm_exposed: Duration,
+    /// Time that moving state from and to its tiers took.
+    pub tiers: Duration,
+    /// Time of that which computing waited for.
+    pub tiers_exposed: Duration,
 }
 
 impl StepOutcome {
@@ -55,7 +61,9 @@ impl StepOutcome {
         for (span, instruction) in spans.iter().zip(&program.instructions) {
             let lane = instruction.action.lane();
             if lane != Lane::Compute {
-                if instruction.bytes > 0 {
+                if lane == Lane::HostIo {
+                    self.tiers += span.end - span.start;
+                } else if instruction.bytes > 0 {
                     self.comm += span.end - span.start;
                 }
                 continue;
@@ -67,7 +75,8 @@ impl StepOutcome {
             for (cause, waited) in [(Some(number), later), (cause.waited_for, span.waited - later)] {
                 let lane = cause.map(|number| program.instructions[number as usize].action.lane());
                 match lane {
-                    Some(Lane::Input | Lane::HostIo) => self.data_wait += waited,
+                    Some(Lane::Input) => self.data_wait += waited,
+                    Some(Lane::HostIo) => self.tiers_exposed += waited,
                     _ => self.comm_exposed += waited,
                 }
             }
@@ -76,9 +85,17 @@ impl StepOutcome {
     }
 }
 
+/// Whose activations an instruction evicts.
+fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
+    match instruction.action {
+        Action::Evict { unit, state: State::Activations { micro_batch }, .. } => Some((unit, micro_batch)),
+        _ => None,
+    }
+}
+
 /// A forward whose backward is to come.
 enum Pending {
-    Recorded { recording: Recording, input: Option<Var>, output: Var },
+    Recorded { recording: Recording, input: Option<Place>, output: Place },
     InputOnly { input: Option<Tensor> },
 }
 
@@ -92,6 +109,10 @@ pub(super) struct Step<'p> {
     /// Of all ranks' micro-batches.
     targets: OnceLock<u64>,
     carried: Mutex<Carried>,
+    ledger: Mutex<Ledger>,
+    /// Units and micro-batches whose activations leave between forward and backward.
+    leave: BTreeSet<(u32, u32)>,
+    away: Away,
     outcome: Mutex<StepOutcome>,
 }
 
@@ -129,8 +150,27 @@ impl<'p> Step<'p> {
             batches: Mutex::new(vec![None; micro_batches]),
             targets: OnceLock::new(),
             carried: Mutex::new(carried),
+            ledger: Mutex::new(Ledger::new(program)),
+            leave: program.instructions.iter().filter_map(leaves).collect(),
+            away: Away::default(),
             outcome: Mutex::default(),
         }
+    }
+
+    pub fn program(&self) -> &'p Program {
+        self.program
+    }
+
+    pub fn action(&self, number: u32) -> Action {
+        self.program.instructions[number as usize].action
+    }
+
+    pub fn ledger(&self) -> &Mutex<Ledger> {
+        &self.ledger
+    }
+
+    pub fn away(&self) -> &Away {
+        &self.away
     }
 
     pub fn put_batch(&self, micro_batch: u32, batch: Batch) {
@@ -185,7 +225,7 @@ impl Rank {
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
             Action::Clip => self.clip(step, carried),
-            Action::Update { unit } => self.update(step, carried, unit),
+            Action::Update { unit, chunk } => self.update(step, carried, unit as usize, chunk),
             other => Err(cannot(other)),
         }
     }
@@ -211,9 +251,21 @@ impl Rank {
         } else {
             carried.outputs.insert(micro_batch, output.tensor().clone());
         }
+        let leaves = step.leave.contains(&(unit, micro_batch));
         let pending = match kept {
+            Some(input) if leaves => {
+                step.away.put((unit, micro_batch), input.into_iter().collect());
+                Pending::InputOnly { input: None }
+            }
             Some(input) => Pending::InputOnly { input },
-            None => Pending::Recorded { recording, input, output },
+            None => {
+                let mut recording = recording;
+                if leaves {
+                    step.away.put((unit, micro_batch), recording.take_saved());
+                }
+                let (input, output) = (input.as_ref().map(Place::from), Place::from(&output));
+                Pending::Recorded { recording, input, output }
+            }
         };
         carried.pending.insert((unit, micro_batch), pending);
         Ok(())
@@ -248,17 +300,25 @@ impl Rank {
 
     fn backward(&self, step: &Step<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
         let pending = carried.pending.remove(&(unit, micro_batch)).expect("the program runs forward before backward");
+        let back = step.away.remove((unit, micro_batch));
         let (recording, input, output) = match pending {
-            Pending::Recorded { recording, input, output } => (recording, input, output),
-            Pending::InputOnly { input } => self.run(step, unit, micro_batch, input, Policy::Everything)?,
+            Pending::Recorded { mut recording, input, output } => {
+                back.map_or(Ok(()), |back| recording.put_back(back))?;
+                (recording, input, output)
+            }
+            Pending::InputOnly { input } => {
+                let input = input.or_else(|| back.and_then(|mut back| back.pop()));
+                let (recording, input, output) = self.run(step, unit, micro_batch, input, Policy::Everything)?;
+                (recording, input.as_ref().map(Place::from), Place::from(&output))
+            }
         };
         let gradient = match carried.flowing.remove(&micro_batch) {
             Some(gradient) => gradient,
             None => self.device.tensor([], &[1.0f32], Purpose::Activations)?,
         };
-        let inputs: Vec<&Var> = input.iter().collect();
+        let inputs: Vec<Place> = input.into_iter().collect();
         let mut target = self.gradients.of(micro_batch, step.apart);
-        let mut gradients = recording.backward(&[(&output, gradient)], &inputs, &self.parameters, &mut target)?;
+        let mut gradients = recording.backward_at(&[(output, gradient)], &inputs, &self.parameters, &mut target)?;
         if let Some(Some(gradient)) = gradients.pop() {
             carried.flowing.insert(micro_batch, gradient);
         }
@@ -307,11 +367,17 @@ impl Rank {
         Ok(())
     }
 
-    fn update(&self, step: &Step<'_>, carried: &Carried, unit: u32) -> Result<()> {
-        if lock(&step.outcome).skipped {
-            return Ok(());
+    fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
+        // A copy that lies in a tier, and is not its own master, is written anew and not read for that.
+        let anew = self.parameters.is_offloaded() && self.parameters.compute() != DType::F32;
+        if anew && !self.parameters.is_here(unit) {
+            self.parameters.take(unit)?;
         }
-        lock(&self.core).optimizer.update(unit as usize, &self.parameters, &self.gradients, carried.rates)
+        match lock(&step.outcome).skipped {
+            false => self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates),
+            true if anew => self.optimizer.refresh_copy(unit, chunk, &self.parameters),
+            true => Ok(()),
+        }
     }
 
     fn read_loss(&self, output: &Var) -> Result<f64> {

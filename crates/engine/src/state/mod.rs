@@ -8,6 +8,7 @@ mod gradients;
 mod parameters;
 
 pub use gradients::GradientState;
+pub(crate) use parameters::initialise;
 pub use parameters::{ParameterState, UnitParameters};
 
 use crate::EngineError;

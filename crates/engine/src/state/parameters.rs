@@ -2,9 +2,10 @@
 
 use super::{Holding, lock, overlap};
 use crate::links::Link;
+use crate::tier::{Store, Tiers, aligned};
 use crate::{EngineError, Result};
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, ParamId, Parameter, Parameters};
 use trainyard_model::{Init, Model, UnitLayout};
 use trainyard_program::Extent;
@@ -13,8 +14,11 @@ use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
 /// The parameters of every unit, in f32 and in the dtype that forward reads.
 pub struct ParameterState {
+    device: Device,
     compute: DType,
     holding: Holding,
+    /// Where the copies lie while they are not used; None: on the device.
+    store: Option<Arc<Store>>,
     units: Vec<UnitParameters>,
 }
 
@@ -22,14 +26,14 @@ pub struct ParameterState {
 pub struct UnitParameters {
     layout: UnitLayout,
     shapes: Vec<Vec<usize>>,
-    /// The elements of the flat buffer that `master` holds.
+    /// The elements of the flat buffer that the masters are of.
     master_range: Range<usize>,
-    /// f32.
-    master: Tensor,
-    /// The elements that `copy` holds.
+    /// f32; None where the copy is its own master, and where masters lie in a tier.
+    master: Option<Tensor>,
+    /// The elements that the copy holds.
     copy_range: Range<usize>,
-    /// In the compute dtype; in f32 the master is a view into it or it itself.
-    copy: Tensor,
+    /// Where the copy is in the store.
+    offset: u64,
     /// What is there to be read.
     present: Mutex<Present>,
 }
@@ -37,87 +41,175 @@ pub struct UnitParameters {
 /// What forward and backward can read of a unit.
 #[derive(Default)]
 struct Present {
+    /// In the compute dtype, what the rank holds; None while it is in its tier.
+    copy: Option<Tensor>,
     /// The whole flat buffer and the parameters in it; None while only a part of it is here.
     whole: Option<(Tensor, Vec<Parameter>)>,
-    /// A part larger than the shard that stayed when the whole was released.
+    /// Memory for the whole that is about to be gathered.
+    incoming: Option<Tensor>,
+    /// A part larger than the shard that stayed when the whole was released; until the next release, so that its end depends on no clock.
     stayed: Option<Tensor>,
 }
 
 impl ParameterState {
-    /// Parameters of `model` with initial values drawn from `seed`: each a function of (seed, unit, index, element), so that a shard
-    /// has the values of the whole.
-    pub fn new(device: &Device, model: &Model, holding: Holding, compute: DType, seed: u64) -> Result<ParameterState> {
-        let mut state = ParameterState::zeros(device, model, holding, compute)?;
-        for (id, spec) in model.parameters() {
-            let (part, mut values) = state.master_part(id)?;
-            let site = (id.unit << 16) | id.index;
-            initialise(&mut values, spec.init, part.start, RandomKey { seed, step: RandomKey::INIT, site })?;
+    /// Parameters that are all zero, to be set. What `tiers` have is not here yet.
+    pub fn zeros(
+        device: &Device,
+        model: &Model,
+        holding: Holding,
+        compute: DType,
+        tiers: &Tiers,
+    ) -> Result<ParameterState> {
+        let store = tiers.parameters.clone();
+        let mut state = ParameterState { device: device.clone(), compute, holding, store, units: Vec::new() };
+        let mut offset = 0;
+        for unit in 0..model.units().len() {
+            let apart = compute != DType::F32 && tiers.optimizer.is_none();
+            let mut unit = UnitParameters::new(device, model, unit, &holding, apart)?;
+            unit.offset = offset;
+            offset += aligned((unit.copy_range.len() * compute.size()) as u64);
+            state.units.push(unit);
         }
-        state.refresh_own_copies()?;
+        if state.store.is_none() {
+            (0..state.units.len()).try_for_each(|unit| state.take(unit))?;
+        }
         Ok(state)
-    }
-
-    /// Parameters that are all zero, to be loaded.
-    pub fn zeros(device: &Device, model: &Model, holding: Holding, compute: DType) -> Result<ParameterState> {
-        let units = (0..model.units().len()).map(|unit| UnitParameters::new(device, model, unit, &holding, compute));
-        Ok(ParameterState { compute, holding, units: units.collect::<Result<_>>()? })
     }
 
     /// The f32 values of a parameter, in `shape`.
     ///
     /// # Errors
-    /// When this rank holds only a part of it: see [`ParameterState::master_part`].
+    /// When this rank holds only a part of it, or has it in a tier: see [`ParameterState::master_part`].
     pub fn master(&self, id: ParamId, shape: &[usize]) -> Result<Tensor> {
         let (_, values) = self.master_part(id)?;
         Ok(values.reshape(shape)?)
     }
 
-    /// Which elements of a parameter this rank holds, and their f32 values.
-    pub fn master_part(&self, id: ParamId) -> Result<(Range<usize>, Tensor)> {
+    /// Which elements of a parameter's masters this rank holds.
+    pub fn master_part_range(&self, id: ParamId) -> Range<usize> {
         let unit = &self.units[id.unit as usize];
         let parameter = unit.layout.range(id.index as usize);
         let held = overlap(&parameter, &unit.master_range);
-        let values = unit.master.view(held.start - unit.master_range.start, [held.len()])?;
         let start = held.start.clamp(parameter.start, parameter.end) - parameter.start;
-        Ok((start..start + held.len(), values))
+        start..start + held.len()
+    }
+
+    /// Which elements of a parameter this rank holds, and their f32 values.
+    ///
+    /// # Errors
+    /// When they lie in a tier.
+    pub fn master_part(&self, id: ParamId) -> Result<(Range<usize>, Tensor)> {
+        let unit = &self.units[id.unit as usize];
+        let held = overlap(&unit.layout.range(id.index as usize), &unit.master_range);
+        Ok((self.master_part_range(id), unit.master_range(held)?))
     }
 
     /// Writes the rank's own part of every compute copy anew, after masters were changed from outside.
-    fn refresh_own_copies(&mut self) -> Result<()> {
-        for unit in &mut self.units {
-            if unit.master.overlaps(&unit.copy) {
-                continue;
-            }
-            let part = overlap(&unit.master_range, &unit.copy_range);
-            let mut copy = unit.copy.view(part.start - unit.copy_range.start, [part.len()])?;
-            ops::cast_into(&unit.master.view(part.start - unit.master_range.start, [part.len()])?, &mut copy)?;
+    fn refresh_own_copies(&self) -> Result<()> {
+        self.units.iter().try_for_each(UnitParameters::refresh_own_copy)
+    }
+
+    /// Writes every compute copy anew, after masters were changed from outside; what other ranks hold of copies that
+    /// are whole here comes from them.
+    ///
+    /// # Errors
+    /// When copies lie in a tier.
+    pub fn refresh_copies(&mut self, shard: &Link) -> Result<()> {
+        self.refresh_own_copies()?;
+        (0..self.units.len()).try_for_each(|unit| self.complete_copy(unit, shard))
+    }
+
+    /// Gets the other ranks' parts of a copy that is whole here.
+    pub fn complete_copy(&self, unit: usize, shard: &Link) -> Result<()> {
+        if self.holding.placement.parameters == self.holding.placement.masters {
+            return Ok(());
         }
+        self.gather(unit, self.holding.shards, shard)
+    }
+
+    /// Takes memory, all zero, for a unit's copy.
+    pub fn take(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        let copy = self.device.zeros([unit.copy_range.len()], self.compute, Purpose::Params)?;
+        unit.put(copy, self.holding.placement.parameters)
+    }
+
+    /// Takes memory for a unit's copy that is about to be read.
+    pub fn take_to_read(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        let copy = self.device.empty([unit.copy_range.len()], self.compute, Purpose::Params)?;
+        unit.put(copy, self.holding.placement.parameters)
+    }
+
+    /// Takes memory for a unit that is about to be gathered.
+    pub fn take_whole(&self, unit: usize) -> Result<()> {
+        lock(&self.units[unit].present).incoming = Some(self.memory_for_whole(unit)?);
         Ok(())
     }
 
-    /// Writes every compute copy anew, after masters were changed from outside (initial values, loading); what other ranks hold of copies that
-    /// are whole here comes from them.
-    pub fn refresh_copies(&mut self, shard: &Link) -> Result<()> {
-        self.refresh_own_copies()?;
-        if self.holding.placement.parameters != self.holding.placement.masters {
-            for unit in 0..self.units.len() {
-                self.gather(unit, self.holding.shards, shard)?;
-            }
+    fn memory_for_whole(&self, unit: usize) -> Result<Tensor> {
+        let elements = self.units[unit].layout.elements();
+        Ok(self.device.empty([elements], self.compute, Purpose::Gathered)?)
+    }
+
+    /// Gives back the memory of a unit's copy.
+    pub fn give_back(&self, unit: usize) {
+        let mut present = lock(&self.units[unit].present);
+        present.copy = None;
+        if self.holding.placement.parameters == Extent::Full {
+            present.whole = None;
         }
-        Ok(())
+    }
+
+    /// Whether there is memory for a unit's copy.
+    pub fn is_here(&self, unit: usize) -> bool {
+        lock(&self.units[unit].present).copy.is_some()
+    }
+
+    /// Whether copies lie in a tier while they are not used.
+    pub fn is_offloaded(&self) -> bool {
+        self.store.is_some()
+    }
+
+    /// Reads a unit's copy, for which there is memory, from its tier.
+    pub fn fetch(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        match &self.store {
+            Some(store) if !self.device.is_meta() => Ok(store.read(unit.offset, unit.copy()?.as_bytes_mut()?)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes a unit's copy to its tier.
+    pub fn write(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        match &self.store {
+            Some(store) if !self.device.is_meta() => Ok(store.write(unit.offset, unit.copy()?.as_bytes()?)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Where elements `range` of a unit's copy are in the tier.
+    pub fn in_store(&self, unit: usize, range: &Range<usize>) -> Option<(Arc<Store>, u64)> {
+        let unit = &self.units[unit];
+        let offset = unit.offset + ((range.start - unit.copy_range.start) * self.compute.size()) as u64;
+        self.store.as_ref().map(|store| (Arc::clone(store), offset))
     }
 
     /// Brings a unit's parameters together from `over` ranks, which are those of `link`. What is whole already gets the others' parts anew.
     pub fn gather(&self, unit: usize, over: usize, link: &Link) -> Result<()> {
         let state = &self.units[unit];
         if self.holding.placement.parameters == Extent::Full {
-            return link.all_gather_in_place(&mut state.copy.clone());
+            return link.all_gather_in_place(&mut state.copy()?);
         }
-        let stayed = lock(&state.present).stayed.take();
-        let part = stayed.as_ref().unwrap_or(&state.copy);
+        let (stayed, incoming) = {
+            let mut present = lock(&state.present);
+            (present.stayed.clone(), present.incoming.take())
+        };
+        let part = &stayed.map_or_else(|| state.copy(), Ok)?;
         let elements = state.layout.elements();
         assert_eq!(part.elements() * over, elements, "a gather over {over} ranks takes parts of that size");
-        let mut whole = part.device().empty([elements], self.compute, Purpose::Gathered)?;
+        let mut whole = incoming.map_or_else(|| self.memory_for_whole(unit), Ok)?;
         link.all_gather(part, &mut whole)?;
         let views = state.views(&whole)?;
         lock(&state.present).whole = Some((whole, views));
@@ -129,6 +221,7 @@ impl ParameterState {
         let state = &self.units[unit];
         let mut present = lock(&state.present);
         let whole = present.whole.take();
+        present.stayed = None;
         if keep < self.holding.shards
             && let Some((whole, _)) = &whole
         {
@@ -163,26 +256,75 @@ impl ParameterState {
 }
 
 impl UnitParameters {
-    fn new(device: &Device, model: &Model, unit: usize, holding: &Holding, compute: DType) -> Result<UnitParameters> {
+    fn new(device: &Device, model: &Model, unit: usize, holding: &Holding, apart: bool) -> Result<UnitParameters> {
         let specs = model.units()[unit].parameters();
         let layout = UnitLayout::new(specs, holding.shards);
         let placement = holding.placement;
         let master_range = holding.range(placement.masters, &layout);
         let copy_range = holding.range(placement.parameters, &layout);
-        let copy = device.zeros([copy_range.len()], compute, Purpose::Params)?;
-        let master = if compute == DType::F32 {
-            copy.view(master_range.start - copy_range.start, [master_range.len()])?
-        } else {
-            device.zeros([master_range.len()], DType::F32, Purpose::Params)?
-        };
+        let master = apart.then(|| device.zeros([master_range.len()], DType::F32, Purpose::Params)).transpose()?;
         let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
-        let present = Mutex::default();
-        let state = UnitParameters { layout, shapes, master_range, master, copy_range, copy, present };
-        if placement.parameters == Extent::Full {
-            let views = state.views(&state.copy)?;
-            lock(&state.present).whole = Some((state.copy.clone(), views));
+        Ok(UnitParameters { layout, shapes, master_range, master, copy_range, offset: 0, present: Mutex::default() })
+    }
+
+    /// Lets the unit be read from `copy`, which is of `extent`.
+    fn put(&self, copy: Tensor, extent: Extent) -> Result<()> {
+        let whole = match extent {
+            Extent::Full => Some((copy.clone(), self.views(&copy)?)),
+            Extent::Shard => None,
+        };
+        let mut present = lock(&self.present);
+        present.copy = Some(copy);
+        if extent == Extent::Full {
+            present.whole = whole;
         }
-        Ok(state)
+        Ok(())
+    }
+
+    fn copy(&self) -> Result<Tensor> {
+        let in_a_tier = || EngineError::DoesNotFit("parameters that lie in a tier were not fetched".to_owned());
+        lock(&self.present).copy.clone().ok_or_else(in_a_tier)
+    }
+
+    /// Casts the masters that are here into the copy.
+    fn refresh_own_copy(&self) -> Result<()> {
+        match &self.master {
+            Some(master) => self.write_copy(self.master_range.clone(), master),
+            None => Ok(()),
+        }
+    }
+
+    /// Casts `masters`, which are elements `range`, into the copy, where it is apart from them.
+    pub fn write_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
+        let part = overlap(&range, &self.copy_range);
+        if let Some(mut copy) = self.copy_range(part.clone())? {
+            ops::cast_into(&masters.view(part.start - range.start, [part.len()])?, &mut copy)?;
+        }
+        Ok(())
+    }
+
+    /// Sets masters that are here: `set` is given each of the unit's parameters, which of its elements, and where to put their values.
+    pub fn set_here(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        let mut masters = self.master_range(self.master_range.clone())?;
+        self.set(self.master_range.clone(), &mut masters, set)?;
+        self.refresh_own_copy()
+    }
+
+    /// As [`UnitParameters::set_here`], for `masters` that are elements `range`.
+    pub fn set(
+        &self,
+        range: Range<usize>,
+        masters: &mut Tensor,
+        set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>,
+    ) -> Result<()> {
+        for (index, parameter) in self.layout.ranges().iter().enumerate() {
+            let held = overlap(parameter, &range);
+            if !held.is_empty() {
+                let mut values = masters.view(held.start - range.start, [held.len()])?;
+                set(index, held.start - parameter.start..held.end - parameter.start, &mut values)?;
+            }
+        }
+        Ok(())
     }
 
     fn views(&self, whole: &Tensor) -> Result<Vec<Parameter>> {
@@ -199,16 +341,32 @@ impl UnitParameters {
     }
 
     /// Elements `range` of the flat masters, of which this rank must hold them.
+    ///
+    /// # Errors
+    /// When they lie in a tier.
     pub fn master_range(&self, range: Range<usize>) -> Result<Tensor> {
-        Ok(self.master.view(range.start - self.master_range.start, [range.len()])?)
+        let (masters, first) = match &self.master {
+            Some(master) => (master.clone(), self.master_range.start),
+            None => (self.copy()?, self.copy_range.start),
+        };
+        if masters.dtype() != DType::F32 {
+            return Err(EngineError::DoesNotFit("f32 masters that lie in a tier were not fetched".to_owned()));
+        }
+        Ok(masters.view(range.start - first, [range.len()])?)
+    }
+
+    /// The elements of the flat buffer that the masters are of.
+    pub fn held_masters(&self) -> Range<usize> {
+        self.master_range.clone()
     }
 
     /// Elements `range` of the compute copy; None when forward reads the masters.
     pub fn copy_range(&self, range: Range<usize>) -> Result<Option<Tensor>> {
-        if self.copy.dtype() == DType::F32 {
+        let copy = self.copy()?;
+        if copy.dtype() == DType::F32 {
             return Ok(None);
         }
-        Ok(Some(self.copy.view(range.start - self.copy_range.start, [range.len()])?))
+        Ok(Some(copy.view(range.start - self.copy_range.start, [range.len()])?))
     }
 }
 
@@ -230,7 +388,7 @@ fn copy_bytes(source: &Tensor, target: &mut Tensor) -> Result<(), EngineError> {
 }
 
 /// Elements `first ..` of a parameter.
-fn initialise(values: &mut Tensor, init: Init, first: usize, key: RandomKey) -> Result<()> {
+pub(crate) fn initialise(values: &mut Tensor, init: Init, first: usize, key: RandomKey) -> Result<()> {
     let device = values.device().clone();
     let Some(cpu) = device.as_cpu() else { return Ok(()) };
     let values = values.data_mut::<f32>()?;

@@ -1,0 +1,171 @@
+//! `memory.limit`: whether a step fits, and if not, which settings would.
+//!
+//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), and so is what it would need under other settings: nothing here is
+//! estimated.
+
+use crate::Result;
+use crate::config::{CheckpointMode, OffloadTier, OptimizerName, Resolved};
+use crate::predict::{Prediction, predict};
+use crate::shape;
+use crate::state::does_not_fit;
+use trainyard_model::{BatchShape, Model, ModelSpec};
+use trainyard_tensor::Purpose;
+
+/// A step's needs under `resolved`, on rank `rank`.
+pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<Prediction> {
+    let model = Model::new(spec.clone())?;
+    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+    let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
+    let strategy = shape::strategy(resolved, model.units().len());
+    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;
+    predict(model, &program, &batch, &shape::rank_settings(resolved))
+}
+
+/// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings fit.
+pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Prediction) -> Result<()> {
+    let needed = at_most(prediction);
+    let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
+    let Some(limit) = limit.filter(|limit| needed > *limit) else { return Ok(()) };
+    let purposes: Vec<String> =
+        prediction.purposes().iter().map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(*bytes))).collect();
+    Err(does_not_fit(format!(
+        "a step needs {}{}, {} over memory.limit = {} (at most: {}); {}",
+        mebibytes(needed),
+        if resolved.parallel.ranks > 1 { " on each rank" } else { "" },
+        mebibytes(needed - limit),
+        mebibytes(limit),
+        purposes.join(", "),
+        what_fits(resolved, spec, rank, limit)?
+    )))
+}
+
+/// The most that a step holds: its peak in the program's order, and the staging of reductions, whose lane may meet that peak at any time.
+fn at_most(prediction: &Prediction) -> usize {
+    prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
+}
+
+/// No more are shown.
+const SHOWN_MAX: usize = 4;
+
+fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> Result<String> {
+    let (mut fitting, mut least) = (Vec::new(), None::<(usize, String)>);
+    for changes in candidates(resolved) {
+        let mut changed = resolved.clone();
+        changes.iter().for_each(|change| change.apply(&mut changed));
+        let needed = at_most(&predict_step(&changed, spec, rank)?);
+        let names = changes.iter().map(Change::name).collect::<Vec<_>>().join(", ");
+        if needed <= limit {
+            fitting.push(format!("{names} ({})", mebibytes(needed)));
+        }
+        if least.as_ref().is_none_or(|(bytes, _)| needed < *bytes) {
+            least = Some((needed, names));
+        }
+        if fitting.len() == SHOWN_MAX {
+            break;
+        }
+    }
+    Ok(match (fitting.as_slice(), least) {
+        ([], Some((bytes, names))) => format!(
+            "none of checkpointing, micro-batch, ZeRO stage and offload makes it fit: the least, {}, is {names}; a smaller \
+             model, a shorter training.sequence_length or a higher limit is needed",
+            mebibytes(bytes)
+        ),
+        ([], None) => "a smaller model, a shorter training.sequence_length or a higher limit is needed".to_owned(),
+        (fitting, _) => format!("it fits with {}", fitting.join("; or ")),
+    })
+}
+
+/// One setting that needs less memory.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Change {
+    Checkpointing(CheckpointMode),
+    MicroBatch(usize),
+    /// Over all ranks that hold the same now.
+    ZeroStage(usize),
+    Optimizer,
+    Parameters,
+    Activations,
+}
+
+impl Change {
+    fn name(&self) -> String {
+        match self {
+            Change::Checkpointing(mode) => format!("activation_checkpointing.mode = \"{mode}\""),
+            Change::MicroBatch(rows) => format!("training.micro_batch_size = {rows}"),
+            Change::ZeroStage(stage) => format!("parallel.zero_stage = {stage}"),
+            Change::Optimizer => "memory.offload.optimizer = \"disk\"".to_owned(),
+            Change::Parameters => "memory.offload.parameters = \"disk\"".to_owned(),
+            Change::Activations => "memory.offload.activations = \"disk\"".to_owned(),
+        }
+    }
+
+    fn apply(&self, resolved: &mut Resolved) {
+        match *self {
+            Change::Checkpointing(mode) => {
+                resolved.config.activation_checkpointing.mode = mode;
+                resolved.config.activation_checkpointing.overrides.0.clear();
+            }
+            Change::MicroBatch(rows) => {
+                resolved.batch.accumulation *= resolved.batch.micro / rows;
+                resolved.batch.micro = rows;
+            }
+            Change::ZeroStage(stage) => {
+                let parallel = &mut resolved.parallel;
+                if parallel.shard == 1 {
+                    (parallel.shard, parallel.replicate) = (parallel.ranks, 1);
+                }
+                parallel.zero_stage = stage;
+            }
+            Change::Optimizer => resolved.config.offload.optimizer = OffloadTier::Disk,
+            Change::Parameters => resolved.config.offload.parameters = OffloadTier::Disk,
+            Change::Activations => resolved.config.offload.activations = OffloadTier::Disk,
+        }
+    }
+}
+
+/// Changes one by one, those that cost least first, and then together.
+fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
+    let mode = resolved.config.activation_checkpointing.mode;
+    let modes = [CheckpointMode::Selective, CheckpointMode::Full];
+    let known = modes.iter().position(|known| *known == mode).map_or(0, |place| place + 1);
+    let checkpointing: Vec<Change> = modes[known..].iter().map(|mode| Change::Checkpointing(*mode)).collect();
+    let micro = resolved.batch.micro;
+    let rows = (1..micro).rev().filter(|rows| micro.is_multiple_of(*rows)).map(Change::MicroBatch);
+    let rows: Vec<Change> = rows.collect();
+    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+    let stages = if resolved.parallel.ranks > 1 && !whole { resolved.parallel.zero_stage + 1..4 } else { 0..0 };
+    let stages: Vec<Change> = stages.map(Change::ZeroStage).collect();
+    let offload = &resolved.config.offload;
+    let tiers = [
+        (Change::Activations, offload.activations),
+        (Change::Optimizer, offload.optimizer),
+        (Change::Parameters, offload.parameters),
+    ];
+    let tiers: Vec<Change> =
+        tiers.into_iter().filter(|(_, tier)| *tier == OffloadTier::None).map(|(change, _)| change).collect();
+
+    let one_by_one = [&checkpointing, &rows, &stages, &tiers].into_iter().flatten().map(|change| vec![*change]);
+    let mut all: Vec<Vec<Change>> = one_by_one.collect();
+    // Together: what recomputes and sums most, then with ever more ranks and tiers.
+    let mut together: Vec<Change> = checkpointing.last().into_iter().chain(rows.last()).copied().collect();
+    for change in [None].into_iter().chain(stages.last().copied().into_iter().chain(tiers.clone()).map(Some)) {
+        together.extend(change);
+        all.push(together.clone());
+    }
+    // And offload without recomputing.
+    for count in 2..=tiers.len() {
+        all.push(tiers[..count].to_vec());
+    }
+    let mut seen = Vec::new();
+    all.retain(|changes| {
+        let is_new = !changes.is_empty() && !seen.contains(changes);
+        seen.push(changes.clone());
+        is_new
+    });
+    all
+}
+
+/// In words.
+pub(crate) fn mebibytes(bytes: usize) -> String {
+    format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)
+}

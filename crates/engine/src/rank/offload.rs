@@ -1,0 +1,180 @@
+//! What a rank does for state that lies in a tier: instructions of the host lane, and setting and reading all of it outside of steps.
+
+use super::ledger::chunks_at_once;
+use super::step::Step;
+use super::{Rank, cannot};
+use crate::Result;
+use crate::links::Link;
+use crate::optimizer::Stored;
+use crate::state::{lock, overlap};
+use std::ops::Range;
+use trainyard_autograd::ParamId;
+use trainyard_program::{Action, Instruction, State};
+use trainyard_tensor::{DType, Tensor};
+
+impl Rank {
+    /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before the next step changes it.
+    pub fn keeps_state_in_a_tier(&self) -> bool {
+        self.optimizer.store().is_some() || self.parameters.is_offloaded()
+    }
+
+    /// Whether its tiers' files are read and written past the page cache.
+    pub fn tiers_are_direct(&self) -> bool {
+        self.tiers.stores().all(|store| store.is_direct())
+    }
+
+    /// Sets the masters of every parameter: `set` is given a parameter, which of its elements, and where to put their values, as often as the rank
+    /// holds parts of it. Copies follow. All ranks do this together.
+    pub fn set_masters(&mut self, mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        let links = lock(&self.compute_links);
+        for number in 0..self.model.units().len() {
+            let unit = self.parameters.unit(number);
+            if self.parameters.is_offloaded() {
+                self.parameters.take(number)?;
+            }
+            let mut of_unit = |index: usize, range: Range<usize>, values: &mut Tensor| {
+                set(ParamId { unit: number as u32, index: index as u32 }, range, values)
+            };
+            if self.optimizer.has_masters() {
+                self.optimizer.set_masters(number, |range, masters| {
+                    unit.set(range.clone(), masters, &mut of_unit)?;
+                    unit.write_copy(range, masters)
+                })?;
+            } else {
+                unit.set_here(&mut of_unit)?;
+            }
+            self.parameters.complete_copy(number, &links.shard)?;
+            if self.parameters.is_offloaded() {
+                self.parameters.write(number)?;
+                self.parameters.give_back(number);
+            }
+        }
+        Ok(())
+    }
+
+    /// The f32 masters of a parameter, those of its elements that this rank holds, wherever they lie.
+    pub fn read_masters(&self, id: ParamId) -> Result<Vec<f32>> {
+        let mut values = Vec::new();
+        for (part, elements) in self.masters(id)? {
+            match part {
+                Stored::Here(tensor) => values.extend(tensor.to_f32_vec()?),
+                Stored::Away(store, offset) => {
+                    let mut bytes = vec![0; 4 * elements];
+                    store.read_anywhere(offset, &mut bytes)?;
+                    values.extend(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+                }
+            }
+        }
+        Ok(values)
+    }
+
+    /// Where the masters of a parameter are, those of its elements that this rank holds, in order, and how many in each place.
+    pub(crate) fn masters(&self, id: ParamId) -> Result<Vec<(Stored, usize)>> {
+        let unit = self.parameters.unit(id.unit as usize);
+        let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
+        if self.optimizer.has_masters() {
+            return Ok(self.optimizer.masters_in_store(id.unit as usize, &range));
+        }
+        let is_copy = self.parameters.compute() == DType::F32;
+        let part = match self.parameters.in_store(id.unit as usize, &range).filter(|_| is_copy) {
+            Some((store, offset)) => Stored::Away(store, offset),
+            None => Stored::Here(unit.master_range(range.clone())?),
+        };
+        Ok(vec![(part, range.len())])
+    }
+
+    /// Brings a unit's parameters together outside of steps: from their tier, if they lie in one, and from the ranks that share them.
+    pub(super) fn bring_whole(&self, unit: usize, shard: &Link) -> Result<()> {
+        if self.parameters.is_offloaded() {
+            self.parameters.take_to_read(unit)?;
+            self.parameters.fetch(unit)?;
+        }
+        if self.parameters.is_sharded() {
+            self.parameters.gather(unit, self.parameters.holding().shards, shard)?;
+        }
+        Ok(())
+    }
+
+    /// Gives back what [`Rank::bring_whole`] brought.
+    pub(super) fn let_go(&self, unit: usize) -> Result<()> {
+        if self.parameters.is_sharded() {
+            self.parameters.release(unit, self.parameters.holding().shards)?;
+        }
+        if self.parameters.is_offloaded() {
+            self.parameters.give_back(unit);
+        }
+        Ok(())
+    }
+
+    /// Every lane has finished: what lies in tiers has no memory left.
+    pub(super) fn end_step(&self, step: &Step<'_>) {
+        self.optimizer.give_back_staging();
+        if self.parameters.is_offloaded() {
+            (0..step.program().units.len()).for_each(|unit| self.parameters.give_back(unit));
+        }
+    }
+
+    /// The instructions of the host lane that move state.
+    pub(super) fn move_state(&self, action: Action, step: &Step<'_>) -> Result<()> {
+        match action {
+            Action::Fetch { unit, state: State::Parameters } => self.parameters.fetch(unit as usize),
+            Action::Evict { unit, state: State::Parameters, write: true } => self.parameters.write(unit as usize),
+            Action::Evict { state: State::Parameters, write: false, .. } => Ok(()),
+            Action::Fetch { unit, state: State::Optimizer { chunk } } => self.optimizer.fetch(unit as usize, chunk),
+            Action::Evict { unit, state: State::Optimizer { chunk }, .. } => self.optimizer.evict(unit as usize, chunk),
+            Action::Fetch { unit, state: State::Activations { micro_batch } } => {
+                step.away().read(&self.tiers, (unit, micro_batch))
+            }
+            Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
+                step.away().write(&self.tiers, (unit, micro_batch))
+            }
+            other => Err(cannot(other)),
+        }
+    }
+
+    /// Takes memory for gathers and fetches.
+    pub(super) fn take_for(&self, numbers: &[u32], step: &Step<'_>) -> Result<()> {
+        for number in numbers {
+            match step.action(*number) {
+                Action::Gather { unit, .. } => self.parameters.take_whole(unit as usize)?,
+                Action::Fetch { unit, state: State::Parameters } => self.parameters.take_to_read(unit as usize)?,
+                Action::Fetch { state: State::Optimizer { .. }, .. } => {
+                    self.optimizer.take_staging(chunks_at_once(step.program()))?;
+                }
+                Action::Fetch { unit, state: State::Activations { micro_batch } } => {
+                    step.away().take(&self.device, (unit, micro_batch))?;
+                }
+                other => return Err(cannot(other)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back what releases and evictions free.
+    fn give_back(&self, numbers: &[u32], step: &Step<'_>) -> Result<()> {
+        for number in numbers {
+            match step.action(*number) {
+                Action::Release { unit, keep } => self.parameters.release(unit as usize, keep as usize)?,
+                Action::Evict { unit, state: State::Parameters, .. } => self.parameters.give_back(unit as usize),
+                Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
+                    step.away().give_back((unit, micro_batch));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Before an instruction of the compute lane, whose dependencies have finished.
+    pub(super) fn before(&self, step: &Step<'_>, instruction: &Instruction) -> Result<()> {
+        let due = lock(step.ledger()).begin(&instruction.after);
+        self.give_back(&due, step)
+    }
+
+    /// After an instruction of the compute lane.
+    pub(super) fn after(&self, step: &Step<'_>, number: usize) -> Result<()> {
+        let (due, takes) = lock(step.ledger()).end(number as u32);
+        self.give_back(&due, step)?;
+        self.take_for(&takes, step)
+    }
+}
