@@ -61,22 +61,24 @@ impl StepOutcome {
         for (span, instruction) in spans.iter().zip(&program.instructions) {
             let lane = instruction.action.lane();
             if lane != Lane::Compute {
-                if lane == Lane::HostIo {
-                    self.tiers += span.end - span.start;
-                } else if instruction.bytes > 0 {
-                    self.comm += span.end - span.start;
+                if instruction.bytes > 0 {
+                    let total = if lane == Lane::HostIo { &mut self.tiers } else { &mut self.comm };
+                    *total += span.end - span.start;
                 }
                 continue;
             }
             let Some(number) = span.waited_for else { continue };
             // Until what was waited for began, computing waited for what that waited for in turn: the count for a load.
             let cause = &spans[number as usize];
+            if program.instructions[number as usize].action.lane() == Lane::HostIo {
+                self.tiers_exposed += span.waited;
+                continue;
+            }
             let later = span.start.saturating_sub(cause.start).min(span.waited);
             for (cause, waited) in [(Some(number), later), (cause.waited_for, span.waited - later)] {
                 let lane = cause.map(|number| program.instructions[number as usize].action.lane());
                 match lane {
                     Some(Lane::Input) => self.data_wait += waited,
-                    Some(Lane::HostIo) => self.tiers_exposed += waited,
                     _ => self.comm_exposed += waited,
                 }
             }
