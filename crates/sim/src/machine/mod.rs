@@ -7,7 +7,7 @@
 mod curve;
 mod identity;
 
-pub use curve::{CollectiveCurve, KernelCurve, Point};
+pub use curve::{CollectiveCurve, Fitted, KernelCurve, Point};
 pub use identity::Machine;
 
 use serde::{Deserialize, Serialize};
