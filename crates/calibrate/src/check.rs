@@ -176,7 +176,7 @@ fn row(
         steps.push((timed, sample::between(before, after)));
         before = after;
     }
-    let usage = crew.ranks()[0].device().pool().usage();
+    let usage = crew.ranks()[0].device.pool().usage();
     let slowest = |timed: &[Timed]| timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
     let middle = |values: &mut dyn Iterator<Item = f64>| median(values).unwrap_or(f64::NAN);
     let step_s = Pair {
@@ -230,7 +230,7 @@ fn kernels(
     speeds: &Speeds,
 ) -> Result<BTreeMap<String, Pair>, EngineError> {
     let prices = HostPrices::new(profile, forecast.layout, *speeds);
-    let device = crew.ranks()[0].device().clone();
+    let device = crew.ranks()[0].device.clone();
     device.set_recording(true);
     crew.step()?;
     let mut kernels: BTreeMap<String, Pair> = BTreeMap::new();

@@ -120,7 +120,7 @@ fn point(dtype: &str, dims: &Dims, samples: &Samples) -> Option<Point> {
         flops: samples.cost.flops as f64,
         bytes: samples.cost.bytes as f64,
         seconds: samples.seconds[middle],
-        peak_flops: speeds.flops(dtype),
+        product_flops: speeds.flops(dtype),
         copy_bytes_per_s: speeds.copy_bytes_per_s,
     })
 }
@@ -165,7 +165,7 @@ mod tests {
         let [curve] = &curves[..] else { panic!("{curves:?}") };
         assert_eq!((curve.kernel.as_str(), curve.dtype.as_str(), curve.threads), ("linear residual", "bf16", 2));
         let point = &curve.points[0];
-        assert!((point.seconds * point.peak_flops / 8e9 - 1.0).abs() < 0.05, "{point:?}");
+        assert!((point.seconds * point.product_flops / 8e9 - 1.0).abs() < 0.05, "{point:?}");
     }
 
     #[test]

@@ -59,15 +59,38 @@ fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
     })
 }
 
+/// Bytes of the buffers that a case uses in turn, so that no exchange finds in its caches what it exchanged last; at most [`IN_TURN`] of them.
+const IN_TURN_BYTES: usize = 48 << 20;
+const IN_TURN: usize = 12;
+
 /// Seconds of one `operation` on a buffer of `bytes`.
 fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
-    let mut whole = vec![1e-30f32; bytes / 4];
-    let part = vec![1e-30f32; bytes / 4 / comm.size()];
-    time(comm, CASE_S, || match operation {
-        "all_gather" => comm.all_gather(&part, &mut whole),
-        "reduce_scatter" => comm.reduce_scatter_in_place(&mut whole),
-        _ => comm.all_reduce(&mut whole),
-    })
+    let count = (IN_TURN_BYTES / bytes.max(1)).clamp(1, IN_TURN);
+    let numbers = |elements: usize| vec![vec![1e-30f32; elements]; count];
+    let (mut wholes, mut parts) = (numbers(bytes / 4), numbers(bytes / 4 / comm.size()));
+    let mut next = 0;
+    let mut run = |exchanges: bool| {
+        time(comm, CASE_S, || {
+            next = (next + 1) % count;
+            // What is exchanged was just written by its owner, as parameters by an update and gradients by a backward.
+            let (part, whole) = (&mut parts[next], &mut wholes[next]);
+            let gathers = operation == "all_gather";
+            if gathers {
+                part.fill(1e-30)
+            } else {
+                whole.fill(1e-30)
+            }
+            std::hint::black_box((&part, &whole));
+            match operation {
+                _ if !exchanges => Ok(()),
+                "all_gather" => comm.all_gather(part, whole),
+                "reduce_scatter" => comm.reduce_scatter_in_place(whole),
+                _ => comm.all_reduce(whole),
+            }
+        })
+    };
+    let (both, written) = (run(true)?, run(false)?);
+    Ok((both - written).max(0.1 * both))
 }
 
 /// Seconds that each part of the measurement of interference lasts.
@@ -77,9 +100,14 @@ const PART: Duration = Duration::from_millis(250);
 pub fn interference(cores: u32) -> Result<Interference> {
     let ranks = cores.clamp(2, 4);
     let threads = (cores / ranks).max(1);
-    let compute_alone = beside(ranks, threads, true, false)?.0;
-    let exchange_alone = beside(ranks, threads, false, true)?.1;
-    let (compute, exchange) = beside(ranks, threads, true, true)?;
+    let run = |computes, exchanges, elements| beside(ranks, threads, computes, exchanges, elements);
+    let compute_alone = run(true, false, LARGE)?.0;
+    let exchange_alone = run(false, true, LARGE)?.1;
+    let (compute, exchange) = run(true, true, LARGE)?;
+    // What an exchange of nothing takes longer is waking threads on busy cores. A large one takes that too.
+    let small = 1.0 / run(true, true, 1)?.1 - 1.0 / run(false, true, 1)?.1;
+    let start_s = small.max(0.0);
+    let exchange = 1.0 / (1.0 / exchange - start_s).max(0.1 / exchange);
     // What fair shares of the cores would leave of each: all threads that want to run, and those of the exchange alone.
     let cores = f64::from(cores);
     let share = |threads: u32| (cores / f64::from(threads)).min(1.0);
@@ -87,11 +115,14 @@ pub fn interference(cores: u32) -> Result<Interference> {
     let compute = compute_alone / compute * both / share(ranks * threads);
     let communication = exchange_alone / exchange * both / share(ranks);
     // Less than nothing is chance.
-    Ok(Interference { compute: compute.max(1.0), communication: communication.max(1.0) })
+    Ok(Interference { compute: compute.max(1.0), communication: communication.max(1.0), start_s })
 }
 
-/// Products and exchanges per second of all ranks together.
-fn beside(ranks: u32, threads: u32, computes: bool, exchanges: bool) -> Result<(f64, f64)> {
+/// Elements of a rank's buffer in a large exchange.
+const LARGE: usize = 1 << 20;
+
+/// Products and exchanges of `elements` per second of all ranks together.
+fn beside(ranks: u32, threads: u32, computes: bool, exchanges: bool, elements: usize) -> Result<(f64, f64)> {
     let (stop, products, exchanged) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let (stop, products, exchanged) = (&stop, &products, &exchanged);
     let start = Instant::now();
@@ -107,8 +138,8 @@ fn beside(ranks: u32, threads: u32, computes: bool, exchanges: bool) -> Result<(
                 }
             });
         }
-        let talk = |comm: Communicator| -> Result<()> {
-            let mut data = vec![1e-30f32; 1 << 20];
+        let talk = move |comm: Communicator| -> Result<()> {
+            let mut data = vec![1e-30f32; elements];
             let mut goes_on = [1u32];
             // All end together: rank 0's word counts.
             while goes_on[0] == 1 {

@@ -5,8 +5,8 @@
 //! what its instructions took beyond them. Exchanges, their interference with compute, and the disk are measured apart. The result is a
 //! [`MachineProfile`](trainyard_sim::MachineProfile).
 //!
-//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of them, in turn with samples of the machine's
-//! peaks ([`Sampler`]); every time is kept with the peaks of its moment, and a curve is made of medians.
+//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of them, in turn with samples of its
+//! speeds ([`Sampler`]); every time is kept with the speeds of its moment, and a curve is made of medians.
 //!
 //! [`forecast`] predicts a configuration's step from a profile, and [`check`] trains configurations and compares.
 
@@ -94,7 +94,7 @@ pub fn calibrate(
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<MachineProfile, CalibrateError> {
     let machine = Machine::here();
-    progress(0.0, "peaks");
+    progress(0.0, "speeds");
     let sampler = Sampler::new()?;
     let disk = disk::measure(folder)
         .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
@@ -122,7 +122,7 @@ pub fn calibrate(
         format: FORMAT,
         measured: utc(SystemTime::now()),
         method: format!(
-            "medians of {rounds} interleaved rounds over {} probes; each point keeps the peaks that were sampled beside it, and predictions scale with the peaks of their own moment",
+            "medians of {rounds} interleaved rounds over {} probes; each point keeps the speeds (of a reference product and a copy) that were sampled beside it, and predictions scale with those of their own moment",
             probes.len()
         ),
         machine,

@@ -100,7 +100,7 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
             }
         }
     }
-    let sizes = (12..=23).step_by(if every > 1 { 4 } else { 2 });
+    let sizes = (12..=23).step_by(if every > 1 { 4 } else { 1 });
     let sums: Vec<Probe> = sizes.map(|power| Probe::Sums { layout, elements: 1 << power }).collect();
     probes.into_iter().step_by(every).chain(sums).collect()
 }
@@ -161,8 +161,7 @@ fn steps(
     let resolved = resolve(&model.sets(layout.threads)).map_err(failed)?;
     let mut crew = Crew::apart(&resolved, layout.ranks).map_err(failed)?;
     crew.step().map_err(failed)?;
-    let devices: Vec<Device> = crew.ranks().iter().map(|rank| rank.device().clone()).collect();
-    devices.iter().for_each(|device| device.set_recording(true));
+    crew.ranks().iter().for_each(|rank| rank.device.set_recording(true));
     let mut before = sampler.sample()?;
     let began = Instant::now();
     for step in 0..*STEPS.end() {
@@ -173,10 +172,10 @@ fn steps(
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
         collector.sample(after);
-        for ((rank, device), timed) in crew.ranks().iter().zip(&devices).zip(&timed) {
-            let calls: Vec<Call> = device.take_calls();
+        for (rank, timed) in crew.ranks().iter().zip(&timed) {
+            let calls: Vec<Call> = rank.device.take_calls();
             collector.calls(&calls, layout.ranks, layout.threads, speeds);
-            collector.step(rank.program(), timed, &calls);
+            collector.step(&rank.program, timed, &calls);
         }
         before = after;
     }
@@ -199,20 +198,27 @@ fn sums(layout: Layout, elements: usize, sampler: &Sampler, collector: &mut Coll
     Ok(())
 }
 
-/// What a reduction does with a gradient: to f32 and to bf16, added and written over.
+/// What a reduction does with a gradient: added or written over, to bf16 and back.
 fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, trainyard_tensor::TensorError> {
-    let x = device.zeros([elements], DType::F32, Purpose::Workspace)?;
-    let mut sum = device.zeros([elements], DType::F32, Purpose::Workspace)?;
-    let mut rounded = device.tensor([elements], &vec![bf16::ZERO; elements], Purpose::Workspace)?;
-    for round in 0..6 {
-        // The first finds its memory cold.
+    // Several, used in turn: a reduction does not find in its caches what it summed last.
+    let f32s = || device.zeros([elements], DType::F32, Purpose::Workspace);
+    let bf16s = || device.tensor([elements], &vec![bf16::ZERO; elements], Purpose::Workspace);
+    let mut sets = Vec::new();
+    for _ in 0..((12 << 20) / elements).clamp(2, 16) {
+        sets.push((f32s()?, f32s()?, bf16s()?));
+    }
+    for round in 0..3 {
+        // The first touches new memory.
         if round == 1 {
             device.set_recording(true);
         }
-        ops::accumulate(&x, &mut sum, false)?;
-        ops::accumulate(&x, &mut sum, true)?;
-        ops::cast_into(&x, &mut rounded)?;
-        ops::cast_into(&rounded, &mut sum)?;
+        for (x, sum, rounded) in &mut sets {
+            ops::accumulate(x, sum, round == 1)?;
+            ops::cast_into(x, rounded)?;
+        }
+        for (_, sum, rounded) in &mut sets {
+            ops::cast_into(rounded, sum)?;
+        }
     }
     Ok(device.take_calls())
 }

@@ -82,7 +82,7 @@ fn show(bar: &ProgressBar, done: f64, what: &str) {
 fn measured(profile: &MachineProfile) -> String {
     let speeds = &profile.speeds;
     let mut text = format!(
-        "peaks            {:.3} TFLOP/s f32, {:.3} bf16, copies {:.1} GB/s\n",
+        "speeds           products {:.3} TFLOP/s in f32, {:.3} in bf16; copies {:.1} GB/s\n",
         speeds.f32_flops / 1e12,
         speeds.bf16_flops / 1e12,
         speeds.copy_bytes_per_s / 1e9

@@ -91,12 +91,21 @@ impl<'a> Host<'a> {
                 self.time.waited_s[cause as usize] += idle;
             }
             let Priced { work_s, exchange_s, exchange_ranks } = self.prices[number];
-            let wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
+            let mut wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
+            if exchange_s > 0.0 && Lane::ALL[lane] != Lane::Compute && self.is_crowded() {
+                wake += self.profile.interference.start_s;
+            }
             let running = Running { number, start_s: self.now, left: [wake, work_s, exchange_s], exchange_ranks };
             self.lanes[lane].1 += 1;
             self.lanes[lane].3 = Some(running);
         }
         self.lanes.iter().any(|lane| lane.3.is_some())
+    }
+
+    /// Whether compute, and a lane beside it, are more threads than there are cores.
+    fn is_crowded(&self) -> bool {
+        let computes = self.lanes[Lane::Compute as usize].3.is_some();
+        computes && self.layout.ranks * (self.layout.threads + 1) > self.profile.machine.cores
     }
 
     fn end_of(&self, number: u32) -> f64 {

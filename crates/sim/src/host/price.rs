@@ -98,7 +98,7 @@ impl<'p> HostPrices<'p> {
                 2.0 * instruction.bytes as f64 / self.speeds.copy_bytes_per_s
             }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
-            _ => 0.0,
+            _ => overheads.instruction_s,
         }
     }
 
