@@ -48,9 +48,9 @@ pub struct Thoroughness {
 
 impl Thoroughness {
     /// What `trainyard calibrate` does.
-    pub const FULL: Thoroughness = Thoroughness { rounds: 3, every: 1, rounds_s_max: 60 };
+    pub const FULL: Thoroughness = Thoroughness { rounds: 3, every: 1, rounds_s_max: 45 };
     /// A third of the shapes, once.
-    pub const QUICK: Thoroughness = Thoroughness { rounds: 1, every: 3, rounds_s_max: 60 };
+    pub const QUICK: Thoroughness = Thoroughness { rounds: 1, every: 3, rounds_s_max: 45 };
 }
 
 /// A calibration that came to nothing.

@@ -18,7 +18,7 @@ const PRODUCT: [usize; 3] = [256, 768, 768];
 /// Weights that it takes in turn: more than an L2 cache holds.
 const WEIGHTS: usize = 4;
 /// Seconds of each of the three parts of a sample, which has at least three repetitions.
-const PART_S: f64 = 5e-3;
+const PART_S: f64 = 3e-3;
 
 /// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during which nothing else should run.
 pub struct Sampler {
