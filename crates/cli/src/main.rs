@@ -8,7 +8,7 @@ mod commands;
 mod output;
 
 use clap::{Parser, Subcommand};
-use commands::{bench, config, data, eval, export, generate, plan, program, supervise, tokenizer, train};
+use commands::{bench, calibrate, config, data, eval, export, generate, plan, program, supervise, tokenizer, train};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -33,6 +33,7 @@ enum Command {
     Data(data::Command),
     #[command(subcommand)]
     Config(config::Command),
+    Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Program(program::Args),
     #[command(subcommand)]
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),

@@ -6,7 +6,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 21] = [
+    let commands: [&[&str]; 22] = [
         &[],
         &["train"],
         &["supervise"],
@@ -22,6 +22,7 @@ fn help_texts_are_as_agreed() {
         &["config", "print"],
         &["config", "docs"],
         &["config", "presets"],
+        &["calibrate"],
         &["plan"],
         &["program"],
         &["bench", "train"],

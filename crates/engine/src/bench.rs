@@ -6,15 +6,17 @@
 
 use crate::Result;
 use crate::config::Resolved;
+use crate::lanes::Span;
 use crate::links::Links;
 use crate::metrics::{MetricsError, Throughput};
 use crate::precision::LossScaler;
-use crate::predict::predict;
+use crate::predict::{Prediction, predict};
 use crate::rank::{Rank, RankSettings, StepSettings};
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::state::{Holding, does_not_fit};
 use serde::Serialize;
 use std::time::Instant;
+use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchShape, BatchSlices, Model};
 use trainyard_program::Program;
@@ -114,24 +116,12 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     }
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
-    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
-    let model = Model::new(spec.clone())?;
-    let parameters = model.parameter_count() as u64;
-    let model_shape = shape::model_shape(&model, &batch, dtype)?;
-    let strategy = shape::strategy(resolved, model.units().len());
-    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, 0)?;
-    let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
-    let device = Device::cpu(resolved.isa, resolved.threads, limit);
-    let settings = RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) };
-    if shape::is_offloaded(resolved) {
-        return Err(does_not_fit("a step in memory is measured here: leave [memory.offload] out, or use train"));
-    }
-    let rank = Rank::new(&device, model, Holding::of(&program), Links::default(), &settings)?;
-    let mut stepper = Stepper { rank, program, resolved, vocabulary: spec.vocab_size as u64, step: 0 };
+    let mut stepper = Stepper::new(resolved, None)?;
+    let (device, parameters) = (stepper.device().clone(), stepper.rank.model().parameter_count() as u64);
 
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
-    let predicted = predict(Model::new(spec.clone())?, &stepper.program, &batch, &settings)?.memory;
+    let predicted = stepper.predict()?.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
@@ -182,23 +172,77 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
 }
 
 /// One timed step.
-struct Timed {
-    seconds: f64,
-    data_wait_s: f64,
-    loss: f64,
+#[derive(Clone, Debug)]
+pub struct Timed {
+    /// Its seconds.
+    pub seconds: f64,
+    /// Those in which computing waited for its batch.
+    pub data_wait_s: f64,
+    /// Its loss.
+    pub loss: f64,
+    /// When each instruction ran.
+    pub spans: Vec<Span>,
 }
 
-/// A rank and the steps that it has made.
-struct Stepper<'r> {
+/// A rank that trains on random tokens, and the steps that it has made.
+pub struct Stepper {
     rank: Rank,
     program: Program,
-    resolved: &'r Resolved,
+    resolved: Resolved,
     vocabulary: u64,
     step: u64,
 }
 
-impl Stepper<'_> {
-    fn step(&mut self) -> Result<Timed> {
+impl Stepper {
+    /// The rank of `resolved` that `world` makes it, else the only one. All ranks of a world do this together, and everything else too.
+    ///
+    /// # Errors
+    ///
+    /// A model that does not fit.
+    pub fn new(resolved: &Resolved, world: Option<&Communicator>) -> Result<Stepper> {
+        if shape::is_offloaded(resolved) {
+            return Err(does_not_fit("a step in memory is measured here: leave [memory.offload] out, or use train"));
+        }
+        let spec = model_spec(resolved)?;
+        let model = Model::new(spec.clone())?;
+        let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
+        let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
+        let device = Device::cpu(resolved.isa, resolved.threads, limit);
+        let links = world.map_or_else(|| Ok(Links::default()), |world| Links::new(world, &program))?;
+        let rank = Rank::new(&device, model, Holding::of(&program), links, &settings(resolved))?;
+        Ok(Stepper { rank, program, resolved: resolved.clone(), vocabulary: spec.vocab_size as u64, step: 0 })
+    }
+
+    /// Where its kernels run.
+    pub fn device(&self) -> &Device {
+        self.rank.device()
+    }
+
+    /// What it executes.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// What a step will need, from executing the program without data.
+    ///
+    /// # Errors
+    ///
+    /// A model that does not fit.
+    pub fn predict(&self) -> Result<Prediction> {
+        predict(
+            Model::new(model_spec(&self.resolved)?)?,
+            &self.program,
+            &batch_shape(&self.resolved),
+            &settings(&self.resolved),
+        )
+    }
+
+    /// Makes a step.
+    ///
+    /// # Errors
+    ///
+    /// As [`Rank::execute`].
+    pub fn step(&mut self) -> Result<Timed> {
         let (rows, length) = (self.resolved.batch.micro, self.resolved.sequence_length);
         let random = Stream::new(self.resolved.config.training.seed, self.step as u32);
         let mut drawn = 0;
@@ -232,8 +276,38 @@ impl Stepper<'_> {
             seconds: start.elapsed().as_secs_f64(),
             data_wait_s: outcome.data_wait.as_secs_f64(),
             loss: outcome.loss,
+            spans: outcome.spans,
         })
     }
+}
+
+fn batch_shape(resolved: &Resolved) -> BatchShape {
+    BatchShape::uniform(resolved.batch.micro, resolved.sequence_length)
+}
+
+/// No loss scale: random tokens are no training.
+fn settings(resolved: &Resolved) -> RankSettings {
+    RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) }
+}
+
+/// The program of `rank` without a snapshot.
+fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
+    let model_shape = shape::model_shape(model, &batch_shape(resolved), compute_dtype(resolved))?;
+    let strategy = shape::strategy(resolved, model.units().len());
+    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;
+    Ok(program)
+}
+
+/// The program of rank 0 of `resolved` and what its step will need, from executing it without data: nothing is allocated.
+///
+/// # Errors
+///
+/// A model that does not fit.
+pub fn forecast(resolved: &Resolved) -> Result<(Program, Prediction)> {
+    let model = Model::new(model_spec(resolved)?)?;
+    let program = program(resolved, &model, 0)?;
+    let prediction = predict(model, &program, &batch_shape(resolved), &settings(resolved))?;
+    Ok((program, prediction))
 }
 
 fn kernel_times(device: &Device) -> Vec<KernelTime> {

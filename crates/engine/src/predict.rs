@@ -8,7 +8,7 @@ use crate::tier::Tiers;
 use std::time::Duration;
 use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
-use trainyard_tensor::{Cost, Device, Purpose, Usage};
+use trainyard_tensor::{Call, Cost, Device, Purpose, Usage};
 
 /// A step's needs, before it runs.
 #[derive(Clone, Debug)]
@@ -17,6 +17,8 @@ pub struct Prediction {
     pub memory: Usage,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
+    /// Every kernel call of the step, tagged with the number of its instruction.
+    pub calls: Vec<Call>,
     /// How long the prediction took.
     pub took: Duration,
 }
@@ -28,10 +30,11 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let tiers = Tiers::nowhere(program);
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, Links::default(), settings)?;
     device.take_profile();
+    device.set_recording(true);
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();
-    Ok(Prediction { memory: device.pool().usage(), cost, took: began.elapsed() })
+    Ok(Prediction { memory: device.pool().usage(), cost, calls: device.take_calls(), took: began.elapsed() })
 }
 
 impl Prediction {

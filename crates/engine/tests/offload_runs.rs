@@ -94,13 +94,13 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
             let whole = name("whole");
             start(folder, &whole, &[dtype, ranks, &["training.steps=6"]]).unwrap();
             let whole = tensors(folder, &whole);
-            let cases: [(&[&str], &[&str], &[&str], &[&str]); 4] = [
-                (ranks, IN_MEMORY, others[0], ON_DISK),
-                (others[0], ON_DISK, ranks, IN_MEMORY),
-                (others[1], OPTIMIZER, others[0], PARAMETERS),
-                (others[0], ON_DISK, others[1], ON_DISK),
+            let cases: [[&[&str]; 4]; 4] = [
+                [ranks, IN_MEMORY, others[0], ON_DISK],
+                [others[0], ON_DISK, ranks, IN_MEMORY],
+                [others[1], OPTIMIZER, others[0], PARAMETERS],
+                [others[0], ON_DISK, others[1], ON_DISK],
             ];
-            for (number, (first_ranks, first, second_ranks, second)) in cases.into_iter().enumerate() {
+            for (number, [first_ranks, first, second_ranks, second]) in cases.into_iter().enumerate() {
                 let name = name(&number.to_string());
                 // A checkpoint in mid-run is streamed from disk while the run waits.
                 let often = &["training.steps=3", "checkpoint.interval_steps=2"][..];
@@ -150,7 +150,7 @@ fn a_step_that_does_not_fit_is_refused_with_what_would() {
     for (limit, ranks) in [("5MiB", ONE), ("4MiB", ONE), ("4MiB", REPLICAS)] {
         let ranks = [ranks, if ranks == ONE { &[] } else { &["training.micro_batch_size=2"] }].concat();
         let set = format!("memory.limit={limit}");
-        let error = start(folder, "refused", &[model, &ranks, &[&set]]).err().expect(limit).to_string();
+        let error = start(folder, "refused", &[model, &ranks, &[&set]]).map(drop).expect_err(limit).to_string();
         for part in ["a step needs", "over memory.limit", "params", "optimizer", "it fits with"] {
             assert!(error.contains(part), "no `{part}` in: {error}");
         }

@@ -13,6 +13,7 @@ mod cluster;
 pub mod collective;
 mod constants;
 mod costs;
+pub mod host;
 pub mod kernel;
 pub mod machine;
 pub mod measurement;

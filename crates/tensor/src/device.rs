@@ -9,6 +9,7 @@ use crate::error::{Result, TensorError};
 use crate::pool::{MemoryPool, Purpose};
 use crate::tensor::Tensor;
 use crate::{DType, Scalar, Shape};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,58 @@ pub struct Cost {
     pub bytes: u64,
 }
 
+/// The shape of a kernel call: up to five dimensions, as the operation lists them.
+pub type Dims = [u32; 5];
+
+/// A kernel call as it is launched: what it does, and on what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// What it does.
+    pub cost: Cost,
+    /// What of its form changes its time beside the shape: an activation in the epilogue, say. Empty for the plain form.
+    pub variant: &'static str,
+    /// Of its operands.
+    pub dtype: DType,
+    /// Its shape; dimensions that it does not have are 0.
+    pub dims: Dims,
+}
+
+impl From<Cost> for Work {
+    /// A call that is known by its bytes alone.
+    fn from(cost: Cost) -> Work {
+        cost.on(DType::F32, [cost.bytes as usize])
+    }
+}
+
+impl Work {
+    /// The same in another form.
+    pub fn variant(self, variant: &'static str) -> Work {
+        Work { variant, ..self }
+    }
+}
+
+/// A kernel call that was recorded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Call {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// What it did.
+    pub work: Work,
+    /// Wall time; zero on meta.
+    pub seconds: f64,
+    /// What [`tag_calls`] said on the thread that launched it: the number of an instruction.
+    pub tag: u32,
+}
+
+thread_local! {
+    static TAG: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Marks the calls that this thread launches from now on.
+pub fn tag_calls(tag: u32) {
+    TAG.set(tag);
+}
+
 impl std::ops::AddAssign for Cost {
     fn add_assign(&mut self, other: Cost) {
         self.flops += other.flops;
@@ -35,6 +88,13 @@ impl Cost {
     /// `flops` operations on `bytes` bytes.
     pub fn new(flops: usize, bytes: usize) -> Cost {
         Cost { flops: flops as u64, bytes: bytes as u64 }
+    }
+
+    /// Of a call on operands of `dtype` with these dimensions, at most five.
+    pub fn on<const N: usize>(self, dtype: DType, dims: [usize; N]) -> Work {
+        let mut all = [0; 5];
+        all[..N].copy_from_slice(&dims.map(|dim| u32::try_from(dim).unwrap_or(u32::MAX)));
+        Work { cost: self, variant: "", dtype, dims: all }
     }
 
     /// No arithmetic worth counting beyond `flops_per_element` on the elements of the first tensor; every tensor moved once.
@@ -82,6 +142,9 @@ struct Inner {
     pool: MemoryPool,
     profiling: AtomicBool,
     profile: Mutex<Profile>,
+    /// Calls one by one, while they are asked for.
+    calls: Mutex<Option<Vec<Call>>>,
+    recording: AtomicBool,
 }
 
 enum Kind {
@@ -103,7 +166,8 @@ impl Device {
     }
 
     fn new(kind: Kind, pool: MemoryPool) -> Device {
-        Device(Arc::new(Inner { kind, pool, profiling: AtomicBool::new(false), profile: Mutex::default() }))
+        let (profiling, recording) = (AtomicBool::new(false), AtomicBool::new(false));
+        Device(Arc::new(Inner { kind, pool, profiling, profile: Mutex::default(), calls: Mutex::default(), recording }))
     }
 
     /// Whether tensors here have no data.
@@ -134,23 +198,44 @@ impl Device {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile.
-    pub fn launch(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu) -> Result<()>) -> Result<()> {
+    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile; with recording on, the call is recorded.
+    pub fn launch(
+        &self,
+        kernel: &'static str,
+        work: impl Into<Work>,
+        run: impl FnOnce(&Cpu) -> Result<()>,
+    ) -> Result<()> {
         let profiling = self.0.profiling.load(Ordering::Relaxed);
-        let started = profiling.then(Instant::now);
+        let recording = self.0.recording.load(Ordering::Relaxed);
+        let started = (profiling || recording).then(Instant::now);
         if let Kind::Cpu(cpu) = &self.0.kind {
             run(cpu)?;
         }
-        if let Some(started) = started {
+        let Some(started) = started else { return Ok(()) };
+        let (work, seconds) = (work.into(), if self.is_meta() { 0.0 } else { started.elapsed().as_secs_f64() });
+        if profiling {
             let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let entry = profile.kernels.entry(kernel).or_default();
             entry.calls += 1;
-            entry.cost += cost;
-            if !self.is_meta() {
-                entry.seconds += started.elapsed().as_secs_f64();
-            }
+            entry.cost += work.cost;
+            entry.seconds += seconds;
+        }
+        if recording && let Some(calls) = &mut *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+            calls.push(Call { kernel, work, seconds, tag: TAG.get() });
         }
         Ok(())
+    }
+
+    /// Whether calls are recorded one by one; off by default. What was recorded before is dropped.
+    pub fn set_recording(&self, on: bool) {
+        *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = on.then(Vec::new);
+        self.0.recording.store(on, Ordering::Relaxed);
+    }
+
+    /// The calls recorded since they were last taken, each lane's in order.
+    pub fn take_calls(&self) -> Vec<Call> {
+        let mut calls = self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        calls.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Whether launches are profiled; always so on meta, off by default on the CPU.
@@ -196,5 +281,37 @@ impl Device {
     /// Fails unless the device has data.
     pub fn require_data(&self, what: &'static str, shape: &Shape) -> Result<&Cpu> {
         self.as_cpu().ok_or(TensorError::NoData { what, shape: *shape })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops;
+
+    #[test]
+    fn calls_are_recorded_with_shape_and_tag_only_while_asked_for() {
+        let cpu = Device::cpu(Isa::detect(), 1, None);
+        let meta = Device::meta();
+        let recorded = [&cpu, &meta].map(|device| {
+            let tensor = |shape: [usize; 2]| device.zeros(shape, DType::F32, Purpose::Activations).unwrap();
+            let (x, w) = (tensor([3, 5]), tensor([4, 5]));
+            ops::linear(&x, &w, None, crate::cpu::gemm::Activation::None, None, false).unwrap();
+            device.set_recording(true);
+            tag_calls(7);
+            let (y, _) = ops::linear(&x, &w, None, crate::cpu::gemm::Activation::GeluTanh, None, true).unwrap();
+            tag_calls(8);
+            ops::linear_input_gradient(&y, &w).unwrap();
+            let calls = device.take_calls();
+            assert!(calls.iter().all(|call| (call.seconds > 0.0) != device.is_meta()));
+            device.set_recording(false);
+            ops::linear_input_gradient(&y, &w).unwrap();
+            assert!(device.take_calls().is_empty());
+            calls.into_iter().map(|call| (call.kernel, call.work, call.tag)).collect::<Vec<_>>()
+        });
+        assert_eq!(recorded[0], recorded[1]);
+        let [(first, work, 7), (second, _, 8)] = recorded[0][..] else { panic!("{recorded:?}") };
+        assert_eq!((first, second, work.variant), ("linear", "linear_input_gradient", "gelu_tanh"));
+        assert_eq!((work.dims, work.cost.flops), ([3, 4, 5, 0, 0], 120));
     }
 }

@@ -19,7 +19,7 @@ pub mod reference;
 pub mod shape;
 pub mod tensor;
 
-pub use device::{Cost, Device, Profile};
+pub use device::{Call, Cost, Device, Dims, Profile, Work};
 pub use dtype::{DType, Element, Scalar, bf16, f16};
 pub use error::{Result, TensorError};
 pub use pool::{MemoryPool, Purpose, Usage};

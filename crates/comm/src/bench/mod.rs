@@ -151,7 +151,7 @@ impl Buffers {
 }
 
 /// Seconds of one `body`, the slowest rank's, median over rounds. All ranks do the same number.
-fn time(comm: &Communicator, seconds: f64, mut body: impl FnMut() -> Result<()>) -> Result<f64> {
+pub fn time(comm: &Communicator, seconds: f64, mut body: impl FnMut() -> Result<()>) -> Result<f64> {
     const ROUNDS: usize = 9;
     let mut round = |count: usize| -> Result<f64> {
         comm.barrier()?;

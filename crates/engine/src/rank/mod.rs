@@ -28,6 +28,7 @@ use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::device::tag_calls;
 use trainyard_tensor::{DType, Device};
 
 /// Everything that a rank trains.
@@ -260,6 +261,7 @@ impl Rank {
         let first = lock(step.ledger()).start();
         rank.take_for(&first, step)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
+            tag_calls(number as u32);
             let what = describe(program, instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
             match rank.perform(program, instruction, &at, body) {

@@ -1,13 +1,14 @@
 //! Curves through measurements: seconds of a kernel by its shape, and of a collective by its size.
 //!
-//! A kernel's seconds are taken apart into arithmetic at the peak of the moment, traffic at the speed of a copy, and a start,
+//! A kernel's seconds are taken apart into arithmetic at the speed of a product at that moment, traffic at the speed of a copy, a start, and what is done to every element
+//! between products (exponentials of scores, epilogues of results),
 //!
 //! ```text
-//! t = r(shape) (a flops / peak + b bytes / copy + c),   a, b, c >= 0
+//! t = r(shape) (a flops / product + b bytes / copy + c + d elements),   a, b, c, d >= 0
 //! ```
 //!
-//! a, b and c by least squares on the relative error over all measured shapes of that kernel, and r interpolated between the measured shapes: exactly
-//! what was measured at each of them, near ones count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The three terms
+//! a to d by least squares on the relative error over all measured shapes of that kernel, and r interpolated between the measured shapes: exactly
+//! what was measured at each of them, near ones count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The terms
 //! say how a time changes with the machine's speeds and beyond the measured shapes; r says what they leave out: tiles, caches, epilogues.
 
 use super::Speeds;
@@ -25,24 +26,24 @@ pub struct Point {
     pub bytes: f64,
     /// Median seconds.
     pub seconds: f64,
-    /// The peak of arithmetic at that time, on all cores.
-    pub peak_flops: f64,
+    /// The speed of products at that time, on all cores.
+    pub product_flops: f64,
     /// The speed of copies at that time, on all cores.
     pub copy_bytes_per_s: f64,
 }
 
-/// A point in a file: `[[dims], flops, bytes, seconds, peak_flops, copy_bytes_per_s]`.
+/// A point in a file: `[[dims], flops, bytes, seconds, product_flops, copy_bytes_per_s]`.
 type Row = (Vec<f64>, f64, f64, f64, f64, f64);
 
 impl From<Row> for Point {
-    fn from((dims, flops, bytes, seconds, peak_flops, copy_bytes_per_s): Row) -> Point {
-        Point { dims, flops, bytes, seconds, peak_flops, copy_bytes_per_s }
+    fn from((dims, flops, bytes, seconds, product_flops, copy_bytes_per_s): Row) -> Point {
+        Point { dims, flops, bytes, seconds, product_flops, copy_bytes_per_s }
     }
 }
 
 impl From<Point> for Row {
     fn from(p: Point) -> Row {
-        (p.dims, p.flops, p.bytes, p.seconds, p.peak_flops, p.copy_bytes_per_s)
+        (p.dims, p.flops, p.bytes, p.seconds, p.product_flops, p.copy_bytes_per_s)
     }
 }
 
@@ -58,18 +59,23 @@ pub struct KernelCurve {
     pub ranks: u32,
     /// Threads of each.
     pub threads: u32,
-    /// `[[dims], flops, bytes, seconds, peak_flops, copy_bytes_per_s]` of each shape.
+    /// `[[dims], flops, bytes, seconds, product_flops, copy_bytes_per_s]` of each shape.
     pub points: Vec<Point>,
 }
 
 /// A [`KernelCurve`], fitted.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Fitted {
+    kernel: String,
     dtype: String,
-    terms: [f64; 3],
+    terms: Parts,
     /// Logarithms of the dimensions, and measured over fitted seconds.
     ratios: Vec<(Vec<f64>, f64)>,
 }
+
+/// Seconds of arithmetic at the speed of products, of traffic at the speed of a copy, one start, 1e9 elements.
+type Parts = [f64; TERMS];
+const TERMS: usize = 4;
 
 /// Points that an interpolation looks at.
 const NEIGHBOURS: usize = 6;
@@ -80,8 +86,8 @@ impl KernelCurve {
         let dims =
             self.points.first().map(|point| point.dims.len()).ok_or_else(|| format!("{} has no points", name()))?;
         for point in &self.points {
-            let Point { seconds, peak_flops, copy_bytes_per_s, .. } = point;
-            if [seconds, peak_flops, copy_bytes_per_s].iter().any(|value| !(**value > 0.0 && value.is_finite())) {
+            let Point { seconds, product_flops, copy_bytes_per_s, .. } = point;
+            if [seconds, product_flops, copy_bytes_per_s].iter().any(|value| !(**value > 0.0 && value.is_finite())) {
                 return Err(format!("{}: seconds and speeds must be positive: {point:?}", name()));
             }
             if point.dims.len() != dims {
@@ -93,27 +99,38 @@ impl KernelCurve {
 
     /// Fits the terms and what is left.
     pub fn fit(&self) -> Fitted {
-        let rows: Vec<([f64; 3], f64)> =
-            self.points.iter().map(|p| (parts(p.flops, p.bytes, &speeds_of(p)), p.seconds)).collect();
+        let row = |p: &Point| (parts(&self.kernel, &p.dims, p.flops, p.bytes, &speeds_of(p)), p.seconds);
+        let rows: Vec<(Parts, f64)> = self.points.iter().map(row).collect();
         let terms = non_negative(&rows);
-        let ratio = |(point, (parts, seconds)): (&Point, &([f64; 3], f64))| {
+        let ratio = |(point, (parts, seconds)): (&Point, &(Parts, f64))| {
             (logarithms(&point.dims), seconds / dot(&terms, parts).max(1e-12))
         };
-        Fitted { dtype: self.dtype.clone(), terms, ratios: self.points.iter().zip(&rows).map(ratio).collect() }
+        Fitted {
+            kernel: self.kernel.clone(),
+            dtype: self.dtype.clone(),
+            terms,
+            ratios: self.points.iter().zip(&rows).map(ratio).collect(),
+        }
     }
 }
 
-/// (peak, copy) of a point.
+/// Products and copies at a point.
 fn speeds_of(point: &Point) -> [f64; 2] {
-    [point.peak_flops, point.copy_bytes_per_s]
+    [point.product_flops, point.copy_bytes_per_s]
 }
 
-/// Seconds of arithmetic at the peak and of traffic at the speed of a copy, and one start.
-fn parts(flops: f64, bytes: f64, [peak, copy]: &[f64; 2]) -> [f64; 3] {
-    [flops / peak, bytes / copy, 1.0]
+fn parts(kernel: &str, dims: &[f64], flops: f64, bytes: f64, [product, copy]: &[f64; 2]) -> Parts {
+    let elements = match kernel.split(' ').next() {
+        // Results, with their bias, activation and residual.
+        Some("linear") => dims.iter().take(2).product(),
+        // Scores: tokens, keys that each sees, heads.
+        Some("attention" | "attention_backward") => dims.iter().take(3).product(),
+        _ => 0.0,
+    };
+    [flops / product, bytes / copy, 1.0, 1e-9 * elements]
 }
 
-fn dot(a: &[f64; 3], b: &[f64; 3]) -> f64 {
+fn dot(a: &Parts, b: &Parts) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
@@ -125,7 +142,7 @@ impl Fitted {
     /// Seconds of a call of this shape at these speeds.
     pub fn seconds(&self, dims: &[f64], flops: f64, bytes: f64, speeds: &Speeds) -> f64 {
         let at = [speeds.flops(&self.dtype), speeds.copy_bytes_per_s];
-        self.ratio(&logarithms(dims)) * dot(&self.terms, &parts(flops, bytes, &at))
+        self.ratio(&logarithms(dims)) * dot(&self.terms, &parts(&self.kernel, dims, flops, bytes, &at))
     }
 
     /// Measured over fitted, between the measured shapes.
@@ -149,12 +166,12 @@ impl Fitted {
 }
 
 /// The coefficients, none negative, that minimise the squared relative error: of all sets of terms that are positive, the best.
-fn non_negative(rows: &[([f64; 3], f64)]) -> [f64; 3] {
-    let relative: Vec<[f64; 3]> = rows.iter().map(|(parts, t)| parts.map(|part| part / t)).collect();
-    let error = |terms: &[f64; 3]| relative.iter().map(|parts| (dot(terms, parts) - 1.0).powi(2)).sum::<f64>();
-    let mut best = ([0.0; 3], f64::INFINITY);
-    for set in 1..8u32 {
-        let used: Vec<usize> = (0..3).filter(|term| set & (1 << term) != 0).collect();
+fn non_negative(rows: &[(Parts, f64)]) -> Parts {
+    let relative: Vec<Parts> = rows.iter().map(|(parts, t)| parts.map(|part| part / t)).collect();
+    let error = |terms: &Parts| relative.iter().map(|parts| (dot(terms, parts) - 1.0).powi(2)).sum::<f64>();
+    let mut best = ([0.0; TERMS], f64::INFINITY);
+    for set in 1..1u32 << TERMS {
+        let used: Vec<usize> = (0..TERMS).filter(|term| set & (1 << term) != 0).collect();
         let Some(terms) = solve(&relative, &used) else { continue };
         if terms.iter().all(|term| *term >= 0.0) && error(&terms) < best.1 {
             best = (terms, error(&terms));
@@ -164,14 +181,14 @@ fn non_negative(rows: &[([f64; 3], f64)]) -> [f64; 3] {
 }
 
 /// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None where they are singular.
-fn solve(relative: &[[f64; 3]], used: &[usize]) -> Option<[f64; 3]> {
+fn solve(relative: &[Parts], used: &[usize]) -> Option<Parts> {
     // Columns are scaled to one, for they differ by many orders of magnitude.
     let scale = |term: usize| relative.iter().map(|parts| parts[term].abs()).fold(0.0, f64::max);
     let scales: Vec<f64> = used.iter().map(|term| scale(*term)).collect();
     if scales.contains(&0.0) {
         return None;
     }
-    let column = |row: &[f64; 3], i: usize| row[used[i]] / scales[i];
+    let column = |row: &Parts, i: usize| row[used[i]] / scales[i];
     let n = used.len();
     let mut matrix = vec![vec![0.0; n + 1]; n];
     for row in relative {
@@ -195,7 +212,7 @@ fn solve(relative: &[[f64; 3]], used: &[usize]) -> Option<[f64; 3]> {
             }
         }
     }
-    let mut terms = [0.0; 3];
+    let mut terms = [0.0; TERMS];
     let mut found = vec![0.0; n];
     for i in (0..n).rev() {
         let rest: f64 = (i + 1..n).map(|j| matrix[i][j] * found[j]).sum();
@@ -263,7 +280,7 @@ mod tests {
             flops,
             bytes,
             seconds,
-            peak_flops: speeds.bf16_flops,
+            product_flops: speeds.bf16_flops,
             copy_bytes_per_s: speeds.copy_bytes_per_s,
         }
     }

@@ -7,7 +7,7 @@
 mod curve;
 mod identity;
 
-pub use curve::{CollectiveCurve, KernelCurve, Point};
+pub use curve::{CollectiveCurve, Fitted, KernelCurve, Point};
 pub use identity::Machine;
 
 use serde::{Deserialize, Serialize};
@@ -47,20 +47,20 @@ pub struct MachineProfile {
     pub kernels: Vec<KernelCurve>,
 }
 
-/// What all cores together reach at a moment: the unit of a kernel's arithmetic and of its traffic.
+/// What all cores together reach at a moment: the units of a kernel's arithmetic and of its traffic.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speeds {
-    /// Multiply-adds of f32 on registers, operations a second.
+    /// A product of middling size in f32, operations a second.
     pub f32_flops: f64,
-    /// Products of bf16 on registers, operations a second.
+    /// The same in bf16.
     pub bf16_flops: f64,
     /// Bytes read plus written by a plain copy beyond the L2 caches, a second.
     pub copy_bytes_per_s: f64,
 }
 
 impl Speeds {
-    /// The peak of arithmetic on operands of `dtype` (`bf16`, or anything else for f32).
+    /// Of products on operands of `dtype` (`bf16`, or anything else for f32).
     pub fn flops(&self, dtype: &str) -> f64 {
         if dtype == "bf16" { self.bf16_flops } else { self.f32_flops }
     }
@@ -107,6 +107,8 @@ pub struct Interference {
     pub compute: f64,
     /// Communication beside compute: the same.
     pub communication: f64,
+    /// Seconds that an exchange beside compute waits for a core, where threads are more than cores.
+    pub start_s: f64,
 }
 
 /// A disk.
@@ -271,7 +273,7 @@ pub(crate) mod tests {
             flops: elements,
             bytes: 8.0 * elements,
             seconds: 1e-6 + elements * 1e-9,
-            peak_flops: speeds.f32_flops,
+            product_flops: speeds.f32_flops,
             copy_bytes_per_s: speeds.copy_bytes_per_s,
         };
         MachineProfile {
@@ -281,7 +283,7 @@ pub(crate) mod tests {
             machine: Machine { cpu: "Test CPU".into(), cores: 2, threads: 2, isa: "avx2".into() },
             speeds,
             overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
-            interference: Interference { compute: 1.0, communication: 1.0 },
+            interference: Interference { compute: 1.0, communication: 1.0, start_s: 0.0 },
             disk: Disk { write_bytes_per_s: 1e9, read_bytes_per_s: 2e9 },
             collectives: vec![CollectiveCurve {
                 operation: "all_reduce".into(),
@@ -306,10 +308,10 @@ pub(crate) mod tests {
             let found = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
             profile_path(found).map(|path| path.display().to_string())
         };
-        let (own, cache, home) = (("TRAINYARD_PROFILE", "/p.toml"), ("XDG_CACHE_HOME", "/cache"), ("HOME", "/home"));
+        let (own, cache, home) = (("TRAINYARD_PROFILE", "/p.toml"), ("XDG_CACHE_HOME", "/cache"), ("HOME", "/h"));
         assert_eq!(place(&[own, cache, home]).unwrap(), "/p.toml");
         assert_eq!(place(&[cache, home]).unwrap(), "/cache/trainyard/machine.toml");
-        assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/home/.cache/trainyard/machine.toml");
+        assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/h/.cache/trainyard/machine.toml");
         assert_eq!(place(&[]), None);
     }
 

@@ -95,6 +95,12 @@ fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[R
     Ok([all.columns(0..q), all.columns(q..q + kv), all.columns(q + kv..q + 2 * kv)])
 }
 
+/// Tokens, keys that a query sees on average, query heads, key heads, width of a head; of attention whose forward multiplies `products` times.
+fn dims(spec: &AttentionSpec, tokens: usize, products: u64) -> [usize; 5] {
+    let seen = products as usize / (tokens * spec.q_cols()).max(1);
+    [tokens, seen, spec.heads, spec.kv_heads, spec.head_dim]
+}
+
 /// Attention of qkv within each segment: out [m, h c] and the log-sum-exp of each query's scores, f32 [h, m].
 pub fn attention(qkv: &Tensor, spec: &AttentionSpec, segments: &Segments) -> Result<(Tensor, Tensor)> {
     const OP: &str = "attention";
@@ -107,7 +113,8 @@ pub fn attention(qkv: &Tensor, spec: &AttentionSpec, segments: &Segments) -> Res
         flops: kernels::flops_forward(spec, segments.bounds()),
         bytes: kernels::bytes_forward(spec, m, qkv.dtype()),
     };
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+    let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 4));
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, work, |cpu| {
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let out = RowsMut::dense(out.get_mut::<T>(), m, spec.q_cols())?;
         Ok(kernels::forward(cpu, spec, q, k, v, segments.bounds(), out, lse.get_mut::<f32>())?)
@@ -133,7 +140,8 @@ pub fn attention_backward(
         flops: kernels::flops_backward(spec, segments.bounds()),
         bytes: kernels::bytes_backward(spec, m, qkv.dtype()),
     };
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+    let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 10));
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, work, |cpu| {
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let out = Rows::dense(out.get::<T>(), m, spec.q_cols())?;
         let dout = Rows::dense(dout.get::<T>(), m, spec.q_cols())?;
@@ -195,7 +203,8 @@ pub fn rope(
     let heads = layout.heads + layout.kv_heads;
     let cost = Cost::new(3 * qkv.rows() * heads * layout.head_dim, 2 * qkv.bytes());
     let mut qkv = super::pointwise::into_unique(qkv)?;
-    by_float!(OP, qkv.dtype(), T => qkv.device().clone().launch(OP, cost, |cpu| {
+    let work = cost.on(qkv.dtype(), [qkv.rows(), qkv.last_dim()]);
+    by_float!(OP, qkv.dtype(), T => qkv.device().clone().launch(OP, work, |cpu| {
         let positions = positions.get::<i32>();
         Ok(ropes::rope(cpu, rotation, layout.part(0, heads), table, positions, qkv.get_mut::<T>())?)
     })?);

@@ -16,7 +16,8 @@ pub fn embedding(tokens: &Tensor, table: &Tensor, positions: Option<(&Tensor, &T
     }
     let mut y = table.device().empty([m, d], table.dtype(), crate::Purpose::Activations)?;
     let cost = Cost::new(m * d, 2 * y.bytes());
-    by_float!(OP, table.dtype(), T => table.device().launch(OP, cost, |cpu| {
+    let work = cost.on(table.dtype(), [m, d]).variant(if positions.is_some() { "positions" } else { "" });
+    by_float!(OP, table.dtype(), T => table.device().launch(OP, work, |cpu| {
         let positions = positions.map(|(rows, weight)| (rows.get::<i32>(), weight.get::<T>()));
         Ok(kernels::embedding(cpu, d, tokens.get::<i32>(), table.get::<T>(), positions, y.get_mut::<T>())?)
     })?);
@@ -32,11 +33,14 @@ pub fn embedding_backward(dy: &Tensor, rows: &Tensor, gradient: &mut Tensor, ove
         OP,
         "{dy:?} into {gradient:?}"
     );
-    if overwrite {
-        gradient.fill_zero();
-    }
-    let cost = Cost::new(dy.elements(), dy.bytes() + 8 * dy.elements());
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+    // What is overwritten is zeroed first, all of it.
+    let zeroed = if overwrite { gradient.elements() } else { 0 };
+    let cost = Cost::new(dy.elements(), dy.bytes() + 8 * dy.elements() + 4 * zeroed);
+    let work = cost.on(dy.dtype(), [dy.rows(), d, zeroed]);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+        if overwrite {
+            gradient.fill_zero();
+        }
         Ok(kernels::embedding_backward(cpu, d, rows.get::<i32>(), dy.get::<T>(), gradient.get_mut::<f32>())?)
     })?);
     Ok(())

@@ -1,6 +1,6 @@
 //! Linear layers in the three forms of training.
 
-use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
+use super::{GradientSlot, accumulate_mode, check_slot, form, same_dtype};
 use crate::cpu::gemm::{self, Activation, Epilogue, GradientEpilogue, MatMut, MatRef, Weight};
 use crate::error::Result;
 use crate::{Cost, Tensor, by_float, ensure_shape};
@@ -34,8 +34,13 @@ pub fn linear(
     }
     let mut y = x.empty_like(shape, x.dtype())?;
     let mut pre = keep_pre.then(|| x.empty_like(shape, x.dtype())).transpose()?;
-    let cost = product_cost(m, n, k, &[x, w, &y]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+    let form = match (activation, residual) {
+        (Activation::None, None) => "",
+        (Activation::None, Some(_)) => "residual",
+        (activation, _) => form(activation),
+    };
+    let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]).variant(form);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
         let epilogue = Epilogue {
             bias: bias.map(|b| b.get::<T>()),
             activation,
@@ -56,8 +61,8 @@ pub fn linear_input_gradient(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (m, n, k) = (dy.rows(), dy.last_dim(), w.last_dim());
     ensure_shape!(w.rows() == n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
     let mut dx = dy.empty_like(dy.shape().with_last(k), dy.dtype())?;
-    let cost = product_cost(m, n, k, &[dy, w, &dx]);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+    let work = product_cost(m, n, k, &[dy, w, &dx]).on(dy.dtype(), [m, n, k]);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
         let weight = Weight::from(MatRef::new(w.get::<T>(), n, k));
         let dy = MatRef::new(dy.get::<T>(), m, n);
         gemm::input_gradient(cpu, dy, weight, GradientEpilogue::default(), MatMut::new(dx.get_mut::<T>(), m, k));
@@ -81,8 +86,15 @@ pub fn linear_weight_gradient(
     check_slot(OP, &db, n)?;
     let flops = if dw.is_some() { 2 * m * n * k } else { 0 };
     let moved = dw.as_ref().map_or(0, |(t, _)| t.bytes());
-    let cost = Cost::new(flops, dy.bytes() + x.bytes() + moved);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+    let adds = dw.as_ref().is_some_and(|(_, overwrite)| !overwrite);
+    let form = match (db.is_some(), adds) {
+        (false, false) => "",
+        (false, true) => "adding",
+        (true, false) => "bias",
+        (true, true) => "bias adding",
+    };
+    let work = Cost::new(flops, dy.bytes() + x.bytes() + moved).on(dy.dtype(), [m, n, k]).variant(form);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
         let (dy, x) = (MatRef::new(dy.get::<T>(), m, n), MatRef::new(x.get::<T>(), m, k));
         if let Some((tensor, overwrite)) = &mut db {
             gemm::column_sums(cpu, dy, accumulate_mode(*overwrite), tensor.get_mut::<f32>());

@@ -75,7 +75,9 @@ fn run(
     by_float!(op, x.dtype(), T => {
         let floats = head::workspace(head::chunk_rows::<T>(m, v), v);
         let mut logits = device.empty([floats], x.dtype(), Purpose::Workspace)?;
-        device.launch(op, cost, |cpu| {
+        let adds = gradients.as_ref().and_then(|g| g.dw.as_ref()).is_some_and(|(_, overwrite)| !overwrite);
+        let work = cost.on(x.dtype(), [m, v, d]).variant(if adds { "adding" } else { "" });
+        device.launch(op, work, |cpu| {
             let weight = Weight::from(MatRef::new(w.get::<T>(), v, d));
             let gradients = gradients.as_mut().map(|g| HeadGradients {
                 scale: g.scale,

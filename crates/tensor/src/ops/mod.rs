@@ -21,7 +21,7 @@ pub use pointwise::{
     accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, swiglu, swiglu_backward,
 };
 
-use crate::cpu::gemm::Accumulate;
+use crate::cpu::gemm::{Accumulate, Activation};
 use crate::error::Result;
 use crate::{DType, Device, Purpose, Tensor, ensure_shape};
 
@@ -30,6 +30,17 @@ pub type GradientSlot<'a> = (&'a mut Tensor, bool);
 
 fn accumulate_mode(overwrite: bool) -> Accumulate {
     if overwrite { Accumulate::Overwrite } else { Accumulate::Add }
+}
+
+/// The name of an activation in records of calls.
+fn form(activation: Activation) -> &'static str {
+    match activation {
+        Activation::None => "",
+        Activation::Relu => "relu",
+        Activation::Silu => "silu",
+        Activation::GeluExact => "gelu",
+        Activation::GeluTanh => "gelu_tanh",
+    }
 }
 
 /// Scratch memory of `floats` f32 numbers.

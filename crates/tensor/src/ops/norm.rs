@@ -3,12 +3,17 @@
 use super::{GradientSlot, HeadLayout, check_slot, prepare_adding, same_dtype, same_form, workspace};
 use crate::cpu::norm::{self, AddTo};
 use crate::error::Result;
-use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+use crate::{Cost, DType, Tensor, Work, by_float, ensure_shape};
 
 fn check_weight(op: &'static str, x: &Tensor, w: &Tensor, dim: usize) -> Result<()> {
     same_dtype(op, x, w)?;
     ensure_shape!(w.elements() == dim, op, "a weight of {} for rows of {dim}", w.shape());
     Ok(())
+}
+
+/// A kernel that goes over the rows of `x` and moves `tensors` once.
+fn rows_of(x: &Tensor, flops_per_element: usize, tensors: &[&Tensor]) -> Work {
+    Cost::streaming(flops_per_element, tensors).on(x.dtype(), [x.rows(), x.last_dim()])
 }
 
 /// `x / rms(x) * w` of rows, and the inverse rms of each row (f32): x [.., d], w [d].
@@ -17,7 +22,7 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f32) -> Result<(Tensor, Tensor)> {
     check_weight(OP, x, w, x.last_dim())?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     let mut inverse_rms = x.empty_like([x.rows()], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(4, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 4, &[x, &y]), |cpu| {
         norm::rms_norm(cpu, x.get::<T>(), w.get::<T>(), eps, y.get_mut::<T>(), inverse_rms.get_mut::<f32>());
         Ok(())
     })?);
@@ -39,7 +44,7 @@ pub fn rms_norm_backward(
     prepare_adding(&mut dw);
     let (mut dx, base) = output_over(OP, x, base)?;
     let mut scratch = workspace(x.device(), norm::backward_workspace(x.rows(), x.last_dim()))?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(8, &[x, dy, &dx]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 8, &[x, dy, &dx]), |cpu| {
         let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
         norm::rms_norm_backward(
             cpu, dy.get::<T>(), x.get::<T>(), w.get::<T>(), inverse_rms.get::<f32>(), base.add_to::<T>(),
@@ -66,7 +71,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: Option<&Tensor>, eps: f32) -> Resul
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     let mut mean = x.empty_like([x.rows()], DType::F32)?;
     let mut inverse_std = x.empty_like([x.rows()], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(7, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 7, &[x, &y]), |cpu| {
         norm::layer_norm(
             cpu, x.get::<T>(), w.get::<T>(), b.get::<T>(), eps, y.get_mut::<T>(), mean.get_mut::<f32>(),
             inverse_std.get_mut::<f32>(),
@@ -95,7 +100,7 @@ pub fn layer_norm_backward(
     prepare_adding(&mut db);
     let (mut dx, base) = output_over(OP, x, base)?;
     let mut scratch = workspace(x.device(), 2 * norm::backward_workspace(x.rows(), x.last_dim()))?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(11, &[x, dy, &dx]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 11, &[x, dy, &dx]), |cpu| {
         let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
         let dbias = db.as_mut().map(|(t, _)| t.get_mut::<f32>());
         norm::layer_norm_backward(
@@ -116,7 +121,7 @@ pub fn qk_norm(qkv: &Tensor, layout: HeadLayout, wq: &Tensor, wk: &Tensor, eps: 
     let m = qkv.rows();
     let mut y = qkv.empty_like(*qkv.shape(), qkv.dtype())?;
     let mut inverse_rms = qkv.empty_like([m * (layout.heads + layout.kv_heads)], DType::F32)?;
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, Cost::streaming(4, &[qkv, &y]), |cpu| {
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, rows_of(qkv, 4, &[qkv, &y]), |cpu| {
         let (x, y) = (qkv.get::<T>(), y.get_mut::<T>());
         y.copy_from_slice(x);
         let (inverse_q, inverse_k) = inverse_rms.get_mut::<f32>().split_at_mut(m * layout.heads);
@@ -148,7 +153,7 @@ pub fn qk_norm_backward(
     let heads = layout.heads.max(layout.kv_heads);
     let mut scratch = workspace(qkv.device(), norm::backward_workspace(m * heads, layout.head_dim))?;
     let mut dx = super::pointwise::into_unique(dy)?;
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, Cost::streaming(8, &[qkv, &dx]), |cpu| {
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, rows_of(qkv, 8, &[qkv, &dx]), |cpu| {
         let (x, dx) = (qkv.get::<T>(), dx.get_mut::<T>());
         let (inverse_q, inverse_k) = inverse_rms.get::<f32>().split_at(m * layout.heads);
         let dw = dwq.as_mut().map(|(t, _)| t.get_mut::<f32>());

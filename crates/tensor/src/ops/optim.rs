@@ -49,7 +49,8 @@ macro_rules! with_copy {
         let OptimizerOperands { master, gradient, copy, .. } = $operands;
         let device = gradient.device();
         let dtype = copy.as_ref().map_or(DType::F32, |copy| copy.dtype());
-        device.launch($op, $cost, |$cpu| {
+        let work = $cost.on(dtype, [gradient.elements()]);
+        device.launch($op, work, |$cpu| {
             let ($master, $gradient) = (master.get_mut::<f32>(), gradient.get::<f32>());
             match dtype {
                 DType::BF16 => {
@@ -145,7 +146,7 @@ pub fn adafactor_vector(
 /// The sum of squares in a fixed order; not finite exactly when an element is not. 0 on meta.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let mut sum = 0.0;
-    let cost = Cost::streaming(2, &[x]);
+    let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
     crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
         sum = reduce::sum_of_squares(cpu, x.get::<T>());
         Ok(())
@@ -157,7 +158,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 /// Zeros on meta.
 pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
     let mut sums = vec![0.0; x.elements().div_ceil(chunk)];
-    let cost = Cost::streaming(2, &[x]);
+    let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
     crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
         reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), &mut sums);
         Ok(())

@@ -1,0 +1,312 @@
+//! Predictions against the engine: configurations are trained for a handful of steps and predicted in the same run.
+//!
+//! The table of [`cases`] has both families, four sizes that no probe has, several micro-batches, one to four ranks, ZeRO 0 to 3, the modes of
+//! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row compares medians. Memory is compared per
+//! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
+
+use crate::crew::{Crew, resolve};
+use crate::forecast::{Forecast, forecast};
+use crate::{CalibrateError, Sampler, sample};
+use std::collections::BTreeMap;
+use std::time::Instant;
+use trainyard_engine::EngineError;
+use trainyard_engine::bench::Timed;
+use trainyard_engine::config::Resolved;
+use trainyard_sim::MachineProfile;
+use trainyard_sim::host::HostPrices;
+use trainyard_sim::machine::{Speeds, median};
+use trainyard_tensor::Purpose;
+
+/// A configuration to train.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Case {
+    /// What it is.
+    pub name: String,
+    /// Its keys.
+    pub sets: Vec<String>,
+}
+
+/// Measured and predicted.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Pair {
+    /// As it was.
+    pub measured: f64,
+    /// As it was said to be.
+    pub predicted: f64,
+}
+
+impl Pair {
+    /// Predicted against measured, relative to the measurement; 0 where both are nothing.
+    pub fn error(&self) -> f64 {
+        if self.measured == self.predicted { 0.0 } else { self.predicted / self.measured - 1.0 }
+    }
+}
+
+/// A configuration, trained and predicted.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Row {
+    /// Which one.
+    pub name: String,
+    /// Seconds of a step, medians.
+    pub step_s: Pair,
+    /// Peak bytes of rank 0, by purpose.
+    pub memory: Vec<(&'static str, Pair)>,
+    /// Peak bytes of rank 0 in all.
+    pub memory_total: Pair,
+    /// Seconds of rank 0 by kind of instruction.
+    pub instructions: BTreeMap<&'static str, Pair>,
+    /// Seconds of rank 0 by kernel, of one more step.
+    pub kernels: BTreeMap<String, Pair>,
+    /// Kernels that the profile has no curve of.
+    pub unpriced: Vec<String>,
+}
+
+/// The bars that the rows are held to.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Summary {
+    /// Median and 90th percentile of the absolute errors of step times.
+    pub step: (f64, f64),
+    /// The largest absolute error of a purpose's peak, and of a total.
+    pub memory: (f64, f64),
+}
+
+/// Bars: step's median and 90th percentile, memory per purpose and in total.
+pub const BARS: [f64; 4] = [0.05, 0.12, 0.02, 0.03];
+
+/// Width, blocks, heads, vocabulary.
+const SIZES: [(u32, u32, u32, u32); 4] = [(96, 3, 3, 1000), (192, 4, 6, 4000), (384, 4, 6, 6000), (640, 2, 10, 12000)];
+
+/// One family and size: dtype, sequences, their length, ranks, (replicas), ZeRO stage, checkpointing, accumulation.
+type Variation = (&'static str, u32, u32, u32, u32, u32, &'static str, u32);
+
+const VARIATIONS: [Variation; 12] = [
+    ("bf16", 4, 128, 1, 1, 0, "none", 1),
+    ("f32", 2, 128, 1, 1, 0, "none", 1),
+    ("bf16", 2, 512, 1, 1, 0, "full", 1),
+    ("f32", 4, 64, 1, 1, 0, "selective", 2),
+    ("bf16", 8, 96, 1, 1, 0, "selective", 2),
+    ("f32", 2, 96, 2, 2, 0, "none", 1),
+    ("bf16", 4, 128, 2, 1, 1, "none", 1),
+    ("bf16", 2, 192, 2, 1, 2, "full", 2),
+    ("f32", 1, 256, 2, 1, 3, "none", 1),
+    ("bf16", 4, 96, 4, 1, 3, "none", 1),
+    ("f32", 1, 128, 4, 4, 0, "selective", 1),
+    ("bf16", 2, 128, 4, 2, 3, "full", 1),
+];
+
+/// All configurations: every family and size in half of the variations, the other half for the other family.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (size, shape) in SIZES.into_iter().enumerate() {
+        for (number, variation) in VARIATIONS.into_iter().enumerate() {
+            let family = if (size + number) % 2 == 0 { "gpt2" } else { "llama" };
+            cases.push(case(family, shape, variation));
+        }
+    }
+    cases
+}
+
+fn case(family: &str, (dim, layers, heads, vocab): (u32, u32, u32, u32), variation: Variation) -> Case {
+    let (dtype, rows, length, ranks, replicas, stage, checkpointing, accumulation) = variation;
+    let sets = vec![
+        format!("model.family='{family}'"),
+        format!("model.dim={dim}"),
+        format!("model.layers={layers}"),
+        format!("model.heads={heads}"),
+        format!("model.vocab_size={vocab}"),
+        format!("model.max_sequence_length={length}"),
+        format!("training.micro_batch_size={rows}"),
+        format!("training.accumulation_steps={accumulation}"),
+        "training.steps=1".to_owned(),
+        format!("precision.compute='{dtype}'"),
+        format!("activation_checkpointing.mode='{checkpointing}'"),
+        format!("parallel.ranks={ranks}"),
+        format!("parallel.data_parallel_replicate_degree={replicas}"),
+        format!("parallel.data_parallel_shard_degree={}", ranks / replicas),
+        format!("parallel.zero_stage={stage}"),
+    ];
+    let name = format!(
+        "{family} {dim}x{layers} {dtype} {rows}x{length}x{accumulation} ranks {ranks} zero {stage} keep {checkpointing}"
+    );
+    Case { name, sets }
+}
+
+/// Trains and predicts every `every`th of [`cases`].
+///
+/// # Errors
+///
+/// A configuration that cannot be trained.
+pub fn rows(
+    profile: &MachineProfile,
+    every: usize,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<Vec<Row>, CalibrateError> {
+    let sampler = Sampler::new()?;
+    let cases: Vec<Case> = cases().into_iter().step_by(every.max(1)).collect();
+    let mut rows = Vec::with_capacity(cases.len());
+    for (number, case) in cases.iter().enumerate() {
+        progress(number as f64 / cases.len() as f64, &case.name);
+        let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
+        let resolved = resolve(&case.sets).map_err(failed)?;
+        rows.push(row(&case.name, &resolved, profile, &sampler, &failed)?);
+    }
+    Ok(rows)
+}
+
+/// Steps that are counted, and the seconds that they take where that leaves a choice.
+const STEPS: std::ops::RangeInclusive<usize> = 5..=15;
+const CASE_S: f64 = 0.8;
+
+fn row(
+    name: &str,
+    resolved: &Resolved,
+    profile: &MachineProfile,
+    sampler: &Sampler,
+    failed: &dyn Fn(EngineError) -> CalibrateError,
+) -> Result<Row, CalibrateError> {
+    let forecast = forecast(resolved).map_err(failed)?;
+    let mut crew = Crew::together(resolved).map_err(failed)?;
+    crew.step().map_err(failed)?;
+    let mut steps: Vec<(Vec<Timed>, Speeds)> = Vec::new();
+    let mut before = sampler.sample()?;
+    let began = Instant::now();
+    while steps.len() < *STEPS.start() || steps.len() < *STEPS.end() && began.elapsed().as_secs_f64() < CASE_S {
+        let timed = crew.step().map_err(failed)?;
+        let after = sampler.sample()?;
+        steps.push((timed, sample::between(before, after)));
+        before = after;
+    }
+    let usage = crew.ranks()[0].device.pool().usage();
+    let slowest = |timed: &[Timed]| timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
+    let middle = |values: &mut dyn Iterator<Item = f64>| median(values).unwrap_or(f64::NAN);
+    let step_s = Pair {
+        measured: middle(&mut steps.iter().map(|(timed, _)| slowest(timed))),
+        predicted: middle(&mut steps.iter().map(|(_, speeds)| forecast.step(profile, speeds).simulated.step_s)),
+    };
+    let speeds = Speeds::median(&steps.iter().map(|(_, speeds)| *speeds).collect::<Vec<_>>()).expect("steps were made");
+    let spans: Vec<&Timed> = steps.iter().map(|(timed, _)| &timed[0]).collect();
+    let instructions = instructions(&forecast, &spans, profile, &speeds);
+    let kernels = kernels(&forecast, &mut crew, profile, &before).map_err(failed)?;
+    let needs = &forecast.needs.memory;
+    let pair = |measured: usize, predicted: usize| Pair { measured: measured as f64, predicted: predicted as f64 };
+    let memory = Purpose::ALL.map(|purpose| (purpose.name(), pair(usage.peak(purpose), needs.peak(purpose))));
+    Ok(Row {
+        name: name.to_owned(),
+        step_s,
+        memory: memory.into_iter().filter(|(_, pair)| pair.measured + pair.predicted > 0.0).collect(),
+        memory_total: pair(usage.peak_total(), needs.peak_total()),
+        instructions,
+        kernels,
+        unpriced: forecast.step(profile, &speeds).unpriced.into_keys().collect(),
+    })
+}
+
+/// Seconds by kind of instruction: medians of each over the steps, summed.
+fn instructions(
+    forecast: &Forecast,
+    steps: &[&Timed],
+    profile: &MachineProfile,
+    speeds: &Speeds,
+) -> BTreeMap<&'static str, Pair> {
+    let mut kinds: BTreeMap<&'static str, Pair> = BTreeMap::new();
+    let predicted = forecast.step(profile, speeds).simulated.ranks.remove(0).spans;
+    for (number, instruction) in forecast.program.instructions.iter().enumerate() {
+        let measured = steps.iter().map(|timed| {
+            let span = &timed.spans[number];
+            span.end.saturating_sub(span.start).as_secs_f64()
+        });
+        let kind = kinds.entry(instruction.action.name()).or_default();
+        kind.measured += median(measured).unwrap_or(0.0);
+        kind.predicted += predicted[number].end_s - predicted[number].start_s;
+    }
+    kinds
+}
+
+/// Seconds by kernel of one more step, each call against its price.
+fn kernels(
+    forecast: &Forecast,
+    crew: &mut Crew,
+    profile: &MachineProfile,
+    speeds: &Speeds,
+) -> Result<BTreeMap<String, Pair>, EngineError> {
+    let prices = HostPrices::new(profile, forecast.layout, *speeds);
+    let device = crew.ranks()[0].device.clone();
+    device.set_recording(true);
+    crew.step()?;
+    let mut kernels: BTreeMap<String, Pair> = BTreeMap::new();
+    for call in device.take_calls() {
+        let pair = kernels.entry(call.kernel.to_owned()).or_default();
+        pair.measured += call.seconds;
+        pair.predicted += prices.call_s(&call);
+    }
+    device.set_recording(false);
+    Ok(kernels)
+}
+
+/// What the rows come to; None of none.
+pub fn summary(rows: &[Row]) -> Option<Summary> {
+    let mut steps: Vec<f64> = rows.iter().map(|row| row.step_s.error().abs()).collect();
+    steps.sort_by(f64::total_cmp);
+    let last = steps.len().checked_sub(1)?;
+    let most = |errors: &mut dyn Iterator<Item = f64>| errors.map(f64::abs).fold(0.0, f64::max);
+    Some(Summary {
+        step: (median(steps.iter().copied())?, steps[(0.9 * last as f64).ceil() as usize]),
+        memory: (
+            most(&mut rows.iter().flat_map(|row| row.memory.iter().map(|(_, pair)| pair.error()))),
+            most(&mut rows.iter().map(|row| row.memory_total.error())),
+        ),
+    })
+}
+
+/// The relative difference of two profiles' predictions for every case, at the speeds that the first one kept.
+///
+/// # Errors
+///
+/// A model that does not fit.
+pub fn difference(first: &MachineProfile, second: &MachineProfile) -> Result<Vec<(String, f64)>, CalibrateError> {
+    let of = |case: &Case| {
+        let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
+        let forecast = forecast(&resolve(&case.sets).map_err(failed)?).map_err(failed)?;
+        let step = |profile| forecast.step(profile, &first.speeds).simulated.step_s;
+        Ok((case.name.clone(), step(second) / step(first) - 1.0))
+    };
+    cases().iter().map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn the_cases_cover_what_they_are_to_cover_and_are_configurations() {
+        let cases = cases();
+        assert!(cases.len() >= 40);
+        let names: BTreeSet<&String> = cases.iter().map(|case| &case.name).collect();
+        assert_eq!(names.len(), cases.len());
+        let mut shards = BTreeSet::new();
+        for case in &cases {
+            let resolved = resolve(&case.sets).unwrap_or_else(|error| panic!("{}: {error}", case.name));
+            shards.insert((resolved.parallel.ranks, resolved.parallel.zero_stage));
+        }
+        assert!([(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 3)].iter().all(|pair| shards.contains(pair)));
+    }
+
+    #[test]
+    fn errors_are_relative_and_the_summary_takes_median_and_tail() {
+        let row = |measured: f64| Row {
+            name: String::new(),
+            step_s: Pair { measured, predicted: 1.0 },
+            memory: vec![("params", Pair { measured: 100.0, predicted: 99.0 })],
+            memory_total: Pair { measured: 200.0, predicted: 210.0 },
+            instructions: BTreeMap::new(),
+            kernels: BTreeMap::new(),
+            unpriced: Vec::new(),
+        };
+        let rows: Vec<Row> = [1.0, 0.5, 0.8, 1.25, 1.0].map(row).into();
+        let summary = summary(&rows).unwrap();
+        assert!((summary.step.0 - 0.2).abs() < 1e-9 && (summary.step.1 - 1.0).abs() < 1e-9, "{summary:?}");
+        assert!((summary.memory.0 - 0.01).abs() < 1e-9 && (summary.memory.1 - 0.05).abs() < 1e-9);
+        assert_eq!(super::summary(&[]), None);
+    }
+}

@@ -1,0 +1,187 @@
+//! Ranks that train side by side on random tokens, step by step.
+//!
+//! Each has a thread of its own for as long as the crew lives: kernels keep their buffers per thread.
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use trainyard_comm::{Communicator, local};
+use trainyard_engine::bench::{Stepper, Timed};
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::{EngineError, Result};
+use trainyard_program::Program;
+use trainyard_tensor::Device;
+
+/// The configuration that `sets` describe, on random tokens.
+///
+/// # Errors
+///
+/// Keys that do not exist or do not fit together.
+pub fn resolve(sets: &[String]) -> Result<Resolved> {
+    let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+    Ok(Config::parse(Path::new("probe"), "", sets)?.resolve(&inputs)?)
+}
+
+/// Ranks of this process, each with its own threads.
+pub struct Crew {
+    ranks: Vec<Member>,
+}
+
+/// One rank, as the others see it.
+pub struct Member {
+    /// Where its kernels run.
+    pub device: Device,
+    /// What it executes.
+    pub program: Program,
+    /// A step for each word; it ends when nobody can send one any more.
+    go: Option<Sender<()>>,
+    made: Receiver<Result<Timed>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Crew {
+    /// The ranks of one run of `resolved`.
+    ///
+    /// # Errors
+    ///
+    /// A model that does not fit.
+    pub fn together(resolved: &Resolved) -> Result<Crew> {
+        let worlds = local::World::new(resolved.parallel.ranks).into_iter().map(Some);
+        Crew::of(resolved, worlds.collect())
+    }
+
+    /// `ranks` runs of one rank each that know nothing of each other.
+    ///
+    /// # Errors
+    ///
+    /// As [`Crew::together`].
+    pub fn apart(resolved: &Resolved, ranks: u32) -> Result<Crew> {
+        Crew::of(resolved, (0..ranks).map(|_| None).collect())
+    }
+
+    fn of(resolved: &Resolved, worlds: Vec<Option<Communicator>>) -> Result<Crew> {
+        let begun: Vec<_> = worlds.into_iter().map(|world| begin(resolved.clone(), world)).collect();
+        let ranks = begun.into_iter().map(Begun::wait).collect::<Vec<_>>();
+        Ok(Crew { ranks: ranks.into_iter().collect::<Result<_>>()? })
+    }
+
+    /// The ranks.
+    pub fn ranks(&self) -> &[Member] {
+        &self.ranks
+    }
+
+    /// One step on every rank at once.
+    ///
+    /// # Errors
+    ///
+    /// The first rank's that fails; the others are told.
+    pub fn step(&mut self) -> Result<Vec<Timed>> {
+        for rank in &self.ranks {
+            // Who has ended says so below.
+            let _ = rank.go.as_ref().map(|go| go.send(()));
+        }
+        let made: Vec<Result<Timed>> =
+            self.ranks.iter().map(|rank| rank.made.recv().unwrap_or_else(|_| Err(gone()))).collect();
+        made.into_iter().collect()
+    }
+}
+
+/// A rank that is being made.
+struct Begun {
+    made: Receiver<Result<(Device, Program)>>,
+    go: Sender<()>,
+    steps: Receiver<Result<Timed>>,
+    thread: JoinHandle<()>,
+}
+
+/// Starts a rank's thread. All ranks of a world make themselves together.
+fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
+    let (tell, made) = channel();
+    let (go, words) = channel();
+    let (done, steps) = channel();
+    let work = move || {
+        let mut stepper = match Stepper::new(&resolved, world.as_ref()) {
+            Ok(stepper) => stepper,
+            Err(error) => {
+                tell_others(world.as_ref(), &error);
+                // Nobody waits any more: the crew has failed.
+                let _ = tell.send(Err(error));
+                return;
+            }
+        };
+        let _ = tell.send(Ok((stepper.device().clone(), stepper.program().clone())));
+        while words.recv().is_ok() {
+            let step = stepper.step();
+            if let Err(error) = &step {
+                tell_others(world.as_ref(), error);
+            }
+            if done.send(step).is_err() {
+                return;
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("probe".to_owned()).spawn(work);
+    Begun { made, go, steps, thread: thread.expect("the operating system starts a thread") }
+}
+
+fn tell_others(world: Option<&Communicator>, error: &EngineError) {
+    // Of several failures the world's first counts.
+    if let Some(world) = world {
+        world.abort(error.to_string());
+    }
+}
+
+fn gone() -> EngineError {
+    EngineError::Panicked { rank: 0, message: "a probe's rank has ended".to_owned() }
+}
+
+impl Begun {
+    fn wait(self) -> Result<Member> {
+        let (device, program) = self.made.recv().unwrap_or_else(|_| Err(gone()))?;
+        Ok(Member { device, program, go: Some(self.go), made: self.steps, thread: Some(self.thread) })
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        // All are told before any is waited for: they end together.
+        self.ranks.iter_mut().for_each(|rank| rank.go = None);
+        for rank in &mut self.ranks {
+            if let Some(thread) = rank.thread.take() {
+                // A panic was told by the step that it ended.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_train_together_have_one_loss_and_a_model_that_does_not_fit_is_an_error() {
+        let sets = |vocab: usize| {
+            [
+                "model.family='llama'".to_owned(),
+                "model.dim=32".to_owned(),
+                "model.layers=1".to_owned(),
+                "model.heads=2".to_owned(),
+                "model.max_sequence_length=8".to_owned(),
+                format!("model.vocab_size={vocab}"),
+                "training.steps=1".to_owned(),
+                "training.micro_batch_size=2".to_owned(),
+                "parallel.ranks=2".to_owned(),
+                "memory.limit='8MiB'".to_owned(),
+            ]
+        };
+        let mut crew = Crew::together(&resolve(&sets(64)).unwrap()).unwrap();
+        for _ in 0..2 {
+            let made = crew.step().unwrap();
+            assert_eq!(made.len(), 2);
+            assert_eq!(made[0].loss, made[1].loss);
+            assert_eq!(made[0].spans.len(), crew.ranks()[0].program.instructions.len());
+        }
+        assert!(Crew::together(&resolve(&sets(1 << 20)).unwrap()).is_err());
+    }
+}

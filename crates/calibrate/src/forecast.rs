@@ -1,0 +1,38 @@
+//! The step of a configuration, before it runs.
+
+use trainyard_engine::config::Resolved;
+use trainyard_engine::predict::Prediction;
+use trainyard_engine::{EngineError, bench};
+use trainyard_program::Program;
+use trainyard_sim::MachineProfile;
+use trainyard_sim::host::{HostLayout, HostStep, host_step};
+use trainyard_sim::machine::Speeds;
+
+/// What is known of a step on this machine.
+#[derive(Clone, Debug)]
+pub struct Forecast {
+    /// Rank 0's program; all ranks do the same.
+    pub program: Program,
+    /// Memory, FLOPs and kernel calls, from executing it without data.
+    pub needs: Prediction,
+    /// How the cores are shared.
+    pub layout: HostLayout,
+}
+
+/// Lowers `resolved` and executes the program without data: all that does not depend on how fast the machine is. Its ranks are threads or processes of this host.
+///
+/// # Errors
+///
+/// A model that does not fit.
+pub fn forecast(resolved: &Resolved) -> Result<Forecast, EngineError> {
+    let (program, needs) = bench::forecast(resolved)?;
+    let layout = HostLayout { ranks: resolved.parallel.ranks as u32, threads: resolved.threads as u32 };
+    Ok(Forecast { program, needs, layout })
+}
+
+impl Forecast {
+    /// Seconds of the step and of each instruction on the machine of `profile` when it is as fast as `speeds` say (`profile.speeds` if nothing better is known).
+    pub fn step(&self, profile: &MachineProfile, speeds: &Speeds) -> HostStep {
+        host_step(&self.program, &self.needs.calls, profile, self.layout, speeds)
+    }
+}

@@ -1,0 +1,167 @@
+//! Measures this machine, predicts runs on it, and compares the two.
+//!
+//! There is no benchmark of kernels here. [`calibrate`] trains small models with the engine ([`probes`]), one rank on all cores or several on a part
+//! each, and records every kernel call with its shape and time: in the order, the memory and the caches of a real step. What a step spends outside of kernels is
+//! what its instructions took beyond them. Exchanges, their interference with compute, and the disk are measured apart. The result is a
+//! [`MachineProfile`](trainyard_sim::MachineProfile).
+//!
+//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of them, in turn with samples of its
+//! speeds ([`Sampler`]); every time is kept with the speeds of its moment, and a curve is made of medians.
+//!
+//! [`forecast`] predicts a configuration's step from a profile, and [`check`] trains configurations and compares.
+
+#![forbid(unsafe_code)]
+
+pub mod check;
+mod collect;
+mod crew;
+mod disk;
+mod exchange;
+mod forecast;
+pub mod probes;
+mod sample;
+
+pub use crew::Crew;
+pub use forecast::{Forecast, forecast};
+pub use sample::Sampler;
+
+use collect::Collector;
+use probes::{Layout, Probe};
+use std::path::Path;
+use std::time::{Instant, SystemTime};
+use trainyard_comm::CommError;
+use trainyard_engine::EngineError;
+use trainyard_sim::machine::{FORMAT, Machine, Speeds};
+use trainyard_sim::{MachineError, MachineProfile};
+use trainyard_tensor::TensorError;
+
+/// How thoroughly to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Thoroughness {
+    /// Rounds over all probes; a curve is the median of them.
+    pub rounds: u32,
+    /// One of how many probes is run.
+    pub every: usize,
+    /// No round begins after so many seconds of the others.
+    pub rounds_s_max: u32,
+}
+
+impl Thoroughness {
+    /// What `trainyard calibrate` does.
+    pub const FULL: Thoroughness = Thoroughness { rounds: 3, every: 1, rounds_s_max: 45 };
+    /// A third of the shapes, once.
+    pub const QUICK: Thoroughness = Thoroughness { rounds: 1, every: 3, rounds_s_max: 45 };
+}
+
+/// A calibration that came to nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrateError {
+    /// A probe that could not be trained.
+    #[error("cannot train the probe {probe}: {source}")]
+    Probe {
+        /// Which one.
+        probe: String,
+        /// Why.
+        source: EngineError,
+    },
+    /// Threads that could not talk.
+    #[error("collectives cannot be measured: {0}")]
+    Exchange(#[from] CommError),
+    /// Kernels that refused their operands.
+    #[error("the machine's speed cannot be sampled: {0}")]
+    Sample(#[from] TensorError),
+    /// The disk.
+    #[error("the disk cannot be measured in {folder}: {source}")]
+    Disk {
+        /// Where.
+        folder: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The profile.
+    #[error(transparent)]
+    Profile(#[from] MachineError),
+}
+
+/// Measures this machine; its disk in `folder`. `progress` is told the share that is done, and what comes next.
+///
+/// # Errors
+///
+/// Anything of the engine, the communicators and the disk that does not work.
+pub fn calibrate(
+    how: Thoroughness,
+    folder: &Path,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<MachineProfile, CalibrateError> {
+    let machine = Machine::here();
+    progress(0.0, "speeds");
+    let sampler = Sampler::new()?;
+    let disk = disk::measure(folder)
+        .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
+    let layouts = Layout::of(machine.cores);
+    let probes: Vec<Probe> = layouts.iter().flat_map(|layout| probes::all(*layout, how.every)).collect();
+    let mut collector = Collector::default();
+    let began = Instant::now();
+    let mut rounds = 0;
+    while rounds < how.rounds && (rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max)) {
+        for at in 0..probes.len() {
+            // Every other round backwards, so that no drift looks like a dependence on shape.
+            let probe = &probes[if rounds % 2 == 0 { at } else { probes.len() - 1 - at }];
+            let done = (rounds as usize * probes.len() + at) as f64 / (how.rounds as usize * probes.len()) as f64;
+            progress(0.9 * done, &format!("round {} of {}: {}", rounds + 1, how.rounds, probe.name()));
+            probe.run(&sampler, &mut collector)?;
+        }
+        rounds += 1;
+    }
+    progress(0.9, "collectives between threads");
+    let collectives = exchange::collectives(machine.cores)?;
+    progress(0.95, "lanes beside each other");
+    let interference = exchange::interference(machine.cores)?;
+    let speeds = Speeds::median(collector.speeds()).expect("every probe samples the speeds");
+    Ok(MachineProfile {
+        format: FORMAT,
+        measured: utc(SystemTime::now()),
+        method: format!(
+            "medians of {rounds} interleaved rounds over {} probes; each point keeps the speeds (of a reference product and a copy) that were sampled beside it, and predictions scale with those of their own moment",
+            probes.len()
+        ),
+        machine,
+        speeds,
+        overheads: collector.overheads(),
+        interference,
+        disk,
+        collectives,
+        kernels: collector.curves(),
+    })
+}
+
+/// `2026-11-22T00:05:09Z`
+fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Civil from days: eras of 400 years that begin on the first of March (Hinnant, "chrono-compatible low-level date algorithms").
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let day_of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let date = |seconds| utc(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(date(0), "1970-01-01T00:00:00Z");
+        assert_eq!(date(951_827_696), "2000-02-29T12:34:56Z");
+        assert_eq!(date(1_795_306_309), "2026-11-22T00:11:49Z");
+    }
+}

@@ -1,0 +1,111 @@
+//! The machine's speeds, now.
+//!
+//! A peak on registers is a poor measure of a moment: what a neighbour on the same core, on the memory or in the last-level cache takes shows in products and not there. So
+//! the unit of arithmetic is a product of a middling shape, by the kernel that training calls, and of memory a copy; each is a median.
+
+use std::cell::RefCell;
+use std::time::Instant;
+use trainyard_engine::config::Inputs;
+use trainyard_sim::machine::{Speeds, median};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cpu::gemm::Activation;
+use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
+
+/// Elements of each of the two buffers that a copy goes between: 32 MiB.
+const COPY_ELEMENTS: usize = 8 << 20;
+/// Rows, columns and length of the sums of the reference product.
+const PRODUCT: [usize; 3] = [256, 768, 768];
+/// Weights that it takes in turn: more than an L2 cache holds.
+const WEIGHTS: usize = 4;
+/// Seconds of each of the three parts of a sample, which has at least three repetitions.
+const PART_S: f64 = 3e-3;
+
+/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during which nothing else should run.
+pub struct Sampler {
+    device: Device,
+    from: Tensor,
+    /// Input and weights in bf16 and in f32.
+    operands: [(Tensor, Vec<Tensor>); 2],
+    next: RefCell<usize>,
+}
+
+impl Sampler {
+    /// Makes the operands.
+    ///
+    /// # Errors
+    ///
+    /// No memory for them.
+    pub fn new() -> Result<Sampler, TensorError> {
+        let device = Device::cpu(Isa::detect(), Inputs::of_this_machine().cores, None);
+        let from = device.zeros([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
+        let [m, n, k] = PRODUCT;
+        let matrix = |rows: usize, dtype| device.zeros([rows, k], dtype, Purpose::Workspace);
+        let operands = |dtype| -> Result<(Tensor, Vec<Tensor>), TensorError> {
+            Ok((matrix(m, dtype)?, (0..WEIGHTS).map(|_| matrix(n, dtype)).collect::<Result<_, _>>()?))
+        };
+        let operands = [operands(DType::BF16)?, operands(DType::F32)?];
+        let sampler = Sampler { device, from, operands, next: RefCell::new(0) };
+        // The first one wakes threads and touches memory.
+        sampler.sample()?;
+        Ok(sampler)
+    }
+
+    /// One sample.
+    ///
+    /// # Errors
+    ///
+    /// As [`Sampler::new`].
+    pub fn sample(&self) -> Result<Speeds, TensorError> {
+        let [bf16_flops, f32_flops] = [self.product(0)?, self.product(1)?];
+        let mut to = self.device.empty([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
+        let copy_s = repeated(|| ops::cast_into(&self.from, &mut to))?;
+        Ok(Speeds { f32_flops, bf16_flops, copy_bytes_per_s: 8.0 * COPY_ELEMENTS as f64 / copy_s })
+    }
+
+    /// Operations a second of the reference product.
+    fn product(&self, dtype: usize) -> Result<f64, TensorError> {
+        let (x, weights) = &self.operands[dtype];
+        let seconds = repeated(|| {
+            let mut next = self.next.borrow_mut();
+            *next = (*next + 1) % WEIGHTS;
+            ops::linear(x, &weights[*next], None, Activation::None, None, false).map(drop)
+        })?;
+        let [m, n, k] = PRODUCT;
+        Ok(2.0 * (m * n * k) as f64 / seconds)
+    }
+}
+
+/// Median seconds of `body`, which is run once before it counts.
+fn repeated(mut body: impl FnMut() -> Result<(), TensorError>) -> Result<f64, TensorError> {
+    body()?;
+    let (began, mut times) = (Instant::now(), Vec::new());
+    while times.len() < 3 || began.elapsed().as_secs_f64() < PART_S {
+        let start = Instant::now();
+        body()?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(times).expect("at least three"))
+}
+
+/// The speeds while something ran between two samples.
+pub fn between(before: Speeds, after: Speeds) -> Speeds {
+    let mean = |a: f64, b: f64| (a * b).sqrt();
+    Speeds {
+        f32_flops: mean(before.f32_flops, after.f32_flops),
+        bf16_flops: mean(before.bf16_flops, after.bf16_flops),
+        copy_bytes_per_s: mean(before.copy_bytes_per_s, after.copy_bytes_per_s),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_rates_and_what_lies_between_two_is_their_mean() {
+        let sample = Sampler::new().unwrap().sample().unwrap();
+        assert!(sample.f32_flops > 1e6 && sample.bf16_flops > 1e6 && sample.copy_bytes_per_s > 1e6, "{sample:?}");
+        let four = Speeds { f32_flops: 4.0 * sample.f32_flops, ..sample };
+        assert!((between(sample, four).f32_flops / sample.f32_flops - 2.0).abs() < 1e-9);
+    }
+}

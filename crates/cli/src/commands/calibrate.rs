@@ -1,0 +1,213 @@
+//! `trainyard calibrate`: measures this machine, so that runs on it can be predicted; and compares predictions with runs.
+
+use crate::output::{note, print};
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use trainyard_calibrate::check::{self, BARS, Pair, Row};
+use trainyard_calibrate::{Thoroughness, calibrate};
+use trainyard_comm::Environment;
+use trainyard_sim::machine::Machine;
+use trainyard_sim::{MachineProfile, local_profile_path};
+
+/// Measure this machine into a hardware profile, which predictions of runs on it are made from.
+///
+/// Trains small models on all cores, in every way of sharing them among ranks, and records every kernel; then collectives between
+/// threads, lanes beside each other, the disk. Takes up to two minutes, during which nothing else should run. The profile goes to
+/// $TRAINYARD_PROFILE, else to trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Write the profile here instead.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Measure a third of the shapes, once.
+    #[arg(long)]
+    quick: bool,
+    /// Measure no profile: train some fifty configurations for a few steps each, and compare them with what the profile there is predicts. Takes some
+    /// minutes.
+    #[arg(long, conflicts_with_all = ["quick", "compare"])]
+    check: bool,
+    /// With --check: only one of so many configurations.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "check", value_parser = clap::value_parser!(u16).range(1..))]
+    every: u16,
+    /// With --check: say of the worst so many configurations which instructions and kernels are wrong.
+    #[arg(long, value_name = "ROWS", default_value_t = 0, requires = "check")]
+    explain: usize,
+    /// Measure no profile: compare what the profile there is predicts with what this one does.
+    #[arg(long, value_name = "FILE", conflicts_with = "quick")]
+    compare: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    if let Some(world) = Environment::detect()?.connect()? {
+        bail!(
+            "{} processes were started together, and only one machine's threads can be measured yet: run `trainyard calibrate` on one host without a launcher, \
+             and `trainyard bench collectives` under it",
+            world.size()
+        );
+    }
+    let path = match &args.out {
+        Some(path) => path.clone(),
+        None => local_profile_path()?,
+    };
+    if args.check {
+        return run_check(args, &path);
+    }
+    if let Some(other) = &args.compare {
+        return run_compare(&path, other);
+    }
+    let how = if args.quick { Thoroughness::QUICK } else { Thoroughness::FULL };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    note(&format!("measuring {}; nothing else should run meanwhile", Machine::here()));
+    let bar = bar();
+    let profile = calibrate(how, folder, &mut |done, what| show(&bar, done, what))?;
+    bar.finish_and_clear();
+    profile.save(&path)?;
+    print(format_args!("{}wrote {}\n", measured(&profile), path.display()))
+}
+
+fn bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("{percent:>3} % {elapsed} {wide_msg}").expect("a valid template");
+    ProgressBar::new(1000).with_style(style)
+}
+
+fn show(bar: &ProgressBar, done: f64, what: &str) {
+    bar.set_position((1000.0 * done) as u64);
+    bar.set_message(what.to_owned());
+}
+
+/// A profile in a few lines.
+fn measured(profile: &MachineProfile) -> String {
+    let speeds = &profile.speeds;
+    let mut text = format!(
+        "speeds           products {:.3} TFLOP/s in f32, {:.3} in bf16; copies {:.1} GB/s\n",
+        speeds.f32_flops / 1e12,
+        speeds.bf16_flops / 1e12,
+        speeds.copy_bytes_per_s / 1e9
+    );
+    let points: usize = profile.kernels.iter().map(|curve| curve.points.len()).sum();
+    let overheads = &profile.overheads;
+    let _ = writeln!(text, "kernels          {} curves through {points} shapes", profile.kernels.len());
+    let _ = writeln!(
+        text,
+        "beside kernels   {:.1} us a launch, {:.1} an instruction, {:.1} to wake a lane, {:.1} a step",
+        1e6 * overheads.launch_s,
+        1e6 * overheads.instruction_s,
+        1e6 * overheads.handover_s,
+        1e6 * overheads.step_s
+    );
+    for curve in &profile.collectives {
+        let _ = writeln!(
+            text,
+            "{:<16} {} ranks: {:.1} us + {:.1} GB/s of its buffer",
+            curve.operation,
+            curve.ranks,
+            1e6 * curve.alpha_s,
+            1e-9 / curve.beta_s_per_byte.max(1e-18)
+        );
+    }
+    let (interference, disk) = (&profile.interference, &profile.disk);
+    let _ = writeln!(
+        text,
+        "interference     compute {:.2} times as long beside communication as its share of the cores says, communication {:.2}",
+        interference.compute, interference.communication
+    );
+    let _ = writeln!(
+        text,
+        "disk             {:.2} GB/s written, {:.2} read",
+        disk.write_bytes_per_s / 1e9,
+        disk.read_bytes_per_s / 1e9
+    );
+    text
+}
+
+fn load(path: &Path) -> Result<MachineProfile> {
+    MachineProfile::load(path, &Machine::here()).context("a profile is needed first: `trainyard calibrate`")
+}
+
+fn run_check(args: &Args, path: &Path) -> Result<()> {
+    let profile = load(path)?;
+    note(&format!("{}: measured {}", path.display(), profile.measured));
+    let bar = bar();
+    let rows = check::rows(&profile, usize::from(args.every), &mut |done, what| show(&bar, done, what))?;
+    bar.finish_and_clear();
+    let mut text = format!(
+        "{:<62} {:>9} {:>9} {:>8}   memory: worst purpose, total\n",
+        "configuration", "ms", "predicted", "error"
+    );
+    for row in &rows {
+        text += &line(row);
+    }
+    let mut worst: Vec<&Row> = rows.iter().collect();
+    worst.sort_by(|a, b| b.step_s.error().abs().total_cmp(&a.step_s.error().abs()));
+    for row in worst.into_iter().take(args.explain) {
+        text += &explanation(row);
+    }
+    let summary = check::summary(&rows).context("no configuration was trained")?;
+    let found = [summary.step.0, summary.step.1, summary.memory.0, summary.memory.1];
+    let names = [
+        "step time, median error",
+        "step time, 90th percentile",
+        "memory of a purpose, worst",
+        "memory in total, worst",
+    ];
+    for ((name, found), bar) in names.iter().zip(found).zip(BARS) {
+        let verdict = if found <= bar { "met" } else { "MISSED" };
+        let _ = writeln!(text, "{name:<28} {:5.1} %, bar {:.0} %: {verdict}", 100.0 * found, 100.0 * bar);
+    }
+    print(text)
+}
+
+fn line(row: &Row) -> String {
+    let purpose = row.memory.iter().max_by(|a, b| a.1.error().abs().total_cmp(&b.1.error().abs()));
+    let (purpose, error) = purpose.map_or(("none", 0.0), |(purpose, pair)| (*purpose, pair.error()));
+    let mut text = format!(
+        "{:<62} {:9.2} {:9.2} {:+7.1} %   {purpose} {:+.1} %, {:+.1} %",
+        row.name,
+        1e3 * row.step_s.measured,
+        1e3 * row.step_s.predicted,
+        100.0 * row.step_s.error(),
+        100.0 * error,
+        100.0 * row.memory_total.error()
+    );
+    if !row.unpriced.is_empty() {
+        let _ = write!(text, "; without a curve: {}", row.unpriced.join(", "));
+    }
+    text.push('\n');
+    text
+}
+
+/// Where a row's error is, the largest parts first.
+fn explanation(row: &Row) -> String {
+    let mut text = format!("\n{}\n", row.name);
+    let mut part = |what: &str, pairs: Vec<(&str, Pair)>| {
+        let mut pairs = pairs;
+        pairs.sort_by(|a, b| (b.1.predicted - b.1.measured).abs().total_cmp(&(a.1.predicted - a.1.measured).abs()));
+        for (name, pair) in pairs.into_iter().take(6) {
+            let _ = writeln!(
+                text,
+                "  {what:<12} {name:<42} {:9.3} ms, predicted {:9.3}",
+                1e3 * pair.measured,
+                1e3 * pair.predicted
+            );
+        }
+    };
+    part("instruction", row.instructions.iter().map(|(name, pair)| (*name, *pair)).collect());
+    part("kernel", row.kernels.iter().map(|(name, pair)| (name.as_str(), *pair)).collect());
+    text
+}
+
+fn run_compare(path: &Path, other: &Path) -> Result<()> {
+    let mut all = check::difference(&load(path)?, &load(other)?)?;
+    all.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+    let mut text = String::new();
+    for (name, difference) in &all {
+        let _ = writeln!(text, "{name:<62} {:+6.1} %", 100.0 * difference);
+    }
+    let (worst, middle) = (all[0].1.abs(), all[all.len() / 2].1.abs());
+    let _ =
+        writeln!(text, "predictions differ by {:.1} % in the median, {:.1} % at most", 100.0 * middle, 100.0 * worst);
+    print(text)
+}

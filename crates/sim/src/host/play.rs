@@ -1,0 +1,241 @@
+//! The event simulation of ranks that share a host's cores.
+//!
+//! All ranks of the run do the same at the same time, so one is played and counts as often as there are ranks. What an instruction costs alone stretches
+//! while others run: `n` threads that want to run on `c` cores get `c / n` of a core each (completely fair scheduling), and lanes beside each other lose
+//! what the profile's [interference](crate::machine::Interference) says. An exchange was measured on its own ranks, which may have been more
+//! than cores already; only what comes on top of them slows it further.
+
+use super::{HostLayout, Priced};
+use crate::machine::MachineProfile;
+use crate::simulate::{RankTime, Simulated, Span};
+use trainyard_program::{Lane, Program};
+
+const LANES: usize = Lane::ALL.len();
+
+/// An instruction under way.
+#[derive(Clone, Copy)]
+struct Running {
+    number: usize,
+    start_s: f64,
+    /// Seconds alone that are left: until it begins (waking its thread), of work, of exchange.
+    left: [f64; 3],
+    exchange_ranks: u32,
+}
+
+impl Running {
+    /// Which part it is in: 0, 1, 2, or 3 when it is done.
+    fn part(&self) -> usize {
+        self.left.iter().position(|left| *left > 0.0).unwrap_or(3)
+    }
+}
+
+/// Plays `program` at `prices`, on as many ranks as `layout` says.
+pub fn play(program: &Program, prices: &[Priced], layout: HostLayout, profile: &MachineProfile) -> Simulated {
+    let mut host = Host::new(program, prices, layout, profile);
+    while host.begin() {
+        host.advance();
+    }
+    let step_s = host.now + profile.overheads.step_s;
+    Simulated { step_s, ranks: vec![host.time] }
+}
+
+struct Host<'a> {
+    program: &'a Program,
+    prices: &'a [Priced],
+    layout: HostLayout,
+    profile: &'a MachineProfile,
+    now: f64,
+    finished: Vec<bool>,
+    /// Per lane, its instructions, how many of them have begun, since when it is free, and what it runs.
+    lanes: Vec<(Vec<usize>, usize, f64, Option<Running>)>,
+    time: RankTime,
+}
+
+impl<'a> Host<'a> {
+    fn new(program: &'a Program, prices: &'a [Priced], layout: HostLayout, profile: &'a MachineProfile) -> Host<'a> {
+        let count = program.instructions.len();
+        Host {
+            program,
+            prices,
+            layout,
+            profile,
+            now: 0.0,
+            finished: vec![false; count],
+            lanes: Lane::ALL.map(|lane| (program.on_lane(lane).collect(), 0, 0.0, None)).into(),
+            time: RankTime {
+                rank: program.rank,
+                spans: vec![Span::default(); count],
+                busy_s: [0.0; LANES],
+                waited_s: [0.0; LANES],
+                host_s: 0.0,
+                interference_s: 0.0,
+            },
+        }
+    }
+
+    /// Begins what can; whether anything runs.
+    fn begin(&mut self) -> bool {
+        for lane in 0..LANES {
+            let (numbers, begun, free, running) = &self.lanes[lane];
+            let Some(number) = numbers.get(*begun).copied().filter(|_| running.is_none()) else { continue };
+            let after = &self.program.instructions[number].after;
+            if !after.iter().all(|on| self.finished[*on as usize]) {
+                continue;
+            }
+            let idle = self.now - free;
+            let last = after.iter().max_by(|a, b| self.end_of(**a).total_cmp(&self.end_of(**b)));
+            let cause = last.map(|on| self.program.instructions[*on as usize].action.lane());
+            // A lane that slept until another finished is woken.
+            let woken = cause.filter(|_| idle > 0.0);
+            if let (Some(cause), true) = (woken, Lane::ALL[lane] == Lane::Compute) {
+                self.time.waited_s[cause as usize] += idle;
+            }
+            let Priced { work_s, exchange_s, exchange_ranks } = self.prices[number];
+            let mut wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
+            if exchange_s > 0.0 && Lane::ALL[lane] != Lane::Compute && self.is_crowded() {
+                wake += self.profile.interference.start_s;
+            }
+            let running = Running { number, start_s: self.now, left: [wake, work_s, exchange_s], exchange_ranks };
+            self.lanes[lane].1 += 1;
+            self.lanes[lane].3 = Some(running);
+        }
+        self.lanes.iter().any(|lane| lane.3.is_some())
+    }
+
+    /// Whether compute, and a lane beside it, are more threads than there are cores.
+    fn is_crowded(&self) -> bool {
+        let computes = self.lanes[Lane::Compute as usize].3.is_some();
+        computes && self.layout.ranks * (self.layout.threads + 1) > self.profile.machine.cores
+    }
+
+    fn end_of(&self, number: u32) -> f64 {
+        self.time.spans[number as usize].end_s
+    }
+
+    /// Threads of one rank that an instruction keeps busy.
+    fn threads(&self, running: &Running) -> f64 {
+        match running.part() {
+            1 => f64::from(self.layout.threads),
+            2 => 1.0,
+            _ => 0.0,
+        }
+    }
+
+    /// Until the next instruction, or part of one, is over.
+    fn advance(&mut self) {
+        let cores = f64::from(self.profile.machine.cores);
+        let ranks = f64::from(self.layout.ranks);
+        let running: Vec<Running> = self.lanes.iter().filter_map(|lane| lane.3).collect();
+        let wanted: f64 = ranks * running.iter().map(|running| self.threads(running)).sum::<f64>();
+        let share = (cores / wanted.max(1e-9)).min(1.0);
+        let beside = |part: usize| running.iter().any(|other| other.part() == part);
+        let speed = |running: &Running| match running.part() {
+            1 if beside(2) => share / self.profile.interference.compute,
+            1 => share,
+            2 => {
+                // What it got when it was measured alone.
+                let alone = (cores / f64::from(running.exchange_ranks.max(1))).min(1.0);
+                let lost = if beside(1) { self.profile.interference.communication } else { 1.0 };
+                share / alone / lost
+            }
+            _ => 1.0,
+        };
+        let until = |running: &Running| running.left.get(running.part()).map_or(0.0, |left| left / speed(running));
+        let step = running.iter().map(until).fold(f64::INFINITY, f64::min);
+        let speeds: Vec<Option<f64>> = self.lanes.iter().map(|lane| lane.3.as_ref().map(speed)).collect();
+        self.now += step;
+        for lane in 0..LANES {
+            let (Some(running), Some(speed)) = (&mut self.lanes[lane].3, speeds[lane]) else { continue };
+            let part = running.part();
+            if part < 3 {
+                let left = running.left[part] - step * speed;
+                // What rounding leaves of a part that is over.
+                running.left[part] = if left <= 1e-12 { 0.0 } else { left };
+            }
+            if running.part() == 3 {
+                self.end(lane);
+            }
+        }
+    }
+
+    fn end(&mut self, lane: usize) {
+        let Some(running) = self.lanes[lane].3.take() else { return };
+        let Running { number, start_s, .. } = running;
+        self.time.spans[number] = Span { start_s, end_s: self.now };
+        self.time.busy_s[lane] += self.now - start_s;
+        let Priced { work_s, exchange_s, .. } = self.prices[number];
+        self.time.interference_s += (self.now - start_s - work_s - exchange_s).max(0.0);
+        self.finished[number] = true;
+        self.lanes[lane].2 = self.now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::tests::small;
+    use trainyard_program::{Action, Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+
+    /// Two units on two replicas; every forward and backward costs 1, every reduction 1, the rest nothing.
+    fn program() -> (Program, Vec<Priced>) {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let program = lower_rank(&model, &Mesh::data(2, 1), &Strategy::new(2), 0).unwrap();
+        let price = |action: &Action| match action {
+            Action::Forward { .. } | Action::Backward { .. } => Priced { work_s: 1.0, ..Priced::default() },
+            Action::Reduce { .. } => Priced { exchange_s: 1.0, exchange_ranks: 2, ..Priced::default() },
+            _ => Priced::default(),
+        };
+        let prices = program.instructions.iter().map(|instruction| price(&instruction.action)).collect();
+        (program, prices)
+    }
+
+    fn profile(cores: u32) -> MachineProfile {
+        let mut profile = small();
+        profile.machine.cores = cores;
+        (profile.overheads.handover_s, profile.overheads.step_s) = (0.0, 0.0);
+        profile
+    }
+
+    #[test]
+    fn lanes_run_beside_each_other_where_there_are_cores_and_share_them_where_not() {
+        let (program, prices) = program();
+        let step = |ranks, threads, cores| {
+            let layout = HostLayout { ranks, threads };
+            (play(&program, &prices, layout, &profile(cores)).step_s * 1e6).round() / 1e6
+        };
+        // Two forwards, two backwards; the head's reduction beside the embedding's backward, the embedding's after it.
+        assert_eq!(step(2, 1, 4), 5.0);
+        // On two cores the overlap gains nothing: two threads of each rank share one core.
+        assert_eq!(step(2, 1, 2), 6.0);
+        // Four ranks on two cores: compute at half speed; reductions of two ranks at half of what they got alone.
+        assert_eq!(step(4, 1, 2), 12.0);
+    }
+
+    #[test]
+    fn interference_and_waking_cost_what_the_profile_says() {
+        let (program, prices) = program();
+        let mut slow = profile(4);
+        slow.interference.compute = 1.5;
+        let layout = HostLayout { ranks: 2, threads: 1 };
+        // The last backward runs beside a reduction of one second: 1 / 1.5 of it done then, the rest alone.
+        let step = play(&program, &prices, layout, &slow).step_s;
+        assert!((step - (5.0 + 1.0 / 3.0)).abs() < 1e-9, "{step}");
+        let mut sleepy = profile(4);
+        sleepy.overheads.handover_s = 0.01;
+        let step = play(&program, &prices, layout, &sleepy).step_s;
+        assert!(5.0 < step && step < 5.1, "{step}");
+    }
+
+    #[test]
+    fn spans_are_in_order_and_nothing_runs_before_what_it_waits_for() {
+        let (program, prices) = program();
+        let time = play(&program, &prices, HostLayout { ranks: 2, threads: 1 }, &profile(2)).ranks.remove(0);
+        for (instruction, span) in program.instructions.iter().zip(&time.spans) {
+            assert!(span.start_s <= span.end_s);
+            for on in &instruction.after {
+                assert!(time.spans[*on as usize].end_s <= span.start_s + 1e-9);
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! What each instruction of a program costs on a host while nothing else runs there.
+
+use super::HostLayout;
+use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
+use std::collections::{BTreeMap, HashMap};
+use trainyard_program::{Action, Axis, Extent, Instruction, Lane, Program};
+use trainyard_tensor::Call;
+
+/// The price of one instruction.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Priced {
+    /// Seconds on the rank's own threads: kernels, and what the engine does around them.
+    pub work_s: f64,
+    /// Seconds of exchange with other ranks.
+    pub exchange_s: f64,
+    /// Ranks that take part in the exchange.
+    pub exchange_ranks: u32,
+}
+
+/// Curves of one machine for one layout, at the speeds of a moment.
+pub struct HostPrices<'p> {
+    profile: &'p MachineProfile,
+    speeds: Speeds,
+    /// By dtype and kernel; and what threads that were measured are to those of a rank.
+    curves: HashMap<&'p str, HashMap<&'p str, (Fitted, f64)>>,
+}
+
+impl<'p> HostPrices<'p> {
+    /// Fits the curves that were measured on ranks of as many threads; where there are none, those of the nearest number of threads, scaled.
+    pub fn new(profile: &'p MachineProfile, layout: HostLayout, speeds: Speeds) -> HostPrices<'p> {
+        let apart = |threads: u32| (f64::from(threads) / f64::from(layout.threads)).ln().abs();
+        let mut nearest: HashMap<(&str, &str), &KernelCurve> = HashMap::new();
+        for curve in &profile.kernels {
+            let known = nearest.entry((&curve.dtype, &curve.kernel)).or_insert(curve);
+            if apart(curve.threads) < apart(known.threads) {
+                *known = curve;
+            }
+        }
+        let mut curves: HashMap<&str, HashMap<&str, (Fitted, f64)>> = HashMap::new();
+        for ((dtype, kernel), curve) in nearest {
+            let scale = f64::from(curve.threads) / f64::from(layout.threads);
+            curves.entry(dtype).or_default().insert(kernel, (curve.fit(), scale));
+        }
+        HostPrices { profile, speeds, curves }
+    }
+
+    /// The curve of a call: of its form and dtype, else of its plain form; 16-bit floats that are no bf16 are computed as f32.
+    fn curve(&self, call: &Call) -> Option<&(Fitted, f64)> {
+        let dtype = if call.work.dtype.name() == "bf16" { "bf16" } else { "f32" };
+        let curves = self.curves.get(dtype)?;
+        curves.get(name(call).as_str()).or_else(|| curves.get(call.kernel))
+    }
+
+    /// Seconds of one call.
+    pub fn call_s(&self, call: &Call) -> f64 {
+        let (flops, bytes) = (call.work.cost.flops as f64, call.work.cost.bytes as f64);
+        match self.curve(call) {
+            Some((curve, scale)) => scale * curve.seconds(&dims(call), flops, bytes, &self.speeds),
+            None => bytes / self.speeds.copy_bytes_per_s,
+        }
+    }
+
+    /// The calls that have no curve.
+    pub fn unpriced(&self, calls: &[Call]) -> BTreeMap<String, u32> {
+        let mut missing = BTreeMap::new();
+        for call in calls.iter().filter(|call| self.curve(call).is_none()) {
+            *missing.entry(format!("{} in {}", name(call), call.work.dtype)).or_default() += 1;
+        }
+        missing
+    }
+
+    /// Every instruction of `program`.
+    pub fn program(&self, program: &Program, calls: &[Call]) -> Vec<Priced> {
+        let mut work: Vec<(f64, u32)> = vec![(0.0, 0); program.instructions.len()];
+        for call in calls {
+            if let Some((seconds, count)) = work.get_mut(call.tag as usize) {
+                *seconds += self.call_s(call);
+                *count += 1;
+            }
+        }
+        let price = |(instruction, (kernels, count)): (&Instruction, (f64, u32))| {
+            let (exchange_s, exchange_ranks) = self.exchange(program, instruction);
+            Priced { work_s: kernels + self.around(instruction, count), exchange_s, exchange_ranks }
+        };
+        program.instructions.iter().zip(work).map(price).collect()
+    }
+
+    /// What the engine does around `count` kernels of an instruction.
+    fn around(&self, instruction: &Instruction, count: u32) -> f64 {
+        let overheads = &self.profile.overheads;
+        match instruction.action {
+            // The batch is copied to the device.
+            Action::Load { .. } => {
+                instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
+                    / self.speeds.copy_bytes_per_s
+            }
+            Action::Fetch { .. } | Action::Evict { .. } => {
+                2.0 * instruction.bytes as f64 / self.speeds.copy_bytes_per_s
+            }
+            action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
+            _ => overheads.instruction_s,
+        }
+    }
+
+    /// Seconds of an instruction's exchanges, and the ranks of the largest of their groups.
+    fn exchange(&self, program: &Program, instruction: &Instruction) -> (f64, u32) {
+        let mesh = &program.mesh;
+        let bytes = instruction.bytes as f64;
+        let degree = |axis| mesh.degree(axis);
+        match instruction.action {
+            Action::Gather { over, .. } => (self.collective("all_gather", over, bytes), over),
+            Action::Reduce { .. } => {
+                let (shards, replicas) = (degree(Axis::Shard), degree(Axis::Replicate));
+                let scatter = self.collective("reduce_scatter", shards, bytes);
+                (scatter + self.collective("all_reduce", replicas, bytes / f64::from(shards)), shards.max(replicas))
+            }
+            Action::Count => (self.collective("all_reduce", degree(Axis::Data), bytes), degree(Axis::Data)),
+            Action::Clip => {
+                // The norm's parts where they are on several ranks, then the losses.
+                let data = degree(Axis::Data);
+                let losses = 8.0 * f64::from(program.micro_batches * data);
+                let parts = match program.placement.masters {
+                    Extent::Full => 0.0,
+                    Extent::Shard => self.collective("all_gather", degree(Axis::Shard), bytes),
+                };
+                (parts + self.collective("all_gather", data, losses), data)
+            }
+            _ => (0.0, 0),
+        }
+    }
+
+    /// Seconds of a collective on a buffer of `bytes` between `ranks`; a number of ranks that was not measured takes the nearest, in proportion to what each rank moves.
+    fn collective(&self, operation: &str, ranks: u32, bytes: f64) -> f64 {
+        if ranks <= 1 || bytes <= 0.0 {
+            return 0.0;
+        }
+        let apart = |curve: &&CollectiveCurve| (f64::from(curve.ranks) / f64::from(ranks)).ln().abs();
+        let of = self.profile.collectives.iter().filter(|curve| curve.operation == operation);
+        match of.min_by(|a, b| apart(a).total_cmp(&apart(b))) {
+            Some(curve) => curve.seconds(bytes) * f64::from(ranks) / f64::from(curve.ranks),
+            None => 2.0 * bytes * f64::from(ranks) / self.speeds.copy_bytes_per_s,
+        }
+    }
+}
+
+/// The kernel and its form, as curves are named.
+pub(crate) fn name(call: &Call) -> String {
+    match call.work.variant {
+        "" => call.kernel.to_owned(),
+        form => format!("{} {form}", call.kernel),
+    }
+}
+
+/// Its shape.
+pub(crate) fn dims(call: &Call) -> Vec<f64> {
+    call.work.dims.map(f64::from).into()
+}
