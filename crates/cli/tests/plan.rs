@@ -58,7 +58,7 @@ fn a_configuration_is_planned_for_this_machine() {
 #[test]
 fn bad_requests_are_refused_with_what_would_do() {
     let folder = Folder::new();
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 17] = [
         (&["plan"], "--model"),
         (&["plan", "--model", "llama-70", "--cluster", "1x1xH100"], "did you mean `llama-7"),
         (&["plan", "--model", "gpt2-124m", "--cluster", "1x1xH100"], "--global-batch is needed"),
@@ -69,8 +69,36 @@ fn bad_requests_are_refused_with_what_would_do() {
         (&[&SMALL[..], &["--show", "99"]].concat(), "the table has plans 1 to"),
         (&[&SMALL[..], &["--precision", "int8"]].concat(), "one of fp32"),
         (&[&SMALL[..], &["--budget-seconds", "0"]].concat(), "more than 0"),
+        (&[&SMALL[..], &["--fix", "tp=5"]].concat(), "leave tp open"),
+        (&[&SMALL[..], &["--fix", "tp=2,pp=4"]].concat(), "leave tp open, or leave pp open"),
+        (&[&SMALL[..], &["--fix", "micro_batch=64"]].concat(), "leave micro_batch open, or take a global batch of 64"),
+        (&[&SMALL[..], &["--fix", "zero=3,dp_shard=1"]].concat(), "leave dp_shard open, or leave zero open"),
+        (&[&SMALL[..], &["--fix", "offload=true", "--runnable"]].concat(), "priced, not runnable yet"),
+        (&[&SMALL[..], &["--max-gpus", "0"]].concat(), "nothing to plan with"),
+        (&[&SMALL[..], &["--max-cost-per-hour", "0.1"]].concat(), "do not pay for one A100-80GB"),
     ];
-    for (arguments, says) in cases {
+    let clusters = [
+        ("8xH100", "write NODESxDEVICESxDEVICE"),
+        ("0x8xH100", "write NODESxDEVICESxDEVICE"),
+        ("1x8xH1000", "known: V100-16GB"),
+        ("1x8xH100:token-ring", "known: hdr-8"),
+        ("65536x65536xH100", "more than 1048576 devices"),
+        ("1x1xL4", "x1xL4"),
+    ];
+    let asked = |cluster: &str| {
+        let model = if cluster.contains("L4") { "llama2-70b" } else { "gpt2-124m" };
+        let batch = ["--global-batch", "8", "--sequence-length", "2048"];
+        [&["plan", "--model", model, "--cluster", cluster], &batch[..]]
+            .concat()
+            .into_iter()
+            .map(str::to_owned)
+            .collect()
+    };
+    let clusters = clusters.map(|(cluster, says)| -> (Vec<String>, &str) { (asked(cluster), says) });
+    let clusters: Vec<(Vec<&str>, &str)> =
+        clusters.iter().map(|(arguments, says)| (arguments.iter().map(String::as_str).collect(), *says)).collect();
+    let clusters = clusters.iter().map(|(arguments, says)| (&arguments[..], *says));
+    for (arguments, says) in cases.into_iter().chain(clusters) {
         let ran = folder.run(arguments);
         assert_eq!(ran.code, Some(1), "{arguments:?}: {}", ran.stdout);
         assert!(ran.stderr.contains(says), "{arguments:?}: {} does not say {says}", ran.stderr);

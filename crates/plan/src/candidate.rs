@@ -67,6 +67,23 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// The plainest way on `mesh`: nothing sharded, recomputed or put elsewhere, sums once a step, 1F1B.
+    pub fn plain(mesh: Mesh, micro_batch: u32, accumulation: u32, format: Format) -> Candidate {
+        Candidate {
+            mesh,
+            micro_batch,
+            accumulation,
+            zero_stage: 0,
+            reshard: Reshard::Always,
+            prefetch: 1,
+            reduce_schedule: ReduceSchedule::PerStep,
+            checkpointing: Checkpointing::default(),
+            offload: Offload::default(),
+            pipeline: PipelineSchedule::OneForwardOneBackward,
+            format,
+        }
+    }
+
     /// The strategy for a model of `units` units.
     pub fn strategy(&self, units: usize) -> Strategy {
         Strategy {

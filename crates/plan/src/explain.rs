@@ -147,26 +147,14 @@ fn loses(best: &Plan, next: &Plan) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Breakdown, Candidate, Checkpointing};
-    use trainyard_program::{MemoryKind, Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard};
+    use crate::{Breakdown, Candidate};
+    use trainyard_program::{MemoryKind, Mesh};
     use trainyard_sim::Format;
 
     fn plan(layout: &str, parts: &[(Part, f64)]) -> Plan {
         let breakdown = Breakdown(parts.to_vec());
         Plan {
-            candidate: Candidate {
-                mesh: Mesh::default(),
-                micro_batch: 1,
-                accumulation: 1,
-                zero_stage: 0,
-                reshard: Reshard::Always,
-                prefetch: 1,
-                reduce_schedule: ReduceSchedule::PerStep,
-                checkpointing: Checkpointing::default(),
-                offload: Offload::default(),
-                pipeline: PipelineSchedule::default(),
-                format: Format::Bf16,
-            },
+            candidate: Candidate::plain(Mesh::default(), 1, 1, Format::Bf16),
             layout: layout.into(),
             step_s: breakdown.total(),
             tokens_per_s: 1.0,

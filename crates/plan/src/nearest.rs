@@ -66,6 +66,9 @@ impl Request {
                 self.cluster.device.name
             ));
         }
+        if self.fixed.runnable && self.fixed.offload == Some(true) {
+            return fail("offload is priced, not runnable yet: leave it open, or plan without `runnable`".to_owned());
+        }
         if devices == Some(0) || memory_bytes == Some(0) {
             return fail("a limit of 0 leaves nothing to plan with".to_owned());
         }
@@ -137,12 +140,16 @@ fn nearest_division(request: &Request, devices: u32) -> String {
             said.push(format!("leave {name} open"));
         }
     }
-    let smaller = (1..devices).rev().find(|count| !meshes(&request.extent(*count), &request.fixed).is_empty());
+    // What divides may still leave no way to run it, which takes longer to find out.
+    const TRIES: usize = 200;
+    let divides = |request: &Request, devices: u32| !meshes(&request.extent(devices), &request.fixed).is_empty();
+    let mut smaller = (1..devices).rev().filter(|count| divides(request, *count)).take(TRIES);
+    let smaller = smaller.find(|count| works(request, *count));
     said.extend(smaller.map(|count| format!("use {count} devices")));
     let batches = (1..=4096u64).flat_map(|by| [request.global_batch.checked_sub(by), Some(request.global_batch + by)]);
-    let batch = batches.flatten().filter(|batch| *batch > 0).find(|batch| {
-        !meshes(&Request { global_batch: *batch, ..request.clone() }.extent(devices), &request.fixed).is_empty()
-    });
+    let other = |batch: u64| Request { global_batch: batch, ..request.clone() };
+    let mut batches = batches.flatten().filter(|batch| *batch > 0 && divides(&other(*batch), devices)).take(TRIES);
+    let batch = batches.find(|batch| works(&other(*batch), devices));
     said.extend(batch.map(|batch| format!("take a global batch of {batch}")));
     if said.is_empty() { String::new() } else { format!("; the nearest that would: {}", said.join(", or ")) }
 }

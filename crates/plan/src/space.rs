@@ -111,19 +111,7 @@ pub fn candidates(extent: &Extent, fixed: &Fixed) -> Vec<Candidate> {
                 continue;
             }
             for &format in &extent.formats {
-                let candidate = Candidate {
-                    mesh,
-                    micro_batch,
-                    accumulation,
-                    zero_stage: 0,
-                    reshard: Reshard::Always,
-                    prefetch: 1,
-                    reduce_schedule: ReduceSchedule::PerStep,
-                    checkpointing: Checkpointing::default(),
-                    offload: Offload::default(),
-                    pipeline: PipelineSchedule::OneForwardOneBackward,
-                    format,
-                };
+                let candidate = Candidate::plain(mesh, micro_batch, accumulation, format);
                 ways_to_run(candidate, extent, fixed, &mut all);
             }
         }

@@ -6,7 +6,7 @@ use crate::{Answer, Plan, Request};
 use std::fmt::Write as _;
 use trainyard_program::Mesh;
 
-/// `1,234,567`
+/// `1,234,567`, of the nearest whole number.
 pub fn count(n: f64) -> String {
     let digits = format!("{n:.0}");
     let mut text = String::new();
@@ -128,17 +128,21 @@ pub fn titles(request: &Request) -> Vec<&'static str> {
 }
 
 fn rows(request: &Request, plans: &[Plan]) -> String {
-    let titles = titles(request);
-    let rows: Vec<Vec<String>> = plans.iter().map(|plan| cells(request, plan)).collect();
+    lines(&titles(request), plans.iter().map(|plan| cells(request, plan)))
+}
+
+/// Rows below their titles, numbered from 1. The first, the third and the last column are words, to the left; the others are numbers, to the right.
+pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item = Row>) -> String {
+    let rows: Vec<Row> = rows.into_iter().collect();
     let width = |column: usize| {
-        rows.iter().map(|row| row[column].chars().count()).chain([titles[column].chars().count()]).max().unwrap_or(0)
+        let cells = rows.iter().map(|row| row.as_ref()[column].chars().count());
+        cells.chain([titles[column].chars().count()]).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..titles.len()).map(width).collect();
     let mut text = String::new();
     let mut line = |number: &str, cells: &[&str]| {
         let mut out = format!("{number:>3}");
         for (column, cell) in cells.iter().enumerate() {
-            // Words to the left, numbers to the right.
             let left = matches!(column, 0 | 2) || column + 1 == cells.len();
             let width = widths[column];
             out += &if left { format!("  {cell:<width$}") } else { format!("  {cell:>width$}") };
@@ -146,9 +150,9 @@ fn rows(request: &Request, plans: &[Plan]) -> String {
         text += out.trim_end();
         text.push('\n');
     };
-    line("", &titles);
+    line("", titles);
     for (index, row) in rows.iter().enumerate() {
-        let cells: Vec<&str> = row.iter().map(String::as_str).collect();
+        let cells: Vec<&str> = row.as_ref().iter().map(String::as_str).collect();
         line(&(index + 1).to_string(), &cells);
     }
     text

@@ -28,12 +28,18 @@ pub struct Placed {
     pub sharing: u32,
 }
 
+/// Devices of a cluster at most.
+pub const DEVICES_MAX: u32 = 1 << 20;
+
 /// A cluster that cannot be.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum ClusterError {
     /// Not `NODESxDEVICESxNAME`.
     #[error("`{0}` is no cluster: write NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if wanted")]
     Format(String),
+    /// More than anything here is made for.
+    #[error("`{0}` has more than {DEVICES_MAX} devices")]
+    Large(String),
     /// A name that no profile has.
     #[error(transparent)]
     Profile(#[from] crate::ProfileError),
@@ -56,6 +62,9 @@ impl Cluster {
         let mut count = || parts.next()?.trim().parse::<u32>().ok().filter(|count| *count > 0);
         let nodes = count().ok_or_else(malformed)?;
         let devices_per_node = count().ok_or_else(malformed)?;
+        if nodes.checked_mul(devices_per_node).is_none_or(|devices| devices > DEVICES_MAX) {
+            return Err(ClusterError::Large(text.into()));
+        }
         let device = profiles.device(parts.next().ok_or_else(malformed)?.trim())?.clone();
         let network = profiles.network(network.unwrap_or(usual_network(&device)))?.clone();
         Ok(Cluster { device, devices_per_node, nodes, network })
@@ -103,7 +112,12 @@ mod tests {
         let cluster = Cluster::parse("64x8xH100-PCIe:ndr-8", &profiles).unwrap();
         assert_eq!((cluster.nodes, cluster.devices_per_node, cluster.devices()), (64, 8, 512));
         assert_eq!(Cluster::parse("4x8xA100-80GB", &profiles).unwrap().network.name, "hdr-8");
-        for (text, says) in [("8xH100", "is no cluster"), ("0x8xH100", "is no cluster"), ("1x8xH1000", "known:")] {
+        for (text, says) in [
+            ("8xH100", "is no cluster"),
+            ("0x8xH100", "is no cluster"),
+            ("1x8xH1000", "known:"),
+            ("65536x65536xH100", "more than 1048576"),
+        ] {
             let error = Cluster::parse(text, &profiles).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
