@@ -25,6 +25,7 @@ pub mod generate;
 pub mod lanes;
 pub mod limit;
 pub mod links;
+pub mod measured;
 pub mod metrics;
 pub mod optimizer;
 pub mod positions;

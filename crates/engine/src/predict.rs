@@ -5,6 +5,8 @@ use crate::links::Links;
 use crate::rank::{Rank, RankSettings, StepSettings};
 use crate::state::Holding;
 use crate::tier::Tiers;
+use serde::Serialize;
+use std::collections::BTreeMap;
 use std::time::Duration;
 use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
@@ -35,6 +37,17 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();
     Ok(Prediction { memory: device.pool().usage(), cost, calls: device.take_calls(), took: began.elapsed() })
+}
+
+/// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TimePrediction {
+    /// Seconds of the step.
+    pub step_s: f64,
+    /// Seconds of a rank's instructions, summed by kind.
+    pub instructions: BTreeMap<String, f64>,
+    /// What it rests on, in words: the profile, and the machine's speed at the time.
+    pub basis: String,
 }
 
 impl Prediction {

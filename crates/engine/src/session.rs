@@ -5,7 +5,8 @@ use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
 use crate::links::Links;
-use crate::predict::{Prediction, predict};
+use crate::measured::Measured;
+use crate::predict::{Prediction, TimePrediction, predict};
 use crate::rank::Rank;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
@@ -64,6 +65,8 @@ pub struct Session {
     pub peaks: Option<Peaks>,
     /// Model FLOPs of a token, forward and backward.
     pub flops_per_token: f64,
+    /// What a step is expected to take, or why that is not known.
+    pub time: std::result::Result<TimePrediction, String>,
     /// Where the run stands.
     pub state: RunState,
 }
@@ -207,6 +210,7 @@ impl Session {
             prediction,
             peaks,
             flops_per_token,
+            time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
             state,
         })
     }
@@ -258,32 +262,59 @@ impl Session {
         Position { samples: self.state.samples }
     }
 
-    fn write_files(&self) -> Result<()> {
-        let write = |name: &str, text: String| {
-            let path = self.folder.join(name);
-            std::fs::write(&path, text).map_err(|source| EngineError::File {
-                what: "cannot write",
-                path: path.display().to_string(),
-                source,
-            })
-        };
-        self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
-        let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
-        write(files::MODEL, serde_json::to_string_pretty(spec).expect("plain data is JSON"))?;
+    fn write(&self, name: &str, text: String) -> Result<()> {
+        let path = self.folder.join(name);
+        std::fs::write(&path, text).map_err(|source| EngineError::File {
+            what: "cannot write",
+            path: path.display().to_string(),
+            source,
+        })
+    }
+
+    /// Keeps what a step is expected to take, or why that is not known, and writes it into `plan.json`.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written.
+    pub fn keep_time(&mut self, time: std::result::Result<TimePrediction, String>) -> Result<()> {
+        self.time = time;
+        self.write_plan(None)
+    }
+
+    /// Writes `plan.json`: the program, what was predicted of it, and once it has run what was measured.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written.
+    pub fn write_plan(&self, measured: Option<&Measured>) -> Result<()> {
         let purposes: serde_json::Map<String, serde_json::Value> =
             self.prediction.purposes().into_iter().map(|(p, bytes)| (p.name().to_owned(), bytes.into())).collect();
-        let plan = json!({
+        let mut plan = json!({
             "program": self.programs[0],
             "predicted": {
                 "flops": self.prediction.cost.flops,
                 "bytes": self.prediction.cost.bytes,
                 "mem_peak_bytes": self.prediction.memory.peak_total(),
                 "mem_peak": purposes,
+                "time": match &self.time {
+                    Ok(time) => json!(time),
+                    Err(why) => json!({"not_predicted": why}),
+                },
             },
         });
-        write(files::PLAN, serde_json::to_string_pretty(&plan).expect("plain data is JSON"))?;
+        if let Some(measured) = measured {
+            plan["measured"] = json!(measured);
+        }
+        self.write(files::PLAN, serde_json::to_string_pretty(&plan).expect("plain data is JSON"))
+    }
+
+    fn write_files(&self) -> Result<()> {
+        self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
+        let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
+        self.write(files::MODEL, serde_json::to_string_pretty(spec).expect("plain data is JSON"))?;
+        self.write_plan(None)?;
         // Last, because a folder with a configuration is a run.
-        write(files::CONFIG, self.resolved.to_toml())
+        self.write(files::CONFIG, self.resolved.to_toml())
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
 use crate::config::Limits;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate, slices};
+use crate::measured::{Kinds, Measured};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
 use crate::schedule::Schedule;
@@ -58,6 +59,8 @@ pub struct Summary {
     pub comm_exposed_share: f64,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
+    /// Seconds of rank 0's instructions in a step by kind: medians.
+    pub instructions: BTreeMap<String, f64>,
     /// Peak bytes per purpose: measured, predicted.
     pub memory: Vec<(Purpose, usize, usize)>,
     /// Peak bytes in total: measured, predicted.
@@ -130,6 +133,7 @@ struct Run<'s> {
     evaluated: Option<u64>,
     evaluation: Option<EvaluationMetrics>,
     steps: Vec<StepMetrics>,
+    kinds: Kinds,
     last_loss: f64,
     first_step_done_s: Option<f64>,
 }
@@ -216,6 +220,7 @@ impl<'s> Run<'s> {
             evaluated: None,
             evaluation: None,
             steps: Vec::new(),
+            kinds: Kinds::default(),
             last_loss: f64::NAN,
             first_step_done_s: None,
         })
@@ -341,15 +346,19 @@ impl<'s> Run<'s> {
             comm_exposed_s: outcome.comm_exposed.as_secs_f64(),
             mem_peak_bytes: usage.peak_total() as u64,
             mem_peak,
+            predicted_step_s: session.time.as_ref().ok().map(|time| time.step_s),
+            predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             skipped: outcome.skipped,
         };
         if let Some(recorder) = &mut self.recorder {
             recorder.step(&metrics)?;
         }
+        let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
+        let program = &session.programs[usize::from(snapshot)];
+        self.kinds.add(program, &outcome.spans);
         if let Some(trace) = &mut self.trace {
-            let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
-            trace.step(step, &session.programs[usize::from(snapshot)], &outcome.spans)?;
+            trace.step(step, program, &outcome.spans)?;
         }
         if session.is_first() {
             self.clock.calibrate(step, &mut session.state.schedule_steps);
@@ -447,6 +456,22 @@ impl<'s> Run<'s> {
         let usage = self.session.rank.device().pool().usage();
         let predicted = &self.session.prediction.memory;
         let memory = Purpose::ALL.map(|p| (p, usage.peak(p), predicted.peak(p)));
+        let memory: Vec<_> = memory.into_iter().filter(|(_, measured, predicted)| measured + predicted > 0).collect();
+        let step_s_median = median(self.steps.iter().map(|m| m.step_s)).unwrap_or(0.0);
+        let measured = Measured {
+            steps: self.steps.len(),
+            step_s: step_s_median,
+            instructions: self.kinds.medians(),
+            mem_peak_bytes: usage.peak_total(),
+            mem_peak: memory.iter().map(|(purpose, measured, _)| (purpose.name().to_owned(), *measured)).collect(),
+        };
+        if self.session.is_first()
+            && measured.steps > 0
+            && let Err(error) = self.session.write_plan(Some(&measured))
+        {
+            // The run is done; what it was like is not worth its failure.
+            self.progress.note(&format!("what was measured is not kept: {error}"));
+        }
         let total = |f: fn(&StepMetrics) -> f64| self.steps.iter().map(f).sum::<f64>();
         Ok(Summary {
             ending,
@@ -456,14 +481,15 @@ impl<'s> Run<'s> {
             evaluation: self.evaluation,
             skipped: self.session.state.skipped,
             seconds: self.clock.began.elapsed().as_secs_f64(),
-            step_s_median: median(self.steps.iter().map(|m| m.step_s)).unwrap_or(0.0),
+            step_s_median,
             tps_median: median(self.steps.iter().map(|m| m.tps)).unwrap_or(0.0),
             mfu_median: median(self.steps.iter().filter_map(|m| m.mfu)),
             data_wait_share: total(|m| m.data_wait_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
             comm_share: total(|m| m.comm_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
             comm_exposed_share: total(|m| m.comm_exposed_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
-            memory: memory.into_iter().filter(|(_, measured, predicted)| measured + predicted > 0).collect(),
+            instructions: measured.instructions,
+            memory,
             memory_total: (usage.peak_total(), predicted.peak_total()),
         })
     }

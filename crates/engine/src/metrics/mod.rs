@@ -54,6 +54,12 @@ pub struct StepMetrics {
     pub mem_peak_bytes: u64,
     /// The same for each purpose; each peaks when it does, so they add up to at least the total.
     pub mem_peak: BTreeMap<String, u64>,
+    /// `step_s` as it was predicted from the machine's profile; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted_step_s: Option<f64>,
+    /// `mem_peak_bytes` as it was predicted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted_mem_peak_bytes: Option<u64>,
     /// The loss scale, in f16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
@@ -280,6 +286,8 @@ pub(crate) mod tests {
             comm_exposed_s: 0.0,
             mem_peak_bytes: 3 << 29,
             mem_peak: BTreeMap::from([("params".to_owned(), 1 << 29), ("activations".to_owned(), 1 << 30)]),
+            predicted_step_s: Some(0.9),
+            predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
             skipped: false,
         }
@@ -305,7 +313,7 @@ pub(crate) mod tests {
     #[test]
     fn records_have_the_names_that_are_promised() {
         let record = serde_json::to_value(sample(3)).unwrap();
-        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak skipped";
+        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak predicted_step_s predicted_mem_peak_bytes skipped";
         let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
         assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));

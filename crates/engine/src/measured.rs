@@ -1,0 +1,76 @@
+//! What a run's steps took and held, to lie beside what was predicted of them.
+
+use crate::lanes::Span;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use trainyard_program::Program;
+
+/// Seconds of instructions by kind, step by step.
+#[derive(Clone, Debug, Default)]
+pub struct Kinds(BTreeMap<&'static str, Vec<f64>>);
+
+/// What a sitting measured: what `plan.json` keeps beside the prediction.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Measured {
+    /// Steps that it rests on.
+    pub steps: usize,
+    /// Median seconds of a step.
+    pub step_s: f64,
+    /// Median seconds of rank 0's instructions in a step, summed by kind.
+    pub instructions: BTreeMap<String, f64>,
+    /// Peak bytes in all, and by purpose.
+    pub mem_peak_bytes: usize,
+    /// By purpose.
+    pub mem_peak: BTreeMap<String, usize>,
+}
+
+impl Kinds {
+    /// Adds a step: when each instruction of `program` ran.
+    pub fn add(&mut self, program: &Program, spans: &[Span]) {
+        let mut sums: BTreeMap<&'static str, f64> = BTreeMap::new();
+        for (instruction, span) in program.instructions.iter().zip(spans) {
+            let seconds = span.end.saturating_sub(span.start).as_secs_f64();
+            *sums.entry(instruction.action.name()).or_default() += seconds;
+        }
+        for (kind, seconds) in sums {
+            self.0.entry(kind).or_default().push(seconds);
+        }
+    }
+
+    /// The median step's seconds by kind; the first step, which touches memory for the first time, counts only when there is no other.
+    pub fn medians(&self) -> BTreeMap<String, f64> {
+        let median = |seconds: &Vec<f64>| {
+            let mut rest = seconds[usize::from(seconds.len() > 1)..].to_vec();
+            rest.sort_by(f64::total_cmp);
+            rest[rest.len() / 2]
+        };
+        self.0.iter().map(|(kind, seconds)| ((*kind).to_owned(), median(seconds))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+
+    #[test]
+    fn kinds_are_summed_in_a_step_and_the_first_step_does_not_count() {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let program = lower_rank(&model, &Mesh::default(), &Strategy::new(2), 0).unwrap();
+        let step = |millis| {
+            let span =
+                Span { start: Duration::from_millis(7), end: Duration::from_millis(7 + millis), ..Span::default() };
+            vec![span; program.instructions.len()]
+        };
+        let mut kinds = Kinds::default();
+        assert_eq!(kinds.medians(), BTreeMap::new());
+        for millis in [900, 1, 3, 2] {
+            kinds.add(&program, &step(millis));
+        }
+        let medians = kinds.medians();
+        // Two units go forward: twice the middle one of 1, 2 and 3.
+        assert!((medians["forward"] - 0.004).abs() < 1e-9 && (medians["load"] - 0.002).abs() < 1e-9, "{medians:?}");
+    }
+}
