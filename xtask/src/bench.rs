@@ -8,7 +8,7 @@
 //!
 //! It does not judge noise: on a machine that does something else at the same time the figures mean nothing.
 
-mod measure;
+pub mod measure;
 mod peers;
 mod table;
 
@@ -211,6 +211,11 @@ impl Bench {
     fn log(&self, benchmark: &Benchmark, side: &str) -> PathBuf {
         self.folder.join(format!("{}.{side}.log", benchmark.name))
     }
+}
+
+/// The release binary, built first.
+pub fn program(root: &Path) -> Result<PathBuf> {
+    build(root, &target_folder(root))
 }
 
 /// Builds the release binary and returns its path.

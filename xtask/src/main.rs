@@ -1,4 +1,4 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | overlap | validate`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | choices | overlap | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
 //! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
@@ -6,6 +6,7 @@
 //! Nothing here is needed to build or to use Trainyard.
 
 mod bench;
+mod choices;
 mod lexer;
 mod markdown;
 mod overlap;
@@ -35,6 +36,8 @@ enum Chore {
     Bench(bench::Options),
     /// Measure how much communication over a slow link hides behind computing: two network namespaces, MPI over TCP.
     Overlap(overlap::Options),
+    /// Train every runnable way of small models and compare the fastest with what `--plan auto` picks.
+    Choices(choices::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
     Validate(validate::Options),
 }
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
+        Chore::Choices(options) => choices::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
     };
     match outcome {

@@ -4,7 +4,9 @@
 //! going on to standard error. Exit codes: 0 done, 1 an error (said once, as a chain from what was attempted to why it
 //! failed), 2 wrong usage, 70 a rank failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to go on from.
 
+mod choose;
 mod commands;
+mod forecast;
 mod output;
 
 use clap::{Parser, Subcommand};

@@ -63,7 +63,7 @@ pub fn training_run(metrics: &Path) -> Result<Value> {
 }
 
 /// The lines of a file of JSON objects.
-fn records(path: &Path) -> Result<Vec<Value>> {
+pub fn records(path: &Path) -> Result<Vec<Value>> {
     let contents = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let parse = |(index, line): (usize, &str)| -> Result<Value> {
         serde_json::from_str(line).with_context(|| format!("{} line {}", path.display(), index + 1))

@@ -1,7 +1,8 @@
 //! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and why.
 
 use super::config::resolve;
-use crate::output::{note, print};
+use crate::output::{count, note, print, size as size_words};
+use crate::{choose, forecast};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use trainyard_plan::{
 };
 use trainyard_program::MemoryKind;
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Family, Format, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
@@ -112,6 +113,14 @@ pub fn run(args: &Args) -> Result<()> {
     if args.models {
         return print(known_models());
     }
+    if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
+        match forecast::profile() {
+            Ok(profile) => return ways_here(args, path, &profile),
+            Err(why) => {
+                note(&format!("{why}; until then one rank on all cores, at measured peaks, stands for this machine"))
+            }
+        }
+    }
     let profiles = profiles(args)?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
     let (request, facts) = (request(args, &profiles)?, facts()?);
@@ -144,6 +153,81 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     print(text)
+}
+
+impl Args {
+    /// Whether nothing is asked that only a cluster's profile can answer.
+    fn is_for_this_machine(&self) -> bool {
+        let asked = [self.cluster.is_some(), self.html.is_some(), self.timeline.is_some(), self.show.is_some()];
+        let searched = [self.fix.is_empty(), self.what_if.is_empty(), self.precision.is_empty()];
+        !asked.contains(&true) && !searched.contains(&false) && self.objective == Best::Speed
+    }
+}
+
+/// The ways of running the configuration `path` on this machine, priced from its profile.
+fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
+    let mut sets = args.sets.clone();
+    sets.extend(args.memory_limit.iter().map(|limit| format!("memory.limit='{limit}'")));
+    sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
+    sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
+    let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
+    let base = resolve(&load(&[])?)?;
+    let ways = choose::ways(&load, profile)?;
+    let tokens = base.tokens_per_step();
+    if args.json {
+        return print(format_args!("{:#}\n", ways_json(&ways, tokens)));
+    }
+    ways.best()?;
+    let spec = model_spec(&base)?;
+    let mut text = format!(
+        "{} parameters; {} tokens a step; {}\n\n",
+        table::parameters(Architecture::from(&spec).parameters()),
+        count(tokens),
+        profile.machine
+    );
+    let rows = ways.fitting.iter().take(usize::from(args.top)).map(|way| {
+        let [micro, steps] = way.batch;
+        [
+            way.layout.clone(),
+            format!("{micro} x {steps}"),
+            way.savings.clone(),
+            format!("{:.2} ms", 1e3 * way.step_s),
+            count((tokens as f64 / way.step_s) as u64),
+            size_words(way.bytes),
+        ]
+    });
+    text += &table::lines(&["layout", "batch", "recompute", "step", "tokens/s", "memory"], rows);
+    let (fit, large) = (ways.fitting.len(), ways.too_large.len());
+    text +=
+        &format!("\n{fit} runnable ways fit, {large} do not; times are predicted at the speeds of the calibration\n");
+    for (number, reason) in ways.reasons().iter().enumerate() {
+        text += &format!("{:<5}{reason}\n", if number == 0 { "why" } else { "" });
+    }
+    text += "tensor, pipeline and context parallelism are not priced for this machine: with --cluster they are, and marked \"priced, not runnable yet\"\n";
+    print(text)
+}
+
+fn ways_json(ways: &choose::Ways, tokens: u64) -> Value {
+    let way = |way: &choose::Way| {
+        json!({
+            "layout": way.layout,
+            "micro_batch_size": way.batch[0],
+            "accumulation_steps": way.batch[1],
+            "recomputation": way.savings,
+            "sets": way.sets,
+            "step_s": way.step_s,
+            "tokens_per_s": tokens as f64 / way.step_s,
+            "memory_bytes": way.bytes,
+            "runnable": true,
+        })
+    };
+    json!({
+        "tokens": tokens,
+        "memory_bytes_max": ways.limit,
+        "plans": ways.fitting.iter().map(way).collect::<Vec<_>>(),
+        "too_large": ways.too_large.iter().map(way).collect::<Vec<_>>(),
+        "reasons": ways.reasons(),
+    })
 }
 
 fn known_models() -> String {

@@ -2,8 +2,9 @@
 
 use super::config::load;
 use super::supervise;
-use crate::output::{count, is_fault, memory, note, print, size};
-use anyhow::{Context, Result};
+use crate::output::{chain, count, is_fault, memory, note, print, size};
+use crate::{choose, forecast};
+use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -39,6 +40,10 @@ pub struct Args {
     /// Train on these files or folders instead of what the configuration names; can be given several times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     data: Vec<PathBuf>,
+    /// How to run it: `auto` picks the fastest way within memory.limit at the configuration's global batch (ranks, sharding, micro-batch,
+    /// recomputation), by this machine's profile (`trainyard calibrate`), and says why. What --set holds stays as it is.
+    #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
+    plan: Option<PlanBy>,
     /// When a rank fails, start again from the newest checkpoint, up to N times. With mpirun: `trainyard supervise`.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
@@ -48,6 +53,13 @@ pub struct Args {
     /// Go on with what an earlier attempt at this very command began.
     #[arg(long, hide = true, value_name = "RUN")]
     restart: Option<PathBuf>,
+}
+
+/// What `--plan` can be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum PlanBy {
+    /// The fastest way that this program can run here.
+    Auto,
 }
 
 /// The options that a supervisor adds.
@@ -71,6 +83,7 @@ impl Args {
         command.extend(self.config.iter().map(|path| path.clone().into_os_string()));
         let mut option = |name: &str, value: OsString| command.extend([name.into(), value]);
         self.sets.iter().for_each(|set| option("--set", set.into()));
+        self.plan.iter().for_each(|_| option("--plan", "auto".into()));
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
         Ok(command)
@@ -151,6 +164,10 @@ fn train_rank(
     if let Some(faults) = faults {
         session.rank.inject(Arc::clone(faults));
     }
+    if is_first && let Err(error) = session.keep_time(forecast::time(&session)) {
+        // A prediction that is not kept is no reason not to train.
+        note(&format!("the prediction is not kept: {}", chain(&anyhow::Error::from(error))));
+    }
     let show = |text: String| if is_first { print(text).map_err(output_error) } else { Ok(()) };
     show(session.resolved.to_toml())?;
     show(format!("\n{}", plan(&session)))?;
@@ -171,13 +188,42 @@ fn output_error(error: anyhow::Error) -> EngineError {
 }
 
 fn configuration(args: &Args) -> Result<Config> {
-    let mut sets = args.sets.clone();
+    let mut sets = Vec::new();
     if !args.data.is_empty() {
         let paths = args.data.iter().map(|path| toml::Value::String(path.display().to_string()));
         // First, so that a --set of the same key wins.
-        sets.insert(0, format!("data.train={}", toml::Value::Array(paths.collect())));
+        sets.push(format!("data.train={}", toml::Value::Array(paths.collect())));
     }
-    load(args.config.as_deref(), &sets)
+    sets.extend(args.sets.iter().cloned());
+    if args.plan.is_none() {
+        return load(args.config.as_deref(), &sets);
+    }
+    let load = |chosen: &[String]| load(args.config.as_deref(), &[chosen, &sets[..]].concat());
+    load(&choose(&load)?)
+}
+
+/// The settings of the fastest way to run what `load` makes of them, which is printed with its reasons.
+fn choose(load: &dyn Fn(&[String]) -> Result<Config>) -> Result<Vec<String>> {
+    if Environment::detect()?.world > 1 {
+        bail!(
+            "--plan auto chooses ranks that are threads: start it without a launcher, or say the degrees in [parallel]"
+        );
+    }
+    let profile =
+        forecast::profile().map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
+    let ways = choose::ways(load, &profile)?;
+    let best = ways.best()?;
+    let (fit, large) = (ways.fitting.len(), ways.too_large.len());
+    print(format_args!(
+        "plan         {}\n             {:.2} ms a step, predicted: the fastest of {fit} ways that fit, {large} do not\n",
+        best.words(),
+        1e3 * best.step_s
+    ))?;
+    for (number, reason) in ways.reasons().iter().enumerate() {
+        print(format_args!("{:<13}{reason}\n", if number == 0 { "why" } else { "" }))?;
+    }
+    print("\n")?;
+    Ok(best.sets.clone())
 }
 
 /// What will be trained, on what, and what a step will need.
@@ -256,6 +302,34 @@ fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     Ok(tokens.into_iter().map(|token| token as u32).collect())
 }
 
+/// Seconds of a step and of its instructions by kind, measured beside predicted, or why nothing was predicted.
+fn times(session: &Session, summary: &Summary) -> String {
+    let predicted = match &session.time {
+        Ok(predicted) => predicted,
+        Err(why) => return format!("time         not predicted: {why}\n"),
+    };
+    let line = |what: &str, measured: f64, predicted: f64| {
+        let difference = match measured > 0.0 && predicted > 0.0 {
+            true => format!("{:+.1} %", 100.0 * (measured / predicted - 1.0)),
+            false => String::new(),
+        };
+        format!("  {what:<16} {:>8.2} ms {:>8.2} ms  {difference}\n", 1e3 * measured, 1e3 * predicted)
+    };
+    let mut text = "time               measured   predicted\n".to_owned();
+    let mut kinds: Vec<&String> = summary.instructions.keys().collect();
+    let seconds = |kind: &String| predicted.instructions.get(kind).copied().unwrap_or(0.0);
+    kinds.sort_by(|a, b| summary.instructions[*b].total_cmp(&summary.instructions[*a]));
+    for kind in kinds {
+        // What is over in microseconds says nothing about a step.
+        let (measured, predicted) = (summary.instructions[kind], seconds(kind));
+        if measured.max(predicted) > 1e-3 * summary.step_s_median {
+            text += &line(kind, measured, predicted);
+        }
+    }
+    text += &line("a step", summary.step_s_median, predicted.step_s);
+    text
+}
+
 fn describe(session: &Session, summary: &Summary) -> String {
     let folder = session.folder.display();
     let mut text = match summary.ending {
@@ -295,11 +369,13 @@ fn describe(session: &Session, summary: &Summary) -> String {
              data         {:.3} % of the time waiting for it\n\
              {exchange}\
              first step   done {:.2} s after the program's start\n\
+             {}\
              memory             measured   predicted\n{}",
             1e3 * summary.step_s_median,
             count(summary.tps_median as u64),
             100.0 * summary.data_wait_share,
             summary.first_step_done_s,
+            times(session, summary),
             memory(
                 &summary.memory.iter().map(|(p, m, q)| (p.name(), *m as u64, *q as u64)).collect::<Vec<_>>(),
                 (summary.memory_total.0 as u64, summary.memory_total.1 as u64)

@@ -1,0 +1,286 @@
+//! The ways of running a configuration on this machine, priced from its profile: what `trainyard train --plan auto` chooses among, and what
+//! `trainyard plan c.toml` shows.
+//!
+//! The global batch stays; ranks and their threads, what they share (ZeRO stage, gathered parameters), micro-batch and accumulation, recomputation and
+//! when gradients are summed are searched. A way is a handful of settings over the configuration, so what is priced is what runs: each is resolved, lowered and
+//! executed on the `meta` device like a run, which gives its memory to the byte, and its kernel calls are priced from the profile.
+//!
+//! What only saves memory is tried where it is needed: recomputation costs time, summing per micro-batch costs exchanges, a disk costs both, and nothing is
+//! won by them where the same way fits without.
+
+use crate::commands::config::resolve;
+use crate::forecast::by_kind;
+use crate::output::size;
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use trainyard_calibrate::forecast;
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_program::Lane;
+use trainyard_sim::MachineProfile;
+
+/// A way of running the configuration, priced.
+#[derive(Clone, Debug)]
+pub struct Way {
+    /// Settings over the configuration, as `--set` takes them.
+    pub sets: Vec<String>,
+    /// Ranks and what they share, in words.
+    pub layout: String,
+    /// Sequences of a micro-batch, and micro-batches of a rank.
+    pub batch: [usize; 2],
+    /// What is done to save memory, in words.
+    pub savings: String,
+    /// Predicted seconds of a step.
+    pub step_s: f64,
+    /// Predicted peak of a rank.
+    pub bytes: u64,
+    /// Seconds of a rank's instructions by kind.
+    pub kinds: BTreeMap<String, f64>,
+    /// Seconds that computing waits for other lanes.
+    pub waits_s: f64,
+}
+
+/// All that were looked at.
+#[derive(Clone, Debug, Default)]
+pub struct Ways {
+    /// Those within the limit of memory, the fastest first.
+    pub fitting: Vec<Way>,
+    /// Those that are not, the smallest first.
+    pub too_large: Vec<Way>,
+    /// Bytes of a rank that may be used.
+    pub limit: Option<u64>,
+}
+
+/// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether parameters are gathered again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Sharing {
+    ranks: usize,
+    shard: usize,
+    stage: usize,
+    reshard: bool,
+}
+
+/// What saves memory, from nothing on: each costs more than those before it.
+const SAVINGS: [(&str, bool); 6] =
+    [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
+
+/// Micro-batches of a rank at most: more are no faster, and take long to price.
+const ACCUMULATION_MAX: usize = 32;
+
+/// Prices the ways of running what `load` makes of settings. Settings that are given by hand stay as they are: `load` puts them over those that are tried.
+///
+/// # Errors
+///
+/// A configuration that is none; one whose model is only known once the text is read.
+pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile) -> Result<Ways> {
+    let base = resolve(&load(&[])?)?;
+    if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
+        bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
+    }
+    let limit = base.config.memory.limit.map(|limit| limit.0);
+    let mut ways = Ways { limit, ..Ways::default() };
+    for sharing in sharings(&base) {
+        for micro in micro_batches(&base, sharing.ranks) {
+            for (mode, each) in SAVINGS {
+                let accumulation = base.batch.global / sharing.ranks / micro;
+                if each && (sharing.stage < 2 || accumulation == 1) {
+                    // Gradients are whole in any case: summing them more often saves nothing.
+                    continue;
+                }
+                let sets = settings(&base, sharing, micro, mode, each);
+                // Settings that contradict what is given by hand are no way.
+                let Some(resolved) = load(&sets).and_then(|config| resolve(&config)).ok() else { continue };
+                let way = price(sets, &resolved, profile)?;
+                let fits = limit.is_none_or(|limit| way.bytes <= limit);
+                let list = if fits { &mut ways.fitting } else { &mut ways.too_large };
+                if !list.iter().any(|known| known.says_the_same(&way)) {
+                    list.push(way);
+                }
+                if fits {
+                    break;
+                }
+            }
+        }
+    }
+    ways.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    ways.too_large.sort_by_key(|way| way.bytes);
+    Ok(ways)
+}
+
+/// How ranks can share the state: as many as there are cores at most, and as divide the batch.
+fn sharings(base: &Resolved) -> Vec<Sharing> {
+    let cores = Inputs::of_this_machine().cores;
+    let mut all = Vec::new();
+    for ranks in (1..=cores).filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
+        all.push(Sharing { ranks, shard: 1, stage: 0, reshard: true });
+        for shard in (2..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
+            for (stage, reshard) in [(1, true), (2, true), (3, true), (3, false)] {
+                all.push(Sharing { ranks, shard, stage, reshard });
+            }
+        }
+    }
+    all
+}
+
+fn micro_batches(base: &Resolved, ranks: usize) -> Vec<usize> {
+    let of_a_rank = base.batch.global / ranks;
+    let few = |micro: &usize| of_a_rank / micro <= ACCUMULATION_MAX || *micro == base.batch.micro;
+    (1..=of_a_rank).filter(|micro| of_a_rank.is_multiple_of(*micro)).filter(few).collect()
+}
+
+fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
+    let Sharing { ranks, shard, stage, reshard } = sharing;
+    let mut sets = vec![
+        format!("training.global_batch_size={}", base.batch.global),
+        format!("training.micro_batch_size={micro}"),
+        format!("training.accumulation_steps={}", base.batch.global / ranks / micro),
+        format!("parallel.ranks={ranks}"),
+        format!("parallel.data_parallel_replicate_degree={}", ranks / shard),
+        format!("parallel.data_parallel_shard_degree={shard}"),
+        format!("parallel.zero_stage={stage}"),
+        format!("parallel.reduce_schedule='{}'", if each { "micro_batch" } else { "step" }),
+        format!("activation_checkpointing.mode='{mode}'"),
+    ];
+    if stage == 3 {
+        sets.push(format!("parallel.reshard_after_forward={reshard}"));
+    }
+    sets
+}
+
+fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Result<Way> {
+    let forecast = forecast(resolved).context("cannot price a way of running the configuration")?;
+    let step = forecast.step(profile, &profile.speeds);
+    let waited = &step.simulated.ranks[0].waited_s;
+    let bytes = forecast.needs.memory.peak_total() as u64;
+    Ok(Way {
+        sets,
+        layout: layout(resolved),
+        batch: [resolved.batch.micro, resolved.batch.accumulation],
+        savings: savings(resolved),
+        step_s: step.simulated.step_s,
+        bytes,
+        kinds: by_kind(&forecast.program, &step),
+        waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
+    })
+}
+
+/// `2 ranks x 1 thread, shard 2, ZeRO-1`
+fn layout(resolved: &Resolved) -> String {
+    use trainyard_engine::config::Reshard;
+    let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    let parallel = &resolved.parallel;
+    let mut text = format!("{} x {}", plural(parallel.ranks, "rank"), plural(resolved.threads, "thread"));
+    if parallel.shard > 1 {
+        if parallel.replicate > 1 {
+            text += &format!(", {} replicas", parallel.replicate);
+        }
+        text += &format!(", shard {}, ZeRO-{}", parallel.shard, parallel.zero_stage);
+        if parallel.zero_stage == 3 && parallel.reshard_after_forward == Reshard::Never {
+            text += " kept gathered";
+        }
+    }
+    text
+}
+
+fn savings(resolved: &Resolved) -> String {
+    use trainyard_engine::config::{CheckpointMode, ReduceSchedule};
+    let mode = match resolved.config.activation_checkpointing.mode {
+        CheckpointMode::None => "none",
+        CheckpointMode::Selective => "selective",
+        CheckpointMode::Full => "full",
+    };
+    match resolved.parallel.reduce_schedule {
+        ReduceSchedule::Step => mode.to_owned(),
+        ReduceSchedule::MicroBatch => format!("{mode}, sums per micro-batch"),
+    }
+}
+
+impl Way {
+    /// Whether `other` resolved to the same: what is given by hand may have left nothing to choose.
+    fn says_the_same(&self, other: &Way) -> bool {
+        (&self.layout, self.batch, &self.savings) == (&other.layout, other.batch, &other.savings)
+    }
+
+    /// In words.
+    pub fn words(&self) -> String {
+        let [micro, steps] = self.batch;
+        format!("{}, micro-batch {micro} x {steps}, recomputation {}", self.layout, self.savings)
+    }
+}
+
+impl Ways {
+    /// The fastest, or why there is none.
+    ///
+    /// # Errors
+    ///
+    /// Nothing is within the limit of memory: what the smallest needs.
+    pub fn best(&self) -> Result<&Way> {
+        if let Some(best) = self.fitting.first() {
+            return Ok(best);
+        }
+        let limit = size(self.limit.unwrap_or(0));
+        match self.too_large.first() {
+            Some(least) => bail!(
+                "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and memory.limit is {limit}; the nearest that would: \
+                 memory.limit = \"{}MiB\", a smaller model, a shorter sequence, or an optimizer with less state",
+                size(least.bytes),
+                least.words(),
+                least.bytes.div_ceil(1 << 20)
+            ),
+            None => bail!("no way of running this configuration is left by what is set by hand"),
+        }
+    }
+
+    /// Why the best is the best: what bounds it, what others lose.
+    pub fn reasons(&self) -> Vec<String> {
+        let Some(best) = self.fitting.first() else { return Vec::new() };
+        let waits = 100.0 * best.waits_s / best.step_s;
+        let mut dearest: Vec<(&String, &f64)> = best.kinds.iter().collect();
+        dearest.sort_by(|a, b| b.1.total_cmp(a.1));
+        let dearest: Vec<String> = dearest
+            .iter()
+            .take(3)
+            .map(|(kind, seconds)| format!("{kind} {:.0} %", 100.0 * **seconds / best.step_s))
+            .collect();
+        let mut said = vec![format!(
+            "It computes for {:.0} % of the step and waits for exchanges and data for {waits:.0} %; instructions: {}.",
+            100.0 - waits,
+            dearest.join(", ")
+        )];
+        if let Some(limit) = self.limit {
+            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes), size(limit)));
+        }
+        if let Some(faster) =
+            self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))
+        {
+            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes)));
+        }
+        if let Some(next) = self.fitting.get(1) {
+            said.push(format!("The next best ({}) {}.", next.words(), loses(best, next)));
+        }
+        said
+    }
+}
+
+/// What `next` loses against `best`, by the kinds of instruction that grew most.
+fn loses(best: &Way, next: &Way) -> String {
+    let of = |way: &Way, kind: &str| way.kinds.get(kind).copied().unwrap_or(0.0);
+    let mut kinds: Vec<(&str, f64)> = best
+        .kinds
+        .keys()
+        .chain(next.kinds.keys())
+        .map(|kind| (kind.as_str(), of(next, kind) - of(best, kind)))
+        .filter(|(_, more)| more.abs() > 0.002 * best.step_s)
+        .collect();
+    kinds.push(("waiting", next.waits_s - best.waits_s));
+    kinds.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(b.0)));
+    kinds.dedup();
+    let grown: Vec<String> = kinds
+        .iter()
+        .filter(|(_, more)| *more > 0.002 * best.step_s)
+        .take(2)
+        .map(|(kind, more)| format!("{:.1} ms more {kind}", 1e3 * more))
+        .collect();
+    let worse = 100.0 * (next.step_s / best.step_s - 1.0);
+    let why = if grown.is_empty() { String::new() } else { format!(": {}", grown.join(", ")) };
+    format!("takes {worse:.1} % longer{why}")
+}

@@ -1,0 +1,153 @@
+//! Plans of a configuration for this machine, from a profile of it: shown, picked, run, and kept beside what was measured.
+
+mod common;
+
+use common::{Folder, Ran};
+use serde_json::Value;
+use trainyard_sim::MachineProfile;
+use trainyard_sim::machine::{Disk, FORMAT, Interference, Machine, Overheads, Speeds};
+
+/// A profile of this machine without a curve: every kernel is priced as a copy of its bytes.
+fn profile() -> MachineProfile {
+    MachineProfile {
+        format: FORMAT,
+        measured: "2026-11-22T00:00:00Z".into(),
+        method: "by hand".into(),
+        machine: Machine::here(),
+        speeds: Speeds { f32_flops: 2e11, bf16_flops: 4e12, copy_bytes_per_s: 3e10 },
+        overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
+        interference: Interference { compute: 1.0, communication: 1.0, start_s: 0.0 },
+        disk: Disk { write_bytes_per_s: 1e9, read_bytes_per_s: 2e9 },
+        collectives: Vec::new(),
+        kernels: Vec::new(),
+    }
+}
+
+/// A tiny configuration whose threads are not held.
+fn folder() -> Folder {
+    let folder = Folder::new();
+    let free = common::TINY.replace("[compute]\nthreads = 1\n", "");
+    folder.write("c.toml", free.replace("micro_batch_size = 4", "global_batch_size = 4"));
+    profile().save(&folder.join("machine.toml")).unwrap();
+    folder
+}
+
+fn run(folder: &Folder, arguments: &[&str]) -> Ran {
+    let mut command = folder.command(arguments);
+    Ran::new(command.env("TRAINYARD_PROFILE", folder.join("machine.toml")).output().expect("the program starts"))
+}
+
+fn json(folder: &Folder, file: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(folder.join(file)).unwrap()).unwrap()
+}
+
+#[test]
+fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
+    let folder = folder();
+    let shown = run(&folder, &["plan", "c.toml"]).ok();
+    for part in ["1 rank x", "recompute", "runnable ways fit", "why  It computes for", "not runnable yet"] {
+        assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
+    }
+    let plans: Value = serde_json::from_str(&run(&folder, &["plan", "c.toml", "--json"]).ok().stdout).unwrap();
+    let best = &plans["plans"][0];
+    let all = plans["plans"].as_array().unwrap();
+    assert!(all.windows(2).all(|pair| pair[0]["step_s"].as_f64() <= pair[1]["step_s"].as_f64()));
+    assert!(all.iter().all(|plan| {
+        let number = |key: &str| plan[key].as_u64().unwrap();
+        let ranks: u64 = plan["layout"].as_str().unwrap().split(' ').next().unwrap().parse().unwrap();
+        ranks * number("micro_batch_size") * number("accumulation_steps") == 4
+    }));
+
+    let trained = run(&folder, &["train", "c.toml", "--plan", "auto"]).ok();
+    let layout = best["layout"].as_str().unwrap();
+    let (micro, steps) = (&best["micro_batch_size"], &best["accumulation_steps"]);
+    assert!(
+        trained.stdout.contains(&format!("plan         {layout}, micro-batch {micro} x {steps}")),
+        "{}",
+        trained.stdout
+    );
+    assert!(trained.stdout.contains("time               measured   predicted"), "{}", trained.stdout);
+    assert!(trained.stdout.contains("  forward ") && trained.stdout.contains("  a step "), "{}", trained.stdout);
+    let config = std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap();
+    let config: toml::Table = toml::from_str(&config).unwrap();
+    assert_eq!(config["training"]["micro_batch_size"].as_integer(), micro.as_i64());
+
+    // The prediction lies beside the measurement.
+    let plan = json(&folder, "runs/tiny/plan.json");
+    let predicted = plan["predicted"]["time"]["step_s"].as_f64().unwrap();
+    assert!(
+        (predicted / best["step_s"].as_f64().unwrap() - 1.0).abs() < 0.2,
+        "{predicted}: the vocabularies differ a little"
+    );
+    assert!(plan["predicted"]["time"]["instructions"]["forward"].as_f64().unwrap() > 0.0);
+    assert!(plan["measured"]["step_s"].as_f64().unwrap() > 0.0 && plan["measured"]["steps"] == 12);
+    assert!(plan["measured"]["instructions"]["backward"].as_f64().unwrap() > 0.0);
+    assert_eq!(plan["measured"]["mem_peak_bytes"], plan["predicted"]["mem_peak_bytes"]);
+    let metrics = std::fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    assert_eq!(last["predicted_step_s"].as_f64(), Some(predicted));
+    assert_eq!(last["predicted_mem_peak_bytes"], last["mem_peak_bytes"]);
+}
+
+#[test]
+fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
+    let folder = folder();
+    let plans: Value = serde_json::from_str(&run(&folder, &["plan", "c.toml", "--json"]).ok().stdout).unwrap();
+    let all = plans["plans"].as_array().unwrap();
+    let least = all.iter().map(|plan| plan["memory_bytes"].as_u64().unwrap()).min().unwrap();
+    let most = all.iter().map(|plan| plan["memory_bytes"].as_u64().unwrap()).max().unwrap();
+    assert!(least < most);
+    let limit = format!("{}B", (least + most) / 2);
+    let fewer: Value =
+        serde_json::from_str(&run(&folder, &["plan", "c.toml", "--json", "--memory-limit", &limit]).ok().stdout)
+            .unwrap();
+    assert!(
+        fewer["plans"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|plan| plan["memory_bytes"].as_u64().unwrap() <= (least + most) / 2)
+    );
+    assert!(!fewer["too_large"].as_array().unwrap().is_empty());
+    for arguments in [
+        &["plan", "c.toml", "--memory-limit", "1MiB"][..],
+        &["train", "c.toml", "--plan", "auto", "--set", "memory.limit='1MiB'"],
+    ] {
+        let ran = run(&folder, arguments);
+        assert_eq!(ran.code, Some(1), "{}", ran.stdout);
+        assert!(
+            ran.stderr.contains("nothing fits") && ran.stderr.contains("the nearest that would: memory.limit"),
+            "{}",
+            ran.stderr
+        );
+    }
+    // What is held by hand stays.
+    let held =
+        ["train", "c.toml", "--plan", "auto", "--set", "parallel.ranks=1", "--set", "training.micro_batch_size=2"];
+    let ran = run(&folder, &held).ok();
+    assert!(ran.stdout.contains("plan         1 rank x") && ran.stdout.contains("micro-batch 2 x 2"), "{}", ran.stdout);
+    let impossible = ["train", "c.toml", "--plan", "auto", "--set", "training.micro_batch_size=3"];
+    let ran = run(&folder, &impossible);
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("global_batch_size"), "{}", ran.stderr);
+}
+
+#[test]
+fn without_a_profile_memory_is_predicted_and_time_is_not() {
+    let folder = folder();
+    let run = |arguments: &[&str]| {
+        let mut command = folder.command(arguments);
+        command.env_remove("TRAINYARD_PROFILE").env("XDG_CACHE_HOME", folder.join("empty"));
+        Ran::new(command.output().expect("the program starts"))
+    };
+    let trained = run(&["train", "c.toml"]).ok();
+    assert!(trained.stdout.contains("time         not predicted: no profile of this machine"), "{}", trained.stdout);
+    let plan = json(&folder, "runs/tiny/plan.json");
+    assert!(plan["predicted"]["time"]["not_predicted"].as_str().unwrap().contains("trainyard calibrate"));
+    assert!(plan["predicted"]["mem_peak"]["activations"].as_u64().unwrap() > 0);
+    let metrics = std::fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    assert!(!metrics.contains("predicted_step_s") && metrics.contains("predicted_mem_peak_bytes"));
+    let auto = run(&["train", "c.toml", "--plan", "auto", "--set", "run.name='b'"]);
+    assert_eq!(auto.code, Some(1));
+    assert!(auto.stderr.contains("run `trainyard calibrate`"), "{}", auto.stderr);
+}
