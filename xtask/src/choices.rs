@@ -95,7 +95,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
 }
 
 fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Options) -> Result<bool> {
-    let (family, dim, layers, heads, sequence, batch, dtype, share) = case;
+    let (family, dim, layers, _, sequence, batch, dtype, share) = case;
     let name = format!("{family} {dim}x{layers} {batch}x{sequence} {dtype}");
     let config = folder.join(format!("case-{number}.toml"));
     std::fs::write(&config, configuration(case, options.steps, None))?;

@@ -59,7 +59,7 @@ mod tests {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
         let program = lower_rank(&model, &Mesh::default(), &Strategy::new(2), 0).unwrap();
-        let step = |millis| {
+        let step = |millis: u64| {
             let span =
                 Span { start: Duration::from_millis(7), end: Duration::from_millis(7 + millis), ..Span::default() };
             vec![span; program.instructions.len()]
