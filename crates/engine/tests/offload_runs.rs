@@ -1,9 +1,13 @@
 //! Whole runs with state on disk: stopped and gone on with another offload and on other ranks, under a limit, and refused with what would fit.
 
+#[path = "common/tensors.rs"]
+mod tensors;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+use tensors::tensors;
 use trainyard_engine::Result;
 use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
@@ -69,18 +73,8 @@ fn go_on(folder: &Path, name: &str, sets: &[&[&str]]) -> Result<Summary> {
 }
 
 /// The last checkpoint's tensors.
-fn tensors(folder: &Path, name: &str) -> BTreeMap<String, Vec<u8>> {
-    let checkpoint = find_latest(&folder.join(name)).unwrap().unwrap().checkpoint;
-    let mut all = BTreeMap::new();
-    for part in ["model", "optimizer"] {
-        for name in checkpoint.names(part) {
-            let elements = checkpoint.entry(part, name).unwrap().elements();
-            let mut bytes = vec![0; 4 * elements];
-            checkpoint.read(part, name, 0..elements, &mut bytes).unwrap();
-            all.insert(format!("{part} {name}"), bytes);
-        }
-    }
-    all
+fn last(folder: &Path, name: &str) -> BTreeMap<String, Vec<u8>> {
+    tensors(&find_latest(&folder.join(name)).unwrap().unwrap().checkpoint)
 }
 
 #[test]
@@ -93,7 +87,7 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
             let name = |what: &str| format!("{}-{}-{what}", dtype[0].len(), ranks[0]);
             let whole = name("whole");
             start(folder, &whole, &[dtype, ranks, &["training.steps=6"]]).unwrap();
-            let whole = tensors(folder, &whole);
+            let whole = last(folder, &whole);
             let cases: [[&[&str]; 4]; 4] = [
                 [ranks, IN_MEMORY, others[0], ON_DISK],
                 [others[0], ON_DISK, ranks, IN_MEMORY],
@@ -107,7 +101,7 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
                 start(folder, &name, &[dtype, first_ranks, first, often]).unwrap();
                 go_on(folder, &name, &[second_ranks, second, &["training.steps=6"]]).unwrap();
                 assert!(
-                    tensors(folder, &name) == whole,
+                    last(folder, &name) == whole,
                     "{dtype:?} {first_ranks:?} {first:?}, then {second_ranks:?} {second:?}"
                 );
                 let left = std::fs::read_dir(folder.join(&name).join("offload")).map_or(0, Iterator::count);
@@ -139,7 +133,7 @@ fn a_model_of_four_times_the_limit_trains_within_it() {
     assert!(measured <= state / 4, "{measured} of {}", state / 4);
     assert_eq!(measured, predicted);
     start(folder, "memory", &[&model[..]]).unwrap();
-    assert!(tensors(folder, "quarter") == tensors(folder, "memory"));
+    assert!(last(folder, "quarter") == last(folder, "memory"));
 }
 
 #[test]

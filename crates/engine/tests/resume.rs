@@ -1,10 +1,14 @@
 //! Runs that stop and go on, on the same ranks or on others: what a checkpoint of any layout holds, any other layout reads.
 
+#[path = "common/tensors.rs"]
+mod tensors;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use trainyard_engine::checkpoint::{Checkpoint, find_latest};
+use tensors::tensors;
+use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::Quiet;
 use trainyard_engine::session::{Session, open_trained};
@@ -80,19 +84,6 @@ fn copy(from: &Path, to: &Path) {
             std::fs::copy(entry.path(), target).unwrap();
         }
     }
-}
-
-fn tensors(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<u8>> {
-    let mut all = BTreeMap::new();
-    for part in ["model", "optimizer"] {
-        for name in checkpoint.names(part) {
-            let elements = checkpoint.entry(part, name).unwrap().elements();
-            let mut bytes = vec![0; 4 * elements];
-            checkpoint.read(part, name, 0..elements, &mut bytes).unwrap();
-            all.insert(format!("{part} {name}"), bytes);
-        }
-    }
-    all
 }
 
 #[test]

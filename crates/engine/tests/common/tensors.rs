@@ -1,0 +1,18 @@
+//! What a checkpoint holds.
+
+use std::collections::BTreeMap;
+use trainyard_engine::checkpoint::Checkpoint;
+
+/// All tensors by part and name, as bytes.
+pub fn tensors(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<u8>> {
+    let mut all = BTreeMap::new();
+    for part in ["model", "optimizer"] {
+        for name in checkpoint.names(part) {
+            let elements = checkpoint.entry(part, name).unwrap().elements();
+            let mut bytes = vec![0; 4 * elements];
+            checkpoint.read(part, name, 0..elements, &mut bytes).unwrap();
+            all.insert(format!("{part} {name}"), bytes);
+        }
+    }
+    all
+}
