@@ -6,8 +6,8 @@ use crate::lexer::{Line, words};
 const LINES_MAX: usize = 799;
 /// A module's first line says at least what it is.
 const ESSAY_CHARS_MIN: usize = 10;
-/// Crates that may hold unsafe code: kernels and memory, and the bindings of communicators.
-const UNSAFE_CRATES: [&str; 2] = ["tensor", "comm"];
+/// Crates that may hold unsafe code: kernels and memory, the driver of GPUs, and the bindings of communicators.
+const UNSAFE_CRATES: [&str; 3] = ["tensor", "cuda", "comm"];
 /// How far above unsafe code its reason may end.
 const REASON_LINES: usize = 6;
 
@@ -60,7 +60,7 @@ fn ends_in_word(text: &str) -> bool {
     text.chars().next_back().is_some_and(|c| c.is_alphanumeric() || c == '_')
 }
 
-/// Invariant 10: unsafe code lives in `tensor` and `comm`, and gives its reason.
+/// Invariant 10: unsafe code lives in `tensor`, `cuda` and `comm`, and gives its reason.
 fn unsafe_code(source: &Source) -> Vec<Complaint> {
     let allowed = source.crate_name().is_some_and(|name| UNSAFE_CRATES.contains(&name));
     let mut complaints = Vec::new();

@@ -1,0 +1,325 @@
+//! The table of kernels: name, source, parameters, and how large a launch is.
+//!
+//! A module is one source file compiled for one float dtype, `T` in the signatures below: [`File::source`] gives the whole text, for NVRTC as for the
+//! host's compiler. A kernel that takes no `T` is the same in every module of its file. Names carry no dtype.
+//!
+//! Pointers are to dense row-major arrays of the shapes that stand with each kernel; `[x]?` may be null. Pointers to `T` that are read or written in
+//! runs of 16 bytes need not be aligned to 16: kernels look, and take the slower way where they are not (tensor cores ask for alignment, see
+//! [`attention`]). Reductions have a fixed order that depends on shapes alone: nothing here adds floats atomically.
+//! Indices are not checked by the kernels that use them beyond staying inside the memory: `check_indices` finds the first wrong one.
+
+mod launch;
+mod list;
+
+pub use launch::{Launch, Rule, row_blocks};
+pub use list::*;
+
+/// The float type that a module is compiled for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Float {
+    /// IEEE 754 binary32.
+    F32,
+    /// The upper half of a binary32.
+    Bf16,
+    /// IEEE 754 binary16.
+    F16,
+}
+
+impl Float {
+    /// All of them.
+    pub const ALL: [Float; 3] = [Float::F32, Float::Bf16, Float::F16];
+
+    /// `f32`, `bf16`, `f16`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Float::F32 => "f32",
+            Float::Bf16 => "bf16",
+            Float::F16 => "f16",
+        }
+    }
+
+    /// Bytes of one number.
+    pub const fn size(self) -> usize {
+        if matches!(self, Float::F32) { 4 } else { 2 }
+    }
+
+    const fn define(self) -> &'static str {
+        match self {
+            Float::F32 => "#define TRAINYARD_F32 1\n",
+            Float::Bf16 => "#define TRAINYARD_BF16 1\n",
+            Float::F16 => "#define TRAINYARD_F16 1\n",
+        }
+    }
+}
+
+/// A source file.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum File {
+    /// Attention by multiply-adds: every dtype and head size.
+    Attention,
+    /// Attention by tensor cores: bf16 and f16 only.
+    AttentionMma,
+    /// Norms.
+    Norm,
+    /// What works element by element and belongs to transformers: activations, casts, sums, dropout, rotary positions.
+    Pointwise,
+    /// Sums over columns and whole buffers, and what works on rows.
+    Reduce,
+    /// Cross-entropy over logits.
+    Loss,
+    /// Embeddings and everything that reads or adds by indices.
+    Index,
+    /// Optimizer steps.
+    Optim,
+    /// The plain elementwise operations with their derivatives, masks, strided copies.
+    Plain,
+}
+
+impl File {
+    /// All of them.
+    pub const ALL: [File; 9] = [
+        File::Attention,
+        File::AttentionMma,
+        File::Norm,
+        File::Pointwise,
+        File::Reduce,
+        File::Loss,
+        File::Index,
+        File::Optim,
+        File::Plain,
+    ];
+
+    /// The file's name in `kernels/`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            File::Attention => "attention.cu",
+            File::AttentionMma => "attention_mma.cu",
+            File::Norm => "norm.cu",
+            File::Pointwise => "pointwise.cu",
+            File::Reduce => "reduce.cu",
+            File::Loss => "loss.cu",
+            File::Index => "index.cu",
+            File::Optim => "optim.cu",
+            File::Plain => "plain.cu",
+        }
+    }
+
+    /// Whether the file can be compiled for `float`.
+    pub const fn supports(self, float: Float) -> bool {
+        !matches!((self, float), (File::AttentionMma, Float::F32))
+    }
+
+    const fn text(self) -> &'static str {
+        match self {
+            File::Attention => include_str!("../kernels/attention.cu"),
+            File::AttentionMma => include_str!("../kernels/attention_mma.cu"),
+            File::Norm => include_str!("../kernels/norm.cu"),
+            File::Pointwise => include_str!("../kernels/pointwise.cu"),
+            File::Reduce => include_str!("../kernels/reduce.cu"),
+            File::Loss => include_str!("../kernels/loss.cu"),
+            File::Index => include_str!("../kernels/index.cu"),
+            File::Optim => include_str!("../kernels/optim.cu"),
+            File::Plain => include_str!("../kernels/plain.cu"),
+        }
+    }
+
+    /// The text of the module for `float`, complete: no header is included.
+    pub fn source(self, float: Float) -> String {
+        let mut text = String::from(float.define());
+        let headers = [("common.cuh", COMMON), ("curves.cuh", CURVES), ("tensor_cores.cuh", TENSOR_CORES)];
+        for (name, part) in headers.into_iter().chain([(self.name(), self.text())]) {
+            text.push_str(&format!("#line 1 \"{name}\"\n{part}\n"));
+        }
+        text
+    }
+
+    /// The kernels in it.
+    pub fn kernels(self) -> impl Iterator<Item = &'static Kernel> {
+        ALL.iter().copied().filter(move |kernel| kernel.file == self)
+    }
+}
+
+const COMMON: &str = include_str!("../kernels/common.cuh");
+const CURVES: &str = include_str!("../kernels/curves.cuh");
+const TENSOR_CORES: &str = include_str!("../kernels/tensor_cores.cuh");
+
+/// One entry point.
+#[derive(Debug)]
+pub struct Kernel {
+    /// Its name in the module, `extern "C"`.
+    pub name: &'static str,
+    /// Where it stands.
+    pub file: File,
+    /// How large a launch is.
+    pub rule: Rule,
+    /// Its parameters, as they stand in the source.
+    pub signature: &'static str,
+}
+
+/// What a parameter is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Parameter {
+    /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`, `double`), `written` unless const.
+    Pointer {
+        /// The type pointed to.
+        element: &'static str,
+        /// Whether the kernel writes there.
+        written: bool,
+    },
+    /// `int`
+    I32,
+    /// `unsigned`
+    U32,
+    /// `long long`
+    I64,
+    /// `unsigned long long`
+    U64,
+    /// `float`
+    F32,
+    /// [`Axes`], by value.
+    Axes,
+}
+
+/// An argument of a launch. The axes are large beside the others and rare; launches make a few of these on the stack.
+#[allow(clippy::large_enum_variant)]
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Argument {
+    /// A device address, or 0 for null.
+    Pointer(u64),
+    /// `int`
+    I32(i32),
+    /// `unsigned`
+    U32(u32),
+    /// `long long`
+    I64(i64),
+    /// `unsigned long long`
+    U64(u64),
+    /// `float`
+    F32(f32),
+    /// The walk of a strided copy.
+    Axes(Axes),
+}
+
+impl Argument {
+    /// Where the value lies, as `cuLaunchKernel` wants it.
+    pub fn address(&self) -> *const std::ffi::c_void {
+        match self {
+            Argument::Pointer(x) | Argument::U64(x) => (&raw const *x).cast(),
+            Argument::I32(x) => (&raw const *x).cast(),
+            Argument::U32(x) => (&raw const *x).cast(),
+            Argument::I64(x) => (&raw const *x).cast(),
+            Argument::F32(x) => (&raw const *x).cast(),
+            Argument::Axes(x) => (&raw const *x).cast(),
+        }
+    }
+
+    fn fits(&self, parameter: &Parameter) -> bool {
+        matches!(
+            (self, parameter),
+            (Argument::Pointer(_), Parameter::Pointer { .. })
+                | (Argument::I32(_), Parameter::I32)
+                | (Argument::U32(_), Parameter::U32)
+                | (Argument::I64(_), Parameter::I64)
+                | (Argument::U64(_), Parameter::U64)
+                | (Argument::F32(_), Parameter::F32)
+                | (Argument::Axes(_), Parameter::Axes)
+        )
+    }
+}
+
+/// Axes that a walk may have: two for each dimension of a tensor.
+pub const AXES_MAX: usize = 12;
+
+/// A walk over two strided layouts, outermost axis first; laid out as the `Axes` of the sources.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(C)]
+pub struct Axes {
+    /// How many axes there are.
+    pub count: i64,
+    /// Positions of each.
+    pub len: [i64; AXES_MAX],
+    /// Elements from one position to the next in the source; 0 repeats.
+    pub source: [i64; AXES_MAX],
+    /// The same in the target.
+    pub target: [i64; AXES_MAX],
+}
+
+impl Kernel {
+    /// The parameters with their names, in order.
+    pub fn parameters(&self) -> Vec<(&'static str, Parameter)> {
+        self.signature.split(',').map(|parameter| parse(parameter.trim())).collect()
+    }
+
+    /// What is wrong with the arguments, if anything is.
+    pub fn check(&self, arguments: &[Argument]) -> Result<(), String> {
+        let parameters = self.parameters();
+        if parameters.len() != arguments.len() {
+            return Err(format!("{}: {} arguments for ({})", self.name, arguments.len(), self.signature));
+        }
+        match parameters.iter().zip(arguments).find(|((_, parameter), argument)| !argument.fits(parameter)) {
+            None => Ok(()),
+            Some(((name, parameter), argument)) => {
+                Err(format!("{}: `{name}` is {parameter:?}, not {argument:?}", self.name))
+            }
+        }
+    }
+}
+
+/// `const T* x` and the like; the table is tested against the sources, so that anything else is a mistake here.
+fn parse(parameter: &'static str) -> (&'static str, Parameter) {
+    let (kind, name) = parameter.rsplit_once(' ').unwrap_or((parameter, ""));
+    let kind = match kind {
+        "int" => Parameter::I32,
+        "unsigned" => Parameter::U32,
+        "long long" => Parameter::I64,
+        "unsigned long long" => Parameter::U64,
+        "float" => Parameter::F32,
+        "Axes" => Parameter::Axes,
+        pointer => {
+            let element = pointer.strip_suffix('*').unwrap_or(pointer);
+            match element.strip_prefix("const ") {
+                Some(element) => Parameter::Pointer { element, written: false },
+                None => Parameter::Pointer { element, written: true },
+            }
+        }
+    };
+    (name, kind)
+}
+
+/// The kernels of one attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionKernels {
+    /// `attention` or one of its forms on tensor cores.
+    pub forward: &'static Kernel,
+    /// The gradient of the queries.
+    pub backward_queries: &'static Kernel,
+    /// The gradients of keys and values.
+    pub backward_keys: &'static Kernel,
+}
+
+/// The largest head that any attention kernel takes.
+pub const HEAD_DIM_MAX: usize = 256;
+
+/// Which kernels to take: tensor cores for bf16 and f16 where a head is a multiple of 8 columns, at most 128, and
+/// the tensors start at multiples of 16 bytes; None for heads of more than [`HEAD_DIM_MAX`] columns.
+pub fn attention(float: Float, head_dim: usize, aligned: bool) -> Option<AttentionKernels> {
+    let tensor_cores = float != Float::F32 && aligned && head_dim.is_multiple_of(8);
+    match head_dim {
+        1..=64 if tensor_cores => Some(AttentionKernels {
+            forward: &ATTENTION_MMA_64,
+            backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_64,
+            backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_64,
+        }),
+        65..=128 if tensor_cores => Some(AttentionKernels {
+            forward: &ATTENTION_MMA_128,
+            backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_128,
+            backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_128,
+        }),
+        1..=HEAD_DIM_MAX => Some(AttentionKernels {
+            forward: &ATTENTION,
+            backward_queries: &ATTENTION_BACKWARD_QUERIES,
+            backward_keys: &ATTENTION_BACKWARD_KEYS,
+        }),
+        _ => None,
+    }
+}

@@ -1,0 +1,267 @@
+//! Every kernel: what it computes, the shapes of what its pointers point to, its launch rule and its parameters.
+
+use super::{File, Kernel, Rule};
+
+macro_rules! kernels {
+    ($($(#[$doc:meta])* $constant:ident = $name:literal, $file:ident, $rule:expr, $signature:literal;)*) => {
+        $($(#[$doc])* pub static $constant: Kernel =
+            Kernel { name: $name, file: File::$file, rule: $rule, signature: $signature };)*
+        /// All of them.
+        pub static ALL: &[&Kernel] = &[$(&$constant),*];
+    };
+}
+
+const fn tiles(rows: u32, threads: u32, shared: u32) -> Rule {
+    Rule::Tiles { rows, threads, shared }
+}
+
+// Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads, value heads. `starts` and `ends` [tokens] are the
+// first row of each row's segment and the one after its last; `window` is 0 for none; `lse` and `delta` are [heads, tokens]; out and dout are
+// [tokens, heads head_dim]. Sizes of the launch: tokens; query heads (key heads for the gradients of keys); head_dim.
+kernels! {
+    /// out and lse, by multiply-adds: any dtype, head_dim up to 256.
+    ATTENTION = "attention", Attention, tiles(16, 128, 0),
+        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// delta = sum over columns of dout out: [heads, tokens]. Sizes: tokens times heads.
+    ATTENTION_DELTA = "attention_delta", Attention, Rule::Warps,
+        "const T* dout, const T* out, float* delta, int tokens, int heads, int head_dim";
+    /// The query columns of dqkv.
+    ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, tiles(16, 128, 0),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// The key and value columns of dqkv. Sizes: tokens, kv_heads, head_dim.
+    ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, tiles(16, 128, 0),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// New tokens over a cache: qkv [n, ..], keys and values [at least start + n, kv_heads head_dim], which hold the new tokens' too; out [n, heads head_dim].
+    /// Sizes: n, heads, head_dim.
+    ATTENTION_DECODE = "attention_decode", Attention, Rule::Queries,
+        "const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// Writes the key and value columns of qkv [n, ..] to rows `start ..` of the caches. Sizes: n kv_heads head_dim.
+    CACHE_APPEND = "cache_append", Attention, Rule::Elements,
+        "const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim";
+
+    /// As `attention`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_MMA_64 = "attention_mma_64", AttentionMma, tiles(128, 256, 48 << 10),
+        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_MMA_128 = "attention_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention_backward_queries`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_BACKWARD_QUERIES_MMA_64 = "attention_backward_queries_mma_64", AttentionMma, tiles(128, 256, 64 << 10),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention_backward_queries`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_BACKWARD_QUERIES_MMA_128 = "attention_backward_queries_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention_backward_keys`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(128, 256, 64 << 10),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention_backward_keys`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+
+    /// y = x / rms(x) weight: x, y [rows, dim], inv_rms [rows].
+    RMS_NORM = "rms_norm", Norm, Rule::Rows,
+        "const T* x, const T* weight, T* y, float* inv_rms, int rows, int dim, float eps";
+    /// dx = base + the gradient of x; base [rows, dim]? may be dx itself. partials [row_blocks(rows), dim]?: the weight's gradient, to be
+    /// summed by `sum_partials`.
+    RMS_NORM_BACKWARD = "rms_norm_backward", Norm, Rule::RowBlocks(1),
+        "const T* dy, const T* x, const T* weight, const float* inv_rms, const T* base, T* dx, float* partials, int rows, int dim";
+    /// y = (x - mean) inv_std weight + bias: bias [dim]?, mean and inv_std [rows].
+    LAYER_NORM = "layer_norm", Norm, Rule::Rows,
+        "const T* x, const T* weight, const T* bias, T* y, float* mean, float* inv_std, int rows, int dim, float eps";
+    /// As `rms_norm_backward`; weight_partials and bias_partials [row_blocks(rows), dim]?.
+    LAYER_NORM_BACKWARD = "layer_norm_backward", Norm, Rule::RowBlocks(2),
+        "const T* dy, const T* x, const T* weight, const float* mean, const float* inv_std, const T* base, T* dx, float* weight_partials, float* bias_partials, int rows, int dim";
+    /// RMS norm of each query and key head of qkv, values copied; inv_rms: queries' [rows, heads], then keys' [rows, kv_heads].
+    /// Sizes: rows times (heads + 2 kv_heads).
+    QK_NORM = "qk_norm", Norm, Rule::Warps,
+        "const T* x, const T* wq, const T* wk, T* y, float* inv_rms, int rows, int heads, int kv_heads, int head_dim, float eps";
+    /// Turns the gradient of y into that of x, in place; q_partials and k_partials [row_blocks(rows), head_dim]?. Sizes: rows, 8 head_dim.
+    QK_NORM_BACKWARD = "qk_norm_backward", Norm, Rule::RowBlocks(2),
+        "T* gradient, const T* x, const T* wq, const T* wk, const float* inv_rms, float* q_partials, float* k_partials, int rows, int heads, int kv_heads, int head_dim";
+
+    /// y = curve(x). `curve`: 0 none, 1 relu, 2 silu, 3 gelu, 4 gelu's tanh form.
+    ACTIVATE = "activate", Pointwise, Rule::Elements, "const T* x, T* y, long long n, int curve";
+    /// dx = dy curve'(x).
+    ACTIVATION_BACKWARD = "activation_backward", Pointwise, Rule::Elements,
+        "const T* dy, const T* x, T* dx, long long n, int curve";
+    /// y = silu(gate) up: gate_up [rows, 2 width], y [rows, width]. Sizes: rows width.
+    SWIGLU = "swiglu", Pointwise, Rule::Elements, "const T* gate_up, T* y, long long rows, int width";
+    /// dgate_up from dy. Sizes: rows width.
+    SWIGLU_BACKWARD = "swiglu_backward", Pointwise, Rule::Elements,
+        "const T* dy, const T* gate_up, T* dgate_up, long long rows, int width";
+    /// pre = x + bias, y = curve(pre) + residual: bias [columns]?, residual and pre [rows, columns]?; y may be x. Sizes: rows columns.
+    EPILOGUE = "epilogue", Pointwise, Rule::Elements,
+        "const T* x, const T* bias, const T* residual, T* pre, T* y, long long rows, int columns, int curve";
+    /// y = a + b; y may be one of them.
+    ADD = "add", Pointwise, Rule::Elements, "const T* a, const T* b, T* y, long long n";
+    /// y (+)= x in f32.
+    ACCUMULATE = "accumulate", Pointwise, Rule::Elements, "const T* x, float* y, long long n, int overwrite";
+    /// y *= alpha.
+    SCALE = "scale", Pointwise, Rule::Elements, "T* y, long long n, float alpha";
+    /// y = x.
+    CAST_TO_F32 = "cast_to_f32", Pointwise, Rule::Elements, "const T* x, float* y, long long n";
+    /// y = x, rounded to nearest even.
+    CAST_TO_BF16 = "cast_to_bf16", Pointwise, Rule::Elements, "const T* x, bf16* y, long long n";
+    /// y = x, rounded to nearest even.
+    CAST_TO_F16 = "cast_to_f16", Pointwise, Rule::Elements, "const T* x, f16* y, long long n";
+    /// y = x, of i32 where `is_signed` else of u32, rounded to nearest.
+    TO_FLOAT = "to_float", Pointwise, Rule::Elements, "const unsigned* x, T* y, long long n, int is_signed";
+    /// y = value.
+    FILL = "fill", Pointwise, Rule::Elements, "T* y, long long n, float value";
+    /// y = value.
+    FILL_U32 = "fill_u32", Pointwise, Rule::Elements, "unsigned* y, long long n, unsigned value";
+    /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits are at least `threshold`: the bits of the CPU.
+    DROPOUT = "dropout", Pointwise, Rule::Elements,
+        "const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, unsigned site, unsigned threshold, float scale";
+    /// Turns head columns of x [rows, row_stride] in place, heads from column `first` on; cos and sin [positions, rotary_dim / 2]; sign 1 forward, -1 back.
+    /// Sizes: rows heads rotary_dim / 2.
+    ROPE = "rope", Pointwise, Rule::Elements,
+        "T* x, const int* positions, const float* cos, const float* sin, int rows, int row_stride, int first, int heads, int head_dim, int rotary_dim, float sign";
+
+    /// partials [outer, row_blocks(rows), columns]: sums over blocks of rows of x [outer, rows, columns].
+    COLUMN_SUMS = "column_sums", Reduce, Rule::Columns, "const T* x, float* partials, int outer, int rows, int columns";
+    /// sums [outer, n] = (add ? sums : 0) + factor times the sum over b of partials [outer, blocks, n], in order of b. Sizes: outer n.
+    SUM_PARTIALS = "sum_partials", Reduce, Rule::Elements,
+        "const float* partials, float* sums, int blocks, long long n, long long outer, float factor, int add";
+    /// sums [ceil(n / chunk)], each the sum of a chunk, in f64.
+    CHUNK_SUMS = "chunk_sums", Reduce, Rule::Chunks, "const T* x, double* sums, long long n, long long chunk";
+    /// sums [ceil(n / chunk)], each the sum of squares of a chunk, in f64: not finite exactly when an element is not.
+    CHUNK_SQUARES = "chunk_squares", Reduce, Rule::Chunks, "const T* x, double* sums, long long n, long long chunk";
+    /// sums [ceil(n / chunk)], each the sum of (a - b)^2 of a chunk, in f64.
+    SQUARED_ERROR = "squared_error", Reduce, Rule::Chunks, "const T* a, const T* b, double* sums, long long n, long long chunk";
+    /// y [1] = the sum of x, in a fixed order.
+    SUM_F64 = "sum_f64", Reduce, Rule::One, "const double* x, double* y, long long n";
+    /// Adds to count [1] how many elements are not finite.
+    NONFINITE = "nonfinite", Reduce, Rule::Elements, "const T* x, unsigned* count, long long n";
+    /// y [rows] of x [rows, columns]: how 0 factor times the sum, 1 the largest, NaN passed over.
+    REDUCE_ROWS = "reduce_rows", Reduce, Rule::Rows, "const T* x, T* y, int rows, int columns, int how, float factor";
+    /// y [rows]: the index of the largest, the first of equals; NaN counts as smallest.
+    ARGMAX_ROWS = "argmax_rows", Reduce, Rule::Rows, "const T* x, unsigned* y, int rows, int columns";
+    /// y = softmax(x) on rows, or its logarithm.
+    SOFTMAX = "softmax", Reduce, Rule::Rows, "const T* x, T* y, int rows, int columns, int logarithm";
+    /// dx from dy and the result y of `softmax`.
+    SOFTMAX_BACKWARD = "softmax_backward", Reduce, Rule::Rows,
+        "const T* dy, const T* y, T* dx, int rows, int columns, int logarithm";
+    /// variance [rows] = sum((x - mean)^2) / divisor, mean [rows].
+    VARIANCE = "variance", Reduce, Rule::Rows, "const T* x, T* variance, float* mean, int rows, int columns, float divisor";
+    /// dx = 2 dy (x - mean) / divisor: dy [rows].
+    VARIANCE_BACKWARD = "variance_backward", Reduce, Rule::Rows,
+        "const T* dy, const T* x, const float* mean, T* dx, int rows, int columns, float divisor";
+    /// dx: dy [rows] in equal parts to the elements of x that are y [rows].
+    MAX_BACKWARD = "max_backward", Reduce, Rule::Rows, "const T* dy, const T* x, const T* y, T* dx, int rows, int columns";
+    /// Sums up to each element, or from each on.
+    CUMULATIVE_SUM = "cumulative_sum", Reduce, Rule::Rows, "const T* x, T* y, int rows, int columns, int backward";
+    /// The k largest of rows, largest first, the earlier of equals first: values and indices [rows, k].
+    TOP_K = "top_k", Reduce, Rule::Rows, "const T* x, T* values, unsigned* indices, int rows, int columns, int k";
+    /// y = factor dy (a - b): dy [1].
+    SCALED_DIFFERENCE = "scaled_difference", Reduce, Rule::Elements,
+        "const T* a, const T* b, const float* dy, T* y, long long n, float factor";
+
+    /// loss, lse [rows] and hit [rows]? of logits [rows, stride], of which vocab columns count; target -100 gives loss 0.
+    CROSS_ENTROPY = "cross_entropy", Loss, Rule::Rows,
+        "const T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride";
+    /// The same, lse [rows]?, and logits turned into scale (softmax - onehot), 0 in rows that do not count.
+    CROSS_ENTROPY_IN_PLACE = "cross_entropy_in_place", Loss, Rule::Rows,
+        "T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale";
+    /// dx = dy [1] / max(counted [1]?, 1) (softmax - onehot).
+    CROSS_ENTROPY_BACKWARD = "cross_entropy_backward", Loss, Rule::Rows,
+        "const T* logits, const int* targets, const float* lse, const float* dy, const unsigned* counted, T* dx, int rows, int vocab, int stride";
+    /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]? among them; loss [1]? = scale sum, over the count where `mean`.
+    LOSS_SUMMARY = "loss_summary", Loss, Rule::One,
+        "const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, int mean";
+
+    /// y [n, dim] = rows of table [vocab, dim], plus rows of position_table [.., dim]? by positions [n]?. Sizes: n dim.
+    EMBEDDING = "embedding", Index, Rule::Elements,
+        "const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int vocab, int position_count";
+    /// first_bad [1] = the least entry whose index is outside 0..limit, and not -100 where `ignore`; it must hold u32::MAX before. Unsigned indices as their bits.
+    CHECK_INDICES = "check_indices", Index, Rule::Elements,
+        "const int* indices, unsigned* first_bad, long long n, int limit, int ignore";
+    /// first [limit] = the least entry that is each index; it must hold i32::MAX before.
+    FIRST_USE = "first_use", Index, Rule::Elements, "const int* indices, int* first, int n, int limit";
+    /// sums [outer, n, inner] += dy [outer, k, inner] at indices [k], in order of k; `first` from `first_use`. The gradient of an embedding: outer 1.
+    INDEX_ADD = "index_add", Index, Rule::Indices,
+        "const T* dy, const int* indices, const int* first, float* sums, int outer, int n, int k, int inner";
+    /// y [outer, k, inner] of x [outer, n, inner]. Sizes: outer k inner.
+    INDEX_SELECT = "index_select", Index, Rule::Elements,
+        "const T* x, const int* indices, T* y, long long outer, int n, int k, int inner";
+    /// y [rows, k] of x [rows, n] at indices [rows, k]. Sizes: rows k.
+    GATHER = "gather", Index, Rule::Elements, "const T* x, const int* indices, T* y, long long rows, int n, int k";
+    /// sums [rows, n] += dy [rows, k] at indices [rows, k], in order of k. Sizes: rows, n.
+    SCATTER_ADD = "scatter_add", Index, Rule::Rows, "const T* dy, const int* indices, float* sums, int rows, int n, int k";
+    /// y [rows, classes]. Sizes: rows classes.
+    ONE_HOT = "one_hot", Index, Rule::Elements, "const int* indices, T* y, long long rows, int classes";
+
+    /// One step: step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr weight_decay; copy [n]? of T.
+    ADAMW = "adamw", Optim, Rule::Elements,
+        "float* p, const float* g, float* m, float* v, T* copy, long long n, float gradient_scale, float beta1, float beta2, float eps, float keep, float step_size, float root";
+    /// One step: keep = 1 - lr weight_decay and coupled 0, or 1 and weight_decay; m [n]?, copy [n]?.
+    SGD = "sgd", Optim, Rule::Elements,
+        "float* p, const float* g, float* m, T* copy, long long n, float gradient_scale, float lr, float momentum, int nesterov, float keep, float coupled";
+    /// One step; copy [n]?.
+    LION = "lion", Optim, Rule::Elements,
+        "float* p, const float* g, float* m, T* copy, long long n, float gradient_scale, float lr, float beta1, float beta2, float keep";
+    /// m = momentum m + (1 - momentum) g, and what is orthogonalised, in T, to x.
+    MUON_AVERAGE = "muon_average", Optim, Rule::Elements,
+        "const float* g, float* m, T* x, long long n, float gradient_scale, float momentum, int nesterov";
+    /// p = keep p - step update.
+    MUON_APPLY = "muon_apply", Optim, Rule::Elements, "const T* update, float* p, long long n, float keep, float step";
+    /// row_moment [rows], from g [rows, columns].
+    ADAFACTOR_ROWS = "adafactor_rows", Optim, Rule::Rows,
+        "const float* g, float* row_moment, int rows, int columns, float gradient_scale, float eps1, float beta2";
+    /// partials [row_blocks(rows), columns]: sums of squares plus eps1. Sizes: 1, rows, columns.
+    ADAFACTOR_COLUMN_SUMS = "adafactor_column_sums", Optim, Rule::Columns,
+        "const float* g, float* partials, int rows, int columns, float gradient_scale, float eps1";
+    /// column_moment [columns] and inverse [columns], its inverse root, from sums [columns] of the partials.
+    ADAFACTOR_COLUMNS = "adafactor_columns", Optim, Rule::Elements,
+        "const float* sums, float* column_moment, float* inverse, int rows, int columns, float beta2";
+    /// row_mean [1]: the mean of row_moment.
+    ADAFACTOR_ROW_MEAN = "adafactor_row_mean", Optim, Rule::One, "const float* row_moment, float* row_mean, int rows";
+    /// sums [rows]: of the squared unclipped update.
+    ADAFACTOR_SQUARES = "adafactor_squares", Optim, Rule::Rows,
+        "const float* g, const float* row_moment, const float* row_mean, const float* inverse, double* sums, int rows, int columns, float gradient_scale";
+    /// length [1] of the step, from sums [count] of squared updates and weights_squares [1], over n elements; relative: lr is min(lr, 1 / sqrt(t)).
+    ADAFACTOR_LENGTH = "adafactor_length", Optim, Rule::One,
+        "const double* sums, int count, const double* weights_squares, long long n, float* length, float clip_threshold, float lr, float eps2, int relative";
+    /// p and copy [rows, columns]?. Sizes: rows columns.
+    ADAFACTOR_APPLY = "adafactor_apply", Optim, Rule::Elements,
+        "const float* g, const float* row_moment, const float* row_mean, const float* inverse, const float* length, float* p, T* copy, long long rows, int columns, float gradient_scale, float keep";
+    /// moment [n], and sums [ceil(n / chunk)] of the squared unclipped update.
+    ADAFACTOR_VECTOR_MOMENT = "adafactor_vector_moment", Optim, Rule::Chunks,
+        "const float* g, float* moment, double* sums, long long n, long long chunk, float gradient_scale, float eps1, float beta2";
+    /// p and copy [n]?.
+    ADAFACTOR_VECTOR_APPLY = "adafactor_vector_apply", Optim, Rule::Elements,
+        "const float* g, const float* moment, const float* length, float* p, T* copy, long long n, float gradient_scale, float keep";
+
+    /// y = f(x); `f` counts `cpu::elementwise::Unary::ALL`.
+    UNARY = "unary", Plain, Rule::Elements, "const T* x, T* y, long long n, int f";
+    /// dx = dy f'; z is the argument, or the result where `derivative::needs` says so.
+    UNARY_BACKWARD = "unary_backward", Plain, Rule::Elements, "const T* dy, const T* z, T* dx, long long n, int f";
+    /// y [rows, columns] = f(a, b); `f` counts `cpu::elementwise::Binary::ALL`; forms: 0 [rows, columns], 1 [columns], 2 [rows], 3 [1], 4 `number`, pointer unused.
+    /// Sizes: rows columns.
+    BINARY = "binary", Plain, Rule::Elements,
+        "const T* a, const T* b, T* y, long long rows, long long columns, int f, int form_a, int form_b, float number";
+    /// da and db [rows, columns]?: dy times the derivatives.
+    BINARY_BACKWARD = "binary_backward", Plain, Rule::Elements,
+        "const T* dy, const T* a, const T* b, T* da, T* db, long long rows, long long columns, int f, int form_a, int form_b, float number";
+    /// dx = dy p x^(p - 1).
+    POWER_BACKWARD = "power_backward", Plain, Rule::Elements, "const T* dy, const T* x, T* dx, long long n, float p";
+    /// y = min(max(x, low), high), NaN stays.
+    CLAMP = "clamp", Plain, Rule::Elements, "const T* x, T* y, long long n, float low, float high";
+    /// dx = dy where low <= x <= high, else 0.
+    CLAMP_BACKWARD = "clamp_backward", Plain, Rule::Elements,
+        "const T* dy, const T* x, T* dx, long long n, float low, float high";
+    /// mask: `how` 0 a > b, 1 a >= b, 2 a == b.
+    COMPARE = "compare", Plain, Rule::Elements, "const T* a, const T* b, unsigned* mask, long long n, int how";
+    /// y = mask ? a : b.
+    SELECT = "select", Plain, Rule::Elements, "const unsigned* mask, const T* a, const T* b, T* y, long long n";
+    /// y = value where (mask != 0) == set, else x.
+    MASKED_FILL = "masked_fill", Plain, Rule::Elements,
+        "const T* x, const unsigned* mask, T* y, long long n, int set, float value";
+    /// y: `f` 0 and, 1 or, 2 xor, 3 not a (b unused).
+    LOGIC = "logic", Plain, Rule::Elements, "const unsigned* a, const unsigned* b, unsigned* y, long long n, int f";
+    /// y [queries, keys]. Sizes: queries keys.
+    CAUSAL_MASK = "causal_mask", Plain, Rule::Elements, "unsigned* y, long long queries, long long keys";
+    /// target = source along the axes, or added to it; elements by their bits when not added, so f32 modules copy any 4 bytes, bf16 ones any 2.
+    /// Sizes: the product of the axes' lengths.
+    STRIDED = "strided", Plain, Rule::Elements, "const T* source, T* target, Axes axes, long long n, int add";
+}
