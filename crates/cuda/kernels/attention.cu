@@ -1,1 +1,273 @@
-// To come.
+// Attention by multiply-adds in f32: every dtype, heads of up to 256 columns; decoding over a cache; and what both forms of attention need.
+//
+// A block of four warps owns 16 rows, four a warp (see attention_mma.cu for what rows and columns are); columns come in tiles of 32, one a lane, in
+// shared memory as f32. A lane makes the scores of its column with the warp's four rows; sums over columns are kept with the columns of the head
+// across the lanes.
+
+#define ROWS 16
+#define OWN 4
+#define COLUMNS 32
+// Columns of the head that a lane holds: 32 apart, 256 in all.
+#define PARTS 8
+
+struct Mask {
+    const int *starts, *ends;
+    int causal, window;
+};
+struct Bounds {
+    int first, last;
+};
+
+DEVICE Bounds keys_of(const Mask &mask, int query) {
+    Bounds b = {mask.starts[query], mask.causal ? query + 1 : mask.ends[query]};
+    if (mask.window > 0) b.first = max(b.first, query - mask.window + 1);
+    return b;
+}
+DEVICE Bounds queries_of(const Mask &mask, int key) {
+    Bounds b = {mask.causal ? key : mask.starts[key], mask.ends[key]};
+    if (mask.window > 0) b.last = (int)min((i64)b.last, (i64)key + mask.window);
+    return b;
+}
+
+// `count` rows from `first` on to shared memory, `pitch` apart; zeros at `last` and beyond.
+DEVICE void copy_rows(float *target, int pitch, int count, const T *source, i64 stride, int first, int last, int columns) {
+    for (int i = threadIdx.x; i < count * columns; i += blockDim.x) {
+        int row = i / columns, column = i % columns;
+        target[row * pitch + column] = first + row < last ? widen(source[(first + row) * stride + column]) : 0.0f;
+    }
+}
+
+// s[r] = row r of the warp's four rows of `left` times the lane's row of `right`.
+DEVICE void multiply(float (&s)[OWN], const float *left, const float *right, int columns) {
+#pragma unroll
+    for (int r = 0; r < OWN; r++) s[r] = 0.0f;
+    const float *l = left + warp_of() * OWN * columns, *mine = right + lane_of() * (columns + 1);
+    for (int c = 0; c < columns; c++) {
+        float v = mine[c];
+#pragma unroll
+        for (int r = 0; r < OWN; r++) s[r] = fmaf(l[r * columns + c], v, s[r]);
+    }
+}
+
+// sum[r] += the sum over lanes of their p[r] times their row of `right`.
+DEVICE void add_product(float (&sum)[OWN][PARTS], const float (&p)[OWN], const float *right, int columns) {
+    for (int k = 0; k < COLUMNS; k++) {
+        float each[OWN];
+#pragma unroll
+        for (int r = 0; r < OWN; r++) each[r] = __shfl_sync(FULL_WARP, p[r], k);
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+            int column = (int)lane_of() + 32 * j;
+            if (column < columns) {
+                float v = right[k * (columns + 1) + column];
+#pragma unroll
+                for (int r = 0; r < OWN; r++) sum[r][j] = fmaf(each[r], v, sum[r][j]);
+            }
+        }
+    }
+}
+
+DEVICE void clear(float (&sum)[OWN][PARTS]) {
+#pragma unroll
+    for (int r = 0; r < OWN; r++)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) sum[r][j] = 0.0f;
+}
+
+DEVICE void store_rows(const float (&sum)[OWN][PARTS], T *target, i64 stride, int row, int last, int columns, const float (&factor)[OWN]) {
+#pragma unroll
+    for (int r = 0; r < OWN; r++)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+            int column = (int)lane_of() + 32 * j;
+            if (row + r < last && column < columns) target[(row + r) * stride + column] = narrow(sum[r][j] * factor[r]);
+        }
+}
+
+KERNEL(attention)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    DYNAMIC_SHARED(tiles);
+    float *queries = (float *)tiles, *keys = queries + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
+    Mask mask = {starts, ends, causal, window};
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, tokens), head = (int)blockIdx.y;
+    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim;
+    const T *q = qkv + (i64)head * head_dim, *k = qkv + (i64)(heads + head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
+    Bounds mine[OWN];
+    float sum[OWN][PARTS], most[OWN], total[OWN], inverse[OWN];
+    clear(sum);
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+        mine[r] = keys_of(mask, min(row + r, tokens - 1));
+        most[r] = NEGATIVE_INFINITY;
+        total[r] = 0.0f;
+    }
+    copy_rows(queries, head_dim, ROWS, q, stride, first, last, head_dim);
+    for (int column = from; column < to; column += COLUMNS) {
+        __syncthreads();
+        copy_rows(keys, head_dim + 1, COLUMNS, k, stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, stride, column, to, head_dim);
+        __syncthreads();
+        float s[OWN];
+        multiply(s, queries, keys, head_dim);
+        int at = column + (int)lane_of();
+#pragma unroll
+        for (int r = 0; r < OWN; r++) {
+            bool seen = at >= mine[r].first && at < mine[r].last;
+            s[r] = seen ? s[r] * scale : NEGATIVE_INFINITY;
+            float top = larger(most[r], warp_max(s[r]));
+            float shift = top == NEGATIVE_INFINITY ? 0.0f : top, keep = expf(most[r] - shift);
+            most[r] = top;
+            s[r] = expf(s[r] - shift);
+            total[r] = total[r] * keep + s[r];
+#pragma unroll
+            for (int j = 0; j < PARTS; j++) sum[r][j] *= keep;
+        }
+        add_product(sum, s, values, head_dim);
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+        total[r] = warp_sum(total[r]);
+        // A sum of 0 where something is seen is an infinite score: it shall not look like a result.
+        inverse[r] = mine[r].first < mine[r].last ? 1.0f / total[r] : 0.0f;
+        if (lane_of() == 0 && row + r < last) lse[(i64)head * tokens + row + r] = most[r] + logf(total[r]);
+    }
+    store_rows(sum, out + (i64)head * head_dim, (i64)heads * head_dim, row, last, head_dim, inverse);
+}
+
+KERNEL(attention_delta)(const T* dout, const T* out, float* delta, int tokens, int heads, int head_dim) {
+    i64 unit = (i64)blockIdx.x * (blockDim.x / 32) + warp_of();
+    if (unit >= (i64)tokens * heads) return;
+    float sum = 0.0f;
+    for (int i = lane_of(); i < head_dim; i += 32) sum = fmaf(widen(dout[unit * head_dim + i]), widen(out[unit * head_dim + i]), sum);
+    sum = warp_sum(sum);
+    if (lane_of() == 0) delta[unit % heads * tokens + unit / heads] = sum;
+}
+
+KERNEL(attention_backward_queries)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    DYNAMIC_SHARED(tiles);
+    float *queries = (float *)tiles, *outs = queries + ROWS * head_dim, *keys = outs + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
+    Mask mask = {starts, ends, causal, window};
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, tokens), head = (int)blockIdx.y;
+    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim, out_stride = (i64)heads * head_dim;
+    const T *q = qkv + (i64)head * head_dim, *k = qkv + (i64)(heads + head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
+    float sum[OWN][PARTS], factor[OWN];
+    clear(sum);
+    copy_rows(queries, head_dim, ROWS, q, stride, first, last, head_dim);
+    copy_rows(outs, head_dim, ROWS, dout + (i64)head * head_dim, out_stride, first, last, head_dim);
+    for (int column = from; column < to; column += COLUMNS) {
+        __syncthreads();
+        copy_rows(keys, head_dim + 1, COLUMNS, k, stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, stride, column, to, head_dim);
+        __syncthreads();
+        float s[OWN], ds[OWN];
+        multiply(s, queries, keys, head_dim);
+        multiply(ds, outs, values, head_dim);
+        int at = column + (int)lane_of();
+#pragma unroll
+        for (int r = 0; r < OWN; r++) {
+            int query = min(row + r, tokens - 1);
+            Bounds b = keys_of(mask, query);
+            i64 place = (i64)head * tokens + query;
+            ds[r] = at >= b.first && at < b.last ? expf(s[r] * scale - lse[place]) * (ds[r] - delta[place]) : 0.0f;
+        }
+        add_product(sum, ds, keys, head_dim);
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) factor[r] = scale;
+    store_rows(sum, dqkv + (i64)head * head_dim, stride, row, last, head_dim, factor);
+}
+
+KERNEL(attention_backward_keys)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    DYNAMIC_SHARED(tiles);
+    float *keys = (float *)tiles, *values = keys + ROWS * head_dim, *queries = values + ROWS * head_dim, *outs = queries + COLUMNS * (head_dim + 1);
+    Mask mask = {starts, ends, causal, window};
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, tokens), kv = (int)blockIdx.y, group = heads / kv_heads;
+    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim, out_stride = (i64)heads * head_dim;
+    i64 k_columns = (i64)(heads + kv) * head_dim, v_columns = k_columns + (i64)kv_heads * head_dim;
+    int row = first + (int)warp_of() * OWN, from = queries_of(mask, first).first, to = queries_of(mask, last - 1).last;
+    float dk[OWN][PARTS], dv[OWN][PARTS], factor[OWN], one[OWN];
+    clear(dk);
+    clear(dv);
+    copy_rows(keys, head_dim, ROWS, qkv + k_columns, stride, first, last, head_dim);
+    copy_rows(values, head_dim, ROWS, qkv + v_columns, stride, first, last, head_dim);
+    for (int head = kv * group; head < (kv + 1) * group; head++)
+        for (int column = from; column < to; column += COLUMNS) {
+            __syncthreads();
+            copy_rows(queries, head_dim + 1, COLUMNS, qkv + (i64)head * head_dim, stride, column, to, head_dim);
+            copy_rows(outs, head_dim + 1, COLUMNS, dout + (i64)head * head_dim, out_stride, column, to, head_dim);
+            __syncthreads();
+            float p[OWN], ds[OWN];
+            multiply(p, keys, queries, head_dim);
+            multiply(ds, values, outs, head_dim);
+            int query = column + (int)lane_of();
+            i64 place = (i64)head * tokens + min(query, tokens - 1);
+#pragma unroll
+            for (int r = 0; r < OWN; r++) {
+                Bounds b = queries_of(mask, min(row + r, tokens - 1));
+                p[r] = query >= b.first && query < b.last ? expf(p[r] * scale - lse[place]) : 0.0f;
+                ds[r] = p[r] * (ds[r] - delta[place]);
+            }
+            add_product(dv, p, outs, head_dim);
+            add_product(dk, ds, queries, head_dim);
+        }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) factor[r] = scale, one[r] = 1.0f;
+    store_rows(dk, dqkv + k_columns, stride, row, last, head_dim, factor);
+    store_rows(dv, dqkv + v_columns, stride, row, last, head_dim, one);
+}
+
+// Four warps take the cache's rows in turn; what each has found is put together in the order of the warps.
+KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    __shared__ float sums[4][32 * PARTS], mosts[4], totals[4];
+    int token = (int)blockIdx.x, head = (int)blockIdx.y, kv = head / (heads / kv_heads), lane = (int)lane_of(), warp = (int)warp_of();
+    int last = causal ? start + token + 1 : start + n, first = window > 0 ? max(0, start + token - window + 1) : 0;
+    i64 pitch = (i64)kv_heads * head_dim;
+    const T *q = qkv + (i64)token * (heads + 2 * kv_heads) * head_dim + (i64)head * head_dim;
+    float query[PARTS], sum[PARTS], most = NEGATIVE_INFINITY, total = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) {
+        query[j] = lane + 32 * j < head_dim ? widen(q[lane + 32 * j]) * scale : 0.0f;
+        sum[j] = 0.0f;
+    }
+    for (int key = first + warp; key < last; key += 4) {
+        i64 at = key * pitch + (i64)kv * head_dim + lane;
+        float s = 0.0f;
+#pragma unroll
+        for (int j = 0; j < PARTS; j++)
+            if (lane + 32 * j < head_dim) s = fmaf(query[j], widen(keys[at + 32 * j]), s);
+        s = warp_sum(s);
+        float top = larger(most, s), shift = top == NEGATIVE_INFINITY ? 0.0f : top, keep = expf(most - shift), p = expf(s - shift);
+        most = top;
+        total = total * keep + p;
+#pragma unroll
+        for (int j = 0; j < PARTS; j++)
+            if (lane + 32 * j < head_dim) sum[j] = fmaf(p, widen(values[at + 32 * j]), sum[j] * keep);
+    }
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) sums[warp][lane + 32 * j] = sum[j];
+    if (lane == 0) mosts[warp] = most, totals[warp] = total;
+    __syncthreads();
+    float top = NEGATIVE_INFINITY, all = 0.0f, factor[4];
+    for (int w = 0; w < 4; w++) top = larger(top, mosts[w]);
+    for (int w = 0; w < 4; w++) {
+        factor[w] = mosts[w] == NEGATIVE_INFINITY && totals[w] == 0.0f ? 0.0f : expf(mosts[w] - top);
+        all += totals[w] * factor[w];
+    }
+    for (int column = threadIdx.x; column < head_dim; column += blockDim.x) {
+        float value = 0.0f;
+        for (int w = 0; w < 4; w++) value = fmaf(sums[w][column], factor[w], value);
+        out[((i64)token * heads + head) * head_dim + column] = narrow(value / all);
+    }
+}
+
+KERNEL(cache_append)(const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim) {
+    int columns = kv_heads * head_dim;
+    i64 first = pack_start(), size = (i64)n * columns;
+    for (i64 i = first; i < first + PACK && i < size; i++) {
+        i64 row = i / columns, column = i % columns;
+        const T *from = qkv + row * (heads + 2 * kv_heads) * head_dim + (i64)heads * head_dim + column;
+        keys[(i64)start * columns + i] = from[0];
+        values[(i64)start * columns + i] = from[columns];
+    }
+}

@@ -1,1 +1,365 @@
-// To come.
+// Flash attention on tensor cores (Dao 2023, "FlashAttention-2"), bf16 or f16 operands, f32 sums and softmax.
+//
+// A block of eight warps owns 128 rows, sixteen a warp: queries, or keys for the gradients of keys and values. It walks the columns that any of its rows
+// is paired with, tile by tile, the next tile being copied to shared memory while this one is multiplied. Scores exist only in registers; as the
+// fragments of a result are those of a left operand, probabilities go from one product into the next without leaving them. For the
+// gradients of keys the scores are computed transposed, so that there too the rows are a warp's own.
+//
+// A row is paired with the columns [first, last) that segments, causality and the window leave it. Both bounds rise with the row, so that those of a block
+// of rows go from its first row's first to its last row's last. Packed sequences need nothing else: no list of tiles, and one launch whatever the bounds.
+//
+// The gradients are made by two kernels, one for the queries and one for keys and values, each recomputing the probabilities from the log-sum-exp:
+// seven products instead of five, but no sum is taken by atomic additions, whose order changes from run to run. Grouped heads are added up in the
+// block of their keys, in the order of the heads.
+
+#define ROWS 128
+#define THREADS 256
+#define LOG2E 1.4426950408889634f
+
+struct Heads {
+    int tokens, heads, kv_heads, head_dim;
+    DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
+};
+
+struct Mask {
+    const int *starts, *ends;
+    int causal, window;
+};
+
+// Columns that a row is paired with.
+struct Bounds {
+    int first, last;
+};
+
+DEVICE Bounds keys_of(const Mask &mask, int query) {
+    Bounds b = {mask.starts[query], mask.causal ? query + 1 : mask.ends[query]};
+    if (mask.window > 0) b.first = max(b.first, query - mask.window + 1);
+    return b;
+}
+DEVICE Bounds queries_of(const Mask &mask, int key) {
+    Bounds b = {mask.causal ? key : mask.starts[key], mask.ends[key]};
+    if (mask.window > 0) b.last = (int)min((i64)b.last, (i64)key + mask.window);
+    return b;
+}
+
+// Where eight columns of a row lie in a tile of D columns: turned within eight rows, so that a matrix's rows lie in different banks.
+template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (row * (D / 8) + (chunk ^ (row & 7))) * 8; }
+
+// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns that the head does not have.
+template <int D> DEVICE void copy_tile(T *tile, int count, const T *source, i64 stride, int first, int last, int head_dim) {
+    for (int i = threadIdx.x; i < count * (D / 8); i += THREADS) {
+        int row = i / (D / 8), chunk = i % (D / 8);
+        bool valid = first + row < last && chunk * 8 < head_dim;
+        const T *from = source + (valid ? (i64)(first + row) * stride + chunk * 8 : 0);
+        copy16_async(place<D>(tile, row, chunk), from, valid);
+    }
+}
+
+// The 16 x 16 left operand: rows from `row` on, columns from 16 `step` on.
+template <int D> DEVICE void load_left(unsigned (&a)[4], T *tile, int row, int step) {
+    unsigned lane = lane_of();
+    load_matrices(a, place<D>(tile, row + (int)(lane & 15), 2 * step + (int)(lane >> 4)), false);
+}
+
+// s += (16 rows of columns `step`) (N rows of `tile`)^T
+template <int D, int N> DEVICE void multiply_step(float (&s)[N / 8][4], const unsigned (&a)[4], T *tile, int step) {
+    unsigned lane = lane_of();
+#pragma unroll
+    for (int n = 0; n < N / 16; n++) {
+        unsigned b[4];
+        load_matrices(b, place<D>(tile, 16 * n + (int)(lane >> 4) * 8 + (int)(lane & 7), 2 * step + (int)(lane >> 3 & 1)), false);
+        mma(s[2 * n], a, b[0], b[1]);
+        mma(s[2 * n + 1], a, b[2], b[3]);
+    }
+}
+
+// s = (16 rows of `left` from `row` on) (N rows of `right`)^T
+template <int D, int N> DEVICE void multiply(float (&s)[N / 8][4], T *left, int row, T *right) {
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < D / 16; step++) {
+        unsigned a[4];
+        load_left<D>(a, left, row, step);
+        multiply_step<D, N>(s, a, right, step);
+    }
+}
+
+// sum += p (N rows of `tile`), p being 16 x N in the fragments of a result.
+template <int D, int N> DEVICE void add_product(float (&sum)[D / 8][4], const float (&p)[N / 8][4], T *tile) {
+    unsigned lane = lane_of();
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        unsigned a[4] = {pair_of(p[2 * k][0], p[2 * k][1]), pair_of(p[2 * k][2], p[2 * k][3]),
+                         pair_of(p[2 * k + 1][0], p[2 * k + 1][1]), pair_of(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            unsigned b[4];
+            load_matrices(b, place<D>(tile, 16 * k + (int)(lane & 15), 2 * d + (int)(lane >> 4)), true);
+            mma(sum[2 * d], a, b[0], b[1]);
+            mma(sum[2 * d + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+template <int D> DEVICE void clear(float (&sum)[D / 8][4]) {
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[d][i] = 0.0f;
+}
+
+// Writes the lane's two rows, each times its factor; head_dim is even, so that pairs are whole.
+template <int D> DEVICE void store_rows(const float (&sum)[D / 8][4], T *target, i64 stride, int row, int last, int head_dim, float low, float high) {
+    int first = row + (int)(lane_of() >> 2);
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) {
+        int column = 8 * d + 2 * (int)(lane_of() & 3);
+        if (column >= head_dim) continue;
+        if (first < last) *(unsigned *)(target + first * stride + column) = pair_of(sum[d][0] * low, sum[d][1] * low);
+        if (first + 8 < last) *(unsigned *)(target + (first + 8) * stride + column) = pair_of(sum[d][2] * high, sum[d][3] * high);
+    }
+}
+
+// Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether they have all of it.
+struct Part {
+    bool none, all;
+};
+template <int N> DEVICE Part part_of(Bounds first_row, Bounds last_row, int column) {
+    return Part{column >= last_row.last || column + N <= first_row.first, column >= last_row.first && column + N <= first_row.last};
+}
+
+// Whether the column of element i of fragment n is outside of the row's bounds.
+DEVICE bool outside(Bounds b, int column, int n, int i) {
+    int at = column + 8 * n + 2 * (int)(lane_of() & 3) + (i & 1);
+    return at < b.first || at >= b.last;
+}
+
+template <int D, int N>
+DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float scale) {
+    DYNAMIC_SHARED(memory);
+    T *queries = (T *)memory, *keys = queries + ROWS * D, *values = keys + 2 * N * D;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
+    int kv = head / (h.heads / h.kv_heads);
+    i64 stride = Heads::stride(h);
+    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int row = first + (int)warp_of() * 16;
+    // Rows beyond the last take its bounds; what they come to is not stored.
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
+    Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
+    int from = bounds(first).first, to = bounds(last - 1).last;
+
+    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
+    copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
+    copy_tile<D>(values, N, v, stride, from, to, h.head_dim);
+    commit_copies();
+    float sum[D / 8][4], most[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {0.0f, 0.0f};
+    clear<D>(sum);
+    unsigned a[D / 16][4];
+    float factor = scale * LOG2E;
+    for (int column = from, stage = 0; column < to; column += N, stage ^= 1) {
+        wait_copies<0>();
+        __syncthreads();
+        if (column == from) {
+#pragma unroll
+            for (int step = 0; step < D / 16; step++) load_left<D>(a[step], queries, (int)warp_of() * 16, step);
+        }
+        if (column + N < to) {
+            copy_tile<D>(keys + (stage ^ 1) * N * D, N, k, stride, column + N, to, h.head_dim);
+            copy_tile<D>(values + (stage ^ 1) * N * D, N, v, stride, column + N, to, h.head_dim);
+            commit_copies();
+        }
+        Part part = part_of<N>(warp_first, warp_last, column);
+        if (part.none) continue;
+        float s[N / 8][4];
+        clear<N>(s);
+#pragma unroll
+        for (int step = 0; step < D / 16; step++) multiply_step<D, N>(s, a[step], keys + stage * N * D, step);
+        float top[2] = {most[0], most[1]};
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[n][i] *= factor;
+                if (!part.all && outside(mine[i / 2], column, n, i)) s[n][i] = NEGATIVE_INFINITY;
+                top[i / 2] = larger(top[i / 2], s[n][i]);
+            }
+        float shift[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+            top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+            // A row that has seen nothing yet keeps zeros, and no NaN of infinities' difference.
+            shift[r] = top[r] == NEGATIVE_INFINITY ? 0.0f : top[r];
+            float keep = power_of_two(most[r] - shift[r]);
+            most[r] = top[r];
+            total[r] *= keep;
+#pragma unroll
+            for (int d = 0; d < D / 8; d++) sum[d][2 * r] *= keep, sum[d][2 * r + 1] *= keep;
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[n][i] = power_of_two(s[n][i] - shift[i / 2]);
+                total[i / 2] += s[n][i];
+            }
+        add_product<D, N>(sum, s, values + stage * N * D);
+    }
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        total[r] += __shfl_xor_sync(FULL_WARP, total[r], 1);
+        total[r] += __shfl_xor_sync(FULL_WARP, total[r], 2);
+        // A sum of 0 where something is seen is an infinite score: it shall not look like a result.
+        inverse[r] = mine[r].first < mine[r].last ? 1.0f / total[r] : 0.0f;
+        int query = row + 8 * r + (int)(lane_of() >> 2);
+        if ((lane_of() & 3) == 0 && query < last) lse[(i64)head * h.tokens + query] = (most[r] + log2f(total[r])) * (1.0f / LOG2E);
+    }
+    store_rows<D>(sum, out + (i64)head * h.head_dim, (i64)h.heads * h.head_dim, row, last, h.head_dim, inverse[0], inverse[1]);
+}
+
+// dS = P (dP - delta), dQ = scale dS K, with P from the log-sum-exp and dP = dO V^T.
+template <int D, int N>
+DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+    DYNAMIC_SHARED(memory);
+    T *queries = (T *)memory, *outs = queries + ROWS * D, *keys = outs + ROWS * D, *values = keys + 2 * N * D;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
+    int kv = head / (h.heads / h.kv_heads);
+    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
+    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int row = first + (int)warp_of() * 16;
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
+    Bounds mine[2];
+    float about[2], deltas[2], factor = scale * LOG2E;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int query = min(row + 8 * r + (int)(lane_of() >> 2), h.tokens - 1);
+        mine[r] = bounds(query);
+        about[r] = lse[(i64)head * h.tokens + query] * LOG2E;
+        deltas[r] = delta[(i64)head * h.tokens + query];
+    }
+    int from = bounds(first).first, to = bounds(last - 1).last;
+
+    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
+    copy_tile<D>(outs, ROWS, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
+    copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
+    copy_tile<D>(values, N, v, stride, from, to, h.head_dim);
+    commit_copies();
+    float sum[D / 8][4];
+    clear<D>(sum);
+    for (int column = from, stage = 0; column < to; column += N, stage ^= 1) {
+        wait_copies<0>();
+        __syncthreads();
+        if (column + N < to) {
+            copy_tile<D>(keys + (stage ^ 1) * N * D, N, k, stride, column + N, to, h.head_dim);
+            copy_tile<D>(values + (stage ^ 1) * N * D, N, v, stride, column + N, to, h.head_dim);
+            commit_copies();
+        }
+        Part part = part_of<N>(warp_first, warp_last, column);
+        if (part.none) continue;
+        float s[N / 8][4], ds[N / 8][4];
+        multiply<D, N>(s, queries, (int)warp_of() * 16, keys + stage * N * D);
+        multiply<D, N>(ds, outs, (int)warp_of() * 16, values + stage * N * D);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float p = power_of_two(s[n][i] * factor - about[i / 2]);
+                ds[n][i] = p * (ds[n][i] - deltas[i / 2]);
+                if (!part.all && outside(mine[i / 2], column, n, i)) ds[n][i] = 0.0f;
+            }
+        add_product<D, N>(sum, ds, keys + stage * N * D);
+    }
+    store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
+}
+
+// dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in turn.
+template <int D, int N>
+DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+    DYNAMIC_SHARED(memory);
+    T *keys = (T *)memory, *values = keys + ROWS * D, *queries = values + ROWS * D, *outs = queries + 2 * N * D;
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.tokens), kv = (int)blockIdx.y, group = h.heads / h.kv_heads;
+    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
+    i64 k_columns = (i64)(h.heads + kv) * h.head_dim, v_columns = k_columns + (i64)h.kv_heads * h.head_dim;
+    int row = first + (int)warp_of() * 16;
+    auto bounds = [&](int key) { return queries_of(mask, min(key, h.tokens - 1)); };
+    Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
+    Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
+    int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
+    float factor = scale * LOG2E;
+
+    // Tile `i` of the walk over all heads of the group and their queries.
+    auto copy = [&](int i) {
+        i64 head = (i64)(kv * group + i / steps) * h.head_dim;
+        int column = from + i % steps * N;
+        copy_tile<D>(queries + (i & 1) * N * D, N, qkv + head, stride, column, to, h.head_dim);
+        copy_tile<D>(outs + (i & 1) * N * D, N, dout + head, out_stride, column, to, h.head_dim);
+        commit_copies();
+    };
+    copy_tile<D>(keys, ROWS, qkv + k_columns, stride, first, last, h.head_dim);
+    copy_tile<D>(values, ROWS, qkv + v_columns, stride, first, last, h.head_dim);
+    copy(0);
+    float dk[D / 8][4], dv[D / 8][4];
+    clear<D>(dk);
+    clear<D>(dv);
+    for (int i = 0; i < group * steps; i++) {
+        wait_copies<0>();
+        __syncthreads();
+        if (i + 1 < group * steps) copy(i + 1);
+        int column = from + i % steps * N;
+        Part part = part_of<N>(warp_first, warp_last, column);
+        if (part.none) continue;
+        const float *lses = lse + (i64)(kv * group + i / steps) * h.tokens, *deltas = delta + (lses - lse);
+        T *q = queries + (i & 1) * N * D, *o = outs + (i & 1) * N * D;
+        float p[N / 8][4], ds[N / 8][4];
+        multiply<D, N>(p, keys, (int)warp_of() * 16, q);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + j, h.tokens - 1);
+                float about = lses[query] * LOG2E;
+#pragma unroll
+                for (int e = j; e < 4; e += 2) {
+                    p[n][e] = power_of_two(p[n][e] * factor - about);
+                    if (!part.all && outside(mine[e / 2], column, n, e)) p[n][e] = 0.0f;
+                }
+            }
+        add_product<D, N>(dv, p, o);
+        multiply<D, N>(ds, values, (int)warp_of() * 16, o);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + (e & 1), h.tokens - 1);
+                ds[n][e] = p[n][e] * (ds[n][e] - deltas[query]);
+            }
+        add_product<D, N>(dk, ds, q);
+    }
+    store_rows<D>(dk, dqkv + k_columns, stride, row, last, h.head_dim, scale, scale);
+    store_rows<D>(dv, dqkv + v_columns, stride, row, last, h.head_dim, 1.0f, 1.0f);
+}
+
+KERNEL_BOUNDS(attention_mma_64, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<64, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}
+KERNEL_BOUNDS(attention_mma_128, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<128, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}
+KERNEL_BOUNDS(attention_backward_queries_mma_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<64, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}
+KERNEL_BOUNDS(attention_backward_queries_mma_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<128, 32>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}
+KERNEL_BOUNDS(attention_backward_keys_mma_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<64, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}
+KERNEL_BOUNDS(attention_backward_keys_mma_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<128, 32>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+}

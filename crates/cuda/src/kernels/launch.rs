@@ -41,6 +41,8 @@ pub enum Rule {
         threads: u32,
         /// Bytes of dynamic shared memory.
         shared: u32,
+        /// And so many for each column of a head.
+        shared_a_column: u32,
     },
     /// `[tokens, heads, head_dim]`: a block for each token and head.
     Queries,
@@ -71,7 +73,9 @@ impl Rule {
             Rule::Chunks => launch([a.div_ceil(b), 1, 1], 256, 0),
             Rule::One => launch([1, 1, 1], 256, 0),
             Rule::Indices => launch([a * b, c.div_ceil(BAND), 1], 256, 0),
-            Rule::Tiles { rows, threads, shared } => launch([a.div_ceil(rows as usize), b, 1], threads, shared),
+            Rule::Tiles { rows, threads, shared, shared_a_column } => {
+                launch([a.div_ceil(rows as usize), b, 1], threads, shared + shared_a_column * c as u32)
+            }
             Rule::Queries => launch([a, b, 1], 128, 0),
         })
     }

@@ -11,8 +11,14 @@ macro_rules! kernels {
     };
 }
 
-const fn tiles(rows: u32, threads: u32, shared: u32) -> Rule {
-    Rule::Tiles { rows, threads, shared }
+/// Tiles of 128 rows for tensor cores.
+const fn tiles(shared: u32) -> Rule {
+    Rule::Tiles { rows: 128, threads: 256, shared, shared_a_column: 0 }
+}
+
+/// Tiles of 16 rows and 32 columns, one or two of rows and two of columns, in f32; a number more in each row of the latter.
+const fn small_tiles(of_rows: u32) -> Rule {
+    Rule::Tiles { rows: 16, threads: 128, shared: 2 * 32 * 4, shared_a_column: (16 * of_rows + 2 * 32) * 4 }
 }
 
 // Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads, value heads. `starts` and `ends` [tokens] are the
@@ -20,16 +26,16 @@ const fn tiles(rows: u32, threads: u32, shared: u32) -> Rule {
 // [tokens, heads head_dim]. Sizes of the launch: tokens; query heads (key heads for the gradients of keys); head_dim.
 kernels! {
     /// out and lse, by multiply-adds: any dtype, head_dim up to 256.
-    ATTENTION = "attention", Attention, tiles(16, 128, 0),
+    ATTENTION = "attention", Attention, small_tiles(1),
         "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// delta = sum over columns of dout out: [heads, tokens]. Sizes: tokens times heads.
     ATTENTION_DELTA = "attention_delta", Attention, Rule::Warps,
         "const T* dout, const T* out, float* delta, int tokens, int heads, int head_dim";
     /// The query columns of dqkv.
-    ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, tiles(16, 128, 0),
+    ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, small_tiles(2),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// The key and value columns of dqkv. Sizes: tokens, kv_heads, head_dim.
-    ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, tiles(16, 128, 0),
+    ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, small_tiles(2),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// New tokens over a cache: qkv [n, ..], keys and values [at least start + n, kv_heads head_dim], which hold the new tokens' too; out [n, heads head_dim].
     /// Sizes: n, heads, head_dim.
@@ -40,22 +46,22 @@ kernels! {
         "const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim";
 
     /// As `attention`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_MMA_64 = "attention_mma_64", AttentionMma, tiles(128, 256, 48 << 10),
+    ATTENTION_MMA_64 = "attention_mma_64", AttentionMma, tiles(48 << 10),
         "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_MMA_128 = "attention_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+    ATTENTION_MMA_128 = "attention_mma_128", AttentionMma, tiles(96 << 10),
         "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_queries`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_BACKWARD_QUERIES_MMA_64 = "attention_backward_queries_mma_64", AttentionMma, tiles(128, 256, 64 << 10),
+    ATTENTION_BACKWARD_QUERIES_MMA_64 = "attention_backward_queries_mma_64", AttentionMma, tiles(64 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_queries`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_BACKWARD_QUERIES_MMA_128 = "attention_backward_queries_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+    ATTENTION_BACKWARD_QUERIES_MMA_128 = "attention_backward_queries_mma_128", AttentionMma, tiles(96 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_keys`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(128, 256, 64 << 10),
+    ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(64 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_keys`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(128, 256, 96 << 10),
+    ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(96 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
 
     /// y = x / rms(x) weight: x, y [rows, dim], inv_rms [rows].

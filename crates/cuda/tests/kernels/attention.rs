@@ -1,0 +1,255 @@
+//! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the form on tensor cores as that on the CPU's tiles, which
+//! rounds probabilities and their gradients to the operands' dtype too.
+
+use super::emulated::{Buffer, both_orders, dtypes, float, launch, values, wide};
+use trainyard_cuda::kernels::{self, Argument, AttentionKernels, Float};
+use trainyard_tensor::cpu::attention::AttentionSpec;
+use trainyard_tensor::reference::attention::{self as oracle, Valued};
+use trainyard_tensor::{DType, Element, bf16, f16};
+
+fn unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 2f64.powi(-24),
+    }
+}
+
+/// How far results may lie from the oracle's.
+#[derive(Clone, Copy)]
+struct Tolerance {
+    /// Relative to the magnitude of the terms: errors of probabilities and of sums.
+    terms: f64,
+    /// Relative to the result: storing it.
+    stored: f64,
+}
+
+impl Tolerance {
+    /// Scores are sums of head_dim products, each rounding relative to the largest of the pair's magnitudes; a probability is the exponential of a
+    /// difference of two such, and sums over `keys` add their roundings. On tensor cores probabilities are rounded to the operands' dtype before they
+    /// multiply, and the exponential is a power of two of a score that was multiplied once more.
+    fn of(dtype: DType, tensor_cores: bool, spec: &AttentionSpec, score: f64, keys: usize) -> Tolerance {
+        let u = unit(DType::F32);
+        let exponential = if tensor_cores { 3e-6 } else { 4e-7 };
+        let probability = 2.0 * ((spec.head_dim as f64 + 4.0) * u * score + exponential) + (2 * keys + 4) as f64 * u;
+        Tolerance { terms: probability + if tensor_cores { unit(dtype) } else { 0.0 }, stored: unit(dtype) }
+    }
+
+    /// dQ and dK: delta is made of the stored output, so that one more storage rounding of the terms of dS enters.
+    fn of_scores(self) -> Tolerance {
+        Tolerance { terms: self.terms + self.stored, ..self }
+    }
+
+    #[track_caller]
+    fn check<T: Element>(&self, what: &str, got: &[T], want: &Valued) {
+        assert_eq!(got.len(), want.value.len(), "{what}");
+        for (i, got) in wide(got).into_iter().enumerate() {
+            let (value, magnitude) = (want.value[i], want.magnitude[i]);
+            // 1.01: products of two roundings. 1e-7: the spacing of subnormal f16.
+            let bound = 1.01 * (self.terms * magnitude + self.stored * value.abs()) + 1e-7;
+            assert!((got - value).abs() <= bound, "{what}[{i}]: {got}, not {value} within {bound:e}");
+        }
+    }
+}
+
+/// Some columns of every row.
+fn columns<T: Copy>(x: &[T], width: usize, range: std::ops::Range<usize>) -> Vec<T> {
+    x.chunks_exact(width.max(1)).flat_map(|row| row[range.clone()].to_vec()).collect()
+}
+
+fn scaled<T: Element>(seed: u64, len: usize) -> Vec<T> {
+    values::<f32>(seed, len).iter().map(|x| T::from_f32(x * 1.5)).collect()
+}
+
+/// The first row of each row's segment, and the one after its last.
+fn bounds(cu: &[i32]) -> (Buffer<i32>, Buffer<i32>) {
+    let each = |which: usize| -> Vec<i32> {
+        cu.windows(2).flat_map(|pair| vec![pair[which]; (pair[1] - pair[0]) as usize]).collect()
+    };
+    (Buffer::new(&each(0)), Buffer::new(&each(1)))
+}
+
+fn shape(spec: &AttentionSpec, tokens: usize) -> Vec<Argument> {
+    let sizes = [tokens, spec.heads, spec.kv_heads, spec.head_dim].map(|n| Argument::I32(n as i32));
+    let window = Argument::I32(spec.window.unwrap_or(0) as i32);
+    [&sizes[..], &[Argument::F32(spec.scale), Argument::I32(i32::from(spec.causal)), window]].concat()
+}
+
+/// Forward: out and lse.
+fn forward<T: Element>(kernels: AttentionKernels, spec: &AttentionSpec, cu: &[i32], qkv: &[T]) -> (Vec<T>, Vec<f32>) {
+    let tokens = *cu.last().unwrap() as usize;
+    let (starts, ends) = bounds(cu);
+    let (qkv, out, lse) =
+        (Buffer::new(qkv), Buffer::<T>::empty(tokens * spec.q_cols()), Buffer::<f32>::empty(spec.heads * tokens));
+    let pointers = [qkv.at(), out.at(), lse.at(), starts.at(), ends.at()];
+    let sizes = [tokens, spec.heads, spec.head_dim];
+    launch(kernels.forward, float::<T>(), sizes, &[&pointers[..], &shape(spec, tokens)].concat());
+    (out.get(), lse.get())
+}
+
+fn backward<T: Element>(
+    kernels: AttentionKernels,
+    spec: &AttentionSpec,
+    cu: &[i32],
+    qkv: &[T],
+    dout: &[T],
+    out: &[T],
+    lse: &[f32],
+) -> Vec<T> {
+    let tokens = *cu.last().unwrap() as usize;
+    let (starts, ends) = bounds(cu);
+    let (dqkv, delta) = (Buffer::<T>::empty(qkv.len()), Buffer::<f32>::empty(spec.heads * tokens));
+    let (qkv, dout, out, lse) = (Buffer::new(qkv), Buffer::new(dout), Buffer::new(out), Buffer::new(lse));
+    let sizes = [tokens, spec.heads, spec.head_dim].map(|n| Argument::I32(n as i32));
+    let arguments = [&[dout.at(), out.at(), delta.at()][..], &sizes].concat();
+    launch(&kernels::ATTENTION_DELTA, float::<T>(), [tokens * spec.heads, 1, 1], &arguments);
+    let pointers = [qkv.at(), dout.at(), lse.at(), delta.at(), starts.at(), ends.at(), dqkv.at()];
+    let arguments = [&pointers[..], &shape(spec, tokens)].concat();
+    launch(kernels.backward_queries, float::<T>(), [tokens, spec.heads, spec.head_dim], &arguments);
+    launch(kernels.backward_keys, float::<T>(), [tokens, spec.kv_heads, spec.head_dim], &arguments);
+    dqkv.get()
+}
+
+/// Runs forward and backward on a fused matrix and checks both against the oracle.
+fn conforms<T: Element>(aligned: bool, spec: &AttentionSpec, cu: &[i32]) {
+    let tokens = *cu.last().unwrap() as usize;
+    let (nq, nkv) = (spec.q_cols(), spec.kv_cols());
+    let width = nq + 2 * nkv;
+    let (qkv, dout) = (scaled::<T>(1, tokens * width), scaled::<T>(2, tokens * nq));
+    let kernels = kernels::attention(float::<T>(), spec.head_dim, aligned).unwrap();
+    let tensor_cores = kernels.forward.name != "attention";
+    let (out, lse) = both_orders(|| forward(kernels, spec, cu, &qkv));
+    let dqkv = both_orders(|| backward(kernels, spec, cu, &qkv, &dout, &out, &lse));
+
+    let [q, k, v] = [0..nq, nq..nq + nkv, nq + nkv..width].map(|range| wide(&columns(&qkv, width, range)));
+    let want = oracle::forward(spec, &q, &k, &v, cu, cu);
+    let longest = cu.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0) as usize;
+    let tolerance = Tolerance::of(T::DTYPE, tensor_cores, spec, want.score_magnitude, longest * spec.group());
+    let name = format!("{} {} {spec:?} {cu:?}", kernels.forward.name, T::DTYPE);
+    tolerance.check(&format!("out of {name}"), &out, &want.out);
+    for (i, (got, want)) in lse.iter().zip(&want.lse).enumerate() {
+        // The logarithm turns the relative error of the sum into an absolute one; adding the maximum rounds once more.
+        let bound = tolerance.terms.min(1e-4) + unit(DType::F32) * want.abs() * 2.0;
+        assert!((f64::from(*got) - want).abs() <= bound, "lse[{i}] of {name}: {got}, not {want} within {bound:e}");
+    }
+    let want = oracle::backward(spec, &q, &k, &v, &wide(&dout), cu);
+    tolerance.of_scores().check(&format!("dq of {name}"), &columns(&dqkv, width, 0..nq), &want.dq);
+    tolerance.of_scores().check(&format!("dk of {name}"), &columns(&dqkv, width, nq..nq + nkv), &want.dk);
+    tolerance.check(&format!("dv of {name}"), &columns(&dqkv, width, nq + nkv..width), &want.dv);
+}
+
+#[test]
+fn heads_of_any_size_conform() {
+    for head_dim in [1, 7, 16, 33, 64, 80, 128, 130, 256] {
+        let spec = AttentionSpec::causal(2, 2, head_dim);
+        conforms::<f32>(true, &spec, &[0, 23, 60]);
+        conforms::<bf16>(false, &spec, &[0, 23, 60]);
+        conforms::<bf16>(true, &spec, &[0, 23, 60]);
+        conforms::<f16>(true, &spec, &[0, 23, 60]);
+    }
+}
+
+dtypes! {
+    fn segments_of_any_length_conform<T>() {
+        let spec = AttentionSpec::causal(1, 1, 32);
+        for cu in [&[0][..], &[0, 0], &[0, 1], &[0, 1, 1, 2, 5, 5], &[0, 15, 31, 63, 127, 200], &[0, 16, 48, 112]] {
+            conforms::<T>(true, &spec, cu);
+            conforms::<T>(true, &AttentionSpec { causal: false, ..spec }, cu);
+        }
+    }
+}
+
+#[test]
+fn grouped_heads_and_windows_conform() {
+    for (heads, kv_heads) in [(4, 2), (3, 1)] {
+        for window in [None, Some(1), Some(5), Some(70), Some(1000)] {
+            let spec = AttentionSpec { window, ..AttentionSpec::causal(heads, kv_heads, 40) };
+            conforms::<f32>(true, &spec, &[0, 90, 101]);
+            conforms::<bf16>(true, &spec, &[0, 90, 161]);
+        }
+    }
+}
+
+#[test]
+fn sequences_longer_than_every_tile_conform() {
+    for window in [None, Some(150)] {
+        conforms::<bf16>(true, &AttentionSpec { window, ..AttentionSpec::causal(2, 1, 64) }, &[0, 301]);
+    }
+    conforms::<bf16>(true, &AttentionSpec::causal(1, 1, 128), &[0, 261]);
+    conforms::<bf16>(true, &AttentionSpec { causal: false, ..AttentionSpec::causal(2, 1, 32) }, &[0, 301]);
+}
+
+#[test]
+fn scores_of_any_size_conform() {
+    // Scores of some +-200 make nearly one-hot probabilities and underflow most exponentials.
+    let spec = AttentionSpec { scale: 20.0, ..AttentionSpec::causal(1, 1, 16) };
+    conforms::<f32>(true, &spec, &[0, 90]);
+    conforms::<bf16>(true, &AttentionSpec { scale: -3.0, ..spec }, &[0, 90]);
+    conforms::<bf16>(true, &AttentionSpec { scale: 0.0, ..spec }, &[0, 90]);
+}
+
+#[test]
+fn values_that_are_not_finite_are_not_hidden() {
+    fn check<T: Element>(aligned: bool) {
+        let spec = AttentionSpec::causal(1, 1, 32);
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut qkv: Vec<T> = scaled(1, 40 * 96);
+            qkv[20 * 96 + 3] = T::from_f32(bad);
+            let kernels = kernels::attention(float::<T>(), 32, aligned).unwrap();
+            let (out, _) = forward(kernels, &spec, &[0, 40], &qkv);
+            let finite = |row: usize| out[row * 32..(row + 1) * 32].iter().all(|x| x.to_f32().is_finite());
+            assert!((0..40).all(|row| finite(row) == (row != 20)), "{bad}");
+        }
+    }
+    check::<f32>(true);
+    check::<bf16>(true);
+}
+
+dtypes! {
+    fn decoding_gives_what_forward_gives<T>() {
+        for spec in
+            [AttentionSpec::causal(4, 2, 24), AttentionSpec { window: Some(17), ..AttentionSpec::causal(2, 2, 64) }]
+        {
+            let (len, nq, nkv) = (50, spec.q_cols(), spec.kv_cols());
+            let width = nq + 2 * nkv;
+            let qkv = scaled::<T>(1, len * width);
+            let [q, k, v] = [0..nq, nq..nq + nkv, nq + nkv..width].map(|range| wide(&columns(&qkv, width, range)));
+            let cu = [0, len as i32];
+            let want = oracle::forward(&spec, &q, &k, &v, &cu, &cu);
+            let (keys, cached) = (Buffer::<T>::empty((len + 3) * nkv), Buffer::<T>::empty((len + 3) * nkv));
+            let mut start = 0;
+            for new in [1, 1, 3, 20, 1, 24] {
+                let fresh = Buffer::new(&qkv[start * width..(start + new) * width]);
+                let heads = [spec.heads, spec.kv_heads, spec.head_dim];
+                let shape = [new, start, heads[0], heads[1], heads[2]].map(|n| Argument::I32(n as i32));
+                let arguments = [&[fresh.at(), keys.at(), cached.at()][..], &shape].concat();
+                launch(&kernels::CACHE_APPEND, float::<T>(), [new * nkv, 1, 1], &arguments);
+                let out = both_orders(|| {
+                    let out = Buffer::<T>::empty(new * nq);
+                    let last = [Argument::F32(spec.scale), Argument::I32(1), Argument::I32(spec.window.unwrap_or(0) as i32)];
+                    let arguments = [&[fresh.at(), keys.at(), cached.at(), out.at()][..], &shape, &last].concat();
+                    launch(&kernels::ATTENTION_DECODE, float::<T>(), [new, spec.heads, spec.head_dim], &arguments);
+                    out.get()
+                });
+                let range = start * nq..(start + new) * nq;
+                let part = Valued { value: want.out.value[range.clone()].to_vec(), magnitude: want.out.magnitude[range].to_vec() };
+                Tolerance::of(T::DTYPE, false, &spec, want.score_magnitude, len).check("out", &out, &part);
+                start += new;
+            }
+            assert_eq!(start, len);
+        }
+    }
+}
+
+#[test]
+fn the_kernels_of_a_head_are_those_that_take_it() {
+    let name =
+        |float, head_dim, aligned| kernels::attention(float, head_dim, aligned).map(|kernels| kernels.forward.name);
+    assert_eq!(name(Float::Bf16, 64, true), Some("attention_mma_64"));
+    assert_eq!(name(Float::F16, 72, true), Some("attention_mma_128"));
+    assert_eq!(name(Float::Bf16, 64, false), Some("attention"));
+    assert_eq!(name(Float::Bf16, 60, true), Some("attention"));
+    assert_eq!(name(Float::F32, 64, true), Some("attention"));
+    assert_eq!(name(Float::Bf16, 256, true), Some("attention"));
+    assert_eq!(name(Float::Bf16, 257, true), None);
+}
