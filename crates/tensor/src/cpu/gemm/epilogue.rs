@@ -307,18 +307,19 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `sums (+)= Σ_rows a` for a few columns: the sums stay in L1 while the rows pass.
+    /// `sums (+)= Σ_rows a` for a few columns: the sums stay in L1 while the rows pass, four at a time.
     pub(super) fn column_sums[T: Element](s: S, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
         if accumulate == Accumulate::Overwrite {
             sums.fill(0.0);
         }
-        for i in 0..a.rows() {
-            let row = a.row(i);
-            let mut j = 0;
-            while j < row.len() {
-                let v = s.add(load(s, sums, j), load(s, row, j));
-                store(s, v, sums, j);
-                j += S::LANES;
+        for first in (0..a.rows()).step_by(4) {
+            let last = a.rows().min(first + 4);
+            for j in (0..sums.len()).step_by(S::LANES) {
+                let mut sum = load(s, sums, j);
+                for i in first..last {
+                    sum = s.add(sum, load(s, a.row(i), j));
+                }
+                store(s, sum, sums, j);
             }
         }
     }

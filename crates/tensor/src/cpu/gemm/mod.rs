@@ -333,10 +333,11 @@ pub fn weight_gradient<T: Element>(
 /// `sums (+)= Σ_rows a`, each column one chain over the rows in order.
 pub fn column_sums<T: Element>(cpu: &Cpu, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
     assert!(sums.len() == a.cols, "{} sums for {} columns", sums.len(), a.cols);
-    // 128 columns are at least four whole cache lines of a row, and leave a GPT-2 layer six tasks or more.
-    const COLUMNS: usize = 128;
+    // A row's share in one piece, so that lines are asked for before they are reached, as long as its sums stay in L1.
+    const COLUMNS_MAX: usize = 4096;
     let (len, shares) = (sums.len(), Shares::new(sums));
-    cpu.threads.for_ranges(len, COLUMNS, |columns| {
+    let share = len.div_ceil(cpu.threads.count()).next_multiple_of(128);
+    cpu.threads.for_ranges(len, share.min(COLUMNS_MAX), |columns| {
         // SAFETY: the ranges are disjoint.
         let sums = unsafe { shares.part(columns.clone()) };
         epilogue::column_sums(cpu.isa, a.col_range(columns), accumulate, sums);

@@ -52,6 +52,19 @@ impl Avx512 {
 }
 
 /// # Safety
+/// As [`convert_bf16`]; `v[0]` is in the lower half.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn convert_bf16_pair(v: [__m512; 2]) -> __m512i {
+    let y: __m512i;
+    // SAFETY: the caller vouches for the instruction; it touches registers only.
+    unsafe {
+        asm!("vcvtne2ps2bf16 {y}, {high}, {low}", y = lateout(zmm_reg) y, high = in(zmm_reg) v[1], low = in(zmm_reg) v[0], options(pure, nomem, nostack, preserves_flags));
+    }
+    y
+}
+
+/// # Safety
 /// The CPU must have AVX-512 BF16. The intrinsic would keep this from being inlined into code compiled for AVX-512 F.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -229,10 +242,14 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn store_bf16_pair(self, v: [__m512; 2], y: &mut [bf16]) {
-        let (low, high, y) = (self.to_bf16(v[0]), self.to_bf16(v[1]), &mut y[..32]);
+        let y = &mut y[..32];
         // SAFETY: `self` proves that the CPU has the instructions; 32 elements are there.
         unsafe {
-            let line = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+            let line = if self.converts_bf16 {
+                convert_bf16_pair(v)
+            } else {
+                _mm512_inserti64x4::<1>(_mm512_castsi256_si512(round_bf16(v[0])), round_bf16(v[1]))
+            };
             _mm512_storeu_si512(y.as_mut_ptr().cast(), line);
         }
     }
