@@ -1,7 +1,7 @@
 //! Predictions against the engine: configurations are trained for a handful of steps and predicted in the same run.
 //!
 //! The table of [`cases`] has both families, four sizes that no probe has, several micro-batches, one to four ranks, ZeRO 0 to 3, the modes of
-//! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row compares medians. Memory is compared per
+//! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory is compared per
 //! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
 
 use crate::crew::{Crew, resolve};
@@ -47,7 +47,7 @@ impl Pair {
 pub struct Row {
     /// Which one.
     pub name: String,
-    /// Seconds of a step, medians.
+    /// Seconds of a step: the median, and the median of the steps' ratios to their own predictions times it.
     pub step_s: Pair,
     /// Peak bytes of rank 0, by purpose.
     pub memory: Vec<(&'static str, Pair)>,
@@ -153,9 +153,13 @@ pub fn rows(
     Ok(rows)
 }
 
-/// Steps that are counted, and the seconds that they take where that leaves a choice.
-const STEPS: std::ops::RangeInclusive<usize> = 5..=15;
-const CASE_S: f64 = 0.8;
+/// Steps that are counted, and the seconds that they take where that leaves a choice: more where the machine is unsteady.
+const STEPS: std::ops::RangeInclusive<usize> = 5..=25;
+const CASE_S: std::ops::RangeInclusive<f64> = 1.2..=4.0;
+/// By what factor a speed may change during a step that counts, and be off the profile's, as long as enough such steps are found: a step that began on
+/// a faster machine than it ended on is no measurement of either, and a profile is of the machine undisturbed.
+const CHANGE_MAX: f64 = 1.1;
+const OFF_MAX: f64 = 1.3;
 
 fn row(
     name: &str,
@@ -167,24 +171,34 @@ fn row(
     let forecast = forecast(resolved).map_err(failed)?;
     let mut crew = Crew::together(resolved).map_err(failed)?;
     crew.step().map_err(failed)?;
-    let mut steps: Vec<(Vec<Timed>, Speeds)> = Vec::new();
+    let mut steps: Vec<Step> = Vec::new();
     let mut before = sampler.sample()?;
     let began = Instant::now();
-    while steps.len() < *STEPS.start() || steps.len() < *STEPS.end() && began.elapsed().as_secs_f64() < CASE_S {
+    loop {
+        let elapsed = began.elapsed().as_secs_f64();
+        let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
+        let enough = steady >= *STEPS.end() || elapsed >= *CASE_S.start() && steady >= *STEPS.start();
+        if steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()) {
+            break;
+        }
         let timed = crew.step().map_err(failed)?;
         let after = sampler.sample()?;
-        steps.push((timed, sample::between(before, after)));
+        let speeds = sample::between(before, after);
+        let (change, off) = (sample::factor(&before, &after), sample::factor(&speeds, &profile.speeds));
+        let unsteadiness = (change / CHANGE_MAX).max(off / OFF_MAX);
+        let seconds = timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
+        let predicted_s = forecast.step(profile, &speeds).simulated.step_s;
+        steps.push(Step { timed, speeds, unsteadiness, seconds, predicted_s });
         before = after;
     }
+    let steps = steady(steps);
     let usage = crew.ranks()[0].device.pool().usage();
-    let slowest = |timed: &[Timed]| timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
-    let middle = |values: &mut dyn Iterator<Item = f64>| median(values).unwrap_or(f64::NAN);
-    let step_s = Pair {
-        measured: middle(&mut steps.iter().map(|(timed, _)| slowest(timed))),
-        predicted: middle(&mut steps.iter().map(|(_, speeds)| forecast.step(profile, speeds).simulated.step_s)),
-    };
-    let speeds = Speeds::median(&steps.iter().map(|(_, speeds)| *speeds).collect::<Vec<_>>()).expect("steps were made");
-    let spans: Vec<&Timed> = steps.iter().map(|(timed, _)| &timed[0]).collect();
+    let middle = |value: &dyn Fn(&Step) -> f64| median(steps.iter().map(value)).unwrap_or(f64::NAN);
+    // Each step against its own prediction, since speeds change from one to the next.
+    let measured = middle(&|step| step.seconds);
+    let step_s = Pair { measured, predicted: measured * middle(&|step| step.predicted_s / step.seconds) };
+    let speeds = Speeds::median(&steps.iter().map(|step| step.speeds).collect::<Vec<_>>()).expect("steps were made");
+    let spans: Vec<&Timed> = steps.iter().map(|step| &step.timed[0]).collect();
     let instructions = instructions(&forecast, &spans, profile, &speeds);
     let kernels = kernels(&forecast, &mut crew, profile, &before).map_err(failed)?;
     let needs = &forecast.needs.memory;
@@ -199,6 +213,28 @@ fn row(
         kernels,
         unpriced: forecast.step(profile, &speeds).unpriced.into_keys().collect(),
     })
+}
+
+/// A measured step.
+struct Step {
+    /// Of every rank.
+    timed: Vec<Timed>,
+    /// The machine's meanwhile.
+    speeds: Speeds,
+    /// At most 1 when the machine was as steady as it should be.
+    unsteadiness: f64,
+    /// Of the slowest rank.
+    seconds: f64,
+    /// What such speeds were said to give.
+    predicted_s: f64,
+}
+
+/// The steady steps, as long as there are enough; else those during which the machine was steadiest.
+fn steady(mut steps: Vec<Step>) -> Vec<Step> {
+    steps.sort_by(|a, b| a.unsteadiness.total_cmp(&b.unsteadiness));
+    let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
+    steps.truncate(steady.max(*STEPS.start()));
+    steps
 }
 
 /// Seconds by kind of instruction: medians of each over the steps, summed.
@@ -290,6 +326,24 @@ mod tests {
             shards.insert((resolved.parallel.ranks, resolved.parallel.zero_stage));
         }
         assert!([(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 3)].iter().all(|pair| shards.contains(pair)));
+    }
+
+    #[test]
+    fn steps_of_an_unsteady_machine_count_only_where_there_are_too_few_others() {
+        let of = |unsteadiness: &[f64]| -> Vec<f64> {
+            let speeds = Speeds { f32_flops: 1.0, bf16_flops: 1.0, copy_bytes_per_s: 1.0 };
+            let timed = Vec::new();
+            let step = |&unsteadiness: &f64| Step {
+                timed: timed.clone(),
+                speeds,
+                unsteadiness,
+                seconds: 1.0,
+                predicted_s: 1.0,
+            };
+            steady(unsteadiness.iter().map(step).collect()).iter().map(|step| step.unsteadiness).collect()
+        };
+        assert_eq!(of(&[0.9, 3.0, 0.8, 0.7, 1.0, 0.6, 1.1, 0.5]), [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]);
+        assert_eq!(of(&[2.0, 0.5, 4.0, 3.0, 1.5, 6.0, 5.0]), [0.5, 1.5, 2.0, 3.0, 4.0]);
     }
 
     #[test]

@@ -97,6 +97,14 @@ pub fn between(before: Speeds, after: Speeds) -> Speeds {
     }
 }
 
+/// The largest factor between the same speeds of two.
+pub fn factor(one: &Speeds, other: &Speeds) -> f64 {
+    let factor = |a: f64, b: f64| (a / b).max(b / a);
+    factor(one.f32_flops, other.f32_flops)
+        .max(factor(one.bf16_flops, other.bf16_flops))
+        .max(factor(one.copy_bytes_per_s, other.copy_bytes_per_s))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,5 +115,7 @@ mod tests {
         assert!(sample.f32_flops > 1e6 && sample.bf16_flops > 1e6 && sample.copy_bytes_per_s > 1e6, "{sample:?}");
         let four = Speeds { f32_flops: 4.0 * sample.f32_flops, ..sample };
         assert!((between(sample, four).f32_flops / sample.f32_flops - 2.0).abs() < 1e-9);
+        assert!((factor(&sample, &four) - 4.0).abs() < 1e-9 && (factor(&four, &sample) - 4.0).abs() < 1e-9);
+        assert_eq!(factor(&sample, &sample), 1.0);
     }
 }
