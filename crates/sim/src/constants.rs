@@ -35,6 +35,8 @@ pub struct Constants {
     pub dispatch_us: f64,
     /// Host time per collective inside a unit and per rank of its group, when pipeline messages synchronise the host, milliseconds.
     pub host_sync_ms: f64,
+    /// What each further node of that group adds to it, as a share of it.
+    pub host_sync_node: f64,
     /// Share of memory bandwidth that streaming kernels reach.
     pub memory_share: f64,
     /// Share of the f32 peak that products reach whose rows are no multiple of 16 bytes: tensor cores cannot load them.
@@ -119,7 +121,7 @@ impl Constants {
     }
 
     /// The fitted ones by name, to be changed by a fit.
-    pub fn fitted_mut(&mut self) -> [(&'static str, &mut f64); 11] {
+    pub fn fitted_mut(&mut self) -> [(&'static str, &mut f64); 12] {
         [
             ("sustained_volta", &mut self.sustained_volta),
             ("sustained_ampere", &mut self.sustained_ampere),
@@ -132,6 +134,7 @@ impl Constants {
             ("interference", &mut self.interference),
             ("dispatch_us", &mut self.dispatch_us),
             ("host_sync_ms", &mut self.host_sync_ms),
+            ("host_sync_node", &mut self.host_sync_node),
         ]
     }
 }
@@ -159,6 +162,7 @@ impl TryFrom<File> for Constants {
             interference: fit("interference")?,
             dispatch_us: fit("dispatch_us")?,
             host_sync_ms: fit("host_sync_ms")?,
+            host_sync_node: fit("host_sync_node")?,
             memory_share: assume("memory_share")?,
             misaligned_share: assume("misaligned_share")?,
             launch_us: assume("launch_us")?,

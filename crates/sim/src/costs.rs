@@ -5,9 +5,15 @@ use crate::collective::{Operation, collective_s, message_s};
 use crate::constants::Constants;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
-use crate::stack::{Dispatch, Stack};
+use crate::stack::{Bundle, Dispatch, Stack};
 use crate::transformer::{UnitWork, Units, Workload};
 use trainyard_program::{Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, UnitShape};
+
+/// Collectives were measured on messages of this size: what is sent together pays their latency once for each.
+const MESSAGE_BYTES: f64 = 256e6;
+
+/// Nodes of a network's `straggle_s`. It falls with the fourth power below; above, where nobody measured, it is taken to grow in proportion.
+const STRAGGLE_NODES: f64 = 64.0;
 
 /// Prices of one kind of unit on one rank.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -28,6 +34,8 @@ pub struct UnitCost {
     pub working: [f64; 2],
     /// Elements of parameters that the rank computes with.
     pub elements: f64,
+    /// Tensors that they are.
+    pub tensors: f64,
 }
 
 /// Prices of all that a program can do on a cluster.
@@ -71,13 +79,16 @@ impl Costs {
         &self.kinds[self.kind_of[unit as usize]]
     }
 
-    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept.
+    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept that its backward is still to use.
     pub fn device_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
         match instruction.action {
             Action::Forward { unit, .. } => self.unit(unit).forward_s,
             Action::Backward { unit, part, .. } => self.backward_s(unit, part, keep),
+            Action::Gather { unit, over } if self.stack.gathers == Bundle::Tensor => {
+                self.gather_of_tensors_s(mesh, unit, over, bytes, keep)
+            }
             Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
             Action::Reduce { .. } => self.reduce_s(mesh, bytes),
             // The first and the last stage.
@@ -121,9 +132,38 @@ impl Costs {
         }
     }
 
+    /// Seconds that `instruction` spares when it goes with the collective before it: its share of a start and of the steps' latencies, which are paid
+    /// once for [`MESSAGE_BYTES`].
+    pub fn joined_s(&self, program: &Program, instruction: &Instruction) -> f64 {
+        let latency = match instruction.action {
+            Action::Gather { over, .. } if self.stack.gathers == Bundle::Queue => {
+                self.collective(Operation::AllGather, 1.0, over, program.mesh.tp)
+            }
+            Action::Reduce { .. } if self.stack.reductions == Bundle::Queue => self.reduce_s(&program.mesh, 1.0),
+            _ => return 0.0,
+        };
+        latency * (1.0 - instruction.bytes as f64 / MESSAGE_BYTES).max(0.0)
+    }
+
+    /// A gather of each tensor by itself into a list of parts: one collective each, then a copy for every rank (PyTorch's `all_gather` over a list). Hooks of
+    /// modules gather for a recomputation and once more for backward.
+    fn gather_of_tensors_s(&self, mesh: &Mesh, unit: u32, over: u32, bytes: f64, keep: Keep) -> f64 {
+        let tensors = self.unit(unit).tensors;
+        let one = self.collective(Operation::AllGather, bytes / tensors, over, mesh.tp);
+        // The library launches them, not the script.
+        let copies = f64::from(over) * (self.constants.launch_us * 1e-6).max(self.dispatch_s(Dispatch::Compiled));
+        let passes = if keep == Keep::InputOnly { 2.0 } else { 1.0 };
+        passes * tensors * (one + copies)
+    }
+
+    /// Seconds that the host needs to launch a kernel.
+    fn dispatch_s(&self, dispatch: Dispatch) -> f64 {
+        self.constants.dispatch_us * 1e-6 * if dispatch == Dispatch::Eager { 1.0 } else { 0.2 }
+    }
+
     /// Seconds that the host needs to launch `instruction`.
     pub fn host_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
-        let each = self.constants.dispatch_us * 1e-6 * if self.stack.dispatch == Dispatch::Eager { 1.0 } else { 0.2 };
+        let each = self.dispatch_s(self.stack.dispatch);
         match instruction.action {
             Action::Forward { unit, .. } => each * self.unit(unit).launches[0],
             Action::Backward { unit, part, .. } => {
@@ -136,7 +176,9 @@ impl Costs {
                 let mesh = &program.mesh;
                 let far = mesh.stage_ranks() * mesh.pp > self.cluster.devices_per_node;
                 let waits = if self.stack.host_sync && mesh.pp > 1 && far {
-                    self.constants.host_sync_ms * 1e-3 * f64::from(mesh.tp)
+                    let nodes = f64::from(self.cluster.place(mesh.tp, 1).nodes);
+                    let each = self.constants.host_sync_ms * (1.0 + self.constants.host_sync_node * (nodes - 1.0));
+                    each * 1e-3 * f64::from(mesh.tp)
                 } else {
                     0.0
                 };
@@ -174,7 +216,8 @@ impl Costs {
     /// Seconds that a step on many nodes waits for the slowest of them.
     pub fn straggle_s(&self) -> f64 {
         let nodes = f64::from(self.cluster.nodes);
-        if nodes > 1.0 { self.cluster.network.straggle_us * 1e-6 * nodes.powi(3) } else { 0.0 }
+        let share = nodes / STRAGGLE_NODES;
+        if nodes > 1.0 { self.cluster.network.straggle_s * share.powi(4).min(share) } else { 0.0 }
     }
 
     fn stream_s(&self, bytes: f64) -> f64 {
@@ -232,6 +275,7 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
         ],
         working: unit.working,
         elements,
+        tensors: f64::from(unit.tensors),
     }
 }
 

@@ -35,4 +35,4 @@ pub use own::own_units;
 pub use predict::{Lowered, PredictError, Prediction, predict};
 pub use profile::{Device, Family, Format, Network, ProfileError, Profiles};
 pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate};
-pub use stack::{Dispatch, Partition, Selective, Stack};
+pub use stack::{Bundle, Dispatch, Partition, Selective, Stack};

@@ -46,13 +46,19 @@ pub enum PredictError {
     Simulate(#[from] SimulateError),
 }
 
-/// Lowers `case`, prices the programs and plays them.
+/// Lowers `case`, prices the programs and plays them. Software that keeps gathered inputs of products gathers them again where keeping them does not fit.
 ///
 /// # Errors
 ///
 /// A strategy that cannot be lowered.
 pub fn predict(case: &Case, constants: &Constants) -> Result<Prediction, PredictError> {
-    Ok(Lowered::new(case)?.predict(constants)?)
+    let prediction = Lowered::new(case)?.predict(constants)?;
+    if prediction.fits() || !case.stack.keeps_gathered {
+        return Ok(prediction);
+    }
+    let mut again = case.clone();
+    again.stack.keeps_gathered = false;
+    Ok(Lowered::new(&again)?.predict(constants)?)
 }
 
 impl Lowered {

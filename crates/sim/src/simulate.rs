@@ -9,7 +9,7 @@
 
 use crate::costs::Costs;
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Phase, Program};
+use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Part, Phase, Program};
 
 const LANES: usize = Lane::ALL.len();
 
@@ -128,8 +128,8 @@ struct Player<'a> {
     host: f64,
     /// Compute that collectives delayed and that is not yet paid.
     debt: f64,
-    /// What forward kept, by unit.
-    keep: Vec<Keep>,
+    /// What forward kept, by unit, and how many forwards backward has not followed yet.
+    keep: Vec<(Keep, u32)>,
     /// Reductions put off until backward is over, seconds.
     put_off: f64,
     /// The last intervals of compute and of collectives, for overlaps.
@@ -159,7 +159,7 @@ impl<'a> Player<'a> {
             free: [0.0; LANES],
             host: 0.0,
             debt: 0.0,
-            keep: vec![Keep::Everything; program.units.len()],
+            keep: vec![(Keep::Everything, 0); program.units.len()],
             put_off: 0.0,
             recent: [Vec::new(), Vec::new()],
         }
@@ -230,6 +230,10 @@ impl<'a> Player<'a> {
             self.host = self.host.max(ready);
         }
         let mut seconds = self.costs.device_s(self.program, instruction, keep);
+        if ready < self.free[lane as usize] {
+            // It was waiting when the one before it ended, so it went with that one.
+            seconds -= self.costs.joined_s(self.program, instruction);
+        }
         self.host += self.costs.host_s(self.program, instruction, keep);
         let mut end = start;
         match lane {
@@ -285,10 +289,20 @@ impl<'a> Player<'a> {
     fn kept(&mut self, instruction: &Instruction) -> Keep {
         match instruction.action {
             Action::Forward { unit, keep, .. } => {
-                self.keep[unit as usize] = keep;
+                self.keep[unit as usize] = (keep, self.keep[unit as usize].1 + 1);
                 keep
             }
-            Action::Backward { unit, .. } => self.keep[unit as usize],
+            Action::Backward { unit, part, .. } => {
+                let (keep, open) = self.keep[unit as usize];
+                if part != Part::Weights {
+                    self.keep[unit as usize].1 = open.saturating_sub(1);
+                }
+                keep
+            }
+            Action::Gather { unit, .. } => match self.keep[unit as usize] {
+                (keep, open) if open > 0 => keep,
+                _ => Keep::Everything,
+            },
             _ => Keep::Everything,
         }
     }

@@ -39,6 +39,18 @@ pub enum Partition {
     Units,
 }
 
+/// What goes into one collective when parameters are gathered or gradients reduced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bundle {
+    /// Each tensor by itself, gathered into a list of parts.
+    Tensor,
+    /// A unit.
+    Unit,
+    /// All that is ready: what waited behind another collective goes with it.
+    Queue,
+}
+
 /// A framework, as far as a step's price depends on it.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -57,6 +69,10 @@ pub struct Stack {
     pub overlap_reduce: bool,
     /// Units whose parameters are gathered ahead.
     pub prefetch: u32,
+    /// What one gather of parameters moves.
+    pub gathers: Bundle,
+    /// What one reduction of gradients moves.
+    pub reductions: Bundle,
     /// Whether residuals and attention have dropout.
     pub dropout: bool,
     /// What selective recomputation repeats.
@@ -67,7 +83,7 @@ pub struct Stack {
     pub partition: Partition,
     /// Whether a pipeline message synchronises host and device.
     pub host_sync: bool,
-    /// Whether, with a split sequence, inputs of products are kept as gathered.
+    /// Whether, with a split sequence, inputs of products are kept as gathered, as long as that fits.
     pub keeps_gathered: bool,
     /// Whether the allocator grows its segments.
     pub expandable: bool,

@@ -97,6 +97,8 @@ pub struct UnitWork {
     pub kv: f64,
     /// Elements of parameters, whole.
     pub elements: f64,
+    /// Tensors that they are.
+    pub tensors: u32,
     /// Those of experts.
     pub expert_elements: f64,
     /// Bytes that a rank sends to experts elsewhere.
@@ -209,6 +211,7 @@ impl Builder<'_> {
             output: stream,
             exchanges: 1,
             elements: f64::from(self.model.vocab + self.model.positions) * self.dim(),
+            tensors: if self.model.positions > 0 { 2 } else { 1 },
             ..UnitWork::default()
         }
     }
@@ -222,6 +225,8 @@ impl Builder<'_> {
         self.mlp(&mut unit);
         unit.output = self.tokens() * self.dim() * HALF;
         unit.exchanges = if cross { 3 } else { 2 };
+        // Gated: q, k, v, o, gate, up, down and two norms' weights; otherwise four matrices and two norms, each with a bias.
+        unit.tensors = if self.model.gated { 9 } else { 12 } + if cross { 6 } else { 0 };
         unit.kv = 2.0 * self.tokens() * f64::from(self.model.kv_heads * self.model.head_dim) * HALF;
         if self.stack.keeps_gathered && self.stack.sequence_parallel {
             let gathered = 2.0 * unit.output * (1.0 - 1.0 / self.split());
@@ -410,6 +415,7 @@ impl Builder<'_> {
         unit.saved = [m * v * per_logit.kept + 2.0 * stream; 3];
         unit.working = [m * v * per_logit.forward, m * v * per_logit.backward];
         unit.extra_launches = [4.0, 4.0];
+        unit.tensors = if self.model.tied { 1 } else { 2 };
         unit.elements = if self.model.tied { d } else { f64::from(self.model.vocab) * d };
         unit.exchanges = 1;
         unit

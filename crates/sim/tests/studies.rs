@@ -4,9 +4,9 @@ use trainyard_program::{
     Keep, MemoryKind, Mesh, ModelShape, PipelineSchedule, Placement, ReduceSchedule, StateBytes, Strategy, UnitShape,
     lower_rank,
 };
-use trainyard_sim::measurement::Case;
+use trainyard_sim::measurement::{self, Case};
 use trainyard_sim::transformer::Workload;
-use trainyard_sim::{Cluster, Constants, Format, Prediction, Profiles, Stack, model, predict};
+use trainyard_sim::{Bundle, Cluster, Constants, Format, Lowered, Prediction, Profiles, Stack, model, predict};
 
 /// ZeRO (Rajbhandari et al. 2020, figure 1 and table 1): 7.5 billion parameters over 64 ranks hold 120, 31.4, 16.6 and 1.9 GB.
 #[test]
@@ -124,4 +124,58 @@ fn sixteen_thousand_ranks_are_a_pipeline_of_sixteen() {
     // Llama 3 (Grattafiori et al. 2024, table 4): 16,384 GPUs reach 400 TFLOP/s each, 38 to 43 % of peak.
     let tflops = prediction.tokens_per_s * (6.0 * 405.9e9 + 6.0 * 126.0 * 8192.0 * 16384.0) / 1e12;
     assert!((320.0..480.0).contains(&tflops), "{tflops:.0}");
+}
+
+fn published(id: &str) -> Case {
+    let rows = measurement::rows().unwrap();
+    rows.iter().find(|row| row.id == id).unwrap().case(&Profiles::builtin()).unwrap()
+}
+
+/// ZeRO-1 gathers all parameters after the update: on 32 nodes a latency per unit would be most of the step; on one node it is none of it.
+#[test]
+fn gathers_that_wait_go_together() {
+    let step = |id: &str, gathers: Bundle| {
+        let mut case = published(id);
+        case.stack.gathers = gathers;
+        predict(&case, &Constants::builtin()).unwrap().simulated.step_s
+    };
+    let [queue, unit] = [Bundle::Queue, Bundle::Unit].map(|gathers| step("pb-941", gathers));
+    assert!(queue < 0.8 * unit, "32 nodes: {queue} and {unit} s");
+    let [queue, unit] = [Bundle::Queue, Bundle::Unit].map(|gathers| step("pb-021", gathers));
+    assert!((0.99..=1.0).contains(&(queue / unit)), "one node: {queue} and {unit} s");
+}
+
+/// Narayanan et al. 2021, section 5.2: ZeRO-3 as it was gathered each parameter by itself.
+#[test]
+fn tensors_gathered_one_by_one_cost_a_collective_each() {
+    let step = |gathers: Bundle| {
+        let mut case = published("sc21-013");
+        case.stack.gathers = gathers;
+        predict(&case, &Constants::builtin()).unwrap().simulated.step_s
+    };
+    assert!(step(Bundle::Tensor) > 2.0 * step(Bundle::Unit));
+}
+
+/// A run of the playbook that would need 134 GB with gathered inputs kept, and ran in 64.
+#[test]
+fn inputs_are_gathered_again_where_keeping_them_does_not_fit() {
+    let case = published("pb-1371");
+    assert!(case.stack.keeps_gathered);
+    let kept = Lowered::new(&case).unwrap().predict(&Constants::builtin()).unwrap();
+    assert!(!kept.fits() && predict(&case, &Constants::builtin()).unwrap().fits());
+}
+
+/// What was seen on up to 64 nodes is not carried on as a power.
+#[test]
+fn stragglers_grow_in_proportion_beyond_what_was_measured() {
+    let straggle = |nodes: u32| {
+        let mut case = published("pb-1047");
+        case.cluster.nodes = nodes;
+        let units = case.model.units(&case.work, &case.stack);
+        let Case { work, cluster, stack, format, .. } = &case;
+        trainyard_sim::Costs::new(&units, work, cluster, stack, &Constants::builtin(), *format).straggle_s()
+    };
+    assert_eq!(straggle(1), 0.0);
+    assert!((straggle(64) / straggle(32) - 16.0).abs() < 1e-9);
+    assert!((straggle(2048) / straggle(64) - 32.0).abs() < 1e-9);
 }
