@@ -1,0 +1,243 @@
+//! What a device is asked to do: memory, streams, events, launches, products. A trait, so that everything above it runs in tests
+//! without a GPU: [`crate::fake`] is the other implementation beside [`crate::nvidia`].
+//!
+//! Work is put on streams and runs in order there; streams are ordered among each other by events alone. No call here waits for work but
+//! [`Driver::synchronize`]. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
+
+use crate::error::Result;
+use crate::kernels::{Argument, File, Float, Launch};
+
+/// Memory of the device.
+pub type Address = u64;
+
+/// A queue of work, by its number on the driver.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Stream(pub usize);
+
+/// A mark in a stream, by its number on the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Event(pub usize);
+
+/// A kernel that was loaded, by its number on the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Function(pub usize);
+
+/// What a device is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Properties {
+    /// Its name, as the driver gives it.
+    pub name: String,
+    /// Its number among those that the process sees.
+    pub ordinal: usize,
+    /// Its compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// The most shared memory that a block can ask for, in bytes.
+    pub shared_max: u32,
+    /// Bytes of memory.
+    pub memory: usize,
+    /// The CUDA version that the driver supports: 1000 major + 10 minor.
+    pub driver_version: u32,
+}
+
+impl Properties {
+    /// What kernels are compiled for: `sm_90a` on Hopper, where the instructions of the tensor cores are of that chip alone.
+    pub fn architecture(&self) -> String {
+        let (major, minor) = self.capability;
+        let suffix = if major == 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{suffix}")
+    }
+}
+
+/// A piece of memory that a launch works on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Region {
+    /// Its first byte; 0 is no memory.
+    pub address: Address,
+    /// Its bytes.
+    pub bytes: usize,
+    /// Whether it is written.
+    pub written: bool,
+}
+
+impl Region {
+    /// No memory: a null pointer.
+    pub const NONE: Region = Region { address: 0, bytes: 0, written: false };
+}
+
+/// A kernel with all that its launch takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Call<'a> {
+    /// The kernel, as it was loaded.
+    pub function: Function,
+    /// Its name.
+    pub name: &'static str,
+    /// Grid, block, shared memory.
+    pub launch: Launch,
+    /// In the order of the kernel's parameters.
+    pub arguments: &'a [Argument],
+    /// The memory that the pointers among them stand for.
+    pub regions: &'a [Region],
+}
+
+/// How operands of f32 are multiplied.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Precision {
+    /// As they are.
+    #[default]
+    Full,
+    /// On tensor cores, rounded to 10 bits of mantissa.
+    Tf32,
+}
+
+/// What is done to a product before it is stored.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum Activation {
+    /// Nothing.
+    #[default]
+    None,
+    /// `max(x, 0)`.
+    Relu,
+    /// GELU by its tanh formula.
+    Gelu,
+}
+
+/// The form of a product: what an algorithm is chosen for. `d = act(a b + bias) + c`, row-major: a is [m, k] or stored as [k, m], b is [k, n] or stored
+/// as [n, k], c and d are [m, n], bias is [n]. Sums are f32.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Product {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// What is summed over.
+    pub k: usize,
+    /// Whether a is stored as [k, m].
+    pub a_transposed: bool,
+    /// Whether b is stored as [n, k].
+    pub b_transposed: bool,
+    /// Of a and b.
+    pub operands: Float,
+    /// Of bias, c and d.
+    pub result: Float,
+    /// For operands of f32.
+    pub precision: Precision,
+    /// Whether a bias is added.
+    pub bias: bool,
+    /// What follows the bias. With c there is none.
+    pub activation: Activation,
+    /// Whether the argument of the activation is stored too, in the form of d.
+    pub keeps_argument: bool,
+    /// Whether c is added. It may be d.
+    pub adds: bool,
+    /// How many such products lie one after the other in every operand.
+    pub batch: usize,
+}
+
+/// The memory of a product; what its form does not have is [`Region::NONE`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Operands {
+    /// [m, k], or [k, m].
+    pub a: Region,
+    /// [k, n], or [n, k].
+    pub b: Region,
+    /// [n].
+    pub bias: Region,
+    /// [m, n].
+    pub c: Region,
+    /// [m, n].
+    pub d: Region,
+    /// The argument of the activation, [m, n].
+    pub argument: Region,
+    /// Scratch for the algorithm.
+    pub workspace: Region,
+}
+
+impl Operands {
+    /// All of them.
+    pub fn all(&self) -> [Region; 7] {
+        [self.a, self.b, self.bias, self.c, self.d, self.argument, self.workspace]
+    }
+}
+
+/// A device. Calls can come from any thread.
+pub trait Driver: Send + Sync {
+    /// What it is.
+    fn properties(&self) -> &Properties;
+
+    /// Bytes free and in all.
+    fn memory(&self) -> Result<(usize, usize)>;
+
+    /// Memory with arbitrary contents.
+    fn allocate(&self, bytes: usize) -> Result<Address>;
+
+    /// Gives memory back once all streams are done with what they were given so far.
+    fn free(&self, address: Address);
+
+    /// Host memory that the device can copy from and to by itself.
+    fn allocate_pinned(&self, bytes: usize) -> Result<*mut u8>;
+
+    /// Gives such memory back.
+    ///
+    /// # Safety
+    /// It came from [`Driver::allocate_pinned`], and nothing uses it any more.
+    unsafe fn free_pinned(&self, data: *mut u8);
+
+    /// A new stream.
+    fn stream(&self) -> Result<Stream>;
+
+    /// Waits until everything on the stream is done.
+    ///
+    /// # Errors
+    /// Also those of the work itself.
+    fn synchronize(&self, stream: Stream) -> Result<()>;
+
+    /// A new event that was not recorded.
+    fn event(&self) -> Result<Event>;
+
+    /// Gives an event back, which may still be waited for.
+    fn destroy(&self, event: Event);
+
+    /// Marks the end of what is on the stream now.
+    fn record(&self, event: Event, stream: Stream) -> Result<()>;
+
+    /// Lets what is put on the stream from now on wait for the mark.
+    fn wait(&self, stream: Stream, event: Event) -> Result<()>;
+
+    /// Seconds from one recorded mark to another, both passed.
+    fn seconds_between(&self, start: Event, end: Event) -> Result<f64>;
+
+    /// Copies host memory in. It may be changed on return, unless it is pinned: then once the stream is done.
+    ///
+    /// # Safety
+    /// `from` has as many bytes.
+    unsafe fn upload(&self, stream: Stream, to: Region, from: *const u8) -> Result<()>;
+
+    /// Copies into host memory, which is complete once the stream is done.
+    ///
+    /// # Safety
+    /// `to` has as many bytes, and nothing else uses them until the stream is done.
+    unsafe fn download(&self, stream: Stream, to: *mut u8, from: Region) -> Result<()>;
+
+    /// Copies as many bytes as `to` has.
+    fn copy(&self, stream: Stream, to: Region, from: Region) -> Result<()>;
+
+    /// Sets every byte to zero.
+    fn zero(&self, stream: Stream, to: Region) -> Result<()>;
+
+    /// Compiles a module, or finds it compiled, and loads its kernels, in the order of `File::kernels`.
+    fn load(&self, file: File, float: Float) -> Result<Vec<Function>>;
+
+    /// Puts a kernel on a stream.
+    ///
+    /// # Safety
+    /// The arguments are those that the kernel takes, and what it reads and writes lies in the regions.
+    unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<()>;
+
+    /// Puts a product on a stream.
+    ///
+    /// # Safety
+    /// The operands have the form's sizes.
+    unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()>;
+}

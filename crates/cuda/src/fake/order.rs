@@ -1,0 +1,108 @@
+//! Which accesses come after which others, by the events that order streams.
+
+use crate::driver::Address;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// How many pieces of work of each stream come before.
+#[derive(Clone, Default, Debug, PartialEq)]
+pub struct Clock(Vec<u64>);
+
+impl Clock {
+    fn at(&self, stream: usize) -> u64 {
+        self.0.get(stream).copied().unwrap_or(0)
+    }
+
+    fn raise(&mut self, stream: usize, to: u64) {
+        if self.0.len() <= stream {
+            self.0.resize(stream + 1, 0);
+        }
+        self.0[stream] = self.0[stream].max(to);
+    }
+
+    fn join(&mut self, other: &Clock) {
+        for (stream, ticks) in other.0.iter().enumerate() {
+            self.raise(stream, *ticks);
+        }
+    }
+}
+
+struct Access {
+    range: Range<Address>,
+    written: bool,
+    stream: usize,
+    tick: u64,
+}
+
+/// The clocks of streams and host, and the accesses that later ones may conflict with.
+#[derive(Default)]
+pub struct Order {
+    streams: Vec<Clock>,
+    /// What the host has waited for; it comes before everything that is queued from then on.
+    host: Clock,
+    accesses: BTreeMap<Address, Vec<Access>>,
+}
+
+impl Order {
+    fn clock(&mut self, stream: usize) -> &mut Clock {
+        if self.streams.len() <= stream {
+            self.streams.resize(stream + 1, Clock::default());
+        }
+        self.streams[stream].join(&self.host);
+        &mut self.streams[stream]
+    }
+
+    /// One more piece of work on a stream.
+    pub fn advance(&mut self, stream: usize) {
+        let clock = self.clock(stream);
+        let next = clock.at(stream) + 1;
+        clock.raise(stream, next);
+    }
+
+    /// What comes before whatever waits for an event that is recorded now.
+    pub fn now(&mut self, stream: usize) -> Clock {
+        self.clock(stream).clone()
+    }
+
+    /// The stream waits for an event.
+    pub fn wait(&mut self, stream: usize, event: &Clock) {
+        self.clock(stream).join(event);
+    }
+
+    /// The host waits for a stream.
+    pub fn host_waits(&mut self, stream: usize) {
+        let clock = self.clock(stream).clone();
+        self.host.join(&clock);
+    }
+
+    /// An access by the newest work of a stream to memory of the allocation `base`.
+    pub fn access(&mut self, base: Address, range: Range<Address>, written: bool, stream: usize) -> Result<(), String> {
+        let clock = self.clock(stream).clone();
+        let accesses = self.accesses.entry(base).or_default();
+        let touches = |other: &Access| other.range.start < range.end && range.start < other.range.end;
+        let conflicts = |other: &&Access| touches(other) && (written || other.written);
+        let after = |other: &Access| clock.at(other.stream) >= other.tick;
+        let bad = accesses.iter().filter(conflicts).find(|other| !after(other)).map(|other| {
+            let verb = |written| if written { "writes" } else { "reads" };
+            format!(
+                "{} {range:#x?}, which stream {} {} and no event comes between",
+                verb(written),
+                other.stream,
+                verb(other.written)
+            )
+        });
+        // What lies inside and comes before this write, or is an earlier read of this stream, says nothing more.
+        accesses.retain(|other| {
+            let inside = range.start <= other.range.start && other.range.end <= range.end;
+            let superseded = written || (other.stream == stream && !other.written);
+            !(inside && superseded && after(other))
+        });
+        accesses.push(Access { range, written, stream, tick: clock.at(stream) });
+        bad.map_or(Ok(()), Err)
+    }
+
+    /// The allocation is no more.
+    pub fn forget(&mut self, base: Address) {
+        self.accesses.remove(&base);
+    }
+}

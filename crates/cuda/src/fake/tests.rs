@@ -1,0 +1,123 @@
+use super::*;
+
+fn region(address: Address, bytes: usize, written: bool) -> Region {
+    Region { address, bytes, written }
+}
+
+fn upload(fake: &Fake, stream: Stream, to: Address, data: &[u8]) {
+    // SAFETY: the slice has as many bytes.
+    unsafe { fake.upload(stream, region(to, data.len(), true), data.as_ptr()) }.unwrap();
+}
+
+fn download(fake: &Fake, stream: Stream, from: Address, bytes: usize) -> Vec<u8> {
+    let mut data = vec![0; bytes];
+    // SAFETY: as above, and the stream is waited for.
+    unsafe { fake.download(stream, data.as_mut_ptr(), region(from, bytes, false)) }.unwrap();
+    fake.synchronize(stream).unwrap();
+    data
+}
+
+#[test]
+fn an_event_orders_two_streams_whatever_is_taken_first() {
+    for seed in 0..20 {
+        let fake = Fake::new(Options { seed, ..Options::default() });
+        let (first, second) = (fake.stream().unwrap(), fake.stream().unwrap());
+        let memory = fake.allocate(4).unwrap();
+        for value in 0..10u8 {
+            upload(&fake, first, memory, &[value; 4]);
+        }
+        let event = fake.event().unwrap();
+        fake.record(event, first).unwrap();
+        fake.wait(second, event).unwrap();
+        assert_eq!(download(&fake, second, memory, 4), [9; 4]);
+        assert_eq!(fake.problems(), [""; 0]);
+        assert!(fake.take_records().iter().map(|r| r.name).eq([["upload"; 10].as_slice(), &["download"]].concat()));
+    }
+}
+
+#[test]
+fn what_no_event_orders_is_found_and_for_some_seed_goes_wrong() {
+    let mut wrong = 0;
+    for seed in 0..20 {
+        let fake = Fake::new(Options { seed, ..Options::default() });
+        let (first, second) = (fake.stream().unwrap(), fake.stream().unwrap());
+        let memory = fake.allocate(8).unwrap();
+        upload(&fake, first, memory, &[7; 4]);
+        wrong += usize::from(download(&fake, second, memory, 4) != [7; 4]);
+        let problems = fake.problems();
+        assert!(problems.len() == 1 && problems[0].contains("download on stream 1: reads"), "{problems:?}");
+        // The other half was not written by anybody else.
+        upload(&fake, second, memory + 4, &[1; 4]);
+        assert_eq!(fake.problems().len(), 1);
+    }
+    assert!((1..20).contains(&wrong), "{wrong} of 20");
+}
+
+#[test]
+fn the_host_orders_what_it_waits_for() {
+    let fake = Fake::new(Options::default());
+    let (first, second) = (fake.stream().unwrap(), fake.stream().unwrap());
+    let memory = fake.allocate(4).unwrap();
+    upload(&fake, first, memory, &[7; 4]);
+    fake.synchronize(first).unwrap();
+    assert_eq!((download(&fake, second, memory, 4), fake.problems().len()), (vec![7; 4], 0));
+    // A later write must wait for the reader too.
+    fake.zero(second, region(memory, 4, true)).unwrap();
+    fake.zero(first, region(memory, 4, true)).unwrap();
+    assert_eq!(fake.problems().len(), 1);
+}
+
+#[test]
+fn memory_ends_where_it_ends() {
+    let fake = Fake::new(Options { memory: 1000, ..Options::default() });
+    let stream = fake.stream().unwrap();
+    let memory = fake.allocate(600).unwrap();
+    let error = fake.allocate(600).unwrap_err().to_string();
+    assert!(error.contains("600 bytes left: 400 of 1000"), "{error}");
+    fake.zero(stream, region(memory + 1, 600, true)).unwrap();
+    assert!(fake.problems()[0].contains("no allocation"));
+    let fake = Fake::new(Options { failing: Some("zero"), ..Options::default() });
+    let stream = fake.stream().unwrap();
+    let memory = fake.allocate(600).unwrap();
+    assert!(fake.zero(stream, region(memory, 600, true)).unwrap_err().to_string().contains("asked for by the test"));
+    fake.free(memory);
+    assert_eq!(fake.used(), (0, 600));
+}
+
+#[test]
+fn a_product_has_its_epilogue() {
+    let fake = Fake::new(Options::default());
+    let stream = fake.stream().unwrap();
+    let put = |values: &[f32]| {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let memory = fake.allocate(bytes.len()).unwrap();
+        upload(&fake, stream, memory, &bytes);
+        region(memory, bytes.len(), false)
+    };
+    let form = Product {
+        m: 2,
+        n: 1,
+        k: 3,
+        a_transposed: false,
+        b_transposed: true,
+        operands: Float::F32,
+        result: Float::F32,
+        precision: Default::default(),
+        bias: true,
+        activation: Activation::Relu,
+        keeps_argument: true,
+        adds: true,
+        batch: 1,
+    };
+    let (a, b, bias, c) = (put(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), put(&[1.0, 0.0, -1.0]), put(&[1.0]), put(&[10.0, 20.0]));
+    let [d, argument] = [put(&[0.0; 2]), put(&[0.0; 2])].map(|r| Region { written: true, ..r });
+    let operands = Operands { a, b, bias, c, d, argument, workspace: Region::NONE };
+    // SAFETY: the sizes are those of the form.
+    unsafe { fake.product(stream, &form, &operands) }.unwrap();
+    let floats = |r: Region| -> Vec<f32> {
+        let bytes = download(&fake, stream, r.address, 8);
+        bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
+    };
+    assert_eq!((floats(argument), floats(d)), (vec![-1.0, -1.0], vec![10.0, 20.0]));
+    assert_eq!(fake.problems(), [""; 0]);
+}
