@@ -291,8 +291,8 @@ impl Driver for Fake {
         if bytes > free {
             return Err(CudaError::OutOfMemory { bytes, free, total: self.properties.memory });
         }
-        // What a device hands out is not zero.
-        let memory = vec![Chunk([0xab; 256]); bytes.div_ceil(256).max(1)].into_boxed_slice();
+        // What a device hands out is not zero; as a float of any type this is a small number.
+        let memory = vec![Chunk([0x2b; 256]); bytes.div_ceil(256).max(1)].into_boxed_slice();
         let address = memory.as_ptr() as Address;
         state.used += bytes;
         state.used_max = state.used_max.max(state.used);
@@ -410,8 +410,7 @@ impl Driver for Fake {
             return Err(CudaError::Launch { kernel: call.name.to_owned(), what });
         }
         let (_, float, _) = self.lock().functions[call.function.0];
-        let record =
-            Record { float: Some(float), launch: Some(call.launch), ..plain(stream, call.name, call.regions) };
+        let record = Record { float: Some(float), launch: Some(call.launch), ..plain(stream, call.name, call.regions) };
         let arguments = call.arguments.to_vec();
         self.queue(stream, record, Work::Kernel { function: call.function, launch: call.launch, arguments })
     }

@@ -129,16 +129,18 @@ impl Link {
             return Ok(());
         }
         match &self.0 {
-            Some(comm) => comm.all_gather(part.as_bytes()?, whole.as_bytes_mut()?)?,
-            None => whole.as_bytes_mut()?.copy_from_slice(part.as_bytes()?),
+            Some(comm) => {
+                part.with_bytes(|part| whole.overwrite_bytes(|whole| comm.all_gather(part, whole)))???;
+                Ok(())
+            }
+            None => Ok(whole.copy_from(part)?),
         }
-        Ok(())
     }
 
     /// As [`Link::all_gather`] with the own part in its place.
     pub fn all_gather_in_place(&self, whole: &mut Tensor) -> Result<()> {
         if let Some(comm) = &self.0 {
-            comm.all_gather_in_place(whole.as_bytes_mut()?)?;
+            whole.with_bytes_mut(|whole| comm.all_gather_in_place(whole))??;
         }
         Ok(())
     }
@@ -163,7 +165,7 @@ impl Link {
 
     fn all_reduce_f32(&self, data: &mut Tensor) -> Result<()> {
         match &self.0 {
-            Some(comm) => Ok(comm.all_reduce(data.data_mut::<f32>()?)?),
+            Some(comm) => Ok(data.with_data_mut(|data: &mut [f32]| comm.all_reduce(data))??),
             None => Ok(()),
         }
     }
@@ -176,7 +178,7 @@ pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: 
     let mut sum = flat.view(own.start, [own.len()])?;
     if dtype == DType::F32 {
         if let Some(comm) = &links.shard.0 {
-            comm.reduce_scatter_in_place(flat.data_mut::<f32>()?)?;
+            flat.with_data_mut(|flat: &mut [f32]| comm.reduce_scatter_in_place(flat))??;
         }
         links.replicate.all_reduce_f32(&mut sum)?;
         return Ok(sum);
@@ -186,11 +188,12 @@ pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: 
     let mut own_rounded = rounded.view(own.start, [own.len()])?;
     match (&links.shard.0, &links.replicate.0) {
         (Some(shard), _) => {
-            shard.reduce_scatter_sums(rounded.data::<bf16>()?, sum.data_mut::<f32>()?)?;
+            let scatter = |rounded: &[bf16]| sum.overwrite(|sum: &mut [f32]| shard.reduce_scatter_sums(rounded, sum));
+            rounded.with_data(scatter)???;
             links.replicate.all_reduce_f32(&mut sum)?;
             ops::cast_into(&sum, &mut own_rounded)?;
         }
-        (None, Some(replicate)) => replicate.all_reduce(own_rounded.data_mut::<bf16>()?)?,
+        (None, Some(replicate)) => own_rounded.with_data_mut(|own: &mut [bf16]| replicate.all_reduce(own))??,
         (None, None) => {}
     }
     ops::cast_into(&own_rounded, &mut sum)?;

@@ -202,10 +202,11 @@ impl Optimizer {
         let mut staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
         if !self.device.is_meta() {
             if let Some(masters) = &mut staged.masters {
-                store.read(chunk.offset, masters.as_bytes_mut()?)?;
+                masters.overwrite_bytes(|bytes| store.read(chunk.offset, bytes))??;
             }
             if let Some(state) = &mut staged.state {
-                store.read(chunk.offset + self.masters_bytes(chunk), state.as_bytes_mut()?)?;
+                let offset = chunk.offset + self.masters_bytes(chunk);
+                state.overwrite_bytes(|bytes| store.read(offset, bytes))??;
             }
         }
         // The whole buffer stays known through its parts, which share it.
@@ -231,7 +232,9 @@ impl Optimizer {
 
     fn write_masters(&self, store: &Store, chunk: &Chunk, staged: &Staged) -> Result<()> {
         match &staged.masters {
-            Some(masters) if !self.device.is_meta() => Ok(store.write(chunk.offset, masters.as_bytes()?)?),
+            Some(masters) if !self.device.is_meta() => {
+                Ok(masters.with_bytes(|bytes| store.write(chunk.offset, bytes))??)
+            }
             _ => Ok(()),
         }
     }
@@ -239,7 +242,8 @@ impl Optimizer {
     fn write_state(&self, store: &Store, chunk: &Chunk, staged: &Staged) -> Result<()> {
         match &staged.state {
             Some(state) if !self.device.is_meta() => {
-                Ok(store.write(chunk.offset + self.masters_bytes(chunk), state.as_bytes()?)?)
+                let offset = chunk.offset + self.masters_bytes(chunk);
+                Ok(state.with_bytes(|bytes| store.write(offset, bytes))??)
             }
             _ => Ok(()),
         }

@@ -423,9 +423,8 @@ fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let mut whole: Option<(ParamId, Vec<f32>)> = None;
     rank.set_masters(|id, range, values| {
         let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
-        let values = values.data_mut::<f32>()?;
         if range.len() == elements[&id] {
-            return Ok(read(values)?);
+            return Ok(values.overwrite(|values: &mut [f32]| read(values))??);
         }
         if whole.as_ref().is_none_or(|(of, _)| *of != id) {
             let mut all = vec![0.0; elements[&id]];
@@ -433,8 +432,7 @@ fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
             whole = Some((id, all));
         }
         let (_, all) = whole.as_ref().expect("it was just read");
-        values.copy_from_slice(&all[range]);
-        Ok(())
+        Ok(values.write(&all[range])?)
     })?;
     Ok(reader.notes().to_vec())
 }

@@ -100,7 +100,7 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'sta
         match part {
             // What is on the device is in one part.
             Stored::Here(values) => {
-                return Ok(Bytes::from(values.view(share.start, [share.len()])?.as_bytes()?.to_vec()));
+                return Ok(Bytes::from(values.view(share.start, [share.len()])?.with_bytes(<[u8]>::to_vec)?));
             }
             Stored::Away(store, offset) if !held.is_empty() => {
                 stored.push((store, offset + 4 * (held.start - start) as u64, 4 * held.len()));
@@ -184,5 +184,5 @@ fn fill(
             stored.shape,
         )));
     }
-    Ok(checkpoint.read(part, name, range, target.as_bytes_mut()?)?)
+    Ok(target.overwrite_bytes(|bytes| checkpoint.read(part, name, range, bytes))??)
 }

@@ -135,8 +135,8 @@ impl Model {
         let mut store = Store::new();
         for (id, parameter) in self.parameters() {
             let mut value = device.empty(&parameter.shape, DType::F32, Purpose::Params)?;
-            if let Some(cpu) = device.as_cpu() {
-                initialise(cpu, seed, id, parameter, 0, value.data_mut()?);
+            if let Some(cpu) = device.host() {
+                value.overwrite(|value: &mut [f32]| initialise(cpu, seed, id, parameter, 0, value))?;
             }
             store.insert(id, value);
         }

@@ -1,10 +1,12 @@
 //! Where tensors live and kernels run, chosen at run time at the grain of whole kernels.
 //!
-//! Two kinds today: `cpu`, and `meta`, which has shapes and no data. Every operation states its [`Cost`] and passes the kernel
-//! as a closure to [`Device::launch`]: the CPU runs it, meta only adds up the cost. Both allocate through the same pool
-//! code, so running a model on meta gives its FLOPs, bytes and memory exactly as the run will have them.
+//! `cpu`, `cuda`, and `meta`, which has shapes and no data. Every operation states its [`Cost`] and passes the kernel
+//! as a closure to [`Device::launch_on`]: a device with data runs it, meta only adds up the cost. All allocate through the same pool
+//! code, so running a model on meta gives its FLOPs, bytes and memory exactly as the run will have them; of kernels' scratch
+//! a meta device takes what the device takes that it stands for ([`Computes`]).
 
 use crate::cpu::{Cpu, Isa};
+use crate::cuda::{self, Cuda, Mark};
 use crate::error::{Result, TensorError};
 use crate::pool::{MemoryPool, Purpose};
 use crate::tensor::Tensor;
@@ -75,6 +77,11 @@ thread_local! {
 /// Marks the calls that this thread launches from now on.
 pub fn tag_calls(tag: u32) {
     TAG.set(tag);
+}
+
+/// Says which lane this thread works for from now on: on a GPU, what it launches goes onto that lane's stream. Threads begin on lane 0.
+pub fn enter_lane(lane: usize) {
+    cuda::enter_lane(lane);
 }
 
 impl std::ops::AddAssign for Cost {
@@ -149,7 +156,25 @@ struct Inner {
 
 enum Kind {
     Cpu(Cpu),
-    Meta,
+    Cuda(Arc<Cuda>),
+    Meta(Computes),
+}
+
+/// What computes, or would: how much scratch kernels take depends on it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Computes {
+    /// The kernels of [`crate::cpu`].
+    Cpu,
+    /// Those of [`crate::cuda`].
+    Cuda,
+}
+
+/// What a kernel is run by.
+pub enum On<'d> {
+    /// The processor.
+    Cpu(&'d Cpu),
+    /// A GPU.
+    Cuda(&'d Arc<Cuda>),
 }
 
 impl Device {
@@ -158,9 +183,20 @@ impl Device {
         Device::new(Kind::Cpu(Cpu::new(isa, threads)), MemoryPool::new(true, limit))
     }
 
-    /// Shapes only.
+    /// A GPU; at most `limit` live bytes of its memory.
+    pub fn cuda(cuda: Arc<Cuda>, limit: Option<usize>) -> Device {
+        let pool = MemoryPool::on_device(Arc::clone(&cuda), limit);
+        Device::new(Kind::Cuda(cuda), pool)
+    }
+
+    /// Shapes only, with the scratch of the CPU's kernels.
     pub fn meta() -> Device {
-        let device = Device::new(Kind::Meta, MemoryPool::new(false, None));
+        Device::meta_for(Computes::Cpu)
+    }
+
+    /// Shapes only, with the scratch of the kernels of `computes`.
+    pub fn meta_for(computes: Computes) -> Device {
+        let device = Device::new(Kind::Meta(computes), MemoryPool::new(false, None));
         device.set_profiling(true);
         device
     }
@@ -172,19 +208,49 @@ impl Device {
 
     /// Whether tensors here have no data.
     pub fn is_meta(&self) -> bool {
-        matches!(self.0.kind, Kind::Meta)
+        matches!(self.0.kind, Kind::Meta(_))
     }
 
-    /// `cpu` or `meta`.
+    /// `cpu`, `cuda` or `meta`.
     pub fn name(&self) -> &'static str {
-        if self.is_meta() { "meta" } else { "cpu" }
+        match &self.0.kind {
+            Kind::Cpu(_) => "cpu",
+            Kind::Cuda(_) => "cuda",
+            Kind::Meta(_) => "meta",
+        }
     }
 
-    /// The CPU context; None on meta.
+    /// Whose kernels compute here, or are counted.
+    pub fn computes(&self) -> Computes {
+        match &self.0.kind {
+            Kind::Cpu(_) => Computes::Cpu,
+            Kind::Cuda(_) => Computes::Cuda,
+            Kind::Meta(computes) => *computes,
+        }
+    }
+
+    /// The CPU context; None on the other devices.
     pub fn as_cpu(&self) -> Option<&Cpu> {
         match &self.0.kind {
             Kind::Cpu(cpu) => Some(cpu),
-            Kind::Meta => None,
+            _ => None,
+        }
+    }
+
+    /// The GPU; None on the other devices.
+    pub fn as_cuda(&self) -> Option<&Arc<Cuda>> {
+        match &self.0.kind {
+            Kind::Cuda(cuda) => Some(cuda),
+            _ => None,
+        }
+    }
+
+    /// What the host makes values with for this device; None on meta.
+    pub fn host(&self) -> Option<&Cpu> {
+        match &self.0.kind {
+            Kind::Cpu(cpu) => Some(cpu),
+            Kind::Cuda(cuda) => Some(cuda.host()),
+            Kind::Meta(_) => None,
         }
     }
 
@@ -198,21 +264,52 @@ impl Device {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile; with recording on, the call is recorded.
+    /// As [`Device::launch_on`], for a kernel that only the CPU has.
+    ///
+    /// # Errors
+    /// On a GPU.
     pub fn launch(
         &self,
         kernel: &'static str,
         work: impl Into<Work>,
         run: impl FnOnce(&Cpu) -> Result<()>,
     ) -> Result<()> {
+        self.launch_on(kernel, work, |on| match on {
+            On::Cpu(cpu) => run(cpu),
+            On::Cuda(_) => Err(TensorError::NotImplemented { device: "cuda", op: kernel }),
+        })
+    }
+
+    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile; with recording on, the call is recorded. On a
+    /// GPU, where a kernel is only launched, either makes the host wait for it, which is the time that is measured.
+    pub fn launch_on(
+        &self,
+        kernel: &'static str,
+        work: impl Into<Work>,
+        run: impl FnOnce(On<'_>) -> Result<()>,
+    ) -> Result<()> {
         let profiling = self.0.profiling.load(Ordering::Relaxed);
         let recording = self.0.recording.load(Ordering::Relaxed);
-        let started = (profiling || recording).then(Instant::now);
-        if let Kind::Cpu(cpu) = &self.0.kind {
-            run(cpu)?;
+        let timed = (profiling || recording) && !self.is_meta();
+        let began = if timed { self.mark()? } else { Mark::default() };
+        let started = timed.then(Instant::now);
+        match &self.0.kind {
+            Kind::Cpu(cpu) => run(On::Cpu(cpu))?,
+            Kind::Cuda(cuda) => run(On::Cuda(cuda))?,
+            Kind::Meta(_) => {}
         }
-        let Some(started) = started else { return Ok(()) };
-        let (work, seconds) = (work.into(), if self.is_meta() { 0.0 } else { started.elapsed().as_secs_f64() });
+        if !profiling && !recording {
+            return Ok(());
+        }
+        let seconds = match (&self.0.kind, started) {
+            (Kind::Cuda(cuda), _) => {
+                let ended = self.mark()?;
+                cuda.synchronize()?;
+                began.seconds_to(&ended)?
+            }
+            (_, started) => started.map_or(0.0, |started| started.elapsed().as_secs_f64()),
+        };
+        let work = work.into();
         if profiling {
             let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let entry = profile.kernels.entry(kernel).or_default();
@@ -272,7 +369,8 @@ impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0.kind {
             Kind::Cpu(cpu) => write!(f, "cpu({}, {} threads)", cpu.isa, cpu.threads.count()),
-            Kind::Meta => write!(f, "meta"),
+            Kind::Cuda(cuda) => write!(f, "{cuda:?}"),
+            Kind::Meta(_) => write!(f, "meta"),
         }
     }
 }

@@ -61,6 +61,27 @@ pub enum TensorError {
         /// The tensor's shape.
         shape: Shape,
     },
+    /// Memory was asked for as the host's that is the device's.
+    #[error(
+        "{what} takes host memory, but this tensor of shape {shape} is on cuda: copy it (with_data, to_vec, write)"
+    )]
+    NotOnHost {
+        /// What needed it.
+        what: &'static str,
+        /// The tensor's shape.
+        shape: Shape,
+    },
+    /// An operation that a device does not have yet.
+    #[error("not implemented on {device}: {op}")]
+    NotImplemented {
+        /// The device.
+        device: &'static str,
+        /// The operation.
+        op: &'static str,
+    },
+    /// A GPU or its libraries.
+    #[error(transparent)]
+    Cuda(#[from] trainyard_cuda::CudaError),
     /// A token, position or target outside its table.
     #[error(transparent)]
     Index(#[from] crate::cpu::embedding::IndexError),

@@ -4,9 +4,11 @@
 //! serves the next request of its size. Steps repeat their requests, so after the first step the operating system is no longer asked. Blocks that
 //! no request of a step wants are given back when keeping them would hold more than an eighth above the peak of live bytes.
 //!
-//! What is counted is the rounded size. The meta device runs the same code without memory behind it, so its count is
+//! A GPU's pool is the same with blocks of its memory. What is counted is the rounded size. The meta device runs the same code without memory behind it, so its count is
 //! the prediction of the real one, not an estimate of it.
 
+use crate::cuda::Cuda;
+use crate::cuda::memory::DeviceBlock;
 use crate::error::{Result, TensorError};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -115,10 +117,17 @@ impl Usage {
 pub struct MemoryPool(Arc<Inner>);
 
 struct Inner {
-    /// False for the meta device: counting only.
-    backed: bool,
+    backing: Backing,
     limit: Option<usize>,
     state: Mutex<State>,
+}
+
+/// Where blocks come from.
+enum Backing {
+    /// Counting only: the meta device.
+    Nothing,
+    Host,
+    Device(Arc<Cuda>),
 }
 
 #[derive(Default)]
@@ -128,21 +137,36 @@ struct State {
     free: BTreeMap<usize, Vec<Block>>,
 }
 
+/// A piece of memory.
+enum Block {
+    Host(HostBlock),
+    Device(DeviceBlock),
+}
+
 /// A piece of memory from the operating system, zeroed when it was new.
-struct Block {
+struct HostBlock {
     data: NonNull<u8>,
     capacity: usize,
 }
 
 // SAFETY: a block is plain memory with one owner.
-unsafe impl Send for Block {}
+unsafe impl Send for HostBlock {}
 // SAFETY: as above; access to the contents is the tensors' business.
-unsafe impl Sync for Block {}
+unsafe impl Sync for HostBlock {}
 
 impl MemoryPool {
     /// A pool of real memory, or (`backed` false) one that only counts. `limit`: the most live bytes.
     pub fn new(backed: bool, limit: Option<usize>) -> MemoryPool {
-        MemoryPool(Arc::new(Inner { backed, limit, state: Mutex::default() }))
+        MemoryPool::of(if backed { Backing::Host } else { Backing::Nothing }, limit)
+    }
+
+    /// A pool of a GPU's memory.
+    pub(crate) fn on_device(cuda: Arc<Cuda>, limit: Option<usize>) -> MemoryPool {
+        MemoryPool::of(Backing::Device(cuda), limit)
+    }
+
+    fn of(backing: Backing, limit: Option<usize>) -> MemoryPool {
+        MemoryPool(Arc::new(Inner { backing, limit, state: Mutex::default() }))
     }
 
     /// A buffer of at least `bytes` bytes. Its contents are arbitrary (zero or what an earlier owner left).
@@ -155,16 +179,8 @@ impl MemoryPool {
             return Err(TensorError::OutOfMemory { asked: bytes, purpose, would, limit, over: would - limit, live });
         }
         state.count(purpose, capacity);
-        let mut is_zero = false;
-        let block = if !self.0.backed {
-            None
-        } else if let Some(block) = state.take_free(capacity) {
-            Some(block)
-        } else {
-            is_zero = true;
-            let block = state.new_block(capacity).map_err(|source| TensorError::Refused { bytes, purpose, source });
-            Some(block.inspect_err(|_| state.usage.live[purpose as usize] -= capacity)?)
-        };
+        let got = state.block(&self.0.backing, capacity, bytes, purpose);
+        let (block, is_zero) = got.inspect_err(|_| state.usage.live[purpose as usize] -= capacity)?;
         drop(state);
         Ok(Buffer { pool: self.clone(), block, capacity, purpose, is_zero })
     }
@@ -204,27 +220,68 @@ impl State {
         usage.peak_total = usage.peak_total.max(usage.live_total());
     }
 
-    fn take_free(&mut self, capacity: usize) -> Option<Block> {
-        self.free.get_mut(&capacity).and_then(Vec::pop)
+    /// A block, and whether it is all zeros.
+    fn block(
+        &mut self,
+        backing: &Backing,
+        capacity: usize,
+        bytes: usize,
+        purpose: Purpose,
+    ) -> Result<(Option<Block>, bool)> {
+        if let Backing::Nothing = backing {
+            return Ok((None, false));
+        }
+        if let Some(block) = self.take_free(capacity)? {
+            return Ok((Some(block), false));
+        }
+        self.make_room(capacity);
+        let block = match backing {
+            Backing::Device(cuda) => Block::Device(self.device_block(cuda, capacity)?),
+            _ => {
+                let refused = |source| TensorError::Refused { bytes, purpose, source };
+                Block::Host(HostBlock::new(capacity).map_err(refused)?)
+            }
+        };
+        self.usage.reserved += capacity;
+        let is_zero = matches!(block, Block::Host(_));
+        Ok((Some(block), is_zero))
     }
 
-    fn new_block(&mut self, capacity: usize) -> std::io::Result<Block> {
-        // Unused blocks make room first, so that what is held stays near the peak of what is used.
+    /// A free block of that size; of a GPU's rather one that needs no waiting for other lanes.
+    fn take_free(&mut self, capacity: usize) -> Result<Option<Block>> {
+        let Some(free) = self.free.get_mut(&capacity) else { return Ok(None) };
+        let own = free.iter().rposition(|block| matches!(block, Block::Device(block) if block.is_own()));
+        let block = own.map(|at| free.swap_remove(at)).or_else(|| free.pop());
+        if let Some(Block::Device(block)) = &block {
+            block.take_over()?;
+        }
+        Ok(block)
+    }
+
+    /// Unused blocks make room first, so that what is held stays near the peak of what is used.
+    fn make_room(&mut self, capacity: usize) {
         let allowed = self.usage.peak_total + self.usage.peak_total / 8;
         if self.usage.reserved + capacity > allowed {
             self.trim(allowed.saturating_sub(capacity));
         }
-        let block = Block::new(capacity)?;
-        self.usage.reserved += capacity;
-        Ok(block)
+    }
+
+    /// A new block; a full device gets all unused ones back first.
+    fn device_block(&mut self, cuda: &Arc<Cuda>, capacity: usize) -> Result<DeviceBlock> {
+        let first = DeviceBlock::new(cuda, capacity);
+        if first.is_ok() || self.free.is_empty() {
+            return first;
+        }
+        self.trim(0);
+        DeviceBlock::new(cuda, capacity)
     }
 
     /// Frees unused blocks, largest first, until at most `target` bytes are reserved.
     fn trim(&mut self, target: usize) {
         while self.usage.reserved > target {
             let Some(mut entry) = self.free.last_entry() else { break };
-            if let Some(block) = entry.get_mut().pop() {
-                self.usage.reserved -= block.capacity;
+            if entry.get_mut().pop().is_some() {
+                self.usage.reserved -= *entry.key();
             }
             if entry.get().is_empty() {
                 entry.remove();
@@ -250,10 +307,10 @@ const MAP_FROM: usize = 1 << 21;
 /// Small blocks are aligned to a cache line, which is also the width of the widest vector.
 const ALIGN: usize = 64;
 
-impl Block {
-    fn new(capacity: usize) -> std::io::Result<Block> {
+impl HostBlock {
+    fn new(capacity: usize) -> std::io::Result<HostBlock> {
         let data = if capacity >= MAP_FROM { map(capacity)? } else { Self::small(capacity)? };
-        Ok(Block { data, capacity })
+        Ok(HostBlock { data, capacity })
     }
 
     fn small(capacity: usize) -> std::io::Result<NonNull<u8>> {
@@ -264,7 +321,7 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for HostBlock {
     fn drop(&mut self) {
         if self.capacity >= MAP_FROM {
             unmap(self.data, self.capacity);
@@ -318,7 +375,7 @@ fn unmap(data: NonNull<u8>, capacity: usize) {
 
 #[cfg(not(unix))]
 fn map(capacity: usize) -> std::io::Result<NonNull<u8>> {
-    Block::small(capacity)
+    HostBlock::small(capacity)
 }
 
 #[cfg(not(unix))]
@@ -345,9 +402,20 @@ impl Buffer {
         self.is_zero
     }
 
-    /// The first byte, aligned to 64; None on the meta device.
+    /// The first byte, aligned to 64; None on the meta device and on GPUs.
     pub(crate) fn data(&self) -> Option<NonNull<u8>> {
-        self.block.as_ref().map(|block| block.data)
+        match &self.block {
+            Some(Block::Host(block)) => Some(block.data),
+            _ => None,
+        }
+    }
+
+    /// The first byte in the memory of a GPU, on which this thread's lane is about to work; None elsewhere.
+    pub(crate) fn address(&self) -> Option<u64> {
+        match &self.block {
+            Some(Block::Device(block)) => Some(block.used()),
+            _ => None,
+        }
     }
 
     /// What the buffer is for.

@@ -6,16 +6,17 @@
 //!
 //! **Aliasing.** Views of one buffer may overlap (a unit's flat parameters and each parameter in them). Operations that
 //! write take `&mut Tensor`, and check that what they write does not overlap what they read unless they work in place.
+//! Memory of a GPU is worked on by kernels alone; [`crate::host`] has what the host reads and writes, on every device.
 //! Between threads, order is the business of the step program, whose dependencies say which instruction writes what.
 
 use crate::device::Device;
-use crate::dtype::{Element, bf16, f16};
 use crate::error::{Result, TensorError};
 use crate::pool::{Buffer, Purpose};
 use crate::{DType, Scalar, Shape, ensure_shape};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use trainyard_cuda::driver::Region;
 
 /// A contiguous array on a device.
 #[derive(Clone)]
@@ -39,7 +40,7 @@ impl Tensor {
     pub(crate) fn allocate_zeros(device: &Device, shape: Shape, dtype: DType, purpose: Purpose) -> Result<Tensor> {
         let mut tensor = Tensor::allocate(device, shape, dtype, purpose)?;
         if !tensor.buffer.was_zero() {
-            tensor.fill_zero();
+            tensor.fill_zero()?;
         }
         Ok(tensor)
     }
@@ -151,7 +152,7 @@ impl Tensor {
         if T::DTYPE != self.dtype {
             return Err(TensorError::DType { op: "data", expected: T::DTYPE.name(), got: self.dtype });
         }
-        let base = self.buffer.data().ok_or(TensorError::NoData { what: "reading", shape: self.shape })?;
+        let base = self.buffer.data().ok_or_else(|| self.no_host_data("reading"))?;
         // SAFETY: the region lies in the buffer (every constructor checks it), is aligned for `T` (blocks to 64 bytes,
         // offsets to whole elements), every bit pattern is a `T`, and the buffer lives as long as the borrow.
         Ok(unsafe { std::slice::from_raw_parts(base.as_ptr().add(self.offset).cast::<T>(), self.elements()) })
@@ -162,7 +163,7 @@ impl Tensor {
         if T::DTYPE != self.dtype {
             return Err(TensorError::DType { op: "data_mut", expected: T::DTYPE.name(), got: self.dtype });
         }
-        let base = self.buffer.data().ok_or(TensorError::NoData { what: "writing", shape: self.shape })?;
+        let base = self.buffer.data().ok_or_else(|| self.no_host_data("writing"))?;
         // SAFETY: as in `data`; that no overlapping region is read meanwhile is the callers' contract (module docs).
         Ok(unsafe { std::slice::from_raw_parts_mut(base.as_ptr().add(self.offset).cast::<T>(), self.elements()) })
     }
@@ -179,59 +180,36 @@ impl Tensor {
         self.data_mut().expect("a launched kernel has data of the checked dtype")
     }
 
-    /// Copies `data` in.
-    pub fn write<T: Scalar>(&mut self, data: &[T]) -> Result<()> {
-        ensure_shape!(
-            data.len() == self.elements(),
-            "write",
-            "{} values for a tensor of shape {}",
-            data.len(),
-            self.shape
-        );
-        self.data_mut::<T>()?.copy_from_slice(data);
-        Ok(())
+    /// Why the host cannot work on its memory.
+    pub(crate) fn no_host_data(&self, what: &'static str) -> TensorError {
+        match self.device.as_cuda() {
+            Some(_) => TensorError::NotOnHost { what, shape: self.shape },
+            None => TensorError::NoData { what, shape: self.shape },
+        }
     }
 
-    /// Sets every byte to zero; nothing on meta.
-    pub fn fill_zero(&mut self) {
-        match self.dtype {
-            DType::F32 => self.data_mut::<f32>().map(|d| d.fill(0.0)),
-            DType::BF16 => self.data_mut::<bf16>().map(|d| d.fill(bf16::ZERO)),
-            DType::F16 => self.data_mut::<f16>().map(|d| d.fill(f16::ZERO)),
-            DType::I32 => self.data_mut::<i32>().map(|d| d.fill(0)),
-            DType::U32 => self.data_mut::<u32>().map(|d| d.fill(0)),
-        }
-        .ok();
+    /// Its memory on a GPU, on which this thread's lane is about to work.
+    ///
+    /// # Panics
+    /// On other devices.
+    #[track_caller]
+    pub(crate) fn region(&self, written: bool) -> Region {
+        let base = self.buffer.address().expect("a kernel launched on cuda has tensors there");
+        Region { address: base + self.offset as u64, bytes: self.bytes(), written }
     }
 
     /// The elements as raw bytes, little-endian as in memory.
     pub fn as_bytes(&self) -> Result<&[u8]> {
-        let base = self.buffer.data().ok_or(TensorError::NoData { what: "reading", shape: self.shape })?;
+        let base = self.buffer.data().ok_or_else(|| self.no_host_data("reading"))?;
         // SAFETY: the region lies in the buffer, and any memory is bytes.
         Ok(unsafe { std::slice::from_raw_parts(base.as_ptr().add(self.offset), self.bytes()) })
     }
 
     /// The elements as raw bytes, for writing.
     pub fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
-        let base = self.buffer.data().ok_or(TensorError::NoData { what: "writing", shape: self.shape })?;
+        let base = self.buffer.data().ok_or_else(|| self.no_host_data("writing"))?;
         // SAFETY: as in `as_bytes`; every byte pattern is a value of each dtype.
         Ok(unsafe { std::slice::from_raw_parts_mut(base.as_ptr().add(self.offset), self.bytes()) })
-    }
-
-    /// A floating-point tensor's values widened to `f32`.
-    pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
-        match self.dtype {
-            DType::F32 => Ok(self.data::<f32>()?.to_vec()),
-            DType::BF16 => Ok(self.data::<bf16>()?.iter().map(|x| Element::to_f32(*x)).collect()),
-            DType::F16 => Ok(self.data::<f16>()?.iter().map(|x| Element::to_f32(*x)).collect()),
-            got => Err(TensorError::DType { op: "to_f32_vec", expected: "a float type", got }),
-        }
-    }
-
-    /// The only element of a float tensor, as `f32`.
-    pub fn to_scalar(&self) -> Result<f32> {
-        ensure_shape!(self.elements() == 1, "to_scalar", "a tensor of shape {}", self.shape);
-        Ok(self.to_f32_vec()?[0])
     }
 
     /// Whether the two are the same bytes, whatever their shapes.

@@ -46,8 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
     let options = ExportOptions { dtype: args.dtype.dtype(), max_shard_bytes: args.max_shard_size };
     let parameters = &trained.rank.parameters;
     let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> {
-        out.copy_from_slice(parameters.unit(unit).master_range(0..out.len())?.data::<f32>()?);
-        Ok(())
+        Ok(parameters.unit(unit).master_range(0..out.len())?.with_data(|values: &[f32]| out.copy_from_slice(values))?)
     };
     let exported = export(&args.out, trained.rank.model(), options, values)
         .with_context(|| format!("cannot export to {}", args.out.display()))?;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::driver::Activation;
 
 fn region(address: Address, bytes: usize, written: bool) -> Region {
     Region { address, bytes, written }
@@ -109,7 +110,8 @@ fn a_product_has_its_epilogue() {
         adds: true,
         batch: 1,
     };
-    let (a, b, bias, c) = (put(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), put(&[1.0, 0.0, -1.0]), put(&[1.0]), put(&[10.0, 20.0]));
+    let (a, b, bias, c) =
+        (put(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), put(&[1.0, 0.0, -1.0]), put(&[1.0]), put(&[10.0, 20.0]));
     let [d, argument] = [put(&[0.0; 2]), put(&[0.0; 2])].map(|r| Region { written: true, ..r });
     let operands = Operands { a, b, bias, c, d, argument, workspace: Region::NONE };
     // SAFETY: the sizes are those of the form.

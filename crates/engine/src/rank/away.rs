@@ -54,7 +54,7 @@ impl Away {
         let store = tiers.activations.as_ref().expect("activations lie in a tier");
         for (offset, tensor) in self.handles(place, |kept| &kept.leaving) {
             if !tensor.device().is_meta() {
-                store.write(offset, tensor.as_bytes()?)?;
+                tensor.with_bytes(|bytes| store.write(offset, bytes))??;
             }
         }
         Ok(())
@@ -81,7 +81,7 @@ impl Away {
         let store = tiers.activations.as_ref().expect("activations lie in a tier");
         for (offset, mut tensor) in self.handles(place, |kept| &kept.coming) {
             if !tensor.device().is_meta() {
-                store.read(offset, tensor.as_bytes_mut()?)?;
+                tensor.overwrite_bytes(|bytes| store.read(offset, bytes))??;
             }
         }
         Ok(())

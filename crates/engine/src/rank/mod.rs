@@ -6,6 +6,7 @@
 
 mod away;
 mod ledger;
+mod marks;
 mod offload;
 mod step;
 
@@ -21,6 +22,7 @@ use crate::precision::LossScaler;
 use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
+use marks::Marks;
 use std::sync::{Arc, Mutex};
 use step::Step;
 use trainyard_autograd::{Tape, Var};
@@ -28,7 +30,7 @@ use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::device::tag_calls;
+use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{DType, Device};
 
 /// Everything that a rank trains.
@@ -260,11 +262,13 @@ impl Rank {
         let step = &Step::new(program, settings);
         let first = lock(step.ledger()).start();
         rank.take_for(&first, step)?;
+        let marks = &Marks::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
             tag_calls(number as u32);
             let what = describe(program, instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
-            match rank.perform(program, instruction, &at, body) {
+            let performed = marks.around(number, instruction, || rank.perform(program, instruction, &at, body));
+            match performed {
                 Err(EngineError::Comm(source)) => {
                     Err(EngineError::Exchange { rank: program.rank, step: at.step, what: at.what, source })
                 }
@@ -306,9 +310,9 @@ impl Rank {
             return Err(cannot(program.instructions[first].action));
         }
         let compute = |number: usize, instruction: &Instruction| {
-            rank.gradients.give_back(step.reductions_done(&instruction.after));
-            rank.before(step, instruction)?;
             perform(number, instruction, &mut |at| {
+                rank.gradients.give_back(step.reductions_done(&instruction.after));
+                rank.before(step, instruction)?;
                 if instruction.action == Action::Clip {
                     lock(&rank.compute_links).post(at);
                 }
@@ -322,7 +326,9 @@ impl Rank {
         } else {
             lanes::run(program, handlers, compute, &|error| rank.raise_alarm(error))?
         };
+        enter_lane(Lane::Compute as usize);
         rank.end_step(step);
+        let spans = marks.end(program, spans)?;
         let mut outcome = step.outcome();
         outcome.take_times(program, spans);
         Ok(outcome)

@@ -200,7 +200,7 @@ impl UnitGradients {
         for (index, written) in fresh.written.iter_mut().enumerate() {
             if !std::mem::replace(written, true) {
                 let range = self.layout.range(index);
-                fresh.flat.view(range.start, [range.len()])?.fill_zero();
+                fresh.flat.view(range.start, [range.len()])?.fill_zero()?;
             }
         }
         Ok(())
@@ -211,7 +211,7 @@ impl UnitGradients {
         let starts = self.layout.ranges().iter().skip(1).map(|range| range.start);
         let ends = self.layout.ranges().iter().map(|range| range.end);
         for (end, next) in ends.zip(starts.chain([self.layout.elements()])) {
-            flat.view(end, [next - end])?.fill_zero();
+            flat.view(end, [next - end])?.fill_zero()?;
         }
         Ok(())
     }

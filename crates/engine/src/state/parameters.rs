@@ -175,7 +175,9 @@ impl ParameterState {
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         match &self.store {
-            Some(store) if !self.device.is_meta() => Ok(store.read(unit.offset, unit.copy()?.as_bytes_mut()?)?),
+            Some(store) if !self.device.is_meta() => {
+                Ok(unit.copy()?.overwrite_bytes(|bytes| store.read(unit.offset, bytes))??)
+            }
             _ => Ok(()),
         }
     }
@@ -184,7 +186,9 @@ impl ParameterState {
     pub fn write(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         match &self.store {
-            Some(store) if !self.device.is_meta() => Ok(store.write(unit.offset, unit.copy()?.as_bytes()?)?),
+            Some(store) if !self.device.is_meta() => {
+                Ok(unit.copy()?.with_bytes(|bytes| store.write(unit.offset, bytes))??)
+            }
             _ => Ok(()),
         }
     }
@@ -228,7 +232,7 @@ impl ParameterState {
             let elements = whole.elements() / keep;
             let mut part = whole.device().empty([elements], self.compute, Purpose::Gathered)?;
             let source = whole.view(self.holding.shard % keep * elements, [elements])?;
-            copy_bytes(&source, &mut part)?;
+            part.copy_from(&source)?;
             present.stayed = Some(part);
         }
         Ok(())
@@ -379,23 +383,13 @@ impl Parameters for ParameterState {
     }
 }
 
-/// Nothing on meta.
-fn copy_bytes(source: &Tensor, target: &mut Tensor) -> Result<(), EngineError> {
-    if !source.device().is_meta() {
-        target.as_bytes_mut()?.copy_from_slice(source.as_bytes()?);
-    }
-    Ok(())
-}
-
 /// Elements `first ..` of a parameter.
 pub(crate) fn initialise(values: &mut Tensor, init: Init, first: usize, key: RandomKey) -> Result<()> {
     let device = values.device().clone();
-    let Some(cpu) = device.as_cpu() else { return Ok(()) };
-    let values = values.data_mut::<f32>()?;
-    match init {
+    let Some(cpu) = device.host() else { return Ok(()) };
+    Ok(values.overwrite::<f32, _>(|values| match init {
         Init::Zeros => values.fill(0.0),
         Init::Ones => values.fill(1.0),
         Init::Normal { std } => philox::fill_normal(cpu, key, first as u64, 0.0, std, values),
-    }
-    Ok(())
+    })?)
 }

@@ -75,7 +75,7 @@ impl WeightReader {
         let mut store = Store::new();
         for (id, parameter) in model.parameters() {
             let mut value = device.empty(&parameter.shape, DType::F32, Purpose::Params)?;
-            self.read_parameter(parameter, value.data_mut()?)?;
+            value.overwrite(|value: &mut [f32]| self.read_parameter(parameter, value))??;
             store.insert(id, value);
         }
         Ok(store)

@@ -40,6 +40,11 @@ impl DropRate {
         Ok(DropRate { threshold, scale: 65536.0 / (65536 - threshold) as f32 })
     }
 
+    /// Of 65,536 values of an element's bits, how many drop it.
+    pub(crate) fn threshold(self) -> u32 {
+        self.threshold
+    }
+
     /// The probability with which an element is dropped, and the factor on kept ones.
     pub fn exact(self) -> (f32, f32) {
         (self.threshold as f32 / 65536.0, self.scale)

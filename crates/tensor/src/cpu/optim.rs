@@ -132,6 +132,16 @@ fn put<S: Simd, T: Element>(s: S, p: S::F, params: &mut [f32], copy: &mut Option
     }
 }
 
+impl AdamW {
+    /// `lr / (1 - beta1^t)` and `1 / sqrt(1 - beta2^t)` of the `step`-th step, from 1.
+    pub(crate) fn corrected(&self, step: u64) -> (f32, f32) {
+        assert!(step > 0, "steps count from 1");
+        let correction = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
+        let step_size = (f64::from(self.lr) / correction(self.beta1)) as f32;
+        (step_size, (1.0 / correction(self.beta2).sqrt()) as f32)
+    }
+}
+
 /// One step of [`AdamW`], the `step`-th (from 1), in the form of PyTorch:
 /// `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`,
 /// `p = (1 - lr wd) p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)`.
@@ -149,10 +159,7 @@ pub fn adamw<T: Element>(
     second: &mut [f32],
     copy: Option<&mut [T]>,
 ) {
-    assert!(step > 0, "steps count from 1");
-    let correction = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
-    let step_size = (f64::from(hyper.lr) / correction(hyper.beta1)) as f32;
-    let root = (1.0 / correction(hyper.beta2).sqrt()) as f32;
+    let (step_size, root) = hyper.corrected(step);
     for_state(cpu, gradients, [params, first, second], copy, |g, [p, m, v], copy| {
         adamw_range(cpu.isa, hyper, gradient_scale, step_size, root, g, p, m, v, copy);
     });

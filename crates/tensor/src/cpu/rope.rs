@@ -14,6 +14,7 @@ use crate::cpu::embedding::{IndexError, check_indices};
 use crate::cpu::norm::HeadColumns;
 use crate::cpu::rows::{for_rows, load_at, store_at};
 use crate::cpu::threads::Shares;
+use crate::cuda::OnDevice;
 use crate::dtype::Element;
 use crate::simd_fn;
 use std::f64::consts::PI;
@@ -97,6 +98,8 @@ pub struct RopeTable {
     pub cos: Vec<f32>,
     /// `sin[position * dim / 2 + pair]`
     pub sin: Vec<f32>,
+    /// Both on a GPU that has used them.
+    pub(crate) on_device: OnDevice,
 }
 
 /// Inverse frequencies, `dim / 2` of them in radians a position, and the factor on cosine and sine.
@@ -182,7 +185,7 @@ impl RopeTable {
                 sin.push((angle.sin() * factor) as f32);
             }
         }
-        Ok(RopeTable { dim, positions, cos, sin })
+        Ok(RopeTable { dim, positions, cos, sin, on_device: OnDevice::default() })
     }
 }
 

@@ -1,11 +1,12 @@
 //! Attention and rotary positions on a fused qkv matrix: columns of h query heads, h_kv key heads, h_kv value heads.
 
-use super::same_form;
+use super::{given, same_form, scratch_on_cuda};
 use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
 use crate::cpu::norm::HeadColumns;
 use crate::cpu::rope::{self as ropes, RopeTable, Rotation};
+use crate::cuda::OnDevice;
 use crate::error::{Result, TensorError};
-use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+use crate::{Computes, Cost, DType, Device, On, Tensor, by_float, cuda, ensure_shape};
 use std::sync::Arc;
 
 /// How many heads of which width a fused qkv matrix holds.
@@ -55,7 +56,14 @@ impl From<&AttentionSpec> for HeadLayout {
 /// The bounds of packed sequences, first 0, last the number of tokens. Known to the host on every device, because costs and
 /// launches depend on them.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Segments(Arc<[i32]>);
+pub struct Segments(Arc<Bounds>);
+
+#[derive(PartialEq, Eq, Debug)]
+struct Bounds {
+    bounds: Vec<i32>,
+    /// For each row, the first of its segment and the end of it; on a GPU that has used them.
+    rows: OnDevice,
+}
 
 impl Segments {
     /// Checks that the bounds start at 0 and do not fall.
@@ -65,27 +73,37 @@ impl Segments {
             "segments",
             "bounds must start at 0 and not fall: {bounds:?}"
         );
-        Ok(Segments(bounds.into()))
+        Ok(Segments::of(bounds.to_vec()))
     }
 
     /// `rows` sequences of `length` tokens.
     pub fn uniform(rows: usize, length: usize) -> Segments {
-        Segments((0..=rows).map(|row| (row * length) as i32).collect())
+        Segments::of((0..=rows).map(|row| (row * length) as i32).collect())
+    }
+
+    fn of(bounds: Vec<i32>) -> Segments {
+        Segments(Arc::new(Bounds { bounds, rows: OnDevice::default() }))
+    }
+
+    /// The bounds of each row's segment, [2, m], where kernels read those; None where they read [`Segments::bounds`].
+    fn on_cuda(&self, device: &Device) -> Result<Option<Tensor>> {
+        let make = || cuda::rows_of_segments(device, self.bounds());
+        (device.computes() == Computes::Cuda).then(|| self.0.rows.get(device, make)).transpose()
     }
 
     /// The bounds.
     pub fn bounds(&self) -> &[i32] {
-        &self.0
+        &self.0.bounds
     }
 
     /// The number of tokens.
     pub fn tokens(&self) -> usize {
-        self.0[self.0.len() - 1] as usize
+        self.bounds()[self.bounds().len() - 1] as usize
     }
 
     /// The length of the longest sequence.
     pub fn longest(&self) -> usize {
-        self.0.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0)
+        self.bounds().windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0)
     }
 }
 
@@ -114,7 +132,12 @@ pub fn attention(qkv: &Tensor, spec: &AttentionSpec, segments: &Segments) -> Res
         bytes: kernels::bytes_forward(spec, m, qkv.dtype()),
     };
     let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 4));
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, work, |cpu| {
+    let bounds = segments.on_cuda(qkv.device())?;
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::attention(gpu, qkv, spec, given(&bounds), &out, &lse),
+        };
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let out = RowsMut::dense(out.get_mut::<T>(), m, spec.q_cols())?;
         Ok(kernels::forward(cpu, spec, q, k, v, segments.bounds(), out, lse.get_mut::<f32>())?)
@@ -141,7 +164,16 @@ pub fn attention_backward(
         bytes: kernels::bytes_backward(spec, m, qkv.dtype()),
     };
     let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 10));
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, work, |cpu| {
+    let bounds = segments.on_cuda(qkv.device())?;
+    let delta = scratch_on_cuda(qkv.device(), spec.heads * m)?;
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let read = [dout, qkv, out, lse];
+                return cuda::attention_backward(gpu, read, spec, given(&bounds), given(&delta), &dqkv);
+            }
+        };
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let out = Rows::dense(out.get::<T>(), m, spec.q_cols())?;
         let dout = Rows::dense(dout.get::<T>(), m, spec.q_cols())?;
@@ -174,7 +206,11 @@ pub fn attention_decode(
     );
     let mut out = qkv.empty_like([n, spec.q_cols()], qkv.dtype())?;
     let cost = Cost::new(4 * spec.q_cols() * n * (start + n), (start + n) * kv * 2 * qkv.dtype().size());
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, cost, |cpu| {
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::attention_decode(gpu, qkv, spec, [keys, values], start, &out),
+        };
         let [q, k, v] = columns(qkv.get::<T>(), n, spec)?;
         let (key_cache, value_cache) = (keys.get_mut::<T>(), values.get_mut::<T>());
         for row in 0..n {
@@ -204,7 +240,14 @@ pub fn rope(
     let cost = Cost::new(3 * qkv.rows() * heads * layout.head_dim, 2 * qkv.bytes());
     let mut qkv = super::pointwise::into_unique(qkv)?;
     let work = cost.on(qkv.dtype(), [qkv.rows(), qkv.last_dim()]);
-    by_float!(OP, qkv.dtype(), T => qkv.device().clone().launch(OP, work, |cpu| {
+    let device = qkv.device().clone();
+    let on_cuda = || table.on_device.get(&device, || cuda::rope_table(&device, table));
+    let on_cuda = (device.computes() == Computes::Cuda).then(on_cuda).transpose()?;
+    by_float!(OP, qkv.dtype(), T => device.launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::rope(gpu, &qkv, layout, table, given(&on_cuda), positions, rotation),
+        };
         let positions = positions.get::<i32>();
         Ok(ropes::rope(cpu, rotation, layout.part(0, heads), table, positions, qkv.get_mut::<T>())?)
     })?);

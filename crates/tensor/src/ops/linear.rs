@@ -1,9 +1,9 @@
 //! Linear layers in the three forms of training.
 
-use super::{GradientSlot, accumulate_mode, check_slot, form, same_dtype};
+use super::{GradientSlot, accumulate_mode, check_slot, form, given, product_scratch, same_dtype, scratch_on_cuda};
 use crate::cpu::gemm::{self, Activation, Epilogue, GradientEpilogue, MatMut, MatRef, Weight};
 use crate::error::Result;
-use crate::{Cost, Tensor, by_float, ensure_shape};
+use crate::{Cost, On, Tensor, by_float, cuda, ensure_shape};
 
 fn product_cost(m: usize, n: usize, k: usize, operands: &[&Tensor]) -> Cost {
     Cost::new(2 * m * n * k, operands.iter().map(|t| t.bytes()).sum())
@@ -40,7 +40,14 @@ pub fn linear(
         (activation, _) => form(activation),
     };
     let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]).variant(form);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+    let scratch = product_scratch(x.device())?;
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                return cuda::linear(gpu, x, w, bias, activation, residual, pre.as_ref(), &y, given(&scratch));
+            }
+        };
         let epilogue = Epilogue {
             bias: bias.map(|b| b.get::<T>()),
             activation,
@@ -62,7 +69,12 @@ pub fn linear_input_gradient(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     ensure_shape!(w.rows() == n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
     let mut dx = dy.empty_like(dy.shape().with_last(k), dy.dtype())?;
     let work = product_cost(m, n, k, &[dy, w, &dx]).on(dy.dtype(), [m, n, k]);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+    let scratch = product_scratch(dy.device())?;
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::linear_input_gradient(gpu, dy, w, &dx, given(&scratch)),
+        };
         let weight = Weight::from(MatRef::new(w.get::<T>(), n, k));
         let dy = MatRef::new(dy.get::<T>(), m, n);
         gemm::input_gradient(cpu, dy, weight, GradientEpilogue::default(), MatMut::new(dx.get_mut::<T>(), m, k));
@@ -94,7 +106,16 @@ pub fn linear_weight_gradient(
         (true, true) => "bias adding",
     };
     let work = Cost::new(flops, dy.bytes() + x.bytes() + moved).on(dy.dtype(), [m, n, k]).variant(form);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+    let scratch = product_scratch(dy.device())?;
+    let partials = scratch_on_cuda(dy.device(), if db.is_some() { cuda::row_blocks(m) * n } else { 0 })?;
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let scratch = [given(&scratch), given(&partials)];
+                return cuda::linear_weight_gradient(gpu, dy, x, &mut dw, &mut db, scratch);
+            }
+        };
         let (dy, x) = (MatRef::new(dy.get::<T>(), m, n), MatRef::new(x.get::<T>(), m, k));
         if let Some((tensor, overwrite)) = &mut db {
             gemm::column_sums(cpu, dy, accumulate_mode(*overwrite), tensor.get_mut::<f32>());

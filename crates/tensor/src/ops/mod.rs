@@ -23,7 +23,7 @@ pub use pointwise::{
 
 use crate::cpu::gemm::{Accumulate, Activation};
 use crate::error::Result;
-use crate::{DType, Device, Purpose, Tensor, ensure_shape};
+use crate::{Computes, DType, Device, Purpose, Tensor, cuda, ensure_shape};
 
 /// Where a parameter's gradient is summed, and whether to overwrite what is there.
 pub type GradientSlot<'a> = (&'a mut Tensor, bool);
@@ -41,6 +41,21 @@ fn form(activation: Activation) -> &'static str {
         Activation::GeluExact => "gelu",
         Activation::GeluTanh => "gelu_tanh",
     }
+}
+
+/// Scratch memory of `floats` f32 numbers that kernels of the CPU do without.
+fn scratch_on_cuda(device: &Device, floats: usize) -> Result<Option<Tensor>> {
+    (device.computes() == Computes::Cuda).then(|| workspace(device, floats)).transpose()
+}
+
+/// Scratch of a product on a GPU.
+fn product_scratch(device: &Device) -> Result<Option<Tensor>> {
+    scratch_on_cuda(device, cuda::PRODUCT_WORKSPACE / 4)
+}
+
+/// What [`scratch_on_cuda`] gave, once launched there.
+fn given(scratch: &Option<Tensor>) -> &Tensor {
+    scratch.as_ref().expect("a device that computes on cuda has its scratch")
 }
 
 /// Scratch memory of `floats` f32 numbers.
@@ -76,11 +91,12 @@ fn check_slot(op: &'static str, slot: &Option<GradientSlot<'_>>, elements: usize
 }
 
 /// Kernels of norms add to their weight gradients: zeroes a slot that is to be overwritten.
-fn prepare_adding(slot: &mut Option<GradientSlot<'_>>) {
+fn prepare_adding(slot: &mut Option<GradientSlot<'_>>) -> Result<()> {
     if let Some((tensor, overwrite)) = slot
         && *overwrite
     {
-        tensor.fill_zero();
+        tensor.fill_zero()?;
         *overwrite = false;
     }
+    Ok(())
 }

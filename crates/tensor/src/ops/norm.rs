@@ -3,7 +3,7 @@
 use super::{GradientSlot, HeadLayout, check_slot, prepare_adding, same_dtype, same_form, workspace};
 use crate::cpu::norm::{self, AddTo};
 use crate::error::Result;
-use crate::{Cost, DType, Tensor, Work, by_float, ensure_shape};
+use crate::{Computes, Cost, DType, Device, On, Tensor, Work, by_float, cuda, ensure_shape};
 
 fn check_weight(op: &'static str, x: &Tensor, w: &Tensor, dim: usize) -> Result<()> {
     same_dtype(op, x, w)?;
@@ -16,13 +16,26 @@ fn rows_of(x: &Tensor, flops_per_element: usize, tensors: &[&Tensor]) -> Work {
     Cost::streaming(flops_per_element, tensors).on(x.dtype(), [x.rows(), x.last_dim()])
 }
 
+/// Scratch for the sums of `gradients` weights' gradients over rows.
+fn partials(device: &Device, rows: usize, dim: usize, gradients: usize) -> Result<Tensor> {
+    let floats = match device.computes() {
+        Computes::Cpu => norm::backward_workspace(rows, dim),
+        Computes::Cuda => cuda::row_blocks(rows) * dim,
+    };
+    workspace(device, gradients * floats)
+}
+
 /// `x / rms(x) * w` of rows, and the inverse rms of each row (f32): x [.., d], w [d].
 pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f32) -> Result<(Tensor, Tensor)> {
     const OP: &str = "rms_norm";
     check_weight(OP, x, w, x.last_dim())?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     let mut inverse_rms = x.empty_like([x.rows()], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 4, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, rows_of(x, 4, &[x, &y]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::rms_norm(gpu, x, w, eps, &y, &inverse_rms),
+        };
         norm::rms_norm(cpu, x.get::<T>(), w.get::<T>(), eps, y.get_mut::<T>(), inverse_rms.get_mut::<f32>());
         Ok(())
     })?);
@@ -41,10 +54,16 @@ pub fn rms_norm_backward(
     const OP: &str = "rms_norm_backward";
     same_form(OP, dy, x)?;
     check_slot(OP, &dw, w.elements())?;
-    prepare_adding(&mut dw);
+    prepare_adding(&mut dw)?;
     let (mut dx, base) = output_over(OP, x, base)?;
-    let mut scratch = workspace(x.device(), norm::backward_workspace(x.rows(), x.last_dim()))?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 8, &[x, dy, &dx]), |cpu| {
+    let mut scratch = partials(x.device(), x.rows(), x.last_dim(), 1)?;
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, rows_of(x, 8, &[x, dy, &dx]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                return cuda::rms_norm_backward(gpu, [dy, x, w, inverse_rms], base.tensor(&dx), &dx, &dw, &scratch);
+            }
+        };
         let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
         norm::rms_norm_backward(
             cpu, dy.get::<T>(), x.get::<T>(), w.get::<T>(), inverse_rms.get::<f32>(), base.add_to::<T>(),
@@ -71,7 +90,11 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: Option<&Tensor>, eps: f32) -> Resul
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     let mut mean = x.empty_like([x.rows()], DType::F32)?;
     let mut inverse_std = x.empty_like([x.rows()], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 7, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, rows_of(x, 7, &[x, &y]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::layer_norm(gpu, [x, w, b], eps, [&y, &mean, &inverse_std]),
+        };
         norm::layer_norm(
             cpu, x.get::<T>(), w.get::<T>(), b.get::<T>(), eps, y.get_mut::<T>(), mean.get_mut::<f32>(),
             inverse_std.get_mut::<f32>(),
@@ -96,11 +119,18 @@ pub fn layer_norm_backward(
     same_form(OP, dy, x)?;
     check_slot(OP, &dw, w.elements())?;
     check_slot(OP, &db, w.elements())?;
-    prepare_adding(&mut dw);
-    prepare_adding(&mut db);
+    prepare_adding(&mut dw)?;
+    prepare_adding(&mut db)?;
     let (mut dx, base) = output_over(OP, x, base)?;
-    let mut scratch = workspace(x.device(), 2 * norm::backward_workspace(x.rows(), x.last_dim()))?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, rows_of(x, 11, &[x, dy, &dx]), |cpu| {
+    let mut scratch = partials(x.device(), x.rows(), x.last_dim(), 2)?;
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, rows_of(x, 11, &[x, dy, &dx]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let (read, base) = ([dy, x, w, mean, inverse_std], base.tensor(&dx));
+                return cuda::layer_norm_backward(gpu, read, base, &dx, [&dw, &db], &scratch);
+            }
+        };
         let dweight = dw.as_mut().map(|(t, _)| t.get_mut::<f32>());
         let dbias = db.as_mut().map(|(t, _)| t.get_mut::<f32>());
         norm::layer_norm_backward(
@@ -121,7 +151,11 @@ pub fn qk_norm(qkv: &Tensor, layout: HeadLayout, wq: &Tensor, wk: &Tensor, eps: 
     let m = qkv.rows();
     let mut y = qkv.empty_like(*qkv.shape(), qkv.dtype())?;
     let mut inverse_rms = qkv.empty_like([m * (layout.heads + layout.kv_heads)], DType::F32)?;
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, rows_of(qkv, 4, &[qkv, &y]), |cpu| {
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, rows_of(qkv, 4, &[qkv, &y]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::qk_norm(gpu, layout, [qkv, wq, wk], eps, [&y, &inverse_rms]),
+        };
         let (x, y) = (qkv.get::<T>(), y.get_mut::<T>());
         y.copy_from_slice(x);
         let (inverse_q, inverse_k) = inverse_rms.get_mut::<f32>().split_at_mut(m * layout.heads);
@@ -147,13 +181,24 @@ pub fn qk_norm_backward(
     same_form(OP, &dy, qkv)?;
     check_slot(OP, &dwq, layout.head_dim)?;
     check_slot(OP, &dwk, layout.head_dim)?;
-    prepare_adding(&mut dwq);
-    prepare_adding(&mut dwk);
+    prepare_adding(&mut dwq)?;
+    prepare_adding(&mut dwk)?;
     let m = qkv.rows();
     let heads = layout.heads.max(layout.kv_heads);
-    let mut scratch = workspace(qkv.device(), norm::backward_workspace(m * heads, layout.head_dim))?;
+    let mut scratch = match qkv.device().computes() {
+        // Queries and keys one after the other.
+        Computes::Cpu => workspace(qkv.device(), norm::backward_workspace(m * heads, layout.head_dim))?,
+        Computes::Cuda => partials(qkv.device(), m, layout.head_dim, 2)?,
+    };
     let mut dx = super::pointwise::into_unique(dy)?;
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch(OP, rows_of(qkv, 8, &[qkv, &dx]), |cpu| {
+    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, rows_of(qkv, 8, &[qkv, &dx]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let read = [qkv, wq, wk, inverse_rms];
+                return cuda::qk_norm_backward(gpu, layout, &dx, read, [&dwq, &dwk], &scratch);
+            }
+        };
         let (x, dx) = (qkv.get::<T>(), dx.get_mut::<T>());
         let (inverse_q, inverse_k) = inverse_rms.get::<f32>().split_at(m * layout.heads);
         let dw = dwq.as_mut().map(|(t, _)| t.get_mut::<f32>());
@@ -182,6 +227,17 @@ impl Base {
             Base::Nothing => AddTo::Nothing,
             Base::Output => AddTo::Output,
             Base::Other(tensor) => AddTo::Gradient(tensor.get::<T>()),
+        }
+    }
+}
+
+impl Base {
+    /// What a kernel reads, which may be its output `dx`.
+    fn tensor<'a>(&'a self, dx: &'a Tensor) -> Option<&'a Tensor> {
+        match self {
+            Base::Nothing => None,
+            Base::Output => Some(dx),
+            Base::Other(tensor) => Some(tensor),
         }
     }
 }

@@ -5,7 +5,7 @@
 use crate::cpu::optim as kernels;
 use crate::cpu::reduce;
 use crate::error::{Result, TensorError};
-use crate::{Cost, DType, Tensor, bf16, ensure_shape, f16};
+use crate::{Computes, Cost, DType, On, Tensor, bf16, cuda, ensure_shape, f16};
 
 pub use crate::cpu::muon::{Muon, MuonScale};
 pub use kernels::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
@@ -43,14 +43,21 @@ impl OptimizerOperands<'_> {
     }
 }
 
-/// Calls a kernel with the copy's Rust type.
+/// Calls a kernel with the copy's Rust type, or the GPU's.
 macro_rules! with_copy {
-    ($op:expr, $operands:expr, $cost:expr, |$cpu:ident, $master:ident, $gradient:ident, $copy:ident| $call:expr) => {{
-        let OptimizerOperands { master, gradient, copy, .. } = $operands;
-        let device = gradient.device();
-        let dtype = copy.as_ref().map_or(DType::F32, |copy| copy.dtype());
-        let work = $cost.on(dtype, [gradient.elements()]);
-        device.launch($op, work, |$cpu| {
+    (
+        $op:expr, $operands:ident, $cost:expr, cuda: |$gpu:ident| $launch:expr,
+        cpu: |$cpu:ident, $master:ident, $gradient:ident, $copy:ident| $call:expr
+    ) => {{
+        let device = $operands.gradient.device();
+        let dtype = $operands.copy.as_ref().map_or(DType::F32, |copy| copy.dtype());
+        let work = $cost.on(dtype, [$operands.gradient.elements()]);
+        device.launch_on($op, work, |on| {
+            let $cpu = match on {
+                On::Cpu(cpu) => cpu,
+                On::Cuda($gpu) => return $launch,
+            };
+            let OptimizerOperands { master, gradient, copy, .. } = $operands;
             let ($master, $gradient) = (master.get_mut::<f32>(), gradient.get::<f32>());
             match dtype {
                 DType::BF16 => {
@@ -71,6 +78,11 @@ macro_rules! with_copy {
     }};
 }
 
+/// What a GPU says to a rule that it does not have.
+fn not_on_cuda(op: &'static str) -> Result<()> {
+    Err(TensorError::NotImplemented { device: "cuda", op })
+}
+
 /// One AdamW step, the `step`-th from 1.
 pub fn adamw(
     hyper: AdamW,
@@ -82,7 +94,7 @@ pub fn adamw(
     const OP: &str = "adamw";
     let cost = operands.check(OP, &[first, second])?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| cuda::adamw(gpu, hyper, step, &operands, first, second), cpu: |cpu, master, gradient, copy| {
         let (first, second) = (first.get_mut::<f32>(), second.get_mut::<f32>());
         kernels::adamw(cpu, hyper, step, scale, master, gradient, first, second, copy)
     })
@@ -93,7 +105,7 @@ pub fn sgd(hyper: Sgd, operands: OptimizerOperands<'_>, momentum: Option<&mut Te
     const OP: &str = "sgd";
     let cost = operands.check(OP, &momentum.as_deref().into_iter().collect::<Vec<_>>())?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| cuda::sgd(gpu, hyper, &operands, momentum.as_deref()), cpu: |cpu, master, gradient, copy| {
         kernels::sgd(cpu, hyper, scale, master, gradient, momentum.map(|m| m.get_mut::<f32>()), copy)
     })
 }
@@ -103,7 +115,7 @@ pub fn lion(hyper: Lion, operands: OptimizerOperands<'_>, momentum: &mut Tensor)
     const OP: &str = "lion";
     let cost = operands.check(OP, &[momentum])?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| cuda::lion(gpu, hyper, &operands, momentum), cpu: |cpu, master, gradient, copy| {
         kernels::lion(cpu, hyper, scale, master, gradient, momentum.get_mut::<f32>(), copy)
     })
 }
@@ -121,7 +133,7 @@ pub fn adafactor_matrix(
     let floats = kernels::adafactor_workspace(row_moment.elements(), column_moment.elements());
     let mut scratch = super::workspace(operands.gradient.device(), floats)?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
         let (rows, columns) = (row_moment.get_mut::<f32>(), column_moment.get_mut::<f32>());
         let scratch = scratch.get_mut::<f32>();
         kernels::adafactor_matrix(cpu, hyper, step, scale, master, gradient, rows, columns, copy, scratch)
@@ -138,17 +150,26 @@ pub fn adafactor_vector(
     const OP: &str = "adafactor";
     let cost = operands.check(OP, &[moment])?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
         kernels::adafactor_vector(cpu, hyper, step, scale, master, gradient, moment.get_mut::<f32>(), copy)
     })
+}
+
+/// Scratch for the sums of `chunks` chunks, in f64, on a GPU.
+fn sums_on_cuda(x: &Tensor, chunks: usize) -> Result<Option<Tensor>> {
+    (x.device().computes() == Computes::Cuda).then(|| super::workspace(x.device(), 2 * chunks)).transpose()
 }
 
 /// The sum of squares in a fixed order; not finite exactly when an element is not. 0 on meta.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let mut sum = 0.0;
     let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
-    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
-        sum = reduce::sum_of_squares(cpu, x.get::<T>());
+    let scratch = sums_on_cuda(x, x.elements().div_ceil(cuda::SQUARES_CHUNK))?;
+    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
+        sum = match on {
+            On::Cpu(cpu) => reduce::sum_of_squares(cpu, x.get::<T>()),
+            On::Cuda(gpu) => cuda::sum_of_squares(gpu, x, super::given(&scratch))?,
+        };
         Ok(())
     })?);
     Ok(sum)
@@ -159,8 +180,12 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
     let mut sums = vec![0.0; x.elements().div_ceil(chunk)];
     let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
-    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch("sum_of_squares", cost, |cpu| {
-        reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), &mut sums);
+    let scratch = sums_on_cuda(x, sums.len())?;
+    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
+        match on {
+            On::Cpu(cpu) => reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), &mut sums),
+            On::Cuda(gpu) => cuda::chunk_sums_of_squares(gpu, x, chunk, super::given(&scratch), &mut sums)?,
+        }
         Ok(())
     })?);
     Ok(sums)
@@ -178,7 +203,7 @@ pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, mom
     let elements = crate::cpu::muon::workspace(rows, columns);
     let mut scratch = operands.gradient.device().empty([elements], dtype, crate::Purpose::Workspace)?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
         let momentum = momentum.get_mut::<f32>();
         if dtype == DType::BF16 {
             let scratch = scratch.get_mut::<bf16>();

@@ -6,7 +6,7 @@ use crate::cpu::gemm::Activation;
 use crate::cpu::philox::RandomKey;
 use crate::cpu::{cast as casts, dropout as dropouts, elementwise};
 use crate::error::Result;
-use crate::{Cost, DType, Tensor, Work, by_float, ensure_shape};
+use crate::{Cost, DType, On, Tensor, Work, by_float, cuda, ensure_shape};
 
 /// A kernel that goes over the elements of `x` and moves `tensors` once.
 fn elements_of(x: &Tensor, flops_per_element: usize, tensors: &[&Tensor]) -> Work {
@@ -20,10 +20,7 @@ pub(super) fn into_unique(x: Tensor) -> Result<Tensor> {
 
 fn copy(x: &Tensor) -> Result<Tensor> {
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    x.device().launch("copy", elements_of(x, 0, &[x, x]), |_| {
-        y.as_bytes_mut()?.copy_from_slice(x.as_bytes()?);
-        Ok(())
-    })?;
+    x.device().launch_on("copy", elements_of(x, 0, &[x, x]), |_| y.copy_from(x))?;
     Ok(y)
 }
 
@@ -36,7 +33,11 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     same_form(OP, a, b)?;
     let mut y = a.empty_like(*a.shape(), a.dtype())?;
     let shape = [1, a.elements()];
-    by_float!(OP, a.dtype(), T => a.device().launch(OP, elements_of(a, 1, &[a, b, a]), |cpu| {
+    by_float!(OP, a.dtype(), T => a.device().launch_on(OP, elements_of(a, 1, &[a, b, a]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::add(gpu, a, b, &y),
+        };
         let (a, b) = (elementwise::Operand::Full(a.get::<T>()), elementwise::Operand::Full(b.get::<T>()));
         elementwise::binary(cpu, elementwise::Binary::Add, shape, a, b, y.get_mut::<T>());
         Ok(())
@@ -52,7 +53,11 @@ pub fn add_into(mut a: Tensor, b: &Tensor) -> Result<Tensor> {
         return add(&a, b);
     }
     let work = elements_of(b, 1, &[&a, b, b]);
-    by_float!(OP, a.dtype(), T => b.device().launch(OP, work, |cpu| {
+    by_float!(OP, a.dtype(), T => b.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::add(gpu, &a, b, &a),
+        };
         elementwise::accumulate(cpu, b.get::<T>(), a.get_mut::<T>());
         Ok(())
     })?);
@@ -71,7 +76,11 @@ pub fn accumulate(x: &Tensor, target: &mut Tensor, overwrite: bool) -> Result<()
         target.shape()
     );
     let work = elements_of(x, 1, &[target, x]).variant(if overwrite { "overwriting" } else { "" });
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::accumulate(gpu, x, target, overwrite),
+        };
         if overwrite {
             casts::cast(cpu, x.get::<T>(), target.get_mut::<f32>());
         } else {
@@ -95,7 +104,11 @@ pub fn cast_into(x: &Tensor, y: &mut Tensor) -> Result<()> {
     ensure_shape!(x.elements() == y.elements(), OP, "{} into {}", x.shape(), y.shape());
     let work = elements_of(x, 0, &[x, y]).variant(y.dtype().name());
     let device = x.device().clone();
-    by_float!(OP, x.dtype(), A => by_float!(OP, y.dtype(), B => device.launch(OP, work, |cpu| {
+    by_float!(OP, x.dtype(), A => by_float!(OP, y.dtype(), B => device.launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::cast(gpu, x, y),
+        };
         casts::cast(cpu, x.get::<A>(), y.get_mut::<B>());
         Ok(())
     })?));
@@ -117,7 +130,11 @@ pub fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "activate";
     let Some(curve) = curve(activation) else { return Ok(x.clone()) };
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, elements_of(x, 8, &[x, x]).variant(form(activation)), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, elements_of(x, 8, &[x, x]).variant(form(activation)), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::activate(gpu, activation, x, &y),
+        };
         activation::activation(cpu, curve, x.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);
@@ -130,7 +147,11 @@ pub fn activation_backward(activation: Activation, x: &Tensor, dy: Tensor) -> Re
     same_form(OP, x, &dy)?;
     let Some(curve) = curve(activation) else { return Ok(dy) };
     let mut dx = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, elements_of(x, 10, &[x, &dy, x]).variant(form(activation)), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, elements_of(x, 10, &[x, &dy, x]).variant(form(activation)), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::activation_backward(gpu, activation, &dy, x, &dx),
+        };
         activation::activation_backward(cpu, curve, dy.get::<T>(), x.get::<T>(), dx.get_mut::<T>());
         Ok(())
     })?);
@@ -144,7 +165,11 @@ pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
     let width = gate_up.last_dim() / 2;
     let mut y = gate_up.empty_like(gate_up.shape().with_last(width), gate_up.dtype())?;
     let work = Cost::new(6 * y.elements(), gate_up.bytes() + y.bytes()).on(y.dtype(), [y.elements()]);
-    by_float!(OP, gate_up.dtype(), T => gate_up.device().launch(OP, work, |cpu| {
+    by_float!(OP, gate_up.dtype(), T => gate_up.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::swiglu(gpu, gate_up, &y),
+        };
         activation::glu(cpu, Curve::Silu, width, gate_up.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);
@@ -159,7 +184,11 @@ pub fn swiglu_backward(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
     ensure_shape!(*gate_up.shape() == dy.shape().with_last(2 * width), OP, "{} and {}", gate_up.shape(), dy.shape());
     let mut dx = gate_up.empty_like(*gate_up.shape(), gate_up.dtype())?;
     let work = Cost::new(10 * dy.elements(), 2 * gate_up.bytes() + dy.bytes()).on(dy.dtype(), [dy.elements()]);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::swiglu_backward(gpu, dy, gate_up, &dx),
+        };
         activation::glu_backward(cpu, Curve::Silu, width, dy.get::<T>(), gate_up.get::<T>(), dx.get_mut::<T>());
         Ok(())
     })?);
@@ -172,7 +201,11 @@ pub fn dropout(x: &Tensor, probability: f32, key: RandomKey) -> Result<Tensor> {
     const OP: &str = "dropout";
     let rate = dropouts::DropRate::new(probability)?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, elements_of(x, 1, &[x, x]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, elements_of(x, 1, &[x, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::dropout(gpu, key, rate, x, None, &y),
+        };
         dropouts::dropout(cpu, key, 0, rate, x.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);

@@ -28,7 +28,7 @@ pub fn matmul(a: &Tensor, transpose_a: Transpose, b: &Tensor, transpose_b: Trans
     let mut y = a.empty_like(checked_shape(OP, &dims)?, a.dtype())?;
     let cost = Cost::new(2 * y.elements() * k, a.bytes() + b.bytes() + y.bytes());
     if y.elements() == 0 || k == 0 {
-        y.fill_zero();
+        y.fill_zero()?;
         return Ok(y);
     }
     let groups = groups(&batch, [&a_batch, &b_batch]);

@@ -51,7 +51,7 @@ pub(super) fn summed(
 ) -> Result<Tensor> {
     let mut y = x.empty_like(shape, x.dtype())?;
     if x.elements() == 0 {
-        y.fill_zero();
+        y.fill_zero()?;
         return Ok(y);
     }
     // [outer, summed, inner]: the sums of rows, of columns, of matrices' columns.

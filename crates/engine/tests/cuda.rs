@@ -1,0 +1,147 @@
+//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every access.
+
+use std::sync::Arc;
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::links::Links;
+use trainyard_engine::predict::predict_on;
+use trainyard_engine::rank::{Rank, RankSettings, StepOutcome, StepSettings};
+use trainyard_engine::shape;
+use trainyard_engine::state::Holding;
+use trainyard_model::{Batch, BatchShape, Model, ModelSpec};
+use trainyard_program::{Mesh, Program, check, lower_rank};
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::fake::{Fake, Options, Record};
+use trainyard_tensor::{Computes, Device, Purpose};
+
+const LENGTH: usize = 16;
+const ROWS: usize = 2;
+
+const LLAMA: &str = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nffn_dim = 64\n\
+                     vocab_size = 61\nmax_sequence_length = 64\n";
+const GPT2: &str = "[model]\nfamily = 'gpt2'\ndim = 32\nlayers = 2\nheads = 4\nffn_dim = 64\nvocab_size = 61\n\
+                    max_sequence_length = 64\n";
+
+fn resolved(model: &str, sets: &[&str]) -> Resolved {
+    let text = format!(
+        "{model}[training]\nsteps = 10\nsequence_length = {LENGTH}\nmicro_batch_size = {ROWS}\n[optimizer]\n\
+         learning_rate = 0.01\n"
+    );
+    let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+    Config::parse("test.toml".as_ref(), &text, &sets).unwrap().resolve(&inputs).unwrap()
+}
+
+/// A run of a small model: what it is, and how its steps go.
+struct Trial {
+    spec: ModelSpec,
+    settings: RankSettings,
+    program: Program,
+}
+
+impl Trial {
+    fn new(model: &str, sets: &[&str]) -> Trial {
+        let resolved = resolved(model, sets);
+        let spec = shape::model_spec(&resolved).unwrap();
+        let model = Model::new(spec.clone()).unwrap();
+        let dtype = shape::compute_dtype(&resolved);
+        let model_shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
+        let strategy = shape::strategy(&resolved, model.units().len());
+        let program = lower_rank(&model_shape, &Mesh::default(), &strategy, 0).unwrap();
+        check(&program).unwrap();
+        Trial { spec, settings: shape::rank_settings(&resolved), program }
+    }
+
+    fn model(&self) -> Model {
+        Model::new(self.spec.clone()).unwrap()
+    }
+
+    /// Two rows in which each token follows from the one before.
+    fn batch(&self, device: &Device, model: &Model, number: usize) -> Batch {
+        let vocab = self.spec.vocab_size as i32;
+        let mut tokens = Vec::new();
+        let mut targets = Vec::new();
+        for row in 0..ROWS {
+            let mut token = (number * 31 + row * 7 + 3) as i32 % vocab;
+            for _ in 0..LENGTH {
+                tokens.push(token);
+                token = (token * 5 + 11) % vocab;
+                targets.push(token);
+            }
+        }
+        model.rows(device, LENGTH, &tokens, Some(&targets)).unwrap()
+    }
+
+    fn rank(&self, device: &Device) -> Rank {
+        Rank::new(device, self.model(), Holding::of(&self.program), Links::default(), &self.settings).unwrap()
+    }
+
+    fn step(&self, rank: &mut Rank, step: u64) -> StepOutcome {
+        let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
+        let mut number = step as usize * self.program.micro_batches as usize;
+        let load = |device: &Device, model: &Model| {
+            number += 1;
+            Ok(self.batch(device, model, number))
+        };
+        rank.execute(&self.program, settings, load, |_, _| Ok(())).unwrap()
+    }
+}
+
+fn fake(options: Options) -> (Arc<Fake>, Device) {
+    let fake = Arc::new(Fake::new(options));
+    let device = Device::cuda(Arc::new(Cuda::new(fake.clone(), 1)), None);
+    (fake, device)
+}
+
+fn names(records: &[Record]) -> Vec<&'static str> {
+    records.iter().map(|record| record.name).collect()
+}
+
+#[test]
+fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
+    for (model, sets) in [
+        (LLAMA, &["precision.compute=bf16"][..]),
+        (LLAMA, &["precision.compute=bf16", "training.accumulation_steps=2", "activation_checkpointing.mode=full"]),
+        (GPT2, &["precision.compute=bf16", "model.dropout=0.1"]),
+        (GPT2, &["precision.compute=f32", "activation_checkpointing.mode=selective"]),
+    ] {
+        let trial = Trial::new(model, sets);
+        let (fake, device) = fake(Options::default());
+        let mut rank = trial.rank(&device);
+        device.pool().reset_peaks();
+        let steps = [0, 1, 2].map(|step| {
+            fake.take_records();
+            trial.step(&mut rank, step);
+            assert_eq!(fake.problems(), [""; 0], "{sets:?}");
+            names(&fake.take_records())
+        });
+        let shape = BatchShape::uniform(ROWS, LENGTH);
+        let predicted =
+            predict_on(Computes::Cuda, trial.model(), &trial.program, &shape, &trial.settings).unwrap().memory;
+        let measured = device.pool().usage();
+        for purpose in Purpose::ALL {
+            assert_eq!(measured.peak(purpose), predicted.peak(purpose), "{purpose} of {sets:?}");
+        }
+        assert_eq!(measured.peak_total(), predicted.peak_total(), "{sets:?}");
+        assert!(fake.used().1 <= measured.reserved().max(measured.peak_total() + measured.peak_total() / 8));
+
+        // The first step brings tables to the device.
+        let [_, second, third] = steps;
+        assert_eq!(second, third, "{sets:?}");
+        let first = |name| third.iter().position(|n| *n == name).unwrap_or_else(|| panic!("no {name} in {third:?}"));
+        let order = ["embedding", "cross_entropy_in_place", "index_add", "chunk_squares", "adamw"].map(first);
+        assert!(order.is_sorted(), "{third:?}");
+        assert!(third[order[4]..].iter().all(|n| *n == "adamw"), "{third:?}");
+    }
+}
+
+#[test]
+fn a_full_device_says_what_did_not_fit() {
+    let trial = Trial::new(LLAMA, &["precision.compute=bf16"]);
+    let (_, device) = fake(Options { memory: 40 << 20, ..Options::default() });
+    let mut rank = trial.rank(&device);
+    let settings = StepSettings { step: 0, rate_factor: 1.0, clip_norm: None };
+    let load = |device: &Device, model: &Model| Ok(trial.batch(device, model, 0));
+    let (_small, big) = (rank.execute(&trial.program, settings, load, |_, _| Ok(())), 20 << 20);
+    let error = device.empty([big], trainyard_tensor::DType::F32, Purpose::Activations).unwrap_err().to_string();
+    assert!(error.contains("83886080 bytes left") && error.contains("of 41943040 are free"), "{error}");
+}

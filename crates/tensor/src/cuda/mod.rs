@@ -1,0 +1,178 @@
+//! The CUDA device: streams for lanes, memory for the pool, and the operations' way to kernels and products.
+//!
+//! A thread works for one lane ([`crate::device::enter_lane`]), and what it launches goes onto that lane's stream. Lanes are ordered by [`Mark`]s;
+//! a block that changes lanes on its way through the pool is ordered by [`memory::DeviceBlock`]. No launch waits for the device: only reading values on the
+//! host does. The files beside this one have for each operation of [`crate::ops`] what it launches; shapes were checked there.
+//!
+//! Every driver call goes through [`Driver`], so that all of this runs on [`trainyard_cuda::fake::Fake`] in tests.
+
+mod attention;
+mod lanes;
+mod launch;
+mod linear;
+mod loss;
+pub(crate) mod memory;
+mod norm;
+mod optim;
+mod pointwise;
+mod staging;
+
+pub use lanes::Mark;
+pub(crate) use lanes::{LANES, enter_lane, lane};
+#[cfg(feature = "emulation")]
+pub use trainyard_cuda::emulated;
+pub use trainyard_cuda::{CudaError, fake};
+
+pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
+pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient};
+pub(crate) use loss::{HeadGradients, HeadScratch, chunk_rows, head, summary};
+pub(crate) use norm::{
+    layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
+};
+pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_sums_of_squares, lion, sgd, sum_of_squares};
+pub(crate) use pointwise::{
+    accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, swiglu,
+    swiglu_backward,
+};
+
+use crate::cpu::{Cpu, Isa};
+use crate::error::{Result, TensorError};
+use crate::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use trainyard_cuda::driver::{Driver, Event, Properties, Region, Stream};
+use trainyard_cuda::kernels::{File, Float};
+
+/// Scratch for the algorithms of products: what NVIDIA recommends for Hopper.
+pub(crate) const PRODUCT_WORKSPACE: usize = 32 << 20;
+
+/// A device as its tensors see it.
+pub struct Cuda {
+    driver: Arc<dyn Driver>,
+    streams: [OnceLock<Stream>; LANES],
+    modules: Mutex<BTreeMap<(File, Float), Arc<launch::Module>>>,
+    events: Mutex<Vec<Event>>,
+    pinned: Mutex<Vec<staging::Pinned>>,
+    /// For what the host makes: initial values.
+    host: Cpu,
+}
+
+impl Cuda {
+    /// A device behind a driver, with `threads` threads for what the host does for it.
+    pub fn new(driver: Arc<dyn Driver>, threads: usize) -> Cuda {
+        Cuda {
+            driver,
+            streams: [const { OnceLock::new() }; LANES],
+            modules: Mutex::default(),
+            events: Mutex::default(),
+            pinned: Mutex::default(),
+            host: Cpu::new(Isa::detect(), threads),
+        }
+    }
+
+    /// What it is.
+    pub fn properties(&self) -> &Properties {
+        self.driver.properties()
+    }
+
+    /// Bytes free and in all, for all processes.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        Ok(self.driver.memory()?)
+    }
+
+    pub(crate) fn host(&self) -> &Cpu {
+        &self.host
+    }
+
+    /// The stream of this thread's lane.
+    pub(crate) fn stream(&self) -> Result<Stream> {
+        self.stream_of(lane())
+    }
+
+    fn stream_of(&self, lane: usize) -> Result<Stream> {
+        if let Some(stream) = self.streams[lane].get() {
+            return Ok(*stream);
+        }
+        let stream = self.driver.stream()?;
+        Ok(*self.streams[lane].get_or_init(|| stream))
+    }
+
+    /// Waits for everything that this thread's lane has launched.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        Ok(self.driver.synchronize(self.stream()?)?)
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        for event in lock(&self.events).drain(..) {
+            self.driver.destroy(event);
+        }
+        for pinned in lock(&self.pinned).drain(..) {
+            pinned.free(&*self.driver);
+        }
+    }
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let properties = self.properties();
+        write!(f, "cuda:{} ({}, {})", properties.ordinal, properties.name, properties.architecture())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The module that computes on a dtype.
+fn float(op: &'static str, dtype: DType) -> Result<Float> {
+    match dtype {
+        DType::F32 => Ok(Float::F32),
+        DType::BF16 => Ok(Float::Bf16),
+        DType::F16 => Ok(Float::F16),
+        got => Err(TensorError::DType { op, expected: "f32, bf16 or f16", got }),
+    }
+}
+
+/// A copy of host data on a device, made at its first use there: kept beside the data, and no part of its value.
+#[derive(Default)]
+pub(crate) struct OnDevice(Mutex<Option<Tensor>>);
+
+impl OnDevice {
+    /// The copy on `device`; `make` makes it.
+    pub fn get(&self, device: &crate::Device, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
+        let mut copy = lock(&self.0);
+        match &*copy {
+            Some(tensor) if tensor.device().same(device) => Ok(tensor.clone()),
+            _ => Ok(copy.insert(make()?).clone()),
+        }
+    }
+}
+
+impl Clone for OnDevice {
+    fn clone(&self) -> OnDevice {
+        OnDevice::default()
+    }
+}
+
+impl PartialEq for OnDevice {
+    fn eq(&self, _: &OnDevice) -> bool {
+        true
+    }
+}
+
+impl Eq for OnDevice {}
+
+impl fmt::Debug for OnDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("..")
+    }
+}
+
+/// `offset ..` of a region, `bytes` long.
+fn part(region: Region, offset: usize, bytes: usize) -> Region {
+    debug_assert!(offset + bytes <= region.bytes);
+    Region { address: region.address + offset as u64, bytes, ..region }
+}

@@ -1,0 +1,127 @@
+//! What the host reads of tensors and writes into them, on every device.
+//!
+//! `with_*` hands out the memory itself where that is the host's, and a copy where it is a GPU's: what uses them need not know which. Reading waits for what
+//! this thread's lane has launched; writing waits for nothing.
+
+use crate::dtype::{Element, bf16, f16};
+use crate::error::{Result, TensorError};
+use crate::{DType, Scalar, Tensor, ensure_shape};
+
+impl Tensor {
+    /// Lets `f` read the elements as raw bytes, little-endian as in memory.
+    pub fn with_bytes<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
+        match self.device().as_cuda() {
+            Some(cuda) => cuda.staged(self.region(false), (true, false), |bytes| f(bytes)),
+            None => Ok(f(self.as_bytes()?)),
+        }
+    }
+
+    /// Lets `f` read and write the elements as raw bytes.
+    pub fn with_bytes_mut<R>(&mut self, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        match self.device().as_cuda() {
+            Some(cuda) => cuda.staged(self.region(true), (true, true), f),
+            None => Ok(f(self.as_bytes_mut()?)),
+        }
+    }
+
+    /// Lets `f` write all elements as raw bytes; what it is given is arbitrary.
+    pub fn overwrite_bytes<R>(&mut self, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        match self.device().as_cuda() {
+            Some(cuda) => cuda.staged(self.region(true), (false, true), f),
+            None => Ok(f(self.as_bytes_mut()?)),
+        }
+    }
+
+    /// Lets `f` read the elements.
+    pub fn with_data<T: Scalar, R>(&self, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+        self.check_dtype::<T>("with_data")?;
+        self.with_bytes(|bytes| f(bytemuck::cast_slice(bytes)))
+    }
+
+    /// Lets `f` read and write the elements.
+    pub fn with_data_mut<T: Scalar, R>(&mut self, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+        self.check_dtype::<T>("with_data_mut")?;
+        self.with_bytes_mut(|bytes| f(bytemuck::cast_slice_mut(bytes)))
+    }
+
+    /// Lets `f` write all elements; what it is given is arbitrary.
+    pub fn overwrite<T: Scalar, R>(&mut self, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+        self.check_dtype::<T>("overwrite")?;
+        self.overwrite_bytes(|bytes| f(bytemuck::cast_slice_mut(bytes)))
+    }
+
+    fn check_dtype<T: Scalar>(&self, op: &'static str) -> Result<()> {
+        if T::DTYPE == self.dtype() {
+            return Ok(());
+        }
+        Err(TensorError::DType { op, expected: T::DTYPE.name(), got: self.dtype() })
+    }
+
+    /// Copies `data` in.
+    pub fn write<T: Scalar>(&mut self, data: &[T]) -> Result<()> {
+        ensure_shape!(
+            data.len() == self.elements(),
+            "write",
+            "{} values for a tensor of shape {}",
+            data.len(),
+            self.shape()
+        );
+        self.check_dtype::<T>("write")?;
+        match self.device().as_cuda() {
+            Some(cuda) => cuda.upload(self.region(true), bytemuck::cast_slice(data)),
+            None => {
+                self.data_mut::<T>()?.copy_from_slice(data);
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies the bytes of `source`, of the same device, in; nothing on meta.
+    pub fn copy_from(&mut self, source: &Tensor) -> Result<()> {
+        ensure_shape!(
+            source.bytes() == self.bytes() && source.device().same(self.device()),
+            "copy_from",
+            "{source:?} into {self:?}"
+        );
+        if let Some(cuda) = self.device().as_cuda() {
+            return crate::cuda::copy(cuda, source, self);
+        }
+        if !self.device().is_meta() {
+            self.as_bytes_mut()?.copy_from_slice(source.as_bytes()?);
+        }
+        Ok(())
+    }
+
+    /// Sets every byte to zero; nothing on meta.
+    pub fn fill_zero(&mut self) -> Result<()> {
+        match self.device().as_cuda() {
+            Some(cuda) => cuda.zero(self.region(true)),
+            None if self.device().is_meta() => Ok(()),
+            None => {
+                self.as_bytes_mut()?.fill(0);
+                Ok(())
+            }
+        }
+    }
+
+    /// A copy of the elements.
+    pub fn to_vec<T: Scalar>(&self) -> Result<Vec<T>> {
+        self.with_data(|data: &[T]| data.to_vec())
+    }
+
+    /// A floating-point tensor's values widened to `f32`.
+    pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
+        match self.dtype() {
+            DType::F32 => self.to_vec::<f32>(),
+            DType::BF16 => self.with_data(|data: &[bf16]| data.iter().map(|x| Element::to_f32(*x)).collect()),
+            DType::F16 => self.with_data(|data: &[f16]| data.iter().map(|x| Element::to_f32(*x)).collect()),
+            got => Err(TensorError::DType { op: "to_f32_vec", expected: "a float type", got }),
+        }
+    }
+
+    /// The only element of a float tensor, as `f32`.
+    pub fn to_scalar(&self) -> Result<f32> {
+        ensure_shape!(self.elements() == 1, "to_scalar", "a tensor of shape {}", self.shape());
+        Ok(self.to_f32_vec()?[0])
+    }
+}
