@@ -37,6 +37,9 @@ const CASES: &[Case] = &[
     case(&["train", "tiny.toml", "--set", "training.sequence_length=64"], 1, &["sequence_length"]),
     case(&["train", "tiny.toml", "--set", "compute.isa='mmx'"], 1, &["mmx"]),
     case(&["train", "tiny.toml", "--set", "memory.limit='1MiB'"], 1, &["over memory.limit"]),
+    case(&["train", "tiny.toml", "--set", "device=gpu"], 1, &["compute.device", "cuda:N"]),
+    // No driver here, or not so many GPUs.
+    case(&["train", "tiny.toml", "--set", "device=cuda:99"], 1, &["GPU"]),
     case(&["config", "check", "gone.toml"], 1, &["gone.toml"]),
     case(&["config", "check", "tiny.toml", "--set", "tokenizer.path='gone.json'"], 1, &["gone.json"]),
     case(&["bench", "train", "--preset", "gpt3"], 1, &["gpt3"]),

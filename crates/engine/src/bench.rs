@@ -206,8 +206,7 @@ impl Stepper {
         let spec = model_spec(resolved)?;
         let model = Model::new(spec.clone())?;
         let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
-        let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
-        let device = Device::cpu(resolved.isa, resolved.threads, limit);
+        let device = crate::device::open(resolved, world, None)?;
         let links = world.map_or_else(|| Ok(Links::default()), |world| Links::new(world, &program))?;
         let rank = Rank::new(&device, model, Holding::of(&program), links, &settings(resolved))?;
         Ok(Stepper { rank, program, resolved: resolved.clone(), vocabulary: spec.vocab_size as u64, step: 0 })

@@ -18,6 +18,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod config;
 pub mod corpora;
+pub mod device;
 mod error;
 pub mod evaluate;
 pub mod faults;

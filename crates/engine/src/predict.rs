@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
-use trainyard_tensor::{Call, Computes, Cost, Device, Purpose, Usage};
+use trainyard_tensor::{Call, Cost, Device, Purpose, Usage};
 
 /// A step's needs, before it runs.
 #[derive(Clone, Debug)]
@@ -25,21 +25,10 @@ pub struct Prediction {
     pub took: Duration,
 }
 
-/// Executes one rank's `program` once on meta, as the CPU would run it.
+/// Executes one rank's `program` once on meta, as the device that the settings name would run it.
 pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<Prediction> {
-    predict_on(Computes::Cpu, model, program, shape, settings)
-}
-
-/// As [`predict`], for a device with the kernels of `computes`.
-pub fn predict_on(
-    computes: Computes,
-    model: Model,
-    program: &Program,
-    shape: &BatchShape,
-    settings: &RankSettings,
-) -> Result<Prediction> {
     let began = std::time::Instant::now();
-    let device = Device::meta_for(computes);
+    let device = Device::meta_for(settings.computes);
     let tiers = Tiers::nowhere(program);
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, Links::default(), settings)?;
     device.take_profile();

@@ -163,9 +163,11 @@ impl Session {
         let settings = shape::rank_settings(&resolved);
         let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
-        let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
 
-        let device = Device::cpu(resolved.isa, resolved.threads, limit);
+        let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
+        if device.as_cuda().is_some() {
+            note("compute.device = \"cuda\" has not been run on a GPU by those who wrote it: see docs/gpu.md");
+        }
         note(&format!(
             "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
             if world.size() > 1 { format!("{}; rank 0: ", resolved.parallel) } else { String::new() },
@@ -174,7 +176,8 @@ impl Session {
             if world.size() > 1 { " on each rank" } else { "" },
             prediction.cost.flops as f64 / 1e12
         ));
-        let peaks = measure_peaks(&world, &resolved)?;
+        // Peaks are the processor's; a GPU's are not known here.
+        let peaks = if device.as_cpu().is_some() { measure_peaks(&world, &resolved)? } else { None };
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
         let links = Links::new(&world, &programs[0])?;
         let tiers = tiers(&resolved, &programs[0], &folder)?;

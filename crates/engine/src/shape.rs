@@ -218,6 +218,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         _ => LossScaler::none(),
     };
     RankSettings {
+        computes: crate::device::computes(resolved),
         compute,
         reduce: reduce_dtype(resolved),
         optimizer: resolved.optimizer,

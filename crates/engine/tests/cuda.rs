@@ -1,16 +1,20 @@
-//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every access.
+//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every access, and with the kernels emulated on the host,
+//! so that a small model really trains.
 
+use std::path::Path;
 use std::sync::Arc;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::links::Links;
-use trainyard_engine::predict::predict_on;
+use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Rank, RankSettings, StepOutcome, StepSettings};
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_model::{Batch, BatchShape, Model, ModelSpec};
 use trainyard_program::{Mesh, Program, check, lower_rank};
+use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::cuda::fake::{Fake, Options, Record};
+use trainyard_tensor::cuda::emulated::Emulated;
+use trainyard_tensor::cuda::fake::{Fake, Kernels, Options, Record};
 use trainyard_tensor::{Computes, Device, Purpose};
 
 const LENGTH: usize = 16;
@@ -84,6 +88,13 @@ impl Trial {
         };
         rank.execute(&self.program, settings, load, |_, _| Ok(())).unwrap()
     }
+
+    fn run(&self, device: &Device, steps: u64) -> (Vec<StepOutcome>, Vec<f32>) {
+        let mut rank = self.rank(device);
+        let outcomes = (0..steps).map(|step| self.step(&mut rank, step)).collect();
+        let ids: Vec<_> = rank.model().parameters().map(|(id, _)| id).collect();
+        (outcomes, ids.into_iter().flat_map(|id| rank.read_masters(id).unwrap()).collect())
+    }
 }
 
 fn fake(options: Options) -> (Arc<Fake>, Device) {
@@ -115,8 +126,8 @@ fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
             names(&fake.take_records())
         });
         let shape = BatchShape::uniform(ROWS, LENGTH);
-        let predicted =
-            predict_on(Computes::Cuda, trial.model(), &trial.program, &shape, &trial.settings).unwrap().memory;
+        let settings = RankSettings { computes: Computes::Cuda, ..trial.settings };
+        let predicted = predict(trial.model(), &trial.program, &shape, &settings).unwrap().memory;
         let measured = device.pool().usage();
         for purpose in Purpose::ALL {
             assert_eq!(measured.peak(purpose), predicted.peak(purpose), "{purpose} of {sets:?}");
@@ -144,4 +155,36 @@ fn a_full_device_says_what_did_not_fit() {
     let (_small, big) = (rank.execute(&trial.program, settings, load, |_, _| Ok(())), 20 << 20);
     let error = device.empty([big], trainyard_tensor::DType::F32, Purpose::Activations).unwrap_err().to_string();
     assert!(error.contains("83886080 bytes left") && error.contains("of 41943040 are free"), "{error}");
+}
+
+/// The kernels on the host; a machine without a C++ compiler cannot run these tests, and says so.
+fn emulated() -> Box<dyn Kernels> {
+    let emulated = Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
+    Box::new(emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX"))
+}
+
+#[test]
+fn emulated_kernels_train_like_the_cpu() {
+    for (model, sets, tolerance) in [
+        (LLAMA, &["precision.compute=f32"][..], 1e-4),
+        (GPT2, &["precision.compute=f32", "model.dropout=0.1"], 1e-4),
+        (LLAMA, &["precision.compute=bf16", "activation_checkpointing.mode=full"], 2e-2),
+        (GPT2, &["precision.compute=bf16", "training.accumulation_steps=2"], 2e-2),
+    ] {
+        let trial = Trial::new(model, sets);
+        let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
+        let (fake, device) = fake(Options { kernels: Some(emulated()), ..Options::default() });
+        let (outcomes, weights) = trial.run(&device, 4);
+        assert_eq!(fake.problems(), [""; 0], "{sets:?}");
+        for (got, want) in outcomes.iter().zip(&expected) {
+            let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
+            assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
+            let norms = (got.gradient_norm, want.gradient_norm);
+            assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
+        }
+        // It learns, and whatever order the streams' heads are taken in, the bits are the same.
+        assert!(outcomes[3].loss < outcomes[0].loss);
+        let (_, other) = self::fake(Options { kernels: Some(emulated()), seed: 7, ..Options::default() });
+        assert!(trial.run(&other, 4).1 == weights, "{sets:?}");
+    }
 }

@@ -10,7 +10,7 @@ use trainyard_engine::state::Holding;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Model, ModelSpec};
 use trainyard_program::{Action, Instruction, Keep, Mesh, Strategy};
 use trainyard_tensor::cpu::Isa;
-use trainyard_tensor::{DType, Device, Purpose};
+use trainyard_tensor::{Computes, DType, Device, Purpose};
 
 const LENGTH: usize = 16;
 
@@ -128,7 +128,7 @@ impl Trial {
 
     fn rank_settings(&self) -> RankSettings {
         let Trial { dtype: compute, optimizer, scaler, .. } = *self;
-        RankSettings { compute, reduce: DType::F32, optimizer, scaler, seed: 7 }
+        RankSettings { computes: Computes::Cpu, compute, reduce: DType::F32, optimizer, scaler, seed: 7 }
     }
 }
 

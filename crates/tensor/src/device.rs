@@ -170,6 +170,7 @@ pub enum Computes {
 }
 
 /// What a kernel is run by.
+#[derive(Clone, Copy)]
 pub enum On<'d> {
     /// The processor.
     Cpu(&'d Cpu),

@@ -224,7 +224,9 @@ fn read_set(argument: &str, problems: &mut Problems) -> Option<Entry> {
         problems.add(origin, "a setting is written section.key=value");
         return None;
     };
-    let path: Vec<_> = name.trim().split('.').map(str::to_owned).collect();
+    // What is set most often on a command line has a short name there.
+    let name = if name.trim() == "device" { "compute.device" } else { name.trim() };
+    let path: Vec<_> = name.split('.').map(str::to_owned).collect();
     if path.iter().any(String::is_empty) {
         problems.add(origin, "a setting is written section.key=value");
         return None;

@@ -13,6 +13,7 @@
 //! [`Inputs`].
 
 mod batch;
+mod device;
 mod error;
 mod load;
 mod nearest;
@@ -28,6 +29,7 @@ mod tests;
 mod value;
 
 pub use batch::{Batch, BatchError};
+pub use device::DeviceKind;
 pub use error::{ConfigError, Origin, Problem};
 pub use nearest::nearest;
 pub use presets::PRESETS;

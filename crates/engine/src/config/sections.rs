@@ -4,6 +4,7 @@
 //! A key whose default depends on others is an `Option`: unset, [`Config::resolve`](super::Config::resolve) derives it and
 //! says how.
 
+use super::device::DeviceKind;
 use super::section::section;
 use super::value::{ByteSize, Overrides, Reshard, Sources, choices};
 use std::path::PathBuf;
@@ -173,14 +174,6 @@ choices! {
         Host = "host",
         /// In a file.
         Disk = "disk",
-    }
-}
-
-choices! {
-    /// Where the model runs.
-    DeviceKind {
-        /// The processor.
-        Cpu = "cpu",
     }
 }
 
@@ -474,7 +467,7 @@ section! {
 section! {
     /// Where and with how many threads.
     ComputeSection = "compute" {
-        /// Where the model runs.
+        /// Where the model runs: the processor, or a GPU (that of the rank's place on its host, or number N). `--set device=...` is short for it.
         device: DeviceKind = DeviceKind::Cpu;
         /// The highest rung of the kernel ladder to use: portable, avx2, avx512, avx512-bf16, amx-bf16. Unset: the best of the machine.
         isa: Option<String> = None;

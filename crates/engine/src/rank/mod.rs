@@ -31,7 +31,7 @@ use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
-use trainyard_tensor::{DType, Device};
+use trainyard_tensor::{Computes, DType, Device};
 
 /// Everything that a rank trains.
 pub struct Rank {
@@ -64,6 +64,8 @@ pub struct Core {
 /// How a rank trains.
 #[derive(Clone, Copy, Debug)]
 pub struct RankSettings {
+    /// Whose kernels run it: what a prediction takes scratch for.
+    pub computes: Computes,
     /// What forward and backward compute in.
     pub compute: DType,
     /// What gradients are rounded to on their way between ranks: f32 or bf16.

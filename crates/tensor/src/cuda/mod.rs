@@ -14,6 +14,7 @@ mod loss;
 pub(crate) mod memory;
 mod norm;
 mod optim;
+pub(crate) mod plain;
 mod pointwise;
 mod staging;
 
@@ -59,6 +60,14 @@ pub struct Cuda {
 }
 
 impl Cuda {
+    /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does for it.
+    ///
+    /// # Errors
+    /// What the machine or this build lacks for it, in a sentence.
+    pub fn open(ordinal: usize, threads: usize) -> Result<Cuda> {
+        Ok(Cuda::new(trainyard_cuda::open(ordinal)?, threads))
+    }
+
     /// A device behind a driver, with `threads` threads for what the host does for it.
     pub fn new(driver: Arc<dyn Driver>, threads: usize) -> Cuda {
         Cuda {

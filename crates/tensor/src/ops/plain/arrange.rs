@@ -5,10 +5,10 @@ use crate::cpu::Cpu;
 use crate::cpu::plain::strided::{self, Axis};
 use crate::error::Result;
 use crate::ops::{pointwise, same_dtype};
-use crate::{Cost, Purpose, Shape, Tensor, by_float, ensure_shape};
+use crate::{Cost, On, Purpose, Shape, Tensor, by_float, cuda, ensure_shape};
 
 /// Copies along `axes`, from element `source_at` on to element `target_at` on, whatever the dtype: two or four bytes.
-fn copy(cpu: &Cpu, axes: &[Axis], x: &Tensor, source_at: usize, y: &mut Tensor, target_at: usize) -> Result<()> {
+fn copy(on: On<'_>, axes: &[Axis], x: &Tensor, source_at: usize, y: &mut Tensor, target_at: usize) -> Result<()> {
     fn typed<T: bytemuck::Pod + Send + Sync>(
         cpu: &Cpu,
         axes: &[Axis],
@@ -18,6 +18,10 @@ fn copy(cpu: &Cpu, axes: &[Axis], x: &Tensor, source_at: usize, y: &mut Tensor, 
         let (x, y) = (bytemuck::cast_slice::<u8, T>(x), bytemuck::cast_slice_mut::<u8, T>(y));
         strided::copy(cpu, axes, &x[source_at..], &mut y[target_at..]);
     }
+    let cpu = match on {
+        On::Cpu(cpu) => cpu,
+        On::Cuda(gpu) => return cuda::plain::strided(gpu, axes, (x, source_at), (y, target_at), false),
+    };
     let size = x.dtype().size();
     let (x, y) = ((x.as_bytes()?, source_at), (y.as_bytes_mut()?, target_at));
     if size == 2 {
@@ -32,7 +36,7 @@ fn copy(cpu: &Cpu, axes: &[Axis], x: &Tensor, source_at: usize, y: &mut Tensor, 
 fn rearranged(op: &'static str, x: &Tensor, axes: &[Axis], shape: Shape, purpose: Purpose) -> Result<Tensor> {
     let mut y = x.device().empty(shape, x.dtype(), purpose)?;
     let cost = Cost::new(0, x.bytes() + y.bytes());
-    x.device().launch(op, cost, |cpu| copy(cpu, axes, x, 0, &mut y, 0))?;
+    x.device().launch_on(op, cost, |on| copy(on, axes, x, 0, &mut y, 0))?;
     Ok(y)
 }
 
@@ -143,7 +147,7 @@ pub fn narrow(x: &Tensor, dim: i32, start: usize, len: usize) -> Result<Tensor> 
     }
     let mut y = x.empty_like(&dims, x.dtype())?;
     let axes = [Axis::new(outer, n * inner, len * inner), Axis::new(len * inner, 1, 1)];
-    x.device().launch(OP, Cost::streaming(0, &[&y, &y]), |cpu| copy(cpu, &axes, x, start * inner, &mut y, 0))?;
+    x.device().launch_on(OP, Cost::streaming(0, &[&y, &y]), |on| copy(on, &axes, x, start * inner, &mut y, 0))?;
     Ok(y)
 }
 
@@ -163,13 +167,17 @@ pub fn narrow_backward(dy: &Tensor, shape: &Shape, dim: i32, start: usize, base:
     let Some(base) = base else {
         let mut dx = dy.device().zeros(*shape, dy.dtype(), Purpose::Activations)?;
         let cost = Cost::new(0, dy.bytes() + dx.bytes());
-        dy.device().launch(OP, cost, |cpu| copy(cpu, &axes, dy, 0, &mut dx, start * inner))?;
+        dy.device().launch_on(OP, cost, |on| copy(on, &axes, dy, 0, &mut dx, start * inner))?;
         return Ok(dx);
     };
     same_dtype(OP, dy, &base)?;
     ensure_shape!(base.shape() == shape, OP, "a gradient {} for {shape}", base.shape());
     let mut dx = pointwise::into_unique(base)?;
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, Cost::streaming(1, &[dy, dy, dy]), |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, Cost::streaming(1, &[dy, dy, dy]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::strided(gpu, &axes, (dy, 0), (&dx, start * inner), true),
+        };
         if dy.elements() > 0 {
             strided::add(cpu, &axes, dy.get::<T>(), &mut dx.get_mut::<T>()[start * inner..]);
         }
@@ -194,12 +202,12 @@ pub fn concat(parts: &[&Tensor], dim: i32) -> Result<Tensor> {
     }
     let shape = checked_shape(OP, &dims)?;
     let mut y = first.empty_like(shape, first.dtype())?;
-    first.device().launch(OP, Cost::streaming(0, &[&y, &y]), |cpu| {
+    first.device().launch_on(OP, Cost::streaming(0, &[&y, &y]), |on| {
         let [outer, n, inner] = split_point(&shape, dim);
         let mut at = 0;
         for part in parts.iter().filter(|part| part.elements() > 0) {
             let width = part.shape()[dim] * inner;
-            copy(cpu, &[Axis::new(outer, width, n * inner), Axis::new(width, 1, 1)], part, 0, &mut y, at)?;
+            copy(on, &[Axis::new(outer, width, n * inner), Axis::new(width, 1, 1)], part, 0, &mut y, at)?;
             at += width;
         }
         Ok(())
@@ -240,6 +248,6 @@ pub fn repeat_backward(dy: &Tensor, shape: &Shape, times: &[usize]) -> Result<Te
         .chain((0..to.len()).map(|i| Axis::new(times[i], to[i] * source[i], repetitions[i])))
         .collect();
     let mut together = scratch(dy, Shape::from([shape.elements(), copies]), dy.dtype())?;
-    dy.device().launch(OP, Cost::streaming(0, &[dy, dy]), |cpu| copy(cpu, &axes, dy, 0, &mut together, 0))?;
+    dy.device().launch_on(OP, Cost::streaming(0, &[dy, dy]), |on| copy(on, &axes, dy, 0, &mut together, 0))?;
     super::reduce::summed(OP, &together, vec![(shape.elements(), false), (copies, true)], 1.0, *shape)
 }

@@ -8,7 +8,7 @@ use crate::cpu::plain::{derivative, mask};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::ops::{same_dtype, same_form};
-use crate::{Cost, DType, Purpose, Shape, Tensor, TensorError, by_float, ensure_shape};
+use crate::{Cost, DType, On, Purpose, Shape, Tensor, TensorError, by_float, cuda, ensure_shape};
 
 /// FLOPs of one element.
 const fn unary_flops(f: Unary) -> usize {
@@ -28,7 +28,11 @@ const fn binary_flops(f: Binary) -> usize {
 pub fn unary(f: Unary, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "unary";
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(unary_flops(f), &[x, x]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(unary_flops(f), &[x, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::unary(gpu, f, x, &y),
+        };
         kernels::unary(cpu, f, x.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);
@@ -40,7 +44,11 @@ pub fn unary_backward(f: Unary, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
     const OP: &str = "unary_backward";
     same_form(OP, dy, z)?;
     let mut dx = dy.empty_like(*dy.shape(), dy.dtype())?;
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, Cost::streaming(4, &[dy, z, dy]), |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, Cost::streaming(4, &[dy, z, dy]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::unary_backward(gpu, f, dy, z, &dx),
+        };
         derivative::unary_backward(cpu, f, dy.get::<T>(), z.get::<T>(), dx.get_mut::<T>());
         Ok(())
     })?);
@@ -57,6 +65,17 @@ enum Form {
 }
 
 impl Form {
+    /// The operand as the kernels of GPUs take it.
+    fn on_cuda(self, x: &Tensor) -> (Option<&Tensor>, i32) {
+        let form = match self {
+            Form::Full => 0,
+            Form::Row => 1,
+            Form::Column => 2,
+            Form::Scalar => 3,
+        };
+        (Some(x), form)
+    }
+
     fn operand<'a, T: Element>(self, x: &'a Tensor) -> Operand<'a, T> {
         match self {
             Form::Full => Operand::Full(x.get::<T>()),
@@ -119,7 +138,14 @@ pub fn binary(f: Binary, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         return Ok(y);
     }
     let cost = Cost::new(binary_flops(f) * y.elements(), a.bytes() + b.bytes() + y.bytes());
-    by_float!(OP, a.dtype(), T => a.device().launch(OP, cost, |cpu| {
+    by_float!(OP, a.dtype(), T => a.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let operands = [forms[0].on_cuda(&a), forms[1].on_cuda(&b)];
+                return cuda::plain::binary(gpu, f, rows_columns, operands, 0.0, &y);
+            }
+        };
         let (a, b) = (forms[0].operand::<T>(&a), forms[1].operand::<T>(&b));
         kernels::binary(cpu, f, rows_columns, a, b, y.get_mut::<T>());
         Ok(())
@@ -148,7 +174,14 @@ pub fn binary_backward(
     let count = wanted.iter().filter(|wanted| **wanted).count();
     let cost = Cost::new(2 * binary_flops(f) * count * dy.elements(), a.bytes() + b.bytes() + (1 + count) * dy.bytes());
     if dy.elements() > 0 {
-        by_float!(OP, dy.dtype(), T => dy.device().launch(OP, cost, |cpu| {
+        by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, cost, |on| {
+            let cpu = match on {
+                On::Cpu(cpu) => cpu,
+                On::Cuda(gpu) => {
+                    let (operands, gradients) = ([forms[0].on_cuda(&a), forms[1].on_cuda(&b)], [da.as_ref(), db.as_ref()]);
+                    return cuda::plain::binary_backward(gpu, f, rows_columns, dy, operands, gradients);
+                }
+            };
             let operands = [forms[0].operand::<T>(&a), forms[1].operand::<T>(&b)];
             let (da, db) = (da.as_mut().map(|t| t.get_mut::<T>()), db.as_mut().map(|t| t.get_mut::<T>()));
             derivative::binary_backward(cpu, f, rows_columns, dy.get::<T>(), operands, da, db);
@@ -164,7 +197,11 @@ pub fn with_number(f: Binary, x: &Tensor, number: f32) -> Result<Tensor> {
     const OP: &str = "with_number";
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     let shape = [1, x.elements()];
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(binary_flops(f), &[x, x]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(binary_flops(f), &[x, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::binary(gpu, f, shape, [(Some(x), 0), (None, cuda::plain::NUMBER)], number, &y),
+        };
         kernels::binary(cpu, f, shape, Operand::Full(x.get::<T>()), Operand::Scalar(number), y.get_mut::<T>());
         Ok(())
     })?);
@@ -188,7 +225,11 @@ pub fn power_backward(p: f32, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "power_backward";
     same_form(OP, dy, x)?;
     let mut dx = dy.empty_like(*dy.shape(), dy.dtype())?;
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, Cost::streaming(18, &[dy, x, dy]), |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, Cost::streaming(18, &[dy, x, dy]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::power_backward(gpu, p, dy, x, &dx),
+        };
         if p == 2.0 {
             derivative::unary_backward(cpu, Unary::Square, dy.get::<T>(), x.get::<T>(), dx.get_mut::<T>());
         } else {
@@ -205,7 +246,11 @@ pub fn clamp(x: &Tensor, low: f32, high: f32) -> Result<Tensor> {
     let ordered = low <= high;
     ensure_shape!(ordered, OP, "to nothing: from {low} to {high}");
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(2, &[x, x]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(2, &[x, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::clamp(gpu, x, [low, high], &y),
+        };
         kernels::clamp(cpu, x.get::<T>(), low, high, y.get_mut::<T>());
         Ok(())
     })?);
@@ -217,7 +262,11 @@ pub fn clamp_backward(low: f32, high: f32, dy: &Tensor, x: &Tensor) -> Result<Te
     const OP: &str = "clamp_backward";
     same_form(OP, dy, x)?;
     let mut dx = dy.empty_like(*dy.shape(), dy.dtype())?;
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, Cost::streaming(2, &[dy, x, dy]), |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, Cost::streaming(2, &[dy, x, dy]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::clamp_backward(gpu, dy, x, [low, high], &dx),
+        };
         derivative::clamp_backward(cpu, low, high, dy.get::<T>(), x.get::<T>(), dx.get_mut::<T>());
         Ok(())
     })?);
@@ -232,7 +281,11 @@ pub fn to_float(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
     let mut y = x.empty_like(*x.shape(), dtype)?;
     let cost = Cost::streaming(0, &[x, &y]);
-    by_float!(OP, dtype, T => x.device().launch(OP, cost, |cpu| {
+    by_float!(OP, dtype, T => x.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::to_float(gpu, x, &y),
+        };
         if x.dtype() == DType::U32 {
             mask::widen(cpu, x.data::<u32>()?, y.get_mut::<T>(), |x| x as f32);
         } else {
@@ -249,7 +302,11 @@ pub fn dropout_add(x: &Tensor, residual: &Tensor, probability: f32, key: RandomK
     same_form(OP, x, residual)?;
     let rate = DropRate::new(probability)?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(2, &[x, residual, x]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(2, &[x, residual, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::dropout(gpu, key, rate, x, Some(residual), &y),
+        };
         dropout::dropout_add(cpu, key, 0, rate, x.get::<T>(), residual.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);

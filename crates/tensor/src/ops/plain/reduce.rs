@@ -11,7 +11,7 @@ use crate::cpu::{Cpu, cast, elementwise, norm};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::ops::{same_form, workspace};
-use crate::{Cost, DType, Purpose, Shape, Tensor, by_float, ensure_shape};
+use crate::{Computes, Cost, DType, On, Purpose, Shape, Tensor, by_float, cuda, ensure_shape};
 
 /// The sum over `dims`.
 pub fn sum(x: &Tensor, dims: &Dims) -> Result<Tensor> {
@@ -66,9 +66,25 @@ pub(super) fn summed(
     };
     let narrow = x.dtype() != DType::F32 && inner > 1;
     let mut wide = narrow.then(|| workspace(x.device(), y.elements())).transpose()?;
-    let mut blocks = workspace(x.device(), if inner > 1 { norm::backward_workspace(middle, inner) } else { 0 })?;
+    let floats = match x.device().computes() {
+        _ if inner == 1 => 0,
+        Computes::Cpu => norm::backward_workspace(middle, inner),
+        Computes::Cuda => outer * cuda::row_blocks(middle) * inner,
+    };
+    let mut blocks = workspace(x.device(), floats)?;
     let cost = Cost::streaming(1, &[&x, &y]);
-    by_float!(op, x.dtype(), T => x.device().launch(op, cost, |cpu| {
+    by_float!(op, x.dtype(), T => x.device().launch_on(op, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) if inner == 1 => {
+                return cuda::plain::reduce_rows(gpu, &x, [outer, middle], Some(factor), &y);
+            }
+            On::Cuda(gpu) => {
+                let sums = wide.as_ref().unwrap_or(&y);
+                cuda::plain::sum_middle(gpu, &x, [outer, middle, inner], factor, sums, &blocks)?;
+                return wide.as_ref().map_or(Ok(()), |wide| cuda::cast(gpu, wide, &y));
+            }
+        };
         let data = x.get::<T>();
         if inner == 1 {
             sum_rows(cpu, [outer, middle], factor, data, y.get_mut::<T>());
@@ -155,7 +171,11 @@ pub fn amax(x: &Tensor, dims: &Dims) -> Result<Tensor> {
     const OP: &str = "amax";
     let rows = Rows::new(OP, x, dims)?;
     let mut y = x.empty_like(rows.reduced, x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(1, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(1, &[x, &y]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::reduce_rows(gpu, &rows.x, [rows.rows(), rows.columns], None, &y),
+        };
         kernels::reduce_rows(cpu, Reduce::Max, rows.columns, rows.x.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);
@@ -169,7 +189,11 @@ pub fn amax_backward(dy: &Tensor, x: &Tensor, y: &Tensor, dims: &Dims) -> Result
     let rows = Rows::new(OP, x, dims)?;
     ensure_shape!(dy.elements() == rows.rows(), OP, "a gradient {} of {}", dy.shape(), rows.reduced);
     let mut dx = x.empty_like(*rows.x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(2, &[x, dy, y, &dx]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(2, &[x, dy, y, &dx]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::max_backward(gpu, [dy, &rows.x, y], rows.columns, &dx),
+        };
         let (dy, x, y) = (dy.get::<T>(), rows.x.get::<T>(), y.get::<T>());
         row::max_backward(cpu, rows.columns, dy, x, y, dx.get_mut::<T>());
         Ok(())
@@ -185,7 +209,11 @@ pub fn variance(x: &Tensor, dims: &Dims, correction: usize) -> Result<(Tensor, T
     let divisor = divisor(OP, rows.columns, correction)?;
     let mut y = x.empty_like(rows.reduced, x.dtype())?;
     let mut mean = x.empty_like([rows.rows()], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(4, &[x, &y, &mean]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(4, &[x, &y, &mean]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::variance(gpu, &rows.x, rows.columns, divisor, [&y, &mean]),
+        };
         let x = rows.x.get::<T>();
         row::variance(cpu, rows.columns, divisor, x, y.get_mut::<T>(), mean.get_mut::<f32>());
         Ok(())
@@ -206,7 +234,11 @@ pub fn variance_backward(dy: &Tensor, x: &Tensor, mean: &Tensor, dims: &Dims, co
     let fits = dy.dtype() == x.dtype() && dy.elements() == rows.rows() && mean.elements() == rows.rows();
     ensure_shape!(fits, OP, "a gradient {dy:?} and means {mean:?} of {x:?}");
     let mut dx = x.empty_like(*rows.x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(2, &[x, dy, mean, &dx]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(2, &[x, dy, mean, &dx]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::variance_backward(gpu, [dy, &rows.x, mean], rows.columns, divisor, &dx),
+        };
         let (dy, x, mean) = (dy.get::<T>(), rows.x.get::<T>(), mean.get::<f32>());
         row::variance_backward(cpu, rows.columns, divisor, dy, x, mean, dx.get_mut::<T>());
         Ok(())
@@ -219,7 +251,7 @@ fn row_by_row(
     op: &'static str,
     flops: usize,
     operands: &[&Tensor],
-    run: impl FnOnce(&Cpu, usize, &mut Tensor) -> Result<()>,
+    run: impl FnOnce(On<'_>, usize, &mut Tensor) -> Result<()>,
 ) -> Result<Tensor> {
     let x = operands[0];
     for other in operands {
@@ -229,14 +261,18 @@ fn row_by_row(
     if x.elements() > 0 {
         let moved = operands.iter().map(|t| t.bytes()).sum::<usize>() + y.bytes();
         let cost = Cost::new(flops * x.elements(), moved);
-        x.device().launch(op, cost, |cpu| run(cpu, x.last_dim(), &mut y))?;
+        x.device().launch_on(op, cost, |on| run(on, x.last_dim(), &mut y))?;
     }
     Ok(y)
 }
 
 /// `softmax(x)` over the last dimension.
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
-    row_by_row("softmax", 18, &[x], |cpu, columns, y| {
+    row_by_row("softmax", 18, &[x], |on, columns, y| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::softmax(gpu, x, columns, false, y),
+        };
         by_float!("softmax", x.dtype(), T => kernels::softmax(cpu, columns, x.get::<T>(), y.get_mut::<T>()));
         Ok(())
     })
@@ -244,7 +280,11 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
 
 /// `x - log sum exp x` over the last dimension.
 pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    row_by_row("log_softmax", 11, &[x], |cpu, columns, y| {
+    row_by_row("log_softmax", 11, &[x], |on, columns, y| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::softmax(gpu, x, columns, true, y),
+        };
         by_float!("log_softmax", x.dtype(), T => kernels::log_softmax(cpu, columns, x.get::<T>(), y.get_mut::<T>()));
         Ok(())
     })
@@ -253,7 +293,11 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
 /// `y (dy - sum(dy y))`, given the softmax `y`.
 pub fn softmax_backward(dy: &Tensor, y: &Tensor) -> Result<Tensor> {
     const OP: &str = "softmax_backward";
-    row_by_row(OP, 4, &[dy, y], |cpu, columns, dx| {
+    row_by_row(OP, 4, &[dy, y], |on, columns, dx| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::softmax_backward(gpu, dy, y, columns, false, dx),
+        };
         by_float!(OP, y.dtype(), T =>
             kernels::softmax_backward(cpu, columns, dy.get::<T>(), y.get::<T>(), dx.get_mut::<T>()));
         Ok(())
@@ -263,7 +307,11 @@ pub fn softmax_backward(dy: &Tensor, y: &Tensor) -> Result<Tensor> {
 /// `dy - e^y sum(dy)`, given the log-softmax `y`.
 pub fn log_softmax_backward(dy: &Tensor, y: &Tensor) -> Result<Tensor> {
     const OP: &str = "log_softmax_backward";
-    row_by_row(OP, 11, &[dy, y], |cpu, columns, dx| {
+    row_by_row(OP, 11, &[dy, y], |on, columns, dx| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::softmax_backward(gpu, dy, y, columns, true, dx),
+        };
         by_float!(OP, y.dtype(), T =>
             kernels::log_softmax_backward(cpu, columns, dy.get::<T>(), y.get::<T>(), dx.get_mut::<T>()));
         Ok(())
@@ -287,7 +335,11 @@ fn cumulative(op: &'static str, x: &Tensor, dim: i32, forward: bool) -> Result<T
     }
     let rows = Rows::along(op, x, dim)?;
     let mut y = x.empty_like(*rows.x.shape(), x.dtype())?;
-    by_float!(op, x.dtype(), T => x.device().launch(op, Cost::streaming(1, &[x, x]), |cpu| {
+    by_float!(op, x.dtype(), T => x.device().launch_on(op, Cost::streaming(1, &[x, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::cumulative_sum(gpu, &rows.x, rows.columns, !forward, &y),
+        };
         let run = if forward { kernels::cumulative_sum::<T> } else { row::reverse_cumulative_sum::<T> };
         run(cpu, rows.columns, rows.x.get::<T>(), y.get_mut::<T>());
         Ok(())
@@ -300,7 +352,11 @@ pub fn argmax(x: &Tensor, dim: i32) -> Result<Tensor> {
     const OP: &str = "argmax";
     let rows = Rows::along(OP, x, dim)?;
     let mut y = x.empty_like(rows.reduced, DType::U32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(1, &[x, &y]), |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(1, &[x, &y]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::argmax(gpu, &rows.x, rows.columns, &y),
+        };
         kernels::argmax_rows(cpu, rows.columns, rows.x.get::<T>(), y.get_mut::<u32>());
         Ok(())
     })?);
@@ -315,7 +371,11 @@ pub fn top_k(x: &Tensor, k: usize) -> Result<(Tensor, Tensor)> {
     let shape = x.shape().with_last(k);
     let (mut values, mut indices) = (x.empty_like(shape, x.dtype())?, x.empty_like(shape, DType::U32)?);
     let cost = Cost::streaming(1, &[x, &values, &indices]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::plain::top_k(gpu, x, &values, &indices),
+        };
         kernels::top_k(cpu, n, k, x.get::<T>(), values.get_mut::<T>(), indices.get_mut::<u32>());
         Ok(())
     })?);

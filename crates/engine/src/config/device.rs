@@ -1,0 +1,50 @@
+//! Which device a run is on, as it is written.
+
+use super::value::{ConfigValue, wrong};
+use serde::{Serialize, Serializer};
+use std::fmt;
+use toml::Value;
+
+/// Where the model runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DeviceKind {
+    /// The processor.
+    Cpu,
+    /// A GPU of those that the process sees: this one, or that of the rank's place on its host.
+    Cuda(Option<usize>),
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceKind::Cpu => f.write_str("cpu"),
+            DeviceKind::Cuda(None) => f.write_str("cuda"),
+            DeviceKind::Cuda(Some(ordinal)) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+impl Serialize for DeviceKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl ConfigValue for DeviceKind {
+    fn expected() -> String {
+        "\"cpu\", \"cuda\" or \"cuda:N\"".to_owned()
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        match value.as_str() {
+            Some("cpu") => Ok(DeviceKind::Cpu),
+            Some("cuda") => Ok(DeviceKind::Cuda(None)),
+            other => {
+                let ordinal = other.and_then(|text| text.strip_prefix("cuda:")?.parse().ok());
+                ordinal.map(|ordinal| DeviceKind::Cuda(Some(ordinal))).ok_or_else(|| wrong::<Self>(value))
+            }
+        }
+    }
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::String(self.to_string()))
+    }
+}

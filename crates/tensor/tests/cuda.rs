@@ -1,0 +1,334 @@
+//! Operations on CUDA give what they give on the CPU: the kernels run emulated on the host, on the fake driver.
+//!
+//! Kernels are checked against scalar oracles in `trainyard-cuda`; here it is that each operation launches the right one with the right operands,
+//! and that `meta` predicts its memory.
+
+use std::path::Path;
+use std::sync::Arc;
+use trainyard_cuda::emulated::Emulated;
+use trainyard_cuda::fake::{Fake, Options};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cpu::attention::AttentionSpec;
+use trainyard_tensor::cpu::elementwise::{Binary, Compare, Unary};
+use trainyard_tensor::cpu::gemm::Activation;
+use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::cpu::plain::mask::{Logic, Side};
+use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::ops::optim::{AdamW, Decay, Lion, OptimizerOperands, Sgd};
+use trainyard_tensor::ops::plain::{self, Dims};
+use trainyard_tensor::ops::{self, HeadLayout, Segments};
+use trainyard_tensor::{Computes, DType, Device, Purpose, Result, Tensor, TensorError};
+
+/// Operands of a case on one device.
+struct Operands<'d> {
+    device: &'d Device,
+    dtype: DType,
+}
+
+impl Operands<'_> {
+    /// Numbers in [-1, 1) in the case's dtype.
+    fn floats(&self, seed: u64, shape: &[usize]) -> Tensor {
+        self.wide(seed, shape).and_then(|wide| ops::cast(&wide, self.dtype)).unwrap()
+    }
+
+    fn wide(&self, seed: u64, shape: &[usize]) -> Result<Tensor> {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / 8_388_608.0 - 1.0
+        };
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+        self.device.tensor(shape, &values, Purpose::Activations)
+    }
+
+    fn integers(&self, shape: &[usize], values: &[i32]) -> Tensor {
+        self.device.tensor(shape, values, Purpose::Data).unwrap()
+    }
+
+    fn mask(&self, seed: u64, shape: &[usize]) -> Tensor {
+        let (a, b) = (self.floats(seed, shape), self.floats(seed + 1, shape));
+        plain::compare(Compare::Greater, &a, &b).unwrap()
+    }
+}
+
+type Case = fn(&Operands<'_>) -> Result<Vec<Tensor>>;
+
+fn fake() -> (Arc<Fake>, Device) {
+    let emulated = Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
+    let emulated = emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX");
+    let fake = Arc::new(Fake::new(Options { kernels: Some(Box::new(emulated)), ..Options::default() }));
+    let device = Device::cuda(Arc::new(Cuda::new(fake.clone(), 1)), None);
+    (fake, device)
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    match tensor.dtype() {
+        DType::U32 => tensor.to_vec::<u32>().unwrap().into_iter().map(|x| x as f32).collect(),
+        DType::I32 => tensor.to_vec::<i32>().unwrap().into_iter().map(|x| x as f32).collect(),
+        _ => tensor.to_f32_vec().unwrap(),
+    }
+}
+
+/// Runs cases in every dtype on both devices, and on meta for the memory.
+fn check(cases: &[(&str, Case)]) {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        // Sums of some ten products of numbers below 1, rounded once or twice.
+        let tolerance = match dtype {
+            DType::F32 => 2e-5,
+            DType::BF16 => 2e-2,
+            _ => 3e-3,
+        };
+        let (fake, cuda) = fake();
+        let cpu = Device::cpu(Isa::detect(), 1, None);
+        for (name, case) in cases {
+            let meta = Device::meta_for(Computes::Cuda);
+            cuda.pool().reset_peaks();
+            let run = |device: &Device| case(&Operands { device, dtype }).unwrap();
+            let (got, want) = (run(&cuda), run(&cpu));
+            assert_eq!(fake.problems(), [""; 0], "{name} in {dtype}");
+            for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert_eq!((got.shape(), got.dtype()), (want.shape(), want.dtype()), "{name} in {dtype}, result {at}");
+                for (i, (got, want)) in values(got).into_iter().zip(values(want)).enumerate() {
+                    let near = (got - want).abs() <= tolerance * want.abs().max(1.0) || (got.is_nan() && want.is_nan());
+                    assert!(near, "{name} in {dtype}, result {at}, element {i}: {got} and {want} on the CPU");
+                }
+            }
+            drop(got);
+            run(&meta);
+            let (measured, predicted) = (cuda.pool().usage(), meta.pool().usage());
+            assert_eq!(measured.peak_total(), predicted.peak_total(), "memory of {name} in {dtype}");
+        }
+    }
+}
+
+const SPEC: AttentionSpec =
+    AttentionSpec { heads: 4, kv_heads: 2, head_dim: 8, scale: 0.35, causal: true, window: None };
+const LAYOUT: HeadLayout = HeadLayout { heads: 4, kv_heads: 2, head_dim: 8 };
+
+#[test]
+fn operations_of_training_are_those_of_the_cpu() {
+    check(&[
+        ("linear", |o| {
+            let (x, w, b, r) = (o.floats(1, &[5, 8]), o.floats(2, &[16, 8]), o.floats(3, &[16]), o.floats(4, &[5, 16]));
+            let mut all = Vec::new();
+            for activation in [Activation::None, Activation::GeluTanh, Activation::Silu, Activation::GeluExact] {
+                let (y, pre) = ops::linear(&x, &w, Some(&b), activation, None, true)?;
+                all.extend([y, pre.unwrap(), ops::linear(&x, &w, None, activation, Some(&r), false)?.0]);
+            }
+            Ok(all)
+        }),
+        ("linear gradients", |o| {
+            let (dy, w, x) = (o.floats(1, &[7, 6]), o.floats(2, &[6, 9]), o.floats(3, &[7, 9]));
+            let (mut dw, mut db) = (o.wide(4, &[6, 9])?, o.wide(5, &[6])?);
+            ops::linear_weight_gradient(&dy, &x, Some((&mut dw, false)), Some((&mut db, true)))?;
+            Ok(vec![ops::linear_input_gradient(&dy, &w)?, dw, db])
+        }),
+        ("norms", |o| {
+            let (x, w, b, dy) = (o.floats(1, &[6, 24]), o.floats(2, &[24]), o.floats(3, &[24]), o.floats(4, &[6, 24]));
+            let (mut dw, mut db) = (o.wide(5, &[24])?, o.wide(6, &[24])?);
+            let (y, inverse) = ops::rms_norm(&x, &w, 1e-5)?;
+            let base = Some(o.floats(7, &[6, 24]));
+            let dx = ops::rms_norm_backward(&dy, &x, &w, &inverse, base, Some((&mut dw, false)))?;
+            let (z, mean, deviation) = ops::layer_norm(&x, &w, Some(&b), 1e-5)?;
+            let (slot_w, slot_b) = (Some((&mut dw, false)), Some((&mut db, true)));
+            let dz = ops::layer_norm_backward(&dy, &x, &w, &mean, &deviation, None, slot_w, slot_b)?;
+            Ok(vec![y, dx, z, mean, dz, dw, db])
+        }),
+        ("query and key norms", |o| {
+            let (qkv, wq, wk) = (o.floats(1, &[5, 64]), o.floats(2, &[8]), o.floats(3, &[8]));
+            let (mut dwq, mut dwk) = (o.wide(4, &[8])?, o.wide(5, &[8])?);
+            let (y, inverse) = ops::qk_norm(&qkv, LAYOUT, &wq, &wk, 1e-5)?;
+            let (q, k) = (Some((&mut dwq, true)), Some((&mut dwk, true)));
+            let dx = ops::qk_norm_backward(o.floats(6, &[5, 64]), &qkv, LAYOUT, &wq, &wk, &inverse, q, k)?;
+            Ok(vec![y, dx, dwq, dwk])
+        }),
+        ("attention", |o| {
+            let (qkv, dout) = (o.floats(1, &[9, 64]), o.floats(2, &[9, 32]));
+            let segments = Segments::new(&[0, 4, 9])?;
+            let (out, lse) = ops::attention(&qkv, &SPEC, &segments)?;
+            let dqkv = ops::attention_backward(&dout, &qkv, &out, &lse, &SPEC, &segments)?;
+            let window = AttentionSpec { window: Some(2), ..SPEC };
+            Ok(vec![ops::attention(&qkv, &window, &segments)?.0, out, lse, dqkv])
+        }),
+        ("decoding", |o| {
+            let qkv = o.floats(1, &[2, 64]);
+            let (mut keys, mut values) = (o.floats(2, &[6, 16]), o.floats(3, &[6, 16]));
+            let out = ops::attention_decode(&qkv, &SPEC, &mut keys, &mut values, 3)?;
+            Ok(vec![out, keys, values])
+        }),
+        ("rope", |o| {
+            let table = RopeTable::new(8, 10_000.0, RopeScaling::None, 16).unwrap();
+            let positions = o.integers(&[5], &[0, 1, 2, 7, 15]);
+            let turn = |rotation| ops::rope(o.floats(1, &[5, 64]), LAYOUT, &table, &positions, rotation);
+            Ok(vec![turn(Rotation::Forward)?, turn(Rotation::Backward)?])
+        }),
+        ("embedding", |o| {
+            let (tokens, positions) = (o.integers(&[4], &[3, 0, 3, 5]), o.integers(&[4], &[0, 1, 0, 1]));
+            let (table, places, mut gradient) = (o.floats(1, &[6, 10]), o.floats(2, &[2, 10]), o.wide(3, &[6, 10])?);
+            let y = ops::embedding(&tokens, &table, Some((&positions, &places)))?;
+            ops::embedding_backward(&o.floats(4, &[4, 10]), &tokens, &mut gradient, false)?;
+            Ok(vec![y, ops::embedding(&tokens, &table, None)?, gradient])
+        }),
+        ("head", |o| {
+            let (x, w, targets) = (o.floats(1, &[5, 8]), o.floats(2, &[13, 8]), o.integers(&[5], &[2, -100, 12, 0, 5]));
+            let mut dw = o.wide(3, &[13, 8])?;
+            let slot = Some((&mut dw, false));
+            let (loss, dx) = ops::linear_cross_entropy_with_gradients(&x, &w, &targets, 0.25, slot)?;
+            let each = ops::token_losses(&x, &w, &targets)?;
+            if !o.device.is_meta() {
+                assert_eq!(each.summary.tokens, 4);
+            }
+            Ok(vec![loss, dx, ops::linear_cross_entropy(&x, &w, &targets, 0.25)?, each.losses, dw])
+        }),
+        ("elementwise", |o| {
+            let (a, b, pair) = (o.floats(1, &[3, 7]), o.floats(2, &[3, 7]), o.floats(3, &[3, 14]));
+            let key = RandomKey { seed: 9, step: 1, site: 2 };
+            let mut sum = o.wide(4, &[3, 7])?;
+            ops::accumulate(&a, &mut sum, false)?;
+            let kept = a.clone();
+            Ok(vec![
+                ops::add(&a, &b)?,
+                ops::add_into(o.floats(5, &[3, 7]), &b)?,
+                ops::add_into(kept, &b)?,
+                sum,
+                ops::cast(&a, DType::F32)?,
+                ops::activate(Activation::Silu, &a)?,
+                ops::activation_backward(Activation::GeluExact, &a, o.floats(6, &[3, 7]))?,
+                ops::swiglu(&pair)?,
+                ops::swiglu_backward(&pair, &b)?,
+                ops::dropout(&a, 0.3, key)?,
+                plain::dropout_add(&a, &b, 0.3, key)?,
+            ])
+        }),
+    ]);
+}
+
+#[test]
+fn optimizer_steps_are_those_of_the_cpu() {
+    check(&[("optimizers", |o| {
+        let gradient = o.wide(1, &[37])?;
+        let mut all = Vec::new();
+        for rule in 0..4 {
+            let (mut master, mut copy) = (o.wide(2, &[37])?, o.floats(3, &[37]));
+            let (mut first, mut second) = (o.wide(4, &[37])?, o.wide(5, &[37])?);
+            second = plain::unary(Unary::Square, &second)?;
+            let copies = o.dtype != DType::F32;
+            let copy_slot = copies.then_some(&mut copy);
+            let operands =
+                OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 0.5, copy: copy_slot };
+            let (lr, weight_decay) = (0.01, 0.1);
+            let sgd = Sgd { lr, momentum: 0.9, nesterov: true, weight_decay, decay: Decay::Coupled };
+            match rule {
+                0 => {
+                    let hyper = AdamW { lr, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay };
+                    ops::optim::adamw(hyper, 3, operands, &mut first, &mut second)?;
+                }
+                1 => ops::optim::sgd(sgd, operands, Some(&mut first))?,
+                2 => ops::optim::sgd(Sgd { momentum: 0.0, decay: Decay::Decoupled, ..sgd }, operands, None)?,
+                _ => ops::optim::lion(Lion { lr, beta1: 0.9, beta2: 0.99, weight_decay }, operands, &mut first)?,
+            }
+            all.extend([master, first, second]);
+            if copies {
+                all.push(copy);
+            }
+        }
+        let squares = [vec![ops::optim::sum_of_squares(&gradient)?], ops::optim::chunk_sums_of_squares(&gradient, 16)?];
+        let squares: Vec<f32> = squares.concat().into_iter().map(|x| x as f32).collect();
+        all.push(o.device.tensor([squares.len()], &squares, Purpose::Activations)?);
+        Ok(all)
+    })]);
+}
+
+#[test]
+fn plain_operations_are_those_of_the_cpu() {
+    check(&[
+        ("functions of one number", |o| {
+            let x = o.floats(1, &[2, 5]);
+            let positive = plain::unary(Unary::Abs, &x)?;
+            let mut all = Vec::new();
+            for f in Unary::ALL {
+                let y = plain::unary(f, &positive)?;
+                all.push(plain::unary_backward(f, &x, &positive)?);
+                all.push(y);
+            }
+            all.extend([plain::power(&positive, 3.0)?, plain::power_backward(3.0, &x, &positive)?]);
+            all.extend([plain::clamp(&x, -0.5, 0.25)?, plain::clamp_backward(-0.5, 0.25, &x, &x)?]);
+            // Near 0 some of them grow beyond what a tolerance means.
+            all.retain(|tensor| tensor.device().is_meta() || values(tensor).iter().all(|x| x.abs() < 4.0));
+            Ok(all)
+        }),
+        ("functions of two numbers", |o| {
+            let (a, row) = (o.floats(1, &[3, 4]), o.floats(2, &[4]));
+            let (column, one, many) = (o.floats(3, &[3, 1]), o.floats(4, &[1]), o.floats(5, &[2, 1, 4]));
+            let mut all = vec![plain::with_number(Binary::Mul, &a, 1.5)?];
+            for b in [&row, &column, &one, &many] {
+                for f in [Binary::Add, Binary::Sub, Binary::Mul] {
+                    let y = plain::binary(f, &a, b)?;
+                    all.extend(plain::binary_backward(f, &y, &a, b, [true, true])?.into_iter().flatten());
+                    all.push(y);
+                }
+            }
+            Ok(all)
+        }),
+        ("masks", |o| {
+            let (a, b, m, n) = (o.floats(1, &[3, 4]), o.floats(2, &[3, 4]), o.mask(3, &[3, 4]), o.mask(5, &[3, 4]));
+            let mut all = vec![
+                plain::select(&m, &a, &b)?,
+                plain::masked_fill(&a, &m, -2.0)?,
+                plain::keep(&a, &n, Side::Set)?,
+                plain::logical_not(&m)?,
+                plain::causal_mask(o.device, 2, 5)?,
+                plain::to_float(&m, o.dtype)?,
+            ];
+            for how in [Compare::Greater, Compare::GreaterEqual, Compare::Equal] {
+                all.push(plain::compare(how, &a, &b)?);
+            }
+            for f in [Logic::And, Logic::Or, Logic::Xor] {
+                all.push(plain::logic(f, &m, &n)?);
+            }
+            Ok(all)
+        }),
+        ("arranging", |o| {
+            let (x, dy) = (o.floats(1, &[2, 3, 4]), o.floats(2, &[2, 2, 4]));
+            Ok(vec![
+                plain::permute(&x, &[2, 0, 1])?,
+                plain::transpose(&o.mask(7, &[3, 5]), 0, 1)?,
+                plain::expand(&o.floats(3, &[3, 1]), &[2, 3, 4])?,
+                plain::narrow(&x, 1, 1, 2)?,
+                plain::narrow_backward(&dy, x.shape(), 1, 1, None)?,
+                plain::narrow_backward(&dy, x.shape(), 1, 1, Some(o.floats(4, &[2, 3, 4])))?,
+                plain::concat(&[&x, &dy], 1)?,
+                plain::repeat(&x, &[2, 1, 3])?,
+                plain::repeat_backward(&plain::repeat(&x, &[2, 1, 3])?, x.shape(), &[2, 1, 3])?,
+            ])
+        }),
+        ("reductions", |o| {
+            let x = o.floats(1, &[3, 5, 4]);
+            let mut all = Vec::new();
+            for dims in [Dims::from(..), Dims::from(-1), Dims::from(0), Dims::from(1), Dims::from([0, 2]).keep()] {
+                all.extend([plain::sum(&x, &dims)?, plain::mean(&x, &dims)?]);
+                let y = plain::amax(&x, &dims)?;
+                all.push(plain::amax_backward(&y, &x, &y, &dims)?);
+                let (variance, mean) = plain::variance(&x, &dims, 1)?;
+                all.push(plain::variance_backward(&variance, &x, &mean, &dims, 1)?);
+                all.extend([y, variance, mean]);
+            }
+            let (values, indices) = plain::top_k(&x, 3)?;
+            all.extend([values, indices, plain::argmax(&x, 1)?, plain::softmax(&x)?, plain::log_softmax(&x)?]);
+            let (p, l) = (plain::softmax(&x)?, plain::log_softmax(&x)?);
+            all.extend([plain::softmax_backward(&x, &p)?, plain::log_softmax_backward(&x, &l)?]);
+            all.extend([plain::cumulative_sum(&x, 1)?, plain::cumulative_sum_backward(&x, -1)?]);
+            Ok(all)
+        }),
+    ]);
+}
+
+#[test]
+fn what_cuda_has_not_is_an_error_that_names_it() {
+    let (_, device) = fake();
+    let x = device.zeros([2, 2], DType::F32, Purpose::Activations).unwrap();
+    let error = plain::mse_loss(&x, &x).unwrap_err();
+    assert_eq!(error.to_string(), "not implemented on cuda: mse_loss");
+    assert!(matches!(x.data::<f32>(), Err(TensorError::NotOnHost { .. })));
+}
