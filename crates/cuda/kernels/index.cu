@@ -42,11 +42,12 @@ KERNEL(first_use)(const int* indices, int* first, int n, int limit) {
         if (indices[i] >= 0 && indices[i] < limit) atomicMin(first + indices[i], (int)i);
 }
 
-// The block of an index's first entry sums all of them: it looks for the others among as many entries at a time as it has threads, writes their
-// places down in order, and every thread adds its column of each.
+// The block of an index's first entry sums all of them: it looks for the others among 2,048 entries at a time, eight a thread, writes their places
+// down in order where there are any, and every thread adds its column of each.
 KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums, int outer, int n, int k, int inner) {
-    __shared__ int places[256];
-    __shared__ unsigned counts[8];
+    __shared__ int places[2048];
+    // Two sets in turn: a warp may count the next entries while another still reads these counts.
+    __shared__ unsigned counts[2][8];
     int mine = (int)(blockIdx.x % k), column = (int)(blockIdx.y * 256 + threadIdx.x);
     i64 o = blockIdx.x / k;
     int index = indices[mine];
@@ -54,19 +55,26 @@ KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums
     float *target = sums + (o * n + index) * inner + column;
     const T *from = dy + o * k * inner + column;
     float sum = column < inner ? *target : 0.0f;
-    for (int start = mine; start < k; start += 256) {
-        int entry = start + (int)threadIdx.x;
-        bool same = entry < k && indices[entry] == index;
-        unsigned bits = __ballot_sync(FULL_WARP, same);
-        __syncthreads();
-        if (lane_of() == 0) counts[warp_of()] = (unsigned)__popc(bits);
-        __syncthreads();
-        unsigned before = 0, total = 0;
-        for (unsigned warp = 0; warp < 8; warp++) {
-            if (warp < warp_of()) before += counts[warp];
-            total += counts[warp];
+    for (int start = mine, turn = 0; start < k; start += 2048, turn ^= 1) {
+        int entry = start + 8 * (int)threadIdx.x;
+        unsigned same = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) same |= (unsigned)(entry + j < k && indices[entry + j] == index) << j;
+        unsigned up_to = (unsigned)__popc(same);
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            unsigned before = __shfl_up_sync(FULL_WARP, up_to, by);
+            if ((int)lane_of() >= by) up_to += before;
         }
-        if (same) places[before + (unsigned)__popc(bits & ((1u << lane_of()) - 1))] = entry;
+        if (lane_of() == 31) counts[turn][warp_of()] = up_to;
+        __syncthreads();
+        unsigned place = up_to - (unsigned)__popc(same), total = 0;
+        for (unsigned warp = 0; warp < 8; warp++) {
+            if (warp < warp_of()) place += counts[turn][warp];
+            total += counts[turn][warp];
+        }
+        if (total == 0) continue;
+        for (; same != 0; same &= same - 1) places[place++] = entry + __ffs(same) - 1;
         __syncthreads();
         if (column < inner) {
             unsigned i = 0;
@@ -79,6 +87,8 @@ KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums
             }
             for (; i < total; i++) sum += widen(from[(i64)places[i] * inner]);
         }
+        // The places are read before the next are written.
+        __syncthreads();
     }
     if (column < inner) *target = sum;
 }

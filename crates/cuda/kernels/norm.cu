@@ -1,8 +1,11 @@
 // Root-mean-square and layer norm, forward and backward, and that of query and key heads.
 //
-// Forward takes a block a row; the row is read again from the first-level cache when it is scaled. Backward takes some consecutive rows a block
-// and sums the parameters' gradients over them in shared memory, where a thread has columns of its own: no step of the sum waits for another thread.
-// The blocks' sums are added up, in their order, by `sum_partials`.
+// Forward takes a block a row; the row is read again from the first-level cache when it is scaled. Backward takes some consecutive rows a block, short
+// rows a warp each and long ones one after another, and sums the parameters' gradients over them in shared memory, where a thread has columns of
+// its own: no step of the sum waits for another thread. The warps' sums are added up in their order, the blocks' in theirs by `sum_partials`.
+
+// Columns up to which backward gives a row to a warp: `SHORT_ROW` of kernels/launch.rs, which sizes the shared memory.
+#define SHORT_ROW 1024
 
 DEVICE float row_sum_of_squares(const T *x, int dim, bool vectors, float centre) {
     float sum = 0.0f;
@@ -56,20 +59,24 @@ KERNEL(layer_norm)(const T* x, const T* weight, const T* bias, T* y, float* mean
 }
 
 // Of a row with x^ = (x - mean) inv and g = dy weight: dx = base + inv (g - m0 - x^ m1), m1 the mean of g x^ and m0 that of g (0 for RMS norm).
-template <bool CENTRED>
-DEVICE void norm_backward(const T *dy, const T *x, const T *weight, const float *mean, const float *inv_std, const T *base, T *dx,
-                          float *weight_partials, float *bias_partials, int rows, int dim) {
+// SHORT: a warp takes a row, else the block does.
+template <bool CENTRED, bool SHORT>
+DEVICE void norm_rows_backward(const T *dy, const T *x, const T *weight, const float *mean, const float *inv_std, const T *base, T *dx,
+                               float *weight_partials, float *bias_partials, int rows, int dim) {
     DYNAMIC_SHARED(gradients);
-    float *dw = (float *)gradients, *db = dw + (CENTRED ? dim : 0);
-    Span span = span_of(blockIdx.x, gridDim.x, rows);
-    for (int i = threadIdx.x * PACK; i < dim; i += blockDim.x * PACK)
+    int teams = SHORT ? (int)blockDim.x / 32 : 1, team = SHORT ? (int)warp_of() : 0;
+    int first = (SHORT ? (int)lane_of() : (int)threadIdx.x) * PACK, step = (SHORT ? 32 : (int)blockDim.x) * PACK;
+    float *all_dw = (float *)gradients, *all_db = all_dw + (CENTRED ? teams * dim : 0);
+    float *dw = all_dw + team * dim, *db = all_db + team * dim;
+    for (int i = first; i < dim; i += step)
         for (int k = 0; k < PACK && i + k < dim; k++) dw[i + k] = db[i + k] = 0.0f;
-    for (int row = span.first; row < span.last; row++) {
+    Span span = span_of(blockIdx.x, gridDim.x, rows);
+    for (int row = span.first + team; row < span.last; row += teams) {
         i64 at = (i64)row * dim;
         bool vectors = all_aligned(dy + at, x + at, dx + at, weight, base ? base + at : base);
         float centre = CENTRED ? mean[row] : 0.0f, inv = inv_std[row];
         float sum = 0.0f, dot = 0.0f;
-        for (int i = threadIdx.x * PACK; i < dim; i += blockDim.x * PACK) {
+        for (int i = first; i < dim; i += step) {
             float g[PACK], v[PACK], w[PACK];
             load_pack(dy + at, i, dim, vectors, g);
             load_pack(x + at, i, dim, vectors, v, centre);
@@ -80,9 +87,9 @@ DEVICE void norm_backward(const T *dy, const T *x, const T *weight, const float 
                 dot += g[k] * w[k] * (v[k] - centre);
             }
         }
-        if (CENTRED) sum = block_sum(sum) / dim;
-        dot = block_sum(dot) / dim * inv * inv;
-        for (int i = threadIdx.x * PACK; i < dim; i += blockDim.x * PACK) {
+        if (CENTRED) sum = (SHORT ? warp_sum(sum) : block_sum(sum)) / dim;
+        dot = (SHORT ? warp_sum(dot) : block_sum(dot)) / dim * inv * inv;
+        for (int i = first; i < dim; i += step) {
             float g[PACK], v[PACK], w[PACK], b[PACK];
             load_pack(dy + at, i, dim, vectors, g);
             load_pack(x + at, i, dim, vectors, v, centre);
@@ -100,12 +107,26 @@ DEVICE void norm_backward(const T *dy, const T *x, const T *weight, const float 
             store_pack(dx + at, i, dim, vectors, v);
         }
     }
+    __syncthreads();
     i64 at = (i64)blockIdx.x * dim;
-    for (int i = threadIdx.x * PACK; i < dim; i += blockDim.x * PACK)
-        for (int k = 0; k < PACK && i + k < dim; k++) {
-            if (weight_partials) weight_partials[at + i + k] = dw[i + k];
-            if (CENTRED && bias_partials) bias_partials[at + i + k] = db[i + k];
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) {
+        float w = 0.0f, b = 0.0f;
+        for (int t = 0; t < teams; t++) {
+            w += all_dw[t * dim + i];
+            if (CENTRED) b += all_db[t * dim + i];
         }
+        if (weight_partials) weight_partials[at + i] = w;
+        if (CENTRED && bias_partials) bias_partials[at + i] = b;
+    }
+}
+
+template <bool CENTRED>
+DEVICE void norm_backward(const T *dy, const T *x, const T *weight, const float *mean, const float *inv_std, const T *base, T *dx,
+                          float *weight_partials, float *bias_partials, int rows, int dim) {
+    if (dim <= SHORT_ROW)
+        norm_rows_backward<CENTRED, true>(dy, x, weight, mean, inv_std, base, dx, weight_partials, bias_partials, rows, dim);
+    else
+        norm_rows_backward<CENTRED, false>(dy, x, weight, mean, inv_std, base, dx, weight_partials, bias_partials, rows, dim);
 }
 
 KERNEL(rms_norm_backward)(const T* dy, const T* x, const T* weight, const float* inv_rms, const T* base, T* dx, float* partials, int rows, int dim) {

@@ -22,14 +22,24 @@ KERNEL(column_sums)(const T* x, float* partials, int outer, int rows, int column
     partials[(o * gridDim.y + blockIdx.y) * columns + column] = sum;
 }
 
+// Each of the block's eight warps has an eighth of the blocks' partials of the same 32 elements; the eight sums are added in order.
 KERNEL(sum_partials)(const float* partials, float* sums, int blocks, long long n, long long outer, float factor, int add) {
-    i64 first = pack_start();
-    for (i64 i = first; i < first + PACK && i < outer * n; i++) {
+    __shared__ float parts[8][32];
+    i64 i = (i64)blockIdx.x * 32 + lane_of();
+    bool inside = i < outer * n;
+    Span span = span_of(warp_of(), 8, blocks);
+    float sum = 0.0f;
+    if (inside) {
         const float *from = partials + i / n * blocks * n + i % n;
-        float sum = 0.0f;
-        for (int block = 0; block < blocks; block++) sum += from[block * n];
-        sums[i] = (add ? sums[i] : 0.0f) + factor * sum;
+#pragma unroll 8
+        for (int block = span.first; block < span.last; block++) sum += from[block * n];
     }
+    parts[warp_of()][lane_of()] = sum;
+    __syncthreads();
+    if (warp_of() != 0 || !inside) return;
+    sum = 0.0f;
+    for (int part = 0; part < 8; part++) sum += parts[part][lane_of()];
+    sums[i] = (add ? sums[i] : 0.0f) + factor * sum;
 }
 
 struct Identity {

@@ -23,6 +23,10 @@ pub enum Rule {
     Rows,
     /// `[rows, columns, 1]`: [`row_blocks`] blocks, each of consecutive rows, with so many f32 of shared memory a column.
     RowBlocks(u32),
+    /// `[rows, columns, 1]`: as `RowBlocks`, but so many f32 a column for each warp where rows are short.
+    NormBackward(u32),
+    /// `[elements, 1, 1]`: 32 elements a block.
+    Narrow,
     /// `[units, 1, 1]`: a warp a unit.
     Warps,
     /// `[outer, rows, columns]`: for each outer position and band of 256 columns, [`row_blocks`] blocks of rows.
@@ -53,6 +57,8 @@ pub fn row_blocks(rows: usize) -> usize {
     rows.div_ceil(rows.div_ceil(512).max(16)).max(1)
 }
 
+/// Columns up to which the gradients of norms are made by a warp a row; as in `norm.cu`.
+const SHORT_ROW: usize = 1024;
 /// Columns of a band.
 const BAND: usize = 256;
 
@@ -68,6 +74,11 @@ impl Rule {
             Rule::Elements => launch([a.div_ceil(8 * 256), 1, 1], 256, 0),
             Rule::Rows => launch([a, 1, 1], threads_of_row(b), 0),
             Rule::RowBlocks(floats) => launch([row_blocks(a), 1, 1], 256, 4 * floats * b as u32),
+            Rule::NormBackward(floats) => {
+                let teams = if b <= SHORT_ROW { 8 } else { 1 };
+                launch([row_blocks(a), 1, 1], 256, 4 * floats * (teams * b) as u32)
+            }
+            Rule::Narrow => launch([a.div_ceil(32), 1, 1], 256, 0),
             Rule::Warps => launch([a.div_ceil(4), 1, 1], 128, 0),
             Rule::Columns => launch([a * c.div_ceil(BAND), row_blocks(b), 1], 256, 0),
             Rule::Chunks => launch([a.div_ceil(b), 1, 1], 256, 0),

@@ -69,13 +69,13 @@ kernels! {
         "const T* x, const T* weight, T* y, float* inv_rms, int rows, int dim, float eps";
     /// dx = base + the gradient of x; base [rows, dim]? may be dx itself. partials [row_blocks(rows), dim]?: the weight's gradient, to be
     /// summed by `sum_partials`.
-    RMS_NORM_BACKWARD = "rms_norm_backward", Norm, Rule::RowBlocks(1),
+    RMS_NORM_BACKWARD = "rms_norm_backward", Norm, Rule::NormBackward(1),
         "const T* dy, const T* x, const T* weight, const float* inv_rms, const T* base, T* dx, float* partials, int rows, int dim";
     /// y = (x - mean) inv_std weight + bias: bias [dim]?, mean and inv_std [rows].
     LAYER_NORM = "layer_norm", Norm, Rule::Rows,
         "const T* x, const T* weight, const T* bias, T* y, float* mean, float* inv_std, int rows, int dim, float eps";
     /// As `rms_norm_backward`; weight_partials and bias_partials [row_blocks(rows), dim]?.
-    LAYER_NORM_BACKWARD = "layer_norm_backward", Norm, Rule::RowBlocks(2),
+    LAYER_NORM_BACKWARD = "layer_norm_backward", Norm, Rule::NormBackward(2),
         "const T* dy, const T* x, const T* weight, const float* mean, const float* inv_std, const T* base, T* dx, float* weight_partials, float* bias_partials, int rows, int dim";
     /// RMS norm of each query and key head of qkv, values copied; inv_rms: queries' [rows, heads], then keys' [rows, kv_heads].
     /// Sizes: rows times (heads + 2 kv_heads).
@@ -127,7 +127,7 @@ kernels! {
     /// partials [outer, row_blocks(rows), columns]: sums over blocks of rows of x [outer, rows, columns].
     COLUMN_SUMS = "column_sums", Reduce, Rule::Columns, "const T* x, float* partials, int outer, int rows, int columns";
     /// sums [outer, n] = (add ? sums : 0) + factor times the sum over b of partials [outer, blocks, n], in order of b. Sizes: outer n.
-    SUM_PARTIALS = "sum_partials", Reduce, Rule::Elements,
+    SUM_PARTIALS = "sum_partials", Reduce, Rule::Narrow,
         "const float* partials, float* sums, int blocks, long long n, long long outer, float factor, int add";
     /// sums [ceil(n / chunk)], each the sum of a chunk, in f64.
     CHUNK_SUMS = "chunk_sums", Reduce, Rule::Chunks, "const T* x, double* sums, long long n, long long chunk";

@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use libloading::Library;
-use trainyard_cuda::kernels::{Argument, File, Float, Kernel};
+use trainyard_cuda::kernels::{Argument, File, Float, Kernel, Launch};
 use trainyard_tensor::{DType, Element, Scalar};
 
 /// `T` of the sources for a Rust type; f32 for what no kernel takes as `T`.
@@ -39,17 +39,24 @@ fn compiler() -> &'static str {
     })
 }
 
+/// A module with launchers for its kernels, as a shared object.
 fn compiled(file: File, float: Float) -> PathBuf {
+    let name = format!("{}-{}", file.name().trim_end_matches(".cu"), float.name());
+    let kernels: Vec<&str> = file.kernels().map(|kernel| kernel.name).collect();
+    build(&name, &file.source(float), &kernels)
+}
+
+fn build(name: &str, text: &str, kernels: &[&str]) -> PathBuf {
     let emulation = Path::new(env!("CARGO_MANIFEST_DIR")).join("emulation");
     let header = std::fs::read_to_string(emulation.join("cuda.h")).unwrap();
-    let mut source = format!("#include \"cuda.h\"\n{}", file.source(float));
-    for kernel in file.kernels() {
-        source.push_str(&format!("EMULATION_LAUNCHER({})\n", kernel.name));
+    let mut source = format!("#include \"cuda.h\"\n{text}\n");
+    for kernel in kernels {
+        source.push_str(&format!("EMULATION_LAUNCHER({kernel})\n"));
     }
     let mut hasher = DefaultHasher::new();
     (&source, header, compiler(), FLAGS).hash(&mut hasher);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
-    let name = format!("{}-{}-{:016x}", file.name().trim_end_matches(".cu"), float.name(), hasher.finish());
+    let name = format!("{name}-{:016x}", hasher.finish());
     let library = folder.join(format!("{name}.so"));
     if library.exists() {
         return library;
@@ -68,10 +75,16 @@ fn compiled(file: File, float: Float) -> PathBuf {
         .arg(own.with_extension("so"))
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}: {}", name, String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(own.with_extension("so"), &library).unwrap();
     std::fs::remove_file(own.with_extension("cc")).unwrap();
     library
+}
+
+/// Loads kernels that are no part of the table, to test the emulation itself.
+pub fn load(name: &str, text: &str, kernels: &[&str]) -> Library {
+    // SAFETY: as in `module`.
+    unsafe { Library::new(build(name, text, kernels)) }.unwrap()
 }
 
 /// The loaded module; compiled when it is first asked for.
@@ -106,14 +119,18 @@ pub fn both_orders<R: PartialEq>(case: impl Fn() -> R) -> R {
 pub fn launch(kernel: &Kernel, float: Float, sizes: [usize; 3], arguments: &[Argument]) {
     kernel.check(arguments).unwrap();
     let Some(size) = kernel.rule.launch(sizes) else { return };
-    let library = module(kernel.file, float);
+    run(&module(kernel.file, float), kernel.name, size, arguments);
+}
+
+/// Runs a kernel of a loaded module. The arguments are those of the kernel, and what they point to is as large as it takes it to be.
+pub fn run(library: &Library, kernel: &str, size: Launch, arguments: &[Argument]) {
     let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
     // SAFETY: no promise is made here; what a call must keep to is said where it is made.
     type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
     type Order = extern "C" fn(i32);
-    let name = format!("launch_{}", kernel.name);
-    // SAFETY: the launcher was generated for the kernel of this name, and `check` has compared the arguments' types with its parameters'; what the
-    // pointers point to is as large as the table says, which the tests' guards watch.
+    let name = format!("launch_{kernel}");
+    // SAFETY: the launcher was generated for the kernel of this name. Of kernels in the table `check` has compared the arguments' types with the
+    // parameters'; what the pointers point to is as large as the table says, which the tests' guards watch.
     unsafe {
         library.get::<Order>(b"emulation_order").unwrap()(i32::from(FALLING.get()));
         let launcher = library.get::<Launcher>(name.as_bytes()).unwrap();

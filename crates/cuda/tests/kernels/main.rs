@@ -5,6 +5,7 @@
 
 mod attention;
 mod emulated;
+mod emulator;
 mod norm;
 mod optim;
 mod plain;
