@@ -1,4 +1,4 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | overlap | validate`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | choices | gpu | overlap | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
 //! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
@@ -7,6 +7,7 @@
 
 mod bench;
 mod choices;
+mod gpu;
 mod lexer;
 mod markdown;
 mod overlap;
@@ -38,6 +39,8 @@ enum Chore {
     Overlap(overlap::Options),
     /// Train every runnable way of small models and compare the fastest with what `--plan auto` picks.
     Choices(choices::Options),
+    /// Compile every kernel of GPUs by NVRTC, without a GPU: registers and spills.
+    Gpu(gpu::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
     Validate(validate::Options),
 }
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
+        Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
     };
     match outcome {

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use crate::tidy;
+use crate::{gpu, tidy};
 
 /// What the `test result:` lines said, summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,6 +58,8 @@ pub fn run(root: &Path) -> Result<bool> {
     checked("clippy", &mut || {
         optional(root, "clippy", &["--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
     })?;
+    checked("kernels of GPUs", &mut || gpu::compiles(root))?;
+    install_cpp_compiler();
     let mut counts = Counts::default();
     checked("tests", &mut || {
         let (success, read) = count_tests(
@@ -98,9 +100,27 @@ pub fn run(root: &Path) -> Result<bool> {
     Ok(failures.is_empty())
 }
 
-/// What keeps the feature `mpi` from being tested here, after an attempt to install it where that is ours to do: as root in continuous integration.
+/// Whether installing what tests need is ours to do: as root in continuous integration.
+fn may_install() -> bool {
+    std::env::var_os("CI").is_some() && runs("id", &["-u"]).as_deref() == Some("0")
+}
+
+/// The kernels of GPUs are tested by the host's C++ compiler; where there is none and this fails, their tests say so.
+fn install_cpp_compiler() {
+    let given = std::env::var("CXX").ok();
+    let none = given
+        .iter()
+        .map(String::as_str)
+        .chain(["c++", "g++", "clang++"])
+        .all(|name| runs(name, &["--version"]).is_none());
+    if none && may_install() {
+        let _ = runs("apt-get", &["update", "-q"]).and_then(|_| runs("apt-get", &["install", "-y", "-q", "g++"]));
+    }
+}
+
+/// What keeps the feature `mpi` from being tested here, after an attempt to install it where that is ours to do.
 fn missing_for_mpi() -> Option<&'static str> {
-    if lacks_for_mpi().is_some() && std::env::var_os("CI").is_some() && runs("id", &["-u"]).as_deref() == Some("0") {
+    if lacks_for_mpi().is_some() && may_install() {
         let packages = ["install", "-y", "-q", "libopenmpi-dev", "openmpi-bin", "libclang-dev"];
         // Where this fails, what is missing says so.
         let _ = runs("apt-get", &["update", "-q"]).and_then(|_| runs("apt-get", &packages));

@@ -43,7 +43,7 @@ const ARROWS: [(&str, &[&str]); 16] = [
             "compress",
         ],
     ),
-    ("xtask", &["sim"]),
+    ("xtask", &["cuda", "sim"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {
