@@ -123,9 +123,9 @@ pub struct Network {
     pub ring_us: f64,
     /// Latency of one level of a tree between nodes, microseconds.
     pub tree_us: f64,
-    /// What a step waits for its slowest rank, microseconds per cube of nodes.
+    /// What a step on 64 nodes waits for its slowest rank, seconds; falls with the fourth power of the nodes.
     #[serde(default)]
-    pub straggle_us: f64,
+    pub straggle_s: f64,
     /// Nodes that a rail or pod joins at full bandwidth; None: all of them.
     #[serde(default)]
     pub pod_nodes: Option<u32>,
