@@ -62,6 +62,20 @@ fn a_run_is_trained_resumed_evaluated_sampled_and_exported() {
 }
 
 #[test]
+fn a_run_by_the_clock_goes_on_under_a_longer_limit() {
+    let folder = Folder::new();
+    let steps = |arguments: &[&str]| {
+        folder.run(&[arguments, &["--set", "training.steps='auto'"]].concat()).ok();
+        fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap().lines().count()
+    };
+    let first = steps(&["train", "tiny.toml", "--set", "training.seconds=1"]);
+    // The schedule that the first limit fixed is over; under the same limit there is nothing left to do.
+    assert_eq!(steps(&["train", "--resume", "runs/tiny"]), first);
+    let second = steps(&["train", "--resume", "runs/tiny", "--set", "training.seconds=4"]);
+    assert!(second > first, "{first} steps in a second, {second} in four");
+}
+
+#[test]
 fn tokenizers_and_token_files_are_made_and_trained_on() {
     let folder = Folder::new();
     let made = folder.run(&["tokenizer", "train", "--vocab-size", "280", "--out", "tok.json", "text.txt"]).ok();

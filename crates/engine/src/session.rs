@@ -196,6 +196,7 @@ impl Session {
             tokens: 0,
             seconds: 0.0,
             schedule_steps: resolved.schedule.steps,
+            schedule_seconds: None,
             scaler: settings.scaler,
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
@@ -237,8 +238,9 @@ impl Session {
                 note(&format!("the {what} changed since the checkpoint: the run goes on, but not as it would have"));
             }
         }
-        // A schedule of another length that was asked for counts; one that was found by the clock is kept.
-        let schedule_steps = self.resolved.schedule.steps.or(state.schedule_steps);
+        // A schedule of another length that was asked for counts; one that was found by the clock is kept as long as its limit is.
+        let found = state.schedule_steps.filter(|_| state.schedule_seconds == self.resolved.limits.seconds);
+        let schedule_steps = self.resolved.schedule.steps.or(found);
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
         note(&format!("resumed at step {}", self.state.step));
         Ok(())

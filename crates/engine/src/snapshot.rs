@@ -36,6 +36,9 @@ pub struct RunState {
     pub seconds: f64,
     /// The steps that the schedule counts on, once known.
     pub schedule_steps: Option<u64>,
+    /// The limit of seconds by which they were found, if they were.
+    #[serde(default)]
+    pub schedule_seconds: Option<f64>,
     /// The loss scale.
     pub scaler: LossScaler,
     /// Hash of the data's specification.

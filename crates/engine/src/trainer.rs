@@ -9,7 +9,7 @@ use crate::rank::{StepOutcome, StepSettings};
 use crate::schedule::Schedule;
 use crate::session::Session;
 use crate::shape::compute_dtype;
-use crate::snapshot;
+use crate::snapshot::{self, RunState};
 use crate::trace::TraceWriter;
 use crate::watch::Watch;
 use crate::{EngineError, Result, world};
@@ -197,7 +197,7 @@ impl<'s> Run<'s> {
         if let Some(steps) = steps {
             left.set_steps(steps);
         }
-        let clock = Clock {
+        let mut clock = Clock {
             schedule: Schedule { steps, ..session.resolved.schedule },
             steps,
             limits,
@@ -206,6 +206,8 @@ impl<'s> Run<'s> {
             before: session.state.seconds,
             last_step_end: Instant::now(),
         };
+        // A run that goes on under another limit of time knows its speed.
+        clock.calibrate(&mut session.state);
         let saved = (session.state.step, Instant::now());
         Ok(Run {
             session,
@@ -245,6 +247,7 @@ impl<'s> Run<'s> {
         let [next, steps] = word;
         if steps != u64::MAX && self.clock.steps != Some(steps) {
             self.session.state.schedule_steps = Some(steps);
+            self.session.state.schedule_seconds = self.clock.limits.seconds;
             (self.clock.schedule.steps, self.clock.steps) = (Some(steps), Some(steps));
         }
         Ok(match next {
@@ -361,7 +364,7 @@ impl<'s> Run<'s> {
             trace.step(step, program, &outcome.spans)?;
         }
         if session.is_first() {
-            self.clock.calibrate(step, &mut session.state.schedule_steps);
+            self.clock.calibrate(&mut session.state);
         }
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());
         self.progress.step(&metrics, self.clock.steps, left);
@@ -495,7 +498,7 @@ impl<'s> Run<'s> {
     }
 }
 
-impl snapshot::RunState {
+impl RunState {
     /// Takes a finished step into account.
     fn advance(&mut self, outcome: &StepOutcome, rank: &crate::rank::Rank, samples: u64) {
         self.step += 1;
@@ -517,14 +520,15 @@ impl Clock {
     }
 
     /// A run limited by time alone fixes the length of its schedule by the speed of its first steps.
-    fn calibrate(&mut self, step: u64, schedule_steps: &mut Option<u64>) {
+    fn calibrate(&mut self, state: &mut RunState) {
+        let step = state.step;
         let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
         if step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
             return;
         }
         let per_step = self.elapsed() / step as f64;
         let steps = ((seconds / per_step) as u64).max(step + 1);
-        *schedule_steps = Some(steps);
+        (state.schedule_steps, state.schedule_seconds) = (Some(steps), Some(seconds));
         self.schedule.steps = Some(steps);
         self.steps = Some(steps);
         self.left.set_steps(steps);
