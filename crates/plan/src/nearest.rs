@@ -53,6 +53,16 @@ impl Request {
                 self.global_batch, self.sequence_length
             ));
         }
+        if let Some(format) = self.formats.iter().find(|format| !self.cluster.device.has(**format)) {
+            let stated = self.cluster.device.dense_tflops.keys().map(|format| format.name());
+            return fail(format!(
+                "the profile of {} states no peak of products in {}, only in {}: choose among these with --precision, or state it in a profile of your \
+                 own",
+                self.cluster.device.name,
+                format.name(),
+                stated.collect::<Vec<_>>().join(", ")
+            ));
+        }
         let Limits { memory_bytes, devices, usd_per_hour } = self.limits;
         let price = self.cluster.device.usd_per_hour;
         if usd_per_hour.is_some() && price <= 0.0 {
@@ -67,7 +77,11 @@ impl Request {
             ));
         }
         if self.fixed.runnable && self.fixed.offload == Some(true) {
-            return fail("offload is priced, not runnable yet: leave it open, or plan without `runnable`".to_owned());
+            return fail(
+                "offload to the host is priced, not runnable yet: leave it open, or plan without --runnable; offload to disk runs, and `trainyard plan \
+                 CONFIG` tries it on this machine"
+                    .to_owned(),
+            );
         }
         if devices == Some(0) || memory_bytes == Some(0) {
             return fail("a limit of 0 leaves nothing to plan with".to_owned());

@@ -120,7 +120,7 @@ fn bounds_are_below_the_simulation_on_large_clusters() {
         request(model("llama-7b"), "4x8xA100-80GB", 128, 4096),
         request(model("llama-70b"), "16x8xH100", 128, 8192),
         request(model("t5-11b"), "8x8xA100-80GB", 256, 512),
-        request(model("gpt3-13b"), "8x8xV100-32GB", 256, 2048),
+        Request { formats: vec![Format::Fp16], ..request(model("gpt3-13b"), "8x8xV100-32GB", 256, 2048) },
     ] {
         let all = all_candidates(&request);
         let some: Vec<Candidate> = all.iter().step_by(all.len() / 60 + 1).copied().collect();
@@ -209,6 +209,7 @@ fn what_cannot_be_is_answered_with_the_nearest_that_would() {
     );
     says(&fits(Limits { usd_per_hour: Some(0.5), ..Limits::default() }), &["do not pay for one A100-80GB"]);
     says(&request(small(), "1x4xA100-80GB", 0, 2048), &["a step needs sequences"]);
+    says(&request(small(), "1x4xV100-32GB", 16, 2048), &["V100-32GB states no peak of products in bf16", "fp32, fp16"]);
 }
 
 #[test]
