@@ -124,6 +124,10 @@ pub(crate) fn nothing_divides(request: &Request) -> PlanError {
     if !fixed.is_empty() {
         why += &format!(" with {}", fixed.join(", "));
     }
+    let contradictions = contradictions(request, devices);
+    if !contradictions.is_empty() {
+        why += &format!(": {}", contradictions.join(", "));
+    }
     PlanError::NoMesh { devices, why, nearest: nearest_division(request, devices) }
 }
 
@@ -141,6 +145,32 @@ fn fixed_words(fixed: &Fixed) -> Vec<String> {
         ("accumulation", fixed.accumulation),
     ];
     degrees.into_iter().filter_map(|(name, value)| Some(format!("{name}={}", value?))).collect()
+}
+
+/// What of the choices cannot be, whatever else is chosen.
+fn contradictions(request: &Request, devices: u32) -> Vec<String> {
+    let Request { fixed, model, cluster, .. } = request;
+    let one = |degree: Option<u32>| u64::from(degree.unwrap_or(1));
+    let product =
+        [fixed.tp, fixed.pp, fixed.cp, fixed.dp_replicate, fixed.dp_shard].into_iter().map(one).product::<u64>();
+    let mut said = Vec::new();
+    if product > u64::from(devices) {
+        said.push(format!("these degrees make {product} devices"));
+    }
+    if let Some(tp) = fixed.tp.filter(|tp| *tp > cluster.devices_per_node) {
+        said.push(format!("tp={tp} is more than a node's {} devices", cluster.devices_per_node));
+    }
+    if let Some(tp) = fixed.tp.filter(|tp| !model.heads.is_multiple_of(*tp) || !model.kv_heads.is_multiple_of(*tp)) {
+        said.push(format!("tp={tp} does not divide the heads"));
+    }
+    if let Some(ep) = fixed.ep.filter(|ep| *ep > 1 && model.experts.is_none()) {
+        said.push(format!("ep={ep} splits experts, which this model has none of"));
+    }
+    let degrees = [("tp", fixed.tp), ("pp", fixed.pp), ("cp", fixed.cp), ("ep", fixed.ep)];
+    for (name, degree) in degrees.into_iter().filter(|(_, degree)| fixed.runnable && one(*degree) > 1) {
+        said.push(format!("{name}={} is priced, not runnable yet: plan without --runnable", one(degree)));
+    }
+    said
 }
 
 fn nearest_division(request: &Request, devices: u32) -> String {

@@ -202,7 +202,15 @@ fn what_cannot_be_is_answered_with_the_nearest_that_would() {
     let odd = request(small(), "1x7xA100-80GB", 16, 2048);
     says(&odd, &["no mesh of 7 devices", "use 6 devices"]);
     let fix = |fixed| Request { fixed, ..request(small(), "1x4xA100-80GB", 16, 2048) };
-    says(&fix(Fixed { tp: Some(3), ..Fixed::default() }), &["with tp=3", "leave tp open"]);
+    for (fixed, expected) in [
+        (Fixed { tp: Some(3), ..Fixed::default() }, ["with tp=3: tp=3 does not divide the heads", "leave tp open"]),
+        (Fixed { tp: Some(8), ..Fixed::default() }, ["more than a node's 4 devices", "leave tp open"]),
+        (Fixed { tp: Some(4), dp_shard: Some(2), ..Fixed::default() }, ["make 8 devices", "leave dp_shard open"]),
+        (Fixed { ep: Some(2), ..Fixed::default() }, ["which this model has none of", "leave ep open"]),
+        (Fixed { pp: Some(2), runnable: true, ..Fixed::default() }, ["without --runnable", "leave pp open"]),
+    ] {
+        says(&fix(fixed), &expected);
+    }
     says(
         &fix(Fixed { micro_batch: Some(3), accumulation: Some(1), ..Fixed::default() }),
         &["does not divide the global batch of 16"],
