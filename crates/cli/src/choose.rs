@@ -6,7 +6,7 @@
 //! executed on the `meta` device like a run, which gives its memory to the byte, and its kernel calls are priced from the profile.
 //!
 //! What only saves memory is tried where it is needed: recomputation costs time, summing per micro-batch costs exchanges, a disk costs both, and nothing is
-//! won by them where the same way fits without.
+//! won by them where the same way fits without. A disk is slower than all of those, so offload is tried where nothing fits without it.
 
 use crate::commands::config::resolve;
 use crate::forecast::by_kind;
@@ -17,6 +17,7 @@ use trainyard_calibrate::forecast;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
+use trainyard_tensor::Purpose;
 
 /// A way of running the configuration, priced.
 #[derive(Clone, Debug)]
@@ -33,6 +34,8 @@ pub struct Way {
     pub step_s: f64,
     /// Predicted peak of a rank.
     pub bytes: u64,
+    /// What `memory.limit` is compared with: the peak, and the staging of reductions, whose lane may meet it at any time.
+    pub bytes_max: u64,
     /// Seconds of a rank's instructions by kind.
     pub kinds: BTreeMap<String, f64>,
     /// Seconds that computing waits for other lanes.
@@ -50,6 +53,13 @@ pub struct Ways {
     pub limit: Option<u64>,
 }
 
+/// What is asked: the configuration that settings make, as it is without any, and the machine.
+struct Question<'a> {
+    load: &'a dyn Fn(&[String]) -> Result<Config>,
+    base: &'a Resolved,
+    profile: &'a MachineProfile,
+}
+
 /// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether parameters are gathered again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Sharing {
@@ -62,6 +72,15 @@ struct Sharing {
 /// What saves memory, from nothing on: each costs more than those before it.
 const SAVINGS: [(&str, bool); 6] =
     [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
+
+/// What lies on disk while a step does not use it: the least first that has to move. Gradients stay in memory.
+const OFFLOADS: [&[&str]; 5] = [
+    &["optimizer"],
+    &["activations"],
+    &["optimizer", "activations"],
+    &["optimizer", "parameters"],
+    &["optimizer", "parameters", "activations"],
+];
 
 /// Micro-batches of a rank at most: more are no faster, and take long to price.
 const ACCUMULATION_MAX: usize = 32;
@@ -78,31 +97,13 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     }
     let limit = base.config.memory.limit.map(|limit| limit.0);
     let mut ways = Ways { limit, ..Ways::default() };
-    for sharing in sharings(&base) {
-        for micro in micro_batches(&base, sharing.ranks) {
-            for (mode, each) in SAVINGS {
-                let accumulation = base.batch.global / sharing.ranks / micro;
-                if each && (sharing.stage < 2 || accumulation == 1) {
-                    // Gradients are whole in any case: summing them more often saves nothing.
-                    continue;
-                }
-                let sets = settings(&base, sharing, micro, mode, each);
-                // Settings that contradict what is given by hand are no way.
-                let Some(resolved) = load(&sets).and_then(|config| resolve(&config)).ok() else { continue };
-                let way = price(sets, &resolved, profile)?;
-                let fits = limit.is_none_or(|limit| way.bytes <= limit);
-                let list = if fits { &mut ways.fitting } else { &mut ways.too_large };
-                if !list.iter().any(|known| known.says_the_same(&way)) {
-                    list.push(way);
-                }
-                if fits {
-                    break;
-                }
-            }
-        }
+    let question = Question { load, base: &base, profile };
+    ways.look(&question, &[&[]])?;
+    if ways.fitting.is_empty() && !ways.too_large.is_empty() {
+        ways.look(&question, &OFFLOADS)?;
     }
     ways.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    ways.too_large.sort_by_key(|way| way.bytes);
+    ways.too_large.sort_by_key(|way| way.bytes_max);
     Ok(ways)
 }
 
@@ -150,7 +151,8 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Re
     let forecast = forecast(resolved).context("cannot price a way of running the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
-    let bytes = forecast.needs.memory.peak_total() as u64;
+    let memory = &forecast.needs.memory;
+    let bytes = memory.peak_total() as u64;
     Ok(Way {
         sets,
         layout: layout(resolved),
@@ -158,6 +160,7 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Re
         savings: savings(resolved),
         step_s: step.simulated.step_s,
         bytes,
+        bytes_max: bytes + memory.peak(Purpose::Comm) as u64,
         kinds: by_kind(&forecast.program, &step),
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
     })
@@ -182,16 +185,25 @@ fn layout(resolved: &Resolved) -> String {
 }
 
 fn savings(resolved: &Resolved) -> String {
-    use trainyard_engine::config::{CheckpointMode, ReduceSchedule};
+    use trainyard_engine::config::{CheckpointMode, OffloadTier, ReduceSchedule};
     let mode = match resolved.config.activation_checkpointing.mode {
         CheckpointMode::None => "none",
         CheckpointMode::Selective => "selective",
         CheckpointMode::Full => "full",
     };
-    match resolved.parallel.reduce_schedule {
-        ReduceSchedule::Step => mode.to_owned(),
-        ReduceSchedule::MicroBatch => format!("{mode}, sums per micro-batch"),
+    let mut text = mode.to_owned();
+    if resolved.parallel.reduce_schedule == ReduceSchedule::MicroBatch {
+        text += ", sums per micro-batch";
     }
+    let offload = &resolved.config.offload;
+    let tiers =
+        [("optimizer", offload.optimizer), ("parameters", offload.parameters), ("activations", offload.activations)];
+    let on_disk = tiers.iter().filter(|(_, tier)| *tier == OffloadTier::Disk).map(|(what, _)| *what);
+    let on_disk: Vec<&str> = on_disk.collect();
+    if !on_disk.is_empty() {
+        text += &format!(", {} on disk", on_disk.join(" and "));
+    }
+    text
 }
 
 impl Way {
@@ -208,6 +220,48 @@ impl Way {
 }
 
 impl Ways {
+    /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` on disk.
+    fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]]) -> Result<()> {
+        for sharing in sharings(question.base) {
+            for micro in micro_batches(question.base, sharing.ranks) {
+                self.first_that_fits(question, sharing, micro, offloads)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn first_that_fits(
+        &mut self,
+        question: &Question<'_>,
+        sharing: Sharing,
+        micro: usize,
+        offloads: &[&[&str]],
+    ) -> Result<()> {
+        let accumulation = question.base.batch.global / sharing.ranks / micro;
+        for (mode, each) in SAVINGS {
+            if each && (sharing.stage < 2 || accumulation == 1) {
+                // Gradients are whole in any case: summing them more often saves nothing.
+                continue;
+            }
+            for offload in offloads {
+                let mut sets = settings(question.base, sharing, micro, mode, each);
+                sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='disk'")));
+                // Settings that contradict what is given by hand are no way.
+                let Some(resolved) = (question.load)(&sets).and_then(|config| resolve(&config)).ok() else { continue };
+                let way = price(sets, &resolved, question.profile)?;
+                let fits = self.limit.is_none_or(|limit| way.bytes_max <= limit);
+                let list = if fits { &mut self.fitting } else { &mut self.too_large };
+                if !list.iter().any(|known| known.says_the_same(&way)) {
+                    list.push(way);
+                }
+                if fits {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The fastest, or why there is none.
     ///
     /// # Errors
@@ -222,9 +276,9 @@ impl Ways {
             Some(least) => bail!(
                 "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and memory.limit is {limit}; the nearest that would: \
                  memory.limit = \"{}MiB\", a smaller model, a shorter sequence, or an optimizer with less state",
-                size(least.bytes),
+                size(least.bytes_max),
                 least.words(),
-                least.bytes.div_ceil(1 << 20)
+                least.bytes_max.div_ceil(1 << 20)
             ),
             None => bail!("no way of running this configuration is left by what is set by hand"),
         }
@@ -247,12 +301,12 @@ impl Ways {
             dearest.join(", ")
         )];
         if let Some(limit) = self.limit {
-            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes), size(limit)));
+            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes_max), size(limit)));
         }
         if let Some(faster) =
             self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))
         {
-            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes)));
+            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes_max)));
         }
         if let Some(next) = self.fitting.get(1) {
             said.push(format!("The next best ({}) {}.", next.words(), loses(best, next)));

@@ -132,6 +132,33 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
     assert!(ran.stderr.contains("global_batch_size"), "{}", ran.stderr);
 }
 
+/// Under limits one byte below the least that is left, ways that recompute take over, and at last ways that keep state on disk. Such a run keeps its limit.
+#[test]
+fn a_limit_that_nothing_else_keeps_is_kept_from_disk() {
+    let folder = folder();
+    let plans = |limit: Option<u64>| -> Vec<Value> {
+        let limit = limit.map(|limit| format!("--memory-limit={limit}B"));
+        let mut arguments = vec!["plan", "c.toml", "--json"];
+        arguments.extend(limit.as_deref());
+        let all: Value = serde_json::from_str(&run(&folder, &arguments).ok().stdout).unwrap();
+        all["plans"].as_array().unwrap().clone()
+    };
+    let on_disk = |plan: &Value| plan["recomputation"].as_str().unwrap().contains("on disk");
+    let (mut limit, mut ways) = (0, plans(None));
+    while !ways.iter().any(on_disk) {
+        limit = ways.iter().map(|plan| plan["memory_bytes"].as_u64().unwrap()).min().unwrap() - 1;
+        ways = plans(Some(limit));
+    }
+    assert!(ways.iter().all(on_disk), "a disk is for what fits in no other way");
+    assert!(limit > 0 && ways.iter().all(|plan| plan["memory_bytes"].as_u64().unwrap() <= limit));
+    let limit = format!("memory.limit='{limit}B'");
+    let ran = run(&folder, &["train", "c.toml", "--plan", "auto", "--set", &limit]).ok();
+    assert!(ran.stdout.contains("on disk"), "{}", ran.stdout);
+    let plan = json(&folder, "runs/tiny/plan.json");
+    assert_eq!(plan["measured"]["mem_peak_bytes"], plan["predicted"]["mem_peak_bytes"]);
+    assert!(plan["predicted"]["time"]["instructions"]["fetch"].as_f64().unwrap() > 0.0);
+}
+
 #[test]
 fn without_a_profile_memory_is_predicted_and_time_is_not() {
     let folder = folder();

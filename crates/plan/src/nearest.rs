@@ -53,6 +53,16 @@ impl Request {
                 self.global_batch, self.sequence_length
             ));
         }
+        if let Some(format) = self.formats.iter().find(|format| !self.cluster.device.has(**format)) {
+            let stated = self.cluster.device.dense_tflops.keys().map(|format| format.name());
+            return fail(format!(
+                "the profile of {} states no peak of products in {}, only in {}: choose among these with --precision, or state it in a profile of your \
+                 own",
+                self.cluster.device.name,
+                format.name(),
+                stated.collect::<Vec<_>>().join(", ")
+            ));
+        }
         let Limits { memory_bytes, devices, usd_per_hour } = self.limits;
         let price = self.cluster.device.usd_per_hour;
         if usd_per_hour.is_some() && price <= 0.0 {
@@ -67,7 +77,11 @@ impl Request {
             ));
         }
         if self.fixed.runnable && self.fixed.offload == Some(true) {
-            return fail("offload is priced, not runnable yet: leave it open, or plan without `runnable`".to_owned());
+            return fail(
+                "offload to the host is priced, not runnable yet: leave it open, or plan without --runnable; offload to disk runs, and `trainyard plan \
+                 CONFIG` tries it on this machine"
+                    .to_owned(),
+            );
         }
         if devices == Some(0) || memory_bytes == Some(0) {
             return fail("a limit of 0 leaves nothing to plan with".to_owned());
@@ -110,6 +124,10 @@ pub(crate) fn nothing_divides(request: &Request) -> PlanError {
     if !fixed.is_empty() {
         why += &format!(" with {}", fixed.join(", "));
     }
+    let contradictions = contradictions(request, devices);
+    if !contradictions.is_empty() {
+        why += &format!(": {}", contradictions.join(", "));
+    }
     PlanError::NoMesh { devices, why, nearest: nearest_division(request, devices) }
 }
 
@@ -127,6 +145,32 @@ fn fixed_words(fixed: &Fixed) -> Vec<String> {
         ("accumulation", fixed.accumulation),
     ];
     degrees.into_iter().filter_map(|(name, value)| Some(format!("{name}={}", value?))).collect()
+}
+
+/// What of the choices cannot be, whatever else is chosen.
+fn contradictions(request: &Request, devices: u32) -> Vec<String> {
+    let Request { fixed, model, cluster, .. } = request;
+    let one = |degree: Option<u32>| u64::from(degree.unwrap_or(1));
+    let product =
+        [fixed.tp, fixed.pp, fixed.cp, fixed.dp_replicate, fixed.dp_shard].into_iter().map(one).product::<u64>();
+    let mut said = Vec::new();
+    if product > u64::from(devices) {
+        said.push(format!("these degrees make {product} devices"));
+    }
+    if let Some(tp) = fixed.tp.filter(|tp| *tp > cluster.devices_per_node) {
+        said.push(format!("tp={tp} is more than a node's {} devices", cluster.devices_per_node));
+    }
+    if let Some(tp) = fixed.tp.filter(|tp| !model.heads.is_multiple_of(*tp) || !model.kv_heads.is_multiple_of(*tp)) {
+        said.push(format!("tp={tp} does not divide the heads"));
+    }
+    if let Some(ep) = fixed.ep.filter(|ep| *ep > 1 && model.experts.is_none()) {
+        said.push(format!("ep={ep} splits experts, which this model has none of"));
+    }
+    let degrees = [("tp", fixed.tp), ("pp", fixed.pp), ("cp", fixed.cp), ("ep", fixed.ep)];
+    for (name, degree) in degrees.into_iter().filter(|(_, degree)| fixed.runnable && one(*degree) > 1) {
+        said.push(format!("{name}={} is priced, not runnable yet: plan without --runnable", one(degree)));
+    }
+    said
 }
 
 fn nearest_division(request: &Request, devices: u32) -> String {

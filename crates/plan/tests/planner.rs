@@ -120,7 +120,7 @@ fn bounds_are_below_the_simulation_on_large_clusters() {
         request(model("llama-7b"), "4x8xA100-80GB", 128, 4096),
         request(model("llama-70b"), "16x8xH100", 128, 8192),
         request(model("t5-11b"), "8x8xA100-80GB", 256, 512),
-        request(model("gpt3-13b"), "8x8xV100-32GB", 256, 2048),
+        Request { formats: vec![Format::Fp16], ..request(model("gpt3-13b"), "8x8xV100-32GB", 256, 2048) },
     ] {
         let all = all_candidates(&request);
         let some: Vec<Candidate> = all.iter().step_by(all.len() / 60 + 1).copied().collect();
@@ -202,13 +202,22 @@ fn what_cannot_be_is_answered_with_the_nearest_that_would() {
     let odd = request(small(), "1x7xA100-80GB", 16, 2048);
     says(&odd, &["no mesh of 7 devices", "use 6 devices"]);
     let fix = |fixed| Request { fixed, ..request(small(), "1x4xA100-80GB", 16, 2048) };
-    says(&fix(Fixed { tp: Some(3), ..Fixed::default() }), &["with tp=3", "leave tp open"]);
+    for (fixed, expected) in [
+        (Fixed { tp: Some(3), ..Fixed::default() }, ["with tp=3: tp=3 does not divide the heads", "leave tp open"]),
+        (Fixed { tp: Some(8), ..Fixed::default() }, ["more than a node's 4 devices", "leave tp open"]),
+        (Fixed { tp: Some(4), dp_shard: Some(2), ..Fixed::default() }, ["make 8 devices", "leave dp_shard open"]),
+        (Fixed { ep: Some(2), ..Fixed::default() }, ["which this model has none of", "leave ep open"]),
+        (Fixed { pp: Some(2), runnable: true, ..Fixed::default() }, ["without --runnable", "leave pp open"]),
+    ] {
+        says(&fix(fixed), &expected);
+    }
     says(
         &fix(Fixed { micro_batch: Some(3), accumulation: Some(1), ..Fixed::default() }),
         &["does not divide the global batch of 16"],
     );
     says(&fits(Limits { usd_per_hour: Some(0.5), ..Limits::default() }), &["do not pay for one A100-80GB"]);
     says(&request(small(), "1x4xA100-80GB", 0, 2048), &["a step needs sequences"]);
+    says(&request(small(), "1x4xV100-32GB", 16, 2048), &["V100-32GB states no peak of products in bf16", "fp32, fp16"]);
 }
 
 #[test]

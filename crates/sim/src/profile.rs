@@ -97,6 +97,11 @@ pub struct Device {
 }
 
 impl Device {
+    /// Whether products run in `format` itself: its peak is stated.
+    pub fn has(&self, format: Format) -> bool {
+        self.dense_tflops.contains_key(&format)
+    }
+
     /// Peak FLOP/s of dense products in `format`; a format that the device lacks runs in the next wider one that it has.
     pub fn peak(&self, format: Format) -> f64 {
         let wider = [Format::Fp4, Format::Fp8, Format::Bf16, Format::Fp16, Format::Tf32, Format::Fp32];

@@ -322,7 +322,13 @@ fn this_machine() -> Result<Cluster> {
     let profile = trainyard_sim::Device {
         name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),
         family: Family::Cpu,
-        dense_tflops: [(Format::Fp32, tflops(peaks.f32_flops)), (Format::Bf16, tflops(peaks.bf16_flops))].into(),
+        // Products in f16 run in f32.
+        dense_tflops: [
+            (Format::Fp32, tflops(peaks.f32_flops)),
+            (Format::Fp16, tflops(peaks.f32_flops)),
+            (Format::Bf16, tflops(peaks.bf16_flops)),
+        ]
+        .into(),
         // The share of the peak that products reach (docs/LOG.md).
         product_tflops: 0.83 * tflops(peaks.bf16_flops),
         memory_gb: kib * 1024.0 / 1e9,

@@ -80,23 +80,25 @@ impl<'p> HostPrices<'p> {
         }
         let price = |(instruction, (kernels, count)): (&Instruction, (f64, u32))| {
             let (exchange_s, exchange_ranks) = self.exchange(program, instruction);
-            Priced { work_s: kernels + self.around(instruction, count), exchange_s, exchange_ranks }
+            let around = self.around(instruction, count, program.mesh.ranks());
+            Priced { work_s: kernels + around, exchange_s, exchange_ranks }
         };
         program.instructions.iter().zip(work).map(price).collect()
     }
 
-    /// What the engine does around `count` kernels of an instruction.
-    fn around(&self, instruction: &Instruction, count: u32) -> f64 {
+    /// What the engine does around `count` kernels of an instruction of one of `ranks` ranks, which share the disk.
+    fn around(&self, instruction: &Instruction, count: u32, ranks: u32) -> f64 {
         let overheads = &self.profile.overheads;
+        let moved = instruction.bytes as f64 * f64::from(ranks);
         match instruction.action {
             // The batch is copied to the device.
             Action::Load { .. } => {
                 instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
                     / self.speeds.copy_bytes_per_s
             }
-            Action::Fetch { .. } | Action::Evict { .. } => {
-                2.0 * instruction.bytes as f64 / self.speeds.copy_bytes_per_s
-            }
+            // The tier of a host's own cores is its disk.
+            Action::Fetch { .. } => overheads.instruction_s + moved / self.profile.disk.read_bytes_per_s,
+            Action::Evict { .. } => overheads.instruction_s + moved / self.profile.disk.write_bytes_per_s,
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
         }
@@ -154,4 +156,37 @@ pub(crate) fn name(call: &Call) -> String {
 /// Its shape.
 pub(crate) fn dims(call: &Call) -> Vec<f64> {
     call.work.dims.map(f64::from).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::tests::small;
+    use trainyard_program::{Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
+
+    #[test]
+    fn what_comes_from_a_disk_takes_the_disks_time_and_ranks_share_it() {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let mut strategy = Strategy::new(2);
+        strategy.offload = Offload { optimizer: Some(Tier::Disk), ..Offload::default() };
+        let profile = small();
+        for ranks in [1, 2] {
+            let program = lower_rank(&model, &Mesh::data(ranks, 1), &strategy, 0).unwrap();
+            let layout = HostLayout { ranks, threads: 1 };
+            let priced = HostPrices::new(&profile, layout, profile.speeds).program(&program, &[]);
+            let mut seen = 0;
+            for (instruction, price) in program.instructions.iter().zip(priced) {
+                let speed = match instruction.action {
+                    Action::Fetch { .. } => profile.disk.read_bytes_per_s,
+                    Action::Evict { .. } => profile.disk.write_bytes_per_s,
+                    _ => continue,
+                };
+                let expected = f64::from(ranks) * instruction.bytes as f64 / speed + profile.overheads.instruction_s;
+                assert!(instruction.bytes > 0 && (price.work_s / expected - 1.0).abs() < 1e-9, "{instruction:?}");
+                seen += 1;
+            }
+            assert!(seen >= 4, "state of two units comes and goes");
+        }
+    }
 }
