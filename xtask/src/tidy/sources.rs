@@ -79,15 +79,16 @@ fn unsafe_code(source: &Source) -> Vec<Complaint> {
     complaints
 }
 
-/// Whether the line opens an unsafe block, function, trait or implementation; a function *type* (`unsafe fn(..)`) does not.
+/// Whether the line opens an unsafe block, function, trait or implementation; a function *type* (`unsafe fn(..)`, `unsafe extern "C" fn(..)`) does not.
 fn needs_reason(code: &str) -> bool {
     code.match_indices("unsafe").any(|(at, word)| {
         let after = code[at + word.len()..].trim_start();
         let mut next = words(after);
+        let is_type = after.split_once("fn").is_some_and(|(_, rest)| rest.trim_start().starts_with('('));
         match next.next() {
             _ if after.starts_with('{') || after.is_empty() => !ends_in_word(&code[..at]),
-            Some("fn") => !after["fn".len()..].trim_start().starts_with('('),
-            Some("impl" | "trait" | "extern") => true,
+            Some("fn" | "extern") => !is_type,
+            Some("impl" | "trait") => true,
             _ => false,
         }
     })
@@ -236,6 +237,10 @@ mod tests {
             format!("/// # Safety\n/// The caller ...\n{}#[inline]\npub unsafe fn f() {{}}\n", "/// more\n".repeat(9));
         expect_in("crates/tensor/src/b.rs", &text, &[]);
         expect_in("crates/tensor/src/b.rs", "type F = unsafe fn(u8);\n", &[]);
+        expect_in("crates/tensor/src/b.rs", "type F = unsafe extern \"C\" fn(u8);\n", &[]);
+        for body in ["unsafe extern \"C\" fn f(u8) {}\n", "unsafe extern \"C\" {\n"] {
+            expect_in("crates/tensor/src/b.rs", body, &["crates/tensor/src/b.rs:2: unsafe code without"]);
+        }
         expect_in(
             "crates/tensor/src/b.rs",
             "unsafe impl Send for F {}\n",

@@ -271,6 +271,10 @@ impl Lt {
         Ok(())
     }
 
+    /// Enqueues the product on `stream`.
+    ///
+    /// # Safety
+    /// The operands must be regions of the form's sizes that live until the stream has passed the product.
     unsafe fn matmul(
         &self,
         plan: &Plan,

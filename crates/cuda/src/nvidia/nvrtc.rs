@@ -6,7 +6,7 @@ use crate::find::{NVRTC, Places};
 use std::ffi::{CString, c_char, c_int, c_void};
 
 /// What every module is compiled with, beside its architecture.
-const OPTIONS: [&str; 2] = ["--std=c++17", "--restrict"];
+const OPTIONS: [&str; 1] = ["--std=c++17"];
 
 type Program = *mut c_void;
 type Status = c_int;
