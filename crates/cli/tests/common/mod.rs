@@ -105,8 +105,9 @@ impl Folder {
     /// Lets `command` run in this folder, in an environment that is the same everywhere.
     pub fn prepare(&self, command: &mut Command) {
         command.current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
-        // A machine without cargo's registry.
-        command.env("CARGO_HOME", self.join("no-cargo")).env_remove("OMP_NUM_THREADS");
+        // A machine without cargo's registry, and of which nothing was measured.
+        command.env("CARGO_HOME", self.join("no-cargo")).env("XDG_CACHE_HOME", self.join("cache"));
+        command.env_remove("OMP_NUM_THREADS").env_remove("TRAINYARD_PROFILE");
     }
 
     pub fn run(&self, arguments: &[&str]) -> Ran {
