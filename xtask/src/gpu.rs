@@ -18,7 +18,7 @@ use clap::Args;
 use serde::Serialize;
 use trainyard_cuda::find::Places;
 use trainyard_cuda::kernels::{File, Float};
-use trainyard_cuda::nvidia::Nvrtc;
+use trainyard_cuda::nvidia::{Nvidia, Nvrtc};
 
 /// Ampere, Hopper with its own instructions, Blackwell.
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
@@ -47,7 +47,11 @@ struct Usage {
 
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     if !options.compile {
-        bail!("say --compile: what runs on a GPU is not part of this chore yet (docs/gpu.md)");
+        if let Err(error) = Nvidia::open(0) {
+            println!("no GPU: {error}");
+            return Ok(true);
+        }
+        bail!("there is a GPU, and what is to run on it is not part of this chore yet (docs/gpu.md); --compile needs none");
     }
     let (nvrtc, found) = nvrtc(root)?;
     println!("NVRTC {} ({found})", nvrtc.version());
