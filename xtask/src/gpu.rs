@@ -51,7 +51,9 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
             println!("no GPU: {error}");
             return Ok(true);
         }
-        bail!("there is a GPU, and what is to run on it is not part of this chore yet (docs/gpu.md); --compile needs none");
+        bail!(
+            "there is a GPU, and what is to run on it is not part of this chore yet (docs/gpu.md); --compile needs none"
+        );
     }
     let (nvrtc, found) = nvrtc(root)?;
     println!("NVRTC {} ({found})", nvrtc.version());
