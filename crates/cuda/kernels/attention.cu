@@ -10,25 +10,6 @@
 // Columns of the head that a lane holds: 32 apart, 256 in all.
 #define PARTS 8
 
-struct Mask {
-    const int *starts, *ends;
-    int causal, window;
-};
-struct Bounds {
-    int first, last;
-};
-
-DEVICE Bounds keys_of(const Mask &mask, int query) {
-    Bounds b = {mask.starts[query], mask.causal ? query + 1 : mask.ends[query]};
-    if (mask.window > 0) b.first = max(b.first, query - mask.window + 1);
-    return b;
-}
-DEVICE Bounds queries_of(const Mask &mask, int key) {
-    Bounds b = {mask.causal ? key : mask.starts[key], mask.ends[key]};
-    if (mask.window > 0) b.last = (int)min((i64)b.last, (i64)key + mask.window);
-    return b;
-}
-
 // `count` rows from `first` on to shared memory, `pitch` apart; zeros at `last` and beyond.
 DEVICE void copy_rows(float *target, int pitch, int count, const T *source, i64 stride, int first, int last, int columns) {
     for (int i = threadIdx.x; i < count * columns; i += blockDim.x) {

@@ -21,27 +21,6 @@ struct Heads {
     DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
 };
 
-struct Mask {
-    const int *starts, *ends;
-    int causal, window;
-};
-
-// Columns that a row is paired with.
-struct Bounds {
-    int first, last;
-};
-
-DEVICE Bounds keys_of(const Mask &mask, int query) {
-    Bounds b = {mask.starts[query], mask.causal ? query + 1 : mask.ends[query]};
-    if (mask.window > 0) b.first = max(b.first, query - mask.window + 1);
-    return b;
-}
-DEVICE Bounds queries_of(const Mask &mask, int key) {
-    Bounds b = {mask.causal ? key : mask.starts[key], mask.ends[key]};
-    if (mask.window > 0) b.last = (int)min((i64)b.last, (i64)key + mask.window);
-    return b;
-}
-
 // Where eight columns of a row lie in a tile of D columns: turned within eight rows, so that a matrix's rows lie in different banks.
 template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (row * (D / 8) + (chunk ^ (row & 7))) * 8; }
 

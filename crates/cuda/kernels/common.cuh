@@ -157,6 +157,30 @@ template <> __device__ __forceinline__ void store_pack<float>(float *y, i64 i, i
 // The first of a thread's eight elements.
 DEVICE i64 pack_start() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) * PACK; }
 
+// y = f(x), each thread its eight elements; y may be x.
+template <class X, class Y, class F> DEVICE void map(const X *x, Y *y, i64 n, F f) {
+    i64 i = pack_start();
+    if (i >= n) return;
+    bool vectors = all_aligned(x, y);
+    float v[PACK];
+    load_pack(x, i, n, vectors, v);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) v[k] = f(v[k]);
+    store_pack(y, i, n, vectors, v);
+}
+// y = f(a, b) likewise.
+template <class F> DEVICE void map(const T *a, const T *b, T *y, i64 n, F f) {
+    i64 i = pack_start();
+    if (i >= n) return;
+    bool vectors = all_aligned(a, b, y);
+    float v[PACK], w[PACK];
+    load_pack(a, i, n, vectors, v);
+    load_pack(b, i, n, vectors, w);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) v[k] = f(v[k], w[k]);
+    store_pack(y, i, n, vectors, v);
+}
+
 DEVICE unsigned lane_of() { return threadIdx.x & 31; }
 DEVICE unsigned warp_of() { return threadIdx.x >> 5; }
 

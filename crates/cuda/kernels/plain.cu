@@ -37,26 +37,11 @@ DEVICE float unary_slope(int f, float dy, float z) {
 }
 
 KERNEL(unary)(const T* x, T* y, long long n, int f) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(x, y);
-    float v[PACK];
-    load_pack(x, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) v[k] = unary_value(f, v[k]);
-    store_pack(y, i, n, vectors, v);
+    map(x, y, n, [=](float x) { return unary_value(f, x); });
 }
 
 KERNEL(unary_backward)(const T* dy, const T* z, T* dx, long long n, int f) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(dy, z, dx);
-    float d[PACK], v[PACK];
-    load_pack(dy, i, n, vectors, d);
-    load_pack(z, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) d[k] = unary_slope(f, d[k], v[k]);
-    store_pack(dx, i, n, vectors, d);
+    map(dy, z, dx, n, [=](float dy, float z) { return unary_slope(f, dy, z); });
 }
 
 // An operand: [rows, columns], [columns], [rows], [1], or the number.
@@ -137,29 +122,14 @@ KERNEL(power_backward)(const T* dy, const T* x, T* dx, long long n, float p) {
 }
 
 KERNEL(clamp)(const T* x, T* y, long long n, float low, float high) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(x, y);
-    float v[PACK];
-    load_pack(x, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) {
-        v[k] = low > v[k] ? low : v[k];
-        v[k] = high < v[k] ? high : v[k];
-    }
-    store_pack(y, i, n, vectors, v);
+    map(x, y, n, [=](float x) {
+        float above = low > x ? low : x;
+        return high < above ? high : above;
+    });
 }
 
 KERNEL(clamp_backward)(const T* dy, const T* x, T* dx, long long n, float low, float high) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(dy, x, dx);
-    float d[PACK], v[PACK];
-    load_pack(dy, i, n, vectors, d);
-    load_pack(x, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) d[k] = low <= v[k] && v[k] <= high ? d[k] : 0.0f;
-    store_pack(dx, i, n, vectors, d);
+    map(dy, x, dx, n, [=](float dy, float x) { return low <= x && x <= high ? dy : 0.0f; });
 }
 
 KERNEL(compare)(const T* a, const T* b, unsigned* mask, long long n, int how) {

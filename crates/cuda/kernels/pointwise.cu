@@ -1,26 +1,11 @@
 // What works element by element and belongs to transformers. Each thread takes eight elements in 16-byte pieces where the pointers allow it.
 
 KERNEL(activate)(const T* x, T* y, long long n, int curve) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(x, y);
-    float v[PACK];
-    load_pack(x, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) v[k] = curve_value(curve, v[k]);
-    store_pack(y, i, n, vectors, v);
+    map(x, y, n, [=](float x) { return curve_value(curve, x); });
 }
 
 KERNEL(activation_backward)(const T* dy, const T* x, T* dx, long long n, int curve) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(dy, x, dx);
-    float v[PACK], d[PACK];
-    load_pack(x, i, n, vectors, v);
-    load_pack(dy, i, n, vectors, d);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) d[k] *= curve_slope(curve, v[k]);
-    store_pack(dx, i, n, vectors, d);
+    map(dy, x, dx, n, [=](float dy, float x) { return dy * curve_slope(curve, x); });
 }
 
 // Where rows are whole packs, a pack lies in one row; else elements are taken one by one.
@@ -95,15 +80,7 @@ KERNEL(epilogue)(const T* x, const T* bias, const T* residual, T* pre, T* y, lon
 }
 
 KERNEL(add)(const T* a, const T* b, T* y, long long n) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(a, b, y);
-    float v[PACK], w[PACK];
-    load_pack(a, i, n, vectors, v);
-    load_pack(b, i, n, vectors, w);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) v[k] += w[k];
-    store_pack(y, i, n, vectors, v);
+    map(a, b, y, n, [](float a, float b) { return a + b; });
 }
 
 KERNEL(accumulate)(const T* x, float* y, long long n, int overwrite) {
@@ -121,28 +98,12 @@ KERNEL(accumulate)(const T* x, float* y, long long n, int overwrite) {
 }
 
 KERNEL(scale)(T* y, long long n, float alpha) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = aligned(y);
-    float v[PACK];
-    load_pack(y, i, n, vectors, v);
-#pragma unroll
-    for (int k = 0; k < PACK; k++) v[k] *= alpha;
-    store_pack(y, i, n, vectors, v);
+    map(y, y, n, [=](float x) { return x * alpha; });
 }
 
-template <class E> DEVICE void cast_pack(const T *x, E *y, i64 n) {
-    i64 i = pack_start();
-    if (i >= n) return;
-    bool vectors = all_aligned(x, y);
-    float v[PACK];
-    load_pack(x, i, n, vectors, v);
-    store_pack(y, i, n, vectors, v);
-}
-
-KERNEL(cast_to_f32)(const T* x, float* y, long long n) { cast_pack(x, y, n); }
-KERNEL(cast_to_bf16)(const T* x, bf16* y, long long n) { cast_pack(x, y, n); }
-KERNEL(cast_to_f16)(const T* x, f16* y, long long n) { cast_pack(x, y, n); }
+KERNEL(cast_to_f32)(const T* x, float* y, long long n) { map(x, y, n, [](float x) { return x; }); }
+KERNEL(cast_to_bf16)(const T* x, bf16* y, long long n) { map(x, y, n, [](float x) { return x; }); }
+KERNEL(cast_to_f16)(const T* x, f16* y, long long n) { map(x, y, n, [](float x) { return x; }); }
 
 KERNEL(to_float)(const unsigned* x, T* y, long long n, int is_signed) {
     i64 first = pack_start();

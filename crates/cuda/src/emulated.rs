@@ -7,16 +7,19 @@ use libloading::Library;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
 
 const FLAGS: [&str; 8] = ["-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-x", "c++"];
+
+/// A module, once it is loaded: threads that ask for the same one wait for the first, others compile beside it.
+type Slot = Arc<Mutex<Option<Arc<Library>>>>;
 
 /// Kernels as shared objects in a folder, compiled when they are first launched and found again by the hash of their sources.
 pub struct Emulated {
     folder: PathBuf,
     compiler: String,
-    modules: Mutex<BTreeMap<(File, Float), Arc<Library>>>,
+    modules: Mutex<BTreeMap<(File, Float), Slot>>,
 }
 
 impl Emulated {
@@ -29,27 +32,42 @@ impl Emulated {
         Some(Emulated { folder: folder.to_owned(), compiler, modules: Mutex::default() })
     }
 
-    fn module(&self, file: File, float: Float) -> Result<Arc<Library>, String> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = modules.get(&(file, float)) {
+    /// The module of `file` for `float`, compiled when it is first asked for.
+    ///
+    /// # Errors
+    /// What the compiler or the loader says.
+    pub fn module(&self, file: File, float: Float) -> Result<Arc<Library>, String> {
+        let slot = lock(&self.modules).entry((file, float)).or_default().clone();
+        let mut slot = lock(&slot);
+        if let Some(module) = &*slot {
             return Ok(Arc::clone(module));
         }
-        let path = self.compiled(file, float)?;
-        // SAFETY: what was compiled from this repository's sources has no initialisers beyond those of the C library.
-        let library = unsafe { Library::new(&path) }.map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(Arc::clone(modules.entry((file, float)).or_insert(Arc::new(library))))
+        let name = format!("{}-{}", file.name().trim_end_matches(".cu"), float.name());
+        let kernels: Vec<&str> = file.kernels().map(|kernel| kernel.name).collect();
+        let module = Arc::new(self.load(&name, &file.source(float), &kernels)?);
+        Ok(Arc::clone(slot.insert(module)))
     }
 
-    fn compiled(&self, file: File, float: Float) -> Result<PathBuf, String> {
+    /// Compiles and loads any source, with launchers for these of its kernels.
+    ///
+    /// # Errors
+    /// As [`Emulated::module`].
+    pub fn load(&self, name: &str, text: &str, kernels: &[&str]) -> Result<Library, String> {
+        let path = self.compiled(name, text, kernels)?;
+        // SAFETY: what was compiled from this repository's sources has no initialisers beyond those of the C library.
+        unsafe { Library::new(&path) }.map_err(|error| format!("{}: {error}", path.display()))
+    }
+
+    fn compiled(&self, name: &str, text: &str, kernels: &[&str]) -> Result<PathBuf, String> {
         let emulation = Path::new(env!("CARGO_MANIFEST_DIR")).join("emulation");
-        let read = |path: &Path| std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()));
-        let header = read(&emulation.join("cuda.h"))?;
-        let mut source = format!("#include \"cuda.h\"\n{}", file.source(float));
-        for kernel in file.kernels() {
-            source.push_str(&format!("EMULATION_LAUNCHER({})\n", kernel.name));
+        let header = emulation.join("cuda.h");
+        let header = std::fs::read_to_string(&header).map_err(|error| format!("{}: {error}", header.display()))?;
+        let mut source = format!("#include \"cuda.h\"\n{text}\n");
+        for kernel in kernels {
+            source.push_str(&format!("EMULATION_LAUNCHER({kernel})\n"));
         }
-        let hash = xxh3_64([source.as_bytes(), header.as_bytes(), FLAGS.concat().as_bytes()].concat().as_slice());
-        let name = format!("{}-{}-{hash:016x}", file.name().trim_end_matches(".cu"), float.name());
+        let made_of = [&source, &header, &self.compiler, &FLAGS.concat()].map(|part| part.as_bytes()).concat();
+        let name = format!("{name}-{:016x}", xxh3_64(&made_of));
         let library = self.folder.join(format!("{name}.so"));
         if library.exists() {
             return Ok(library);
@@ -72,18 +90,34 @@ impl Emulated {
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a kernel of a loaded module.
+///
+/// # Errors
+/// The module has no launcher of this kernel.
+///
+/// # Safety
+/// The arguments must be those of the kernel, and what they point to as large as it takes it to be.
+pub unsafe fn launch(library: &Library, kernel: &str, size: Launch, arguments: &[Argument]) -> Result<(), String> {
+    type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
+    let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
+    let symbol = format!("launch_{kernel}");
+    // SAFETY: the launcher was generated for the kernel of this name; the rest is the caller's promise.
+    unsafe {
+        let launcher = library.get::<Launcher>(symbol.as_bytes()).map_err(|error| error.to_string())?;
+        launcher(size.grid.as_ptr(), size.block, size.shared, addresses.as_mut_ptr());
+    }
+    Ok(())
+}
+
 impl Kernels for Emulated {
-    fn run(&self, file: File, float: Float, name: &str, launch: Launch, arguments: &[Argument]) -> Result<(), String> {
+    fn run(&self, file: File, float: Float, name: &str, size: Launch, arguments: &[Argument]) -> Result<(), String> {
         let library = self.module(file, float)?;
-        let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
-        let symbol = format!("launch_{name}");
-        // SAFETY: the launcher was generated for the kernel of this name, whose parameters the arguments fit: the device compared them with the table.
-        // What they point to is the memory of the fake, whose extents it has checked.
-        unsafe {
-            type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
-            let launcher = library.get::<Launcher>(symbol.as_bytes()).map_err(|error| error.to_string())?;
-            launcher(launch.grid.as_ptr(), launch.block, launch.shared, addresses.as_mut_ptr());
-        }
-        Ok(())
+        // SAFETY: the device compared the arguments with the table's parameters. What they point to is the memory of the fake, whose extents it has
+        // checked.
+        unsafe { launch(&library, name, size, arguments) }
     }
 }

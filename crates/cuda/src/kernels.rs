@@ -126,7 +126,8 @@ impl File {
     /// The text of the module for `float`, complete: no header is included.
     pub fn source(self, float: Float) -> String {
         let mut text = String::from(float.define());
-        let headers = [("common.cuh", COMMON), ("curves.cuh", CURVES), ("tensor_cores.cuh", TENSOR_CORES)];
+        let headers =
+            [("common.cuh", COMMON), ("curves.cuh", CURVES), ("mask.cuh", MASK), ("tensor_cores.cuh", TENSOR_CORES)];
         for (name, part) in headers.into_iter().chain([(self.name(), self.text())]) {
             text.push_str(&format!("#line 1 \"{name}\"\n{part}\n"));
         }
@@ -141,6 +142,7 @@ impl File {
 
 const COMMON: &str = include_str!("../kernels/common.cuh");
 const CURVES: &str = include_str!("../kernels/curves.cuh");
+const MASK: &str = include_str!("../kernels/mask.cuh");
 const TENSOR_CORES: &str = include_str!("../kernels/tensor_cores.cuh");
 
 /// One entry point.

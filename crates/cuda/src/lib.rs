@@ -18,6 +18,20 @@ pub mod nvidia;
 
 pub use error::{CudaError, Result};
 
+/// Whether there is a GPU `ordinal` among those that the process sees, without opening it.
+///
+/// # Errors
+/// What the machine or this build lacks for it, in a sentence.
+pub fn check(ordinal: usize) -> Result<()> {
+    #[cfg(feature = "nvidia")]
+    return nvidia::Nvidia::find(ordinal).map(drop);
+    #[cfg(not(feature = "nvidia"))]
+    {
+        let _ = ordinal;
+        Err(CudaError::NotBuilt)
+    }
+}
+
 /// GPU `ordinal` of those that the process sees.
 ///
 /// # Errors

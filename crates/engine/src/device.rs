@@ -17,6 +17,21 @@ pub fn computes(resolved: &Resolved) -> Computes {
     }
 }
 
+/// Whether a device that is asked for can be opened at all: asked before there is anything to wait for.
+///
+/// # Errors
+/// What the machine lacks for a GPU, or what the GPU cannot run.
+pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
+    let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else { return Ok(()) };
+    if let name @ (OptimizerName::Muon | OptimizerName::Adafactor) = resolved.optimizer.name {
+        return Err(does_not_fit(format!(
+            "optimizer.name = \"{}\" is not implemented on cuda: use adamw, sgd or lion",
+            name.name()
+        )));
+    }
+    Ok(Cuda::check(ordinal.map_or_else(|| place(Some(world)), Ok)?)?)
+}
+
 /// Opens the device for a rank whose step needs what was predicted.
 ///
 /// # Errors
@@ -26,12 +41,6 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else {
         return Ok(Device::cpu(resolved.isa, resolved.threads, limit));
     };
-    if let name @ (OptimizerName::Muon | OptimizerName::Adafactor) = resolved.optimizer.name {
-        return Err(does_not_fit(format!(
-            "optimizer.name = \"{}\" is not implemented on cuda: use adamw, sgd or lion",
-            name.name()
-        )));
-    }
     let ordinal = ordinal.map_or_else(|| place(world), Ok)?;
     let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?);
     if let Some(prediction) = prediction {

@@ -490,6 +490,7 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
         }
     }
     let first = config.resolve(&inputs)?;
+    crate::device::check(&first, world)?;
     let corpora = Corpora::open(&first, &mut *note)?;
     inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
     Ok((config.resolve(&inputs)?, corpora))

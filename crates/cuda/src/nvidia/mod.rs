@@ -62,11 +62,11 @@ fn version(number: u32) -> String {
 }
 
 impl Nvidia {
-    /// GPU `ordinal` of those that the process sees.
+    /// GPU `ordinal` of those that the process sees, not opened yet.
     ///
     /// # Errors
-    /// Everything that a machine can lack, in a sentence: the driver, the GPU, its age, NVRTC, cuBLASLt.
-    pub fn open(ordinal: usize) -> Result<Nvidia> {
+    /// What is lacking, in a sentence: the driver, the GPU, its age.
+    pub fn find(ordinal: usize) -> Result<(sys::CUdevice, Properties)> {
         // SAFETY: only asks the loader.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
@@ -93,6 +93,16 @@ impl Nvidia {
             let (found, needed) = (text(properties.capability), text(CAPABILITY_LEAST));
             return Err(CudaError::OldDevice { device: properties.name, found, needed });
         }
+        Ok((device, properties))
+    }
+
+    /// Opens GPU `ordinal`.
+    ///
+    /// # Errors
+    /// As [`Nvidia::find`], and NVRTC or cuBLASLt that are not found.
+    pub fn open(ordinal: usize) -> Result<Nvidia> {
+        let (device, properties) = Nvidia::find(ordinal)?;
+        let driver_version = properties.driver_version;
         let (places, major) = (Places::of_this_process(), driver_version / 1000);
         let nvrtc = Nvrtc::open(&places, major)?;
         // SAFETY: the device exists; the context is kept for the life of the process.

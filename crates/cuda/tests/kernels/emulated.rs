@@ -1,18 +1,15 @@
 //! Compiles modules by the host's C++ compiler, loads them, and launches kernels on emulated blocks (`emulation/cuda.h`).
 //!
-//! A compiled module lies in the target folder under the hash of all that it is made of. Buffers stand between guards that a kernel must leave alone,
-//! and reading beyond an input gives NaN. Every case runs in both orders of threads, which must give the same bits.
+//! Buffers stand between guards that a kernel must leave alone, and reading beyond an input gives NaN. Every case runs in both orders of threads, which must
+//! give the same bits.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::path::Path;
+use std::sync::OnceLock;
 
 use libloading::Library;
-use trainyard_cuda::kernels::{Argument, File, Float, Kernel, Launch};
+use trainyard_cuda::emulated::{self, Emulated};
+use trainyard_cuda::kernels::{Argument, Float, Kernel, Launch};
 use trainyard_tensor::{DType, Element, Scalar};
 
 /// `T` of the sources for a Rust type; f32 for what no kernel takes as `T`.
@@ -24,77 +21,19 @@ pub fn float<T: Scalar>() -> Float {
     }
 }
 
-const FLAGS: [&str; 7] = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-x"];
-
-/// The first of these that answers.
-fn compiler() -> &'static str {
-    static COMPILER: OnceLock<String> = OnceLock::new();
-    COMPILER.get_or_init(|| {
-        let given = std::env::var("CXX").ok();
-        let names = given.into_iter().chain(["c++", "g++", "clang++"].map(str::to_owned));
-        let answers = |name: &String| Command::new(name).arg("--version").output().is_ok_and(|o| o.status.success());
-        names.into_iter().find(answers).expect(
+/// The modules, in the target folder.
+fn emulated() -> &'static Emulated {
+    static EMULATED: OnceLock<Emulated> = OnceLock::new();
+    EMULATED.get_or_init(|| {
+        Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated")).expect(
             "the kernels are tested by the host's C++ compiler, and none of $CXX, c++, g++, clang++ runs: install one (on Debian: apt-get install g++)",
         )
     })
 }
 
-/// A module with launchers for its kernels, as a shared object.
-fn compiled(file: File, float: Float) -> PathBuf {
-    let name = format!("{}-{}", file.name().trim_end_matches(".cu"), float.name());
-    let kernels: Vec<&str> = file.kernels().map(|kernel| kernel.name).collect();
-    build(&name, &file.source(float), &kernels)
-}
-
-fn build(name: &str, text: &str, kernels: &[&str]) -> PathBuf {
-    let emulation = Path::new(env!("CARGO_MANIFEST_DIR")).join("emulation");
-    let header = std::fs::read_to_string(emulation.join("cuda.h")).unwrap();
-    let mut source = format!("#include \"cuda.h\"\n{text}\n");
-    for kernel in kernels {
-        source.push_str(&format!("EMULATION_LAUNCHER({kernel})\n"));
-    }
-    let mut hasher = DefaultHasher::new();
-    (&source, header, compiler(), FLAGS).hash(&mut hasher);
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
-    let name = format!("{name}-{:016x}", hasher.finish());
-    let library = folder.join(format!("{name}.so"));
-    if library.exists() {
-        return library;
-    }
-    std::fs::create_dir_all(&folder).unwrap();
-    // Another process may be at the same: each writes a file of its own, and the last rename stands.
-    let own = folder.join(format!("{name}.{}", std::process::id()));
-    std::fs::write(own.with_extension("cc"), source).unwrap();
-    let output = Command::new(compiler())
-        .args(FLAGS)
-        .arg("c++")
-        .arg("-I")
-        .arg(&emulation)
-        .arg(own.with_extension("cc"))
-        .arg("-o")
-        .arg(own.with_extension("so"))
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(own.with_extension("so"), &library).unwrap();
-    std::fs::remove_file(own.with_extension("cc")).unwrap();
-    library
-}
-
 /// Loads kernels that are no part of the table, to test the emulation itself.
 pub fn load(name: &str, text: &str, kernels: &[&str]) -> Library {
-    // SAFETY: as in `module`.
-    unsafe { Library::new(build(name, text, kernels)) }.unwrap()
-}
-
-/// The loaded module; compiled when it is first asked for.
-fn module(file: File, float: Float) -> Arc<Library> {
-    type Slot = Arc<Mutex<Option<Arc<Library>>>>;
-    static MODULES: Mutex<BTreeMap<(File, Float), Slot>> = Mutex::new(BTreeMap::new());
-    let slot = MODULES.lock().unwrap().entry((file, float)).or_default().clone();
-    let mut slot = slot.lock().unwrap();
-    // SAFETY: what was compiled from this repository has no initialisers beyond the C library's.
-    slot.get_or_insert_with(|| Arc::new(unsafe { Library::new(compiled(file, float)) }.unwrap())).clone()
+    emulated().load(name, text, kernels).unwrap()
 }
 
 thread_local! {
@@ -119,22 +58,17 @@ pub fn both_orders<R: PartialEq>(case: impl Fn() -> R) -> R {
 pub fn launch(kernel: &Kernel, float: Float, sizes: [usize; 3], arguments: &[Argument]) {
     kernel.check(arguments).unwrap();
     let Some(size) = kernel.rule.launch(sizes) else { return };
-    run(&module(kernel.file, float), kernel.name, size, arguments);
+    run(&emulated().module(kernel.file, float).unwrap(), kernel.name, size, arguments);
 }
 
 /// Runs a kernel of a loaded module. The arguments are those of the kernel, and what they point to is as large as it takes it to be.
 pub fn run(library: &Library, kernel: &str, size: Launch, arguments: &[Argument]) {
-    let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
-    // SAFETY: no promise is made here; what a call must keep to is said where it is made.
-    type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
     type Order = extern "C" fn(i32);
-    let name = format!("launch_{kernel}");
-    // SAFETY: the launcher was generated for the kernel of this name. Of kernels in the table `check` has compared the arguments' types with the
-    // parameters'; what the pointers point to is as large as the table says, which the tests' guards watch.
+    // SAFETY: of kernels in the table `check` has compared the arguments' types with the parameters'; what the pointers point to is as large as the table
+    // says, which the tests' guards watch.
     unsafe {
         library.get::<Order>(b"emulation_order").unwrap()(i32::from(FALLING.get()));
-        let launcher = library.get::<Launcher>(name.as_bytes()).unwrap();
-        launcher(size.grid.as_ptr(), size.block, size.shared, addresses.as_mut_ptr());
+        emulated::launch(library, kernel, size, arguments).unwrap();
     }
 }
 

@@ -60,6 +60,14 @@ pub struct Cuda {
 }
 
 impl Cuda {
+    /// Whether GPU `ordinal` is there, without opening it.
+    ///
+    /// # Errors
+    /// What the machine or this build lacks for it, in a sentence.
+    pub fn check(ordinal: usize) -> Result<()> {
+        Ok(trainyard_cuda::check(ordinal)?)
+    }
+
     /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does for it.
     ///
     /// # Errors
