@@ -4,6 +4,7 @@
 use crate::fake::Kernels;
 use crate::kernels::{Argument, File, Float, Launch};
 use libloading::Library;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -94,6 +95,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+thread_local! {
+    static FALLING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether kernels that this thread runs take the threads of a block in falling order; they begin with the rising one.
+pub fn set_falling(falling: bool) {
+    FALLING.set(falling);
+}
+
 /// Runs a kernel of a loaded module.
 ///
 /// # Errors
@@ -102,18 +112,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// # Safety
 /// The arguments must be those of the kernel, and what they point to as large as it takes it to be.
 pub unsafe fn launch(library: &Library, kernel: &str, size: Launch, arguments: &[Argument]) -> Result<(), String> {
+    type Order = extern "C" fn(i32);
     type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
     let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
     let symbol = format!("launch_{kernel}");
-    // SAFETY: the launcher was generated for the kernel of this name; the rest is the caller's promise.
+    // SAFETY: every module has the header's `emulation_order`; the launcher was generated for the kernel of this name; the rest is the caller's promise.
     unsafe {
+        let order = library.get::<Order>(b"emulation_order").map_err(|error| error.to_string())?;
+        order(i32::from(FALLING.get()));
         let launcher = library.get::<Launcher>(symbol.as_bytes()).map_err(|error| error.to_string())?;
         launcher(size.grid.as_ptr(), size.block, size.shared, addresses.as_mut_ptr());
     }
     Ok(())
 }
 
-impl Kernels for Emulated {
+impl Kernels for &'static Emulated {
     fn run(&self, file: File, float: Float, name: &str, size: Launch, arguments: &[Argument]) -> Result<(), String> {
         let library = self.module(file, float)?;
         // SAFETY: the device compared the arguments with the table's parameters. What they point to is the memory of the fake, whose extents it has

@@ -15,6 +15,8 @@ pub mod find;
 pub mod kernels;
 #[cfg(feature = "nvidia")]
 pub mod nvidia;
+#[cfg(feature = "emulation")]
+pub mod tested;
 
 pub use error::{CudaError, Result};
 

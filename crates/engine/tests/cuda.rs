@@ -1,5 +1,5 @@
 //! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every access, and with the kernels emulated on the host,
-//! so that a small model really trains.
+//! so that a small model really trains. Where `TRAINYARD_TEST_DEVICE` says so it trains on a GPU.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use trainyard_model::{Batch, BatchShape, Model, ModelSpec};
 use trainyard_program::{Mesh, Program, check, lower_rank};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::cuda::emulated::Emulated;
-use trainyard_tensor::cuda::fake::{Fake, Kernels, Options, Record};
+use trainyard_tensor::cuda::fake::{Fake, Options, Record};
+use trainyard_tensor::cuda::tested::Tested;
 use trainyard_tensor::{Computes, Device, Purpose};
 
 const LENGTH: usize = 16;
@@ -157,10 +157,12 @@ fn a_full_device_says_what_did_not_fit() {
     assert!(error.contains("83886080 bytes left") && error.contains("of 41943040 are free"), "{error}");
 }
 
-/// The kernels on the host; a machine without a C++ compiler cannot run these tests, and says so.
-fn emulated() -> Box<dyn Kernels> {
-    let emulated = Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
-    Box::new(emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX"))
+/// The device under test. A machine without a C++ compiler cannot run these tests, and says so.
+fn device(seed: u64) -> (Tested, Device) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&folder, seed).unwrap_or_else(|problem| panic!("{problem}"));
+    let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1)), None);
+    (tested, device)
 }
 
 #[test]
@@ -173,9 +175,9 @@ fn emulated_kernels_train_like_the_cpu() {
     ] {
         let trial = Trial::new(model, sets);
         let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
-        let (fake, device) = fake(Options { kernels: Some(emulated()), ..Options::default() });
-        let (outcomes, weights) = trial.run(&device, 4);
-        assert_eq!(fake.problems(), [""; 0], "{sets:?}");
+        let (tested, gpu) = device(0);
+        let (outcomes, weights) = trial.run(&gpu, 4);
+        assert_eq!(tested.problems(), [""; 0], "{sets:?}");
         for (got, want) in outcomes.iter().zip(&expected) {
             let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
             assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
@@ -184,7 +186,7 @@ fn emulated_kernels_train_like_the_cpu() {
         }
         // It learns, and whatever order the streams' heads are taken in, the bits are the same.
         assert!(outcomes[3].loss < outcomes[0].loss);
-        let (_, other) = self::fake(Options { kernels: Some(emulated()), seed: 7, ..Options::default() });
+        let (_, other) = device(7);
         assert!(trial.run(&other, 4).1 == weights, "{sets:?}");
     }
 }

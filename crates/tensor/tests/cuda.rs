@@ -1,12 +1,11 @@
-//! Operations on CUDA give what they give on the CPU: the kernels run emulated on the host, on the fake driver.
+//! Operations on CUDA give what they give on the CPU: the kernels run emulated on the host, on the fake driver, or on a GPU (`TRAINYARD_TEST_DEVICE`).
 //!
 //! Kernels are checked against scalar oracles in `trainyard-cuda`; here it is that each operation launches the right one with the right operands,
 //! and that `meta` predicts its memory.
 
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_cuda::emulated::Emulated;
-use trainyard_cuda::fake::{Fake, Options};
+use trainyard_cuda::tested::Tested;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::elementwise::{Binary, Compare, Unary};
@@ -54,12 +53,11 @@ impl Operands<'_> {
 
 type Case = fn(&Operands<'_>) -> Result<Vec<Tensor>>;
 
-fn fake() -> (Arc<Fake>, Device) {
-    let emulated = Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
-    let emulated = emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX");
-    let fake = Arc::new(Fake::new(Options { kernels: Some(Box::new(emulated)), ..Options::default() }));
-    let device = Device::cuda(Arc::new(Cuda::new(fake.clone(), 1)), None);
-    (fake, device)
+fn device() -> (Tested, Device) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&folder, 0).unwrap_or_else(|problem| panic!("{problem}"));
+    let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1)), None);
+    (tested, device)
 }
 
 fn values(tensor: &Tensor) -> Vec<f32> {
@@ -79,14 +77,14 @@ fn check(cases: &[(&str, Case)]) {
             DType::BF16 => 2e-2,
             _ => 3e-3,
         };
-        let (fake, cuda) = fake();
+        let (tested, cuda) = device();
         let cpu = Device::cpu(Isa::detect(), 1, None);
         for (name, case) in cases {
             let meta = Device::meta_for(Computes::Cuda);
             cuda.pool().reset_peaks();
             let run = |device: &Device| case(&Operands { device, dtype }).unwrap();
             let (got, want) = (run(&cuda), run(&cpu));
-            assert_eq!(fake.problems(), [""; 0], "{name} in {dtype}");
+            assert_eq!(tested.problems(), [""; 0], "{name} in {dtype}");
             for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                 assert_eq!((got.shape(), got.dtype()), (want.shape(), want.dtype()), "{name} in {dtype}, result {at}");
                 for (i, (got, want)) in values(got).into_iter().zip(values(want)).enumerate() {
@@ -326,7 +324,7 @@ fn plain_operations_are_those_of_the_cpu() {
 
 #[test]
 fn what_cuda_has_not_is_an_error_that_names_it() {
-    let (_, device) = fake();
+    let (_, device) = device();
     let x = device.zeros([2, 2], DType::F32, Purpose::Activations).unwrap();
     let error = plain::mse_loss(&x, &x).unwrap_err();
     assert_eq!(error.to_string(), "not implemented on cuda: mse_loss");

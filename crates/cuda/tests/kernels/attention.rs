@@ -1,7 +1,7 @@
 //! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the form on tensor cores as that on the CPU's tiles, which
 //! rounds probabilities and their gradients to the operands' dtype too.
 
-use super::emulated::{Buffer, both_orders, dtypes, float, launch, values, wide};
+use super::device::{Buffer, both_orders, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, AttentionKernels, Float};
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::reference::attention::{self as oracle, Valued};

@@ -1,6 +1,6 @@
 //! The emulation's own tests: what it is there to notice, it notices.
 
-use super::emulated::{Buffer, both_orders, load, run};
+use super::device::{Buffer, both_orders, load, run};
 use trainyard_cuda::kernels::Launch;
 
 const HEAD: &str = "#define KERNEL(name) static void kernel_##name\n";

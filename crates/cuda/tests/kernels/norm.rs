@@ -1,7 +1,7 @@
 //! Norms. Statistics are sums of n terms in chains of 8 n / threads and then halves, whose error relative to the sum of magnitudes is below
 //! `(n / 8 + 10) 2^-24`; results are off by that times their size, at most `inv_rms |weight|`, some 3 here.
 
-use super::emulated::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
+use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};
 use trainyard_tensor::reference::norm as oracle;
 

@@ -1,6 +1,6 @@
 //! The plain elementwise operations, their derivatives, masks and strided walks.
 
-use super::emulated::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, roundoff, values, wide};
+use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, roundoff, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Axes, Float};
 use trainyard_tensor::Element;
 use trainyard_tensor::cpu::elementwise::{Binary, Unary};

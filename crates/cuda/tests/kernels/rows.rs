@@ -1,6 +1,6 @@
 //! Reductions, softmax and what else works on rows; reading and adding by indices.
 
-use super::emulated::{Buffer, ULP, both_orders, close, dtypes, float, launch, roundoff, values, wide};
+use super::device::{Buffer, ULP, both_orders, close, dtypes, float, launch, roundoff, values, wide};
 use super::norm::sum_partials;
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};
 use trainyard_tensor::reference::loss as oracle;

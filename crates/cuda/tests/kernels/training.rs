@@ -1,6 +1,6 @@
 //! Rotary positions, activations, embeddings, dropout, cross-entropy: what transformers train with besides norms, attention and optimizers.
 
-use super::emulated::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
+use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float};
 use trainyard_tensor::cpu::activation::Activation;
 use trainyard_tensor::cpu::dropout::DropRate;

@@ -21,7 +21,7 @@ mod staging;
 pub use lanes::Mark;
 pub(crate) use lanes::{LANES, enter_lane, lane};
 #[cfg(feature = "emulation")]
-pub use trainyard_cuda::emulated;
+pub use trainyard_cuda::tested;
 pub use trainyard_cuda::{CudaError, fake};
 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
