@@ -9,7 +9,7 @@
 //! - The *right* operand is packed into panels of 32 columns, as many as stay in L2 ([`RESIDENT_STEPS`]). What that costs is divided by the
 //!   rows of the task.
 //! - *Sums* never leave the tiles before they are finished, up to [`DEPTH_MAX`] steps of the shared dimension. They are finished, a
-//!   block of 32 x 32 after the next one's products, from L1. Weight gradients, whose sums are `f32` in memory, continue there
+//!   block of 32 x 32 beside the next one's products, from L1. Weight gradients, whose sums are `f32` in memory, continue there
 //!   instead: their shared dimension, the tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and fewer
 //!   transpositions are needed.
 //!
@@ -19,18 +19,16 @@
 //!         pack the right columns                          up to 1.1 MiB, stay in L2
 //!         for panel of 32 rows
 //!             for panel of 32 columns                     from L2
-//!                 tile kernel                             32 x 32 sums; asks for result lines and next rows
-//!                 finish the block before
+//!                 tile kernel                             32 x 32 sums; asks for result lines and next rows, finishes the block before
 //! ```
 
-use super::MatRef;
 use super::driver::Operand;
 use super::epilogue::{Sink, Target};
-use super::tile_kernel::{Ahead, Left, Rate, Sums, multiply};
+use super::tile_kernel::{Ahead, Left, Pending, Sums, multiply};
 use super::tiles::{PANEL, Role, STEP, STEP_BYTES, STEP_WORDS, Source};
 use super::workspace::{WORKSPACE, Workspace};
+use crate::cpu::Cpu;
 use crate::cpu::amx::Tiles;
-use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
 use std::ops::Range;
 
@@ -113,7 +111,6 @@ pub(super) fn product<T: Element, S: Sink>(
         // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of the result.
         unsafe {
             let task = Task {
-                isa: cpu.isa,
                 cut,
                 left: left.panel_range(task % cut.row_tasks * cut.rows, cut.rows),
                 right: right.panel_range(task / cut.row_tasks * cut.cols, cut.cols),
@@ -128,18 +125,10 @@ pub(super) fn product<T: Element, S: Sink>(
 
 /// A part of the result.
 struct Task<'a, S> {
-    isa: Isa,
     cut: Cut,
     left: Source<'a>,
     right: Source<'a>,
     sink: &'a S,
-}
-
-/// A block of sums that is complete and waits to be finished.
-struct Pending {
-    rows: Range<usize>,
-    cols: Range<usize>,
-    sums: *const f32,
 }
 
 impl<S: Sink> Task<'_, S> {
@@ -183,29 +172,23 @@ impl<S: Sink> Task<'_, S> {
                     // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32 of the task's own
                     // part of the result.
                     unsafe {
-                        multiply(
-                            &left,
-                            b.add(q * depth * STEP_WORDS).cast(),
-                            range.len(),
-                            &sums,
-                            asked.as_ref(),
-                            ahead.0,
-                            &ahead.1,
-                        );
+                        let b = b.add(q * depth * STEP_WORDS).cast();
+                        let beside = pending.take_if(|pending| pending.cols.len() == PANEL);
+                        multiply(&left, b, range.len(), &sums, asked.as_ref(), &ahead, beside.as_ref(), self.sink);
                     }
-                    if in_place || !(last || self.sink.in_place()) {
-                        continue;
-                    }
-                    let complete = Pending { rows: block_rows, cols: block_cols, sums: sums.at };
-                    if let Some(pending) = pending.replace(complete) {
+                    // A narrow one is rare and finished by itself.
+                    if let Some(narrow) = pending.take() {
                         // SAFETY: its sums are in the other block of scratch.
-                        unsafe { self.finish(pending) };
+                        unsafe { narrow.finish(self.sink) };
+                    }
+                    if !in_place && (last || self.sink.in_place()) {
+                        pending = Some(Pending { rows: block_rows, cols: block_cols, sums: sums.at });
                     }
                 }
             }
             if let Some(pending) = pending.take() {
                 // SAFETY: as above.
-                unsafe { self.finish(pending) };
+                unsafe { pending.finish(self.sink) };
             }
         }
     }
@@ -225,12 +208,11 @@ impl<S: Sink> Task<'_, S> {
     }
 
     /// Which lines of the left panel after `p` to ask for while it meets right panel `q`.
-    fn ahead(&self, p: usize, q: usize, steps: Range<usize>) -> (Rate, Ahead) {
+    fn ahead(&self, p: usize, q: usize, steps: Range<usize>) -> Ahead {
         let (count, cols) = (steps.len(), self.right.panels());
         // A panel has 32 lines for each step.
-        let rate = Rate::covering(PANEL * count, cols * count);
-        let lines = rate.lines();
-        let nothing = (Rate::Two, Ahead { first: self.left.line(p, steps.clone(), 0).0, apart: 0, step: 0 });
+        let lines = PANEL.div_ceil(cols).min(8);
+        let nothing = Ahead { lines: 0, first: self.left.line(p, steps.clone(), 0).0, apart: 0, step: 0 };
         if p + 1 >= self.left.panels() || q * lines >= PANEL {
             return nothing;
         }
@@ -242,7 +224,7 @@ impl<S: Sink> Task<'_, S> {
             let (first, stride) = self.left.line(p + 1, steps, q * lines);
             (stride, 2 * STEP, first)
         };
-        (rate, Ahead { first, apart, step })
+        Ahead { lines, first, apart, step }
     }
 
     /// Where the block after this one continues its sums in memory.
@@ -259,18 +241,6 @@ impl<S: Sink> Task<'_, S> {
         for (i, row) in rows.clone().enumerate() {
             // SAFETY: by contract.
             self.sink.seed(row, cols.start, unsafe { std::slice::from_raw_parts_mut(sums.add(i * PANEL), cols.len()) });
-        }
-    }
-
-    /// # Safety
-    /// The sums must be complete, and the part belong to this task.
-    unsafe fn finish(&self, pending: Pending) {
-        let Pending { rows, cols, sums } = pending;
-        // SAFETY: by contract; a block of sums is 32 rows of 32.
-        unsafe {
-            let sums = std::slice::from_raw_parts(sums, BLOCK_WORDS);
-            let sums = MatRef::with_stride(sums, rows.len(), cols.len(), PANEL);
-            self.sink.finish(self.isa, rows.start, cols.start, sums);
         }
     }
 }

@@ -28,7 +28,7 @@
 //! tasks of 512 x 512 (5 % of the peak), which fit L2 together with their sums, but pack more often.
 
 use super::MatRef;
-use super::epilogue::Sink;
+use super::epilogue::{Sink, finish};
 use super::pack;
 use super::workspace::{HUGE_PAGE, WORKSPACE, Workspace};
 use crate::cpu::{Cpu, Isa};
@@ -344,7 +344,7 @@ fn run_task<T: Element, S: Sink>(
                 unsafe {
                     let sums = std::slice::from_raw_parts(c, (rows - 1) * c_stride + part.cols);
                     let sums = MatRef::with_stride(sums, rows, part.cols, c_stride);
-                    sink.finish(isa, part.row + row, part.col, sums);
+                    finish(isa, sink, part.row + row, part.col, sums);
                 }
             }
         }

@@ -4,7 +4,6 @@
 //! knows the result's type and shape in memory, so kernels store to scratch without tails and without reading the result.
 
 use super::{Accumulate, Activation, MatMut, MatRef};
-use crate::cpu::Isa;
 use crate::cpu::activation::{self, Curve};
 use crate::cpu::simd::Simd;
 use crate::dtype::Element;
@@ -40,11 +39,22 @@ pub(super) trait Sink: Sync {
     /// The lines that finishing 32 rows from `row` and 32 columns from `col` on will touch.
     fn target(&self, row: usize, col: usize) -> Target;
 
-    /// Takes the finished sums of the rows from `row` and the columns from `col` on.
+    /// Takes the finished sums of `row`, columns from `col` on.
     ///
     /// # Safety
     /// No two calls at the same time may be for overlapping parts, and the part must lie inside the result.
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>);
+    unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]);
+}
+
+simd_fn! {
+    /// Hands `sink` the finished sums of the rows from `row` and the columns from `col` on, as [`Sink::finish_row`], whose contract
+    /// it needs.
+    pub(super) fn finish[K: Sink](s: S, sink: &K, row: usize, col: usize, sums: MatRef<f32>) {
+        for i in 0..sums.rows() {
+            // SAFETY: by contract.
+            unsafe { sink.finish_row(s, row + i, col, sums.row(i)) };
+        }
+    }
 }
 
 /// A result matrix that tasks write disjoint parts of.
@@ -117,8 +127,27 @@ impl<T: Element, O: Element> Sink for Forward<'_, T, O> {
         }
     }
 
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        forward_rows(isa, self, row, col, sums);
+    #[inline(always)]
+    unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        for j in (0..len).step_by(2 * S::LANES) {
+            let mut v = load_pair(s, sums, j);
+            if let Some(bias) = self.bias {
+                v = add_pair(s, v, load_pair(s, &bias[col..col + len], j));
+            }
+            if let Some(pre) = &self.pre_activation {
+                // SAFETY: by contract.
+                store_pair(s, v, unsafe { pre.part(row, col, len) }, j);
+            }
+            if self.activation != Activation::None {
+                v = [activate(s, self.activation, v[0]), activate(s, self.activation, v[1])];
+            }
+            if let Some(residual) = self.residual {
+                v = add_pair(s, v, load_pair(s, &residual.row(row)[col..col + len], j));
+            }
+            // SAFETY: by contract.
+            store_pair(s, v, unsafe { self.y.part(row, col, len) }, j);
+        }
     }
 }
 
@@ -138,8 +167,23 @@ impl<T: Element> Sink for InputGradient<'_, T> {
         }
     }
 
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        input_gradient_rows(isa, self, row, col, sums);
+    #[inline(always)]
+    unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]) {
+        let len = sums.len();
+        // SAFETY: by contract.
+        let dx = unsafe { self.dx.part(row, col, len) };
+        for j in (0..len).step_by(2 * S::LANES) {
+            let mut v = load_pair(s, sums, j);
+            if let Some((activation, pre)) = self.activation {
+                let pre = load_pair(s, &pre.row(row)[col..col + len], j);
+                v[0] = s.mul(v[0], derivative(s, activation, pre[0]));
+                v[1] = s.mul(v[1], derivative(s, activation, pre[1]));
+            }
+            if self.accumulate == Accumulate::Add {
+                v = add_pair(s, v, load_pair(s, dx, j));
+            }
+            store_pair(s, v, dx, j);
+        }
     }
 }
 
@@ -167,11 +211,10 @@ impl Sink for WeightGradient<'_> {
         sums.copy_from_slice(unsafe { self.dw.part(row, col, sums.len()) });
     }
 
-    unsafe fn finish(&self, _: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        for i in 0..sums.rows() {
-            // SAFETY: by this function's contract.
-            unsafe { self.dw.part(row + i, col, sums.cols()) }.copy_from_slice(sums.row(i));
-        }
+    #[inline(always)]
+    unsafe fn finish_row<S: Simd>(&self, _: S, row: usize, col: usize, sums: &[f32]) {
+        // SAFETY: by contract.
+        unsafe { self.dw.part(row, col, sums.len()) }.copy_from_slice(sums);
     }
 }
 
@@ -187,8 +230,20 @@ impl<T: Element> Sink for Scaled<'_, T> {
         self.c.target(row, col)
     }
 
-    unsafe fn finish(&self, isa: Isa, row: usize, col: usize, sums: MatRef<f32>) {
-        scaled_rows(isa, self, row, col, sums);
+    #[inline(always)]
+    unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]) {
+        let alpha = s.splat(self.alpha);
+        // SAFETY: by contract.
+        let c = unsafe { self.c.part(row, col, sums.len()) };
+        for j in (0..sums.len()).step_by(2 * S::LANES) {
+            let mut v = load_pair(s, sums, j);
+            v = [s.mul(alpha, v[0]), s.mul(alpha, v[1])];
+            if self.beta != 0.0 {
+                let (beta, old) = (s.splat(self.beta), load_pair(s, c, j));
+                v = [s.fma(beta, old[0], v[0]), s.fma(beta, old[1], v[1])];
+            }
+            store_pair(s, v, c, j);
+        }
     }
 }
 
@@ -230,80 +285,6 @@ fn store_pair<T: Element, S: Simd>(s: S, v: [S::F; 2], y: &mut [T], j: usize) {
 #[inline(always)]
 fn add_pair<S: Simd>(s: S, a: [S::F; 2], b: [S::F; 2]) -> [S::F; 2] {
     [s.add(a[0], b[0]), s.add(a[1], b[1])]
-}
-
-simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn forward_rows[T: Element, O: Element](s: S, sink: &Forward<T, O>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        for j in (0..len).step_by(2 * S::LANES) {
-            let bias = match sink.bias {
-                Some(bias) => Some(load_pair(s, &bias[col..col + len], j)),
-                None => None,
-            };
-            for i in 0..sums.rows() {
-                let mut v = load_pair(s, sums.row(i), j);
-                if let Some(bias) = bias {
-                    v = add_pair(s, v, bias);
-                }
-                if let Some(pre) = &sink.pre_activation {
-                    // SAFETY: by the contract of `finish`.
-                    store_pair(s, v, unsafe { pre.part(row + i, col, len) }, j);
-                }
-                if sink.activation != Activation::None {
-                    v = [activate(s, sink.activation, v[0]), activate(s, sink.activation, v[1])];
-                }
-                if let Some(residual) = sink.residual {
-                    v = add_pair(s, v, load_pair(s, &residual.row(row + i)[col..col + len], j));
-                }
-                // SAFETY: by the contract of `finish`.
-                store_pair(s, v, unsafe { sink.y.part(row + i, col, len) }, j);
-            }
-        }
-    }
-}
-
-simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn input_gradient_rows[T: Element](s: S, sink: &InputGradient<T>, row: usize, col: usize, sums: MatRef<f32>) {
-        let len = sums.cols();
-        for j in (0..len).step_by(2 * S::LANES) {
-            for i in 0..sums.rows() {
-                // SAFETY: by the contract of `finish`.
-                let dx = unsafe { sink.dx.part(row + i, col, len) };
-                let mut v = load_pair(s, sums.row(i), j);
-                if let Some((activation, pre)) = sink.activation {
-                    let pre = load_pair(s, &pre.row(row + i)[col..col + len], j);
-                    v[0] = s.mul(v[0], derivative(s, activation, pre[0]));
-                    v[1] = s.mul(v[1], derivative(s, activation, pre[1]));
-                }
-                if sink.accumulate == Accumulate::Add {
-                    v = add_pair(s, v, load_pair(s, dx, j));
-                }
-                store_pair(s, v, dx, j);
-            }
-        }
-    }
-}
-
-simd_fn! {
-    /// Only for [`Sink::finish`], whose contract it needs.
-    fn scaled_rows[T: Element](s: S, sink: &Scaled<T>, row: usize, col: usize, sums: MatRef<f32>) {
-        let (len, alpha, beta) = (sums.cols(), s.splat(sink.alpha), s.splat(sink.beta));
-        for j in (0..len).step_by(2 * S::LANES) {
-            for i in 0..sums.rows() {
-                // SAFETY: by the contract of `finish`.
-                let c = unsafe { sink.c.part(row + i, col, len) };
-                let mut v = load_pair(s, sums.row(i), j);
-                v = [s.mul(alpha, v[0]), s.mul(alpha, v[1])];
-                if sink.beta != 0.0 {
-                    let old = load_pair(s, c, j);
-                    v = [s.fma(beta, old[0], v[0]), s.fma(beta, old[1], v[1])];
-                }
-                store_pair(s, v, c, j);
-            }
-        }
-    }
 }
 
 simd_fn! {

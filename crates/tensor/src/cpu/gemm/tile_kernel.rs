@@ -4,21 +4,29 @@
 //! pairs in `b`: 8,192 multiply-adds in 16 cycles. A step of 32 shared indices loads two tiles of either side and uses each twice:
 //! 64 cycles of products, 4 KiB of loads.
 //!
-//! Two things decide what becomes of those 64 cycles, and both are in here:
+//! Three things decide what becomes of those 64 cycles, and all are in here:
 //!
 //! - *The right side is loaded with `tileloaddt1`*, which does not displace the left rows from L1. With both sides in L2 a step takes
 //!   about 100 cycles; with the left one in L1, 76.
 //! - *Nothing may be missed in L2.* A tile load holds up all that follow; L3 answers after 150 ns, four steps. So every step asks for a few
 //!   lines that will be needed later: of the result, whose sums are finished after the next block, and of the next left rows. Few at a time,
 //!   because the 16 fill buffers of a core serve these and the loads from L2 alike.
+//! - *Vector work hides under tiles only a little at a time.* The reorder buffer holds a few steps; a whole block finished between two
+//!   products leaves the tiles idle. So the block before is finished here, a row or two in each step.
 
-use super::epilogue::Target;
-use super::tiles::STEP_BYTES;
+use super::epilogue::{Sink, Target};
+use super::tiles::{PANEL, STEP_BYTES};
+use crate::cpu::Isa;
+use crate::cpu::simd::{Avx512, Simd};
 use std::arch::asm;
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+use std::ops::Range;
 
 /// Lines to ask for during a block, a few in each step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
+    /// How many in a step.
+    pub lines: usize,
     /// The first.
     pub first: *const u8,
     /// Bytes between the lines of a step.
@@ -51,203 +59,185 @@ pub(super) struct Sums {
     pub add: bool,
 }
 
-/// How many lines a step asks for ahead of the left side.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Rate {
-    Two,
-    Four,
-    Eight,
+/// A block of sums that is complete and waits to be finished.
+#[derive(Debug)]
+pub(super) struct Pending {
+    /// Its rows and columns in the result, at most 32 each.
+    pub rows: Range<usize>,
+    pub cols: Range<usize>,
+    /// 32 x 32 sums.
+    pub sums: *const f32,
 }
 
-impl Rate {
-    /// The least rate that asks for `lines` in `steps`, as far as there is one.
-    pub fn covering(lines: usize, steps: usize) -> Rate {
-        match lines.div_ceil(steps.max(1)) {
-            ..=2 => Rate::Two,
-            3..=4 => Rate::Four,
-            _ => Rate::Eight,
-        }
-    }
-
-    /// Lines a step.
-    pub fn lines(self) -> usize {
-        match self {
-            Rate::Two => 2,
-            Rate::Four => 4,
-            Rate::Eight => 8,
-        }
-    }
-}
-
-/// What the kernel reads from memory, for want of registers.
-#[repr(C)]
-struct Rest {
-    /// 0: where the left side's addresses go from step to step.
-    a_step: usize,
-    /// 8: likewise for the lines asked for ahead.
-    ahead_step: usize,
-    /// 16: where the right side is when the target has been asked for.
-    target_end: *const u8,
-    /// 24: where it ends.
-    end: *const u8,
-    /// 32, 40: the target.
-    first: *const u8,
-    second: *const u8,
-    /// 48, 56: rows 0 and 16 of the sums.
-    sums: *mut f32,
-    lower_sums: *mut f32,
-    /// 64: bytes from row to row of the sums.
-    sums_stride: usize,
-    /// 72: whether to continue from them.
-    add: usize,
-}
-
-macro_rules! kernel {
-    ($name:ident, [$($early:literal),*], [$($late:literal),*]) => {
-        /// # Safety
-        /// As [`multiply`].
-        unsafe fn $name(a: &Left, b: *const u8, ahead: &Ahead, ldt: usize, rest: &Rest) {
-            // SAFETY: by contract; what is asked for ahead need not exist.
+impl Pending {
+    /// Hands some of its rows, of `width` columns, to `sink`.
+    ///
+    /// # Safety
+    /// `sums` must be a block whose sums are complete; the contract of [`Sink::finish_row`] must hold for its part of the result.
+    #[inline(always)]
+    unsafe fn finish_rows<S: Simd>(&self, s: S, sink: &impl Sink, rows: Range<usize>, width: usize) {
+        for i in rows {
+            // SAFETY: by contract.
             unsafe {
-                asm!(
-                    "mov {u}, [{rest} + 64]",
-                    "cmp qword ptr [{rest} + 72], 0",
-                    "je 2f",
-                    "mov {t}, [{rest} + 48]",
-                    "tileloadd tmm0, [{t} + {u}]", "tileloadd tmm1, [{t} + {u} + 64]",
-                    "mov {t}, [{rest} + 56]",
-                    "tileloadd tmm2, [{t} + {u}]", "tileloadd tmm3, [{t} + {u} + 64]",
-                    "jmp 3f",
-                    "2:",
-                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-                    "3:",
-                    "mov {t}, [{rest} + 32]", "mov {u}, [{rest} + 40]",
-                    "cmp {b}, [{rest} + 16]",
-                    "je 5f",
-                    "4:",
-                    "tileloaddt1 tmm6, [{b} + {row}]",
-                    "tileloadd tmm4, [{a} + {lda}]",
-                    "prefetchw [{t}]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloaddt1 tmm7, [{b} + {row} + 1024]",
-                    "prefetchw [{u}]",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "prefetchw [{t} + {ldt}]",
-                    "tileloadd tmm5, [{lower} + {lda}]",
-                    $($early,)*
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "prefetchw [{u} + {ldt}]",
-                    $($late,)*
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    "add {a}, [{rest}]", "add {lower}, [{rest}]", "add {b}, 2048",
-                    "add {p}, [{rest} + 8]",
-                    "lea {t}, [{t} + {ldt}*2]", "lea {u}, [{u} + {ldt}*2]",
-                    "cmp {b}, [{rest} + 16]",
-                    "jne 4b",
-                    "5:",
-                    "cmp {b}, [{rest} + 24]",
-                    "je 7f",
-                    "6:",
-                    "tileloaddt1 tmm6, [{b} + {row}]",
-                    "tileloadd tmm4, [{a} + {lda}]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloaddt1 tmm7, [{b} + {row} + 1024]",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tileloadd tmm5, [{lower} + {lda}]",
-                    $($early,)*
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    $($late,)*
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    "add {a}, [{rest}]", "add {lower}, [{rest}]", "add {b}, 2048",
-                    "add {p}, [{rest} + 8]",
-                    "cmp {b}, [{rest} + 24]",
-                    "jne 6b",
-                    "7:",
-                    "mov {u}, [{rest} + 64]",
-                    "mov {t}, [{rest} + 48]",
-                    "tilestored [{t} + {u}], tmm0", "tilestored [{t} + {u} + 64], tmm1",
-                    "mov {t}, [{rest} + 56]",
-                    "tilestored [{t} + {u}], tmm2", "tilestored [{t} + {u} + 64], tmm3",
-                    a = inout(reg) a.rows => _,
-                    lower = inout(reg) a.lower => _,
-                    lda = in(reg) a.stride,
-                    b = inout(reg) b => _,
-                    row = in(reg) 64usize,
-                    t = out(reg) _,
-                    u = out(reg) _,
-                    ldt = in(reg) ldt,
-                    p = inout(reg) ahead.first => _,
-                    ps = in(reg) ahead.apart,
-                    rest = in(reg) rest,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                    options(nostack),
-                );
+                let sums = std::slice::from_raw_parts(self.sums.add(i * PANEL), width);
+                sink.finish_row(s, self.rows.start + i, self.cols.start, sums);
             }
         }
-    };
+    }
+
+    /// Hands all of it to `sink`.
+    ///
+    /// # Safety
+    /// As [`finish_rows`](Self::finish_rows), on a CPU with AMX.
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+    pub unsafe fn finish(&self, sink: &impl Sink) {
+        // SAFETY: by contract.
+        unsafe { self.finish_rows(Avx512::assume_rung(Isa::AmxBf16), sink, 0..self.rows.len(), self.cols.len()) }
+    }
 }
 
-kernel!(two_ahead, ["prefetcht1 [{p}]"], ["prefetcht1 [{p} + {ps}]"]);
-kernel!(
-    four_ahead,
-    ["prefetcht1 [{p}]", "prefetcht1 [{p} + {ps}]", "lea {p}, [{p} + {ps}*2]"],
-    ["prefetcht1 [{p}]", "prefetcht1 [{p} + {ps}]"]
-);
-kernel!(
-    eight_ahead,
-    [
-        "prefetcht1 [{p}]",
-        "prefetcht1 [{p} + {ps}]",
-        "lea {p}, [{p} + {ps}*2]",
-        "prefetcht1 [{p}]",
-        "prefetcht1 [{p} + {ps}]",
-        "lea {p}, [{p} + {ps}*2]"
-    ],
-    [
-        "prefetcht1 [{p}]",
-        "prefetcht1 [{p} + {ps}]",
-        "lea {p}, [{p} + {ps}*2]",
-        "prefetcht1 [{p}]",
-        "prefetcht1 [{p} + {ps}]"
-    ]
-);
+/// A step: two tiles of either side, each used twice. Sums stay in tiles 0 to 3 from block to block of `asm!`: compilers do not use
+/// tiles by themselves, and nothing that is called between a step and the next does.
+///
+/// # Safety
+/// Tiles must be configured as eight full ones and hold sums; both sides must have a step.
+#[inline(always)]
+unsafe fn multiply_step(rows: *const u8, lower: *const u8, stride: usize, b: *const u8) {
+    // SAFETY: by contract.
+    unsafe {
+        asm!(
+            "tileloaddt1 tmm6, [{b} + {row}]",
+            "tileloadd tmm4, [{rows} + {stride}]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloaddt1 tmm7, [{b} + {row} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm5, [{lower} + {stride}]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            rows = in(reg) rows,
+            lower = in(reg) lower,
+            stride = in(reg) stride,
+            b = in(reg) b,
+            row = in(reg) 64usize,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, preserves_flags),
+        );
+    }
+}
 
-/// Multiplies 32 rows with 32 columns over `steps` steps, asking for the lines of `target` (in the first 16 steps) and `ahead`.
+/// Sums from memory, or zero.
+///
+/// # Safety
+/// Tiles must be configured as eight full ones; `sums` must be 32 rows of 32.
+#[inline(always)]
+unsafe fn start(sums: &Sums) {
+    // SAFETY: by contract.
+    unsafe {
+        if sums.add {
+            asm!(
+                "tileloadd tmm0, [{upper} + {stride}]", "tileloadd tmm1, [{upper} + {stride} + 64]",
+                "tileloadd tmm2, [{lower} + {stride}]", "tileloadd tmm3, [{lower} + {stride} + 64]",
+                upper = in(reg) sums.at,
+                lower = in(reg) sums.at.wrapping_add(16 * sums.stride),
+                stride = in(reg) 4 * sums.stride,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags),
+            );
+        } else {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags),
+            );
+        }
+    }
+}
+
+/// Stores the sums.
+///
+/// # Safety
+/// As [`start`].
+#[inline(always)]
+unsafe fn store(sums: &Sums) {
+    // SAFETY: by contract.
+    unsafe {
+        asm!(
+            "tilestored [{upper} + {stride}], tmm0", "tilestored [{upper} + {stride} + 64], tmm1",
+            "tilestored [{lower} + {stride}], tmm2", "tilestored [{lower} + {stride} + 64], tmm3",
+            upper = in(reg) sums.at,
+            lower = in(reg) sums.at.wrapping_add(16 * sums.stride),
+            stride = in(reg) 4 * sums.stride,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// Asks for a line that will be written.
+#[inline(always)]
+fn ask_to_write(line: *const u8) {
+    // SAFETY: an address that does not exist is not asked for.
+    unsafe { asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags)) };
+}
+
+/// Multiplies 32 rows with 32 columns over `steps` steps. Beside that it asks for the lines of `target` (in the first 16 steps) and
+/// `ahead`, and finishes `pending`, which has 32 columns.
 ///
 /// # Safety
 /// Tiles must be configured as eight full ones; `left` and the packed panel at `b` must hold the steps, and `sums` 32 rows of 32
-/// elements.
-pub(super) unsafe fn multiply(
+/// elements, none of `pending`'s, which must be complete.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn multiply<K: Sink>(
     left: &Left,
     b: *const u8,
     steps: usize,
     sums: &Sums,
     target: Option<&Target>,
-    rate: Rate,
     ahead: &Ahead,
+    pending: Option<&Pending>,
+    sink: &K,
 ) {
-    let of_target = if target.is_some() { steps.min(16) } else { 0 };
-    let target = target.copied().unwrap_or(Target { first: b, second: b, stride: 0 });
-    let rest = Rest {
-        a_step: left.step,
-        // All but the last pair of a step's lines move the address.
-        ahead_step: ahead.step.wrapping_sub((rate.lines() - 2) * ahead.apart),
-        target_end: b.wrapping_add(of_target * STEP_BYTES),
-        end: b.wrapping_add(steps * STEP_BYTES),
-        first: target.first,
-        second: target.second,
-        sums: sums.at,
-        lower_sums: sums.at.wrapping_add(16 * sums.stride),
-        sums_stride: sums.stride * 4,
-        add: usize::from(sums.add),
-    };
-    // SAFETY: by contract.
+    // SAFETY: by contract; what is asked for ahead need not exist.
     unsafe {
-        match rate {
-            Rate::Two => two_ahead(left, b, ahead, target.stride, &rest),
-            Rate::Four => four_ahead(left, b, ahead, target.stride, &rest),
-            Rate::Eight => eight_ahead(left, b, ahead, target.stride, &rest),
+        let s = Avx512::assume_rung(Isa::AmxBf16);
+        let (mut rows, mut lower, mut b, mut line) = (left.rows, left.lower, b, ahead.first);
+        let (of_target, Target { mut first, mut second, stride }) = match target {
+            Some(target) => (steps.min(16), *target),
+            None => (0, Target { first: b, second: b, stride: 0 }),
+        };
+        let waiting = pending.map_or(0, |pending| pending.rows.len());
+        let (share, mut finished) = (waiting.div_ceil(steps.max(1)), 0);
+        let two_lines = first != second;
+        start(sums);
+        for step in 0..steps {
+            multiply_step(rows, lower, left.stride, b);
+            (rows, lower) = (rows.wrapping_add(left.step), lower.wrapping_add(left.step));
+            b = b.wrapping_add(STEP_BYTES);
+            if step < of_target {
+                for _ in 0..2 {
+                    ask_to_write(first);
+                    first = first.wrapping_add(stride);
+                    if two_lines {
+                        ask_to_write(second);
+                        second = second.wrapping_add(stride);
+                    }
+                }
+            }
+            for i in 0..ahead.lines {
+                _mm_prefetch::<_MM_HINT_T1>(line.wrapping_add(i * ahead.apart).cast());
+            }
+            line = line.wrapping_add(ahead.step);
+            if let Some(pending) = pending
+                && finished < waiting
+            {
+                let end = waiting.min(finished + share);
+                pending.finish_rows(s, sink, finished..end, PANEL);
+                finished = end;
+            }
         }
+        if let Some(pending) = pending {
+            pending.finish_rows(s, sink, finished..waiting, PANEL);
+        }
+        store(sums);
     }
 }

@@ -5,7 +5,7 @@
 //! all rows of `x` (widened to `f32` beforehand), each pair with its own vector of partial sums, reduced at the end.
 
 use super::MatRef;
-use super::epilogue::Sink;
+use super::epilogue::{Sink, finish};
 use crate::cpu::Cpu;
 use crate::cpu::simd::Simd;
 use crate::dtype::Element;
@@ -38,8 +38,8 @@ pub(super) fn product<T: Element, S: Sink>(cpu: &Cpu, x: MatRef<T>, w: MatRef<T>
         let mut sums = [0.0; ROWS_MAX * TASK_COLS_MAX];
         let count = cols.len();
         dot_products(cpu.isa, &wide, m, k, w.row_range(cols.clone()), &mut sums);
-        // SAFETY: tasks have disjoint columns.
-        unsafe { sink.finish(cpu.isa, 0, cols.start, MatRef::new(&sums, m, count)) };
+        // Tasks have disjoint columns.
+        finish(cpu.isa, sink, 0, cols.start, MatRef::new(&sums, m, count));
     });
     WIDE.set(wide);
 }
