@@ -197,7 +197,7 @@ pub(crate) struct Terms<'a> {
 
 /// A group of ranks behind a [`crate::Communicator`].
 pub(crate) trait Backend: Send + Sync {
-    /// `local` or `mpi`.
+    /// `local`, `tcp` or `mpi`.
     fn kind(&self) -> &'static str;
     /// This rank in the group.
     fn rank(&self) -> usize;

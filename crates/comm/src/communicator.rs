@@ -73,7 +73,7 @@ impl Communicator {
         self.core.backend.members()
     }
 
-    /// `local` or `mpi`.
+    /// `local`, `tcp` or `mpi`.
     pub fn backend(&self) -> &'static str {
         self.core.backend.kind()
     }
@@ -298,7 +298,7 @@ impl Core {
 
     fn suffer(&self, action: Action, operation: Operation) -> Result<()> {
         match action {
-            Action::Kill if self.backend.kind() == "mpi" => std::process::abort(),
+            Action::Kill if self.backend.kind() != "local" => std::process::abort(),
             Action::Kill => {
                 panic!("rank {} killed by an injected fault at {operation} on `{}`", self.rank(), self.name)
             }

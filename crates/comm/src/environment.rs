@@ -1,9 +1,18 @@
 //! Who started this process, and as which rank of how many: the variables of Open MPI, of PMI (MPICH, Intel MPI, Cray), of torchrun and of Slurm.
 //!
-//! Read in that order, because an MPI launcher also decides how messages travel. Nothing is guessed: a rank without a world, or a number that is none, is an error that names the variable.
+//! Read in that order, because an MPI launcher also decides how messages travel: over MPI where this build has it, else over TCP, for which the host of rank 0
+//! must be known. Nothing is guessed: a rank without a world, or a number that is none, is an error that names the variable.
 
 use crate::communicator::Communicator;
+use crate::slurm;
+use crate::tcp::{RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError};
 use std::fmt;
+use std::time::Duration;
+
+/// torchrun's own default port.
+const PORT_DEFAULT: u16 = 29_400;
+/// How long ranks may take to come together over TCP, in seconds.
+const RENDEZVOUS_VARIABLE: &str = "TRAINYARD_RENDEZVOUS_SECONDS";
 
 /// What started this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,16 +42,31 @@ pub struct Environment {
     pub local_rank: Option<u32>,
     /// Processes on this host, where that is known.
     pub local_world: Option<u32>,
-    /// Host and port of rank 0 (torchrun).
-    pub master: Option<(String, u16)>,
+    /// Where the ranks meet if they talk over TCP, where that is known.
+    pub master: Option<Master>,
+    /// Whether the launcher speaks a protocol by which MPI can start.
+    pub has_mpi: bool,
+    /// How long ranks may take to come together over TCP.
+    pub patience: Duration,
     /// How often this world was restarted (torchrun).
     pub restarts: u32,
     /// The variables that said so, for printing.
     pub derivation: String,
 }
 
+/// Where rank 0 is met.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Master {
+    /// Name or address of its host.
+    pub host: String,
+    /// Port at which it listens.
+    pub port: u16,
+    /// Where both are from.
+    pub derivation: String,
+}
+
 /// Variables that make no sense, or a launch that this build cannot serve.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum EnvironmentError {
     /// A variable is missing beside another one, or is no number.
     #[error("environment variable {name}: {what}")]
@@ -52,12 +76,12 @@ pub enum EnvironmentError {
         /// What is wrong with it.
         what: String,
     },
-    /// Several processes without a way to talk.
+    /// Several processes that do not know where to meet.
     #[error(
-        "this is process {rank} of {world} started by {launcher} ({derivation}), but this build of trainyard has no MPI: build it with \
-         `cargo build --release --features mpi`, or start one process and let its ranks be threads (parallel.ranks)"
+        "this is process {rank} of {world} started by {launcher} ({derivation}), and nothing says where rank 0 is: set MASTER_ADDR to its host, and MASTER_PORT to a free port \
+         of it, for all processes{}", other_ways(*launcher)
     )]
-    NoMpi {
+    NoMaster {
         /// Rank of the process.
         rank: u32,
         /// Processes.
@@ -67,6 +91,9 @@ pub enum EnvironmentError {
         /// The variables that said so.
         derivation: String,
     },
+    /// The ranks did not come together over TCP.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
     /// MPI's world is another than the launcher's.
     #[error(
         "{launcher} started {world} processes ({derivation}), but MPI sees {mpi}: start them with the mpirun (or srun --mpi) of the MPI that trainyard was built with"
@@ -87,6 +114,16 @@ pub enum EnvironmentError {
         /// What it said.
         what: String,
     },
+}
+
+/// What else would serve processes of this launcher.
+fn other_ways(launcher: Launcher) -> &'static str {
+    match launcher {
+        Launcher::OpenMpi | Launcher::Pmi => {
+            "; or build trainyard with MPI (`cargo build --release --features mpi`), or start the ranks of this host by `trainyard launch`"
+        }
+        _ => "; or start the ranks of one host by `trainyard launch`",
+    }
 }
 
 impl fmt::Display for Launcher {
@@ -163,28 +200,28 @@ impl Environment {
             return Err(EnvironmentError::Variable { name: names.rank.to_owned(), what });
         }
         let torchrun = names.launcher == Launcher::Torchrun;
-        let port = |port: u32| {
-            u16::try_from(port).map_err(|_| EnvironmentError::Variable {
-                name: "MASTER_PORT".to_owned(),
-                what: format!("{port} is no port"),
-            })
-        };
-        let master = match (torchrun, get("MASTER_ADDR"), number("MASTER_PORT")?) {
-            // torchrun's own default port.
-            (true, Some(host), None) => Some((host, 29_400)),
-            (true, Some(host), Some(number)) => Some((host, port(number)?)),
-            _ => None,
-        };
         Ok(Self {
             launcher: names.launcher,
             rank,
             world,
             local_rank: number(names.local_rank)?,
             local_world: number(names.local_world)?,
-            master,
+            master: master(names.launcher, &get)?,
+            has_mpi: match names.launcher {
+                Launcher::OpenMpi | Launcher::Pmi => true,
+                Launcher::Slurm => get("PMIX_RANK").is_some(),
+                Launcher::Alone | Launcher::Torchrun => false,
+            },
+            patience: patience(get(RENDEZVOUS_VARIABLE))?,
             restarts: if torchrun { number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0) } else { 0 },
             derivation: format!("{}={rank}, {}={world}", names.rank, names.world),
         })
+    }
+
+    /// The variables by which launchers say which of how many a process is. Who starts processes of its own takes them away from these.
+    pub fn variables() -> impl Iterator<Item = &'static str> {
+        let whole = NAMES.iter().flat_map(|names| [names.rank, names.world, names.local_rank, names.local_world]);
+        whole.chain(["TORCHELASTIC_USE_AGENT_STORE"])
     }
 
     /// A Slurm job step that runs one task is the same as no launcher; so are batch scripts.
@@ -200,6 +237,8 @@ impl Environment {
             local_rank: None,
             local_world: None,
             master: None,
+            has_mpi: false,
+            patience: RENDEZVOUS_DEFAULT,
             restarts: 0,
             derivation: "no launcher's variables are set".to_owned(),
         }
@@ -217,18 +256,25 @@ impl Environment {
         self.join().map(Some)
     }
 
-    #[cfg(not(feature = "mpi"))]
     fn join(&self) -> Result<Communicator, EnvironmentError> {
-        Err(EnvironmentError::NoMpi {
-            rank: self.rank,
-            world: self.world,
-            launcher: self.launcher,
-            derivation: self.derivation.clone(),
-        })
+        #[cfg(feature = "mpi")]
+        if self.has_mpi {
+            return self.join_mpi();
+        }
+        let Some(Master { host, port, .. }) = &self.master else {
+            return Err(EnvironmentError::NoMaster {
+                rank: self.rank,
+                world: self.world,
+                launcher: self.launcher,
+                derivation: self.derivation.clone(),
+            });
+        };
+        let rendezvous = Rendezvous::new(host, *port, self.rank, self.world);
+        Ok(Rendezvous { deadline: self.patience, ..rendezvous }.join()?)
     }
 
     #[cfg(feature = "mpi")]
-    fn join(&self) -> Result<Communicator, EnvironmentError> {
+    fn join_mpi(&self) -> Result<Communicator, EnvironmentError> {
         let world = crate::mpi::init().map_err(|error| EnvironmentError::Mpi { what: error.to_string() })?;
         if world.size() == self.world as usize {
             return Ok(world);
@@ -240,6 +286,53 @@ impl Environment {
             derivation: self.derivation.clone(),
         })
     }
+}
+
+/// Where rank 0 is met: `MASTER_ADDR` and `MASTER_PORT`, else what Slurm says of its first host.
+fn master(launcher: Launcher, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Master>, EnvironmentError> {
+    let whole = |name: &str| number(name, get(name)).map(|number| number.map(u64::from));
+    let given = match whole("MASTER_PORT")? {
+        None => None,
+        Some(port) => Some(u16::try_from(port).ok().filter(|&port| port > 0).ok_or_else(|| {
+            EnvironmentError::Variable { name: "MASTER_PORT".to_owned(), what: format!("{port} is no port") }
+        })?),
+    };
+    // Only steps of srun know which hosts are theirs.
+    let in_step = matches!(launcher, Launcher::Slurm | Launcher::Pmi) && get("SLURM_STEP_ID").is_some();
+    let step_port = match in_step {
+        true => Some(slurm::port(whole("SLURM_JOB_ID")?.unwrap_or(0), whole("SLURM_STEP_ID")?.unwrap_or(0))),
+        false => None,
+    };
+    let (host, of_host) = match get("MASTER_ADDR").filter(|host| !host.trim().is_empty()) {
+        Some(host) => (host.trim().to_owned(), "MASTER_ADDR"),
+        None => {
+            let list = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|name| get(name));
+            match list.filter(|_| in_step).and_then(|list| slurm::first_host(&list)) {
+                Some(host) => (host, "the first host of the Slurm step"),
+                None => return Ok(None),
+            }
+        }
+    };
+    let (port, of_port) = match (given, step_port) {
+        // The agent of torchrun listens at its port itself.
+        (Some(port), _) if get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|uses| uses == "True") => (
+            if port < u16::MAX { port + 1 } else { port - 1 },
+            "the one beside MASTER_PORT, where torchrun listens itself",
+        ),
+        (Some(port), _) => (port, "MASTER_PORT"),
+        (None, Some(port)) => (port, "made of the numbers of the Slurm job and step"),
+        (None, None) => (PORT_DEFAULT, "unless MASTER_PORT is set"),
+    };
+    Ok(Some(Master { host, port, derivation: format!("host: {of_host}; port: {of_port}") }))
+}
+
+fn patience(value: Option<String>) -> Result<Duration, EnvironmentError> {
+    let Some(value) = value else { return Ok(RENDEZVOUS_DEFAULT) };
+    let seconds = value.trim().parse().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| EnvironmentError::Variable {
+        name: RENDEZVOUS_VARIABLE.to_owned(),
+        what: format!("`{value}` is no number of seconds from 0.001 to 1,000,000"),
+    })
 }
 
 fn number(name: &str, value: Option<String>) -> Result<Option<u32>, EnvironmentError> {
@@ -292,7 +385,8 @@ mod tests {
             assert_eq!((found.launcher, found.rank, found.world), (launcher, rank, world), "{variables:?}");
         }
         let found = detect(&torchrun).unwrap();
-        assert_eq!(found.master, Some(("node0".to_owned(), 1234)));
+        let master = found.master.unwrap();
+        assert_eq!((master.host.as_str(), master.port), ("node0", 1234));
         assert_eq!((found.local_rank, found.local_world, found.restarts), (Some(1), Some(4), 2));
     }
 
@@ -314,12 +408,58 @@ mod tests {
         }
     }
 
+    /// What the variables say of rank 0, as `host:port`, and whether MPI can start.
+    fn meeting(variables: Variables) -> (Option<String>, bool) {
+        let found = detect(variables).unwrap();
+        (found.master.map(|master| format!("{}:{}", master.host, master.port)), found.has_mpi)
+    }
+
+    #[test]
+    fn ranks_meet_where_the_variables_say() {
+        let world = [("RANK", "0"), ("WORLD_SIZE", "2")];
+        let with = |more: Variables<'static>| [&world[..], more].concat();
+        let met = |host: &str| Some(host.to_owned());
+        assert_eq!(meeting(&world), (None, false));
+        assert_eq!(meeting(&with(&[("MASTER_ADDR", "a")])), (met("a:29400"), false));
+        let agent = with(&[("MASTER_ADDR", "a"), ("MASTER_PORT", "7"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]);
+        assert_eq!(meeting(&agent), (met("a:8"), false));
+        let step = [
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "4"),
+            ("SLURM_STEP_ID", "1"),
+            ("SLURM_JOB_ID", "20005"),
+            ("SLURM_STEP_NODELIST", "node[07-08]"),
+        ];
+        assert_eq!(meeting(&step), (met("node07:11014"), false));
+        assert_eq!(meeting(&step[..4]), (None, false), "no list of hosts");
+        let own = [&step[..], &[("MASTER_ADDR", "node08"), ("MASTER_PORT", "9")]].concat();
+        assert_eq!(meeting(&own), (met("node08:9"), false));
+        assert_eq!(meeting(&[&step[..], &[("PMIX_RANK", "1")]].concat()), (met("node07:11014"), true));
+        let mpirun = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4"), ("SLURM_JOB_NODELIST", "n[1-2]")];
+        assert_eq!(meeting(&mpirun), (None, true), "mpirun numbers hosts itself");
+    }
+
+    #[test]
+    fn patience_is_a_number_of_seconds() {
+        assert_eq!(patience(Some("2.5".into())).unwrap(), Duration::from_millis(2500));
+        for bad in ["soon", "0", "-1", "NaN", "1e9"] {
+            assert!(patience(Some(bad.into())).unwrap_err().to_string().contains(bad));
+        }
+    }
+
+    #[test]
+    fn processes_that_know_no_meeting_place_are_an_error() {
+        let torchrun = detect(&[("RANK", "1"), ("WORLD_SIZE", "4")]).unwrap();
+        let error = torchrun.connect().err().unwrap().to_string();
+        assert!(error.contains("process 1 of 4") && error.contains("set MASTER_ADDR"), "{error}");
+        assert!(detect(&[]).unwrap().connect().unwrap().is_none());
+    }
+
     #[cfg(not(feature = "mpi"))]
     #[test]
-    fn several_processes_without_mpi_are_an_error() {
+    fn several_processes_of_mpirun_need_mpi_or_a_meeting_place() {
         let found = detect(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")]).unwrap();
         let error = found.connect().err().unwrap().to_string();
-        assert!(error.contains("process 1 of 4") && error.contains("--features mpi"), "{error}");
-        assert!(detect(&[]).unwrap().connect().unwrap().is_none());
+        assert!(error.contains("--features mpi") && error.contains("set MASTER_ADDR"), "{error}");
     }
 }

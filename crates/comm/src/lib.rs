@@ -1,8 +1,8 @@
 //! Communicators: collectives between the ranks of a training run.
 //!
-//! A [`Communicator`] is one rank's handle on a group of ranks. Two backends stand behind it: [`local`], whose ranks are threads of
-//! one process that read each other's buffers in place, and MPI (feature `mpi`), one rank per process. What they promise is the same
-//! and is held by one conformance suite:
+//! A [`Communicator`] is one rank's handle on a group of ranks. Three backends stand behind it: [`local`], whose ranks are threads of
+//! one process that read each other's buffers in place; [`tcp`], one rank per process, over sockets; and MPI (feature `mpi`), one rank per process too. The latter two
+//! are one state machine over two transports. What backends promise is the same and is held by one conformance suite:
 //!
 //! - **One order of sums.** Every reduction adds element by element along the binary tree that pairs neighbouring ranks level by
 //!   level, `((0+1)+(2+3))+...`, whatever the backend, algorithm or message size ([`number`]). Bits therefore depend on the group
@@ -33,11 +33,14 @@ pub mod mpi;
 pub mod number;
 mod pending;
 mod place;
+mod processes;
+mod slurm;
 mod stream;
+pub mod tcp;
 
 pub use backend::{Operation, Signature};
 pub use communicator::{Communicator, DEADLINE_DEFAULT};
-pub use environment::{Environment, EnvironmentError, Launcher};
+pub use environment::{Environment, EnvironmentError, Launcher, Master};
 pub use error::{CommError, ErrorKind, Failure, Peer, Result};
 pub use hierarchy::Hierarchy;
 pub use number::{Dtype, Number, Scalar};

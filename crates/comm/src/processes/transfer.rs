@@ -1,4 +1,4 @@
-//! Large operations over MPI, as streams whose limits depend on each other.
+//! Large operations between processes, as streams whose limits depend on each other.
 //!
 //! | operation | first streams | then |
 //! |---|---|---|
@@ -13,6 +13,7 @@
 use super::envelope::Envelope;
 use super::flight::{CHUNK_BYTES, Crash, Flight, Stream, WINDOW};
 use super::member::{Member, TAG_GATHER, TAG_SCATTER, Turn};
+use super::transport::Transport;
 use crate::backend::{Call, Operation, Signature, Terms};
 use crate::error::{ErrorKind, Result};
 use crate::number::sum_into;
@@ -22,8 +23,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 ///
 /// # Safety
 /// As `Backend::collective`.
-pub(super) unsafe fn run(
-    member: &Member,
+pub(super) unsafe fn run<T: Transport>(
+    member: &Member<T>,
     turn: &mut Turn,
     call: &Call,
     terms: &Terms,
@@ -42,7 +43,7 @@ pub(super) unsafe fn run(
     result.map_err(|crash| member.crash(crash, call.signature.operation, terms))
 }
 
-fn corrupt(member: &Member, of: usize) -> Crash {
+fn corrupt<T: Transport>(member: &Member<T>, of: usize) -> Crash {
     Crash::New(ErrorKind::Corrupt, vec![member.members[of] as usize])
 }
 
@@ -50,15 +51,18 @@ fn corrupt(member: &Member, of: usize) -> Crash {
 ///
 /// # Safety
 /// As [`Flight::run`].
-unsafe fn fly(
-    member: &Member,
+unsafe fn fly<T: Transport>(
+    member: &Member<T>,
+    call: &Call,
     terms: &Terms,
     streams: Vec<Stream>,
     advance: impl FnMut(&mut [Stream]) -> std::result::Result<(), Crash>,
 ) -> std::result::Result<(), Crash> {
+    let blame = |crash| member.crash(crash, call.signature.operation, terms);
     // Everybody has come, so nobody has left.
     // SAFETY: the caller's promise.
-    unsafe { Flight::new(member.process(), streams).run(terms.deadline, |_| false, advance) }.map(drop)
+    unsafe { Flight::new(member.process(), streams).run(terms.deadline, |_| false, blame, advance) }
+        .map_err(Crash::Failed)
 }
 
 /// # Safety
@@ -74,8 +78,8 @@ unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn move_parts(
-    member: &Member,
+unsafe fn move_parts<T: Transport>(
+    member: &Member<T>,
     call: &Call,
     terms: &Terms,
     envelopes: &[Envelope],
@@ -104,7 +108,7 @@ unsafe fn move_parts(
         unsafe { copy_own(outgoing(member.rank), incoming(member.rank), part) };
     }
     // SAFETY: the caller's promise.
-    unsafe { fly(member, terms, streams, |_| Ok(())) }?;
+    unsafe { fly(member, call, terms, streams, |_| Ok(())) }?;
     for other in member.others().filter(|_| receives) {
         let sums = &envelopes[other].sums;
         let expected = if sums.len() == 1 { sums.first() } else { sums.get(member.rank) };
@@ -119,8 +123,8 @@ unsafe fn move_parts(
 
 /// # Safety
 /// As [`run`].
-unsafe fn broadcast(
-    member: &Member,
+unsafe fn broadcast<T: Transport>(
+    member: &Member<T>,
     call: &Call,
     terms: &Terms,
     envelopes: &[Envelope],
@@ -139,7 +143,7 @@ unsafe fn broadcast(
         // SAFETY: the caller's promise.
         unsafe {
             copy_own(call.input, call.output, call.signature.part_bytes());
-            return fly(member, terms, streams, |_| Ok(()));
+            return fly(member, call, terms, streams, |_| Ok(()));
         }
     }
     streams.push(member.stream(false, root, TAG_SCATTER, at(call.output, rank), share(rank).1));
@@ -157,7 +161,7 @@ unsafe fn broadcast(
         Ok(())
     };
     // SAFETY: the caller's promise; chunks of the own share are sent only after they have arrived.
-    unsafe { fly(member, terms, streams, pass_on) }?;
+    unsafe { fly(member, call, terms, streams, pass_on) }?;
     for (of, &sum) in envelopes[root].sums.iter().enumerate() {
         let (offset, bytes) = share(of);
         // SAFETY: all data has arrived.
@@ -170,8 +174,8 @@ unsafe fn broadcast(
 }
 
 /// The sum of the own share or part, made chunk by chunk.
-struct Summing<'a> {
-    member: &'a Member,
+struct Summing<'a, T: Transport> {
+    member: &'a Member<T>,
     call: &'a Call,
     /// The own share in the own input.
     own: *const u8,
@@ -184,7 +188,7 @@ struct Summing<'a> {
     verify: bool,
 }
 
-impl Summing<'_> {
+impl<T: Transport> Summing<'_, T> {
     /// Sums the chunks that have come from everybody.
     ///
     /// # Safety
@@ -236,8 +240,8 @@ impl Summing<'_> {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn reduce(
-    member: &Member,
+unsafe fn reduce<T: Transport>(
+    member: &Member<T>,
     turn: &mut Turn,
     call: &Call,
     terms: &Terms,
@@ -309,5 +313,5 @@ unsafe fn reduce(
         Ok(())
     };
     // SAFETY: the caller's promise, and the order that `advance` keeps.
-    unsafe { fly(member, terms, streams, advance) }
+    unsafe { fly(member, call, terms, streams, advance) }
 }

@@ -5,7 +5,7 @@ use crate::number::Dtype;
 use crate::place::Position;
 use bytemuck::{Pod, Zeroable};
 
-/// The largest input that travels in its envelope: a small message costs one exchange, and no MPI sends so few bytes by rendezvous.
+/// The largest input that travels in its envelope: a small message costs one exchange, and nothing sends so few bytes by rendezvous.
 pub(super) const INLINE_BYTES: usize = 2048;
 const WHAT_BYTES: usize = 64;
 
@@ -51,7 +51,7 @@ pub(super) struct Envelope {
 }
 
 /// The longest envelope in a group of `size`; inline data begins at a multiple of 8.
-pub(super) fn bytes_max(size: usize) -> usize {
+pub(crate) fn bytes_max(size: usize) -> usize {
     size_of::<Header>() + 8 * size + INLINE_BYTES
 }
 

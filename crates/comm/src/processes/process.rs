@@ -1,6 +1,6 @@
 //! This process among the others: who they are, how they fare, what failed first; and the thread that listens.
 
-use super::raw::{Plane, Raw, Request};
+use super::transport::Transport;
 use crate::error::{CommError, Failure};
 use crate::place::{Place, Position};
 use serde::{Deserialize, Serialize};
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Tag of control messages.
-const NOTICE: i32 = 1;
 /// How often the listener looks. A failure reaches others within that.
 const LISTEN: Duration = Duration::from_millis(5);
+/// How long a rank must have been dead to be blamed: who ends because of a failure has told of it, and the news may take a moment longer than the end.
+const GOODBYE: Duration = Duration::from_millis(200);
 /// How long a failing process waits until its notices are on their way.
 const FAREWELL: Duration = Duration::from_millis(300);
 
@@ -32,12 +32,9 @@ enum Notice {
     },
 }
 
-/// Notices on their way: memory and request.
-type Outgoing = Vec<(Box<[u8]>, Request)>;
-
 /// State shared by the groups of this process.
-pub(super) struct Process {
-    pub raw: Raw,
+pub(super) struct Process<T> {
+    pub transport: Arc<T>,
     places: OnceLock<Vec<Place>>,
     /// Peers whose processes can be seen from here.
     visible: OnceLock<Vec<bool>>,
@@ -46,10 +43,11 @@ pub(super) struct Process {
     posts: Mutex<BTreeMap<(u32, usize), (Position, Instant)>>,
     /// Operations after which a rank left a context.
     left: Mutex<BTreeMap<(u32, usize), u64>>,
+    /// When each rank was first seen to be dead.
+    died: Mutex<Vec<Option<Instant>>>,
     /// When each rank last answered.
     answered: Mutex<Vec<Option<Instant>>>,
     contexts: Mutex<BTreeSet<u32>>,
-    outgoing: Mutex<Outgoing>,
     ended: AtomicBool,
 }
 
@@ -57,25 +55,30 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Process {
-    pub fn new(raw: Raw) -> Self {
+impl<T: Transport> Process<T> {
+    pub fn new(transport: Arc<T>) -> Self {
         Self {
-            answered: Mutex::new(vec![None; raw.size]),
-            raw,
+            died: Mutex::new(vec![None; transport.size()]),
+            answered: Mutex::new(vec![None; transport.size()]),
+            transport,
             places: OnceLock::new(),
             visible: OnceLock::new(),
             failure: OnceLock::new(),
             posts: Mutex::default(),
             left: Mutex::default(),
             contexts: Mutex::new(BTreeSet::from([0])),
-            outgoing: Mutex::default(),
             ended: AtomicBool::new(false),
         }
     }
 
+    /// This process in the world.
+    pub fn rank(&self) -> usize {
+        self.transport.rank()
+    }
+
     /// Makes known where everybody is; until then reports name places without hosts.
     pub fn set_places(&self, places: Vec<Place>) {
-        let here = places[self.raw.rank].host.clone();
+        let here = places[self.rank()].host.clone();
         let visible = places.iter().map(|place| place.host == here && runs(place.pid)).collect();
         // Set once, by the world's making.
         let _ = self.visible.set(visible);
@@ -86,10 +89,20 @@ impl Process {
         self.places.get().map_or_else(Place::default, |places| places[rank as usize].clone())
     }
 
-    /// Whether the process of a rank on this host has ended.
-    pub fn is_gone(&self, rank: usize) -> bool {
+    /// Why a rank is known to be dead, once it has been for a while.
+    pub fn death_of(&self, rank: usize) -> Option<String> {
+        let evidence = self.evidence(rank)?;
+        let since = *lock(&self.died)[rank].get_or_insert_with(Instant::now);
+        (since.elapsed() >= GOODBYE).then_some(evidence)
+    }
+
+    /// Its process on this host has ended, or the transport has lost it.
+    fn evidence(&self, rank: usize) -> Option<String> {
         let seen = self.visible.get().is_some_and(|visible| visible[rank]);
-        seen && self.places.get().is_some_and(|places| !runs(places[rank].pid))
+        if seen && self.places.get().is_some_and(|places| !runs(places[rank].pid)) {
+            return Some("its process no longer exists".to_owned());
+        }
+        self.transport.lost(rank)
     }
 
     pub fn post(&self, context: u32, rank: usize, position: Position) {
@@ -114,14 +127,18 @@ impl Process {
     pub fn fail(&self, failure: Failure) -> CommError {
         let error = CommError::from(failure);
         if self.failure.set(error.clone()).is_ok() {
-            let everybody: Vec<usize> = (0..self.raw.size).collect();
-            self.tell(&everybody, &Notice::Failed((*error).clone()));
+            self.tell_everybody(&error);
             let start = Instant::now();
-            while !self.sweep() && start.elapsed() < FAREWELL {
+            while !self.transport.has_told() && start.elapsed() < FAREWELL {
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
         self.failure().unwrap_or(error)
+    }
+
+    fn tell_everybody(&self, failure: &Failure) {
+        let everybody: Vec<usize> = (0..self.transport.size()).collect();
+        self.tell(&everybody, &Notice::Failed(failure.clone()));
     }
 
     /// Asks ranks where they are; [`Process::answered`] knows later who replied.
@@ -167,48 +184,19 @@ impl Process {
         lock(&self.contexts).last().map_or(0, |last| last + 1)
     }
 
-    /// Sends a notice to ranks other than this one. Errors are of no use here: what they would tell, deadlines do.
+    /// Sends a notice to ranks other than this one.
     fn tell(&self, ranks: &[usize], notice: &Notice) {
+        // Notices are plain data, which always becomes text.
         let Ok(text) = serde_json::to_vec(notice) else { return };
-        for &rank in ranks.iter().filter(|&&rank| rank != self.raw.rank) {
-            let data: Box<[u8]> = text.clone().into();
-            // SAFETY: the memory stays in `outgoing` until the request has completed, or for ever.
-            if let Ok(request) = unsafe { self.raw.send(Plane::Control, data.as_ptr(), data.len(), rank, NOTICE) } {
-                lock(&self.outgoing).push((data, request));
-            }
+        for &rank in ranks.iter().filter(|&&rank| rank != self.rank()) {
+            self.transport.tell(rank, &text);
         }
-    }
-
-    /// Frees notices that have been sent; whether none is left.
-    fn sweep(&self) -> bool {
-        let mut outgoing = lock(&self.outgoing);
-        let mut done = Vec::new();
-        outgoing.retain_mut(|(_, request)| {
-            let tested = self.raw.test(std::slice::from_mut(request), &mut done);
-            tested.is_err() || done.is_empty()
-        });
-        outgoing.is_empty()
     }
 
     /// Receives the notices that have arrived.
     fn listen(&self) -> Result<(), String> {
-        while let Some((from, bytes)) = self.raw.probe(NOTICE)? {
-            let mut data = vec![0u8; bytes];
-            // SAFETY: `data` stays until the request has completed below, as the message has arrived already.
-            let mut request = unsafe { self.raw.receive(Plane::Control, data.as_mut_ptr(), bytes, from, NOTICE) }?;
-            let mut done = Vec::new();
-            loop {
-                if let Err(what) = self.raw.test(std::slice::from_mut(&mut request), &mut done) {
-                    // The message could still be written: its memory is given up.
-                    std::mem::forget(data);
-                    return Err(what);
-                }
-                if !done.is_empty() {
-                    break;
-                }
-                std::thread::yield_now();
-            }
-            if let Ok(notice) = serde_json::from_slice(&data) {
+        while let Some((from, text)) = self.transport.hear()? {
+            if let Ok(notice) = serde_json::from_slice(&text) {
                 self.handle(from, notice);
             }
         }
@@ -218,10 +206,14 @@ impl Process {
     fn handle(&self, from: usize, notice: Notice) {
         match notice {
             Notice::Failed(failure) => {
-                let _ = self.failure.set(failure.into());
+                let error = CommError::from(failure);
+                if self.failure.set(error.clone()).is_ok() {
+                    // This process may end before another one hears of it, which would then take its end for the cause.
+                    self.tell_everybody(&error);
+                }
             }
             Notice::Ask => {
-                let own = self.raw.rank;
+                let own = self.rank();
                 let posts = lock(&self.posts);
                 let mine = posts.iter().filter(|((_, rank), _)| *rank == own);
                 let answer = mine.map(|((context, _), (position, at))| {
@@ -255,21 +247,21 @@ fn runs(pid: u32) -> bool {
     !matches!(state, Some('Z' | 'X') | None)
 }
 
-/// Keeps the listener running; the last one to go ends MPI.
-pub(super) struct Handle {
-    pub process: Arc<Process>,
+/// Keeps the listener running; the last one to go ends the transport.
+pub(super) struct Handle<T> {
+    process: Arc<Process<T>>,
     listener: Option<JoinHandle<()>>,
 }
 
-impl Handle {
-    pub fn new(process: Arc<Process>) -> std::io::Result<Self> {
+impl<T: Transport> Handle<T> {
+    pub fn new(process: Arc<Process<T>>) -> std::io::Result<Self> {
         let listening = process.clone();
         let listen = move || {
             while !listening.ended.load(Ordering::SeqCst) {
                 if listening.listen().is_err() {
                     break;
                 }
-                listening.sweep();
+                listening.transport.has_told();
                 std::thread::sleep(LISTEN);
             }
         };
@@ -277,7 +269,7 @@ impl Handle {
         Ok(Self { process, listener: Some(listener) })
     }
 
-    /// Stops the listener, and MPI with it if `together`, i.e. if all ranks have come to this point.
+    /// Stops the listener, and the transport with it if `together`, i.e. if all ranks have come to this point.
     pub fn end(&mut self, together: bool) {
         self.process.ended.store(true, Ordering::SeqCst);
         if let Some(listener) = self.listener.take() {
@@ -285,7 +277,7 @@ impl Handle {
             let _ = listener.join();
         }
         if together {
-            self.process.raw.finalize();
+            self.process.transport.finish();
         }
     }
 }

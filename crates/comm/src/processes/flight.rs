@@ -1,21 +1,19 @@
 //! Streams of chunks between this rank and others, and the loop that drives them.
 //!
 //! A [`Stream`] is one buffer to or from one rank, cut into chunks of which a bounded number is under way. Which chunks may start is its `limit`, which the
-//! operation raises as others finish: that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order, as MPI's
-//! matching needs; they may complete in any order, so `done` counts the prefix that has.
+//! operation raises as others finish: that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order, as matching
+//! by tags needs; they may complete in any order, so `done` counts the prefix that has.
 
 use super::process::Process;
-use super::raw::{Plane, Request};
+use super::transport::Transport;
 use crate::error::{CommError, ErrorKind};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Bytes of a chunk: it and its sum stay in the second cache level. Chosen by measurement (docs/LOG.md).
-pub(super) const CHUNK_BYTES: usize = 512 << 10;
+pub(crate) const CHUNK_BYTES: usize = 512 << 10;
 /// Chunks of a stream under way.
-pub(super) const WINDOW: usize = 8;
-/// After a failure requests get so long to be cancelled or to end.
-const GRACE: Duration = Duration::from_millis(500);
+pub(crate) const WINDOW: usize = 8;
 /// How often a waiting rank looks whether its peers still live.
 const LOOK: Duration = Duration::from_millis(50);
 /// The share of the deadline after which a peer that does not answer counts as dead. Before the whole, because others may wait in another group for a rank that waits
@@ -84,10 +82,10 @@ impl Stream {
 }
 
 /// Messages under way and what they belong to.
-pub(super) struct Flight<'a> {
-    process: &'a Process,
-    pub streams: Vec<Stream>,
-    requests: Vec<Request>,
+pub(super) struct Flight<'a, T: Transport> {
+    process: &'a Process<T>,
+    streams: Vec<Stream>,
+    requests: Vec<T::Request>,
     /// For each request: stream and chunk.
     labels: Vec<(usize, usize)>,
     ready: Vec<usize>,
@@ -99,14 +97,14 @@ pub(super) enum Crash {
     New(ErrorKind, Vec<usize>),
 }
 
-impl<'a> Flight<'a> {
-    pub fn new(process: &'a Process, streams: Vec<Stream>) -> Self {
+impl<'a, T: Transport> Flight<'a, T> {
+    pub fn new(process: &'a Process<T>, streams: Vec<Stream>) -> Self {
         Self { process, streams, requests: Vec::new(), labels: Vec::new(), ready: Vec::new() }
     }
 
     /// Runs until every stream has finished; `advance` is called after completions, to compute and to raise limits.
     ///
-    /// `gone` tells whether a peer has left for good. On an error all requests have ended or MPI is closed.
+    /// `gone` tells whether a peer has left for good, and `blame` fails the world. On an error the world has failed, and nothing writes the streams' memory any more.
     ///
     /// # Safety
     /// The memory of all streams is valid until this returns, and nobody else touches it but `advance`, which keeps to chunks that have completed.
@@ -114,16 +112,17 @@ impl<'a> Flight<'a> {
         mut self,
         deadline: Duration,
         gone: impl Fn(usize) -> bool,
+        blame: impl Fn(Crash) -> CommError,
         mut advance: impl FnMut(&mut [Stream]) -> Result<(), Crash>,
-    ) -> Result<Vec<Stream>, Crash> {
+    ) -> Result<(), CommError> {
         // SAFETY: the caller's promise.
-        match unsafe { self.drive(deadline, &gone, &mut advance) } {
-            Ok(()) => Ok(std::mem::take(&mut self.streams)),
-            Err(crash) => {
-                self.abandon();
-                Err(crash)
-            }
-        }
+        unsafe { self.drive(deadline, &gone, &mut advance) }.map_err(|crash| {
+            // The others first: ending requests may take a while, and the connections to ranks that do not take part.
+            let error = blame(crash);
+            let sending = self.labels.iter().map(|(stream, _)| self.streams[*stream].sending);
+            self.process.transport.abandon(self.requests.drain(..).zip(sending).collect());
+            error
+        })
     }
 
     /// # Safety
@@ -134,7 +133,7 @@ impl<'a> Flight<'a> {
         gone: &impl Fn(usize) -> bool,
         advance: &mut impl FnMut(&mut [Stream]) -> Result<(), Crash>,
     ) -> Result<(), Crash> {
-        let mut backoff = Backoff::default();
+        let mut polls = 0;
         let mut progress = Instant::now();
         let mut looked = progress;
         let mut asked = false;
@@ -148,7 +147,7 @@ impl<'a> Flight<'a> {
                 }
                 continue;
             }
-            self.process.raw.test(&mut self.requests, &mut self.ready).map_err(|what| self.broken(what))?;
+            self.process.transport.test(&mut self.requests, &mut self.ready).map_err(|what| self.broken(what))?;
             if !self.ready.is_empty() {
                 for index in self.ready.drain(..).rev() {
                     self.requests.swap_remove(index);
@@ -158,7 +157,7 @@ impl<'a> Flight<'a> {
                 advance(&mut self.streams)?;
                 progress = Instant::now();
                 asked = false;
-                backoff = Backoff::default();
+                polls = 0;
                 continue;
             }
             if let Some(failure) = self.process.failure() {
@@ -168,9 +167,9 @@ impl<'a> Flight<'a> {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 let late = self.late();
-                let dead: Vec<usize> = late.iter().copied().filter(|&peer| self.process.is_gone(peer)).collect();
-                if !dead.is_empty() {
-                    let evidence = "its process no longer exists".to_owned();
+                let mut dead = late.iter().filter_map(|&peer| Some((peer, self.process.death_of(peer)?)));
+                if let Some((first, evidence)) = dead.next() {
+                    let dead = std::iter::once(first).chain(dead.map(|(peer, _)| peer)).collect();
                     return Err(Crash::New(ErrorKind::Died { evidence }, dead));
                 }
                 let left: Vec<usize> = late.iter().copied().filter(|&peer| gone(peer)).collect();
@@ -193,7 +192,8 @@ impl<'a> Flight<'a> {
                 let silent = if asked { self.silent(deadline, waited) } else { None };
                 return Err(silent.unwrap_or_else(late));
             }
-            backoff.pause();
+            polls += 1;
+            self.process.transport.pause(polls);
         }
     }
 
@@ -205,13 +205,13 @@ impl<'a> Flight<'a> {
         for (index, stream) in self.streams.iter_mut().enumerate() {
             while stream.started < stream.limit.min(stream.chunks()) && stream.started - stream.done < WINDOW {
                 let (data, bytes) = stream.chunk(stream.started);
-                let raw = &self.process.raw;
+                let transport = &self.process.transport;
                 // SAFETY: the caller's promise.
                 let request = unsafe {
                     if stream.sending {
-                        raw.send(Plane::Data, data, bytes, stream.peer, stream.tag)
+                        transport.send(data, bytes, stream.peer, stream.tag)
                     } else {
-                        raw.receive(Plane::Data, data, bytes, stream.peer, stream.tag)
+                        transport.receive(data, bytes, stream.peer, stream.tag)
                     }
                 }?;
                 self.requests.push(request);
@@ -252,55 +252,6 @@ impl<'a> Flight<'a> {
         match self.process.failure() {
             Some(failure) => Crash::Failed(failure),
             None => Crash::New(ErrorKind::Backend { what }, self.late()),
-        }
-    }
-
-    /// Ends all requests, or MPI's access to this process's memory.
-    fn abandon(&mut self) {
-        let raw = &self.process.raw;
-        for (request, (stream, _)) in self.requests.iter_mut().zip(&self.labels) {
-            if !self.streams[*stream].sending {
-                raw.cancel(request);
-            }
-        }
-        let start = Instant::now();
-        while !self.requests.is_empty() && start.elapsed() < GRACE {
-            if raw.test(&mut self.requests, &mut self.ready).is_err() {
-                break;
-            }
-            for index in self.ready.drain(..).rev() {
-                self.requests.swap_remove(index);
-                self.labels.swap_remove(index);
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        // A send that nobody takes only reads, and only while MPI is called; a receive would write.
-        if self.labels.iter().any(|(stream, _)| !self.streams[*stream].sending) {
-            raw.close();
-        }
-    }
-}
-
-/// Polling that begins eagerly and ends in sleep, because other ranks may need this core to do what is waited for.
-#[derive(Default)]
-struct Backoff {
-    polls: u32,
-}
-
-impl Backoff {
-    const SPINS: u32 = 50;
-    const YIELDS: u32 = 200;
-
-    fn pause(&mut self) {
-        self.polls += 1;
-        if self.polls <= Self::SPINS {
-            std::hint::spin_loop();
-        } else if self.polls <= Self::SPINS + Self::YIELDS {
-            std::thread::yield_now();
-        } else {
-            // Up to half a millisecond, which is small beside whatever took this long.
-            let longer = u64::from(self.polls - Self::SPINS - Self::YIELDS).min(25);
-            std::thread::sleep(Duration::from_micros(20 * longer));
         }
     }
 }

@@ -1,45 +1,53 @@
 //! The few calls of MPI that are made, one at a time.
 
-use super::flight::{CHUNK_BYTES, WINDOW};
+use crate::processes::{CHUNK_BYTES, GRACE, Transport, WINDOW};
 use mpi::ffi;
 use mpi::{Threading, environment::Universe};
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Tag of notices.
+const NOTICE: i32 = 1;
 
 /// Which of the two MPI communicators a message travels on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Plane {
+enum Plane {
     /// Operations.
     Data,
-    /// Failures, questions and answers.
+    /// Notices.
     Control,
 }
 
 /// A message under way. Its memory must stay until it has completed.
-pub(super) struct Request(ffi::MPI_Request);
+pub(crate) struct Request(ffi::MPI_Request);
 
-// SAFETY: a request is a handle that any thread may test; calls are serialised by `Raw`'s lock.
+// SAFETY: a request is a handle that any thread may test; calls are serialised by `Mpi`'s lock.
 unsafe impl Send for Request {}
 
+/// Notices on their way: memory and request.
+type Outgoing = Vec<(Box<[u8]>, Request)>;
+
 /// MPI, initialised, behind a lock.
-pub(super) struct Raw {
+pub(crate) struct Mpi {
     /// Never dropped, only finalised.
     universe: Mutex<Option<ManuallyDrop<Universe>>>,
     data: ffi::MPI_Comm,
     control: ffi::MPI_Comm,
     lock: Mutex<()>,
     closed: AtomicBool,
-    pub rank: usize,
-    pub size: usize,
-    pub tag_max: i32,
+    outgoing: Mutex<Outgoing>,
+    rank: usize,
+    size: usize,
+    tag_max: i32,
 }
 
 // SAFETY: handles of MPI are process-wide; every call takes the lock.
-unsafe impl Send for Raw {}
+unsafe impl Send for Mpi {}
 // SAFETY: as above.
-unsafe impl Sync for Raw {}
+unsafe impl Sync for Mpi {}
 
 fn check(code: c_int, call: &str) -> Result<(), String> {
     if code == ffi::MPI_SUCCESS as c_int {
@@ -70,7 +78,7 @@ fn send_chunks_at_once() {
     }
 }
 
-impl Raw {
+impl Mpi {
     pub fn init() -> Result<Self, String> {
         send_chunks_at_once();
         let (universe, threading) =
@@ -103,6 +111,7 @@ impl Raw {
                 control,
                 lock: Mutex::new(()),
                 closed: AtomicBool::new(false),
+                outgoing: Mutex::default(),
                 rank: rank as usize,
                 size: size as usize,
                 tag_max,
@@ -126,14 +135,14 @@ impl Raw {
     }
 
     /// No more calls from now on.
-    pub fn close(&self) {
+    fn close(&self) {
         let _guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.closed.store(true, Ordering::Relaxed);
     }
 
     /// # Safety
     /// `data` is valid for `bytes` and nobody writes it until the request has completed.
-    pub unsafe fn send(
+    unsafe fn start_send(
         &self,
         plane: Plane,
         data: *const u8,
@@ -160,7 +169,7 @@ impl Raw {
 
     /// # Safety
     /// `data` is valid for `bytes` and nobody touches it until the request has completed.
-    pub unsafe fn receive(
+    unsafe fn start_receive(
         &self,
         plane: Plane,
         data: *mut u8,
@@ -185,38 +194,22 @@ impl Raw {
         }
     }
 
-    /// Tests requests, one after the other; the indices of those that have completed. Makes progress for all.
-    pub fn test(&self, requests: &mut [Request], done: &mut Vec<usize>) -> Result<(), String> {
-        done.clear();
-        let _guard = self.enter()?;
-        for (index, request) in requests.iter_mut().enumerate() {
-            let mut flag = 0;
-            // SAFETY: an active request; the status is not asked for.
-            let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
-            check(code, "MPI_Test")?;
-            if flag != 0 {
-                done.push(index);
-            }
-        }
-        Ok(())
-    }
-
     /// Asks MPI to give up a receive; it completes soon after, unless its message has begun to arrive.
-    pub fn cancel(&self, request: &mut Request) {
+    fn cancel(&self, request: &mut Request) {
         if let Ok(_guard) = self.enter() {
             // SAFETY: an active request.
             unsafe { ffi::MPI_Cancel(&mut request.0) };
         }
     }
 
-    /// A waiting control message: its sender and length.
-    pub fn probe(&self, tag: i32) -> Result<Option<(usize, usize)>, String> {
+    /// A waiting notice: its sender and length.
+    fn probe(&self) -> Result<Option<(usize, usize)>, String> {
         let _guard = self.enter()?;
         let (mut flag, mut bytes) = (0, 0);
         let mut status = MaybeUninit::uninit();
         // SAFETY: pointers to locals; the status is read only if MPI filled it.
         unsafe {
-            let code = ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, tag, self.control, &mut flag, status.as_mut_ptr());
+            let code = ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTICE, self.control, &mut flag, status.as_mut_ptr());
             check(code, "MPI_Iprobe")?;
             if flag == 0 {
                 return Ok(None);
@@ -245,8 +238,139 @@ impl Raw {
         check(code, "MPI_Allreduce")
     }
 
-    /// Ends MPI; only when all ranks do, and never after a failure.
-    pub fn finalize(&self) {
+    /// Frees notices that have been sent; whether none is left.
+    fn sweep(&self) -> bool {
+        let mut outgoing = self.outgoing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = Vec::new();
+        outgoing.retain_mut(|(_, request)| {
+            let tested = self.test(std::slice::from_mut(request), &mut done);
+            tested.is_err() || done.is_empty()
+        });
+        outgoing.is_empty()
+    }
+}
+
+impl Transport for Mpi {
+    type Request = Request;
+    const NAME: &'static str = "mpi";
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn tag_max(&self) -> u32 {
+        self.tag_max as u32
+    }
+
+    unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: i32) -> Result<Request, String> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start_send(Plane::Data, data, bytes, to, tag) }
+    }
+
+    unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: i32) -> Result<Request, String> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start_receive(Plane::Data, data, bytes, from, tag) }
+    }
+
+    /// One after the other; makes progress for all.
+    fn test(&self, requests: &mut [Request], done: &mut Vec<usize>) -> Result<(), String> {
+        done.clear();
+        let _guard = self.enter()?;
+        for (index, request) in requests.iter_mut().enumerate() {
+            let mut flag = 0;
+            // SAFETY: an active request; the status is not asked for.
+            let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
+            check(code, "MPI_Test")?;
+            if flag != 0 {
+                done.push(index);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends all requests, or MPI's access to this process's memory.
+    fn abandon(&self, requests: Vec<(Request, bool)>) {
+        let (mut requests, mut sending): (Vec<Request>, Vec<bool>) = requests.into_iter().unzip();
+        for (request, sending) in requests.iter_mut().zip(&sending) {
+            if !sending {
+                self.cancel(request);
+            }
+        }
+        let start = Instant::now();
+        let mut done = Vec::new();
+        while !requests.is_empty() && start.elapsed() < GRACE {
+            if self.test(&mut requests, &mut done).is_err() {
+                break;
+            }
+            for index in done.drain(..).rev() {
+                requests.swap_remove(index);
+                sending.swap_remove(index);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        // A send that nobody takes only reads, and only while MPI is called; a receive would write.
+        if sending.contains(&false) {
+            self.close();
+        }
+    }
+
+    /// Polling that begins eagerly and ends in sleep, because other ranks may need this core to do what is waited for.
+    fn pause(&self, polls: u32) {
+        const SPINS: u32 = 50;
+        const YIELDS: u32 = 200;
+        if polls <= SPINS {
+            std::hint::spin_loop();
+        } else if polls <= SPINS + YIELDS {
+            std::thread::yield_now();
+        } else {
+            // Up to half a millisecond, which is small beside whatever took this long.
+            let longer = u64::from(polls - SPINS - YIELDS).min(25);
+            std::thread::sleep(Duration::from_micros(20 * longer));
+        }
+    }
+
+    fn tell(&self, to: usize, notice: &[u8]) {
+        let data: Box<[u8]> = notice.into();
+        // SAFETY: the memory stays in `outgoing` until the request has completed, or for ever.
+        if let Ok(request) = unsafe { self.start_send(Plane::Control, data.as_ptr(), data.len(), to, NOTICE) } {
+            self.outgoing.lock().unwrap_or_else(PoisonError::into_inner).push((data, request));
+        }
+    }
+
+    fn has_told(&self) -> bool {
+        self.sweep()
+    }
+
+    fn hear(&self) -> Result<Option<(usize, Vec<u8>)>, String> {
+        let Some((from, bytes)) = self.probe()? else { return Ok(None) };
+        let mut data = vec![0u8; bytes];
+        // SAFETY: `data` stays until the request has completed below, as the message has arrived already.
+        let mut request = unsafe { self.start_receive(Plane::Control, data.as_mut_ptr(), bytes, from, NOTICE) }?;
+        let mut done = Vec::new();
+        loop {
+            if let Err(what) = self.test(std::slice::from_mut(&mut request), &mut done) {
+                // The message could still be written: its memory is given up.
+                std::mem::forget(data);
+                return Err(what);
+            }
+            if !done.is_empty() {
+                return Ok(Some((from, data)));
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// MPI itself knows of no loss that it would tell.
+    fn lost(&self, _: usize) -> Option<String> {
+        None
+    }
+
+    /// Ends MPI.
+    fn finish(&self) {
         self.close();
         let universe = self.universe.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Dropping a universe calls `MPI_Finalize`.

@@ -1,10 +1,10 @@
-//! A rank in a group over MPI: meetings, transfers, splits.
+//! A rank in a group of processes: meetings, transfers, splits.
 
 use super::envelope::{self, Envelope, INLINE_BYTES};
 use super::flight::{Crash, Flight, Stream};
 use super::process::{Handle, Process};
-use super::raw::Raw;
 use super::transfer;
+use super::transport::Transport;
 use crate::backend::{Backend, Call, Operation, Signature, Terms, intact, members_of_split};
 use crate::communicator::{Communicator, DEADLINE_DEFAULT};
 use crate::error::{CommError, ErrorKind, Failure, Result};
@@ -12,7 +12,7 @@ use crate::inline;
 use crate::number::Dtype;
 use crate::place::{Place, Position};
 use bytemuck::{Pod, Zeroable};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Tags of one context.
@@ -22,21 +22,20 @@ pub(super) const TAG_SCATTER: i32 = 1;
 pub(super) const TAG_GATHER: i32 = 2;
 const TAG_MESSAGE: i32 = 3;
 const TAG_MESSAGE_DATA: i32 = 4;
+/// Of the last meeting, in context 0.
+const TAG_END: i32 = 5;
 /// How long ranks wait for each other at the very end.
 const END_DEADLINE: Duration = Duration::from_secs(30);
 
-/// For MPI's own all-reduce.
-static PROCESS: OnceLock<Weak<Process>> = OnceLock::new();
-
-/// Ends MPI when the last group goes.
-struct World {
-    handle: Mutex<Handle>,
-    process: Arc<Process>,
+/// Ends the transport when the last group goes.
+struct World<T: Transport> {
+    handle: Mutex<Handle<T>>,
+    process: Arc<Process<T>>,
 }
 
 /// One rank's view of a group.
-pub(super) struct Member {
-    world: Arc<World>,
+pub(super) struct Member<T: Transport> {
+    world: Arc<World<T>>,
     pub context: u32,
     pub members: Vec<u32>,
     pub rank: usize,
@@ -55,34 +54,22 @@ pub(super) struct Turn {
     pub scratch: Vec<u64>,
 }
 
+/// What cannot begin, as an error.
+pub(crate) fn broken(what: String) -> CommError {
+    let kind = ErrorKind::Backend { what };
+    Failure { kind, group: "world".to_owned(), operation: None, noticed_by: 0, culprits: Vec::new() }.into()
+}
+
 /// Makes the world's communicator.
-pub(super) fn world() -> Result<Communicator> {
-    let broken = |what: String| {
-        let failure = Failure {
-            kind: ErrorKind::Backend { what },
-            group: "world".to_owned(),
-            operation: None,
-            noticed_by: 0,
-            culprits: Vec::new(),
-        };
-        CommError::from(failure)
-    };
-    let process = Arc::new(Process::new(Raw::init().map_err(broken)?));
+pub(crate) fn world<T: Transport>(transport: Arc<T>) -> Result<Communicator> {
+    let (rank, size) = (transport.rank(), transport.size());
+    let process = Arc::new(Process::new(transport));
     let handle =
         Handle::new(process.clone()).map_err(|error| broken(format!("no thread for the listener: {error}")))?;
-    let _ = PROCESS.set(Arc::downgrade(&process));
-    let (rank, size) = (process.raw.rank, process.raw.size);
     let world = Arc::new(World { handle: Mutex::new(handle), process });
     let member = Member::new(world.clone(), 0, (0..size as u32).collect(), rank);
     world.process.set_places(places(&member)?);
     Ok(Communicator::new(Arc::new(member), "world".to_owned()))
-}
-
-/// MPI's own all-reduce over the world; for comparison only, as it has no deadline.
-pub(crate) fn native_all_reduce(comm: &Communicator, input: &[f32], output: &mut [f32]) -> Result<()> {
-    let process = PROCESS.get().and_then(Weak::upgrade);
-    let Some(process) = process.filter(|process| process.raw.size == comm.size()) else { return comm.barrier() };
-    process.raw.native_all_reduce(input, output).map_err(|what| comm.refuse(what))
 }
 
 /// A place as it travels.
@@ -95,7 +82,7 @@ struct Card {
 }
 
 /// Everybody's place: hosts are nodes, and ranks of one host have its devices in turn.
-fn places(member: &Member) -> Result<Vec<Place>> {
+fn places<T: Transport>(member: &Member<T>) -> Result<Vec<Place>> {
     let here = Place::here(0);
     let bytes = here.host.len().min(64);
     let mut host = [0; 64];
@@ -117,11 +104,10 @@ fn places(member: &Member) -> Result<Vec<Place>> {
     Ok(cards.into_iter().map(place).collect())
 }
 
-impl Drop for World {
+impl<T: Transport> Drop for World<T> {
     fn drop(&mut self) {
-        let (rank, size) = (self.process.raw.rank, self.process.raw.size);
-        let tag = TAG_ENVELOPE;
-        // All ranks have dropped context 0 when they come here, so its tags are free for a last meeting.
+        let (rank, size) = (self.process.rank(), self.process.transport.size());
+        let tag = TAG_END;
         let mut bytes = vec![0u8; size];
         let base = bytes.as_mut_ptr();
         let mut streams = Vec::new();
@@ -134,9 +120,19 @@ impl Drop for World {
         let met = self.process.failure().is_none() && {
             let flight = Flight::new(&self.process, streams);
             // SAFETY: `bytes` outlives the flight.
-            unsafe { flight.run(END_DEADLINE, |_| false, |_| Ok(())) }.is_ok()
+            unsafe { flight.run(END_DEADLINE, |_| false, |crash| self.unmet(crash), |_| Ok(())) }.is_ok()
         };
         self.handle.lock().unwrap_or_else(PoisonError::into_inner).end(met);
+    }
+}
+
+impl<T: Transport> World<T> {
+    /// A meeting at the end that did not come about: nobody is left to be told.
+    fn unmet(&self, crash: Crash) -> CommError {
+        match crash {
+            Crash::Failed(error) => error,
+            Crash::New(kind, _) => broken(format!("the ranks did not end together: {kind:?}")),
+        }
     }
 }
 
@@ -145,12 +141,12 @@ fn fits_inline(signature: &Signature, size: usize) -> bool {
     signature.extent(size, signature.root).input <= INLINE_BYTES
 }
 
-impl Member {
-    fn new(world: Arc<World>, context: u32, members: Vec<u32>, rank: usize) -> Self {
+impl<T: Transport> Member<T> {
+    fn new(world: Arc<World<T>>, context: u32, members: Vec<u32>, rank: usize) -> Self {
         Self { world, context, members, rank, turn: Mutex::default() }
     }
 
-    pub fn process(&self) -> &Process {
+    pub fn process(&self) -> &Process<T> {
         &self.world.process
     }
 
@@ -159,7 +155,7 @@ impl Member {
     }
 
     /// Members but this one.
-    pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
+    pub fn others(&self) -> impl Iterator<Item = usize> + use<T> {
         let rank = self.rank;
         // Beginning with the neighbour spreads the load.
         (1..self.members.len()).map(move |step| step + rank).map({
@@ -197,7 +193,7 @@ impl Member {
     /// `call.input` is readable for its extent.
     unsafe fn meet(&self, turn: &mut Turn, call: &Call, terms: &Terms) -> Result<Vec<Envelope>> {
         let words = envelope::bytes_max(self.size()).div_ceil(8);
-        let position = self.process().position_of(self.context, self.process().raw.rank);
+        let position = self.process().position_of(self.context, self.process().rank());
         let input: &[u8] = match call.signature.extent(self.size(), self.rank).input {
             0 => &[],
             _ if !fits_inline(&call.signature, self.size()) => &[],
@@ -222,9 +218,9 @@ impl Member {
         }
         let number = turn.operations;
         let gone = |peer: usize| self.process().left_before(self.context, peer, number);
+        let blame = |crash| self.crash(crash, call.signature.operation, terms);
         // SAFETY: both buffers belong to the turn, which this thread holds.
-        unsafe { Flight::new(self.process(), streams).run(terms.deadline, gone, |_| Ok(())) }
-            .map_err(|crash| self.crash(crash, call.signature.operation, terms))?;
+        unsafe { Flight::new(self.process(), streams).run(terms.deadline, gone, blame, |_| Ok(())) }?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut turn.arrived);
         let own = 8 * words * self.rank;
         bytes[own..own + turn.out.len()].copy_from_slice(&turn.out);
@@ -274,9 +270,9 @@ impl Member {
     }
 
     /// One value of each member.
-    fn all_gather<T: Pod + Send + Sync>(&self, value: T, terms: &Terms) -> Result<Vec<T>> {
+    fn all_gather<V: Pod + Send + Sync>(&self, value: V, terms: &Terms) -> Result<Vec<V>> {
         let mut all = vec![value; self.size()];
-        let signature = Signature { operation: Operation::AllGather, dtype: Dtype::of::<T>(), elements: 1, root: 0 };
+        let signature = Signature { operation: Operation::AllGather, dtype: Dtype::of::<V>(), elements: 1, root: 0 };
         let call = Call { signature, input: (&raw const value).cast(), output: all.as_mut_ptr().cast() };
         // SAFETY: one element in, one for each member out, both ours.
         unsafe { self.collective(&call, terms) }.map(|()| all)
@@ -284,13 +280,13 @@ impl Member {
 
     /// Contexts for the groups of a split that no member uses yet: the first of them.
     fn new_contexts(&self, count: u32, terms: &Terms) -> Result<u32> {
-        let limit = self.process().raw.tag_max as u32 / TAGS;
+        let limit = self.process().transport.tag_max() / TAGS;
         let mut least = 0;
         loop {
             let first = self.all_gather(u64::from(self.process().next_context().max(least)), terms)?;
             let first = first.into_iter().max().unwrap_or(0) as u32;
             if first.saturating_add(count) > limit {
-                let what = format!("MPI has tags for {limit} communicators, and all are used: make fewer");
+                let what = format!("there are tags for {limit} communicators, and all are used: make fewer");
                 return Err(self.blame(ErrorKind::Backend { what }, &[], Operation::Split, terms));
             }
             // Splits of other groups at the same time may want the same; then all try again above.
@@ -309,16 +305,16 @@ impl Member {
     fn messages(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>, terms: &Terms) -> Result<()> {
         let operation = if receive.is_some() { Operation::Receive } else { Operation::Send };
         let side = |operation, elements| Signature { operation, dtype: Dtype::Plain(1), elements, root: 0 };
+        let blame = |crash| self.crash(crash, operation, terms);
         let fly = |streams| {
             // SAFETY: all streams are over buffers that live to the end of this function.
-            unsafe { Flight::new(self.process(), streams).run(terms.deadline, |_| false, |_| Ok(())) }
-                .map_err(|crash| self.crash(crash, operation, terms))
+            unsafe { Flight::new(self.process(), streams).run(terms.deadline, |_| false, blame, |_| Ok(())) }
         };
         let (mut out, mut arrived) = (Vec::new(), vec![0u8; envelope::bytes_max(1)]);
         let mut streams = Vec::new();
         if let Some((to, data)) = send {
             let inline = if data.len() <= INLINE_BYTES { data } else { &[] };
-            let position = self.process().position_of(self.context, self.process().raw.rank);
+            let position = self.process().position_of(self.context, self.process().rank());
             let position = position.as_ref().map(|(position, _)| position);
             envelope::write(&side(Operation::Send, data.len()), position, terms.sums, inline, &mut out);
             streams.push(self.stream(true, to, TAG_MESSAGE, out.as_mut_ptr(), out.len()));
@@ -332,7 +328,7 @@ impl Member {
             // A stream that sends only reads.
             streams.push(self.stream(true, to, TAG_MESSAGE_DATA, data.as_ptr().cast_mut(), data.len()));
         }
-        let Some((from, into)) = receive else { return fly(streams).map(drop) };
+        let Some((from, into)) = receive else { return fly(streams) };
         let envelope = envelope::read(&arrived);
         if envelope.signature.elements != into.len() {
             let kind = ErrorKind::Mismatch { ours: side(Operation::Receive, into.len()), theirs: envelope.signature };
@@ -352,9 +348,9 @@ impl Member {
     }
 }
 
-impl Backend for Member {
+impl<T: Transport> Backend for Member<T> {
     fn kind(&self) -> &'static str {
-        "mpi"
+        T::NAME
     }
 
     fn rank(&self) -> usize {
@@ -374,7 +370,7 @@ impl Backend for Member {
     }
 
     fn post(&self, position: Position) {
-        self.process().post(self.context, self.process().raw.rank, position);
+        self.process().post(self.context, self.process().rank(), position);
     }
 
     unsafe fn collective(&self, call: &Call, terms: &Terms) -> Result<()> {
