@@ -10,7 +10,9 @@ mod forecast;
 mod output;
 
 use clap::{Parser, Subcommand};
-use commands::{bench, calibrate, config, data, eval, export, generate, plan, program, supervise, tokenizer, train};
+use commands::{
+    bench, calibrate, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer, train,
+};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -25,6 +27,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Train(train::Args),
+    Launch(launch::Args),
     Supervise(supervise::Args),
     Eval(eval::Args),
     Generate(generate::Args),
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
     let process_start = Instant::now();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(&args, process_start),
+        Command::Launch(args) => launch::run(&args),
         Command::Supervise(args) => supervise::run(&args),
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),

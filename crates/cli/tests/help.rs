@@ -6,9 +6,10 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 22] = [
+    let commands: [&[&str]; 23] = [
         &[],
         &["train"],
+        &["launch"],
         &["supervise"],
         &["eval"],
         &["generate"],

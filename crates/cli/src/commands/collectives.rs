@@ -10,7 +10,7 @@ use trainyard_comm::{Communicator, Environment, Operation, local};
 /// Arguments of `bench collectives`.
 #[derive(clap::Args)]
 pub struct CollectivesArgs {
-    /// Group sizes, for ranks that are threads; under `mpirun` the group is the world that it started.
+    /// Group sizes, for ranks that are threads; of processes (`trainyard launch`, mpirun) the group is their world.
     #[arg(long, value_delimiter = ',', default_value = "2,4")]
     ranks: Vec<usize>,
     /// Message sizes in bytes (suffixes KiB, MiB, GiB).

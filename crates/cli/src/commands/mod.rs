@@ -8,6 +8,7 @@ pub mod data;
 pub mod eval;
 pub mod export;
 pub mod generate;
+pub mod launch;
 pub mod plan;
 pub mod program;
 pub mod supervise;

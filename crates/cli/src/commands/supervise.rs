@@ -1,7 +1,7 @@
 //! `trainyard supervise`: a training command, started again from its newest checkpoint when a rank fails.
 //!
 //! A failed run leaves its process: threads that hang cannot be ended in any other way, and memory that a fault has touched is not trusted. So a restart is a new process (or a new
-//! `mpirun` with all of its processes), whichever way the ranks are started. The supervisor learns the run's folder from rank 0 through a small file. When a rank
+//! `mpirun` or `launch` with all of its processes), whichever way the ranks are started. The supervisor learns the run's folder from rank 0 through a small file. When a rank
 //! has reported a failure and the command still does not end, because a process of it is frozen, the supervisor ends it.
 
 use super::train;
@@ -20,8 +20,10 @@ use trainyard_engine::{faults::VARIABLE, watch};
 
 /// The exit code of a run that ended because a rank failed.
 pub const EXIT_FAULT: u8 = 70;
+/// The exit code of a run that was asked to stop.
+pub const EXIT_INTERRUPTED: u8 = 130;
 /// The exit code of a panic outside of a rank.
-const EXIT_PANIC: i32 = 101;
+pub const EXIT_PANIC: i32 = 101;
 /// Exit codes from here on are 128 and the signal that ended a process.
 const EXIT_SIGNAL: i32 = 128;
 /// How long a command may take to end after the first report of a failure: ranks end their own stuck threads after half of it.
@@ -44,21 +46,35 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    supervise(&args.command, args.max_restarts)
+    let (command, max_restarts) = (&args.command[..], args.max_restarts);
+    supervise(Supervised { command, max_restarts, run: RunFile::own(), is_honest: false })
 }
 
-/// Runs `command` and restarts it up to `max_restarts` times; its last exit code.
-pub fn supervise(command: &[OsString], max_restarts: u32) -> Result<ExitCode> {
+/// What is supervised.
+pub struct Supervised<'a> {
+    /// The command, ending in a `trainyard train` with its arguments.
+    pub command: &'a [OsString],
+    /// How often it is started again.
+    pub max_restarts: u32,
+    /// Where rank 0 says which run it is.
+    pub run: RunFile,
+    /// Whether its exit code says how the ranks ended, so that rank 0 need not be asked.
+    pub is_honest: bool,
+}
+
+/// Runs the command and restarts it; its last exit code.
+pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
+    let Supervised { command, max_restarts, run, is_honest } = supervised;
     let signals = Signals::new()?;
-    let run = RunFile::new();
     for restart in 0.. {
         let mut process = Command::new(&command[0]);
         process.args(&command[1..]);
-        if let Some(folder) = run.folder() {
+        // A file of that name from before is of another run.
+        if let Some(folder) = run.folder().filter(|_| restart > 0) {
             process.arg(train::RESTART).arg(folder);
         }
-        process.arg(train::RUN_FILE).arg(&run.0);
-        run.begin_attempt()?;
+        process.arg(train::RUN_FILE).arg(&run.path);
+        run.begin_attempt(restart)?;
         if restart > 0 {
             // Faults on purpose are for the first attempt.
             process.env_remove(VARIABLE);
@@ -69,6 +85,7 @@ pub fn supervise(command: &[OsString], max_restarts: u32) -> Result<ExitCode> {
         // Launchers have codes of their own. Open MPI with recovery, which lets ranks report, ends with 0 whatever became of its processes, and with 1 after a signal: rank 0 knows,
         // unless it was killed.
         match run.exit_code() {
+            _ if is_honest => {}
             Some(code) if status.success() || signals.asked_to_stop() => {
                 status = ExitStatus::from_raw(i32::from(code) << 8)
             }
@@ -108,33 +125,45 @@ fn exit_code(status: ExitStatus) -> ExitCode {
 }
 
 /// Where rank 0 writes the run's folder, and later its exit code. In the working folder, which the hosts of a run share as they share the run's folder.
-struct RunFile(PathBuf);
+pub struct RunFile {
+    path: PathBuf,
+    /// Whether this supervisor writes and removes it; others of the run only read.
+    is_ours: bool,
+}
 
 impl RunFile {
-    fn new() -> RunFile {
-        RunFile(PathBuf::from(format!(".trainyard-run-{}", std::process::id())))
+    /// Of this supervisor alone.
+    pub fn own() -> RunFile {
+        RunFile { path: PathBuf::from(format!(".trainyard-run-{}", std::process::id())), is_ours: true }
+    }
+
+    /// Of the supervisors of a run on several hosts, all of which know `name`.
+    pub fn shared(name: &str, is_ours: bool) -> RunFile {
+        let name = name.replace(|c: char| !c.is_ascii_alphanumeric() && c != '.' && c != '-', "_");
+        RunFile { path: PathBuf::from(format!(".trainyard-run-{name}")), is_ours }
     }
 
     /// The first line, once it is whole.
     fn folder(&self) -> Option<PathBuf> {
-        let text = std::fs::read_to_string(&self.0).ok()?;
+        let text = std::fs::read_to_string(&self.path).ok()?;
         text.split_once('\n').map(|(folder, _)| PathBuf::from(folder)).filter(|folder| !folder.as_os_str().is_empty())
     }
 
     /// The second line: how rank 0 ended in this attempt.
     fn exit_code(&self) -> Option<u8> {
-        std::fs::read_to_string(&self.0).ok()?.lines().nth(1)?.parse().ok()
+        std::fs::read_to_string(&self.path).ok()?.lines().nth(1)?.parse().ok()
     }
 
-    /// Forgets how the last attempt ended.
-    fn begin_attempt(&self) -> Result<()> {
-        match self.folder() {
+    /// Forgets how the last attempt ended; before the first one, everything.
+    fn begin_attempt(&self, restart: u32) -> Result<()> {
+        match self.folder().filter(|_| restart > 0) {
+            _ if !self.is_ours => Ok(()),
             Some(folder) => {
-                write_run_file(&self.0, &folder).with_context(|| format!("cannot write {}", self.0.display()))
+                write_run_file(&self.path, &folder).with_context(|| format!("cannot write {}", self.path.display()))
             }
             None => {
                 // There may be none.
-                let _ = std::fs::remove_file(&self.0);
+                let _ = std::fs::remove_file(&self.path);
                 Ok(())
             }
         }
@@ -143,8 +172,10 @@ impl RunFile {
 
 impl Drop for RunFile {
     fn drop(&mut self) {
-        // It may never have been written.
-        let _ = std::fs::remove_file(&self.0);
+        if self.is_ours {
+            // It may never have been written.
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -190,7 +221,7 @@ impl Signals {
                 return Ok((status, ended.is_some()));
             }
             if self.terminated.load(Ordering::Relaxed) && !passed_on {
-                terminate(&child).context("passing SIGTERM on")?;
+                send(&child, "TERM").context("passing SIGTERM on")?;
                 passed_on = true;
             }
             if looked.elapsed() >= LOOK {
@@ -202,7 +233,7 @@ impl Signals {
                             "supervisor: the command does not end {} s after a failure was reported, so it is ended",
                             ENDING.as_secs()
                         ));
-                        terminate(&child).context("ending the command")?;
+                        send(&child, "TERM").context("ending the command")?;
                         ended = Some(Instant::now());
                     }
                     Some(since) if since.elapsed() > KILLING => child.kill().context("killing the command")?,
@@ -214,9 +245,9 @@ impl Signals {
     }
 }
 
-/// Sends SIGTERM. The child has not been waited for, so its number is still its own.
-fn terminate(child: &Child) -> std::io::Result<()> {
-    Command::new("kill").args(["-TERM", &child.id().to_string()]).status().map(drop)
+/// Sends a signal, e.g. `TERM`. The child has not been waited for, so its number is still its own.
+pub fn send(child: &Child, signal: &str) -> std::io::Result<()> {
+    Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status().map(drop)
 }
 
 /// Reports of failures that an attempt has made.
@@ -259,13 +290,13 @@ mod tests {
     #[test]
     fn reports_of_earlier_attempts_are_none_of_this_one() {
         let folder = tempfile::tempdir().unwrap();
-        let run = RunFile(folder.path().join("file"));
+        let run = RunFile { path: folder.path().join("file"), is_ours: true };
         let report = |name: &str| std::fs::write(folder.path().join(watch::FOLDER).join(name), "").unwrap();
         let mut reports = Reports::default();
         assert!(reports.first_new(&run).is_none(), "no run yet");
         std::fs::create_dir(folder.path().join(watch::FOLDER)).unwrap();
         report("1-rank-0.json");
-        write_run_file(&run.0, folder.path()).unwrap();
+        write_run_file(&run.path, folder.path()).unwrap();
         assert!(reports.first_new(&run).is_none());
         report("2-rank-1.json");
         let seen = reports.first_new(&run);
@@ -275,17 +306,24 @@ mod tests {
     #[test]
     fn rank_0_says_how_it_ended() {
         let folder = tempfile::tempdir().unwrap();
-        let run = RunFile(folder.path().join("file"));
+        let run = RunFile { path: folder.path().join("file"), is_ours: true };
         assert_eq!((run.folder(), run.exit_code()), (None, None));
-        write_exit_code(&run.0, 1).unwrap();
+        write_exit_code(&run.path, 1).unwrap();
         assert_eq!((run.folder(), run.exit_code()), (None, Some(1)));
-        run.begin_attempt().unwrap();
+        run.begin_attempt(1).unwrap();
         assert_eq!((run.folder(), run.exit_code()), (None, None));
-        write_run_file(&run.0, Path::new("runs/a b")).unwrap();
+        write_run_file(&run.path, Path::new("runs/a b")).unwrap();
         assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), None));
-        write_exit_code(&run.0, 70).unwrap();
+        write_exit_code(&run.path, 70).unwrap();
         assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), Some(70)));
-        run.begin_attempt().unwrap();
+        let others = RunFile { path: run.path.clone(), is_ours: false };
+        others.begin_attempt(1).unwrap();
+        drop(others);
+        assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), Some(70)));
+        run.begin_attempt(1).unwrap();
         assert_eq!((run.folder(), run.exit_code()), (Some("runs/a b".into()), None));
+        run.begin_attempt(0).unwrap();
+        assert_eq!(run.folder(), None, "of another run");
+        assert_eq!(RunFile::shared("::1-29400", false).path, Path::new(".trainyard-run-__1-29400"));
     }
 }

@@ -1,7 +1,7 @@
 //! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier run resumed.
 
 use super::config::load;
-use super::supervise;
+use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
 use crate::output::{chain, count, is_fault, memory, note, print, size};
 use crate::{choose, forecast};
 use anyhow::{Context, Result, bail};
@@ -21,8 +21,6 @@ use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
 
-/// The exit code of a run that was asked to stop.
-const EXIT_INTERRUPTED: u8 = 130;
 /// Tokens of the sample at the end.
 const SAMPLE_TOKENS: usize = 120;
 
@@ -44,7 +42,8 @@ pub struct Args {
     /// recomputation), by this machine's profile (`trainyard calibrate`), and says why. What --set holds stays as it is.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
-    /// When a rank fails, start again from the newest checkpoint, up to N times. With mpirun: `trainyard supervise`.
+    /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are processes: `trainyard launch
+    /// --max-restarts`, or `trainyard supervise` around mpirun or srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     /// Where rank 0 writes the run's folder and how it ended, for the supervisor.
@@ -93,7 +92,14 @@ impl Args {
 /// Runs the command: every rank trains, rank 0 speaks.
 pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     if args.max_restarts > 0 {
-        return supervise::supervise(&args.command()?, args.max_restarts);
+        if Environment::detect()?.world > 1 {
+            bail!(
+                "a rank cannot be restarted alone: use `trainyard launch --max-restarts`, or `trainyard supervise` around the launcher"
+            );
+        }
+        let (command, max_restarts) = (args.command()?, args.max_restarts);
+        let run = RunFile::own();
+        return supervise::supervise(Supervised { command: &command, max_restarts, run, is_honest: true });
     }
     let result = run_ranks(args, process_start);
     if let Some(file) = args.run_file.as_deref().filter(|_| is_first_process()) {
@@ -150,6 +156,9 @@ fn train_rank(
         }
     };
     world::prepare(&world, config, faults.map(Arc::as_ref));
+    if world.backend() != "local" {
+        say(&processes(&world, &Environment::detect()?));
+    }
     let mut session = match args.resumed() {
         Some((folder, sets)) => Session::resume(folder, sets, world, say)?,
         None => Session::create(config, world, say)?,
@@ -179,6 +188,15 @@ fn train_rank(
     }
     show(describe(&session, &summary))?;
     Ok(summary.ending)
+}
+
+/// How ranks that are processes have come together.
+fn processes(world: &Communicator, environment: &Environment) -> String {
+    let (size, backend) = (world.size(), world.backend());
+    let met = environment.master.as_ref().filter(|_| backend == "tcp").map_or(String::new(), |master| {
+        format!("; met at {} port {} ({})", master.host, master.port, master.derivation)
+    });
+    format!("{size} processes over {backend} ({}){met}", environment.derivation)
 }
 
 /// Standard output is gone or full.

@@ -478,7 +478,7 @@ section! {
 }
 
 section! {
-    /// Ranks and what each of them keeps. Ranks are threads of one process, or the processes that `mpirun` started.
+    /// Ranks and what each of them keeps. Ranks are threads of one process, or processes that `trainyard launch`, torchrun, srun or mpirun started.
     ParallelSection = "parallel" {
         /// Ranks. Unset: the processes that were started together; without any, the product of the degrees.
         #[elsewhere("world_size", "num_processes", "nproc_per_node")]

@@ -1,0 +1,290 @@
+//! `trainyard launch`: the ranks of a run as processes of this host, over TCP, in the manner of torchrun.
+//!
+//! It sets the variables that torchrun sets, so that a rank cannot tell the two apart, and watches over its ranks ([`ranks`]). On several hosts it is started once on each.
+//! Restarts are the supervisor's ([`super::supervise`]): it starts this very command again, without `--max-restarts`.
+
+mod ranks;
+
+use super::supervise::{self, RunFile, Supervised};
+use anyhow::{Context, Result, bail};
+use ranks::{Ranks, Signals};
+use std::ffi::{OsStr, OsString};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::ExitCode;
+use trainyard_comm::{Environment, Launcher};
+
+/// torchrun's own default port.
+const PORT_DEFAULT: u16 = 29_400;
+/// Ports that are tried for a run of this host: above those of services, below those that systems give to connections.
+const PORTS: std::ops::Range<u32> = 20_000..32_000;
+/// Neighbouring processes begin to try so far from each other.
+const PORT_STRIDE: u32 = 37;
+const MAX_RESTARTS: &str = "--max-restarts";
+
+/// Start the ranks of a run on this host, one process each, over TCP.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Ranks to start on this host.
+    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    nproc_per_node: u32,
+    /// Hosts of the run; this command is started once on each. Unset: what Slurm says, else 1.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    nnodes: Option<u32>,
+    /// Which of the hosts this is, from 0. Unset: what Slurm says.
+    #[arg(long, alias = "node_rank", value_name = "R")]
+    node_rank: Option<u32>,
+    /// Name or address of host 0, as all hosts know it. Unset: what Slurm says; on one host, 127.0.0.1.
+    #[arg(long, alias = "master_addr", value_name = "HOST")]
+    master_addr: Option<String>,
+    /// Free port of host 0 at which the ranks meet. Unset: on one host a free one, on several what Slurm's numbers make, else 29400.
+    #[arg(long, alias = "master_port", value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    master_port: Option<u16>,
+    /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host alike.
+    #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
+    /// What every rank is to do: `train` or `bench collectives`, with its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// Which ranks are to be started here, and where all meet.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Layout {
+    nodes: u32,
+    node: u32,
+    ranks_here: u32,
+    host: String,
+    /// None: a free one of this host.
+    port: Option<u16>,
+}
+
+impl Layout {
+    fn world(&self) -> u32 {
+        self.nodes * self.ranks_here
+    }
+
+    fn first(&self) -> u32 {
+        self.node * self.ranks_here
+    }
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let is_training = check(&args.command)?;
+    let environment = Environment::detect()?;
+    let layout = layout(args, &environment, |name| std::env::var(name).ok())?;
+    let program = std::env::current_exe().context("this program's path")?;
+    if args.max_restarts > 0 {
+        if !is_training {
+            bail!("{MAX_RESTARTS} is for training: nothing else has checkpoints to go on from");
+        }
+        return restarting(args, &layout, &program);
+    }
+    let port = match layout.port {
+        Some(port) => port,
+        None => free_port().context("no port of this host is free")?,
+    };
+    let signals = Signals::new()?;
+    let variables = |rank: u32| {
+        [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank - layout.first()),
+            ("WORLD_SIZE", layout.world()),
+            ("LOCAL_WORLD_SIZE", layout.ranks_here),
+            ("GROUP_RANK", layout.node),
+            ("MASTER_PORT", port.into()),
+        ]
+        .map(|(name, value)| (name, value.to_string()))
+        .into_iter()
+        .chain([("MASTER_ADDR", layout.host.clone())])
+        .collect::<Vec<_>>()
+    };
+    let numbers = layout.first()..layout.first() + layout.ranks_here;
+    let ranks = Ranks::start(&program, &args.command, numbers, &variables)?;
+    ranks.wait(signals)
+}
+
+/// Refuses what cannot be the part of a rank; whether it trains.
+fn check(command: &[OsString]) -> Result<bool> {
+    let words: Vec<&OsStr> = command.iter().map(OsString::as_os_str).collect();
+    let is_training = words[0] == "train";
+    let is_bench = words.len() > 1 && words[0] == "bench" && words[1] == "collectives";
+    if !is_training && !is_bench {
+        bail!(
+            "`{}` is nothing that ranks do together: launch `train` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
+            words[0].display()
+        );
+    }
+    let misplaced = |word: &&OsStr| word.to_string_lossy().split('=').next() == Some(MAX_RESTARTS);
+    if words.iter().any(misplaced) {
+        bail!("a rank cannot be restarted alone: write {MAX_RESTARTS} before `train`, as an option of `launch`");
+    }
+    Ok(is_training)
+}
+
+/// What the options and Slurm's variables say together.
+fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<String>) -> Result<Layout> {
+    let slurm = slurm(environment, &get)?;
+    let nodes = args.nnodes.or(slurm.map(|(nodes, _)| nodes)).unwrap_or(1);
+    let node = args.node_rank.or(slurm.map(|(_, node)| node));
+    let ranks_here = args.nproc_per_node;
+    if nodes == 1 {
+        if node.is_some_and(|node| node > 0) {
+            bail!("--node-rank {} of --nnodes 1: hosts are numbered from 0", node.unwrap_or(0));
+        }
+        let host = args.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_owned());
+        return Ok(Layout { nodes, node: 0, ranks_here, host, port: args.master_port });
+    }
+    let Some(node) = node else { bail!("--nnodes {nodes} needs --node-rank, from 0 to {}, on each host", nodes - 1) };
+    if node >= nodes {
+        bail!("--node-rank {node} of --nnodes {nodes}: hosts are numbered from 0 to {}", nodes - 1);
+    }
+    let known = environment.master.as_ref().filter(|_| slurm.is_some());
+    let Some(host) = args.master_addr.clone().or(known.map(|master| master.host.clone())) else {
+        bail!("--nnodes {nodes} needs --master-addr, the name or address of host 0 as all hosts know it");
+    };
+    let port = args.master_port.or(known.map(|master| master.port)).unwrap_or(PORT_DEFAULT);
+    Ok(Layout { nodes, node, ranks_here, host, port: Some(port) })
+}
+
+/// Hosts and this one's number as Slurm's step has them, if it started one process on each; an error if this process is a rank already.
+fn slurm(environment: &Environment, get: &impl Fn(&str) -> Option<String>) -> Result<Option<(u32, u32)>> {
+    let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u32>().ok());
+    let Environment { launcher, rank, world, derivation, .. } = environment;
+    let is_step = get("SLURM_STEP_ID").is_some() && matches!(launcher, Launcher::Slurm | Launcher::Pmi);
+    let hosts = number("SLURM_STEP_NUM_NODES").filter(|_| is_step);
+    match hosts {
+        Some(hosts) if hosts == *world => Ok(Some((hosts, number("SLURM_NODEID").unwrap_or(*rank)))),
+        _ if *world <= 1 => Ok(None),
+        Some(hosts) => bail!(
+            "srun started {world} tasks on {hosts} hosts ({derivation}): start `trainyard launch` once on each (srun --ntasks-per-node=1), or `srun trainyard train` with a \
+             task for each rank"
+        ),
+        None => bail!(
+            "this process is rank {rank} of {world} already ({derivation}), started by {launcher}: run `trainyard train` here, or `trainyard launch` without {launcher}"
+        ),
+    }
+}
+
+/// This command under the supervisor.
+fn restarting(args: &Args, layout: &Layout, program: &Path) -> Result<ExitCode> {
+    let mut command: Vec<OsString> = vec![program.into(), "launch".into()];
+    let mut option = |name: &str, value: String| command.extend([name.into(), value.into()]);
+    option("--nproc-per-node", layout.ranks_here.to_string());
+    option("--nnodes", layout.nodes.to_string());
+    option("--node-rank", layout.node.to_string());
+    option("--master-addr", layout.host.clone());
+    // On one host each attempt finds a port of its own.
+    layout.port.iter().for_each(|port| option("--master-port", port.to_string()));
+    command.extend(args.command.iter().cloned());
+    let run = match (layout.nodes, layout.port) {
+        (1, _) | (_, None) => RunFile::own(),
+        (_, Some(port)) => RunFile::shared(&format!("{}-{port}", layout.host), layout.node == 0),
+    };
+    supervise::supervise(Supervised { command: &command, max_restarts: args.max_restarts, run, is_honest: true })
+}
+
+/// A port at which nobody listens; another program may take it before rank 0 does, which then says so.
+fn free_port() -> Option<u16> {
+    let count = PORTS.end - PORTS.start;
+    let begin = std::process::id().wrapping_mul(PORT_STRIDE);
+    let ports = (0..count).map(|step| (PORTS.start + begin.wrapping_add(step) % count) as u16);
+    let mut free = ports.filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    free.next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    type Variables<'a> = &'a [(&'a str, &'a str)];
+
+    fn laid_out(options: &str, variables: Variables) -> Result<Layout> {
+        let get = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        let line = format!("launch {options} train c.toml --set a.b=1");
+        let args = Line::try_parse_from(line.split_whitespace())?.args;
+        assert_eq!(args.command, ["train", "c.toml", "--set", "a.b=1"]);
+        layout(&args, &Environment::from_variables(get)?, get)
+    }
+
+    const STEP: [(&str, &str); 7] = [
+        ("SLURM_PROCID", "1"),
+        ("SLURM_NODEID", "1"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_JOB_ID", "5"),
+        ("SLURM_STEP_NUM_TASKS", "2"),
+        ("SLURM_STEP_NUM_NODES", "2"),
+        ("SLURM_STEP_NODELIST", "node[3-4]"),
+    ];
+
+    #[test]
+    fn options_and_slurm_make_a_layout() {
+        let layout =
+            |nodes, node, ranks_here, host: &str, port| Layout { nodes, node, ranks_here, host: host.into(), port };
+        let cases: [(&str, Variables, Layout); 5] = [
+            ("--nproc-per-node 4", &[], layout(1, 0, 4, "127.0.0.1", None)),
+            ("--nproc_per_node=2 --master_port 77", &[], layout(1, 0, 2, "127.0.0.1", Some(77))),
+            (
+                "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node3",
+                &[],
+                layout(2, 1, 8, "node3", Some(29_400)),
+            ),
+            ("--nproc-per-node 8", &STEP, layout(2, 1, 8, "node3", Some(10_005))),
+            ("--nproc-per-node 8", &[("RANK", "0"), ("WORLD_SIZE", "1")], layout(1, 0, 8, "127.0.0.1", None)),
+        ];
+        for (options, variables, expected) in cases {
+            assert_eq!(laid_out(options, variables).unwrap(), expected, "{options}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_started_says_why() {
+        let two_each: Vec<(&str, &str)> = STEP
+            .iter()
+            .map(|&(name, value)| (name, if name == "SLURM_STEP_NUM_TASKS" { "4" } else { value }))
+            .collect();
+        let cases: [(&str, Variables, &str); 7] = [
+            ("--nnodes 2", &[], "--nnodes 2 needs --node-rank, from 0 to 1"),
+            ("--nnodes 2 --node-rank 2", &[], "numbered from 0 to 1"),
+            ("--nnodes 2 --node-rank 0", &[], "needs --master-addr"),
+            ("--node-rank 1", &[], "--node-rank 1 of --nnodes 1"),
+            (
+                "",
+                &[("RANK", "1"), ("WORLD_SIZE", "4")],
+                "rank 1 of 4 already (RANK=1, WORLD_SIZE=4), started by torchrun",
+            ),
+            ("", &[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")], "rank 1 of 4 already"),
+            ("", &two_each, "srun started 4 tasks on 2 hosts"),
+        ];
+        for (options, variables, why) in cases {
+            let error = laid_out(options, variables).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_what_ranks_do_together_is_started() {
+        let check = |words: &[&str]| check(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert!(check(&["train", "c.toml"]).unwrap());
+        assert!(!check(&["bench", "collectives"]).unwrap());
+        for bad in
+            [&["plan"][..], &["bench", "kernels"], &["train", "--max-restarts", "2"], &["train", "--max-restarts=2"]]
+        {
+            assert!(check(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_free_port_can_be_listened_at() {
+        let port = free_port().unwrap();
+        assert!(PORTS.contains(&port.into()) && TcpListener::bind(("127.0.0.1", port)).is_ok());
+    }
+}

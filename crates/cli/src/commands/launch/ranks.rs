@@ -1,0 +1,243 @@
+//! The processes of a host: started, listened to, signalled, ended.
+//!
+//! - **Output.** Rank 0 has the terminal to itself, so its progress is readable. What other ranks say goes to standard error, each line behind `[rank R]`.
+//! - **Signals.** Ranks are in process groups of their own, so that a key on the terminal reaches this process alone, which passes SIGINT and SIGTERM on, once each time.
+//! - **Ends.** Ranks tell each other of failures and end by themselves. Who has not [`GRACE`] after the first bad end is killed: it is stopped or stuck where nothing reaches it.
+
+use crate::commands::supervise::{EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PANIC, send};
+use crate::output::note;
+use anyhow::{Context, Result};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::ops::Range;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use trainyard_comm::Environment;
+
+/// How long ranks may go on after one has ended badly: they end their own stuck threads after 5 s, and write reports.
+const GRACE: Duration = Duration::from_secs(8);
+/// How often is looked.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// SIGINT and SIGTERM, counted.
+pub struct Signals(signal_hook::iterator::Signals);
+
+impl Signals {
+    /// Takes them from now on.
+    pub fn new() -> Result<Signals> {
+        signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map(Signals).context("signal handling")
+    }
+}
+
+struct Rank {
+    number: u32,
+    child: Child,
+    /// Threads that pass its output on.
+    relays: Vec<JoinHandle<()>>,
+    status: Option<ExitStatus>,
+    /// Whether its end is our doing.
+    was_killed: bool,
+}
+
+/// Ranks of this host. Dropping it kills those that run.
+pub struct Ranks(Vec<Rank>);
+
+impl Ranks {
+    /// Starts `program` with `arguments` as each of the ranks `numbers`, with the environment variables of each.
+    pub fn start(
+        program: &Path,
+        arguments: &[OsString],
+        numbers: Range<u32>,
+        variables: &dyn Fn(u32) -> Vec<(&'static str, String)>,
+    ) -> Result<Ranks> {
+        let mut ranks = Ranks(Vec::new());
+        for number in numbers {
+            let mut command = Command::new(program);
+            command.args(arguments).stdin(Stdio::null()).process_group(0);
+            // This process's own place in a Slurm step is not that of its ranks.
+            for name in Environment::variables() {
+                command.env_remove(name);
+            }
+            command.envs(variables(number));
+            if number > 0 {
+                command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            }
+            let mut child = command.spawn().with_context(|| format!("cannot start rank {number}"))?;
+            let relays =
+                [child.stdout.take().map(|out| relay(number, out)), child.stderr.take().map(|err| relay(number, err))];
+            let relays = relays.into_iter().flatten().collect();
+            ranks.0.push(Rank { number, child, relays, status: None, was_killed: false });
+        }
+        Ok(ranks)
+    }
+
+    /// Waits until all have ended; the exit code that says how.
+    pub fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
+        let mut is_stopping = false;
+        let mut failed: Option<Instant> = None;
+        loop {
+            for signal in signals.0.pending() {
+                is_stopping = true;
+                // Whoever is left after a failure has nothing to save.
+                if failed.is_some() { self.kill()? } else { self.signal(signal)? }
+            }
+            for (number, pid, status) in self.newly_ended()? {
+                let is_asked_for = is_stopping && status.code() == Some(EXIT_INTERRUPTED.into());
+                if failed.is_none() && !status.success() && !is_asked_for {
+                    failed = Some(Instant::now());
+                    note(&format!("launch: rank {number} (process {pid}) ended with {status}"));
+                }
+            }
+            if self.running().next().is_none() {
+                break;
+            }
+            let left: Vec<String> =
+                self.running().filter(|rank| !rank.was_killed).map(|rank| rank.number.to_string()).collect();
+            if !left.is_empty() && failed.is_some_and(|since| since.elapsed() > GRACE) {
+                note(&format!(
+                    "launch: still running {} s after that, and killed: rank {}",
+                    GRACE.as_secs(),
+                    left.join(", ")
+                ));
+                self.kill()?;
+            }
+            std::thread::sleep(LOOK);
+        }
+        for rank in &mut self.0 {
+            // A relay that panicked has told itself.
+            rank.relays.drain(..).for_each(|relay| drop(relay.join()));
+        }
+        let ended = self.0.iter().filter_map(|rank| Some((rank.number, rank.status?, rank.was_killed)));
+        let ended: Vec<_> = ended.collect();
+        if failed.is_some() {
+            note(&format!("launch: {}", summary(&ended)));
+        }
+        let own: Vec<ExitStatus> = ended.iter().filter(|(.., killed)| !killed).map(|(_, status, _)| *status).collect();
+        Ok(ExitCode::from(exit_code(&own)))
+    }
+
+    fn running(&self) -> impl Iterator<Item = &Rank> {
+        self.0.iter().filter(|rank| rank.status.is_none())
+    }
+
+    /// Those that have ended since the last look; those ended by a signal first, as they are the cause of the others' ends.
+    fn newly_ended(&mut self) -> Result<Vec<(u32, u32, ExitStatus)>> {
+        let mut ended = Vec::new();
+        for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
+            rank.status = rank.child.try_wait().context("waiting for the ranks")?;
+            ended.extend(rank.status.map(|status| (rank.number, rank.child.id(), status)));
+        }
+        ended.sort_by_key(|(_, _, status)| status.code().is_some());
+        Ok(ended)
+    }
+
+    fn signal(&self, signal: i32) -> Result<()> {
+        let name = if signal == SIGINT { "INT" } else { "TERM" };
+        self.running().try_for_each(|rank| send(&rank.child, name)).context("passing a signal on")
+    }
+
+    fn kill(&mut self) -> Result<()> {
+        for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
+            rank.was_killed = true;
+            rank.child.kill().with_context(|| format!("killing rank {}", rank.number))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        // Only after an error in between; who has ended cannot be killed.
+        let _ = self.kill();
+    }
+}
+
+/// Passes the lines of a rank on.
+fn relay(number: u32, output: impl Read + Send + 'static) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        let mut output = BufReader::new(output);
+        let mut line = Vec::new();
+        while output.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            let text = String::from_utf8_lossy(&line);
+            // In one piece, so that lines of ranks do not mix; nobody reading is no reason to stop the rank.
+            let _ = std::io::stderr().write_all(format!("[rank {number}] {}\n", text.trim_end()).as_bytes());
+            line.clear();
+        }
+    })
+}
+
+/// `rank 1: signal: 9 (SIGKILL); ranks 0, 2: exit status: 70`
+fn summary(ended: &[(u32, ExitStatus, bool)]) -> String {
+    let mut groups: Vec<(String, Vec<String>)> = Vec::new();
+    for (number, status, was_killed) in ended {
+        let how = if *was_killed { "killed by launch".to_owned() } else { status.to_string() };
+        match groups.iter_mut().find(|(known, _)| *known == how) {
+            Some((_, numbers)) => numbers.push(number.to_string()),
+            None => groups.push((how, vec![number.to_string()])),
+        }
+    }
+    let words = groups.iter().map(|(how, numbers)| {
+        format!("rank{} {}: {how}", if numbers.len() == 1 { "" } else { "s" }, numbers.join(", "))
+    });
+    words.collect::<Vec<_>>().join("; ")
+}
+
+/// What all ranks' ends are together: an error that would come again (which keeps its code), a rank that failed, a stop that was asked for, or success.
+fn exit_code(ended: &[ExitStatus]) -> u8 {
+    let codes: Vec<Option<i32>> = ended.iter().map(|status| status.code()).collect();
+    let others = [0, i32::from(EXIT_FAULT), i32::from(EXIT_INTERRUPTED), EXIT_PANIC];
+    let error = codes.iter().flatten().find(|code| !others.contains(code));
+    let is_failed = |code: &Option<i32>| matches!(code, None | Some(EXIT_PANIC)) || *code == Some(EXIT_FAULT.into());
+    match error {
+        // The operating system's codes have eight bits.
+        Some(&code) => u8::try_from(code).unwrap_or(EXIT_FAULT),
+        None if codes.iter().any(is_failed) || codes.is_empty() => EXIT_FAULT,
+        None if codes.contains(&Some(EXIT_INTERRUPTED.into())) => EXIT_INTERRUPTED,
+        None => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    fn exited(code: i32) -> ExitStatus {
+        ExitStatus::from_raw(code << 8)
+    }
+
+    #[test]
+    fn ranks_together_end_as_their_worst() {
+        let killed = ExitStatus::from_raw(9);
+        for (ended, code) in [
+            (vec![exited(0), exited(0)], 0),
+            (vec![exited(70), killed, exited(70)], 70),
+            (vec![exited(101), exited(70)], 70),
+            (vec![exited(70), exited(1)], 1),
+            (vec![exited(2), exited(2)], 2),
+            (vec![exited(130), exited(130)], 130),
+            (vec![exited(130), exited(70)], 70),
+            (vec![], 70),
+        ] {
+            assert_eq!(exit_code(&ended), code, "{ended:?}");
+        }
+    }
+
+    #[test]
+    fn the_summary_names_every_rank_once() {
+        let ended = [
+            (0, exited(70), false),
+            (1, ExitStatus::from_raw(9), false),
+            (2, exited(70), false),
+            (3, ExitStatus::from_raw(9), true),
+        ];
+        assert_eq!(
+            summary(&ended),
+            "ranks 0, 2: exit status: 70; rank 1: signal: 9 (SIGKILL); rank 3: killed by launch"
+        );
+    }
+}

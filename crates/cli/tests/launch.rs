@@ -1,0 +1,212 @@
+//! Ranks that are processes over TCP, started by `trainyard launch`: the bits of threads, faults that are named and survived, signals, restarts.
+
+mod common;
+
+use common::{Folder, Ran, tensors};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes to come about.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Enough steps for three checkpoints.
+const SETS: [&str; 4] =
+    ["training.steps=6", "training.micro_batch_size=2", "training.accumulation_steps=2", "checkpoint.interval_steps=2"];
+
+/// `train tiny.toml` as the run `name` with `sets`.
+fn train(name: &str, sets: &[&str]) -> Vec<String> {
+    let name = format!("run.name='{name}'");
+    let sets = [&[name.as_str()], &SETS[..], sets].concat();
+    let sets = sets.iter().flat_map(|set| ["--set".to_owned(), (*set).to_owned()]);
+    ["train".to_owned(), "tiny.toml".to_owned()].into_iter().chain(sets).collect()
+}
+
+/// `launch --nproc-per-node RANKS OPTIONS` in front of `command`.
+fn launch(ranks: usize, options: &[&str], command: &[String]) -> Vec<String> {
+    let own = ["launch".to_owned(), "--nproc-per-node".to_owned(), ranks.to_string()];
+    own.into_iter().chain(options.iter().map(|option| (*option).to_owned())).chain(command.iter().cloned()).collect()
+}
+
+fn command(folder: &Folder, arguments: &[String], faults: &str) -> Command {
+    let mut command = folder.command(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+    command.env("TRAINYARD_FAULTS", faults).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn run(folder: &Folder, arguments: &[String], faults: &str) -> Ran {
+    Ran::new(command(folder, arguments, faults).output().expect("the program starts"))
+}
+
+fn same_tensors(folder: &Folder, one: &str, other: &str) {
+    let of = |name: &str| tensors(&folder.join(&format!("runs/{name}")));
+    assert!(of(one) == of(other), "the tensors of {one} and {other} differ");
+}
+
+const ZERO_3: [&str; 4] =
+    ["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'", "precision.compute='bf16'"];
+const HYBRID: [&str; 3] = ["parallel.ranks=4", "parallel.zero_stage=3", "parallel.data_parallel_replicate_degree=2"];
+
+#[test]
+fn launched_processes_train_the_bits_of_threads() {
+    let folder = Folder::new();
+    for (name, ranks, sets) in [("zero-3", 2, &ZERO_3[..]), ("hybrid", 4, &HYBRID)] {
+        let threads = format!("{name}-threads");
+        run(&folder, &train(&threads, sets), "").ok();
+        let ran = run(&folder, &launch(ranks, &[], &train(name, sets)), "").ok();
+        same_tensors(&folder, name, &threads);
+        // Rank 0 alone speaks, and nothing stands before what it says.
+        assert_eq!(ran.stdout.matches("done: 6 steps").count(), 1, "{}", ran.stdout);
+        assert!(
+            ran.stderr.contains(&format!("{ranks} processes over tcp (RANK=0, WORLD_SIZE={ranks}); met at 127.0.0.1"))
+        );
+        assert!(!ran.stderr.contains("[rank "), "{}", ran.stderr);
+    }
+    // Two launches that find each other as two hosts would.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let host = |node: &'static str| {
+        let options = ["--nnodes", "2", "--node-rank", node, "--master-addr", "localhost", "--master-port", &port];
+        command(&folder, &launch(2, &options, &train("two-hosts", &HYBRID)), "").spawn().expect("the program starts")
+    };
+    for host in [host("1"), host("0")] {
+        Ran::new(host.wait_with_output().expect("a child")).ok();
+    }
+    same_tensors(&folder, "two-hosts", "hybrid");
+}
+
+/// Begun between threads, gone on with by processes, ended by threads; and the other way round.
+#[test]
+fn runs_go_on_from_threads_to_launched_processes_and_back() {
+    let folder = Folder::new();
+    run(&folder, &train("whole", &ZERO_3), "").ok();
+    for threads_first in [true, false] {
+        let name = if threads_first { "threads" } else { "processes" };
+        // Ends by a fault a second after the steps that have checkpoints, which are written meanwhile; then by itself.
+        let fault = |rank, step| {
+            format!("delay:1000 rank={rank} step={step} instruction=4; kill rank={rank} step={step} instruction=5")
+        };
+        for (sitting, fault) in [fault(1, 3), fault(0, 5), String::new()].iter().enumerate() {
+            let own = match sitting {
+                0 => train(name, &ZERO_3),
+                _ => vec!["train".to_owned(), "--resume".to_owned(), format!("runs/{name}")],
+            };
+            let is_launched = threads_first == (sitting == 1);
+            let arguments = if is_launched { launch(2, &[], &own) } else { own };
+            let ran = run(&folder, &arguments, fault);
+            let expected = if fault.is_empty() { 0 } else { 70 };
+            assert_eq!(ran.code, Some(expected), "{name} {sitting}: {}", ran.stderr);
+            assert_eq!(ran.stdout.contains("done: 6 steps"), fault.is_empty(), "{name} {sitting}: {}", ran.stderr);
+            assert!(sitting == 0 || ran.stderr.contains("resumed at step "), "{name} {sitting}: {}", ran.stderr);
+        }
+        same_tensors(&folder, name, "whole");
+    }
+}
+
+#[test]
+fn launched_ranks_that_fail_are_named_and_restarted() {
+    let folder = Folder::new();
+    run(&folder, &train("whole", &ZERO_3), "").ok();
+    for (name, fault, ends) in [
+        ("killed", "kill rank=1 step=4 instruction=5", "launch: rank 1 (process "),
+        ("hung", "hang rank=0 step=3 instruction=5", "exit status: 70"),
+        ("early", "refuse rank=1 step=1 instruction=2", "exit status: 70"),
+    ] {
+        let sets = [&ZERO_3[..], &["parallel.deadline_seconds=3"]].concat();
+        let ran = run(&folder, &launch(2, &["--max-restarts", "1"], &train(name, &sets)), fault).ok();
+        assert!(ran.stderr.contains(ends) && ran.stderr.contains("launch: rank"), "{name}: {}", ran.stderr);
+        assert!(ran.stderr.contains(&format!("restart 1 of 1: runs/{name} goes on")), "{name}: {}", ran.stderr);
+        if name == "killed" {
+            assert!(ran.stderr.contains("ended with signal: 6 (SIGABRT)"), "{}", ran.stderr);
+            assert!(ran.stderr.contains("died: its process no longer exists"), "{}", ran.stderr);
+        }
+        same_tensors(&folder, name, "whole");
+    }
+}
+
+/// A process that is stopped answers nothing and obeys no signal but one.
+#[test]
+fn a_launched_rank_that_is_frozen_is_killed() {
+    let folder = Folder::new();
+    let sets = ["parallel.ranks=2", "parallel.deadline_seconds=2", "training.steps=1000000"];
+    let child = command(&folder, &launch(2, &[], &train("frozen", &sets)), "").spawn().expect("the program starts");
+    wait_for_steps(&folder, "frozen", 5);
+    send("-STOP", &rank_process(child.id(), 1));
+    let ran = Ran::new(child.wait_with_output().expect("a child"));
+    assert_eq!(ran.code, Some(70), "{}", ran.stderr);
+    for said in ["rank 1 (host", "its process answers nothing", "and killed: rank 1", "rank 1: killed by launch"] {
+        assert!(ran.stderr.contains(said), "{said}: {}", ran.stderr);
+    }
+}
+
+#[test]
+fn signals_reach_every_launched_rank() {
+    let folder = Folder::new();
+    let sets = ["parallel.ranks=2", "training.steps=1000000", "checkpoint.interval_steps=500000"];
+    for (name, signal) in [("interrupted", "-INT"), ("terminated", "-TERM")] {
+        let child = command(&folder, &launch(2, &[], &train(name, &sets)), "").spawn().expect("the program starts");
+        wait_for_steps(&folder, name, 5);
+        send(signal, &child.id().to_string());
+        let ran = Ran::new(child.wait_with_output().expect("a child"));
+        assert_eq!(ran.code, Some(130), "{name}: {}\n{}", ran.stdout, ran.stderr);
+        assert!(ran.stdout.contains(&format!("trainyard train --resume runs/{name}")), "{name}: {}", ran.stdout);
+        assert!(!ran.stderr.contains("launch:"), "{name}: {}", ran.stderr);
+    }
+}
+
+#[test]
+fn what_cannot_be_launched_says_why() {
+    let folder = Folder::new();
+    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a str);
+    let cases: [Case; 5] = [
+        ("launch --nproc-per-node 2 train gone.toml", &[], "cannot read gone.toml"),
+        ("launch --nproc-per-node 2 eval runs/a", &[], "`eval` is nothing that ranks do together"),
+        ("launch train tiny.toml --max-restarts 2", &[], "write --max-restarts before `train`"),
+        ("launch train tiny.toml", &[("RANK", "1"), ("WORLD_SIZE", "4")], "this process is rank 1 of 4 already"),
+        (
+            "train tiny.toml --max-restarts 2",
+            &[("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")],
+            "a rank cannot be restarted alone",
+        ),
+    ];
+    for (line, variables, why) in cases {
+        let ran =
+            Ran::new(command(&folder, &words(line), "").envs(variables.iter().copied()).output().expect("it starts"));
+        assert_eq!(ran.code, Some(1), "{line}: {}", ran.stderr);
+        assert!(ran.stderr.contains(why), "{line}: {}", ran.stderr);
+    }
+    // A rank that nobody else joins.
+    let mut alone = command(&folder, &words("train tiny.toml"), "");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    alone.envs([
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("TRAINYARD_RENDEZVOUS_SECONDS", "0.2"),
+    ]);
+    let ran = Ran::new(alone.env("MASTER_PORT", port.to_string()).output().expect("it starts"));
+    assert_eq!(ran.code, Some(1), "{}", ran.stderr);
+    assert!(ran.stderr.contains("rank 1 of a world of 2 did not come to 127.0.0.1"), "{}", ran.stderr);
+}
+
+/// Waits until the run has made so many steps.
+fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
+    let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
+    let began = Instant::now();
+    while std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < steps {
+        assert!(began.elapsed() < PATIENCE, "{name} does not come to step {steps}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn send(signal: &str, process: &str) {
+    assert!(Command::new("kill").args([signal, process]).status().expect("kill runs").success());
+}
+
+/// The process of a rank among the children of `launcher`.
+fn rank_process(launcher: u32, rank: u32) -> String {
+    let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).expect("children");
+    let is_rank = |pid: &&str| {
+        let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        variables.split(|&byte| byte == 0).any(|variable| variable == format!("RANK={rank}").as_bytes())
+    };
+    children.split_whitespace().find(is_rank).expect("a process for each rank").to_owned()
+}
