@@ -207,6 +207,10 @@ pub(crate) trait Backend: Send + Sync {
     fn place(&self, world_rank: u32) -> Place;
     /// What a member last posted, and how long ago.
     fn position_of(&self, member: usize) -> Option<(Position, Duration)>;
+    /// Asks members for their positions, where those are not known at once; whether answers are to come.
+    fn ask(&self, _: &[usize]) -> bool {
+        false
+    }
     /// Makes this rank's position known.
     fn post(&self, position: Position);
 

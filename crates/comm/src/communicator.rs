@@ -240,8 +240,28 @@ impl Communicator {
     ) -> Pending<B> {
         // The worker's handle shares the core but has no worker: inside, calls run at once.
         let worker = self.worker.get_or_init(Worker::new);
-        let inner = Communicator { core: self.core.clone(), worker: OnceLock::new() };
+        let inner = self.handle();
         worker.submit(buffers, move |buffers| operation(&inner, buffers))
+    }
+
+    /// Another handle on the same communicator, for a thread that watches it.
+    pub(crate) fn handle(&self) -> Communicator {
+        Communicator { core: self.core.clone(), worker: OnceLock::new() }
+    }
+
+    /// How long operations wait.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.core.deadline()
+    }
+
+    /// Fails the world in the name of these members; the failure that counts.
+    pub(crate) fn accuse(&self, kind: ErrorKind, culprits: &[usize], operation: Option<(Operation, u64)>) -> CommError {
+        self.core.backend.fail_with(kind, culprits, operation, &self.core.name)
+    }
+
+    /// Asks members where they are, if that is not known anyway; whether an answer is to come.
+    pub(crate) fn ask(&self, members: &[usize]) -> bool {
+        self.core.backend.ask(members)
     }
 
     /// Fails the world because of something that all ranks asked for and cannot have.

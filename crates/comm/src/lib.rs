@@ -17,6 +17,8 @@
 //! difference is an error that shows both sides. Lanes that run beside each other use communicators of their own
 //! ([`Communicator::duplicate`], [`Communicator::split`]).
 //!
+//! Memory of GPUs is exchanged by NCCL beside a communicator ([`nccl`]): same groups, deadlines and reports, another order of sums.
+//!
 //! What this crate does not do: it knows no tensors, programs or strategies, retries nothing, and moves only plain data.
 
 mod backend;
@@ -30,6 +32,7 @@ mod inline;
 pub mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod nccl;
 pub mod number;
 mod pending;
 mod place;

@@ -163,8 +163,8 @@ pub fn tree_sum<T: Number>(values: &[T]) -> T::Sum {
     }
 }
 
-/// The largest power of two below `ranks`, which is at least 2.
-fn left_span(ranks: usize) -> usize {
+/// Ranks of the left half of the tree: the largest power of two below `ranks`, which is at least 2.
+pub fn left_span(ranks: usize) -> usize {
     ranks.next_power_of_two() / 2
 }
 

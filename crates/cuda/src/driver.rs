@@ -6,6 +6,7 @@
 
 use crate::error::Result;
 use crate::kernels::{Argument, File, Float, Launch};
+use crate::nccl::Nccl;
 
 /// Memory of the device.
 pub type Address = u64;
@@ -205,6 +206,12 @@ pub trait Driver: Send + Sync {
     /// Lets what is put on the stream from now on wait for the mark.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
 
+    /// Whether all that comes before a recorded mark is done.
+    ///
+    /// # Errors
+    /// Also those of the work itself.
+    fn is_passed(&self, event: Event) -> Result<bool>;
+
     /// Seconds from one recorded mark to another, both passed.
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64>;
 
@@ -240,4 +247,10 @@ pub trait Driver: Send + Sync {
     /// # Safety
     /// The operands have the form's sizes.
     unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()>;
+
+    /// Collectives with other devices.
+    ///
+    /// # Errors
+    /// That there is no library for it, in a sentence.
+    fn nccl(&self) -> Result<&dyn Nccl>;
 }

@@ -42,7 +42,7 @@ pub enum CudaError {
     },
     /// A library is missing.
     #[error(
-        "{library} is not found; it was looked for in {looked}. It comes with the CUDA toolkit (set CUDA_HOME) and with \
+        "{library} is not found; it was looked for in {looked}. It comes {shipped} and with \
          the Python package {package} (activate its environment, or set VIRTUAL_ENV)"
     )]
     NoLibrary {
@@ -52,6 +52,20 @@ pub enum CudaError {
         looked: String,
         /// Who ships it on PyPI.
         package: &'static str,
+        /// Who ships it otherwise.
+        shipped: &'static str,
+    },
+    /// A library is older than the calls that are made.
+    #[error("{path} is {library} {found}, and {needed} is the least that is needed: update it")]
+    OldLibrary {
+        /// What it is.
+        library: &'static str,
+        /// Where it was found.
+        path: String,
+        /// Its version.
+        found: String,
+        /// The least.
+        needed: String,
     },
     /// A library lacks a function, which a newer one has.
     #[error("{path} has no function {symbol}: it is too old")]

@@ -3,17 +3,21 @@
 //! Work is only queued until somebody waits for it. Then heads of streams are taken by a seeded choice, so that what was not ordered by an event
 //! runs in the wrong order for some seed. Beside that every access is checked as it is queued: memory must lie inside an allocation, and what
 //! conflicts with an earlier access of another stream must come after it by events (vector clocks, Lamport 1978, Mattern 1989). Products are computed;
-//! kernels are computed by what [`Options::kernels`] gives, else only recorded.
+//! kernels are computed by what [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they have.
 
+mod network;
 mod order;
 mod product;
+
+pub use network::{Fault, FaultKind, Network};
 
 use crate::driver::{Address, Call, Driver, Event, Function, Operands, Product, Properties, Region, Stream};
 use crate::error::{CudaError, Result};
 use crate::kernels::{Argument, File, Float, Launch};
+use crate::nccl::{Comm, Exchange, Nccl, UniqueId};
 use order::{Clock, Order};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Runs kernels on the host, with host addresses as those of the device.
 pub trait Kernels: Send + Sync {
@@ -31,11 +35,13 @@ pub struct Options {
     pub kernels: Option<Box<dyn Kernels>>,
     /// The kernel or `"product"` that cannot be launched.
     pub failing: Option<&'static str>,
+    /// What connects it to others; None: it has no NCCL.
+    pub network: Option<Arc<Network>>,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { memory: 1 << 30, seed: 0, kernels: None, failing: None }
+        Options { memory: 1 << 30, seed: 0, kernels: None, failing: None, network: None }
     }
 }
 
@@ -44,7 +50,7 @@ impl Default for Options {
 pub struct Record {
     /// Where.
     pub stream: Stream,
-    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`.
+    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`, `nccl`.
     pub name: &'static str,
     /// The float type of a kernel's module.
     pub float: Option<Float>,
@@ -59,12 +65,20 @@ pub struct Record {
 /// See the module.
 pub struct Fake {
     properties: Properties,
-    kernels: Option<Box<dyn Kernels>>,
     failing: Option<&'static str>,
-    state: Mutex<State>,
+    /// The network with this device's number there.
+    network: Option<(Arc<Network>, usize)>,
+    device: Arc<State>,
 }
 
+/// What works by itself.
 struct State {
+    kernels: Option<Box<dyn Kernels>>,
+    network: Option<Arc<Network>>,
+    queues: Mutex<Queues>,
+}
+
+struct Queues {
     random: u64,
     /// Allocations by address; 16-byte units for alignment.
     memory: BTreeMap<Address, Allocation>,
@@ -109,6 +123,7 @@ enum Work {
     Zero { to: Region },
     Kernel { function: Function, launch: Launch, arguments: Vec<Argument> },
     Product { form: Product, operands: Operands },
+    Exchange(network::Group),
     Record { event: usize, generation: u64 },
     Wait { event: usize, generation: u64 },
 }
@@ -128,7 +143,7 @@ impl Fake {
             memory: options.memory,
             driver_version: 12080,
         };
-        let state = State {
+        let queues = Queues {
             random: options.seed ^ 0x9e37_79b9_7f4a_7c15,
             memory: BTreeMap::new(),
             used: 0,
@@ -143,7 +158,13 @@ impl Fake {
             problems: Vec::new(),
             failure: None,
         };
-        Fake { properties, kernels: options.kernels, failing: options.failing, state: Mutex::new(state) }
+        let (kernels, network) = (options.kernels, options.network);
+        let device = Arc::new(State { kernels, network: network.clone(), queues: Mutex::new(queues) });
+        let network = network.map(|network| {
+            let number = network.join(Arc::downgrade(&device));
+            (network, number)
+        });
+        Fake { properties, failing: options.failing, network, device }
     }
 
     /// What was put on streams since this was last asked, in the order of the host's calls.
@@ -162,8 +183,8 @@ impl Fake {
         (state.used, state.used_max)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.device.lock()
     }
 
     /// Checks and queues; `describe` is what the record says beside name and regions.
@@ -191,6 +212,30 @@ fn plain(stream: Stream, name: &'static str, regions: &[Region]) -> Record {
 }
 
 impl State {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs what can be run until `done`, waiting for other devices where streams do.
+    fn run(&self, done: impl Fn(&Queues) -> bool) -> Result<()> {
+        loop {
+            if self.lock().run(self.kernels.as_deref(), self.network.as_deref(), &done)? {
+                return Ok(());
+            }
+            self.network.as_ref().expect("who waits for others is on a network").wait();
+        }
+    }
+
+    /// Runs what can be run now, unless somebody is at it.
+    fn advance(&self) {
+        if let Ok(mut queues) = self.queues.try_lock() {
+            // What fails is told to who waits for it.
+            queues.run(self.kernels.as_deref(), self.network.as_deref(), &|_| false).ok();
+        }
+    }
+}
+
+impl Queues {
     fn check(&mut self, stream: Stream, region: &Region) -> Result<(), String> {
         if region.address == 0 || region.bytes == 0 {
             return Ok(());
@@ -203,11 +248,20 @@ impl State {
         self.order.access(*base, start..end, region.written, stream.0)
     }
 
-    /// Runs what can be run until `done`.
-    fn run(&mut self, kernels: Option<&dyn Kernels>, done: impl Fn(&State) -> bool) -> Result<()> {
+    /// Runs what can be run until `done`; whether that was reached, or streams wait for other devices.
+    fn run(
+        &mut self,
+        kernels: Option<&dyn Kernels>,
+        network: Option<&Network>,
+        done: &dyn Fn(&Queues) -> bool,
+    ) -> Result<bool> {
         while !done(self) {
-            let ready: Vec<usize> = (0..self.streams.len()).filter(|s| self.can_run(*s)).collect();
+            let ready: Vec<usize> = (0..self.streams.len()).filter(|s| self.can_run(*s, network)).collect();
             if ready.is_empty() {
+                let exchanges = |stream: &VecDeque<Work>| matches!(stream.front(), Some(Work::Exchange(_)));
+                if self.streams.iter().any(exchanges) {
+                    return Ok(false);
+                }
                 let what = "every stream waits for an event that nothing will pass".to_owned();
                 return Err(CudaError::Launch { kernel: "synchronize".into(), what });
             }
@@ -218,12 +272,13 @@ impl State {
                 self.failure.get_or_insert(error);
             }
         }
-        self.failure.clone().map_or(Ok(()), Err)
+        self.failure.clone().map_or(Ok(true), Err)
     }
 
-    fn can_run(&self, stream: usize) -> bool {
+    fn can_run(&self, stream: usize, network: Option<&Network>) -> bool {
         match self.streams[stream].front() {
             None => false,
+            Some(Work::Exchange(group)) => network.is_some_and(|network| network.came(group)),
             Some(Work::Wait { event, generation }) => self.events[*event].passed >= *generation,
             Some(_) => true,
         }
@@ -248,6 +303,8 @@ impl State {
                 }
             }
             Work::Product { form, operands } => product::run(&form, &operands),
+            // The network has done it.
+            Work::Exchange(_) => {}
             Work::Record { event, generation } => {
                 self.events[event].passed = generation;
                 self.events[event].time = self.times[stream];
@@ -301,10 +358,10 @@ impl Driver for Fake {
     }
 
     fn free(&self, address: Address) {
-        let state = &mut *self.lock();
         // Memory goes back when all work is done.
-        let all = |state: &State| state.streams.iter().all(VecDeque::is_empty);
-        if let Err(error) = state.run(self.kernels.as_deref(), all) {
+        let done = self.device.run(|queues| queues.streams.iter().all(VecDeque::is_empty));
+        let state = &mut *self.lock();
+        if let Err(error) = done {
             state.problems.push(format!("free: {error}"));
         }
         state.order.forget(address);
@@ -333,9 +390,8 @@ impl Driver for Fake {
     }
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
-        let state = &mut *self.lock();
-        state.run(self.kernels.as_deref(), |state| state.streams[stream.0].is_empty())?;
-        state.order.host_waits(stream.0);
+        self.device.run(|queues| queues.streams[stream.0].is_empty())?;
+        self.lock().order.host_waits(stream.0);
         Ok(())
     }
 
@@ -365,6 +421,12 @@ impl Driver for Fake {
         state.order.wait(stream.0, &state.events[event.0].clock);
         state.streams[stream.0].push_back(Work::Wait { event: event.0, generation });
         Ok(())
+    }
+
+    fn is_passed(&self, event: Event) -> Result<bool> {
+        let state = self.lock();
+        let mark = &state.events[event.0];
+        Ok(mark.passed >= mark.recorded)
     }
 
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
@@ -418,6 +480,62 @@ impl Driver for Fake {
     unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()> {
         let record = Record { product: Some(*form), ..plain(stream, "product", &operands.all()) };
         self.queue(stream, record, Work::Product { form: *form, operands: *operands })
+    }
+
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        let missing = CudaError::NoLibrary { library: "NCCL", looked: "no network".into(), package: "", shipped: "" };
+        self.network.as_ref().map(|_| self as &dyn Nccl).ok_or(missing)
+    }
+}
+
+impl Fake {
+    fn joined(&self) -> &(Arc<Network>, usize) {
+        self.network.as_ref().expect("`Driver::nccl` gives this out on a network alone")
+    }
+}
+
+impl Nccl for Fake {
+    fn version(&self) -> u32 {
+        22_703
+    }
+
+    fn unique_id(&self) -> Result<UniqueId> {
+        Ok(self.joined().0.unique_id())
+    }
+
+    fn init(&self, id: &UniqueId, rank: usize, size: usize) -> Result<Comm> {
+        let (network, device) = self.joined();
+        network.init(*device, id, rank, size)
+    }
+
+    fn state(&self, comm: Comm) -> Result<crate::nccl::State> {
+        Ok(self.joined().0.state(comm))
+    }
+
+    fn enqueue(&self, comm: Comm, stream: Stream, exchanges: &[Exchange]) -> Result<()> {
+        let (network, device) = self.joined();
+        let regions: Vec<Region> = exchanges
+            .iter()
+            .flat_map(|exchange| {
+                let [from, to] = exchange.regions();
+                [Region { written: false, ..from }, Region { written: true, ..to }]
+            })
+            .filter(|region| region.bytes > 0)
+            .collect();
+        let group = network.number(*device, comm, exchanges);
+        self.queue(stream, plain(stream, "nccl", &regions), Work::Exchange(group))
+    }
+
+    fn finalize(&self, _: Comm) -> Result<()> {
+        Ok(())
+    }
+
+    fn destroy(&self, comm: Comm) {
+        self.abort(comm);
+    }
+
+    fn abort(&self, comm: Comm) {
+        self.joined().0.abort(comm);
     }
 }
 

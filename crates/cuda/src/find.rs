@@ -15,15 +15,28 @@ pub struct Library {
     pub stem: &'static str,
     /// Who ships it on PyPI.
     pub package: &'static str,
-    /// Its major versions, those of CUDA; latest first.
+    /// Who ships it otherwise.
+    pub shipped: &'static str,
+    /// Its major versions, those of CUDA if it is a part of that; latest first.
     pub majors: &'static [u32],
 }
 
 /// The compiler of kernels.
-pub const NVRTC: Library = Library { name: "NVRTC", stem: "nvrtc", package: "nvidia-cuda-nvrtc", majors: &[13, 12] };
+pub const NVRTC: Library =
+    Library { name: "NVRTC", stem: "nvrtc", package: "nvidia-cuda-nvrtc", shipped: TOOLKIT, majors: &[13, 12] };
 /// Products.
 pub const CUBLASLT: Library =
-    Library { name: "cuBLASLt", stem: "cublasLt", package: "nvidia-cublas", majors: &[13, 12] };
+    Library { name: "cuBLASLt", stem: "cublasLt", package: "nvidia-cublas", shipped: TOOLKIT, majors: &[13, 12] };
+/// Collectives. Its versions are its own; each is built for one major version of CUDA, which its name does not say.
+pub const NCCL: Library = Library {
+    name: "NCCL",
+    stem: "nccl",
+    package: "nvidia-nccl-cu12 or nvidia-nccl-cu13",
+    shipped: "with NVIDIA's package libnccl2 of the system",
+    majors: &[2],
+};
+
+const TOOLKIT: &str = "with the CUDA toolkit (set CUDA_HOME)";
 
 /// Folders to look in.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -168,6 +181,10 @@ mod tests {
         assert_eq!(found(&NVRTC, 13), [home, names[0], names[1], toolkit, &package]);
         assert_eq!(found(&NVRTC, 12), [home, names[1], &package, names[0], toolkit]);
         let cublas = found(&CUBLASLT, 13);
+        touch("venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2");
+        let places = Places::from_variables(variables, root);
+        let nccl = places.candidates(&NCCL, 12);
+        assert!(nccl.len() == 2 && nccl[0] == Path::new("libnccl.so.2") && nccl[1].starts_with(root), "{nccl:?}");
         assert!(cublas[2..].iter().all(|path| path.contains("nvidia/cu")) && cublas.len() == 4, "{cublas:?}");
         let words = places.describe();
         assert!(words.contains("home/lib64") && words.contains("cuda_nvrtc/lib"), "{words}");

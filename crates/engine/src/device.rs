@@ -60,7 +60,7 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
 }
 
 /// The rank's place among those on its host, which is that of its GPU.
-fn place(world: Option<&Communicator>) -> Result<usize> {
+pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
     let Some(world) = world else { return Ok(0) };
     match Environment::detect()?.local_rank {
         Some(local) => Ok(local as usize),

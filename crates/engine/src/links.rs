@@ -1,15 +1,18 @@
 //! Whom a rank's lanes talk to: a communicator of its own for each lane and group, because lanes run beside each other.
 
+pub use crate::exchange::Link;
+
 use crate::Result;
+use crate::collectives::Way;
+use crate::positions::Positions;
+use crate::state::does_not_fit;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trainyard_comm::{CommError, Communicator, Position};
+use std::sync::Arc;
+use trainyard_comm::nccl::Nccl;
+use trainyard_comm::{Communicator, Position};
 use trainyard_program::{Action, Axis, Group, Program};
-use trainyard_tensor::{DType, Purpose, Tensor, bf16, ops};
-
-/// A lane's way to one group of ranks. A group of one, and every group on the meta device, has nobody to talk to.
-#[derive(Default)]
-pub struct Link(Option<Communicator>);
+use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
 /// For gathers: the shard group, and parts of it by their number of ranks.
 #[derive(Default)]
@@ -41,18 +44,48 @@ pub struct Links {
     pub(crate) compute: ComputeLinks,
     /// To wake all others when this rank fails.
     pub(crate) alarm: Option<Communicator>,
+    /// Where the rank's lanes are.
+    pub(crate) positions: Arc<Positions>,
+}
+
+/// Makes the links of one rank.
+struct Maker<'a> {
+    program: &'a Program,
+    way: Way,
+    world: Option<&'a Communicator>,
+    nccl: Option<Nccl>,
 }
 
 impl Links {
-    /// The groups that `program` needs. All ranks of `world` call this together, each with its own program.
+    /// The groups that `program` needs, through host memory. All ranks of `world` call this together, each with its own program.
     pub fn new(world: &Communicator, program: &Program) -> Result<Links> {
+        Maker { program, way: Way::Host, world: Some(world), nccl: None }.make()
+    }
+
+    /// As [`Links::new`], with NCCL between the GPUs of the ranks, of which `device` is this rank's. With `fixed_order` sums have the bits of [`Links::new`].
+    ///
+    /// # Errors
+    /// The device is none, NCCL is missing or refuses, or a rank does not come.
+    pub fn over_nccl(world: &Communicator, program: &Program, device: &Device, fixed_order: bool) -> Result<Links> {
+        let cuda = device.as_cuda().ok_or_else(|| does_not_fit("NCCL exchanges the memory of GPUs: there is none"))?;
+        let positions = Arc::<Positions>::default();
+        let waiting = Arc::clone(&positions);
+        let nccl = Nccl::new(Arc::clone(cuda.driver()), world, move || waiting.device_exchanges())?;
+        let way = Way::Nccl { fixed_order };
+        Ok(Links { positions, ..Maker { program, way, world: Some(world), nccl: Some(nccl) }.make()? })
+    }
+
+    /// Links to nobody, as a prediction has them: what takes memory takes it.
+    pub fn predicted(program: &Program, way: Way) -> Result<Links> {
+        Maker { program, way, world: None, nccl: None }.make()
+    }
+}
+
+impl Maker<'_> {
+    fn make(&self) -> Result<Links> {
+        let Maker { program, world, .. } = *self;
         let group = |axis| program.mesh.group(program.rank, axis);
-        let link = |lane: &str, name: &str, group: Group| -> Result<Link, CommError> {
-            if group.ranks.len() == 1 {
-                return Ok(Link(None));
-            }
-            world.split(group.ranks[0], group.index, format!("{lane} {name}")).map(|comm| Link(Some(comm)))
-        };
+        let numbers = Maker { nccl: None, ..*self };
         let mut parts = BTreeMap::new();
         let shards = program.mesh.degree(Axis::Shard);
         for instruction in &program.instructions {
@@ -61,22 +94,30 @@ impl Links {
                 && !parts.contains_key(&over)
             {
                 let neighbours = program.mesh.neighbours(program.rank, Axis::Shard, over);
-                parts.insert(over, link("gather", &format!("{over} shards"), neighbours)?);
+                parts.insert(over, self.link("gather", &format!("{over} shards"), neighbours)?);
             }
         }
-        Ok(Links {
-            gather: GatherLinks { shard: link("gather", "shards", group(Axis::Shard))?, parts },
-            reduce: ReduceLinks {
-                shard: link("reduce", "shards", group(Axis::Shard))?,
-                replicate: link("reduce", "replicas", group(Axis::Replicate))?,
-                data: link("reduce", "data ranks", group(Axis::Data))?,
-            },
-            compute: ComputeLinks {
-                shard: link("compute", "shards", group(Axis::Shard))?,
-                data: link("compute", "data ranks", group(Axis::Data))?,
-            },
-            alarm: Some(world.duplicate("alarm")?),
-        })
+        let gather = GatherLinks { shard: self.link("gather", "shards", group(Axis::Shard))?, parts };
+        let reduce = ReduceLinks {
+            shard: self.link("reduce", "shards", group(Axis::Shard))?,
+            replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
+            data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
+        };
+        let compute = ComputeLinks {
+            // Computing exchanges tensors outside of steps alone, when the gather lane does nothing.
+            shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
+            data: numbers.link("compute", "data ranks", group(Axis::Data))?,
+        };
+        let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
+        Ok(Links { gather, reduce, compute, alarm, positions: Arc::default() })
+    }
+
+    fn link(&self, lane: &str, name: &str, group: Group) -> Result<Link> {
+        if group.ranks.len() == 1 {
+            return Ok(Link::default());
+        }
+        let split = |world: &Communicator| world.split(group.ranks[0], group.index, format!("{lane} {name}"));
+        Ok(Link::new(&group, self.world.map(split).transpose()?, self.nccl.as_ref(), self.way)?)
     }
 }
 
@@ -90,6 +131,11 @@ impl GatherLinks {
     pub fn post(&self, position: &Position) {
         [&self.shard].into_iter().chain(self.parts.values()).for_each(|link| link.post(position));
     }
+
+    /// The step is over: what comes next belongs to none of its instructions.
+    pub fn forget(&self) {
+        self.shard.forget();
+    }
 }
 
 impl ReduceLinks {
@@ -102,72 +148,7 @@ impl ReduceLinks {
 impl ComputeLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.data].into_iter().for_each(|link| link.post(position));
-    }
-}
-
-impl Link {
-    /// Ranks of the group.
-    pub fn size(&self) -> usize {
-        self.0.as_ref().map_or(1, Communicator::size)
-    }
-
-    /// This rank's place in it.
-    pub fn index(&self) -> usize {
-        self.0.as_ref().map_or(0, Communicator::rank)
-    }
-
-    fn post(&self, position: &Position) {
-        if let Some(comm) = &self.0 {
-            comm.post(position.clone());
-        }
-    }
-
-    /// Every rank's `part` in every rank's `whole`.
-    pub fn all_gather(&self, part: &Tensor, whole: &mut Tensor) -> Result<()> {
-        if part.device().is_meta() {
-            return Ok(());
-        }
-        match &self.0 {
-            Some(comm) => {
-                part.with_bytes(|part| whole.overwrite_bytes(|whole| comm.all_gather(part, whole)))???;
-                Ok(())
-            }
-            None => Ok(whole.copy_from(part)?),
-        }
-    }
-
-    /// As [`Link::all_gather`] with the own part in its place.
-    pub fn all_gather_in_place(&self, whole: &mut Tensor) -> Result<()> {
-        if let Some(comm) = &self.0 {
-            whole.with_bytes_mut(|whole| comm.all_gather_in_place(whole))??;
-        }
-        Ok(())
-    }
-
-    /// Every rank's numbers, in order of the ranks.
-    pub fn all_gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
-        let mut all = own.to_vec();
-        if let Some(comm) = &self.0 {
-            all.resize(own.len() * comm.size(), 0.0);
-            comm.all_gather(own, &mut all)?;
-        }
-        Ok(all)
-    }
-
-    /// Sums counts over the ranks.
-    pub fn sum_counts(&self, counts: &mut [u64]) -> Result<()> {
-        match &self.0 {
-            Some(comm) => Ok(comm.all_reduce(counts)?),
-            None => Ok(()),
-        }
-    }
-
-    fn all_reduce_f32(&self, data: &mut Tensor) -> Result<()> {
-        match &self.0 {
-            Some(comm) => Ok(data.with_data_mut(|data: &mut [f32]| comm.all_reduce(data))??),
-            None => Ok(()),
-        }
+        [&self.shard, &self.data].into_iter().for_each(|link| link.post_on_host(position));
     }
 }
 
@@ -177,24 +158,19 @@ impl Link {
 pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: &ReduceLinks) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     if dtype == DType::F32 {
-        if let Some(comm) = &links.shard.0 {
-            flat.with_data_mut(|flat: &mut [f32]| comm.reduce_scatter_in_place(flat))??;
-        }
-        links.replicate.all_reduce_f32(&mut sum)?;
+        links.shard.reduce_scatter(flat, &mut sum)?;
+        links.replicate.all_reduce(&mut sum)?;
         return Ok(sum);
     }
     let mut rounded = flat.device().empty([flat.elements()], dtype, Purpose::Comm)?;
     ops::cast_into(flat, &mut rounded)?;
     let mut own_rounded = rounded.view(own.start, [own.len()])?;
-    match (&links.shard.0, &links.replicate.0) {
-        (Some(shard), _) => {
-            let scatter = |rounded: &[bf16]| sum.overwrite(|sum: &mut [f32]| shard.reduce_scatter_sums(rounded, sum));
-            rounded.with_data(scatter)???;
-            links.replicate.all_reduce_f32(&mut sum)?;
-            ops::cast_into(&sum, &mut own_rounded)?;
-        }
-        (None, Some(replicate)) => own_rounded.with_data_mut(|own: &mut [bf16]| replicate.all_reduce(own))??,
-        (None, None) => {}
+    if links.shard.size() > 1 {
+        links.shard.reduce_scatter_bf16(&mut rounded, &own_rounded, &mut sum)?;
+        links.replicate.all_reduce(&mut sum)?;
+        ops::cast_into(&sum, &mut own_rounded)?;
+    } else {
+        links.replicate.all_reduce(&mut own_rounded)?;
     }
     ops::cast_into(&own_rounded, &mut sum)?;
     Ok(sum)

@@ -57,6 +57,12 @@ impl Positions {
         }
     }
 
+    /// The device waits in an exchange for other ranks: a lane that waits for the device meanwhile is at no work of its own.
+    pub fn device_exchanges(&self) {
+        let running = |position: &&mut LanePosition| position.doing == Doing::Running;
+        self.lock().values_mut().filter(running).for_each(|position| position.since = Instant::now());
+    }
+
     /// Every lane that has begun anything.
     pub fn lanes(&self) -> Vec<(Lane, LanePosition)> {
         self.lock().iter().map(|(lane, position)| (*lane, position.clone())).collect()
@@ -123,5 +129,8 @@ mod tests {
         assert_eq!((lane, position.at.instruction), (Lane::Compute, 2));
         assert!(position.to_string().starts_with("in step 2, instruction 2 (Forward head) for 0.0"), "{position}");
         assert!(positions.stuck(Duration::from_secs(60)).is_none());
+        // As long as its device waits for others, it is those who may be stuck.
+        positions.device_exchanges();
+        assert!(positions.stuck(Duration::from_millis(1)).is_none());
     }
 }

@@ -30,7 +30,8 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let began = std::time::Instant::now();
     let device = Device::meta_for(settings.computes);
     let tiers = Tiers::nowhere(program);
-    let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, Links::default(), settings)?;
+    let links = Links::predicted(program, settings.way)?;
+    let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
     device.take_profile();
     device.set_recording(true);
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };

@@ -1,13 +1,14 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
+use crate::collectives::{self, Way};
 use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::predict::{Prediction, TimePrediction, predict};
-use crate::rank::Rank;
+use crate::rank::{Rank, RankSettings};
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
@@ -160,7 +161,8 @@ impl Session {
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len());
         let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
-        let settings = shape::rank_settings(&resolved);
+        let choice = collectives::choose(&resolved, &world)?;
+        let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
         let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
 
@@ -176,10 +178,16 @@ impl Session {
             if world.size() > 1 { " on each rank" } else { "" },
             prediction.cost.flops as f64 / 1e12
         ));
+        if let Some(why) = choice.why {
+            note(&why);
+        }
         // Peaks are the processor's; a GPU's are not known here.
         let peaks = if device.as_cpu().is_some() { measure_peaks(&world, &resolved)? } else { None };
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
-        let links = Links::new(&world, &programs[0])?;
+        let links = match choice.way {
+            Way::Host => Links::new(&world, &programs[0])?,
+            Way::Nccl { fixed_order } => Links::over_nccl(&world, &programs[0], &device, fixed_order)?,
+        };
         let tiers = tiers(&resolved, &programs[0], &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         if !rank.tiers_are_direct() {

@@ -221,6 +221,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         computes: crate::device::computes(resolved),
         compute,
         reduce: reduce_dtype(resolved),
+        way: crate::collectives::asked(resolved),
         optimizer: resolved.optimizer,
         scaler,
         seed: resolved.config.training.seed,

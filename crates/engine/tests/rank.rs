@@ -128,7 +128,15 @@ impl Trial {
 
     fn rank_settings(&self) -> RankSettings {
         let Trial { dtype: compute, optimizer, scaler, .. } = *self;
-        RankSettings { computes: Computes::Cpu, compute, reduce: DType::F32, optimizer, scaler, seed: 7 }
+        RankSettings {
+            computes: Computes::Cpu,
+            compute,
+            reduce: DType::F32,
+            way: Default::default(),
+            optimizer,
+            scaler,
+            seed: 7,
+        }
     }
 }
 

@@ -16,7 +16,7 @@ const ARROWS: [(&str, &[&str]); 16] = [
     ("autograd", &["tensor"]),
     ("model", &["tensor", "autograd"]),
     ("program", &[]),
-    ("comm", &["tensor"]),
+    ("comm", &["cuda", "tensor"]),
     ("data", &["tensor"]),
     ("engine", &["tensor", "autograd", "model", "program", "comm", "data"]),
     ("sim", &["tensor", "autograd", "model", "program"]),

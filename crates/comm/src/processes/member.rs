@@ -369,6 +369,12 @@ impl<T: Transport> Backend for Member<T> {
         self.process().position_of(self.context, self.members[member] as usize)
     }
 
+    fn ask(&self, members: &[usize]) -> bool {
+        let ranks: Vec<usize> = members.iter().map(|&member| self.members[member] as usize).collect();
+        self.process().ask(&ranks);
+        true
+    }
+
     fn post(&self, position: Position) {
         self.process().post(self.context, self.process().rank(), position);
     }

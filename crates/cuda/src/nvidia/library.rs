@@ -19,7 +19,13 @@ impl Loaded {
                 return Ok(Loaded { library, path });
             }
         }
-        Err(CudaError::NoLibrary { library: library.name, looked: places.describe(), package: library.package })
+        let Library { name, package, shipped, .. } = *library;
+        Err(CudaError::NoLibrary { library: name, looked: places.describe(), package, shipped })
+    }
+
+    /// Where it was found.
+    pub fn path(&self) -> String {
+        self.path.display().to_string()
     }
 
     /// A function, as the type that its header says.

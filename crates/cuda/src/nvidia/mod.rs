@@ -5,6 +5,7 @@
 mod algorithms;
 mod library;
 mod lt;
+mod nccl;
 mod nvrtc;
 
 pub use nvrtc::{Compiled, Nvrtc};
@@ -14,10 +15,11 @@ use crate::driver::{Address, Call, Driver, Event, Function, Operands, Product, P
 use crate::error::{CudaError, Result};
 use crate::find::Places;
 use crate::kernels::{Argument, File, Float};
+use crate::nccl::Nccl;
 use cudarc::driver::result::{self as cuda, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute_enum as FunctionAttribute};
 use std::ffi::{CString, c_void};
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 /// The least version of CUDA that the driver must support.
 const DRIVER_LEAST: u32 = 12000;
@@ -30,6 +32,8 @@ pub struct Nvidia {
     context: sys::CUcontext,
     nvrtc: Nvrtc,
     lt: lt::Lt,
+    /// Loaded when it is first asked for.
+    nccl: OnceLock<Result<nccl::OnDevice>>,
     cache: Cache,
     /// Compiles one module at a time.
     loading: Mutex<()>,
@@ -96,6 +100,18 @@ impl Nvidia {
         Ok((device, properties))
     }
 
+    /// Which GPU `ordinal` is: its UUID.
+    ///
+    /// # Errors
+    /// As [`Nvidia::find`].
+    pub fn identity(ordinal: usize) -> Result<[u8; 16]> {
+        let (device, _) = Nvidia::find(ordinal)?;
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: the device exists; writes one.
+        called("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }.result())?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
     /// Opens GPU `ordinal`.
     ///
     /// # Errors
@@ -111,7 +127,7 @@ impl Nvidia {
         called("cuCtxSetCurrent", unsafe { cuda::ctx::set_current(context) })?;
         let cache = Cache::of_this_process();
         let lt = lt::Lt::open(&places, major, properties.name.clone(), cache.clone())?;
-        Ok(Nvidia { properties, context, nvrtc, lt, cache, loading: Mutex::new(()) })
+        Ok(Nvidia { properties, context, nvrtc, lt, nccl: OnceLock::new(), cache, loading: Mutex::new(()) })
     }
 
     /// Makes the context that of this thread.
@@ -132,6 +148,14 @@ impl Nvidia {
         self.cache.put(&key, &image).ok();
         Ok(image)
     }
+}
+
+/// The version of NCCL that would be loaded.
+///
+/// # Errors
+/// That it is not found or too old.
+pub fn nccl_version() -> Result<u32> {
+    nccl::Library::open(&Places::of_this_process()).map(|library| library.version())
 }
 
 fn properties(device: sys::CUdevice, ordinal: usize, driver_version: u32) -> Result<Properties> {
@@ -244,6 +268,15 @@ impl Driver for Nvidia {
         called("cuStreamWaitEvent", unsafe { cuda::stream::wait_event(stream_of(stream), event_of(event), flags) })
     }
 
+    fn is_passed(&self, event: Event) -> Result<bool> {
+        self.enter()?;
+        // SAFETY: it exists.
+        match unsafe { cuda::event::query(event_of(event)) } {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            other => called("cuEventQuery", other).map(|()| true),
+        }
+    }
+
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
         self.enter()?;
         // SAFETY: both exist.
@@ -325,6 +358,10 @@ impl Driver for Nvidia {
         self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.lt.product(self, stream, form, operands) }
+    }
+
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        self.nccl.get_or_init(|| self.load_nccl()).as_ref().map(|nccl| nccl as &dyn Nccl).map_err(Clone::clone)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::resolve::Resolver;
 use super::sections::*;
-use super::{Inputs, Reshard};
+use super::{DeviceKind, Inputs, Reshard};
 use serde::Serialize;
 use std::fmt;
 
@@ -59,6 +59,11 @@ impl Resolver {
             }
         }
         self.positive("parallel.deadline_seconds", Some(section.deadline_seconds));
+        if section.collectives == Collectives::Nccl && self.config.compute.device == DeviceKind::Cpu {
+            let message = "parallel.collectives = \"nccl\" exchanges the memory of GPUs, and compute.device is \"cpu\": set \
+                           compute.device = \"cuda\", or leave it at \"auto\"";
+            self.problem("parallel.collectives", message.to_owned());
+        }
         let (replicate, shard) = self.degrees(&section, inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),

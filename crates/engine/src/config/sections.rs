@@ -166,6 +166,18 @@ choices! {
 }
 
 choices! {
+    /// How tensors go from rank to rank.
+    Collectives {
+        /// NCCL where every rank has a GPU of its own and the library is there, else the host; which and why is printed.
+        Auto = "auto",
+        /// From GPU to GPU by NCCL, or not at all.
+        Nccl = "nccl",
+        /// Through host memory, by the communicator of the ranks.
+        Host = "host",
+    }
+}
+
+choices! {
     /// Where something lies while a step does not use it.
     OffloadTier {
         /// On the device.
@@ -356,6 +368,9 @@ section! {
         accumulation_steps: Option<usize> = None;
         /// Whether the same batch gives the same bits on 1, 2, 4, … ranks: gradients of micro-batches are summed along a tree instead of one after the other, which takes log2(`accumulation_steps`) more gradient buffers.
         elastic_bits: bool = false;
+        /// Whether sums over ranks have the fixed order where NCCL makes them, so that layouts give each other's bits: it then moves the parts of a sum and each rank adds its own, which takes a gradient buffer of a unit more. Without NCCL the order is fixed anyway.
+        #[elsewhere("use_deterministic_algorithms", "full_determinism")]
+        deterministic: bool = false;
         /// Tokens of a sequence. Unset: the model's longest, at most 2048.
         #[elsewhere("seq_len", "seq_length", "max_seq_length", "context_length", "block_size")]
         sequence_length: Option<usize> = None;
@@ -504,6 +519,9 @@ section! {
         /// What gradients are rounded to on their way between ranks.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors have shared memory or MPI.
+        #[elsewhere("distributed_backend", "ddp_backend", "backend", "comm_backend")]
+        collectives: Collectives = Collectives::Auto;
         /// Seconds that ranks wait for each other, and that one instruction may take, before the run ends with a report of who is where. Saving and evaluating count.
         #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
         deadline_seconds: f64 = 600.0;

@@ -12,6 +12,7 @@ mod step;
 
 pub use step::{StepOutcome, StepSettings};
 
+use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::faults::Faults;
 use crate::lanes::{self, Handler};
@@ -70,6 +71,8 @@ pub struct RankSettings {
     pub compute: DType,
     /// What gradients are rounded to on their way between ranks: f32 or bf16.
     pub reduce: DType,
+    /// How tensors go from rank to rank: what a prediction takes memory for.
+    pub way: Way,
     /// The update rule.
     pub optimizer: OptimizerSettings,
     /// The loss scale at the start.
@@ -149,7 +152,7 @@ impl Rank {
             reduce_links: Mutex::new(links.reduce),
             compute_links: Mutex::new(links.compute),
             alarm: links.alarm,
-            positions: Arc::default(),
+            positions: links.positions,
             faults: None,
             reduce_dtype,
             seed,
@@ -330,7 +333,13 @@ impl Rank {
         };
         enter_lane(Lane::Compute as usize);
         rank.end_step(step);
-        let spans = marks.end(program, spans)?;
+        let ended = marks.end(program, spans);
+        lock(&rank.gather_links).forget();
+        // What the device was given after a failure of others is worth nothing, and what it then says of itself is no news.
+        if let Some(failure) = rank.alarm.as_ref().and_then(Communicator::failure) {
+            return Err(EngineError::Comm(failure));
+        }
+        let spans = ended?;
         let mut outcome = step.outcome();
         outcome.take_times(program, spans);
         Ok(outcome)

@@ -7,6 +7,7 @@
 //! Every driver call goes through [`Driver`], so that all of this runs on [`trainyard_cuda::fake::Fake`] in tests.
 
 mod attention;
+mod exchange;
 mod lanes;
 mod launch;
 mod linear;
@@ -22,7 +23,7 @@ pub use lanes::Mark;
 pub(crate) use lanes::{LANES, enter_lane, lane};
 #[cfg(feature = "emulation")]
 pub use trainyard_cuda::tested;
-pub use trainyard_cuda::{CudaError, fake};
+pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version};
 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
 pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient};
