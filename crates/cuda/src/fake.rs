@@ -509,7 +509,15 @@ impl Nccl for Fake {
     }
 
     fn state(&self, comm: Comm) -> Result<crate::nccl::State> {
-        Ok(self.joined().0.state(comm))
+        let network = &self.joined().0;
+        if network.is_ending(comm) {
+            self.device.advance();
+            let is_of_it = |work: &Work| matches!(work, Work::Exchange(group) if group.is_of(comm));
+            if self.lock().streams.iter().flatten().any(is_of_it) {
+                return Ok(crate::nccl::State::Busy);
+            }
+        }
+        Ok(network.state(comm))
     }
 
     fn enqueue(&self, comm: Comm, stream: Stream, exchanges: &[Exchange]) -> Result<()> {
@@ -526,7 +534,8 @@ impl Nccl for Fake {
         self.queue(stream, plain(stream, "nccl", &regions), Work::Exchange(group))
     }
 
-    fn finalize(&self, _: Comm) -> Result<()> {
+    fn finalize(&self, comm: Comm) -> Result<()> {
+        self.joined().0.finalize(comm);
         Ok(())
     }
 

@@ -5,6 +5,7 @@
 //! utilisation above one is an error. Kernels are timed one by one in one more step, which is not among the timed ones.
 
 use crate::Result;
+use crate::collectives;
 use crate::config::Resolved;
 use crate::lanes::Span;
 use crate::links::Links;
@@ -207,7 +208,10 @@ impl Stepper {
         let model = Model::new(spec.clone())?;
         let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
         let device = crate::device::open(resolved, world, None)?;
-        let links = world.map_or_else(|| Ok(Links::default()), |world| Links::new(world, &program))?;
+        let links = match world {
+            Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, &device)?,
+            None => Links::default(),
+        };
         let rank = Rank::new(&device, model, Holding::of(&program), links, &settings(resolved))?;
         Ok(Stepper { rank, program, resolved: resolved.clone(), vocabulary: spec.vocab_size as u64, step: 0 })
     }

@@ -62,11 +62,19 @@ impl Links {
         Maker { program, way: Way::Host, world: Some(world), nccl: None }.make()
     }
 
-    /// As [`Links::new`], with NCCL between the GPUs of the ranks, of which `device` is this rank's. With `fixed_order` sums have the bits of [`Links::new`].
+    /// By the `way` that was chosen, of ranks on `device`s.
     ///
     /// # Errors
-    /// The device is none, NCCL is missing or refuses, or a rank does not come.
-    pub fn over_nccl(world: &Communicator, program: &Program, device: &Device, fixed_order: bool) -> Result<Links> {
+    /// By NCCL: the device is none, there is no library or it refuses, or a rank does not come.
+    pub fn by(way: Way, world: &Communicator, program: &Program, device: &Device) -> Result<Links> {
+        match way {
+            Way::Host => Links::new(world, program),
+            Way::Nccl { fixed_order } => Links::over_nccl(world, program, device, fixed_order),
+        }
+    }
+
+    /// With NCCL between the GPUs of the ranks. With `fixed_order` sums have the bits of [`Links::new`].
+    fn over_nccl(world: &Communicator, program: &Program, device: &Device, fixed_order: bool) -> Result<Links> {
         let cuda = device.as_cuda().ok_or_else(|| does_not_fit("NCCL exchanges the memory of GPUs: there is none"))?;
         let positions = Arc::<Positions>::default();
         let waiting = Arc::clone(&positions);

@@ -1,7 +1,7 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
-use crate::collectives::{self, Way};
+use crate::collectives;
 use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
@@ -184,10 +184,7 @@ impl Session {
         // Peaks are the processor's; a GPU's are not known here.
         let peaks = if device.as_cpu().is_some() { measure_peaks(&world, &resolved)? } else { None };
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
-        let links = match choice.way {
-            Way::Host => Links::new(&world, &programs[0])?,
-            Way::Nccl { fixed_order } => Links::over_nccl(&world, &programs[0], &device, fixed_order)?,
-        };
+        let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         if !rank.tiers_are_direct() {

@@ -2,7 +2,7 @@
 //! emulated kernels, so that a small model really trains.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
@@ -52,6 +52,16 @@ fn emulated() -> Option<Box<dyn Kernels>> {
     Some(Box::new(emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX")))
 }
 
+/// Has every kernel compiled by one run before several run at once, which would all compile them.
+fn compiled() {
+    static COMPILED: OnceLock<()> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+            succeed(train(&["parallel.ranks=1", precision], Way::Host, &[], true));
+        }
+    });
+}
+
 /// What a rank has at the end: its steps, and the masters that are its own.
 type End = (Vec<StepOutcome>, Vec<f32>);
 
@@ -65,10 +75,7 @@ fn train_rank(resolved: &Resolved, world: &Communicator, fake: &Arc<Fake>, way: 
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = RankSettings { way, computes: Computes::Cuda, ..shape::rank_settings(resolved) };
     let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;
-    let links = match way {
-        Way::Host => Links::new(world, &program)?,
-        Way::Nccl { fixed_order } => Links::over_nccl(world, &program, &device, fixed_order)?,
-    };
+    let links = Links::by(way, world, &program, &device)?;
     let mut rank = Rank::new(&device, model, Holding::of(&program), links, &settings)?;
     device.pool().reset_peaks();
     let first = world.rank() * resolved.batch.accumulation;
@@ -130,6 +137,7 @@ fn losses(ends: &[End]) -> Vec<f64> {
 
 /// NCCL in the fixed order has the bits of exchange through the host; in its own order it is within `tolerance` of them.
 fn agrees(sets: &[&str], tolerance: f64) {
+    compiled();
     let [host, fixed, free] = [Way::Host, FIXED, FREE].map(|way| succeed(train(sets, way, &[], true)));
     let [expected, in_order, own_order] = [&host, &fixed, &free].map(|ends| losses(ends));
     assert_eq!(in_order, expected, "{sets:?}");
@@ -170,7 +178,7 @@ fn a_device_that_hangs_fails_or_is_lost_in_a_step_ends_every_rank_with_one_failu
         let fault = Fault { device: 1, call: 5, kind };
         let ends =
             train(&["parallel.ranks=2", "parallel.zero_stage=3", "precision.compute=f32"], FREE, &[fault], false);
-        let failures: Vec<EngineError> = ends.into_iter().map(|end| end.err().expect("no rank gets through")).collect();
+        let failures: Vec<EngineError> = ends.into_iter().map(|end| end.expect_err("no rank gets through")).collect();
         for error in &failures {
             let failure = error.failure().unwrap_or_else(|| panic!("{kind:?}: {error}"));
             assert!(failure.to_string().contains(words), "{kind:?}: {error}");

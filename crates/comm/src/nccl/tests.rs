@@ -87,7 +87,7 @@ fn on_devices<T: Send>(
 
 const LONG: Duration = Duration::from_secs(60);
 /// Long enough for threads that take turns.
-const SHORT: Duration = Duration::from_millis(400);
+const SHORT: Duration = Duration::from_secs(1);
 
 #[test]
 fn collectives_move_what_they_say() {
@@ -193,7 +193,7 @@ fn a_rank_that_does_not_come_is_named_with_where_it_was_and_since_when() {
     assert_eq!(failure.culprits.iter().map(|peer| peer.rank).collect::<Vec<_>>(), [1], "{failure}");
     assert_eq!(failure.kind, ErrorKind::Deadline { waited: SHORT });
     let text = failure.to_string();
-    assert!(text.starts_with("all_reduce 1 on `world`: no arrival within 0.4 s of rank 1"), "{text}");
+    assert!(text.starts_with("all_reduce 1 on `world`: no arrival within 1.0 s of rank 1"), "{text}");
 }
 
 #[test]

@@ -77,6 +77,8 @@ struct Member {
     device: usize,
     failed: Option<String>,
     aborted: bool,
+    /// Whether its end was asked for, which comes after all that is on streams.
+    ending: bool,
     collectives: usize,
     sent: BTreeMap<usize, usize>,
     received: BTreeMap<usize, usize>,
@@ -153,7 +155,8 @@ impl Network {
             return Err(refused("duplicate GPU detected".to_owned()));
         }
         let (sent, received) = Default::default();
-        circle.ranks[rank] = Some(Member { device, failed: None, aborted: false, collectives: 0, sent, received });
+        let (failed, aborted, ending, collectives) = Default::default();
+        circle.ranks[rank] = Some(Member { device, failed, aborted, ending, collectives, sent, received });
         links.comms.push((at, rank));
         Ok(Comm(links.comms.len() - 1))
     }
@@ -167,6 +170,16 @@ impl Network {
             _ if circle.ranks.iter().any(Option::is_none) => State::Busy,
             _ => State::Ready,
         }
+    }
+
+    pub(super) fn finalize(&self, comm: Comm) {
+        if let Some(member) = self.lock().member(comm) {
+            member.ending = true;
+        }
+    }
+
+    pub(super) fn is_ending(&self, comm: Comm) -> bool {
+        self.lock().member(comm).is_some_and(|member| member.ending)
     }
 
     pub(super) fn abort(&self, comm: Comm) {
@@ -237,7 +250,18 @@ impl Network {
     }
 }
 
+impl Group {
+    pub(super) fn is_of(&self, comm: Comm) -> bool {
+        self.comm == comm
+    }
+}
+
 impl Links {
+    fn member(&mut self, comm: Comm) -> Option<&mut Member> {
+        let (circle, rank) = self.comms[comm.0];
+        self.circles[circle].ranks[rank].as_mut()
+    }
+
     fn strike(&mut self, fault: Fault, circle: usize, rank: usize) {
         let fail = |member: &mut Option<Member>, what: &str| {
             if let Some(member) = member {
