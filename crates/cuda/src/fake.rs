@@ -16,7 +16,7 @@ use crate::error::{CudaError, Result};
 use crate::kernels::{Argument, File, Float, Launch};
 use crate::nccl::{Comm, Exchange, Nccl, UniqueId};
 use order::{Clock, Order};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Runs kernels on the host, with host addresses as those of the device.
@@ -109,9 +109,10 @@ struct Allocation {
 
 #[derive(Default)]
 struct Mark {
-    /// How often it was recorded, and how often passed.
+    /// How often it was recorded.
     recorded: u64,
-    passed: u64,
+    /// Which of those have not passed: an event that is recorded again on another stream may pass there first.
+    coming: BTreeSet<u64>,
     clock: Clock,
     time: f64,
 }
@@ -279,7 +280,7 @@ impl Queues {
         match self.streams[stream].front() {
             None => false,
             Some(Work::Exchange(group)) => network.is_some_and(|network| network.came(group)),
-            Some(Work::Wait { event, generation }) => self.events[*event].passed >= *generation,
+            Some(Work::Wait { event, generation }) => !self.events[*event].coming.contains(generation),
             Some(_) => true,
         }
     }
@@ -306,8 +307,11 @@ impl Queues {
             // The network has done it.
             Work::Exchange(_) => {}
             Work::Record { event, generation } => {
-                self.events[event].passed = generation;
-                self.events[event].time = self.times[stream];
+                let (time, mark) = (self.times[stream], &mut self.events[event]);
+                mark.coming.remove(&generation);
+                if generation == mark.recorded {
+                    mark.time = time;
+                }
             }
             Work::Wait { event, .. } => self.times[stream] = self.times[stream].max(self.events[event].time),
         }
@@ -410,6 +414,7 @@ impl Driver for Fake {
         mark.recorded += 1;
         mark.clock = clock;
         let generation = mark.recorded;
+        mark.coming.insert(generation);
         state.streams[stream.0].push_back(Work::Record { event: event.0, generation });
         Ok(())
     }
@@ -426,13 +431,13 @@ impl Driver for Fake {
     fn is_passed(&self, event: Event) -> Result<bool> {
         let state = self.lock();
         let mark = &state.events[event.0];
-        Ok(mark.passed >= mark.recorded)
+        Ok(!mark.coming.contains(&mark.recorded))
     }
 
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
         let state = self.lock();
         let [start, end] = [start, end].map(|event| &state.events[event.0]);
-        if [start, end].iter().any(|mark| mark.recorded == 0 || mark.passed < mark.recorded) {
+        if [start, end].iter().any(|mark| mark.recorded == 0 || mark.coming.contains(&mark.recorded)) {
             let code = "CUDA_ERROR_NOT_READY".to_owned();
             return Err(CudaError::Call { call: "cuEventElapsedTime", code, hint: "" });
         }

@@ -44,6 +44,8 @@ pub struct Links {
     pub(crate) compute: ComputeLinks,
     /// To wake all others when this rank fails.
     pub(crate) alarm: Option<Communicator>,
+    /// Whether any of them is NCCL's.
+    pub(crate) by_nccl: bool,
     /// Where the rank's lanes are.
     pub(crate) positions: Arc<Positions>,
 }
@@ -117,7 +119,7 @@ impl Maker<'_> {
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
         };
         let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
-        Ok(Links { gather, reduce, compute, alarm, positions: Arc::default() })
+        Ok(Links { gather, reduce, compute, alarm, by_nccl: self.nccl.is_some(), positions: Arc::default() })
     }
 
     fn link(&self, lane: &str, name: &str, group: Group) -> Result<Link> {

@@ -123,3 +123,24 @@ fn a_product_has_its_epilogue() {
     assert_eq!((floats(argument), floats(d)), (vec![-1.0, -1.0], vec![10.0, 20.0]));
     assert_eq!(fake.problems(), [""; 0]);
 }
+
+#[test]
+fn an_event_that_is_recorded_again_elsewhere_still_passes_where_it_was_first() {
+    for seed in 0..10 {
+        let fake = Fake::new(Options { seed, ..Options::default() });
+        let [first, second, third, last] = [(); 4].map(|()| fake.stream().unwrap());
+        let [event, gate] = [(); 2].map(|()| fake.event().unwrap());
+        let memory = fake.allocate(4).unwrap();
+        // The first record stands behind work of another stream; the second does not.
+        upload(&fake, last, memory, &[1; 4]);
+        fake.record(gate, last).unwrap();
+        fake.wait(first, gate).unwrap();
+        fake.record(event, first).unwrap();
+        fake.wait(third, event).unwrap();
+        fake.record(event, second).unwrap();
+        fake.wait(last, event).unwrap();
+        assert_eq!(download(&fake, third, memory, 4), [1; 4]);
+        fake.synchronize(last).unwrap();
+        assert!(fake.is_passed(event).unwrap() && fake.problems().is_empty());
+    }
+}

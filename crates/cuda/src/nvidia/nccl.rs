@@ -141,7 +141,7 @@ impl Library {
     fn called(&self, call: &'static str, status: Status) -> Result<()> {
         match status {
             SUCCESS | IN_PROGRESS => Ok(()),
-            status => Err(CudaError::Call { call, code: self.words(status), hint: HINT }),
+            status => Err(CudaError::Call { call, code: self.words(status), hint: "" }),
         }
     }
 
@@ -162,8 +162,6 @@ impl Library {
         unsafe { CStr::from_ptr(said) }.to_string_lossy().trim().to_owned()
     }
 }
-
-const HINT: &str = ": NCCL_DEBUG=WARN says more";
 
 /// `2.18.0`
 fn text(version: u32) -> String {
@@ -273,7 +271,7 @@ impl Nccl for OnDevice {
             failed => {
                 let said = self.library.said_last(handle(comm));
                 let colon = if said.is_empty() { "" } else { ": " };
-                State::Failed(format!("NCCL reports {}{colon}{said}{HINT}", self.library.words(failed)))
+                State::Failed(format!("NCCL reports: {}{colon}{said}", self.library.words(failed)))
             }
         })
     }

@@ -48,6 +48,8 @@ pub struct Rank {
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
     alarm: Option<Communicator>,
+    /// Whether its device exchanges by itself, so that an exchange may fail after the host has done its part.
+    by_nccl: bool,
     positions: Arc<Positions>,
     faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
@@ -152,6 +154,7 @@ impl Rank {
             reduce_links: Mutex::new(links.reduce),
             compute_links: Mutex::new(links.compute),
             alarm: links.alarm,
+            by_nccl: links.by_nccl,
             positions: links.positions,
             faults: None,
             reduce_dtype,
@@ -335,9 +338,10 @@ impl Rank {
         rank.end_step(step);
         let ended = marks.end(program, spans);
         lock(&rank.gather_links).forget();
-        // What the device was given after a failure of others is worth nothing, and what it then says of itself is no news.
-        if let Some(failure) = rank.alarm.as_ref().and_then(Communicator::failure) {
-            return Err(EngineError::Comm(failure));
+        // What came over the wire when the others had failed is worth nothing, and what the device then says of itself is no news.
+        if let Some(source) = rank.alarm.as_ref().filter(|_| rank.by_nccl).and_then(Communicator::failure) {
+            let what = "the end of the step".to_owned();
+            return Err(EngineError::Exchange { rank: program.rank, step: settings.step, what, source });
         }
         let spans = ended?;
         let mut outcome = step.outcome();
