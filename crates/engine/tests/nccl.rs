@@ -2,7 +2,7 @@
 //! emulated kernels, so that a small model really trains.
 
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
@@ -16,8 +16,8 @@ use trainyard_engine::state::Holding;
 use trainyard_engine::world::run;
 use trainyard_model::{Batch, BatchShape, Model};
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::cuda::emulated::Emulated;
 use trainyard_tensor::cuda::fake::{Fake, Fault, FaultKind, Kernels, Network, Options};
+use trainyard_tensor::cuda::tested;
 use trainyard_tensor::{Computes, Device, Purpose};
 
 const LENGTH: usize = 8;
@@ -48,18 +48,8 @@ fn batch(device: &Device, model: &Model, step: u64, row: usize) -> Batch {
 
 /// The kernels on the host; a machine without a C++ compiler cannot run these tests, and says so.
 fn emulated() -> Option<Box<dyn Kernels>> {
-    let emulated = Emulated::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
-    Some(Box::new(emulated.expect("kernels are emulated by a C++ compiler: install g++ or clang++, or set CXX")))
-}
-
-/// Has every kernel compiled by one run before several run at once, which would all compile them.
-fn compiled() {
-    static COMPILED: OnceLock<()> = OnceLock::new();
-    COMPILED.get_or_init(|| {
-        for precision in ["precision.compute=f32", "precision.compute=bf16"] {
-            succeed(train(&["parallel.ranks=1", precision], Way::Host, &[], true));
-        }
-    });
+    let kernels = tested::kernels(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
+    Some(Box::new(kernels.unwrap_or_else(|problem| panic!("{problem}"))))
 }
 
 /// What a rank has at the end: its steps, and the masters that are its own.
@@ -137,7 +127,6 @@ fn losses(ends: &[End]) -> Vec<f64> {
 
 /// NCCL in the fixed order has the bits of exchange through the host; in its own order it is within `tolerance` of them.
 fn agrees(sets: &[&str], tolerance: f64) {
-    compiled();
     let [host, fixed, free] = [Way::Host, FIXED, FREE].map(|way| succeed(train(sets, way, &[], true)));
     let [expected, in_order, own_order] = [&host, &fixed, &free].map(|ends| losses(ends));
     assert_eq!(in_order, expected, "{sets:?}");
