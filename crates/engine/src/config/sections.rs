@@ -519,7 +519,7 @@ section! {
         /// What gradients are rounded to on their way between ranks.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
-        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors have shared memory or MPI.
+        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors have shared memory, TCP or MPI.
         #[elsewhere("distributed_backend", "ddp_backend", "backend", "comm_backend")]
         collectives: Collectives = Collectives::Auto;
         /// Seconds that ranks wait for each other, and that one instruction may take, before the run ends with a report of who is where. Saving and evaluating count.
