@@ -22,8 +22,8 @@ pub fn run(form: &Product, operands: &Operands) {
             let y = if form.b_transposed { b[column * k + i] } else { b[i * n + column] };
             sum += x * y;
         }
-        arguments[at] = sum + bias[column];
-        results[at] = activate(form.activation, arguments[at]) + c[at];
+        arguments[at] = operands.scale * sum + bias[column];
+        results[at] = activate(form.activation, arguments[at]) + operands.adding * c[at];
     }
     if form.keeps_argument {
         write(&operands.argument, form.result, &arguments);

@@ -349,6 +349,7 @@ mod tests {
             keeps_argument: false,
             adds: false,
             batch: 1,
+            alignment: Product::ALIGNMENT,
         }
     }
 

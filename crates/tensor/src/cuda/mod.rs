@@ -7,10 +7,12 @@
 //! Every driver call goes through [`Driver`], so that all of this runs on [`trainyard_cuda::fake::Fake`] in tests.
 
 mod attention;
+pub(crate) mod index;
 mod lanes;
 mod launch;
 mod linear;
 mod loss;
+mod matrix_optim;
 pub(crate) mod memory;
 mod norm;
 mod optim;
@@ -25,8 +27,12 @@ pub use trainyard_cuda::tested;
 pub use trainyard_cuda::{CudaError, fake};
 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
-pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient};
-pub(crate) use loss::{HeadGradients, HeadScratch, chunk_rows, head, summary};
+pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};
+pub(crate) use loss::{
+    HeadGradients, HeadScratch, chunk_rows, cross_entropy, cross_entropy_backward, head, mse_loss, mse_loss_backward,
+    summary,
+};
+pub(crate) use matrix_optim::{Factored, Lengths, MuonScratch, adafactor_matrix, adafactor_vector, muon};
 pub(crate) use norm::{
     layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
 };
