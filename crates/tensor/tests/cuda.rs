@@ -5,12 +5,12 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_cuda::fake::{Fake, Options};
 use trainyard_cuda::tested::Tested;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::elementwise::{Binary, Compare, Unary};
-use trainyard_tensor::cpu::gemm::Activation;
-use trainyard_tensor::cpu::gemm::Transpose;
+use trainyard_tensor::cpu::gemm::{Activation, Transpose};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::cpu::plain::mask::{Logic, Side};
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
@@ -456,7 +456,7 @@ fn indices_losses_and_products_are_those_of_the_cpu() {
 
 #[test]
 fn wrong_indices_are_named_as_on_the_cpu() {
-    let (fake, cuda) = fake();
+    let (tested, cuda) = device();
     for device in [cuda, Device::cpu(Isa::detect(), 1, None)] {
         let x = device.zeros([4, 3], DType::F32, Purpose::Activations).unwrap();
         let indices = device.tensor::<i32>([3], &[2, 4, -1], Purpose::Data).unwrap();
@@ -482,12 +482,13 @@ fn wrong_indices_are_named_as_on_the_cpu() {
             assert_eq!(error.to_string(), words, "on {device:?}");
         }
     }
-    assert_eq!(fake.problems(), [""; 0]);
+    assert_eq!(tested.problems(), [""; 0]);
 }
 
 #[test]
 fn products_of_views_say_how_they_are_aligned() {
-    let (fake, device) = fake();
+    let fake = Arc::new(Fake::new(Options::default()));
+    let device = Device::cuda(Arc::new(Cuda::new(fake.clone(), 1)), None);
     let x = device.zeros([4, 6], DType::BF16, Purpose::Activations).unwrap();
     for (first, alignment) in [(0, 256), (1, 4), (2, 8)] {
         let part = plain::narrow(&x, 0, first, 2).unwrap();
