@@ -36,7 +36,7 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
         return Ok(Device::cpu(resolved.isa, resolved.threads, limit));
     };
     let ordinal = ordinal.map_or_else(|| place(world), Ok)?;
-    let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?);
+    let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?.with_tf32(resolved.config.precision.tf32));
     if let Some(prediction) = prediction {
         let (needed, (free, total)) = (prediction.memory.peak_total(), cuda.memory()?);
         if needed > free {

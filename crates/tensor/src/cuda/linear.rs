@@ -9,7 +9,7 @@ use crate::ops::plain::product::{Matrices, Run};
 use crate::{DType, Tensor};
 use std::sync::Arc;
 use trainyard_cuda::driver::{self, Operands, Precision, Product, Region};
-use trainyard_cuda::kernels as k;
+use trainyard_cuda::kernels::{self as k, Float};
 
 /// The form of a product without epilogue.
 pub(super) fn plain(op: &'static str, [m, n, depth]: [usize; 3], operands: DType, result: DType) -> Result<Product> {
@@ -48,7 +48,10 @@ impl Cuda {
             // An empty sum: the library refuses it.
             return if form.adds { Ok(()) } else { Ok(self.driver.zero(self.stream()?, operands.d)?) };
         }
-        let form = Product { alignment: operands.alignment(), ..*form };
+        let mut form = Product { alignment: operands.alignment(), ..*form };
+        if form.operands == Float::F32 {
+            form.precision = self.precision;
+        }
         // SAFETY: the regions are those of tensors whose shapes the operation checked against each other.
         Ok(unsafe { self.driver.product(self.stream()?, &form, operands) }?)
     }

@@ -48,7 +48,7 @@ use crate::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use trainyard_cuda::driver::{Driver, Event, Properties, Region, Stream};
+use trainyard_cuda::driver::{Driver, Event, Precision, Properties, Region, Stream};
 use trainyard_cuda::kernels::{File, Float};
 
 /// Scratch for the algorithms of products: what NVIDIA recommends for Hopper.
@@ -61,6 +61,8 @@ pub struct Cuda {
     modules: Mutex<BTreeMap<(File, Float), Arc<launch::Module>>>,
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
+    /// How products of f32 are multiplied.
+    precision: Precision,
     /// For what the host makes: initial values.
     host: Cpu,
 }
@@ -90,8 +92,15 @@ impl Cuda {
             modules: Mutex::default(),
             events: Mutex::default(),
             pinned: Mutex::default(),
+            precision: Precision::Full,
             host: Cpu::new(Isa::detect(), threads),
         }
+    }
+
+    /// The same, with operands of f32 products rounded to TF32 or not.
+    pub fn with_tf32(mut self, yes: bool) -> Cuda {
+        self.precision = if yes { Precision::Tf32 } else { Precision::Full };
+        self
     }
 
     /// What it is.
