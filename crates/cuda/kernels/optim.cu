@@ -88,6 +88,12 @@ KERNEL(muon_average)(const float* g, float* m, T* x, long long n, float gradient
     store_pack(x, s.i, n, s.vectors, gs);
 }
 
+KERNEL(muon_normalise)(T* x, const double* squares, long long n, float least) {
+    double norm = sqrt(*squares);
+    float factor = (float)(1.0 / (norm > least ? norm : (double)least));
+    map(x, x, n, [=](float v) { return v * factor; });
+}
+
 KERNEL(muon_apply)(const T* update, float* p, long long n, float keep, float step) {
     States s = {all_aligned(update, p), pack_start(), n};
     if (s.i >= n) return;

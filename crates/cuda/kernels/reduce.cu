@@ -86,6 +86,13 @@ KERNEL(sum_f64)(const double* x, double* y, long long n) {
     if (threadIdx.x == 0) *y = sum;
 }
 
+KERNEL(mean_f64)(const double* sums, float* mean, long long count, long long n) {
+    double sum = 0.0;
+    for (i64 i = threadIdx.x; i < count; i += blockDim.x) sum += sums[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *mean = (float)(sum / n);
+}
+
 // Counts are integers, whose sum has no order.
 KERNEL(nonfinite)(const T* x, unsigned* count, long long n) {
     i64 i = pack_start();

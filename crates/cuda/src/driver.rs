@@ -134,10 +134,17 @@ pub struct Product {
     pub adds: bool,
     /// How many such products lie one after the other in every operand.
     pub batch: usize,
+    /// A power of two, at most [`Product::ALIGNMENT`], of which the addresses of a, b, c and d are multiples: an algorithm may rely on it.
+    pub alignment: u32,
+}
+
+impl Product {
+    /// The alignment that libraries take for granted.
+    pub const ALIGNMENT: u32 = 256;
 }
 
 /// The memory of a product; what its form does not have is [`Region::NONE`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Operands {
     /// [m, k], or [k, m].
     pub a: Region,
@@ -153,12 +160,22 @@ pub struct Operands {
     pub argument: Region,
     /// Scratch for the algorithm.
     pub workspace: Region,
+    /// Multiplies the product of a and b.
+    pub scale: f32,
+    /// Multiplies c.
+    pub adding: f32,
 }
 
 impl Operands {
     /// All of them.
     pub fn all(&self) -> [Region; 7] {
         [self.a, self.b, self.bias, self.c, self.d, self.argument, self.workspace]
+    }
+
+    /// The form's [`Product::alignment`] for these addresses.
+    pub fn alignment(&self) -> u32 {
+        let bits = [self.a, self.b, self.c, self.d].iter().fold(Product::ALIGNMENT as u64, |bits, r| bits | r.address);
+        1 << bits.trailing_zeros()
     }
 }
 

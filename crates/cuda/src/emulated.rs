@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -75,8 +76,10 @@ impl Emulated {
         }
         let io = |error: std::io::Error| format!("{}: {error}", self.folder.display());
         std::fs::create_dir_all(&self.folder).map_err(io)?;
-        // Another process may be at the same: each writes files of its own, and the last rename stands.
-        let own = self.folder.join(format!("{name}.{}", std::process::id()));
+        // Others may be at the same, in this process or another: each writes files of its own, and the last rename stands.
+        static COMPILED: AtomicU32 = AtomicU32::new(0);
+        let number = COMPILED.fetch_add(1, Ordering::Relaxed);
+        let own = self.folder.join(format!("{name}-{}-{number}", std::process::id()));
         let (text, object) = (own.with_extension("cc"), own.with_extension("so"));
         std::fs::write(&text, source).map_err(io)?;
         let mut command = Command::new(&self.compiler);

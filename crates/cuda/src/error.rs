@@ -8,7 +8,7 @@ pub enum CudaError {
     NotBuilt,
     /// There is no driver.
     #[error(
-        "no NVIDIA driver here (libcuda.so.1 is not found): run on the processor with `--set compute.device=cpu`, or \
+        "no NVIDIA driver here (libcuda.so.1 is not found): run on the processor (device=cpu), or \
          install the driver of the GPU"
     )]
     NoDriver,

@@ -1,7 +1,7 @@
 //! The device of a rank, as its configuration says.
 
 use crate::Result;
-use crate::config::{DeviceKind, OptimizerName, Resolved};
+use crate::config::{DeviceKind, Resolved};
 use crate::predict::Prediction;
 use crate::state::does_not_fit;
 use std::sync::Arc;
@@ -20,15 +20,9 @@ pub fn computes(resolved: &Resolved) -> Computes {
 /// Whether a device that is asked for can be opened at all: asked before there is anything to wait for.
 ///
 /// # Errors
-/// What the machine lacks for a GPU, or what the GPU cannot run.
+/// What the machine lacks for a GPU.
 pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else { return Ok(()) };
-    if let name @ (OptimizerName::Muon | OptimizerName::Adafactor) = resolved.optimizer.name {
-        return Err(does_not_fit(format!(
-            "optimizer.name = \"{}\" is not implemented on cuda: use adamw, sgd or lion",
-            name.name()
-        )));
-    }
     Ok(Cuda::check(ordinal.map_or_else(|| place(Some(world)), Ok)?)?)
 }
 
@@ -42,7 +36,7 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
         return Ok(Device::cpu(resolved.isa, resolved.threads, limit));
     };
     let ordinal = ordinal.map_or_else(|| place(world), Ok)?;
-    let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?);
+    let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?.with_tf32(resolved.config.precision.tf32));
     if let Some(prediction) = prediction {
         let (needed, (free, total)) = (prediction.memory.peak_total(), cuda.memory()?);
         if needed > free {

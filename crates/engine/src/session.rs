@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
-use crate::config::{Config, Inputs, ModelSource, Pretrained, Resolved};
+use crate::config::{Config, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
 use crate::links::Links;
@@ -26,6 +26,7 @@ use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::peak::{self, Peaks};
+use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
 
 /// Names of files in a run's folder.
@@ -168,7 +169,7 @@ impl Session {
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         if device.as_cuda().is_some() {
-            note("compute.device = \"cuda\" has not been run on a GPU by those who wrote it: see docs/gpu.md");
+            note(UNTRIED);
         }
         note(&format!(
             "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
@@ -342,6 +343,9 @@ pub struct Trained {
     pub step: Option<u64>,
 }
 
+/// What is said of a GPU before it is used.
+const UNTRIED: &str = "cuda has not been run on a GPU by those who wrote it: see docs/gpu.md";
+
 /// How a trained model is to be run.
 #[derive(Clone, Debug)]
 pub struct Runtime {
@@ -351,20 +355,39 @@ pub struct Runtime {
     pub threads: usize,
     /// Precision of forward; None: the run's, or f32.
     pub dtype: Option<DType>,
+    /// The processor, or a GPU: number 0 where none is named.
+    pub device: DeviceKind,
 }
 
 impl Runtime {
     /// The best of this machine.
     pub fn of_this_machine() -> Runtime {
-        Runtime { isa: trainyard_tensor::cpu::Isa::detect(), threads: Inputs::of_this_machine().cores, dtype: None }
+        let (isa, threads) = (trainyard_tensor::cpu::Isa::detect(), Inputs::of_this_machine().cores);
+        Runtime { isa, threads, dtype: None, device: DeviceKind::Cpu }
     }
 }
 
 /// Opens the newest whole checkpoint of a run, or a Hugging Face folder.
 pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
-    let device = Device::cpu(runtime.isa, runtime.threads, None);
+    let device = match runtime.device {
+        DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
+        DeviceKind::Cuda(ordinal) => {
+            note(UNTRIED);
+            Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
+        }
+    };
+    open_trained_on(&device, folder, runtime.dtype, note)
+}
+
+/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's, or f32.
+pub fn open_trained_on(
+    device: &Device,
+    folder: &Path,
+    dtype: Option<DType>,
+    mut note: impl FnMut(&str),
+) -> Result<Trained> {
     if !folder.join(files::MODEL).is_file() {
-        return open_hugging_face(folder, &device, runtime, &mut note);
+        return open_hugging_face(folder, device, dtype, &mut note);
     }
     let read = |name: &str| {
         let path = folder.join(name);
@@ -392,7 +415,7 @@ pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)
     let found = find_checkpoint(folder, &mut note)?.ok_or_else(|| {
         does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
     })?;
-    let mut rank = bare_rank(&device, &spec, runtime.dtype.or(run_dtype).unwrap_or(DType::F32))?;
+    let mut rank = bare_rank(device, &spec, dtype.or(run_dtype).unwrap_or(DType::F32))?;
     snapshot::load_parameters(&mut rank, &found.checkpoint)?;
     Ok(Trained { rank, tokenizer, spec, resolved, step: Some(found.step) })
 }
@@ -400,7 +423,7 @@ pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)
 fn open_hugging_face(
     folder: &Path,
     device: &Device,
-    runtime: &Runtime,
+    dtype: Option<DType>,
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
     let path = folder.join("config.json");
@@ -413,7 +436,7 @@ fn open_hugging_face(
     })?;
     let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
     let tokenizer = Tokenizer::load(folder)?;
-    let mut rank = bare_rank(device, &spec, runtime.dtype.unwrap_or(DType::F32))?;
+    let mut rank = bare_rank(device, &spec, dtype.unwrap_or(DType::F32))?;
     for line in load_weights(&mut rank, folder)? {
         note(&line);
     }

@@ -5,19 +5,20 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_cuda::fake::{Fake, Options};
 use trainyard_cuda::tested::Tested;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::elementwise::{Binary, Compare, Unary};
-use trainyard_tensor::cpu::gemm::Activation;
+use trainyard_tensor::cpu::gemm::{Activation, Transpose};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::cpu::plain::mask::{Logic, Side};
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::ops::optim::{AdamW, Decay, Lion, OptimizerOperands, Sgd};
-use trainyard_tensor::ops::plain::{self, Dims};
+use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
+use trainyard_tensor::ops::plain::{self, Dims, Reduction};
 use trainyard_tensor::ops::{self, HeadLayout, Segments};
-use trainyard_tensor::{Computes, DType, Device, Purpose, Result, Tensor, TensorError};
+use trainyard_tensor::{Computes, Cost, DType, Device, Purpose, Result, Tensor, TensorError};
 
 /// Operands of a case on one device.
 struct Operands<'d> {
@@ -323,10 +324,202 @@ fn plain_operations_are_those_of_the_cpu() {
 }
 
 #[test]
+fn steps_of_whole_matrices_are_those_of_the_cpu() {
+    check(&[
+        ("muon", |o| {
+            let mut all = Vec::new();
+            for (number, shape) in [[5, 9], [12, 7], [6, 6]].into_iter().enumerate() {
+                let n = shape[0] * shape[1];
+                let gradient = o.wide(1, &[n])?;
+                let (mut master, mut momentum) = (o.wide(2, &[n])?, o.wide(3, &[n])?);
+                let mut copy = o.floats(4, &[n]);
+                let scale = [MuonScale::Original, MuonScale::MatchRmsAdamW][number % 2];
+                let nesterov = number != 1;
+                let hyper = Muon { lr: 0.02, momentum: 0.95, nesterov, weight_decay: 0.1, scale, iterations: 5 };
+                let copies = o.dtype != DType::F32;
+                for _ in 0..3 {
+                    let copy = copies.then_some(&mut copy);
+                    let operands =
+                        OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 0.5, copy };
+                    ops::optim::muon(hyper, shape, operands, &mut momentum)?;
+                }
+                all.extend([master, momentum, copy]);
+            }
+            Ok(all)
+        }),
+        ("adafactor", |o| {
+            let mut all = Vec::new();
+            for (number, [rows, columns]) in [[5, 9], [67, 3], [1, 6]].into_iter().enumerate() {
+                let n = rows * columns;
+                let gradient = o.wide(1, &[n])?;
+                let (mut master, mut vector) = (o.wide(2, &[n])?, o.wide(3, &[n])?);
+                let [mut row, mut column, mut moment] =
+                    [rows, columns, n].map(|len| o.device.zeros([len], DType::F32, Purpose::Optimizer).unwrap());
+                let (mut copy, mut vector_copy) = (o.floats(4, &[n]), o.floats(5, &[n]));
+                let step_size = [StepSize::Relative, StepSize::Absolute][number % 2];
+                let hyper = Adafactor {
+                    lr: 0.01,
+                    beta2_decay: -0.8,
+                    eps1: 1e-30,
+                    eps2: 1e-3,
+                    clip_threshold: 1.0,
+                    weight_decay: 0.1,
+                    step_size,
+                };
+                let copies = o.dtype != DType::F32;
+                for step in 1..4 {
+                    let operands = OptimizerOperands {
+                        master: &mut master,
+                        gradient: &gradient,
+                        gradient_scale: 0.5,
+                        copy: copies.then_some(&mut copy),
+                    };
+                    ops::optim::adafactor_matrix(hyper, step, operands, &mut row, &mut column)?;
+                    let operands = OptimizerOperands {
+                        master: &mut vector,
+                        gradient: &gradient,
+                        gradient_scale: 0.5,
+                        copy: copies.then_some(&mut vector_copy),
+                    };
+                    ops::optim::adafactor_vector(hyper, step, operands, &mut moment)?;
+                }
+                all.extend([master, vector, row, column, moment, copy, vector_copy]);
+            }
+            Ok(all)
+        }),
+    ]);
+}
+
+#[test]
+fn indices_losses_and_products_are_those_of_the_cpu() {
+    check(&[
+        ("indices", |o| {
+            let (x, indices) = (o.floats(1, &[3, 5, 4]), o.integers(&[4], &[4, 0, 4, 2]));
+            let unsigned = o.device.tensor::<u32>([2], &[1, 1], Purpose::Data)?;
+            let rows = o.integers(
+                &[3, 5, 2],
+                &[3, 3, 0, 1, 2, 0, 1, 1, 3, 0, 0, 0, 1, 2, 3, 3, 2, 1, 0, 1, 3, 2, 2, 2, 1, 0, 0, 3, 3, 1],
+            );
+            let mut all = Vec::new();
+            for (dim, len) in [(0, 3), (1, 5), (2, 4)] {
+                let which = if len > 4 { &indices } else { &unsigned };
+                let y = plain::index_select(&x, dim, which)?;
+                all.push(plain::index_add(&y, x.shape(), dim, which)?);
+                all.push(y);
+            }
+            let y = plain::gather(&x, &rows)?;
+            all.push(plain::scatter_add(&y, x.shape(), &rows)?);
+            all.extend([y, plain::one_hot(o.device, &indices, 5, o.dtype)?]);
+            let none = o.integers(&[0], &[]);
+            all.extend([plain::index_select(&x, 1, &none)?, plain::one_hot(o.device, &none, 3, o.dtype)?]);
+            all.push(plain::index_add(&o.floats(1, &[3, 0, 4]), x.shape(), 1, &none)?);
+            Ok(all)
+        }),
+        ("losses", |o| {
+            let (x, dy) = (o.floats(1, &[5, 7]), o.device.tensor([], &[0.5f32], Purpose::Activations)?);
+            let (targets, none) = (o.integers(&[5], &[6, -100, 0, 3, -100]), o.integers(&[5], &[-100; 5]));
+            let mut all = Vec::new();
+            for reduction in [Reduction::Mean, Reduction::Sum] {
+                for targets in [&targets, &none] {
+                    let (loss, lse) = plain::cross_entropy(&x, targets, reduction)?;
+                    all.push(plain::cross_entropy_backward(&dy, &x, targets, &lse, reduction)?);
+                    all.extend([loss, lse]);
+                }
+            }
+            let other = o.floats(2, &[5, 7]);
+            all.extend([plain::mse_loss(&x, &other)?, plain::mse_loss_backward(&dy, &x, &other)?]);
+            Ok(all)
+        }),
+        ("products", |o| {
+            let (no, yes) = (Transpose::No, Transpose::Yes);
+            let mut all = Vec::new();
+            for (a, turn_a, b, turn_b) in [
+                (&[3, 5][..], no, &[5, 7][..], no),
+                (&[5, 3], yes, &[7, 5], yes),
+                (&[2, 3, 5], no, &[5, 7], no),
+                (&[2, 3, 5], no, &[2, 7, 5], yes),
+                (&[2, 5, 3], yes, &[5, 7], no),
+                (&[3, 5], no, &[4, 5, 7], no),
+                (&[2, 1, 3, 5], no, &[3, 5, 7], no),
+                (&[2, 3, 3, 5], no, &[2, 1, 5, 7], no),
+                (&[2, 0], no, &[0, 3], no),
+            ] {
+                all.push(plain::matmul(&o.floats(1, a), turn_a, &o.floats(2, b), turn_b)?);
+            }
+            // Of a view that begins in the middle of a block.
+            let part = plain::narrow(&o.floats(3, &[4, 5]), 0, 1, 3)?;
+            all.push(plain::matmul(&part, no, &o.floats(4, &[5, 3]), no)?);
+            Ok(all)
+        }),
+    ]);
+}
+
+#[test]
+fn wrong_indices_are_named_as_on_the_cpu() {
+    let (tested, cuda) = device();
+    for device in [cuda, Device::cpu(Isa::detect(), 1, None)] {
+        let x = device.zeros([4, 3], DType::F32, Purpose::Activations).unwrap();
+        let indices = device.tensor::<i32>([3], &[2, 4, -1], Purpose::Data).unwrap();
+        let huge = device.tensor::<u32>([1], &[u32::MAX], Purpose::Data).unwrap();
+        for (error, words) in [
+            (plain::index_select(&x, 0, &indices).unwrap_err(), "index 4 (entry 1) is outside 0..4"),
+            (
+                plain::index_add(&x, x.shape(), 0, &device.tensor::<i32>([4], &[0, 0, -7, 1], Purpose::Data).unwrap())
+                    .unwrap_err(),
+                "index -7 (entry 2) is outside 0..4",
+            ),
+            (plain::one_hot(&device, &huge, 3, DType::F32).unwrap_err(), "index -1 (entry 0) is outside 0..3"),
+            (
+                plain::cross_entropy(
+                    &x,
+                    &device.tensor::<i32>([4], &[0, -100, 3, 1], Purpose::Data).unwrap(),
+                    Reduction::Sum,
+                )
+                .unwrap_err(),
+                "target 3 (entry 2) is outside 0..3",
+            ),
+        ] {
+            assert_eq!(error.to_string(), words, "on {device:?}");
+        }
+    }
+    assert_eq!(tested.problems(), [""; 0]);
+}
+
+#[test]
+fn products_of_views_say_how_they_are_aligned() {
+    let fake = Arc::new(Fake::new(Options::default()));
+    let device = Device::cuda(Arc::new(Cuda::new(fake.clone(), 1)), None);
+    let x = device.zeros([4, 6], DType::BF16, Purpose::Activations).unwrap();
+    for (first, alignment) in [(0, 256), (1, 4), (2, 8)] {
+        let part = plain::narrow(&x, 0, first, 2).unwrap();
+        fake.take_records();
+        plain::matmul(&part, Transpose::Yes, &part, Transpose::No).unwrap();
+        let products: Vec<_> = fake.take_records().into_iter().filter_map(|record| record.product).collect();
+        assert_eq!(products.iter().map(|form| form.alignment).collect::<Vec<_>>(), [alignment]);
+    }
+}
+
+#[test]
+fn products_of_f32_round_to_tf32_where_that_is_wanted() {
+    let run = |tf32, dtype| {
+        let tested = Tested::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"), 0).unwrap();
+        let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1).with_tf32(tf32)), None);
+        let operands = Operands { device: &device, dtype };
+        let (x, w) = (operands.floats(1, &[5, 24]), operands.floats(2, &[9, 24]));
+        values(&ops::linear(&x, &w, None, Activation::None, None, false).unwrap().0)
+    };
+    let (full, rounded) = (run(false, DType::F32), run(true, DType::F32));
+    assert_ne!(full, rounded);
+    // 24 products of numbers below 1, each operand rounded to 11 bits.
+    assert!(full.iter().zip(&rounded).all(|(a, b)| (a - b).abs() <= 24.0 * 2.0 * 2f32.powi(-11)));
+    assert_eq!(run(false, DType::BF16), run(true, DType::BF16));
+}
+
+#[test]
 fn what_cuda_has_not_is_an_error_that_names_it() {
     let (_, device) = device();
     let x = device.zeros([2, 2], DType::F32, Purpose::Activations).unwrap();
-    let error = plain::mse_loss(&x, &x).unwrap_err();
-    assert_eq!(error.to_string(), "not implemented on cuda: mse_loss");
+    let error = device.launch("of the CPU alone", Cost::default(), |_| Ok(())).unwrap_err();
+    assert_eq!(error.to_string(), "not implemented on cuda: of the CPU alone");
     assert!(matches!(x.data::<f32>(), Err(TensorError::NotOnHost { .. })));
 }

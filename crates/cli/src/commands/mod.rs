@@ -16,6 +16,7 @@ pub mod tokenizer;
 pub mod train;
 
 use anyhow::{Context, Result};
+use trainyard_engine::config::DeviceKind;
 use trainyard_engine::session::Runtime;
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Isa;
@@ -45,6 +46,9 @@ impl Precision {
 /// How a trained model is run.
 #[derive(clap::Args)]
 pub struct RuntimeArgs {
+    /// Where the model runs: cpu, cuda, or cuda:N for one of several GPUs.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceKind,
     /// What products are computed in. Unset: as the run was trained; f32 for a Hugging Face folder.
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Precision>,
@@ -62,6 +66,6 @@ impl RuntimeArgs {
         let isa = Isa::choose(&self.isa).context("--isa")?;
         let default = Runtime::of_this_machine();
         let threads = self.threads.map_or(default.threads, usize::from);
-        Ok(Runtime { isa, threads, dtype: self.dtype.map(Precision::dtype) })
+        Ok(Runtime { isa, threads, dtype: self.dtype.map(Precision::dtype), device: self.device })
     }
 }

@@ -1,14 +1,17 @@
 //! Products on the host: three loops, sums in f32.
 
 use super::{bytes, bytes_mut};
-use crate::driver::{Activation, Operands, Product, Region};
+use crate::driver::{Activation, Operands, Precision, Product, Region};
 use crate::kernels::Float;
 use half::{bf16, f16};
 
 /// Computes what a library would.
 pub fn run(form: &Product, operands: &Operands) {
     let Product { m, n, k, batch, .. } = *form;
-    let (a, b) = (read(&operands.a, form.operands), read(&operands.b, form.operands));
+    let (mut a, mut b) = (read(&operands.a, form.operands), read(&operands.b, form.operands));
+    if form.operands == Float::F32 && form.precision == Precision::Tf32 {
+        a.iter_mut().chain(&mut b).for_each(|x| *x = tf32(*x));
+    }
     let bias = if form.bias { read(&operands.bias, form.result) } else { vec![0.0; n] };
     let c = if form.adds { read(&operands.c, form.result) } else { vec![0.0; batch * m * n] };
     let mut arguments = vec![0.0; batch * m * n];
@@ -22,13 +25,18 @@ pub fn run(form: &Product, operands: &Operands) {
             let y = if form.b_transposed { b[column * k + i] } else { b[i * n + column] };
             sum += x * y;
         }
-        arguments[at] = sum + bias[column];
-        results[at] = activate(form.activation, arguments[at]) + c[at];
+        arguments[at] = operands.scale * sum + bias[column];
+        results[at] = activate(form.activation, arguments[at]) + operands.adding * c[at];
     }
     if form.keeps_argument {
         write(&operands.argument, form.result, &arguments);
     }
     write(&operands.d, form.result, &results);
+}
+
+/// To 10 bits after the first, halves away from zero.
+fn tf32(x: f32) -> f32 {
+    if x.is_finite() { f32::from_bits((x.to_bits() + 0x1000) & !0x1fff) } else { x }
 }
 
 fn activate(activation: Activation, x: f32) -> f32 {

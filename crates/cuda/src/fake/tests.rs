@@ -109,18 +109,22 @@ fn a_product_has_its_epilogue() {
         keeps_argument: true,
         adds: true,
         batch: 1,
+        alignment: Product::ALIGNMENT,
     };
     let (a, b, bias, c) =
         (put(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), put(&[1.0, 0.0, -1.0]), put(&[1.0]), put(&[10.0, 20.0]));
     let [d, argument] = [put(&[0.0; 2]), put(&[0.0; 2])].map(|r| Region { written: true, ..r });
-    let operands = Operands { a, b, bias, c, d, argument, workspace: Region::NONE };
+    let operands = Operands { a, b, bias, c, d, argument, workspace: Region::NONE, scale: 2.0, adding: 0.5 };
+    assert_eq!(operands.alignment(), Product::ALIGNMENT);
+    let shifted = Region { address: c.address + 24, ..c };
+    assert_eq!(Operands { c: shifted, ..operands }.alignment(), 8);
     // SAFETY: the sizes are those of the form.
     unsafe { fake.product(stream, &form, &operands) }.unwrap();
     let floats = |r: Region| -> Vec<f32> {
         let bytes = download(&fake, stream, r.address, 8);
         bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
     };
-    assert_eq!((floats(argument), floats(d)), (vec![-1.0, -1.0], vec![10.0, 20.0]));
+    assert_eq!((floats(argument), floats(d)), (vec![-3.0, -3.0], vec![5.0, 10.0]));
     assert_eq!(fake.problems(), [""; 0]);
 }
 

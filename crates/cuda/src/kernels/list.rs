@@ -137,6 +137,8 @@ kernels! {
     SQUARED_ERROR = "squared_error", Reduce, Rule::Chunks, "const T* a, const T* b, double* sums, long long n, long long chunk";
     /// y [1] = the sum of x, in a fixed order.
     SUM_F64 = "sum_f64", Reduce, Rule::One, "const double* x, double* y, long long n";
+    /// mean [1] = the sum of sums [count] over n, in a fixed order.
+    MEAN_F64 = "mean_f64", Reduce, Rule::One, "const double* sums, float* mean, long long count, long long n";
     /// Adds to count [1] how many elements are not finite.
     NONFINITE = "nonfinite", Reduce, Rule::Elements, "const T* x, unsigned* count, long long n";
     /// y [rows] of x [rows, columns]: how 0 factor times the sum, 1 the largest, NaN passed over.
@@ -209,6 +211,8 @@ kernels! {
     /// m = momentum m + (1 - momentum) g, and what is orthogonalised, in T, to x.
     MUON_AVERAGE = "muon_average", Optim, Rule::Elements,
         "const float* g, float* m, T* x, long long n, float gradient_scale, float momentum, int nesterov";
+    /// x over its norm, of which `squares` [1] is the square, or over `least` where that is larger.
+    MUON_NORMALISE = "muon_normalise", Optim, Rule::Elements, "T* x, const double* squares, long long n, float least";
     /// p = keep p - step update.
     MUON_APPLY = "muon_apply", Optim, Rule::Elements, "const T* update, float* p, long long n, float keep, float step";
     /// row_moment [rows], from g [rows, columns].

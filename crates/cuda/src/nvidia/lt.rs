@@ -31,6 +31,8 @@ const DESC_AUX_LD: c_int = 12;
 const LAYOUT_BATCH_COUNT: c_int = 5;
 const LAYOUT_BATCH_STRIDE: c_int = 6;
 const PREFERENCE_WORKSPACE: c_int = 1;
+/// Of A, B, C and D.
+const PREFERENCE_ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
 const OP_TRANSPOSE: c_int = 1;
 const EPILOGUE_DEFAULT: u32 = 1;
 const EPILOGUE_RELU: u32 = 2;
@@ -283,7 +285,7 @@ impl Lt {
         algorithm: &Algorithm,
         stream: Stream,
     ) -> Result<()> {
-        let (alpha, beta) = (1.0f32, if form.adds { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (operands.scale, if form.adds { operands.adding } else { 0.0 });
         let at = |region: Region| region.address as *mut c_void;
         let c = if form.adds { operands.c } else { operands.d };
         // SAFETY: the caller's promise about the operands; descriptors are those of the form.
@@ -371,6 +373,9 @@ impl Lt {
         // SAFETY: writes a handle.
         called("cublasLtMatmulPreferenceCreate", unsafe { (self.functions.create_preference)(&mut preference) })?;
         self.set(self.functions.set_preference, preference, PREFERENCE_WORKSPACE, &workspace)?;
+        for attribute in PREFERENCE_ALIGNMENTS {
+            self.set(self.functions.set_preference, preference, attribute, &form.alignment)?;
+        }
         let none = Proposal { algorithm: [0; 8], workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] };
         let (mut found, mut count) = ([none; PROPOSALS], 0);
         // SAFETY: room for as many as are asked for; descriptors are those of the form.

@@ -386,6 +386,7 @@ mod tests {
             keeps_argument: false,
             adds: false,
             batch: 1,
+            alignment: Product::ALIGNMENT,
         }
     }
 
@@ -396,7 +397,7 @@ mod tests {
             return;
         }
         let error = Nvidia::open(0).err().expect("no driver").to_string();
-        assert!(error.contains("no NVIDIA driver here") && error.contains("compute.device=cpu"), "{error}");
+        assert!(error.contains("no NVIDIA driver here") && error.contains("device=cpu"), "{error}");
     }
 
     #[test]

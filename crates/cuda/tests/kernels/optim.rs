@@ -158,6 +158,24 @@ dtypes! {
     }
 }
 
+dtypes! {
+    fn muon_normalises<T>() {
+        for (len, least) in [(1, 1e-7f32), (130, 1e-7), (2051, 1e-7), (130, 100.0)] {
+            let start = values::<T>(1, len);
+            let square: f64 = wide(&start).iter().map(|x| x * x).sum();
+            let x = both_orders(|| {
+                let (x, squares) = (Buffer::new(&start), Buffer::new(&[square]));
+                let arguments = [x.at(), squares.at(), Argument::I64(len as i64), Argument::F32(least)];
+                launch(&kernels::MUON_NORMALISE, float::<T>(), [len, 1, 1], &arguments);
+                x.get()
+            });
+            let norm = square.sqrt().max(f64::from(least));
+            let want: Vec<f64> = wide(&start).iter().map(|x| x / norm).collect();
+            close("what is orthogonalised", &x, &want, 4.0 * ULP);
+        }
+    }
+}
+
 /// What stays between the steps of Adafactor: weights, copy, moments.
 type Adafactored<T> = (Vec<f32>, Vec<T>, Vec<f32>, Vec<f32>);
 

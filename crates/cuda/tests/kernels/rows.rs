@@ -21,7 +21,7 @@ dtypes! {
             let len = rows * columns;
             let (x, other) = (values::<T>(1, len), values::<T>(2, len));
             let (chunk, blocks) = (700, row_blocks(rows));
-            let (by_columns, sums, squares, errors, total) = both_orders(|| {
+            let (by_columns, sums, squares, errors, total, mean) = both_orders(|| {
                 let (x, other) = (Buffer::new(&x), Buffer::new(&other));
                 let partials = Buffer::<f32>::empty(blocks * columns);
                 let arguments = [x.at(), partials.at(), int(1), int(rows), int(columns)];
@@ -38,8 +38,12 @@ dtypes! {
                 let arguments = [x.at(), other.at(), errors.at(), long(len), long(chunk)];
                 launch(&kernels::SQUARED_ERROR, float::<T>(), [len, chunk, 1], &arguments);
                 launch(&kernels::SUM_F64, Float::F32, [1, 1, 1], &[squares.at(), total.at(), long(len.div_ceil(chunk))]);
-                (by_columns, sums.get(), squares.get(), errors.get(), total.get())
+                let mean = Buffer::<f32>::empty(1);
+                let arguments = [errors.at(), mean.at(), long(len.div_ceil(chunk)), long(len.max(1))];
+                launch(&kernels::MEAN_F64, Float::F32, [1, 1, 1], &arguments);
+                (by_columns, sums.get(), squares.get(), errors.get(), total.get(), mean.get())
             });
+            close("mean", &mean, &[errors.iter().sum::<f64>() / len.max(1) as f64], ULP);
             let (xw, ow) = (wide(&x), wide(&other));
             for column in 0..columns {
                 let want = 0.5 + (0..rows).map(|row| xw[row * columns + column]).sum::<f64>();

@@ -3,6 +3,7 @@
 use super::value::{ConfigValue, wrong};
 use serde::{Serialize, Serializer};
 use std::fmt;
+use std::str::FromStr;
 use toml::Value;
 
 /// Where the model runs.
@@ -30,19 +31,27 @@ impl Serialize for DeviceKind {
     }
 }
 
+impl FromStr for DeviceKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "cpu" => Ok(DeviceKind::Cpu),
+            "cuda" => Ok(DeviceKind::Cuda(None)),
+            other => match other.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()) {
+                Some(ordinal) => Ok(DeviceKind::Cuda(Some(ordinal))),
+                None => Err(format!("a device is {}, not {text:?}", Self::expected())),
+            },
+        }
+    }
+}
+
 impl ConfigValue for DeviceKind {
     fn expected() -> String {
         "\"cpu\", \"cuda\" or \"cuda:N\"".to_owned()
     }
     fn from_value(value: &Value) -> Result<Self, String> {
-        match value.as_str() {
-            Some("cpu") => Ok(DeviceKind::Cpu),
-            Some("cuda") => Ok(DeviceKind::Cuda(None)),
-            other => {
-                let ordinal = other.and_then(|text| text.strip_prefix("cuda:")?.parse().ok());
-                ordinal.map(|ordinal| DeviceKind::Cuda(Some(ordinal))).ok_or_else(|| wrong::<Self>(value))
-            }
-        }
+        value.as_str().and_then(|text| text.parse().ok()).ok_or_else(|| wrong::<Self>(value))
     }
     fn to_value(&self) -> Option<Value> {
         Some(Value::String(self.to_string()))

@@ -3,7 +3,7 @@
 use super::error::Problems;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Batch, Config, ConfigError, Origin, Parallel};
+use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::Schedule;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -542,7 +542,16 @@ impl Resolver {
     }
 
     fn precision(&mut self) {
-        let PrecisionSection { compute, loss_scale_initial, loss_scale_window } = self.config.precision.clone();
+        let PrecisionSection { compute, tf32, loss_scale_initial, loss_scale_window } = self.config.precision.clone();
+        let device = self.config.compute.device;
+        let elsewhere = match (device, compute) {
+            (DeviceKind::Cpu, _) => Some("compute.device is cpu, which has no TF32".to_owned()),
+            (_, Compute::F32) => None,
+            _ => Some(format!("TF32 is for products of f32, and precision.compute is {compute}")),
+        };
+        if let Some(because) = elsewhere {
+            self.unused("precision.tf32", &tf32.then_some(()), &because);
+        }
         if compute != Compute::F16 {
             let because = format!("only f16 scales its loss, and precision.compute is {compute}");
             self.unused("precision.loss_scale_initial", &loss_scale_initial, &because);

@@ -459,6 +459,9 @@ section! {
         /// What products are computed in.
         #[elsewhere("dtype", "mixed_precision", "mixed_precision_param", "torch_dtype")]
         compute: Compute = Compute::Bf16;
+        /// f32 on GPUs: whether products round their operands to TF32 (10 bits after the first), which tensor cores multiply some ten times as fast.
+        #[elsewhere("allow_tf32", "float32_matmul_precision")]
+        tf32: bool = false;
         /// f16: the first loss scale, a power of two. Unset: 65536.
         #[elsewhere("initial_scale_power", "init_scale", "initial_loss_scale")]
         loss_scale_initial: Option<f64> = None;

@@ -214,6 +214,11 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["metrics.jsonl=yes"], &["metrics.jsonl takes true or false, not the string \"yes\""]),
     (&["optimizer.name=adamv"], &["did you mean \"adamw\"?", "one of \"adamw\", \"sgd\""]),
     (&["schedule.kind=cosin"], &["did you mean \"cosine\"?"]),
+    (
+        &["precision.tf32=true", "precision.compute=f32"],
+        &["precision.tf32 has no effect: compute.device is cpu, which has no TF32; remove it"],
+    ),
+    (&["precision.tf32=true", "device=cuda"], &["TF32 is for products of f32, and precision.compute is bf16"]),
     (&["precision.compute=fp64"], &["one of \"f32\", \"bf16\", \"f16\""]),
     (&["compute.device=cuda:x"], &["compute.device takes \"cpu\", \"cuda\" or \"cuda:N\", not the string \"cuda:x\""]),
     (&["device=gpu"], &["compute.device takes \"cpu\", \"cuda\" or \"cuda:N\", not the string \"gpu\""]),

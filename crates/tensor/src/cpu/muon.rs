@@ -17,11 +17,11 @@ use crate::dtype::Element;
 use crate::simd_fn;
 
 /// The quintic's coefficients.
-const A: f32 = 3.4445;
-const B: f32 = -4.775;
-const C: f32 = 2.0315;
+pub(crate) const A: f32 = 3.4445;
+pub(crate) const B: f32 = -4.775;
+pub(crate) const C: f32 = 2.0315;
 /// Norms below this are taken for it.
-const LEAST_NORM: f64 = 1e-7;
+pub(crate) const LEAST_NORM: f64 = 1e-7;
 
 /// Muon's settings for one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,7 +50,7 @@ pub enum MuonScale {
 }
 
 impl MuonScale {
-    fn factor(self, rows: usize, columns: usize) -> f32 {
+    pub(crate) fn factor(self, rows: usize, columns: usize) -> f32 {
         match self {
             MuonScale::Original => (rows as f32 / columns as f32).max(1.0).sqrt(),
             MuonScale::MatchRmsAdamW => 0.2 * (rows.max(columns) as f32).sqrt(),

@@ -285,7 +285,7 @@ pub fn adafactor_workspace(rows: usize, columns: usize) -> usize {
 }
 
 impl Adafactor {
-    fn beta2(&self, step: u64) -> f32 {
+    pub(crate) fn beta2(&self, step: u64) -> f32 {
         assert!(step > 0, "steps count from 1");
         (1.0 - (step as f64).powf(f64::from(self.beta2_decay))) as f32
     }
@@ -295,15 +295,17 @@ impl Adafactor {
         let clip = (mean_square_update.sqrt() / f64::from(self.clip_threshold)).max(1.0);
         let alpha = match self.step_size {
             StepSize::Absolute => f64::from(self.lr),
-            StepSize::Relative => {
-                let rate = f64::from(self.lr).min(1.0 / (step as f64).sqrt());
-                mean_square_weight.sqrt().max(f64::from(self.eps2)) * rate
-            }
+            StepSize::Relative => mean_square_weight.sqrt().max(f64::from(self.eps2)) * self.rate(step),
         };
         (alpha / clip) as f32
     }
 
-    fn keep(&self) -> f32 {
+    /// The bound of a relative step's rate.
+    pub(crate) fn rate(&self, step: u64) -> f64 {
+        f64::from(self.lr).min(1.0 / (step as f64).sqrt())
+    }
+
+    pub(crate) fn keep(&self) -> f32 {
         1.0 - self.lr * self.weight_decay
     }
 }

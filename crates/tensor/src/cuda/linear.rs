@@ -1,14 +1,15 @@
 //! Products, by the library of the driver; what its epilogues do not have follows in a kernel.
 
 use super::launch::args;
-use super::{Cuda, float, row_blocks};
+use super::{Cuda, float, part, row_blocks};
 use crate::cpu::gemm::Activation;
 use crate::error::Result;
 use crate::ops::GradientSlot;
+use crate::ops::plain::product::{Matrices, Run};
 use crate::{DType, Tensor};
 use std::sync::Arc;
 use trainyard_cuda::driver::{self, Operands, Precision, Product, Region};
-use trainyard_cuda::kernels as k;
+use trainyard_cuda::kernels::{self as k, Float};
 
 /// The form of a product without epilogue.
 pub(super) fn plain(op: &'static str, [m, n, depth]: [usize; 3], operands: DType, result: DType) -> Result<Product> {
@@ -26,13 +27,15 @@ pub(super) fn plain(op: &'static str, [m, n, depth]: [usize; 3], operands: DType
         keeps_argument: false,
         adds: false,
         batch: 1,
+        alignment: Product::ALIGNMENT,
     })
 }
 
 /// The operands of a product without epilogue; `workspace` as [`super::PRODUCT_WORKSPACE`].
 pub(super) fn operands(a: Region, b: Region, d: Region, workspace: &Tensor) -> Operands {
     let none = Region::NONE;
-    Operands { a, b, bias: none, c: none, d, argument: none, workspace: workspace.region(true) }
+    let workspace = workspace.region(true);
+    Operands { a, b, bias: none, c: none, d, argument: none, workspace, scale: 1.0, adding: 1.0 }
 }
 
 impl Cuda {
@@ -45,8 +48,12 @@ impl Cuda {
             // An empty sum: the library refuses it.
             return if form.adds { Ok(()) } else { Ok(self.driver.zero(self.stream()?, operands.d)?) };
         }
+        let mut form = Product { alignment: operands.alignment(), ..*form };
+        if form.operands == Float::F32 {
+            form.precision = self.precision;
+        }
         // SAFETY: the regions are those of tensors whose shapes the operation checked against each other.
-        Ok(unsafe { self.driver.product(self.stream()?, form, operands) }?)
+        Ok(unsafe { self.driver.product(self.stream()?, &form, operands) }?)
     }
 }
 
@@ -150,4 +157,33 @@ pub(super) fn weight_gradient(
         (form.adds, operands.c) = (true, dw.region(false));
     }
     gpu.product(&form, &operands)
+}
+
+/// Products of matrices that lie in `a` and `b`, all into `y` one after the other: as one launch where both operands go on from matrix to matrix, else one by
+/// one.
+pub(crate) fn matmul(
+    gpu: &Cuda,
+    [a, b, y]: [&Tensor; 3],
+    matrices: &Matrices,
+    runs: &[Run],
+    workspace: &Tensor,
+) -> Result<()> {
+    let Matrices { m, n, k, a_transposed, b_transposed } = *matrices;
+    let (dtype, size) = (y.dtype(), y.dtype().size());
+    let form = Product { a_transposed, b_transposed, ..plain("matmul", [m, n, k], dtype, dtype)? };
+    let mut done = 0;
+    for run in runs {
+        let together = run.steps == [m * k, k * n];
+        let (launches, batch) = if together { (1, run.count) } else { (run.count, 1) };
+        for i in 0..launches {
+            let matrices =
+                |tensor: &Tensor, written, first, each| part(tensor.region(written), first * size, batch * each * size);
+            let a = matrices(a, false, run.first[0] + i * run.steps[0], m * k);
+            let b = matrices(b, false, run.first[1] + i * run.steps[1], k * n);
+            let d = matrices(y, true, done, m * n);
+            gpu.product(&Product { batch, ..form }, &operands(a, b, d, workspace))?;
+            done += batch * m * n;
+        }
+    }
+    Ok(())
 }

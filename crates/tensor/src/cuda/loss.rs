@@ -1,8 +1,8 @@
-//! The LM head with cross-entropy: logits a chunk of rows at a time.
+//! The LM head with cross-entropy: logits a chunk of rows at a time; and the plain losses.
 
 use super::launch::{Arg, args};
 use super::linear::{operands, plain, weight_gradient};
-use super::{Cuda, part};
+use super::{Cuda, SQUARES_CHUNK, index, part};
 use crate::cpu::head::HeadLoss;
 use crate::error::Result;
 use crate::ops::GradientSlot;
@@ -98,4 +98,68 @@ pub(crate) fn summary(
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes")) as usize;
     let loss_sum = f64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
     Ok(HeadLoss { loss_sum, tokens: word(8), correct: word(12) })
+}
+
+/// Losses [m] of logits, their log-sum-exp [m] and the scalar; `scratch`: four floats.
+pub(crate) fn cross_entropy(
+    gpu: &Arc<Cuda>,
+    [x, targets]: [&Tensor; 2],
+    mean: bool,
+    [losses, lse, loss]: [&Tensor; 3],
+    scratch: &Tensor,
+) -> Result<()> {
+    let (m, v) = (x.rows(), x.last_dim());
+    index::check(gpu, "target", targets, v, true, scratch)?;
+    let args = args![x, targets, losses, lse, Arg::Null, m, v, v];
+    gpu.launch(&k::CROSS_ENTROPY, x.dtype(), [m, v, 1], args)?;
+    summarise(gpu, losses, targets, Some(loss), mean, scratch)
+}
+
+/// `scratch`: four floats.
+pub(crate) fn cross_entropy_backward(
+    gpu: &Arc<Cuda>,
+    dy: &Tensor,
+    [x, targets, lse]: [&Tensor; 3],
+    mean: bool,
+    dx: &Tensor,
+    scratch: &Tensor,
+) -> Result<()> {
+    let (m, v) = (x.rows(), x.last_dim());
+    index::check(gpu, "target", targets, v, true, scratch)?;
+    let counted = if mean {
+        // For the number of rows that count; what it adds up is of no use.
+        summarise(gpu, lse, targets, None, mean, scratch)?;
+        Arg::Part(scratch, 8, 4)
+    } else {
+        Arg::Null
+    };
+    gpu.launch(&k::CROSS_ENTROPY_BACKWARD, x.dtype(), [m, v, 1], args![x, targets, lse, dy, counted, dx, m, v, v])
+}
+
+/// The sum of `losses` and the counts of `targets` into `scratch`, and the reduced loss.
+fn summarise(
+    gpu: &Arc<Cuda>,
+    losses: &Tensor,
+    targets: &Tensor,
+    loss: Option<&Tensor>,
+    mean: bool,
+    scratch: &Tensor,
+) -> Result<()> {
+    let (sum, counts) = (Arg::Part(scratch, 0, 8), Arg::Part(scratch, 8, 8));
+    let args = args![losses, Arg::Null, targets, losses.elements(), sum, counts, loss, 1.0f32, i32::from(mean)];
+    gpu.launch(&k::LOSS_SUMMARY, DType::F32, [1, 1, 1], args)
+}
+
+/// `sums`: scratch of two floats for each [`SQUARES_CHUNK`] elements.
+pub(crate) fn mse_loss(gpu: &Arc<Cuda>, a: &Tensor, b: &Tensor, loss: &Tensor, sums: &Tensor) -> Result<()> {
+    let n = a.elements();
+    let args = args![a, b, sums, n, SQUARES_CHUNK];
+    gpu.launch(&k::SQUARED_ERROR, a.dtype(), [n, SQUARES_CHUNK, 1], args)?;
+    gpu.launch(&k::MEAN_F64, DType::F32, [1, 1, 1], args![sums, loss, n.div_ceil(SQUARES_CHUNK), n])
+}
+
+pub(crate) fn mse_loss_backward(gpu: &Arc<Cuda>, dy: &Tensor, a: &Tensor, b: &Tensor, da: &Tensor) -> Result<()> {
+    let n = a.elements();
+    let factor = 2.0 / n.max(1) as f32;
+    gpu.launch(&k::SCALED_DIFFERENCE, a.dtype(), [n, 1, 1], args![a, b, dy, da, n, factor])
 }

@@ -8,10 +8,12 @@
 
 mod attention;
 mod exchange;
+pub(crate) mod index;
 mod lanes;
 mod launch;
 mod linear;
 mod loss;
+mod matrix_optim;
 pub(crate) mod memory;
 mod norm;
 mod optim;
@@ -26,8 +28,12 @@ pub use trainyard_cuda::tested;
 pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version};
 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
-pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient};
-pub(crate) use loss::{HeadGradients, HeadScratch, chunk_rows, head, summary};
+pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};
+pub(crate) use loss::{
+    HeadGradients, HeadScratch, chunk_rows, cross_entropy, cross_entropy_backward, head, mse_loss, mse_loss_backward,
+    summary,
+};
+pub(crate) use matrix_optim::{Factored, Lengths, MuonScratch, adafactor_matrix, adafactor_vector, muon};
 pub(crate) use norm::{
     layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
 };
@@ -43,7 +49,7 @@ use crate::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use trainyard_cuda::driver::{Driver, Event, Properties, Region, Stream};
+use trainyard_cuda::driver::{Driver, Event, Precision, Properties, Region, Stream};
 use trainyard_cuda::kernels::{File, Float};
 
 /// Scratch for the algorithms of products: what NVIDIA recommends for Hopper.
@@ -56,6 +62,8 @@ pub struct Cuda {
     modules: Mutex<BTreeMap<(File, Float), Arc<launch::Module>>>,
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
+    /// How products of f32 are multiplied.
+    precision: Precision,
     /// For what the host makes: initial values.
     host: Cpu,
 }
@@ -85,8 +93,15 @@ impl Cuda {
             modules: Mutex::default(),
             events: Mutex::default(),
             pinned: Mutex::default(),
+            precision: Precision::Full,
             host: Cpu::new(Isa::detect(), threads),
         }
+    }
+
+    /// The same, with operands of f32 products rounded to TF32 or not.
+    pub fn with_tf32(mut self, yes: bool) -> Cuda {
+        self.precision = if yes { Precision::Tf32 } else { Precision::Full };
+        self
     }
 
     /// What it is.

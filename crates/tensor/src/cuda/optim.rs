@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trainyard_cuda::kernels as k;
 
 /// The module that writes the copy, and the copy.
-fn copy_of<'a>(operands: &'a OptimizerOperands<'_>) -> (DType, Option<&'a Tensor>) {
+pub(super) fn copy_of<'a>(operands: &'a OptimizerOperands<'_>) -> (DType, Option<&'a Tensor>) {
     let copy = operands.copy.as_deref();
     (copy.map_or(DType::F32, |copy| copy.dtype()), copy)
 }

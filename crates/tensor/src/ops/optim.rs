@@ -78,11 +78,6 @@ macro_rules! with_copy {
     }};
 }
 
-/// What a GPU says to a rule that it does not have.
-fn not_on_cuda(op: &'static str) -> Result<()> {
-    Err(TensorError::NotImplemented { device: "cuda", op })
-}
-
 /// One AdamW step, the `step`-th from 1.
 pub fn adamw(
     hyper: AdamW,
@@ -130,10 +125,16 @@ pub fn adafactor_matrix(
 ) -> Result<()> {
     const OP: &str = "adafactor";
     let cost = operands.check(OP, &[row_moment, column_moment])?;
-    let floats = kernels::adafactor_workspace(row_moment.elements(), column_moment.elements());
-    let mut scratch = super::workspace(operands.gradient.device(), floats)?;
+    let (rows, columns, device) = (row_moment.elements(), column_moment.elements(), operands.gradient.device());
+    let on_cuda = device.computes() == Computes::Cuda;
+    let factored = on_cuda.then(|| cuda::Factored::new(device, rows, columns)).transpose()?;
+    let floats = if on_cuda { 0 } else { kernels::adafactor_workspace(rows, columns) };
+    let mut scratch = super::workspace(device, floats)?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| {
+        let factored = factored.as_ref().expect("made on cuda");
+        cuda::adafactor_matrix(gpu, hyper, step, &operands, [row_moment, column_moment], factored)
+    }, cpu: |cpu, master, gradient, copy| {
         let (rows, columns) = (row_moment.get_mut::<f32>(), column_moment.get_mut::<f32>());
         let scratch = scratch.get_mut::<f32>();
         kernels::adafactor_matrix(cpu, hyper, step, scale, master, gradient, rows, columns, copy, scratch)
@@ -149,8 +150,12 @@ pub fn adafactor_vector(
 ) -> Result<()> {
     const OP: &str = "adafactor";
     let cost = operands.check(OP, &[moment])?;
-    let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
+    let (scale, device) = (operands.gradient_scale, operands.gradient.device());
+    let on_cuda = device.computes() == Computes::Cuda;
+    let lengths = on_cuda.then(|| cuda::Lengths::of_vector(device, moment.elements())).transpose()?;
+    with_copy!(OP, operands, cost, cuda: |gpu| {
+        cuda::adafactor_vector(gpu, hyper, step, &operands, moment, lengths.as_ref().expect("made on cuda"))
+    }, cpu: |cpu, master, gradient, copy| {
         kernels::adafactor_vector(cpu, hyper, step, scale, master, gradient, moment.get_mut::<f32>(), copy)
     })
 }
@@ -200,10 +205,15 @@ pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, mom
     let (short, long) = (rows.min(columns), rows.max(columns));
     cost.flops += u64::from(hyper.iterations) * (4 * short * short * long + 2 * short.pow(3)) as u64;
     let dtype = if operands.copy.as_ref().is_some_and(|c| c.dtype() == DType::BF16) { DType::BF16 } else { DType::F32 };
-    let elements = crate::cpu::muon::workspace(rows, columns);
-    let mut scratch = operands.gradient.device().empty([elements], dtype, crate::Purpose::Workspace)?;
+    let device = operands.gradient.device();
+    let on_cuda = device.computes() == Computes::Cuda;
+    let matrices = on_cuda.then(|| cuda::MuonScratch::new(device, shape, dtype)).transpose()?;
+    let elements = if on_cuda { 0 } else { crate::cpu::muon::workspace(rows, columns) };
+    let mut scratch = device.empty([elements], dtype, crate::Purpose::Workspace)?;
     let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, cuda: |_gpu| not_on_cuda(OP), cpu: |cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| {
+        cuda::muon(gpu, hyper, shape, &operands, momentum, matrices.as_ref().expect("made on cuda"))
+    }, cpu: |cpu, master, gradient, copy| {
         let momentum = momentum.get_mut::<f32>();
         if dtype == DType::BF16 {
             let scratch = scratch.get_mut::<bf16>();

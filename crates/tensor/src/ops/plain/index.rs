@@ -1,13 +1,15 @@
 //! Reading and adding by indices, which are i32 or u32.
 //!
-//! An index outside its dimension is [`TensorError::Index`](crate::TensorError); the meta device, which has no values, cannot notice it.
+//! An index outside its dimension is [`TensorError::Index`](crate::TensorError), for which the host waits on a GPU; the meta device, which has no values, cannot
+//! notice it.
 
 use super::{check_index, checked_shape, dimension, index_bits, split_point};
 use crate::cpu::cast;
 use crate::cpu::plain::index as kernels;
+use crate::cuda::index as on_cuda;
 use crate::error::Result;
-use crate::ops::workspace;
-use crate::{Cost, DType, Device, Purpose, Shape, Tensor, by_float, ensure_shape};
+use crate::ops::{given, scratch_on_cuda};
+use crate::{Cost, DType, Device, On, Purpose, Shape, Tensor, by_float, cuda, ensure_shape};
 
 /// Positions `indices` [k] of dimension `dim`, in that order.
 pub fn index_select(x: &Tensor, dim: i32, indices: &Tensor) -> Result<Tensor> {
@@ -18,8 +20,12 @@ pub fn index_select(x: &Tensor, dim: i32, indices: &Tensor) -> Result<Tensor> {
     dims[dim] = indices.elements();
     let mut y = x.empty_like(checked_shape(OP, &dims)?, x.dtype())?;
     let cost = Cost::streaming(0, &[&y, &y, indices]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
-        let shape = split_point(x.shape(), dim);
+    let (shape, found) = (split_point(x.shape(), dim), scratch_on_cuda(x.device(), 1)?);
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return on_cuda::index_select(gpu, x, shape, indices, &y, given(&found)),
+        };
         Ok(kernels::select(cpu, shape, index_bits(indices)?, x.get::<T>(), y.get_mut::<T>())?)
     })?);
     Ok(y)
@@ -35,36 +41,64 @@ pub fn index_add(dy: &Tensor, shape: &Shape, dim: i32, indices: &Tensor) -> Resu
     let fits = dy.shape().len() == shape.len()
         && (0..shape.len()).all(|i| dy.shape()[i] == if i == dim { indices.elements() } else { shape[i] });
     ensure_shape!(fits, OP, "{} at {} indices of dimension {dim} of {shape}", dy.shape(), indices.elements());
-    added(OP, dy, shape, indices, |cpu, indices, dy, sums| {
-        by_float!(OP, dy.dtype(), T => kernels::add(cpu, split, indices, dy.get::<T>(), sums)?);
+    let add = |on: On<'_>, sums: &mut Sums| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return on_cuda::index_add(gpu, dy, split, indices, sums.on_cuda()),
+        };
+        let sums = sums.zeroed();
+        by_float!(OP, dy.dtype(), T => kernels::add(cpu, split, index_bits(indices)?, dy.get::<T>(), sums)?);
         Ok(())
-    })
+    };
+    added(OP, dy, shape, indices, split[1], add)
 }
 
-/// Sums made in f32, as a tensor of `shape` in the dtype of `dy`.
+/// What adding by indices works with: the sums in f32, and scratch on a GPU.
+struct Sums {
+    sums: Tensor,
+    first: Option<Tensor>,
+    found: Option<Tensor>,
+}
+
+impl Sums {
+    fn zeroed(&mut self) -> &mut [f32] {
+        let sums = self.sums.get_mut::<f32>();
+        sums.fill(0.0);
+        sums
+    }
+
+    fn on_cuda(&self) -> on_cuda::Sums<'_> {
+        on_cuda::Sums { sums: &self.sums, first: given(&self.first), found: given(&self.found) }
+    }
+}
+
+/// Sums made in f32, as a tensor of `shape` in the dtype of `dy`; indices that are in `0..n`.
 fn added(
     op: &'static str,
     dy: &Tensor,
     shape: &Shape,
     indices: &Tensor,
-    add: impl FnOnce(&crate::cpu::Cpu, &[u32], &Tensor, &mut [f32]) -> Result<()>,
+    n: usize,
+    add: impl FnOnce(On<'_>, &mut Sums) -> Result<()>,
 ) -> Result<Tensor> {
-    let mut dx = dy.empty_like(*shape, dy.dtype())?;
-    let mut wide = (dy.dtype() != DType::F32).then(|| workspace(dy.device(), shape.elements())).transpose()?;
-    let cost = Cost::new(dy.elements(), dy.bytes() + indices.bytes() + dx.bytes());
-    by_float!(op, dy.dtype(), T => dy.device().launch(op, cost, |cpu| {
-        let sums = match &mut wide {
-            Some(wide) => wide.get_mut::<f32>(),
-            None => dx.get_mut::<f32>(),
-        };
-        sums.fill(0.0);
-        add(cpu, index_bits(indices)?, dy, sums)?;
-        if let Some(wide) = &wide {
-            cast::cast(cpu, wide.get::<f32>(), dx.get_mut::<T>());
+    let device = dy.device();
+    let mut narrow = (dy.dtype() != DType::F32).then(|| dy.empty_like(*shape, dy.dtype())).transpose()?;
+    let sums = match narrow {
+        Some(_) => device.empty(*shape, DType::F32, Purpose::Workspace)?,
+        None => dy.empty_like(*shape, DType::F32)?,
+    };
+    let mut sums = Sums { sums, first: scratch_on_cuda(device, n)?, found: scratch_on_cuda(device, 1)? };
+    let cost = Cost::new(dy.elements(), dy.bytes() + indices.bytes() + shape.elements() * dy.dtype().size());
+    by_float!(op, dy.dtype(), T => device.launch_on(op, cost, |on| {
+        add(on, &mut sums)?;
+        let Some(narrow) = &mut narrow else { return Ok(()) };
+        match on {
+            On::Cpu(cpu) => cast::cast(cpu, sums.sums.get::<f32>(), narrow.get_mut::<T>()),
+            On::Cuda(gpu) => cuda::cast(gpu, &sums.sums, narrow)?,
         }
         Ok(())
     })?);
-    Ok(dx)
+    Ok(narrow.unwrap_or(sums.sums))
 }
 
 /// Fails unless `indices` has the dimensions of `shape` but for the last.
@@ -82,7 +116,12 @@ pub fn gather(x: &Tensor, indices: &Tensor) -> Result<Tensor> {
     let [n, k] = [x.last_dim(), indices.last_dim()];
     let mut y = x.empty_like(*indices.shape(), x.dtype())?;
     let cost = Cost::streaming(0, &[&y, &y, indices]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+    let found = scratch_on_cuda(x.device(), 1)?;
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return on_cuda::gather(gpu, x, indices, &y, given(&found)),
+        };
         Ok(kernels::gather_rows(cpu, [n, k], index_bits(indices)?, x.get::<T>(), y.get_mut::<T>())?)
     })?);
     Ok(y)
@@ -94,10 +133,16 @@ pub fn scatter_add(dy: &Tensor, shape: &Shape, indices: &Tensor) -> Result<Tenso
     check_rows(OP, shape, indices)?;
     ensure_shape!(dy.shape() == indices.shape(), OP, "{} at indices {}", dy.shape(), indices.shape());
     let [n, k] = [shape.last_dim(), indices.last_dim()];
-    added(OP, dy, shape, indices, |cpu, indices, dy, sums| {
+    let add = |on: On<'_>, sums: &mut Sums| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return on_cuda::scatter_add(gpu, dy, n, indices, sums.on_cuda()),
+        };
+        let (sums, indices) = (sums.zeroed(), index_bits(indices)?);
         by_float!(OP, dy.dtype(), T => kernels::scatter_add_rows(cpu, [n, k], indices, dy.get::<T>(), sums)?);
         Ok(())
-    })
+    };
+    added(OP, dy, shape, indices, 0, add)
 }
 
 /// 1 at each index, else 0: [.., classes] of `dtype`.
@@ -108,7 +153,12 @@ pub fn one_hot(device: &Device, indices: &Tensor, classes: usize, dtype: DType) 
     dims.push(classes);
     let mut y = device.empty(checked_shape(OP, &dims)?, dtype, Purpose::Activations)?;
     let cost = Cost::streaming(0, &[&y, indices]);
-    by_float!(OP, dtype, T => device.launch(OP, cost, |cpu| {
+    let found = scratch_on_cuda(device, 1)?;
+    by_float!(OP, dtype, T => device.launch_on(OP, cost, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return on_cuda::one_hot(gpu, indices, classes, &y, given(&found)),
+        };
         Ok(kernels::one_hot(cpu, classes, index_bits(indices)?, y.get_mut::<T>())?)
     })?);
     Ok(y)

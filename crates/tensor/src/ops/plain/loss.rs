@@ -6,8 +6,8 @@
 use crate::cpu::loss::{self as kernels, IGNORE, RowLosses};
 use crate::cpu::plain::row;
 use crate::error::Result;
-use crate::ops::{same_form, workspace};
-use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+use crate::ops::{given, same_form, scratch_on_cuda, workspace};
+use crate::{Cost, DType, On, Tensor, by_float, cuda, ensure_shape};
 
 /// How the losses of rows become one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -44,7 +44,14 @@ pub fn cross_entropy(x: &Tensor, targets: &Tensor, reduction: Reduction) -> Resu
     let mut losses = workspace(x.device(), m)?;
     let mut lse = x.empty_like([m], DType::F32)?;
     let mut loss = x.empty_like([], DType::F32)?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(20, &[x, targets, &lse]), |cpu| {
+    let (mean, scratch) = (reduction == Reduction::Mean, scratch_on_cuda(x.device(), 4)?);
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(20, &[x, targets, &lse]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                return cuda::cross_entropy(gpu, [x, targets], mean, [&losses, &lse, &loss], given(&scratch));
+            }
+        };
         let targets = targets.get::<i32>();
         let out = RowLosses { loss: losses.get_mut::<f32>(), lse: lse.get_mut::<f32>(), hit: None };
         kernels::cross_entropy(cpu, v, x.get::<T>(), targets, out)?;
@@ -67,7 +74,14 @@ pub fn cross_entropy_backward(
     check(OP, x, targets)?;
     check_scalar(OP, dy)?;
     let mut dx = x.empty_like(*x.shape(), x.dtype())?;
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, Cost::streaming(20, &[x, targets, lse, x]), |cpu| {
+    let (mean, scratch) = (reduction == Reduction::Mean, scratch_on_cuda(x.device(), 4)?);
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(20, &[x, targets, lse, x]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                return cuda::cross_entropy_backward(gpu, dy, [x, targets, lse], mean, &dx, given(&scratch));
+            }
+        };
         let (targets, dx) = (targets.get::<i32>(), dx.get_mut::<T>());
         let factor = dy.get::<f32>()[0] * reduction.factor(targets);
         dx.copy_from_slice(x.get::<T>());
@@ -87,7 +101,12 @@ pub fn mse_loss(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     same_form(OP, a, b)?;
     ensure_shape!(a.elements() > 0, OP, "{} has no elements", a.shape());
     let mut loss = a.empty_like([], DType::F32)?;
-    by_float!(OP, a.dtype(), T => a.device().launch(OP, Cost::streaming(3, &[a, b]), |cpu| {
+    let sums = scratch_on_cuda(a.device(), 2 * a.elements().div_ceil(cuda::SQUARES_CHUNK))?;
+    by_float!(OP, a.dtype(), T => a.device().launch_on(OP, Cost::streaming(3, &[a, b]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::mse_loss(gpu, a, b, &loss, given(&sums)),
+        };
         let sum = row::squared_error(cpu, a.get::<T>(), b.get::<T>());
         loss.get_mut::<f32>()[0] = (sum / a.elements() as f64) as f32;
         Ok(())
@@ -101,7 +120,11 @@ pub fn mse_loss_backward(dy: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> 
     same_form(OP, a, b)?;
     check_scalar(OP, dy)?;
     let mut da = a.empty_like(*a.shape(), a.dtype())?;
-    by_float!(OP, a.dtype(), T => a.device().launch(OP, Cost::streaming(2, &[a, b, a]), |cpu| {
+    by_float!(OP, a.dtype(), T => a.device().launch_on(OP, Cost::streaming(2, &[a, b, a]), |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::mse_loss_backward(gpu, dy, a, b, &da),
+        };
         let factor = 2.0 * dy.get::<f32>()[0] / a.elements() as f32;
         row::scaled_difference(cpu, factor, a.get::<T>(), b.get::<T>(), da.get_mut::<T>());
         Ok(())
