@@ -3,7 +3,7 @@
 use super::error::Problems;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Batch, Config, ConfigError, Origin, Parallel};
+use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::Schedule;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -608,7 +608,7 @@ impl Resolver {
             ("activations", offload.activations),
         ];
         for (name, tier) in tiers {
-            if tier == OffloadTier::Host {
+            if tier == OffloadTier::Host && self.config.compute.device == DeviceKind::Cpu {
                 let key = format!("memory.offload.{name}");
                 let message = format!(
                     "{key} = \"host\": compute.device is \"cpu\", whose memory is the host's already; use \"disk\""

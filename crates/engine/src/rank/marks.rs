@@ -36,6 +36,10 @@ impl<'d> Marks<'d> {
     pub fn around(&self, number: usize, instruction: &Instruction, run: impl FnOnce() -> Result<()>) -> Result<()> {
         let Some(device) = self.device else { return run() };
         enter_lane(instruction.action.lane() as usize);
+        if instruction.after.is_empty() {
+            // Memory that is taken before the step begins may come from another lane.
+            device.wait_for(&self.began)?;
+        }
         for before in &instruction.after {
             let (_, end) =
                 self.instructions[*before as usize].get().expect("the host runs it after what it depends on");

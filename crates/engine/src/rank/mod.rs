@@ -287,7 +287,11 @@ impl Rank {
         });
         let host: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |_| match instruction.action {
-                Action::Snapshot => snapshot(rank, &step.outcome()),
+                Action::Snapshot => {
+                    // What this lane has moved to the host is read there.
+                    rank.device.synchronize()?;
+                    snapshot(rank, &step.outcome())
+                }
                 other => rank.move_state(other, step),
             })
         });

@@ -15,7 +15,7 @@ use trainyard_autograd::{Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
 use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program, State};
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{DType, Purpose, Tensor};
+use trainyard_tensor::{Purpose, Tensor};
 
 /// What one step is run with.
 #[derive(Clone, Copy, Debug)]
@@ -256,14 +256,14 @@ impl Rank {
         let leaves = step.leave.contains(&(unit, micro_batch));
         let pending = match kept {
             Some(input) if leaves => {
-                step.away.put((unit, micro_batch), input.into_iter().collect());
+                step.away.put(&self.tiers, (unit, micro_batch), input.into_iter().collect())?;
                 Pending::InputOnly { input: None }
             }
             Some(input) => Pending::InputOnly { input },
             None => {
                 let mut recording = recording;
                 if leaves {
-                    step.away.put((unit, micro_batch), recording.take_saved());
+                    step.away.put(&self.tiers, (unit, micro_batch), recording.take_saved())?;
                 }
                 let (input, output) = (input.as_ref().map(Place::from), Place::from(&output));
                 Pending::Recorded { recording, input, output }
@@ -371,13 +371,15 @@ impl Rank {
 
     fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
         // A copy that lies in a tier, and is not its own master, is written anew and not read for that.
-        let anew = self.parameters.is_offloaded() && self.parameters.compute() != DType::F32;
+        let anew = self.parameters.is_offloaded() && self.parameters.is_apart();
         if anew && !self.parameters.is_here(unit) {
             self.parameters.take(unit)?;
         }
         match lock(&step.outcome).skipped {
             false => self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates),
-            true if anew => self.optimizer.refresh_copy(unit, chunk, &self.parameters),
+            true if anew || self.optimizer.host().is_some() => {
+                self.optimizer.refresh_copy(unit, chunk, &self.parameters)
+            }
             true => Ok(()),
         }
     }

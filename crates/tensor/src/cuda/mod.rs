@@ -53,6 +53,7 @@ pub struct Cuda {
     driver: Arc<dyn Driver>,
     streams: [OnceLock<Stream>; LANES],
     modules: Mutex<BTreeMap<(File, Float), Arc<launch::Module>>>,
+    histories: [Mutex<lanes::History>; LANES],
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
     /// For what the host makes: initial values.
@@ -82,6 +83,7 @@ impl Cuda {
             driver,
             streams: [const { OnceLock::new() }; LANES],
             modules: Mutex::default(),
+            histories: [const { Mutex::new(lanes::History::NEW) }; LANES],
             events: Mutex::default(),
             pinned: Mutex::default(),
             host: Cpu::new(Isa::detect(), threads),
