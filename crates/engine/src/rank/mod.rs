@@ -23,7 +23,7 @@ use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use marks::Marks;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use step::Step;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
@@ -31,7 +31,7 @@ use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
-use trainyard_tensor::{Computes, DType, Device};
+use trainyard_tensor::{Computes, DType, Device, Tensor};
 
 /// Everything that a rank trains.
 pub struct Rank {
@@ -51,6 +51,8 @@ pub struct Rank {
     faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
     seed: u64,
+    /// A scalar 1, once it was needed.
+    one: OnceLock<Tensor>,
 }
 
 /// What updates change beside parameters.
@@ -153,6 +155,7 @@ impl Rank {
             faults: None,
             reduce_dtype,
             seed,
+            one: OnceLock::new(),
         }
     }
 

@@ -30,7 +30,7 @@ pub(crate) use loss::{HeadGradients, HeadScratch, chunk_rows, head, summary};
 pub(crate) use norm::{
     layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
 };
-pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_sums_of_squares, lion, sgd, sum_of_squares};
+pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sum_of_squares};
 pub(crate) use pointwise::{
     accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, swiglu,
     swiglu_backward,
