@@ -14,6 +14,8 @@ pub struct Backward<'a> {
     /// The nodes before this one, for recomputing their results.
     earlier: &'a [Node],
     node: &'a Node,
+    /// A scalar that is known to be 1.
+    one: Option<&'a Tensor>,
     flow: &'a mut Flow,
 }
 
@@ -36,6 +38,12 @@ impl Recording {
         let outputs: Vec<(Place, Tensor)> = outputs.iter().map(|(var, g)| (Place::from(*var), g.clone())).collect();
         let inputs: Vec<Place> = inputs.iter().map(|var| Place::from(*var)).collect();
         self.backward_at(&outputs, &inputs, parameters, gradients)
+    }
+
+    /// Says that `one` is a scalar with the value 1, so that backward need not read it: on a GPU the host would wait.
+    pub fn with_one(mut self, one: &Tensor) -> Recording {
+        self.one = Some(one.clone());
+        self
     }
 
     /// As [`Recording::backward`], from and to places in the graph, whose values need not be there any more.
@@ -68,6 +76,7 @@ impl Recording {
                     values: &self.values,
                     earlier: &self.nodes,
                     node: &node,
+                    one: self.one.as_ref(),
                     flow: &mut flow,
                 };
                 node.function.backward(&mut cx).map_err(in_backward(name))?;
@@ -95,6 +104,11 @@ impl Backward<'_> {
     /// The gradient of output `index`; None where nothing flowed into it. Owned, so it may be worked on in place if unique.
     pub fn output_gradient(&mut self, index: usize) -> Option<Tensor> {
         self.flow.gradients[self.node.first_output + index].take()
+    }
+
+    /// Whether a gradient is known to be a scalar 1.
+    pub fn is_one(&self, gradient: &Tensor) -> bool {
+        self.one.is_some_and(|one| one.is_same_region(gradient))
     }
 
     /// Saved tensor `index`, recomputed when it was not kept.

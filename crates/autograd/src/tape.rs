@@ -113,6 +113,8 @@ pub struct Tape<'a> {
 pub struct Recording {
     pub(crate) nodes: Vec<Node>,
     pub(crate) values: Vec<Value>,
+    /// A scalar that is known to be 1.
+    pub(crate) one: Option<Tensor>,
 }
 
 impl<'a> Tape<'a> {

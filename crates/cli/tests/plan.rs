@@ -56,9 +56,16 @@ fn a_configuration_is_planned_for_this_machine() {
 }
 
 #[test]
+fn offload_to_the_host_of_gpus_is_planned_and_can_be_run() {
+    let folder = Folder::new();
+    let ran = folder.run(&[&SMALL[..], &["--fix", "offload=true", "--runnable"]].concat()).ok();
+    assert!(ran.stdout.contains("on host") && !ran.stdout.contains("not runnable"), "{}", ran.stdout);
+}
+
+#[test]
 fn bad_requests_are_refused_with_what_would_do() {
     let folder = Folder::new();
-    let cases: [(&[&str], &str); 17] = [
+    let cases: [(&[&str], &str); 16] = [
         (&["plan"], "--model"),
         (&["plan", "--model", "llama-70", "--cluster", "1x1xH100"], "did you mean `llama-7"),
         (&["plan", "--model", "gpt2-124m", "--cluster", "1x1xH100"], "--global-batch is needed"),
@@ -73,7 +80,6 @@ fn bad_requests_are_refused_with_what_would_do() {
         (&[&SMALL[..], &["--fix", "tp=2,pp=4"]].concat(), "leave tp open, or leave pp open"),
         (&[&SMALL[..], &["--fix", "micro_batch=64"]].concat(), "leave micro_batch open, or take a global batch of 64"),
         (&[&SMALL[..], &["--fix", "zero=3,dp_shard=1"]].concat(), "leave dp_shard open, or leave zero open"),
-        (&[&SMALL[..], &["--fix", "offload=true", "--runnable"]].concat(), "priced, not runnable yet"),
         (&[&SMALL[..], &["--max-gpus", "0"]].concat(), "nothing to plan with"),
         (&[&SMALL[..], &["--max-cost-per-hour", "0.1"]].concat(), "do not pay for one A100-80GB"),
     ];

@@ -2,7 +2,7 @@
 //! without a GPU: [`crate::fake`] is the other implementation beside [`crate::nvidia`].
 //!
 //! Work is put on streams and runs in order there; streams are ordered among each other by events alone. No call here waits for work but
-//! [`Driver::synchronize`]. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
+//! [`Driver::synchronize`] and [`Driver::wait_on_host`]. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
 
 use crate::error::Result;
 use crate::kernels::{Argument, File, Float, Launch};
@@ -228,6 +228,12 @@ pub trait Driver: Send + Sync {
     /// # Errors
     /// Also those of the work itself.
     fn is_passed(&self, event: Event) -> Result<bool>;
+
+    /// Waits on the host until the mark is passed.
+    ///
+    /// # Errors
+    /// Also those of the work before it.
+    fn wait_on_host(&self, event: Event) -> Result<()>;
 
     /// Seconds from one recorded mark to another, both passed.
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64>;

@@ -118,19 +118,49 @@ struct Mark {
 }
 
 enum Work {
-    Upload { to: Region, data: Vec<u8> },
-    Download { to: usize, from: Region },
-    Copy { to: Region, from: Region },
-    Zero { to: Region },
-    Kernel { function: Function, launch: Launch, arguments: Vec<Argument> },
-    Product { form: Product, operands: Operands },
+    Upload {
+        to: Region,
+        data: Vec<u8>,
+    },
+    /// From pinned memory, which is read when its turn comes.
+    UploadPinned {
+        to: Region,
+        from: Region,
+    },
+    Download {
+        to: usize,
+        from: Region,
+    },
+    Copy {
+        to: Region,
+        from: Region,
+    },
+    Zero {
+        to: Region,
+    },
+    Kernel {
+        function: Function,
+        launch: Launch,
+        arguments: Vec<Argument>,
+    },
+    Product {
+        form: Product,
+        operands: Operands,
+    },
     Exchange(network::Group),
-    Record { event: usize, generation: u64 },
-    Wait { event: usize, generation: u64 },
+    Record {
+        event: usize,
+        generation: u64,
+    },
+    Wait {
+        event: usize,
+        generation: u64,
+    },
 }
 
-/// What every piece of work takes on the fake's clocks.
-const SECONDS_OF_WORK: f64 = 1e-6;
+/// What a copy or an event takes on the fake's clocks, and a kernel or product.
+const SECONDS_OF_COPY: f64 = 1e-6;
+const SECONDS_OF_KERNEL: f64 = 4e-6;
 
 impl Fake {
     /// A device.
@@ -212,6 +242,17 @@ fn plain(stream: Stream, name: &'static str, regions: &[Region]) -> Record {
     Record { stream, name, float: None, launch: None, product: None, regions: regions.to_vec() }
 }
 
+impl Work {
+    /// The host memory that it copies from or to.
+    fn host(&self) -> Option<Address> {
+        match self {
+            Work::UploadPinned { from, .. } => Some(from.address),
+            Work::Download { to, .. } => Some(*to as Address),
+            _ => None,
+        }
+    }
+}
+
 impl State {
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
@@ -243,10 +284,23 @@ impl Queues {
         }
         let (start, end) = (region.address, region.address + region.bytes as u64);
         let inside = self.memory.range(..=start).next_back().filter(|(at, a)| end <= **at + a.bytes as u64);
-        let Some((base, _)) = inside else {
+        let base = inside.map(|(base, _)| *base).or_else(|| self.pinned_base(start, region.bytes));
+        let Some(base) = base else {
             return Err(format!("{} bytes at {start:#x} lie in no allocation", region.bytes));
         };
-        self.order.access(*base, start..end, region.written, stream.0)
+        self.order.access(base, start..end, region.written, stream.0)
+    }
+
+    /// The pinned allocation in which so many bytes lie.
+    fn pinned_base(&self, start: Address, bytes: usize) -> Option<Address> {
+        let (base, memory) = self.pinned.range(..=start as usize).next_back()?;
+        (start as usize + bytes <= base + size_of_val::<[Chunk]>(memory)).then_some(*base as Address)
+    }
+
+    /// Host memory as a region, where it is pinned: only then does a copy take part in the order of streams.
+    fn pinned_region(&self, data: *const u8, bytes: usize, written: bool) -> Option<Region> {
+        let region = Region { address: data as Address, bytes, written };
+        self.pinned_base(region.address, bytes).map(|_| region)
     }
 
     /// Runs what can be run until `done`; whether that was reached, or streams wait for other devices.
@@ -286,9 +340,13 @@ impl Queues {
     }
 
     fn perform(&mut self, stream: usize, work: Work, kernels: Option<&dyn Kernels>) -> Result<()> {
-        self.times[stream] += SECONDS_OF_WORK;
+        self.times[stream] += match work {
+            Work::Kernel { .. } | Work::Product { .. } => SECONDS_OF_KERNEL,
+            _ => SECONDS_OF_COPY,
+        };
         match work {
             Work::Upload { to, data } => bytes_mut(&to).copy_from_slice(&data),
+            Work::UploadPinned { to, from } => bytes_mut(&to).copy_from_slice(bytes(&from)),
             Work::Download { to, from } => {
                 // SAFETY: the caller of `download` keeps the memory for itself until it has synchronised.
                 let to = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, from.bytes) };
@@ -383,7 +441,15 @@ impl Driver for Fake {
     }
 
     unsafe fn free_pinned(&self, data: *mut u8) {
-        self.lock().pinned.remove(&(data as usize));
+        let state = &mut *self.lock();
+        let bytes = state.pinned.get(&(data as usize)).map_or(0, |memory| size_of_val::<[Chunk]>(memory));
+        let range = data as Address..data as Address + bytes as u64;
+        let waiting = state.streams.iter().flatten().any(|work| work.host().is_some_and(|at| range.contains(&at)));
+        if waiting {
+            state.problems.push(format!("free of pinned memory at {data:?}, with which a stream is not done"));
+        }
+        state.order.forget(data as Address);
+        state.pinned.remove(&(data as usize));
     }
 
     fn stream(&self) -> Result<Stream> {
@@ -434,6 +500,15 @@ impl Driver for Fake {
         Ok(!mark.coming.contains(&mark.recorded))
     }
 
+    fn wait_on_host(&self, event: Event) -> Result<()> {
+        let generation = self.lock().events[event.0].recorded;
+        self.device.run(|queues| !queues.events[event.0].coming.contains(&generation))?;
+        let state = &mut *self.lock();
+        let clock = state.events[event.0].clock.clone();
+        state.order.host_joins(&clock);
+        Ok(())
+    }
+
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
         let state = self.lock();
         let [start, end] = [start, end].map(|event| &state.events[event.0]);
@@ -445,13 +520,19 @@ impl Driver for Fake {
     }
 
     unsafe fn upload(&self, stream: Stream, to: Region, from: *const u8) -> Result<()> {
+        let pinned = self.lock().pinned_region(from, to.bytes, false);
+        if let Some(from) = pinned {
+            return self.queue(stream, plain(stream, "upload", &[to, from]), Work::UploadPinned { to, from });
+        }
         // SAFETY: the caller's promise.
         let data = unsafe { std::slice::from_raw_parts(from, to.bytes) }.to_vec();
         self.queue(stream, plain(stream, "upload", &[to]), Work::Upload { to, data })
     }
 
     unsafe fn download(&self, stream: Stream, to: *mut u8, from: Region) -> Result<()> {
-        self.queue(stream, plain(stream, "download", &[from]), Work::Download { to: to as usize, from })
+        let pinned = self.lock().pinned_region(to, from.bytes, true);
+        let regions: Vec<Region> = [from].into_iter().chain(pinned).collect();
+        self.queue(stream, plain(stream, "download", &regions), Work::Download { to: to as usize, from })
     }
 
     fn copy(&self, stream: Stream, to: Region, from: Region) -> Result<()> {

@@ -2,12 +2,13 @@
 
 use crate::Result;
 use crate::config::{DeviceKind, Resolved};
+use crate::limit::mebibytes;
 use crate::predict::Prediction;
 use crate::state::does_not_fit;
 use std::sync::Arc;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::{Computes, Device};
+use trainyard_tensor::{Computes, Device, Purpose};
 
 /// Whose kernels a configuration asks for.
 pub fn computes(resolved: &Resolved) -> Computes {
@@ -51,6 +52,78 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
         }
     }
     Ok(Device::cuda(cuda, limit))
+}
+
+/// Whether what is offloaded to the host fits in what it has to give, with `ranks` ranks on it.
+///
+/// # Errors
+/// By how much it does not, for what, and what to do.
+pub fn check_host(prediction: &Prediction, ranks: usize) -> Result<()> {
+    let each = prediction.host_memory.peak_total();
+    match (each > 0).then(available).flatten() {
+        Some(available) => fits_on_host(prediction, ranks, available),
+        // Nothing lies there; or the system does not say, and pinning more than it has will.
+        None => Ok(()),
+    }
+}
+
+fn fits_on_host(prediction: &Prediction, ranks: usize, available: usize) -> Result<()> {
+    let needed = ranks.max(1) * prediction.host_memory.peak_total();
+    if needed <= available {
+        return Ok(());
+    }
+    let share = if ranks > 1 { format!(" for each of {ranks} ranks on this host") } else { String::new() };
+    Err(does_not_fit(format!(
+        "what memory.offload puts on the host needs {}{share}, {} more than the {} that are available: offload less, or to \"disk\"; or share it over more hosts \
+         with parallel.zero_stage",
+        pinned(prediction),
+        mebibytes(needed - available),
+        mebibytes(available),
+    )))
+}
+
+/// The host's memory that a rank's step needs, in words.
+pub fn pinned(prediction: &Prediction) -> String {
+    let purposes = Purpose::ALL.map(|purpose| (purpose, prediction.host_memory.peak(purpose)));
+    let purposes = purposes.into_iter().filter(|(_, bytes)| *bytes > 0);
+    let purposes: Vec<String> = purposes.map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(bytes))).collect();
+    format!("{} of pinned memory ({})", mebibytes(prediction.host_memory.peak_total()), purposes.join(", "))
+}
+
+/// Bytes that the system can give without swapping: Linux says.
+fn available() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use trainyard_tensor::{Cost, DType};
+
+    #[test]
+    fn a_host_that_is_too_small_is_said_before_anything_is_pinned() {
+        let host = Device::meta();
+        let _state = host.zeros([3 << 20], DType::F32, Purpose::Optimizer).unwrap();
+        let (memory, host_memory) = (Device::meta().pool().usage(), host.pool().usage());
+        let prediction =
+            Prediction { memory, host_memory, cost: Cost::default(), calls: Vec::new(), took: Duration::ZERO };
+        assert!(fits_on_host(&prediction, 2, 24 << 20).is_ok() && check_host(&prediction, 1).is_ok());
+        let error = fits_on_host(&prediction, 2, 20 << 20).unwrap_err().to_string();
+        for part in [
+            "12.0 MiB of pinned",
+            "each of 2 ranks",
+            "4.0 MiB more than the 20.0 MiB",
+            "(optimizer 12.0 MiB)",
+            "\"disk\"",
+        ] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        let nothing = Prediction { host_memory: memory, ..prediction };
+        assert!(check_host(&nothing, 1 << 30).is_ok());
+    }
 }
 
 /// The rank's place among those on its host, which is that of its GPU.

@@ -4,7 +4,7 @@
 //! estimated.
 
 use crate::Result;
-use crate::config::{CheckpointMode, OffloadTier, OptimizerName, Resolved};
+use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
 use crate::predict::{Prediction, predict};
 use crate::shape;
 use crate::state::does_not_fit;
@@ -82,9 +82,9 @@ enum Change {
     MicroBatch(usize),
     /// Over all ranks that hold the same now.
     ZeroStage(usize),
-    Optimizer,
-    Parameters,
-    Activations,
+    Optimizer(OffloadTier),
+    Parameters(OffloadTier),
+    Activations(OffloadTier),
 }
 
 impl Change {
@@ -93,9 +93,9 @@ impl Change {
             Change::Checkpointing(mode) => format!("activation_checkpointing.mode = \"{mode}\""),
             Change::MicroBatch(rows) => format!("training.micro_batch_size = {rows}"),
             Change::ZeroStage(stage) => format!("parallel.zero_stage = {stage}"),
-            Change::Optimizer => "memory.offload.optimizer = \"disk\"".to_owned(),
-            Change::Parameters => "memory.offload.parameters = \"disk\"".to_owned(),
-            Change::Activations => "memory.offload.activations = \"disk\"".to_owned(),
+            Change::Optimizer(tier) => format!("memory.offload.optimizer = \"{tier}\""),
+            Change::Parameters(tier) => format!("memory.offload.parameters = \"{tier}\""),
+            Change::Activations(tier) => format!("memory.offload.activations = \"{tier}\""),
         }
     }
 
@@ -116,9 +116,9 @@ impl Change {
                 }
                 parallel.zero_stage = stage;
             }
-            Change::Optimizer => resolved.config.offload.optimizer = OffloadTier::Disk,
-            Change::Parameters => resolved.config.offload.parameters = OffloadTier::Disk,
-            Change::Activations => resolved.config.offload.activations = OffloadTier::Disk,
+            Change::Optimizer(tier) => resolved.config.offload.optimizer = tier,
+            Change::Parameters(tier) => resolved.config.offload.parameters = tier,
+            Change::Activations(tier) => resolved.config.offload.activations = tier,
         }
     }
 }
@@ -136,10 +136,14 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
     let stages = if resolved.parallel.ranks > 1 && !whole { resolved.parallel.zero_stage + 1..4 } else { 0..0 };
     let stages: Vec<Change> = stages.map(Change::ZeroStage).collect();
     let offload = &resolved.config.offload;
+    let lower = match resolved.config.compute.device {
+        DeviceKind::Cpu => OffloadTier::Disk,
+        DeviceKind::Cuda(_) => OffloadTier::Host,
+    };
     let tiers = [
-        (Change::Activations, offload.activations),
-        (Change::Optimizer, offload.optimizer),
-        (Change::Parameters, offload.parameters),
+        (Change::Activations(lower), offload.activations),
+        (Change::Optimizer(lower), offload.optimizer),
+        (Change::Parameters(lower), offload.parameters),
     ];
     let tiers: Vec<Change> =
         tiers.into_iter().filter(|(_, tier)| *tier == OffloadTier::None).map(|(change, _)| change).collect();

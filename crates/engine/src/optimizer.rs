@@ -4,10 +4,13 @@
 //! share a weight decay, gaps included (they are zero and stay zero), cut to what the rank holds; rules that look at a matrix as a whole
 //! (Muon, Adafactor) run parameter by parameter and need all of it. Norms and biases do not decay.
 
+mod on_host;
+
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
-use crate::tier::{Store, Tiers, aligned};
+use crate::tier::{Lower, Store, Stored, Tiers, aligned};
+use on_host::Visit;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_model::{Model, ParameterKind, ParameterSpec, UnitLayout};
@@ -17,18 +20,21 @@ use trainyard_tensor::ops::optim::{
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`], fetched one after the other into staging buffers.
+/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`], fetched one after the other into staging buffers; or several
+/// in the host's memory, where they stay and are updated.
 pub struct Optimizer {
     /// None for what does not train.
     settings: Option<OptimizerSettings>,
     device: Device,
     units: Vec<Vec<Chunk>>,
     /// Where the state lies; None: on the device.
-    store: Option<Arc<Store>>,
-    /// Whether it comes with f32 masters, because forward reads another dtype.
+    lower: Option<Lower>,
+    /// Whether it comes with f32 masters, because forward reads another dtype or they are not on the device.
     with_masters: bool,
     /// Buffers that no chunk is in.
     staging: Mutex<Vec<Staged>>,
+    /// Buffers that no chunk's gradient is in; where the state lies on the host.
+    visits: Mutex<Vec<Visit>>,
 }
 
 /// The factors of one update.
@@ -53,6 +59,8 @@ struct Chunk {
     offset: u64,
     /// None while it is in the store.
     here: Mutex<Option<Staged>>,
+    /// Where its gradient is and its copy goes, while it is updated on the host.
+    visit: Mutex<Option<Visit>>,
 }
 
 /// Memory for a chunk, or for a larger one: masters and state, as far as there are any.
@@ -116,9 +124,10 @@ impl Optimizer {
             settings: Some(settings),
             device: device.clone(),
             units: Vec::new(),
-            store: tiers.optimizer.clone(),
-            with_masters: tiers.optimizer.is_some() && compute != DType::F32,
+            lower: tiers.optimizer.clone(),
+            with_masters: tiers.has_masters(compute),
             staging: Mutex::default(),
+            visits: Mutex::default(),
         };
         let mut offset = 0;
         for unit in 0..model.units().len() {
@@ -131,25 +140,25 @@ impl Optimizer {
         }
         for chunk in optimizer.units.iter().flatten() {
             let staged = optimizer.buffers(chunk.range.len(), chunk.state_elements)?;
-            if let Some(store) = &optimizer.store {
-                optimizer.write_state(store, chunk, &staged)?;
-            } else {
-                *lock(&chunk.here) = Some(staged);
+            match optimizer.store() {
+                Some(store) => optimizer.write_state(store, chunk, &staged)?,
+                None => *lock(&chunk.here) = Some(staged),
             }
         }
+        optimizer.take_visits(compute)?;
         Ok(optimizer)
     }
 
     /// Nothing to update with, for what does not train.
     pub fn none(device: &Device) -> Optimizer {
-        let staging = Mutex::default();
         Optimizer {
             settings: None,
             device: device.clone(),
             units: Vec::new(),
-            store: None,
+            lower: None,
             with_masters: false,
-            staging,
+            staging: Mutex::default(),
+            visits: Mutex::default(),
         }
     }
 
@@ -158,9 +167,14 @@ impl Optimizer {
         self.with_masters
     }
 
-    /// The store of the state; None: it is on the device.
+    /// The store of the state; None: it is in memory.
     pub fn store(&self) -> Option<&Arc<Store>> {
-        self.store.as_ref()
+        self.lower.as_ref().and_then(Lower::store)
+    }
+
+    /// The host, where the state lies and is updated there.
+    pub fn host(&self) -> Option<&Device> {
+        self.lower.as_ref().and_then(Lower::host)
     }
 
     /// The elements of each chunk of a unit.
@@ -168,8 +182,11 @@ impl Optimizer {
         self.units[unit].iter().map(|chunk| chunk.range.clone())
     }
 
-    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`].
+    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`]. Those on the host stay there.
     pub fn take_staging(&self, count: usize) -> Result<()> {
+        if self.host().is_some() {
+            return Ok(());
+        }
         let chunks = || self.units.iter().flatten();
         let elements = chunks().map(|chunk| chunk.range.len()).max().unwrap_or(0);
         let state_elements = chunks().map(|chunk| chunk.state_elements).max().unwrap_or(0);
@@ -185,18 +202,17 @@ impl Optimizer {
 
     /// Memory for so many masters, if there are any, and so many elements of state, all zero.
     fn buffers(&self, elements: usize, state_elements: usize) -> Result<Staged> {
-        let masters =
-            self.with_masters.then(|| self.device.zeros([elements], DType::F32, Purpose::Params)).transpose()?;
-        let state = (state_elements > 0)
-            .then(|| self.device.zeros([state_elements], DType::F32, Purpose::Optimizer))
-            .transpose()?;
+        let device = self.host().unwrap_or(&self.device);
+        let masters = self.with_masters.then(|| device.zeros([elements], DType::F32, Purpose::Params)).transpose()?;
+        let state =
+            (state_elements > 0).then(|| device.zeros([state_elements], DType::F32, Purpose::Optimizer)).transpose()?;
         Ok(Staged { masters, state })
     }
 
-    /// Reads a chunk from the store into a staging buffer.
-    pub fn fetch(&self, unit: usize, chunk: u32) -> Result<()> {
-        let store = self.store.as_ref().expect("a program fetches what lies in a tier");
+    /// Reads a chunk from the store into a staging buffer; or brings its gradients to the host.
+    pub fn fetch(&self, unit: usize, chunk: u32, gradients: &GradientState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
+        let Some(store) = self.store() else { return self.fetch_gradients(unit, chunk, gradients) };
         let buffer =
             lock(&self.staging).pop().expect("as many buffers as the program has chunks on the device at once");
         let mut staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
@@ -214,10 +230,10 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes a chunk to the store and frees its staging buffer for another.
-    pub fn evict(&self, unit: usize, chunk: u32) -> Result<()> {
-        let store = self.store.as_ref().expect("a program evicts what lies in a tier");
+    /// Writes a chunk to the store; or brings the copy that its update wrote from the host. Frees its buffer for another.
+    pub fn evict(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
+        let Some(store) = self.store() else { return self.evict_copy(unit, chunk, parameters) };
         let buffer = lock(&chunk.here).take().expect("a program evicts what it fetched");
         let staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
         self.write_masters(store, chunk, &staged)?;
@@ -262,13 +278,21 @@ impl Optimizer {
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone().expect("a program fetches before it updates");
         let staged = staged.first(chunk.range.len(), chunk.state_elements)?;
+        let visit = lock(&chunk.visit).clone();
+        visit.as_ref().map_or(Ok(()), Visit::wait)?;
         for piece in &chunk.pieces {
+            let within = piece.range.start - chunk.range.start;
             let mut master = match &staged.masters {
-                Some(masters) => masters.view(piece.range.start - chunk.range.start, [piece.range.len()])?,
+                Some(masters) => masters.view(within, [piece.range.len()])?,
                 None => parameters.unit(unit).master_range(piece.range.clone())?,
             };
-            let mut copy = parameters.unit(unit).copy_range(piece.range.clone())?;
-            let gradient = gradients.range(unit, piece.range.clone())?;
+            let (gradient, mut copy) = match &visit {
+                Some(visit) => visit.part(within, piece.range.len())?,
+                None => {
+                    let copy = parameters.unit(unit).copy_range(piece.range.clone())?;
+                    (gradients.range(unit, piece.range.clone())?, copy)
+                }
+            };
             let operands = OptimizerOperands {
                 master: &mut master,
                 gradient: &gradient,
@@ -288,17 +312,22 @@ impl Optimizer {
             Some(masters) => masters.view(0, [chunk.range.len()])?,
             None => parameters.unit(unit).master_range(chunk.range.clone())?,
         };
+        if let Some(visit) = &*lock(&chunk.visit) {
+            return visit.refresh_copy(&masters);
+        }
         parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
     }
 
-    /// Sets the masters of the chunks of a unit that lie in the store: `set` is given each chunk's elements, zero, and their range.
+    /// Sets the masters of the chunks of a unit that lie in a tier: `set` is given each chunk's elements, zero, and their range.
     pub fn set_masters(&self, unit: usize, mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
-        let store = self.store.as_ref().expect("masters lie in the store");
         for chunk in &self.units[unit] {
-            let mut staged = self.buffers(chunk.range.len(), 0)?;
-            let masters = staged.masters.as_mut().expect("masters lie in the store");
+            let here = lock(&chunk.here).clone();
+            let mut staged = here.map_or_else(|| self.buffers(chunk.range.len(), 0), Ok)?;
+            let masters = staged.masters.as_mut().expect("masters lie in a tier");
             set(chunk.range.clone(), masters)?;
-            self.write_masters(store, chunk, &staged)?;
+            if let Some(store) = self.store() {
+                self.write_masters(store, chunk, &staged)?;
+            }
         }
         Ok(())
     }
@@ -309,7 +338,7 @@ impl Optimizer {
         for (unit, chunks) in self.units.iter().enumerate() {
             for chunk in chunks {
                 for part in chunk.parts(unit) {
-                    let stored = match (&self.store, lock(&chunk.here).as_ref()) {
+                    let stored = match (self.store(), lock(&chunk.here).as_ref()) {
                         (Some(store), _) => {
                             let offset = chunk.offset + self.masters_bytes(chunk) + 4 * part.at.start as u64;
                             Stored::Away(Arc::clone(store), offset)
@@ -336,7 +365,7 @@ impl Optimizer {
                     let state = staged.state.as_ref().expect("a part is a part of a state");
                     set(&part, &mut state.view(part.at.start, [part.at.len()])?)?;
                 }
-                if let Some(store) = &self.store {
+                if let Some(store) = self.store() {
                     self.write_state(store, chunk, &staged)?;
                 }
             }
@@ -344,24 +373,22 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Where the masters of elements `range` of a unit are in the store, chunk by chunk, and how many in each.
-    pub fn masters_in_store(&self, unit: usize, range: &Range<usize>) -> Vec<(Stored, usize)> {
-        let store = self.store.as_ref().expect("masters lie in the store");
+    /// Where the masters of elements `range` of a unit are in their tier, chunk by chunk, and how many in each.
+    pub fn masters_in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Vec<(Stored, usize)>> {
         let part = |chunk: &Chunk| {
             let held = overlap(range, &chunk.range);
-            let offset = chunk.offset + 4 * (held.start - chunk.range.start) as u64;
-            (!held.is_empty()).then(|| (Stored::Away(Arc::clone(store), offset), held.len()))
+            let within = held.start - chunk.range.start;
+            let stored = match (self.store(), &*lock(&chunk.here)) {
+                (Some(store), _) => Stored::Away(Arc::clone(store), chunk.offset + 4 * within as u64),
+                (None, Some(Staged { masters: Some(masters), .. })) => {
+                    Stored::Here(masters.view(within, [held.len()])?)
+                }
+                (None, _) => unreachable!("masters that lie in a tier are in a store or on the host"),
+            };
+            Ok((stored, held.len()))
         };
-        self.units[unit].iter().filter_map(part).collect()
+        self.units[unit].iter().filter(|chunk| !overlap(range, &chunk.range).is_empty()).map(part).collect()
     }
-}
-
-/// Where bytes of the state are.
-pub enum Stored {
-    /// On the device.
-    Here(Tensor),
-    /// In a store, from this position on.
-    Away(Arc<Store>, u64),
 }
 
 impl Staged {
@@ -495,7 +522,8 @@ fn chunks(
     let stretches = stretches(specs, &layout, settings.name);
     let chunk = |number: usize| {
         let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
-        let mut chunk = Chunk { range, pieces: Vec::new(), state_elements: 0, offset: 0, here: Mutex::default() };
+        let (here, visit) = (Mutex::default(), Mutex::default());
+        let mut chunk = Chunk { range, pieces: Vec::new(), state_elements: 0, offset: 0, here, visit };
         for stretch in &stretches {
             let range = overlap(&stretch.range, &chunk.range);
             if range != stretch.range && !stretch.rule.is_elementwise() {

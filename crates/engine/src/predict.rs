@@ -17,6 +17,8 @@ use trainyard_tensor::{Call, Cost, Device, Purpose, Usage};
 pub struct Prediction {
     /// Peak bytes per purpose and in total, of a steady step.
     pub memory: Usage,
+    /// The same of the host's memory beside a GPU, for what is offloaded to it; nothing elsewhere.
+    pub host_memory: Usage,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
     /// Every kernel call of the step, tagged with the number of its instruction.
@@ -37,7 +39,8 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();
-    Ok(Prediction { memory: device.pool().usage(), cost, calls: device.take_calls(), took: began.elapsed() })
+    let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
+    Ok(Prediction { memory, host_memory, cost, calls: device.take_calls(), took: began.elapsed() })
 }
 
 /// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.

@@ -168,6 +168,7 @@ impl Session {
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
+        crate::device::check_host(&prediction, ranks_here(&world))?;
         if device.as_cuda().is_some() {
             note(UNTRIED);
         }
@@ -182,11 +183,14 @@ impl Session {
         if let Some(why) = choice.why {
             note(&why);
         }
+        if prediction.host_memory.peak_total() > 0 {
+            note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
+        }
         // Peaks are the processor's; a GPU's are not known here.
         let peaks = if device.as_cpu().is_some() { measure_peaks(&world, &resolved)? } else { None };
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
-        let tiers = tiers(&resolved, &programs[0], &folder)?;
+        let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         if !rank.tiers_are_direct() {
             note(
@@ -489,11 +493,11 @@ fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Pea
     Ok(peaks)
 }
 
-/// The files of what is offloaded, in the run's folder or where the configuration says.
-fn tiers(resolved: &Resolved, program: &Program, folder: &Path) -> Result<Tiers> {
+/// What is offloaded: to the host, or to files in the run's folder or where the configuration says.
+fn tiers(resolved: &Resolved, program: &Program, device: &Device, folder: &Path) -> Result<Tiers> {
     match &resolved.config.offload.directory {
-        Some(directory) => Tiers::on_disk(program, directory),
-        None => Tiers::on_disk(program, &folder.join(files::OFFLOAD)),
+        Some(directory) => Tiers::create(program, device, directory),
+        None => Tiers::create(program, device, &folder.join(files::OFFLOAD)),
     }
 }
 

@@ -5,10 +5,11 @@
 //! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, Part, Region, Snapshot};
-use crate::optimizer::{StatePart, Stored};
+use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
 use crate::rank::Rank;
 use crate::state::{does_not_fit, overlap};
+use crate::tier::Stored;
 use crate::{EngineError, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -97,14 +98,14 @@ fn region(
 
 /// The elements `share` of what lies in `parts`, one after the other.
 fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'static>> {
-    let (mut start, mut stored) = (0, Vec::new());
+    let (mut start, mut here, mut stored) = (0, Vec::new(), Vec::new());
     for (part, elements) in parts {
         let held = overlap(share, &(start..start + elements));
         match part {
-            // What is on the device is in one part.
-            Stored::Here(values) => {
-                return Ok(Bytes::from(values.view(share.start, [share.len()])?.with_bytes(<[u8]>::to_vec)?));
+            Stored::Here(values) if !held.is_empty() => {
+                values.view(held.start - start, [held.len()])?.with_bytes(|bytes| here.extend_from_slice(bytes))?;
             }
+            Stored::Here(_) => {}
             Stored::Away(store, offset) if !held.is_empty() => {
                 stored.push((store, offset + 4 * (held.start - start) as u64, 4 * held.len()));
             }
@@ -112,7 +113,8 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'sta
         }
         start += elements;
     }
-    Ok(Bytes::Stored(stored))
+    // All of it is in memory, or all in files.
+    Ok(if stored.is_empty() { Bytes::from(here) } else { Bytes::Stored(stored) })
 }
 
 /// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this together.

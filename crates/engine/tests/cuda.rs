@@ -17,10 +17,11 @@ use trainyard_engine::rank::{Rank, RankSettings, StepOutcome, StepSettings};
 use trainyard_engine::session::{Session, open_trained_on};
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
+use trainyard_engine::tier::Tiers;
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::world;
 use trainyard_model::{Batch, BatchShape, Model, ModelSpec};
-use trainyard_program::{Mesh, Program, check, lower_rank};
+use trainyard_program::{Action, Lane, Mesh, Program, State, check, lower_rank};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::fake::{Fake, Options, Record};
@@ -86,7 +87,10 @@ impl Trial {
     }
 
     fn rank(&self, device: &Device) -> Rank {
-        Rank::new(device, self.model(), Holding::of(&self.program), Links::default(), &self.settings).unwrap()
+        let (holding, links) = (Holding::of(&self.program), Links::default());
+        // Nothing lies in files here.
+        let tiers = Tiers::create(&self.program, device, "nowhere".as_ref()).unwrap();
+        Rank::with_tiers(device, self.model(), holding, tiers, links, &self.settings).unwrap()
     }
 
     fn step(&self, rank: &mut Rank, step: u64) -> StepOutcome {
@@ -183,6 +187,8 @@ fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
         let order = ["embedding", "cross_entropy_in_place", "index_add", "chunk_squares", update[0]].map(first);
         assert!(order.is_sorted(), "{third:?}");
         assert!(third[order[4]..].iter().all(|n| update.contains(n)), "{third:?}");
+            // The host reads nothing before the norm, so until then it runs ahead.
+            assert!(first("download") > order[3], "{third:?}");
     }
 }
 
@@ -304,4 +310,113 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
         let (got, want) = (run(&gpu, DType::BF16).0.loss(), run(&cpu, DType::BF16).0.loss());
         assert!((got - want).abs() <= 1e-2 * want, "{got} and {want} on the CPU");
     }
+}
+
+const OPTIMIZER: &str = "memory.offload.optimizer=host";
+const PARAMETERS: &str = "memory.offload.parameters=host";
+const ACTIVATIONS: &str = "memory.offload.activations=host";
+
+/// What can be offloaded, alone and together, with more chunks than one and other depths.
+const WAYS: [&[&str]; 7] = [
+    &[OPTIMIZER],
+    &[OPTIMIZER, "memory.offload.chunk_elements=4096"],
+    &[PARAMETERS],
+    &[ACTIVATIONS],
+    &[ACTIVATIONS, PARAMETERS, "parallel.prefetch=2"],
+    &[OPTIMIZER, PARAMETERS, ACTIVATIONS, "memory.offload.chunk_elements=8192"],
+    &[OPTIMIZER, PARAMETERS, "parallel.prefetch=0"],
+];
+
+#[test]
+fn what_lies_on_the_host_comes_and_goes_in_order_and_takes_the_memory_that_meta_predicts() {
+    let base = ["device=cuda", "training.accumulation_steps=2"];
+    for (model, precision) in [(LLAMA, "precision.compute=bf16"), (GPT2, "precision.compute=f32")] {
+        for way in WAYS {
+            let sets = [&base[..], &[precision], way].concat();
+            let trial = Trial::new(model, &sets);
+            let (fake, device) = fake(Options::default());
+            let mut rank = trial.rank(&device);
+            for step in 0..3 {
+                trial.step(&mut rank, step);
+            }
+            assert_eq!(fake.problems(), [""; 0], "{sets:?}");
+            let shape = BatchShape::uniform(ROWS, LENGTH);
+            let predicted = predict(trial.model(), &trial.program, &shape, &trial.settings).unwrap();
+            for (measured, predicted) in
+                [(device.pool().usage(), predicted.memory), (rank.host_memory(), predicted.host_memory)]
+            {
+                for purpose in Purpose::ALL {
+                    assert_eq!(measured.peak(purpose), predicted.peak(purpose), "{purpose} of {sets:?}");
+                }
+                assert_eq!(measured.peak_total(), predicted.peak_total(), "{sets:?}");
+            }
+            // What lies there is not on the device as well.
+            let optimizer = way.contains(&OPTIMIZER);
+            assert_eq!(predicted.memory.peak(Purpose::Optimizer) == 0, optimizer, "{sets:?}");
+            assert_eq!(predicted.host_memory.peak(Purpose::Optimizer) > 0, optimizer, "{sets:?}");
+            assert_eq!(predicted.host_memory.peak(Purpose::Activations) > 0, way.contains(&ACTIVATIONS), "{sets:?}");
+        }
+    }
+}
+
+#[test]
+fn what_lies_on_the_host_changes_no_bit() {
+    for (model, base) in [
+        (LLAMA, ["device=cuda", "precision.compute=bf16", "training.accumulation_steps=2"]),
+        (GPT2, ["device=cuda", "precision.compute=f32", "activation_checkpointing.mode=full"]),
+    ] {
+        let reference = {
+            let (_tested, gpu) = device(0);
+            Trial::new(model, &base).run(&gpu, 3)
+        };
+        for (number, way) in WAYS.into_iter().enumerate() {
+            let sets = [&base[..], way].concat();
+            let (tested, gpu) = device(number as u64);
+            let (outcomes, weights) = Trial::new(model, &sets).run(&gpu, 3);
+            assert_eq!(tested.problems(), [""; 0], "{sets:?}");
+            let losses = |outcomes: &[StepOutcome]| outcomes.iter().map(|o| o.loss).collect::<Vec<_>>();
+            assert_eq!(losses(&outcomes), losses(&reference.0), "{sets:?}");
+            assert!(weights == reference.1, "{sets:?}: some weight differs");
+        }
+    }
+}
+
+/// On the fake's clocks, on which streams run beside each other as far as their events let them: what a pass needs comes while the one before it computes, and what
+/// a pass leaves goes while the next one does.
+#[test]
+fn what_lies_on_the_host_moves_beside_computing() {
+    let model = LLAMA.replace("layers = 2", "layers = 6");
+    let trial = Trial::new(&model, &["device=cuda", "precision.compute=bf16", PARAMETERS, ACTIVATIONS]);
+    let (fake, device) = fake(Options::default());
+    let mut rank = trial.rank(&device);
+    trial.step(&mut rank, 0);
+    let spans = trial.step(&mut rank, 1).spans;
+    assert_eq!(fake.problems(), [""; 0]);
+    let actions: Vec<Action> = trial.program.instructions.iter().map(|i| i.action).collect();
+    let is_pass = |n: &usize| matches!(actions[*n], Action::Forward { .. } | Action::Backward { .. });
+    let passes: Vec<usize> = trial.program.on_lane(Lane::Compute).filter(is_pass).collect();
+    let (mut fetched, mut evicted) = (0, 0);
+    for number in trial.program.on_lane(Lane::HostIo) {
+        match actions[number] {
+            Action::Fetch { unit, state } => {
+                let uses = |n: &&usize| actions[**n].unit() == Some(unit) && **n > number;
+                let Some(user) = passes.iter().position(|n| uses(&n)) else { continue };
+                let backward = matches!(actions[passes[user]], Action::Backward { .. });
+                if user == 0 || matches!(state, State::Activations { .. }) != backward {
+                    continue;
+                }
+                let (fetch, before) = (spans[number], spans[passes[user - 1]]);
+                assert!(fetch.start < before.end, "{:?}: {fetch:?} after {before:?}", actions[number]);
+                fetched += 1;
+            }
+            Action::Evict { unit, state: State::Activations { .. }, .. } => {
+                let left = passes.iter().position(|n| actions[*n].unit() == Some(unit)).unwrap();
+                let (evict, next) = (spans[number], spans[passes[left + 1]]);
+                assert!(next.start < evict.end, "{:?}: {next:?} after {evict:?}", actions[number]);
+                evicted += 1;
+            }
+            _ => {}
+        }
+    }
+    assert!(fetched >= 10 && evicted >= 5, "{fetched} {evicted}");
 }

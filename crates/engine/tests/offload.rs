@@ -1,9 +1,10 @@
-//! State that lies on disk while a step does not use it: the same bits as in memory, memory as predicted, and errors that say what to do.
+//! State that lies on disk while a step does not use it, or on the host beside the device: the same bits as in memory, memory as predicted, and errors that say
+//! what to do. Here the host beside the device is the processor too, with a pool of its own, which no configuration can ask for.
 
 use std::path::Path;
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
-use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::config::{Config, Inputs, OffloadTier, Resolved};
 use trainyard_engine::links::Links;
 use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Rank, StepSettings};
@@ -18,13 +19,24 @@ use trainyard_tensor::{Device, Purpose, Usage};
 
 const LENGTH: usize = 8;
 
+/// Puts on the host what other settings put on disk.
+const ON_THE_HOST: &str = "on the host";
+
 fn resolved(sets: &[&str]) -> Resolved {
     let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 3\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
                 max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
                 [compute]\nthreads = 1\n[optimizer]\nlearning_rate = 0.003\n";
-    let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    let on_host = sets.contains(&ON_THE_HOST);
+    let sets: Vec<String> = sets.iter().filter(|set| **set != ON_THE_HOST).map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap()
+    let mut resolved = Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap();
+    let offload = &mut resolved.config.offload;
+    for tier in [&mut offload.optimizer, &mut offload.parameters, &mut offload.activations] {
+        if on_host && *tier == OffloadTier::Disk {
+            *tier = OffloadTier::Host;
+        }
+    }
+    resolved
 }
 
 /// What one rank has at the end.
@@ -35,6 +47,8 @@ struct End {
     parts: Vec<(std::ops::Range<usize>, Vec<f32>)>,
     memory: Usage,
     predicted: Usage,
+    /// Of the host beside the device: used and predicted.
+    host: [Usage; 2],
     program: Program,
 }
 
@@ -78,11 +92,12 @@ fn train_rank(resolved: &Resolved, world: Communicator, folder: &Path, steps: u6
     let strategy = shape::strategy(resolved, model.units().len());
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = shape::rank_settings(resolved);
-    let predicted = predict(Model::new(spec)?, &program, &batch_shape, &settings)?.memory;
+    let prediction = predict(Model::new(spec)?, &program, &batch_shape, &settings)?;
+    let predicted = prediction.memory;
     // No step may need more than was predicted.
     let device = Device::cpu(Isa::detect(), resolved.threads, Some(predicted.peak_total()));
     let links = Links::new(&world, &program)?;
-    let tiers = Tiers::on_disk(&program, folder)?;
+    let tiers = Tiers::create(&program, &device, folder)?;
     let mut rank = Rank::with_tiers(&device, model, Holding::of(&program), tiers, links, &settings)?;
     let first = world.rank() * resolved.batch.accumulation * rows;
     let (mut losses, mut skipped) = (Vec::new(), 0);
@@ -101,7 +116,8 @@ fn train_rank(resolved: &Resolved, world: Communicator, folder: &Path, steps: u6
     let parameters = rank.model().parameters();
     let parts = parameters.map(|(id, _)| Ok((rank.parameters.master_part_range(id), rank.read_masters(id)?)));
     let parts = parts.collect::<Result<_, EngineError>>()?;
-    Ok(End { losses, skipped, parts, memory: device.pool().usage(), predicted, program })
+    let host = [rank.host_memory(), prediction.host_memory];
+    Ok(End { losses, skipped, parts, memory: device.pool().usage(), predicted, host, program })
 }
 
 /// Every parameter's bits, put together from what the ranks hold.
@@ -140,12 +156,18 @@ const WAYS: &[&[&str]] = &[
     &["memory.offload.optimizer='disk'", "memory.offload.parameters='disk'", "parallel.prefetch=0"],
 ];
 
+/// Every way, on disk and on the host.
+fn everywhere() -> impl Iterator<Item = (&'static [&'static str], &'static [&'static str])> {
+    let places: [&[&str]; 2] = [&[], &[ON_THE_HOST]];
+    WAYS.iter().flat_map(move |way| places.map(|place| (*way, place)))
+}
+
 fn all_ways_agree(base: &[&str], ranks: &[&str], steps: u64) {
     let folder = tempfile::tempdir().unwrap();
     let in_memory = train(folder.path(), &[base, ranks].concat(), steps);
     let reference = (in_memory[0].losses.clone(), weights(&in_memory));
-    for way in WAYS {
-        let sets = [base, ranks, way].concat();
+    for (way, place) in everywhere() {
+        let sets = [base, ranks, way, place].concat();
         let ends = train(folder.path(), &sets, steps);
         assert_eq!(ends[0].losses, reference.0, "{sets:?}");
         assert!(weights(&ends) == reference.1, "{sets:?}: some weight differs");
@@ -160,6 +182,11 @@ fn check_memory(end: &End, sets: &[&str]) {
         assert_eq!(end.predicted.peak(purpose), end.memory.peak(purpose), "{sets:?} {purpose}");
     }
     assert_eq!(end.predicted.peak_total(), end.memory.peak_total(), "{sets:?}");
+    let [used, predicted] = &end.host;
+    for purpose in Purpose::ALL {
+        assert_eq!(used.peak(purpose), predicted.peak(purpose), "{sets:?} {purpose} on the host");
+    }
+    assert_eq!(used.peak_total() > 0, sets.contains(&ON_THE_HOST), "{sets:?}");
     let resident = |kinds: &[MemoryKind]| -> i64 {
         let effects = end.program.resident.iter().filter(|effect| kinds.contains(&effect.kind));
         effects.map(|effect| effect.bytes).sum()
@@ -176,7 +203,7 @@ fn check_memory(end: &End, sets: &[&str]) {
 }
 
 #[test]
-fn one_rank_trains_the_same_bits_from_disk() {
+fn one_rank_trains_the_same_bits_from_disk_and_host() {
     all_ways_agree(LLAMA, &["training.accumulation_steps=2"], 12);
     all_ways_agree(GPT2, &["training.accumulation_steps=2"], 12);
     all_ways_agree(GPT2, &["precision.compute='bf16'", "activation_checkpointing.mode='selective'"], 12);
@@ -184,7 +211,7 @@ fn one_rank_trains_the_same_bits_from_disk() {
 }
 
 #[test]
-fn two_ranks_train_the_same_bits_from_disk() {
+fn two_ranks_train_the_same_bits_from_disk_and_host() {
     let accumulation = "training.accumulation_steps=2";
     for stage in ["parallel.zero_stage=0", "parallel.zero_stage=1", "parallel.zero_stage=3"] {
         all_ways_agree(LLAMA, &["parallel.ranks=2", accumulation, stage], 12);
@@ -199,27 +226,28 @@ fn two_ranks_train_the_same_bits_from_disk() {
 }
 
 #[test]
-fn rules_that_look_at_whole_matrices_have_their_state_on_disk_too() {
+fn rules_that_look_at_whole_matrices_have_their_state_on_disk_and_host_too() {
     for name in ["sgd", "lion", "muon", "adafactor"] {
         let set = format!("optimizer.name='{name}'");
         let sets = [LLAMA, &[set.as_str()]].concat();
         let folder = tempfile::tempdir().unwrap();
         let reference = weights(&train(folder.path(), &sets, 6));
-        for way in [WAYS[1], WAYS[5]] {
-            assert!(weights(&train(folder.path(), &[&sets, way].concat(), 6)) == reference, "{name} {way:?}");
+        for (way, place) in [(WAYS[1], &[][..]), (WAYS[5], &[]), (WAYS[1], &[ON_THE_HOST]), (WAYS[5], &[ON_THE_HOST])] {
+            let ends = train(folder.path(), &[&sets, way, place].concat(), 6);
+            assert!(weights(&ends) == reference, "{name} {way:?} {place:?}");
         }
     }
 }
 
 #[test]
-fn a_step_that_is_skipped_leaves_what_lies_on_disk_as_it_was() {
+fn a_step_that_is_skipped_leaves_what_lies_elsewhere_as_it_was() {
     let sets = &["precision.compute='f16'", "precision.loss_scale_initial=16777216", "training.micro_batch_size=8"];
     let folder = tempfile::tempdir().unwrap();
     let reference = train(folder.path(), sets, 14);
     assert!((1..14).contains(&reference[0].skipped), "{} of 14 steps skipped", reference[0].skipped);
-    for way in WAYS {
-        let ends = train(folder.path(), &[sets, *way].concat(), 14);
-        assert_eq!((ends[0].skipped, weights(&ends)), (reference[0].skipped, weights(&reference)), "{way:?}");
+    for (way, place) in everywhere() {
+        let ends = train(folder.path(), &[sets, way, place].concat(), 14);
+        assert_eq!((ends[0].skipped, weights(&ends)), (reference[0].skipped, weights(&reference)), "{way:?} {place:?}");
     }
 }
 

@@ -443,8 +443,11 @@ impl Prices<'_> {
                 Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
                 Extent::Full => 1.0,
             };
-            // Each unit's state comes after the last pass and goes back after its update.
-            least = work + trip(stage.elements / part * f64::from(bytes.master + bytes.optimizer));
+            // Each unit's gradients go there after the last pass, and its copy comes back after the update.
+            let moved = |width: u32| stage.elements / part * f64::from(width);
+            least = work
+                + self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything)
+                + self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
         }
         if activations.is_some() && self.candidate.mesh.pp == 1 {
             // All but what the last few units keep, whose backward follows at once.

@@ -126,10 +126,7 @@ impl Candidate {
         if pp * cp * tp * ep > 1 {
             return Some("tensor, pipeline, context and expert parallelism are priced, not run yet");
         }
-        let Offload { optimizer, parameters, activations } = self.offload;
-        [optimizer, parameters, activations]
-            .contains(&Some(Tier::Host))
-            .then_some("offload to the host waits for devices with memory of their own; to disk it runs")
+        None
     }
 
     /// The degrees and what is sharded: candidates of one layout differ only in how they run on it.

@@ -76,10 +76,10 @@ impl Request {
                 self.cluster.device.name
             ));
         }
-        if self.fixed.runnable && self.fixed.offload == Some(true) {
+        if !self.has_host_tier() && self.fixed.offload == Some(true) {
             return fail(
-                "offload to the host is priced, not runnable yet: leave it open, or plan without --runnable; offload to disk runs, and `trainyard plan \
-                 CONFIG` tries it on this machine"
+                "offload to the host is for devices with memory of their own: leave it open; offload to disk runs on cores, and `trainyard plan CONFIG` \
+                 tries it on this machine"
                     .to_owned(),
             );
         }

@@ -267,7 +267,7 @@ fn checkpointings(blocks: u32, fixed: &Fixed) -> Vec<Checkpointing> {
 
 fn offloads(base: &Candidate, extent: &Extent, fixed: &Fixed) -> Vec<Offload> {
     let none = Offload::default();
-    if !extent.host_tier || fixed.runnable || fixed.offload == Some(false) || base.mesh.pp > 1 {
+    if !extent.host_tier || fixed.offload == Some(false) || base.mesh.pp > 1 {
         return vec![none];
     }
     let host = Some(Tier::Host);
@@ -330,7 +330,12 @@ mod tests {
             assert_eq!(candidate.offload, Offload::default());
         }
         let runnable = Fixed { runnable: true, ..Fixed::default() };
-        assert!(candidates(&extent(), &runnable).iter().all(|candidate| candidate.not_runnable().is_none()));
+        let all = candidates(&extent(), &runnable);
+        assert!(all.iter().all(|candidate| candidate.not_runnable().is_none()));
+        // What lies on the host of a GPU runs; cores have no other host.
+        let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
+        assert!(all.iter().any(on_host));
+        assert!(!candidates(&Extent { host_tier: false, ..extent() }, &runnable).iter().any(on_host));
     }
 
     #[test]

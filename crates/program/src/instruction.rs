@@ -45,7 +45,8 @@ pub enum Phase {
 pub enum State {
     /// The copy that forward reads, in its resident extent.
     Parameters,
-    /// Masters and optimizer state of a chunk of what the rank holds of the unit.
+    /// Masters and optimizer state of a chunk of what the rank holds of the unit. Where they lie on the host, what is fetched are its gradients, and what is
+    /// evicted is the copy that the update wrote: the update runs where the state is.
     Optimizer {
         /// Which chunk.
         chunk: u32,

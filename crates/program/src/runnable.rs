@@ -1,6 +1,6 @@
 //! What the engine can run of what can be lowered.
 
-use crate::{Mesh, Offload, PipelineSchedule, Strategy, Tier};
+use crate::{Mesh, PipelineSchedule, Strategy};
 use std::fmt;
 
 /// Whether a strategy can be run, or only priced. `Display` says it in words.
@@ -27,10 +27,6 @@ pub fn runnable(mesh: &Mesh, strategy: &Strategy) -> Runnable {
     let mut lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if mesh.pp > 1 && strategy.pipeline == PipelineSchedule::ZeroBubble {
         lacks.push("backward in two halves".to_owned());
-    }
-    let Offload { optimizer, parameters, activations } = strategy.offload;
-    if [optimizer, parameters, activations].contains(&Some(Tier::Host)) {
-        lacks.push("device with memory apart from the host's".to_owned());
     }
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }
 }

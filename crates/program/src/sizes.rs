@@ -63,10 +63,14 @@ impl<'a> Sizes<'a> {
 
     /// Bytes of masters and of optimizer state of one of them.
     pub fn optimizer_chunk(&self, unit: u32, chunk: u32) -> [u64; 2] {
+        [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| self.of_chunk(unit, chunk, width))
+    }
+
+    /// Bytes of one of them at `width` bytes per element.
+    pub fn of_chunk(&self, unit: u32, chunk: u32, width: u32) -> u64 {
         let held = self.held(unit, self.placement.masters, 1);
         let each = chunk_elements(held, self.chunks(unit));
-        let elements = each.min(held - u64::from(chunk) * each);
-        [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| elements * u64::from(width))
+        each.min(held - u64::from(chunk) * each) * u64::from(width)
     }
 
     /// Bytes of a gradient before it is sharded.

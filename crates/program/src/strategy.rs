@@ -106,7 +106,8 @@ pub enum Tier {
     Disk,
 }
 
-/// What lies in a lower tier while it is not used; None: on the device.
+/// What lies in a lower tier while it is not used; None: on the device. Optimizer state on the host is not brought to the device: the update runs there, on
+/// gradients that are fetched, and what is evicted is the copy that it wrote.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Offload {
     /// Masters and optimizer state.

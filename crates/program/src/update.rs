@@ -1,19 +1,25 @@
 //! The end of a step: what several stages share, the norm, and unit by unit the update with the state that it needs.
 
 use crate::lower::Lowering;
-use crate::{Action, Axis, Effect, Instruction, MemoryKind, State};
+use crate::{Action, Axis, Effect, Instruction, MemoryKind, State, Tier};
 
 impl Lowering<'_> {
-    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others hold too, evict.
+    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others hold too, evict. Gradients are complete once their norm is
+    /// known, so an update that runs on the host has them fetched after it.
     pub(crate) fn update(&mut self) {
         let last_pass = self.ran.last().copied();
         let tied = self.tie();
         let chunks = |unit: &u32| (0..self.sizes.chunks(*unit)).map(|chunk| (*unit, chunk)).collect::<Vec<_>>();
         self.pieces = self.trains.iter().flat_map(chunks).collect();
-        self.fetch_state(0, last_pass);
+        if !self.updates_on_host() {
+            self.fetch_state(0, last_pass);
+        }
         let norm = self.sizes.norm(&self.trains);
         let clip = Instruction::new(Action::Clip).moving(self.sizes.message(Axis::World, norm));
-        self.builder.push(clip, self.reduces.last().copied().into_iter().chain(tied));
+        let clip = self.builder.push(clip, self.reduces.last().copied().into_iter().chain(tied));
+        if self.updates_on_host() {
+            self.fetch_state(0, Some(clip));
+        }
         let mut updated = None;
         for at in 0..self.pieces.len() {
             // The next piece of state comes while this one is updated; the one before has gone by then.
@@ -23,6 +29,16 @@ impl Lowering<'_> {
         if self.strategy.snapshot {
             self.builder.push(Instruction::new(Action::Snapshot), updated);
         }
+    }
+
+    /// Whether the update runs on the host, where the optimizer's state is.
+    fn updates_on_host(&self) -> bool {
+        self.strategy.offload.optimizer == Some(Tier::Host)
+    }
+
+    /// Whether the copy that forward reads is apart from the masters, so that an update writes it without reading it.
+    fn writes_copy(&self) -> bool {
+        self.strategy.bytes.master != 0 || self.updates_on_host()
     }
 
     /// A unit that several stages hold has contributions to its gradient from each of them.
@@ -42,52 +58,64 @@ impl Lowering<'_> {
     /// Fetches what the `at`-th update needs and is not here.
     fn fetch_state(&mut self, at: usize, before: Option<u32>) {
         let Some((unit, chunk)) = self.pieces.get(at).copied() else { return };
-        let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
         // The update of a copy that is its own master reads it; otherwise it is written anew.
         if chunk == 0 {
-            let reads = self.strategy.offload.parameters.is_some() && self.strategy.bytes.master == 0;
+            let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy();
             self.present[unit as usize] = reads.then(|| self.fetch_parameters(unit, before));
         }
-        if self.strategy.offload.optimizer.is_some() {
-            let state = State::Optimizer { chunk };
-            let fetch = Instruction::new(Action::Fetch { unit, state }).moving(masters + optimizer);
-            let fetch = fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer);
-            self.fetched.push(self.builder.push(fetch, before));
-        }
+        let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer { chunk } });
+        let fetch = match self.strategy.offload.optimizer {
+            None => return,
+            Some(Tier::Host) => fetch.moving(self.sizes.of_chunk(unit, chunk, self.strategy.bytes.gradient)),
+            Some(Tier::Disk) => {
+                let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
+                let fetch = fetch.moving(masters + optimizer);
+                fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer)
+            }
+        };
+        self.fetched.push(self.builder.push(fetch, before));
     }
 
     fn update_piece(&mut self, (unit, chunk): (u32, u32)) -> u32 {
-        let (offload, bytes) = (self.strategy.offload, self.strategy.bytes);
+        let offload = self.strategy.offload;
         let mut instruction = Instruction::new(Action::Update { unit, chunk });
         let mut needs = vec![self.present[unit as usize], self.dropped[unit as usize]];
         if offload.optimizer.is_some() {
             needs.push(Some(self.fetched[self.updated]));
         }
         self.updated += 1;
-        if offload.parameters.is_some() && bytes.master != 0 && chunk == 0 {
+        if offload.parameters.is_some() && self.writes_copy() && chunk == 0 {
             instruction = instruction.taking(MemoryKind::Parameters, self.sizes.parameters(unit));
             needs.push(self.room(&self.copies_evicted));
         }
         let update = self.builder.push(instruction, needs.into_iter().flatten());
-        if offload.optimizer.is_some() {
-            let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
-            let evict = Instruction::new(Action::Evict { unit, state: State::Optimizer { chunk }, write: true });
-            let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
-            self.builder.push(evict.giving_back(MemoryKind::Optimizer, optimizer), [update]);
+        let evict = Instruction::new(Action::Evict { unit, state: State::Optimizer { chunk }, write: true });
+        let mut written = update;
+        match offload.optimizer {
+            None => {}
+            Some(Tier::Host) => {
+                let copy = self.sizes.of_chunk(unit, chunk, self.strategy.bytes.parameter);
+                written = self.builder.push(evict.moving(copy), [update]);
+            }
+            Some(Tier::Disk) => {
+                let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
+                let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
+                self.builder.push(evict.giving_back(MemoryKind::Optimizer, optimizer), [update]);
+            }
         }
         if chunk + 1 == self.sizes.chunks(unit) {
-            self.pass_on_update(unit, update);
+            self.pass_on_update(unit, written);
         }
         update
     }
 
     /// Gives others what was updated of a copy that they hold too, and the copy to its tier.
-    fn pass_on_update(&mut self, unit: u32, update: u32) {
-        let mut written = update;
+    fn pass_on_update(&mut self, unit: u32, written: u32) {
+        let mut written = written;
         if self.sizes.placement.parameters != self.sizes.placement.masters {
             let gather = Instruction::new(Action::Gather { unit, over: self.sizes.mesh.shard_degree() });
             let message = self.sizes.full(unit, self.strategy.bytes.parameter);
-            written = self.builder.push(gather.moving(message), [update]);
+            written = self.builder.push(gather.moving(message), [written]);
         }
         if self.strategy.offload.parameters.is_some() {
             let evicted = self.drop_parameters(unit, written, true);

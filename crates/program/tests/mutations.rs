@@ -193,11 +193,12 @@ fn no_dependency_is_superfluous() {
     for zero_stage in 0..4 {
         let strategy = How { zero_stage, accumulation_steps: 2, snapshot: true, ..How::new(5) };
         every_dependency_is_needed(&model, &strategy);
-        let tier = Some(Tier::Disk);
-        let [one, all] = [[tier, None, None], [tier, tier, tier]].map(|[optimizer, parameters, activations]| {
-            let offload = Offload { optimizer, parameters, activations };
-            How { offload, update_chunk: Some(16 * 4096), ..strategy.clone() }
-        });
-        [one, all].iter().for_each(|strategy| every_dependency_is_needed(&model, strategy));
+        for tier in [Some(Tier::Disk), Some(Tier::Host)] {
+            let [one, all] = [[tier, None, None], [tier, tier, tier]].map(|[optimizer, parameters, activations]| {
+                let offload = Offload { optimizer, parameters, activations };
+                How { offload, update_chunk: Some(16 * 4096), ..strategy.clone() }
+            });
+            [one, all].iter().for_each(|strategy| every_dependency_is_needed(&model, strategy));
+        }
     }
 }

@@ -7,7 +7,13 @@ use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
 use crate::stack::{Bundle, Dispatch, Stack};
 use crate::transformer::{UnitWork, Units, Workload};
-use trainyard_program::{Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, UnitShape};
+use trainyard_program::{
+    Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, Tier, UnitShape,
+};
+
+/// What a device's share of its host's memory reaches in an update there: sockets with eight channels of DDR5-4800 have 307e9 bytes/s, two of them
+/// serve eight devices, and streams reach about 0.8 of it.
+const HOST_MEMORY_BYTES_S: f64 = 60e9;
 
 /// Collectives were measured on messages of this size: what is sent together pays their latency once for each.
 const MESSAGE_BYTES: f64 = 256e6;
@@ -110,7 +116,11 @@ impl Costs {
                 let state = &self.stack.state;
                 let moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
                 let chunks = f64::from(program.chunks_of(unit));
-                self.stream_s(f64::from(moved) * self.unit(unit).elements / held / chunks)
+                let bytes = f64::from(moved) * self.unit(unit).elements / held / chunks;
+                match program.offload.optimizer {
+                    Some(Tier::Host) => bytes / HOST_MEMORY_BYTES_S,
+                    _ => self.stream_s(bytes),
+                }
             }
             Action::Clip => {
                 let elements: f64 = (0..program.units.len() as u32)
@@ -124,7 +134,7 @@ impl Costs {
                 self.stream_s(f64::from(self.stack.state.gradient) * elements / held)
                     + self.collective(Operation::AllReduce, 8.0, mesh.ranks(), 1)
             }
-            Action::Fetch { .. } | Action::Evict { .. } => bytes / 25e9,
+            Action::Fetch { .. } | Action::Evict { .. } => bytes / (self.cluster.device.host_gb_s * 1e9),
             Action::Fold { unit, .. } => self.stream_s(12.0 * self.unit(unit).elements),
             Action::Load { .. } | Action::Count | Action::Release { .. } | Action::Recv { .. } | Action::Snapshot => {
                 0.0

@@ -190,6 +190,19 @@ impl Device {
         Device::new(Kind::Cuda(cuda), pool)
     }
 
+    /// The host as a device of its own, with a pool of its own: what leaves this device lies and is worked on there. Beside a GPU its memory is pinned, so that
+    /// the GPU copies by itself; beside meta it is meta with the CPU's kernels.
+    pub fn beside(&self) -> Device {
+        match &self.0.kind {
+            Kind::Cpu(cpu) => Device::cpu(cpu.isa, cpu.threads.count(), None),
+            Kind::Cuda(cuda) => {
+                let host = Cpu::new(cuda.host().isa, cuda.host().threads.count());
+                Device::new(Kind::Cpu(host), MemoryPool::pinned(Arc::clone(cuda)))
+            }
+            Kind::Meta(_) => Device::meta_for(Computes::Cpu),
+        }
+    }
+
     /// Shapes only, with the scratch of the CPU's kernels.
     pub fn meta() -> Device {
         Device::meta_for(Computes::Cpu)

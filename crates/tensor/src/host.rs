@@ -92,6 +92,36 @@ impl Tensor {
         Ok(())
     }
 
+    /// Copies the bytes of `source` in, from a device to the host beside it ([`Device::beside`]) or back. On a GPU this is only launched, on this thread's
+    /// lane: until that is done, nothing else may change `source` or use this tensor on the host. Nothing on meta.
+    ///
+    /// # Errors
+    /// Memory of the host that the GPU cannot copy from and to by itself.
+    pub fn transfer_from(&mut self, source: &Tensor) -> Result<()> {
+        ensure_shape!(
+            source.bytes() == self.bytes() && source.dtype() == self.dtype(),
+            "transfer_from",
+            "{source:?} into {self:?}"
+        );
+        for host in [&*self, source].into_iter().filter(|tensor| tensor.device().as_cpu().is_some()) {
+            ensure_shape!(
+                host.is_pinned() || self.device().as_cuda().is_none() && source.device().as_cuda().is_none(),
+                "transfer_from",
+                "{host:?} is not pinned"
+            );
+        }
+        match (self.device().as_cuda().cloned(), source.device().as_cuda()) {
+            (Some(cuda), None) => cuda.upload(self.region(true), source.as_bytes()?),
+            (None, Some(cuda)) => cuda.fetch_into(self, source.region(false)),
+            _ if self.device().is_meta() => Ok(()),
+            (None, None) => {
+                self.as_bytes_mut()?.copy_from_slice(source.as_bytes()?);
+                Ok(())
+            }
+            (Some(_), Some(_)) => self.copy_from(source),
+        }
+    }
+
     /// Sets every byte to zero; nothing on meta.
     pub fn fill_zero(&mut self) -> Result<()> {
         match self.device().as_cuda() {

@@ -8,7 +8,7 @@
 //! the prediction of the real one, not an estimate of it.
 
 use crate::cuda::Cuda;
-use crate::cuda::memory::DeviceBlock;
+use crate::cuda::memory::{DeviceBlock, PinnedBlock};
 use crate::error::{Result, TensorError};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -128,6 +128,8 @@ enum Backing {
     Nothing,
     Host,
     Device(Arc<Cuda>),
+    /// The host's, beside a GPU.
+    Pinned(Arc<Cuda>),
 }
 
 #[derive(Default)]
@@ -141,6 +143,7 @@ struct State {
 enum Block {
     Host(HostBlock),
     Device(DeviceBlock),
+    Pinned(PinnedBlock),
 }
 
 /// A piece of memory from the operating system, zeroed when it was new.
@@ -163,6 +166,11 @@ impl MemoryPool {
     /// A pool of a GPU's memory.
     pub(crate) fn on_device(cuda: Arc<Cuda>, limit: Option<usize>) -> MemoryPool {
         MemoryPool::of(Backing::Device(cuda), limit)
+    }
+
+    /// A pool of the host's memory that a GPU copies from and to by itself. Its pages are pinned when a block is new, which is once.
+    pub(crate) fn pinned(cuda: Arc<Cuda>) -> MemoryPool {
+        MemoryPool::of(Backing::Pinned(cuda), None)
     }
 
     fn of(backing: Backing, limit: Option<usize>) -> MemoryPool {
@@ -237,13 +245,14 @@ impl State {
         self.make_room(capacity);
         let block = match backing {
             Backing::Device(cuda) => Block::Device(self.device_block(cuda, capacity)?),
+            Backing::Pinned(cuda) => Block::Pinned(PinnedBlock::new(cuda, capacity)?),
             _ => {
                 let refused = |source| TensorError::Refused { bytes, purpose, source };
                 Block::Host(HostBlock::new(capacity).map_err(refused)?)
             }
         };
         self.usage.reserved += capacity;
-        let is_zero = matches!(block, Block::Host(_));
+        let is_zero = !matches!(block, Block::Device(_));
         Ok((Some(block), is_zero))
     }
 
@@ -406,6 +415,7 @@ impl Buffer {
     pub(crate) fn data(&self) -> Option<NonNull<u8>> {
         match &self.block {
             Some(Block::Host(block)) => Some(block.data),
+            Some(Block::Pinned(block)) => Some(block.data()),
             _ => None,
         }
     }
@@ -416,6 +426,11 @@ impl Buffer {
             Some(Block::Device(block)) => Some(block.used()),
             _ => None,
         }
+    }
+
+    /// Whether it is the host's memory that a GPU copies from and to by itself.
+    pub(crate) fn is_pinned(&self) -> bool {
+        matches!(self.block, Some(Block::Pinned(_)))
     }
 
     /// What the buffer is for.

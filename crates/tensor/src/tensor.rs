@@ -188,6 +188,11 @@ impl Tensor {
         }
     }
 
+    /// Whether a GPU copies from and to its memory by itself.
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.buffer.is_pinned()
+    }
+
     /// Its memory on a GPU, on which this thread's lane is about to work.
     ///
     /// # Panics

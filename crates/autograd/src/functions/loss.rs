@@ -49,7 +49,7 @@ impl LinearCrossEntropy {
 impl Differentiable for LinearCrossEntropy {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(upstream) = cx.output_gradient(0) else { return Ok(()) };
-        let unit = upstream.device().is_meta() || upstream.to_scalar()? == 1.0;
+        let unit = cx.is_one(&upstream) || upstream.device().is_meta() || upstream.to_scalar()? == 1.0;
         if self.eager {
             if !unit {
                 return Err(AutogradError::EagerUpstream(upstream.to_scalar()?));

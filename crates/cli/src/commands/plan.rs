@@ -335,6 +335,7 @@ fn this_machine() -> Result<Cluster> {
         memory_gb_s: peaks.copy_bytes_per_s / 1e9,
         multiprocessors: runtime.threads as u32,
         link_gb_s: peaks.copy_bytes_per_s / 1e9,
+        host_gb_s: peaks.copy_bytes_per_s / 1e9,
         usd_per_hour: 0.0,
         source: "measured".to_owned(),
     };

@@ -75,6 +75,11 @@ impl Order {
         self.host.join(&clock);
     }
 
+    /// The host waits for an event.
+    pub fn host_joins(&mut self, event: &Clock) {
+        self.host.join(event);
+    }
+
     /// An access by the newest work of a stream to memory of the allocation `base`.
     pub fn access(&mut self, base: Address, range: Range<Address>, written: bool, stream: usize) -> Result<(), String> {
         let clock = self.clock(stream).clone();

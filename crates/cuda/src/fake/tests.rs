@@ -55,6 +55,34 @@ fn what_no_event_orders_is_found_and_for_some_seed_goes_wrong() {
 }
 
 #[test]
+fn pinned_memory_is_read_and_written_when_its_turn_comes_and_its_order_is_checked() {
+    let fake = Fake::new(Options::default());
+    let (first, second) = (fake.stream().unwrap(), fake.stream().unwrap());
+    let memory = fake.allocate(8).unwrap();
+    let pinned = fake.allocate_pinned(8).unwrap();
+    upload(&fake, first, memory, &[5; 4]);
+    // SAFETY: the pinned memory has eight bytes, and the host looks at them when the streams are done.
+    unsafe {
+        fake.download(first, pinned, region(memory, 4, false)).unwrap();
+        fake.upload(first, region(memory + 4, 4, true), pinned).unwrap();
+    }
+    let event = fake.event().unwrap();
+    fake.record(event, first).unwrap();
+    fake.wait_on_host(event).unwrap();
+    assert_eq!(download(&fake, second, memory + 4, 4), [5; 4]);
+    assert_eq!(fake.problems(), [""; 0]);
+    // SAFETY: as above.
+    unsafe {
+        fake.download(first, pinned, region(memory, 4, false)).unwrap();
+        fake.upload(second, region(memory + 4, 4, true), pinned).unwrap();
+    }
+    assert!(fake.problems()[0].starts_with("upload on stream 1: reads"), "{:?}", fake.problems());
+    // SAFETY: it came from there; that it is still at work is the point.
+    unsafe { fake.free_pinned(pinned) };
+    assert!(fake.problems()[1].contains("with which a stream is not done"), "{:?}", fake.problems());
+}
+
+#[test]
 fn the_host_orders_what_it_waits_for() {
     let fake = Fake::new(Options::default());
     let (first, second) = (fake.stream().unwrap(), fake.stream().unwrap());

@@ -277,6 +277,12 @@ impl Driver for Nvidia {
         }
     }
 
+    fn wait_on_host(&self, event: Event) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the event exists.
+        called("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event_of(event)) }.result())
+    }
+
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
         self.enter()?;
         // SAFETY: both exist.

@@ -617,7 +617,7 @@ impl Resolver {
             ("activations", offload.activations),
         ];
         for (name, tier) in tiers {
-            if tier == OffloadTier::Host {
+            if tier == OffloadTier::Host && self.config.compute.device == DeviceKind::Cpu {
                 let key = format!("memory.offload.{name}");
                 let message = format!(
                     "{key} = \"host\": compute.device is \"cpu\", whose memory is the host's already; use \"disk\""

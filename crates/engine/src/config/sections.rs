@@ -554,7 +554,7 @@ section! {
 section! {
     /// What lies in a lower tier while a step does not use it, and comes when it does. No bit of any loss or weight depends on it.
     OffloadSection = "memory.offload" {
-        /// Masters and optimizer state: fetched, updated and written back chunk by chunk.
+        /// Masters and optimizer state, chunk by chunk: from disk fetched, updated and written back; on the host updated there.
         #[elsewhere("offload_optimizer", "offload_optimizer_device", "optimizer_cpu_offload")]
         optimizer: OffloadTier = OffloadTier::None;
         /// The copy that forward and backward read: fetched unit by unit, `parallel.prefetch` ahead.

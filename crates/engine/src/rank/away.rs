@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::state::lock;
-use crate::tier::{Tiers, aligned};
+use crate::tier::{Lower, Tiers, aligned};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use trainyard_tensor::{DType, Device, Purpose, Shape, Tensor};
@@ -28,33 +28,52 @@ struct Kept {
     leaving: Vec<Tensor>,
     /// Those that they are read into.
     coming: Vec<Tensor>,
+    /// Where they are meanwhile, if that is the host. The compute lane takes and gives back this memory too; whatever takes it over is copied after them,
+    /// because all copies are the host lane's.
+    on_host: Vec<Tensor>,
 }
 
 impl Away {
     /// A forward gives up `tensors`, which are to be written.
-    pub fn put(&self, place: Place, tensors: Vec<Tensor>) {
+    pub fn put(&self, tiers: &Tiers, place: Place, tensors: Vec<Tensor>) -> Result<()> {
+        let host = tiers.activations.as_ref().and_then(Lower::host);
+        let room = |tensor: &Tensor| {
+            host.map(|host| host.empty(*tensor.shape(), tensor.dtype(), Purpose::Activations)).transpose()
+        };
+        let on_host = tensors.iter().filter_map(|tensor| room(tensor).transpose()).collect::<Result<_, _>>()?;
         let mut state = lock(&self.0);
         let mut layout = Vec::with_capacity(tensors.len());
         for tensor in &tensors {
             layout.push((state.end, *tensor.shape(), tensor.dtype()));
             state.end = aligned(state.end + tensor.bytes() as u64);
         }
-        state.kept.insert(place, Kept { layout, leaving: tensors, coming: Vec::new() });
+        state.kept.insert(place, Kept { layout, leaving: tensors, coming: Vec::new(), on_host });
+        Ok(())
     }
 
-    /// Positions in the store, and tensors.
-    fn handles(&self, place: Place, which: fn(&Kept) -> &Vec<Tensor>) -> Vec<(u64, Tensor)> {
+    /// Positions in the store, tensors on the device, and those on the host.
+    fn handles(&self, place: Place, which: fn(&Kept) -> &Vec<Tensor>) -> (Vec<(u64, Tensor)>, Vec<Tensor>) {
         let state = lock(&self.0);
         let kept = &state.kept[&place];
-        kept.layout.iter().map(|(offset, ..)| *offset).zip(which(kept).iter().cloned()).collect()
+        let offsets = kept.layout.iter().map(|(offset, ..)| *offset);
+        (offsets.zip(which(kept).iter().cloned()).collect(), kept.on_host.clone())
     }
 
-    /// Writes them to the store.
+    /// Moves them to their tier.
     pub fn write(&self, tiers: &Tiers, place: Place) -> Result<()> {
-        let store = tiers.activations.as_ref().expect("activations lie in a tier");
-        for (offset, tensor) in self.handles(place, |kept| &kept.leaving) {
-            if !tensor.device().is_meta() {
-                tensor.with_bytes(|bytes| store.write(offset, bytes))??;
+        let (tensors, mut on_host) = self.handles(place, |kept| &kept.leaving);
+        match tiers.activations.as_ref().expect("activations lie in a tier") {
+            Lower::Disk(store) => {
+                for (offset, tensor) in tensors {
+                    if !tensor.device().is_meta() {
+                        tensor.with_bytes(|bytes| store.write(offset, bytes))??;
+                    }
+                }
+            }
+            Lower::Host(_) => {
+                for ((_, tensor), on_host) in tensors.iter().zip(&mut on_host) {
+                    on_host.transfer_from(tensor)?;
+                }
             }
         }
         Ok(())
@@ -76,12 +95,21 @@ impl Away {
         Ok(())
     }
 
-    /// Reads them from the store.
+    /// Brings them from their tier.
     pub fn read(&self, tiers: &Tiers, place: Place) -> Result<()> {
-        let store = tiers.activations.as_ref().expect("activations lie in a tier");
-        for (offset, mut tensor) in self.handles(place, |kept| &kept.coming) {
-            if !tensor.device().is_meta() {
-                tensor.overwrite_bytes(|bytes| store.read(offset, bytes))??;
+        let (mut tensors, on_host) = self.handles(place, |kept| &kept.coming);
+        match tiers.activations.as_ref().expect("activations lie in a tier") {
+            Lower::Disk(store) => {
+                for (offset, tensor) in &mut tensors {
+                    if !tensor.device().is_meta() {
+                        tensor.overwrite_bytes(|bytes| store.read(*offset, bytes))??;
+                    }
+                }
+            }
+            Lower::Host(_) => {
+                for ((_, tensor), on_host) in tensors.iter_mut().zip(&on_host) {
+                    tensor.transfer_from(on_host)?;
+                }
             }
         }
         Ok(())

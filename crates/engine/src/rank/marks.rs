@@ -37,7 +37,7 @@ impl<'d> Marks<'d> {
         let Some(device) = self.device else { return run() };
         enter_lane(instruction.action.lane() as usize);
         if instruction.after.is_empty() {
-            // What was done before the step, on the lane that began it.
+            // What was done before the step, on the lane that began it, and memory that is taken before it, maybe another lane's.
             device.wait_for(&self.began)?;
         }
         for before in &instruction.after {

@@ -5,17 +5,22 @@ use super::step::Step;
 use super::{Rank, cannot};
 use crate::Result;
 use crate::links::Link;
-use crate::optimizer::Stored;
 use crate::state::{lock, overlap};
+use crate::tier::Stored;
 use std::ops::Range;
 use trainyard_autograd::ParamId;
 use trainyard_program::{Action, Instruction, State};
-use trainyard_tensor::{DType, Tensor};
+use trainyard_tensor::{Tensor, Usage};
 
 impl Rank {
     /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before the next step changes it.
     pub fn keeps_state_in_a_tier(&self) -> bool {
-        self.optimizer.store().is_some() || self.parameters.is_offloaded()
+        self.optimizer.store().is_some() || self.parameters.is_on_disk()
+    }
+
+    /// What of the host's memory this rank uses beside a GPU, and the most that it has used.
+    pub fn host_memory(&self) -> Usage {
+        self.tiers.host_memory()
     }
 
     /// Whether its tiers' files are read and written past the page cache.
@@ -49,7 +54,7 @@ impl Rank {
                 self.parameters.give_back(number);
             }
         }
-        Ok(())
+        Ok(self.device.synchronize()?)
     }
 
     /// The f32 masters of a parameter, those of its elements that this rank holds, wherever they lie.
@@ -73,13 +78,13 @@ impl Rank {
         let unit = self.parameters.unit(id.unit as usize);
         let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
         if self.optimizer.has_masters() {
-            return Ok(self.optimizer.masters_in_store(id.unit as usize, &range));
+            return self.optimizer.masters_in_tier(id.unit as usize, &range);
         }
-        let is_copy = self.parameters.compute() == DType::F32;
-        let part = match self.parameters.in_store(id.unit as usize, &range).filter(|_| is_copy) {
-            Some((store, offset)) => Stored::Away(store, offset),
-            None => Stored::Here(unit.master_range(range.clone())?),
+        let in_tier = match self.parameters.is_apart() {
+            true => None,
+            false => self.parameters.in_tier(id.unit as usize, &range)?,
         };
+        let part = in_tier.map_or_else(|| unit.master_range(range.clone()).map(Stored::Here), Ok)?;
         Ok(vec![(part, range.len())])
     }
 
@@ -120,8 +125,12 @@ impl Rank {
             Action::Fetch { unit, state: State::Parameters } => self.parameters.fetch(unit as usize),
             Action::Evict { unit, state: State::Parameters, write: true } => self.parameters.write(unit as usize),
             Action::Evict { state: State::Parameters, write: false, .. } => Ok(()),
-            Action::Fetch { unit, state: State::Optimizer { chunk } } => self.optimizer.fetch(unit as usize, chunk),
-            Action::Evict { unit, state: State::Optimizer { chunk }, .. } => self.optimizer.evict(unit as usize, chunk),
+            Action::Fetch { unit, state: State::Optimizer { chunk } } => {
+                self.optimizer.fetch(unit as usize, chunk, &self.gradients)
+            }
+            Action::Evict { unit, state: State::Optimizer { chunk }, .. } => {
+                self.optimizer.evict(unit as usize, chunk, &self.parameters)
+            }
             Action::Fetch { unit, state: State::Activations { micro_batch } } => {
                 step.away().read(&self.tiers, (unit, micro_batch))
             }

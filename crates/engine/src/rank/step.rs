@@ -15,7 +15,7 @@ use trainyard_autograd::{Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
 use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program, State};
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{DType, Purpose, Tensor};
+use trainyard_tensor::{Purpose, Tensor};
 
 /// What one step is run with.
 #[derive(Clone, Copy, Debug)]
@@ -125,8 +125,8 @@ struct Carried {
     outputs: BTreeMap<u32, Tensor>,
     /// The gradient that flows down each micro-batch.
     flowing: BTreeMap<u32, Tensor>,
-    /// Of each of this rank's micro-batches.
-    losses: Vec<f64>,
+    /// Of each of this rank's micro-batches; read with the norm, so that a GPU is waited for once.
+    losses: Vec<Option<Tensor>>,
     rates: Rates,
     /// The last reduction that is known to be done.
     reduced: u32,
@@ -139,7 +139,7 @@ impl<'p> Step<'p> {
             pending: BTreeMap::new(),
             outputs: BTreeMap::new(),
             flowing: BTreeMap::new(),
-            losses: vec![0.0; micro_batches],
+            losses: vec![None; micro_batches],
             rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1 },
             reduced: 0,
         };
@@ -249,21 +249,21 @@ impl Rank {
         let kept = (keep == Keep::InputOnly).then(|| input.clone());
         let (recording, input, output) = self.run(step, unit, micro_batch, input, policy)?;
         if step.is_last(unit) {
-            carried.losses[micro_batch as usize] = self.read_loss(&output)?;
+            carried.losses[micro_batch as usize] = Some(output.tensor().clone());
         } else {
             carried.outputs.insert(micro_batch, output.tensor().clone());
         }
         let leaves = step.leave.contains(&(unit, micro_batch));
         let pending = match kept {
             Some(input) if leaves => {
-                step.away.put((unit, micro_batch), input.into_iter().collect());
+                step.away.put(&self.tiers, (unit, micro_batch), input.into_iter().collect())?;
                 Pending::InputOnly { input: None }
             }
             Some(input) => Pending::InputOnly { input },
             None => {
                 let mut recording = recording;
                 if leaves {
-                    step.away.put((unit, micro_batch), recording.take_saved());
+                    step.away.put(&self.tiers, (unit, micro_batch), recording.take_saved())?;
                 }
                 let (input, output) = (input.as_ref().map(Place::from), Place::from(&output));
                 Pending::Recorded { recording, input, output }
@@ -316,10 +316,11 @@ impl Rank {
         };
         let gradient = match carried.flowing.remove(&micro_batch) {
             Some(gradient) => gradient,
-            None => self.device.tensor([], &[1.0f32], Purpose::Activations)?,
+            None => self.one()?,
         };
         let inputs: Vec<Place> = input.into_iter().collect();
         let mut target = self.gradients.of(micro_batch, step.apart);
+        let recording = recording.with_one(&self.one()?);
         let mut gradients = recording.backward_at(&[(output, gradient)], &inputs, &self.parameters, &mut target)?;
         if let Some(Some(gradient)) = gradients.pop() {
             carried.flowing.insert(micro_batch, gradient);
@@ -339,7 +340,8 @@ impl Rank {
             Extent::Full => chunks.iter().flatten().sum::<f64>(),
             Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
         };
-        let losses = links.data.all_gather_numbers(&carried.losses)?;
+        let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
+        let losses = links.data.all_gather_numbers(&losses)?;
         drop(links);
         let exchanged = if step.program.mesh.ranks() > 1 { summed.elapsed() } else { Duration::ZERO };
 
@@ -371,19 +373,33 @@ impl Rank {
 
     fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
         // A copy that lies in a tier, and is not its own master, is written anew and not read for that.
-        let anew = self.parameters.is_offloaded() && self.parameters.compute() != DType::F32;
+        let anew = self.parameters.is_offloaded() && self.parameters.is_apart();
         if anew && !self.parameters.is_here(unit) {
             self.parameters.take(unit)?;
         }
         match lock(&step.outcome).skipped {
             false => self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates),
-            true if anew => self.optimizer.refresh_copy(unit, chunk, &self.parameters),
+            true if anew || self.optimizer.host().is_some() => {
+                self.optimizer.refresh_copy(unit, chunk, &self.parameters)
+            }
             true => Ok(()),
         }
     }
 
-    fn read_loss(&self, output: &Var) -> Result<f64> {
-        if self.device.is_meta() { Ok(0.0) } else { Ok(f64::from(output.tensor().to_scalar()?)) }
+    fn read_loss(&self, loss: Option<Tensor>) -> Result<f64> {
+        match loss.filter(|_| !self.device.is_meta()) {
+            Some(loss) => Ok(f64::from(loss.to_scalar()?)),
+            None => Ok(0.0),
+        }
+    }
+
+    /// A scalar 1, where gradients begin.
+    fn one(&self) -> Result<Tensor> {
+        if let Some(one) = self.one.get() {
+            return Ok(one.clone());
+        }
+        let one = self.device.tensor([], &[1.0f32], Purpose::Activations)?;
+        Ok(self.one.get_or_init(|| one).clone())
     }
 }
 

@@ -188,9 +188,10 @@ impl GradientState {
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
         let unit = |(index, unit): (usize, &UnitGradients)| {
             let read = self.holding.range(self.holding.placement.masters, &unit.layout);
-            Ok(ops::optim::chunk_sums_of_squares(&self.range(index, read)?, UnitLayout::QUANTUM)?)
+            self.range(index, read)
         };
-        self.units.iter().enumerate().map(unit).collect()
+        let read = self.units.iter().enumerate().map(unit).collect::<Result<Vec<_>>>()?;
+        Ok(ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Holding, lock, overlap};
 use crate::links::Link;
-use crate::tier::{Store, Tiers, aligned};
+use crate::tier::{Lower, Stored, Tiers, aligned};
 use crate::{EngineError, Result};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -18,7 +18,9 @@ pub struct ParameterState {
     compute: DType,
     holding: Holding,
     /// Where the copies lie while they are not used; None: on the device.
-    store: Option<Arc<Store>>,
+    lower: Option<Lower>,
+    /// Whether masters are apart from the copies.
+    apart: bool,
     units: Vec<UnitParameters>,
 }
 
@@ -30,10 +32,14 @@ pub struct UnitParameters {
     master_range: Range<usize>,
     /// f32; None where the copy is its own master, and where masters lie in a tier.
     master: Option<Tensor>,
+    /// Whether the copy is not its own master.
+    apart: bool,
     /// The elements that the copy holds.
     copy_range: Range<usize>,
     /// Where the copy is in the store.
     offset: u64,
+    /// The copy on the host, if it lies there.
+    on_host: Option<Tensor>,
     /// What is there to be read.
     present: Mutex<Present>,
 }
@@ -60,17 +66,20 @@ impl ParameterState {
         compute: DType,
         tiers: &Tiers,
     ) -> Result<ParameterState> {
-        let store = tiers.parameters.clone();
-        let mut state = ParameterState { device: device.clone(), compute, holding, store, units: Vec::new() };
+        let (lower, apart) = (tiers.parameters.clone(), compute != DType::F32 || tiers.has_masters(compute));
+        let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units: Vec::new() };
+        let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let apart = compute != DType::F32 && tiers.optimizer.is_none();
-            let mut unit = UnitParameters::new(device, model, unit, &holding, apart)?;
+            let here = apart && !tiers.has_masters(compute);
+            let mut unit = UnitParameters::new(device, model, unit, &holding, apart, here)?;
             unit.offset = offset;
             offset += aligned((unit.copy_range.len() * compute.size()) as u64);
+            let on_host = |host: &Device| host.zeros([unit.copy_range.len()], compute, Purpose::Params);
+            unit.on_host = host.as_ref().map(on_host).transpose()?;
             state.units.push(unit);
         }
-        if state.store.is_none() {
+        if state.lower.is_none() {
             (0..state.units.len()).try_for_each(|unit| state.take(unit))?;
         }
         Ok(state)
@@ -168,16 +177,27 @@ impl ParameterState {
 
     /// Whether copies lie in a tier while they are not used.
     pub fn is_offloaded(&self) -> bool {
-        self.store.is_some()
+        self.lower.is_some()
+    }
+
+    /// Whether they lie in files.
+    pub fn is_on_disk(&self) -> bool {
+        self.lower.as_ref().is_some_and(|lower| lower.store().is_some())
+    }
+
+    /// Whether masters are apart from the copies that forward reads.
+    pub fn is_apart(&self) -> bool {
+        self.apart
     }
 
     /// Reads a unit's copy, for which there is memory, from its tier.
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        match &self.store {
-            Some(store) if !self.device.is_meta() => {
+        match (&self.lower, &unit.on_host) {
+            (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {
                 Ok(unit.copy()?.overwrite_bytes(|bytes| store.read(unit.offset, bytes))??)
             }
+            (_, Some(on_host)) => Ok(unit.copy()?.transfer_from(on_host)?),
             _ => Ok(()),
         }
     }
@@ -185,19 +205,26 @@ impl ParameterState {
     /// Writes a unit's copy to its tier.
     pub fn write(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        match &self.store {
-            Some(store) if !self.device.is_meta() => {
+        match (&self.lower, &unit.on_host) {
+            (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {
                 Ok(unit.copy()?.with_bytes(|bytes| store.write(unit.offset, bytes))??)
             }
+            (_, Some(on_host)) => Ok(on_host.clone().transfer_from(&unit.copy()?)?),
             _ => Ok(()),
         }
     }
 
     /// Where elements `range` of a unit's copy are in the tier.
-    pub fn in_store(&self, unit: usize, range: &Range<usize>) -> Option<(Arc<Store>, u64)> {
+    pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
         let unit = &self.units[unit];
-        let offset = unit.offset + ((range.start - unit.copy_range.start) * self.compute.size()) as u64;
-        self.store.as_ref().map(|store| (Arc::clone(store), offset))
+        let within = range.start - unit.copy_range.start;
+        Ok(match (&self.lower, &unit.on_host) {
+            (Some(Lower::Disk(store)), _) => {
+                Some(Stored::Away(Arc::clone(store), unit.offset + (within * self.compute.size()) as u64))
+            }
+            (_, Some(on_host)) => Some(Stored::Here(on_host.view(within, [range.len()])?)),
+            _ => None,
+        })
     }
 
     /// Brings a unit's parameters together from `over` ranks, which are those of `link`. What is whole already gets the others' parts anew.
@@ -260,15 +287,34 @@ impl ParameterState {
 }
 
 impl UnitParameters {
-    fn new(device: &Device, model: &Model, unit: usize, holding: &Holding, apart: bool) -> Result<UnitParameters> {
+    /// With masters `apart` from the copy, and `here` or in a tier.
+    fn new(
+        device: &Device,
+        model: &Model,
+        unit: usize,
+        holding: &Holding,
+        apart: bool,
+        here: bool,
+    ) -> Result<UnitParameters> {
         let specs = model.units()[unit].parameters();
         let layout = UnitLayout::new(specs, holding.shards);
         let placement = holding.placement;
         let master_range = holding.range(placement.masters, &layout);
         let copy_range = holding.range(placement.parameters, &layout);
-        let master = apart.then(|| device.zeros([master_range.len()], DType::F32, Purpose::Params)).transpose()?;
+        let master = here.then(|| device.zeros([master_range.len()], DType::F32, Purpose::Params)).transpose()?;
         let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
-        Ok(UnitParameters { layout, shapes, master_range, master, copy_range, offset: 0, present: Mutex::default() })
+        let present = Mutex::default();
+        Ok(UnitParameters {
+            layout,
+            shapes,
+            master_range,
+            master,
+            apart,
+            copy_range,
+            offset: 0,
+            on_host: None,
+            present,
+        })
     }
 
     /// Lets the unit be read from `copy`, which is of `extent`.
@@ -302,7 +348,16 @@ impl UnitParameters {
     pub fn write_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
         let part = overlap(&range, &self.copy_range);
         if let Some(mut copy) = self.copy_range(part.clone())? {
-            ops::cast_into(&masters.view(part.start - range.start, [part.len()])?, &mut copy)?;
+            let masters = masters.view(part.start - range.start, [part.len()])?;
+            if masters.device().same(copy.device()) {
+                ops::cast_into(&masters, &mut copy)?;
+            } else {
+                let mut cast = masters.device().empty([part.len()], copy.dtype(), Purpose::Workspace)?;
+                ops::cast_into(&masters, &mut cast)?;
+                copy.transfer_from(&cast)?;
+                // Its memory may be written to again.
+                copy.device().synchronize()?;
+            }
         }
         Ok(())
     }
@@ -353,7 +408,7 @@ impl UnitParameters {
             Some(master) => (master.clone(), self.master_range.start),
             None => (self.copy()?, self.copy_range.start),
         };
-        if masters.dtype() != DType::F32 {
+        if masters.dtype() != DType::F32 || self.apart && self.master.is_none() {
             return Err(EngineError::DoesNotFit("f32 masters that lie in a tier were not fetched".to_owned()));
         }
         Ok(masters.view(range.start - first, [range.len()])?)
@@ -366,11 +421,12 @@ impl UnitParameters {
 
     /// Elements `range` of the compute copy; None when forward reads the masters.
     pub fn copy_range(&self, range: Range<usize>) -> Result<Option<Tensor>> {
-        let copy = self.copy()?;
-        if copy.dtype() == DType::F32 {
-            return Ok(None);
-        }
-        Ok(Some(copy.view(range.start - self.copy_range.start, [range.len()])?))
+        self.apart.then(|| self.copy_of(range)).transpose()
+    }
+
+    /// Elements `range` of what forward reads.
+    pub fn copy_of(&self, range: Range<usize>) -> Result<Tensor> {
+        Ok(self.copy()?.view(range.start - self.copy_range.start, [range.len()])?)
     }
 }
 

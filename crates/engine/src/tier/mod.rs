@@ -1,7 +1,7 @@
 //! The tiers below the device: where state lies that the program fetches and evicts.
 //!
-//! A rank has a [`Store`] for each of optimizer state, parameters and activations that are offloaded. The program says when something comes and goes; this
-//! module moves bytes and knows nothing of what they mean.
+//! Each of optimizer state, parameters and activations that are offloaded has a [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a
+//! device like any other with a pool of its own. The program says when something comes and goes; this module knows nothing of what the bytes mean.
 
 mod store;
 
@@ -11,7 +11,8 @@ use crate::Result;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_program::{Action, Program, State};
+use trainyard_program::{Action, Program, State, Tier};
+use trainyard_tensor::{Computes, DType, Device, Tensor, Usage};
 
 /// Offloaded state could not be moved.
 #[derive(Debug, thiserror::Error)]
@@ -51,35 +52,71 @@ fn advice(kind: io::ErrorKind) -> &'static str {
     }
 }
 
+/// Where state of one kind lies while it is not on the device.
+#[derive(Clone)]
+pub enum Lower {
+    /// In a file.
+    Disk(Arc<Store>),
+    /// In the host's memory.
+    Host(Device),
+}
+
+impl Lower {
+    /// The file, if it is one.
+    pub fn store(&self) -> Option<&Arc<Store>> {
+        match self {
+            Lower::Disk(store) => Some(store),
+            Lower::Host(_) => None,
+        }
+    }
+
+    /// The host, if it is that.
+    pub fn host(&self) -> Option<&Device> {
+        match self {
+            Lower::Disk(_) => None,
+            Lower::Host(host) => Some(host),
+        }
+    }
+}
+
+/// Where bytes of the state are.
+pub enum Stored {
+    /// In memory, of the device or of the host.
+    Here(Tensor),
+    /// In a store, from this position on.
+    Away(Arc<Store>, u64),
+}
+
 /// What of a rank lies in tiers; None: on the device.
 #[derive(Clone, Default)]
 pub struct Tiers {
     /// Masters and optimizer state.
-    pub optimizer: Option<Arc<Store>>,
+    pub optimizer: Option<Lower>,
     /// The copy that forward reads.
-    pub parameters: Option<Arc<Store>>,
+    pub parameters: Option<Lower>,
     /// What forward keeps for backward.
-    pub activations: Option<Arc<Store>>,
+    pub activations: Option<Lower>,
     /// Per unit, in how many chunks its optimizer state comes; empty: each in one.
     chunks: Vec<u32>,
 }
 
 impl Tiers {
-    /// The stores that `program` needs, without files: for predictions.
+    /// What `program` needs, without files or memory: for predictions.
     pub fn nowhere(program: &Program) -> Tiers {
-        Tiers::with(program, |what, _| Ok(Store::nowhere(what))).expect("nothing is made")
+        let host = Device::meta_for(Computes::Cpu);
+        Tiers::with(program, &host, |what, _| Ok(Store::nowhere(what))).expect("nothing is made")
     }
 
-    /// The stores that `program` needs, in `folder`.
+    /// What `program` needs: files in `folder`, and the host beside `device`.
     ///
     /// # Errors
     /// Those of [`Store::create`].
-    pub fn on_disk(program: &Program, folder: &Path) -> Result<Tiers> {
-        Tiers::with(program, |what, bytes| Ok(Store::create(folder, what, program.rank, bytes)?))
+    pub fn create(program: &Program, device: &Device, folder: &Path) -> Result<Tiers> {
+        Tiers::with(program, &device.beside(), |what, bytes| Ok(Store::create(folder, what, program.rank, bytes)?))
     }
 
-    /// Each at least as large as all that is ever written to it.
-    fn with(program: &Program, make: impl Fn(&'static str, u64) -> Result<Store>) -> Result<Tiers> {
+    /// Each store at least as large as all that is ever written to it.
+    fn with(program: &Program, host: &Device, make: impl Fn(&'static str, u64) -> Result<Store>) -> Result<Tiers> {
         let offload = &program.offload;
         let written = |is: fn(State) -> bool| -> u64 {
             let evicted = program.instructions.iter().filter_map(|instruction| match instruction.action {
@@ -88,18 +125,31 @@ impl Tiers {
             });
             evicted.sum()
         };
-        let one = |is_used: bool, what, bytes| is_used.then(|| make(what, bytes).map(Arc::new)).transpose();
+        let one = |tier: Option<Tier>, what, bytes| -> Result<Option<Lower>> {
+            Ok(match tier {
+                None => None,
+                Some(Tier::Disk) => Some(Lower::Disk(Arc::new(make(what, bytes)?))),
+                Some(Tier::Host) => Some(Lower::Host(host.clone())),
+            })
+        };
         let is_activations = |state| matches!(state, State::Activations { .. });
+        let is_optimizer = |state| matches!(state, State::Optimizer { .. });
         Ok(Tiers {
-            optimizer: one(
-                offload.optimizer.is_some(),
-                "optimizer",
-                written(|s| matches!(s, State::Optimizer { .. })),
-            )?,
-            parameters: one(offload.parameters.is_some(), "parameters", written(|s| s == State::Parameters))?,
-            activations: one(offload.activations.is_some(), "activations", written(is_activations))?,
+            optimizer: one(offload.optimizer, "optimizer", written(is_optimizer))?,
+            parameters: one(offload.parameters, "parameters", written(|s| s == State::Parameters))?,
+            activations: one(offload.activations, "activations", written(is_activations))?,
             chunks: program.chunks.clone(),
         })
+    }
+
+    /// The host, where anything lies there.
+    pub fn host(&self) -> Option<&Device> {
+        self.all().find_map(Lower::host)
+    }
+
+    /// What is and was in use of the host's memory, nothing where nothing lies there.
+    pub fn host_memory(&self) -> Usage {
+        self.host().map_or_else(Usage::default, |host| host.pool().usage())
     }
 
     /// In how many chunks the optimizer state of `unit` comes.
@@ -107,8 +157,22 @@ impl Tiers {
         self.chunks.get(unit).copied().unwrap_or(1)
     }
 
-    /// All of them.
+    /// Whether f32 masters lie with the optimizer's state, where forward reads `compute`: on disk those that are apart from the copy, on the host all, because the
+    /// update runs there.
+    pub fn has_masters(&self, compute: DType) -> bool {
+        match &self.optimizer {
+            None => false,
+            Some(Lower::Disk(_)) => compute != DType::F32,
+            Some(Lower::Host(_)) => true,
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Lower> {
+        [&self.optimizer, &self.parameters, &self.activations].into_iter().flatten()
+    }
+
+    /// The files.
     pub fn stores(&self) -> impl Iterator<Item = &Store> {
-        [&self.optimizer, &self.parameters, &self.activations].into_iter().flatten().map(Arc::as_ref)
+        self.all().filter_map(Lower::store).map(Arc::as_ref)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::CheckError;
 use crate::clocks::{HappensBefore, LANES};
-use crate::{Action, Collective, Extent, Fresh, Instruction, Part, Phase, Program, State};
+use crate::{Action, Collective, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
 
 /// Something that instructions read and change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -206,19 +206,35 @@ impl<'p> Touching<'p> {
                 }
                 self.changes.push(Thing::Completed(phase, unit, micro_batch));
             }
+            // What no backward wrote of a gradient becomes zero.
             Action::Clip => {
-                self.reads.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
+                self.changes.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
                 self.changes.push(Thing::Norm);
             }
             Action::Update { unit, chunk } => {
-                self.reads.extend([Thing::Norm, Thing::Gradient(unit)]);
-                self.changes.extend([Thing::Optimizer(unit, chunk), Thing::Parameters(unit)]);
+                self.reads.push(Thing::Norm);
+                self.changes.push(Thing::Optimizer(unit, chunk));
+                if self.updates_on_host() {
+                    // The room for the copy that is brought from the host.
+                    self.changes.extend(writes_anew(instruction).then_some(Thing::Parameters(unit)));
+                } else {
+                    self.reads.push(Thing::Gradient(unit));
+                    self.changes.push(Thing::Parameters(unit));
+                }
             }
-            Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => self.changes.push(match state {
-                State::Parameters => Thing::Parameters(unit),
-                State::Optimizer { chunk } => Thing::Optimizer(unit, chunk),
-                State::Activations { micro_batch } => Thing::Activations(unit, micro_batch),
-            }),
+            Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => {
+                if matches!(state, State::Optimizer { .. }) && self.updates_on_host() {
+                    match instruction.action {
+                        Action::Fetch { .. } => self.reads.push(Thing::Gradient(unit)),
+                        _ => self.changes.push(Thing::Parameters(unit)),
+                    }
+                }
+                self.changes.push(match state {
+                    State::Parameters => Thing::Parameters(unit),
+                    State::Optimizer { chunk } => Thing::Optimizer(unit, chunk),
+                    State::Activations { micro_batch } => Thing::Activations(unit, micro_batch),
+                });
+            }
             // Where masters are apart from the copy that forward reads, they are what is snapshot, and the copy may be gathered meanwhile.
             Action::Snapshot => {
                 let chunks = |unit: &u32| {
@@ -227,6 +243,10 @@ impl<'p> Touching<'p> {
                 self.reads.extend(self.trains.iter().flat_map(chunks));
             }
         }
+    }
+
+    fn updates_on_host(&self) -> bool {
+        self.program.offload.optimizer == Some(Tier::Host)
     }
 
     fn forward(&mut self, unit: u32, micro_batch: u32) {
@@ -274,6 +294,11 @@ impl<'p> Touching<'p> {
             Fresh::Transient => Thing::Fresh(unit, self.reductions[unit as usize]),
         }
     }
+}
+
+/// Whether an update takes memory for the copy that forward reads.
+fn writes_anew(update: &Instruction) -> bool {
+    update.effects.iter().any(|effect| effect.kind == MemoryKind::Parameters && effect.bytes > 0)
 }
 
 /// What carries the output of `unit` (forward) or the gradient of that output (backward), which is what the unit above makes.

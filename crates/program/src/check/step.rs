@@ -2,7 +2,7 @@
 
 use super::CheckError;
 use super::gradients::Gradients;
-use crate::{Action, Collective, Effect, Extent, Instruction, MemoryKind, Part, Phase, Program, State};
+use crate::{Action, Collective, Effect, Extent, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
 
 /// Runs through `program` and notes what is there.
 pub fn check(program: &Program) -> Result<(), CheckError> {
@@ -163,6 +163,8 @@ impl<'p> Step<'p> {
         let state = &mut self.units[unit as usize];
         must(state.present || state.gathered > 1, || format!("the rank's part of unit {unit} is in a lower tier"))?;
         if whole {
+            self.copy_is_written(unit)?;
+            let state = &mut self.units[unit as usize];
             must(std::mem::replace(&mut state.stale, false), || format!("unit {unit} is whole and up to date"))?;
             return must(over == shards, || format!("the parts of unit {unit} lie on {shards} ranks"));
         }
@@ -172,6 +174,14 @@ impl<'p> Step<'p> {
         must(over == parts, || format!("the parts of unit {unit} lie on {parts} ranks"))?;
         state.gathered = 1;
         Ok(())
+    }
+
+    /// Whether the copy that an update on the host wrote is on the device.
+    fn copy_is_written(&self, unit: u32) -> Verdict {
+        let (on_host, state) = (self.program.offload.optimizer == Some(Tier::Host), &self.units[unit as usize]);
+        must(!on_host || state.evicted == state.chunks_updated, || {
+            format!("a part of the updated unit {unit} is still on the host")
+        })
     }
 
     fn release(&mut self, unit: u32, keep: u32) -> Verdict {
@@ -308,6 +318,9 @@ impl<'p> Step<'p> {
             }
             State::Optimizer { chunk } => {
                 must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
+                must(offload.optimizer != Some(Tier::Host) || self.clipped, || {
+                    "gradients are not complete before their norm is known".to_owned()
+                })?;
                 let (chunks, state) = (self.program.chunks_of(unit), &mut self.units[unit as usize]);
                 must(chunk == state.fetched && chunk < chunks, || {
                     format!("{} of {chunks} chunks of unit {unit} were fetched", state.fetched)
@@ -328,6 +341,8 @@ impl<'p> Step<'p> {
         match what {
             State::Parameters => {
                 must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
+                self.copy_is_written(unit)?;
+                let state = &mut self.units[unit as usize];
                 must(std::mem::replace(&mut state.present, false), || format!("unit {unit} is not on the device"))?;
                 must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
                 must(write == state.updated, || format!("unit {unit} is to be written if it was updated"))

@@ -3,7 +3,7 @@
 //! It knows nothing of the checker: what an instruction finds missing is an error, ranks that wait for each other for ever are an error, and
 //! what comes out are the weights. Programs are equivalent when no order tells them apart.
 
-use trainyard_program::{Action, Axis, Extent, Fresh, Lane, MemoryKind, Part, Program, State};
+use trainyard_program::{Action, Axis, Extent, Fresh, Lane, MemoryKind, Part, Program, State, Tier};
 
 /// Which of the instructions that can run goes first.
 #[derive(Clone, Copy, Debug)]
@@ -37,8 +37,16 @@ struct UnitState {
     /// By chunk.
     masters: Vec<Option<Parts>>,
     masters_in_tier: Vec<Parts>,
+    /// By chunk, where the update runs on the host: the gradient that it was given, and the copy that it wrote.
+    on_host: Vec<OnHost>,
     fresh: Vec<Buffer>,
     sum: Option<Vec<u64>>,
+}
+
+#[derive(Clone, Default)]
+struct OnHost {
+    gradient: Option<Vec<u64>>,
+    copy: Option<Parts>,
 }
 
 #[derive(Clone)]
@@ -79,6 +87,10 @@ fn there<T: Clone>(value: &Option<T>, what: &str) -> Step<T> {
 fn whole(parts: &Option<Parts>, what: &str) -> Step<u64> {
     let parts: Option<Vec<u64>> = there(parts, what)?.into_iter().collect();
     Ok(mix(&there(&parts, what)?))
+}
+
+fn updates_on_host(program: &Program) -> bool {
+    program.offload.optimizer == Some(Tier::Host)
 }
 
 /// Chunks of a unit stand for the same numbers, so that their count tells nothing; unless they differ.
@@ -299,11 +311,13 @@ impl<'p> World<'p> {
             }
             Action::Update { unit, chunk } => {
                 let norm = there(&state.norm, "the norm")?;
-                let unit = &mut state.units[unit as usize];
-                let sum = there(&unit.sum, "the gradient")?;
-                let mut masters = there(&unit.masters[chunk as usize], "the optimizer state")?;
+                let (unit, chunk) = (&mut state.units[unit as usize], chunk as usize);
+                let on_host = updates_on_host(program);
+                let sum = if on_host { unit.on_host[chunk].gradient.take() } else { unit.sum.clone() };
+                let sum = there(&sum, "the gradient")?;
+                let mut masters = there(&unit.masters[chunk], "the optimizer state")?;
                 let writes = program.instructions[number].effects.iter().any(|effect| effect.bytes > 0);
-                let mut copy = match writes {
+                let mut copy = match writes || on_host {
                     true => vec![None; shards],
                     false => there(&unit.parameters, "the copy to write to")?,
                 };
@@ -311,9 +325,17 @@ impl<'p> World<'p> {
                     let new = mix(&[there(&masters[part], "the master")?, sum[part], norm]);
                     (masters[part], copy[part]) = (Some(new), Some(mix(&[new, 7])));
                 }
-                (unit.masters[chunk as usize], unit.parameters) = (Some(masters), Some(copy));
+                unit.masters[chunk] = Some(masters);
+                if on_host {
+                    unit.on_host[chunk].copy = Some(copy);
+                    if writes {
+                        unit.parameters = Some(vec![None; shards]);
+                    }
+                } else {
+                    unit.parameters = Some(copy);
+                }
             }
-            Action::Fetch { unit, state: what } => state.fetch(program, unit, what),
+            Action::Fetch { unit, state: what } => state.fetch(program, unit, what)?,
             Action::Evict { unit, state: what, write } => state.evict(program, unit, what, write)?,
             Action::Snapshot => {
                 let masters = |unit: &UnitState| {
@@ -379,6 +401,7 @@ impl Rank {
                 gathered: None,
                 masters: vec![offload.optimizer.is_none().then(|| masters.clone()); chunks],
                 masters_in_tier: vec![masters; chunks],
+                on_host: vec![OnHost::default(); chunks],
                 fresh: Vec::new(),
                 sum: None,
             }
@@ -472,18 +495,23 @@ impl Rank {
         }
     }
 
-    fn fetch(&mut self, program: &Program, unit: u32, what: State) {
+    fn fetch(&mut self, program: &Program, unit: u32, what: State) -> Step<()> {
         let state = &mut self.units[unit as usize];
         match what {
             State::Parameters => state.parameters = Some(state.parameters_in_tier.clone()),
             State::Optimizer { chunk } => {
-                state.masters[chunk as usize] = Some(state.masters_in_tier[chunk as usize].clone());
+                let chunk = chunk as usize;
+                state.masters[chunk] = Some(state.masters_in_tier[chunk].clone());
+                if updates_on_host(program) {
+                    state.on_host[chunk].gradient = Some(there(&state.sum, "the gradient")?);
+                }
             }
             State::Activations { micro_batch } => {
                 let place = Self::place(program, unit, micro_batch);
                 self.kept[place] = self.away[place].take();
             }
         }
+        Ok(())
     }
 
     fn evict(&mut self, program: &Program, unit: u32, what: State, write: bool) -> Step<()> {
@@ -496,9 +524,16 @@ impl Rank {
                 }
             }
             State::Optimizer { chunk } => {
-                let parts = there(&state.masters[chunk as usize].take(), "what is to go")?;
+                let chunk = chunk as usize;
+                let parts = there(&state.masters[chunk].take(), "what is to go")?;
                 if write {
-                    state.masters_in_tier[chunk as usize] = parts;
+                    state.masters_in_tier[chunk] = parts;
+                }
+                if updates_on_host(program) {
+                    let copy = there(&state.on_host[chunk].copy.take(), "the copy that is to go")?;
+                    let parameters = state.parameters.as_mut().ok_or("the copy to write to is not there")?;
+                    let new = copy.into_iter().enumerate().filter(|(_, value)| value.is_some());
+                    new.for_each(|(part, value)| parameters[part] = value);
                 }
             }
             State::Activations { micro_batch } => {

@@ -4,7 +4,8 @@ use super::{Cuda, lock};
 use crate::device::Device;
 use crate::error::Result;
 use std::cell::Cell;
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
 use trainyard_cuda::driver::Event;
 
 /// Lanes that a device can tell apart.
@@ -52,12 +53,82 @@ impl Cuda {
         Ok(free.map_or_else(|| self.driver.event(), Ok)?)
     }
 
-    /// Lets this thread's lane wait for all that `other` has launched so far.
-    pub(super) fn wait_for_lane(&self, other: usize) -> Result<()> {
+    /// How many marks a lane has made: where in its work it is.
+    pub(super) fn position(&self, lane: usize) -> u64 {
+        lock(&self.histories[lane]).made
+    }
+
+    /// Whether all that a lane launched at `position` is known to be done.
+    pub(super) fn is_done(&self, lane: usize, position: u64) -> bool {
+        position < lock(&self.histories[lane]).done
+    }
+
+    /// Lets this thread's lane wait for what `other` launched at `position`: for the mark after it, if there is one, so that what `other` does later is not waited
+    /// for; else for all that it has launched so far.
+    pub(super) fn wait_for_lane(&self, other: usize, position: u64) -> Result<()> {
+        let mark = {
+            let history = lock(&self.histories[other]);
+            if position < history.done {
+                return Ok(());
+            }
+            history.after(position)
+        };
+        if let Some(mark) = mark {
+            return Ok(self.driver.wait(self.stream()?, mark.event)?);
+        }
         let event = self.with_event()?;
         self.driver.record(event, self.stream_of(other)?)?;
         self.driver.wait(self.stream()?, event)?;
         lock(&self.events).push(event);
+        Ok(())
+    }
+}
+
+/// A lane's marks.
+pub(super) struct History {
+    /// How many it has made.
+    made: u64,
+    /// What was launched before so many is done.
+    done: u64,
+    /// The last ones.
+    last: VecDeque<Weak<Recorded>>,
+}
+
+/// Marks that are remembered; what comes before them is waited for with the first of them.
+const REMEMBERED: usize = 1 << 12;
+
+impl History {
+    /// Of a lane that has made none.
+    pub const NEW: History = History { made: 0, done: 0, last: VecDeque::new() };
+
+    fn add(&mut self, mark: &Arc<Recorded>) {
+        if self.last.len() == REMEMBERED {
+            self.last.pop_front();
+        }
+        self.last.push_back(Arc::downgrade(mark));
+        self.made += 1;
+    }
+
+    /// The first mark that somebody still holds of those made after `position`.
+    fn after(&self, position: u64) -> Option<Arc<Recorded>> {
+        let first = self.made - self.last.len() as u64;
+        let skip = position.saturating_sub(first) as usize;
+        self.last.iter().skip(skip).find_map(Weak::upgrade)
+    }
+}
+
+impl Cuda {
+    /// Waits on the host for everything that any lane has launched.
+    pub(super) fn synchronize_all(&self) -> Result<()> {
+        for (stream, history) in self.streams.iter().zip(&self.histories) {
+            let Some(stream) = stream.get() else { continue };
+            let made = lock(history).made;
+            self.driver.synchronize(*stream)?;
+            let mut history = lock(history);
+            let old = made.saturating_sub(history.made - history.last.len() as u64);
+            history.last.drain(..old as usize);
+            history.done = history.done.max(made);
+        }
         Ok(())
     }
 }
@@ -67,9 +138,10 @@ impl Device {
     pub fn mark(&self) -> Result<Mark> {
         let Some(cuda) = self.as_cuda() else { return Ok(Mark::default()) };
         let event = cuda.with_event()?;
-        let recorded = Recorded { cuda: Arc::clone(cuda), event };
+        let recorded = Arc::new(Recorded { cuda: Arc::clone(cuda), event });
         cuda.driver.record(event, cuda.stream()?)?;
-        Ok(Mark(Some(Arc::new(recorded))))
+        lock(&cuda.histories[lane()]).add(&recorded);
+        Ok(Mark(Some(recorded)))
     }
 
     /// What this thread's lane launches from now on comes after the mark.
@@ -82,12 +154,7 @@ impl Device {
 
     /// Waits on the host for everything that any lane has launched.
     pub fn synchronize_lanes(&self) -> Result<()> {
-        let Some(cuda) = self.as_cuda() else { return Ok(()) };
-        let used = cuda.streams.iter().filter_map(|stream| stream.get());
-        for stream in used {
-            cuda.driver.synchronize(*stream)?;
-        }
-        Ok(())
+        self.as_cuda().map_or(Ok(()), |cuda| cuda.synchronize_all())
     }
 
     /// Waits on the host for everything that this thread's lane has launched.
@@ -97,6 +164,14 @@ impl Device {
 }
 
 impl Mark {
+    /// Waits on the host until it has passed.
+    pub fn wait(&self) -> Result<()> {
+        match &self.0 {
+            Some(recorded) => Ok(recorded.cuda.driver.wait_on_host(recorded.event)?),
+            None => Ok(()),
+        }
+    }
+
     /// Seconds from this mark to a later one that has passed; 0 where marks are nothing.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
         match (&self.0, &later.0) {

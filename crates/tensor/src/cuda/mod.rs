@@ -37,7 +37,7 @@ pub(crate) use matrix_optim::{Factored, Lengths, MuonScratch, adafactor_matrix, 
 pub(crate) use norm::{
     layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
 };
-pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_sums_of_squares, lion, sgd, sum_of_squares};
+pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sum_of_squares};
 pub(crate) use pointwise::{
     accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, swiglu,
     swiglu_backward,
@@ -60,6 +60,7 @@ pub struct Cuda {
     driver: Arc<dyn Driver>,
     streams: [OnceLock<Stream>; LANES],
     modules: Mutex<BTreeMap<(File, Float), Arc<launch::Module>>>,
+    histories: [Mutex<lanes::History>; LANES],
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
     /// How products of f32 are multiplied.
@@ -91,6 +92,7 @@ impl Cuda {
             driver,
             streams: [const { OnceLock::new() }; LANES],
             modules: Mutex::default(),
+            histories: [const { Mutex::new(lanes::History::NEW) }; LANES],
             events: Mutex::default(),
             pinned: Mutex::default(),
             precision: Precision::Full,

@@ -1,7 +1,7 @@
 //! Optimizer steps and the sums of squares that clipping asks for.
 
 use super::Cuda;
-use super::launch::args;
+use super::launch::{Arg, args};
 use crate::cpu::optim::{AdamW, Decay, Lion, Sgd};
 use crate::error::Result;
 use crate::ops::optim::OptimizerOperands;
@@ -95,22 +95,21 @@ pub(crate) fn lion(gpu: &Arc<Cuda>, hyper: Lion, operands: &OptimizerOperands<'_
 /// Elements whose squares a block adds up, where the caller does not say.
 pub(crate) const SQUARES_CHUNK: usize = 1 << 16;
 
-/// `sums`: scratch of two floats for each chunk.
-pub(crate) fn chunk_sums_of_squares(
-    gpu: &Arc<Cuda>,
-    x: &Tensor,
-    chunk: usize,
-    sums: &Tensor,
-    out: &mut [f64],
-) -> Result<()> {
-    if out.is_empty() {
+/// The sums of chunks of `x` into `sums`, scratch of two floats for each, from the `first`-th on.
+pub(crate) fn chunk_squares(gpu: &Arc<Cuda>, x: &Tensor, chunk: usize, sums: &Tensor, first: usize) -> Result<()> {
+    let n = x.elements();
+    let to = Arg::Part(sums, 8 * first, 8 * n.div_ceil(chunk));
+    gpu.launch(&k::CHUNK_SQUARES, x.dtype(), [n, chunk, 1], args![x, to, n, chunk])
+}
+
+/// What [`chunk_squares`] has summed, one after the other; waits for it.
+pub(crate) fn read_sums(gpu: &Arc<Cuda>, sums: &Tensor, out: &mut [Vec<f64>]) -> Result<()> {
+    let mut bytes = vec![0; 8 * out.iter().map(Vec::len).sum::<usize>()];
+    if bytes.is_empty() {
         return Ok(());
     }
-    let n = x.elements();
-    gpu.launch(&k::CHUNK_SQUARES, x.dtype(), [n, chunk, 1], args![x, sums, n, chunk])?;
-    let mut bytes = vec![0; 8 * out.len()];
     gpu.download(super::part(sums.region(false), 0, bytes.len()), &mut bytes)?;
-    for (sum, bytes) in out.iter_mut().zip(bytes.chunks_exact(8)) {
+    for (sum, bytes) in out.iter_mut().flatten().zip(bytes.chunks_exact(8)) {
         *sum = f64::from_le_bytes(bytes.try_into().expect("eight bytes"));
     }
     Ok(())
@@ -118,7 +117,8 @@ pub(crate) fn chunk_sums_of_squares(
 
 /// The chunks' sums in order, as [`chunk_sums_of_squares`].
 pub(crate) fn sum_of_squares(gpu: &Arc<Cuda>, x: &Tensor, sums: &Tensor) -> Result<f64> {
-    let mut all = vec![0.0; x.elements().div_ceil(SQUARES_CHUNK)];
-    chunk_sums_of_squares(gpu, x, SQUARES_CHUNK, sums, &mut all)?;
-    Ok(all.iter().sum())
+    let mut all = [vec![0.0; x.elements().div_ceil(SQUARES_CHUNK)]];
+    chunk_squares(gpu, x, SQUARES_CHUNK, sums, 0)?;
+    read_sums(gpu, sums, &mut all)?;
+    Ok(all.iter().flatten().sum())
 }

@@ -1,6 +1,7 @@
 //! Copies between host and device, through pinned memory where the host works on what it gets.
 
 use super::{Cuda, lock};
+use crate::Tensor;
 use crate::error::Result;
 use trainyard_cuda::driver::{Driver, Region};
 
@@ -24,10 +25,10 @@ impl Pinned {
 const LEAST: usize = 64 << 10;
 
 impl Cuda {
-    /// Copies host data in. It is read before this returns.
+    /// Copies host data in. It is read before this returns, unless it is pinned: then once this lane is done.
     pub fn upload(&self, to: Region, data: &[u8]) -> Result<()> {
         assert_eq!(to.bytes, data.len(), "bytes of both sides");
-        // SAFETY: as many bytes, just checked; they are not pinned.
+        // SAFETY: as many bytes, just checked; that pinned ones stay as they are is the caller's business.
         Ok(unsafe { self.driver.upload(self.stream()?, to, data.as_ptr()) }?)
     }
 
@@ -69,6 +70,14 @@ impl Cuda {
         }
         lock(&self.pinned).push(pinned);
         Ok(result)
+    }
+
+    /// Copies out into memory of the host beside this device, which is complete once this lane is done; nobody may use it until then.
+    pub fn fetch_into(&self, to: &mut Tensor, from: Region) -> Result<()> {
+        let to = to.as_bytes_mut()?;
+        assert_eq!(from.bytes, to.len(), "bytes of both sides");
+        // SAFETY: as many bytes, just checked; the caller keeps them for itself until the stream is done.
+        Ok(unsafe { self.driver.download(self.stream()?, to.as_mut_ptr(), from) }?)
     }
 
     fn take_pinned(&self, bytes: usize) -> Result<Pinned> {

@@ -183,16 +183,29 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 /// The sum of squares of each `chunk` of a flat tensor, each in a fixed order of its own; not finite exactly when an element is not.
 /// Zeros on meta.
 pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
-    let mut sums = vec![0.0; x.elements().div_ceil(chunk)];
-    let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
-    let scratch = sums_on_cuda(x, sums.len())?;
-    crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
-        match on {
-            On::Cpu(cpu) => reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), &mut sums),
-            On::Cuda(gpu) => cuda::chunk_sums_of_squares(gpu, x, chunk, super::given(&scratch), &mut sums)?,
-        }
-        Ok(())
-    })?);
+    Ok(chunk_sums_of_squares_of(std::slice::from_ref(x), chunk)?.swap_remove(0))
+}
+
+/// As [`chunk_sums_of_squares`], of several tensors of one device: a GPU is waited for once.
+pub fn chunk_sums_of_squares_of(tensors: &[Tensor], chunk: usize) -> Result<Vec<Vec<f64>>> {
+    let mut sums: Vec<Vec<f64>> = tensors.iter().map(|x| vec![0.0; x.elements().div_ceil(chunk)]).collect();
+    let Some(first) = tensors.first() else { return Ok(sums) };
+    let scratch = sums_on_cuda(first, sums.iter().map(Vec::len).sum())?;
+    let mut before = 0;
+    for (x, sums) in tensors.iter().zip(&mut sums) {
+        let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
+        crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
+            match on {
+                On::Cpu(cpu) => reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), sums),
+                On::Cuda(gpu) => cuda::chunk_squares(gpu, x, chunk, super::given(&scratch), before)?,
+            }
+            Ok(())
+        })?);
+        before += sums.len();
+    }
+    if let (Some(gpu), Some(scratch)) = (first.device().as_cuda(), &scratch) {
+        cuda::read_sums(gpu, scratch, &mut sums)?;
+    }
     Ok(sums)
 }
 

@@ -1,0 +1,85 @@
+//! State that lies on the host beside a GPU, where the update runs: gradients come down chunk by chunk, and the copy that forward reads goes up (ZeRO-Offload,
+//! Ren et al. 2021, section 4).
+//!
+//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one before is updated, and its copy goes up while the next is; all
+//! copies are the host lane's, one after the other, so whoever has waited for a chunk's gradients knows that the copies before them have gone.
+
+use super::{Chunk, Optimizer};
+use crate::Result;
+use crate::state::{GradientState, ParameterState, lock};
+use trainyard_tensor::cuda::Mark;
+use trainyard_tensor::{DType, Purpose, Tensor, ops};
+
+/// Chunks that are fetched, updated or evicted at once.
+const AT_ONCE: usize = 2;
+
+/// Memory of the host for what an update of a chunk, or of a larger one, reads and writes beside the state.
+#[derive(Clone)]
+pub(super) struct Visit {
+    gradient: Tensor,
+    /// In the dtype that forward reads.
+    copy: Tensor,
+    /// When the gradient is there.
+    fetched: Mark,
+}
+
+impl Visit {
+    /// Waits until the gradient is there.
+    pub fn wait(&self) -> Result<()> {
+        Ok(self.fetched.wait()?)
+    }
+
+    /// Gradient and copy of `elements` elements from `start` of the chunk on.
+    pub fn part(&self, start: usize, elements: usize) -> Result<(Tensor, Option<Tensor>)> {
+        Ok((self.gradient.view(start, [elements])?, Some(self.copy.view(start, [elements])?)))
+    }
+
+    /// Writes the copy anew from the chunk's masters.
+    pub fn refresh_copy(&self, masters: &Tensor) -> Result<()> {
+        // The copy before it in this memory may still be on its way.
+        self.wait()?;
+        Ok(ops::cast_into(masters, &mut self.copy.view(0, [masters.elements()])?)?)
+    }
+}
+
+impl Optimizer {
+    /// Takes memory for what comes and goes, where the state lies on the host.
+    pub(super) fn take_visits(&self, compute: DType) -> Result<()> {
+        let Some(host) = self.host() else { return Ok(()) };
+        let chunks = || self.units.iter().flatten();
+        let elements = chunks().map(|chunk| chunk.range.len()).max().unwrap_or(0);
+        let visit = |_| -> Result<Visit> {
+            Ok(Visit {
+                gradient: host.empty([elements], DType::F32, Purpose::Grads)?,
+                copy: host.empty([elements], compute, Purpose::Params)?,
+                fetched: Mark::default(),
+            })
+        };
+        *lock(&self.visits) = (0..AT_ONCE.min(chunks().count())).map(visit).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Brings the gradients of a chunk to the host.
+    pub(super) fn fetch_gradients(&self, unit: usize, chunk: &Chunk, gradients: &GradientState) -> Result<()> {
+        let mut visit = lock(&self.visits).pop().expect("a program has two chunks under way at most");
+        for piece in &chunk.pieces {
+            let (mut gradient, _) = visit.part(piece.range.start - chunk.range.start, piece.range.len())?;
+            gradient.transfer_from(&gradients.range(unit, piece.range.clone())?)?;
+        }
+        visit.fetched = self.device.mark()?;
+        *lock(&chunk.visit) = Some(visit);
+        Ok(())
+    }
+
+    /// Brings what an update wrote of the copy that forward reads to the device.
+    pub(super) fn evict_copy(&self, unit: usize, chunk: &Chunk, parameters: &ParameterState) -> Result<()> {
+        let visit = lock(&chunk.visit).take().expect("a program evicts what it fetched");
+        for piece in &chunk.pieces {
+            let (_, copy) = visit.part(piece.range.start - chunk.range.start, piece.range.len())?;
+            let mut target = parameters.unit(unit).copy_of(piece.range.clone())?;
+            target.transfer_from(&copy.expect("a visit has a copy"))?;
+        }
+        lock(&self.visits).push(visit);
+        Ok(())
+    }
+}
