@@ -30,6 +30,7 @@ fn help_texts_are_as_agreed() {
         &["bench", "kernels"],
         &["bench", "memory"],
         &["bench", "collectives"],
+        &["bench", "gpu"],
     ];
     let folder = Folder::new();
     let mut text = String::new();

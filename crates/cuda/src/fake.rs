@@ -71,7 +71,7 @@ struct State {
     used: usize,
     used_max: usize,
     pinned: BTreeMap<usize, Box<[Chunk]>>,
-    streams: Vec<VecDeque<Work>>,
+    streams: Vec<VecDeque<(Work, f64)>>,
     /// Seconds that each stream has been at work, on a clock of its own.
     times: Vec<f64>,
     events: Vec<Mark>,
@@ -113,8 +113,21 @@ enum Work {
     Wait { event: usize, generation: u64 },
 }
 
-/// What every piece of work takes on the fake's clocks.
+/// What every piece of work takes on the fake's clocks, and what each byte of its regions and each operation of a product adds: round numbers, so that times are
+/// the same everywhere and grow with the work, and mean nothing else.
 const SECONDS_OF_WORK: f64 = 1e-6;
+const SECONDS_OF_BYTE: f64 = 1e-9;
+const SECONDS_OF_OPERATION: f64 = 1e-9;
+
+/// Seconds of what is recorded: of a product its operations alone, because its scratch is no measure of it.
+fn seconds_of(record: &Record) -> f64 {
+    let bytes: usize = record.regions.iter().map(|region| region.bytes).sum();
+    SECONDS_OF_WORK
+        + match record.product {
+            Some(form) => 2.0 * (form.batch * form.m * form.n * form.k) as f64 * SECONDS_OF_OPERATION,
+            None => bytes as f64 * SECONDS_OF_BYTE,
+        }
+}
 
 impl Fake {
     /// A device.
@@ -179,8 +192,9 @@ impl Fake {
                 state.problems.push(format!("{} on stream {}: {problem}", record.name, stream.0));
             }
         }
+        let seconds = seconds_of(&record);
         state.records.push(record);
-        state.streams[stream.0].push_back(work);
+        state.streams[stream.0].push_back((work, seconds));
         Ok(())
     }
 }
@@ -213,7 +227,8 @@ impl State {
             }
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let stream = ready[(self.random >> 33) as usize % ready.len()];
-            let work = self.streams[stream].pop_front().expect("it can run");
+            let (work, seconds) = self.streams[stream].pop_front().expect("it can run");
+            self.times[stream] += seconds;
             if let Err(error) = self.perform(stream, work, kernels) {
                 self.failure.get_or_insert(error);
             }
@@ -224,13 +239,12 @@ impl State {
     fn can_run(&self, stream: usize) -> bool {
         match self.streams[stream].front() {
             None => false,
-            Some(Work::Wait { event, generation }) => self.events[*event].passed >= *generation,
+            Some((Work::Wait { event, generation }, _)) => self.events[*event].passed >= *generation,
             Some(_) => true,
         }
     }
 
     fn perform(&mut self, stream: usize, work: Work, kernels: Option<&dyn Kernels>) -> Result<()> {
-        self.times[stream] += SECONDS_OF_WORK;
         match work {
             Work::Upload { to, data } => bytes_mut(&to).copy_from_slice(&data),
             Work::Download { to, from } => {
@@ -354,7 +368,7 @@ impl Driver for Fake {
         mark.recorded += 1;
         mark.clock = clock;
         let generation = mark.recorded;
-        state.streams[stream.0].push_back(Work::Record { event: event.0, generation });
+        state.streams[stream.0].push_back((Work::Record { event: event.0, generation }, 0.0));
         Ok(())
     }
 
@@ -363,7 +377,7 @@ impl Driver for Fake {
         let generation = state.events[event.0].recorded;
         // As on a device, waiting for an event that was not recorded is no waiting.
         state.order.wait(stream.0, &state.events[event.0].clock);
-        state.streams[stream.0].push_back(Work::Wait { event: event.0, generation });
+        state.streams[stream.0].push_back((Work::Wait { event: event.0, generation }, 0.0));
         Ok(())
     }
 

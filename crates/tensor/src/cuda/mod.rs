@@ -10,10 +10,12 @@ mod attention;
 mod lanes;
 mod launch;
 mod linear;
+pub mod link;
 mod loss;
 pub(crate) mod memory;
 mod norm;
 mod optim;
+pub mod peak;
 pub(crate) mod plain;
 mod pointwise;
 mod staging;
@@ -66,6 +68,11 @@ impl Cuda {
     /// What the machine or this build lacks for it, in a sentence.
     pub fn check(ordinal: usize) -> Result<()> {
         Ok(trainyard_cuda::check(ordinal)?)
+    }
+
+    /// GPUs that the process sees.
+    pub fn count() -> usize {
+        trainyard_cuda::count()
     }
 
     /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does for it.
