@@ -64,7 +64,8 @@ impl Sizes {
     pub fn tiny() -> Sizes {
         Sizes {
             dims: vec![32],
-            batches: vec![(2, 8)],
+            // Two, so that both families come in bf16.
+            batches: vec![(2, 8), (3, 8)],
             vocabularies: vec![64],
             head_dims: vec![16],
             sums: 8..10,

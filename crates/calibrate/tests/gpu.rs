@@ -46,7 +46,11 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
         ]
         .iter()
         .map(|set| (*set).to_owned())
-        .chain([format!("parallel.ranks={ranks}"), "parallel.zero_stage=2".to_owned()])
+        .chain([
+            format!("parallel.ranks={ranks}"),
+            format!("parallel.data_parallel_shard_degree={ranks}"),
+            format!("parallel.zero_stage={}", if ranks == 1 { 0 } else { 2 }),
+        ])
         .collect();
         let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
         let resolved = Config::parse(Path::new("test"), "", &sets).unwrap().resolve(&inputs).unwrap();
@@ -73,6 +77,7 @@ fn predictions_are_compared_with_steps_of_models_that_no_probe_was() {
         assert_eq!(row.unpriced, [""; 0], "{}", row.name);
     }
     // Memory is what it is anywhere.
-    assert_eq!(summary(&rows).unwrap().memory, (0.0, 0.0), "{rows:?}");
+    let (purpose, total) = summary(&rows).unwrap().memory;
+    assert!(purpose <= 0.02 && total <= 0.02, "{rows:?}");
     assert_eq!(tested.problems(), [""; 0]);
 }

@@ -119,7 +119,7 @@ pub fn run(args: &Args) -> Result<()> {
         return print(known_models());
     }
     if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
-        let processor = forecast::processor(&Config::load(Some(path), &args.sets)?);
+        let processor = forecast::processor(&Config::load(Some(path.as_path()), &args.sets)?);
         let profile = match &args.profile {
             Some(file) => Ok(measured_profile(file, processor)?),
             None => forecast::profile(processor),
