@@ -21,6 +21,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use measure::{Measured, Row};
+pub use peers::PYTHON_VARIABLE;
 use peers::Peers;
 use table::{BENCHMARKS, Benchmark, Ours, Peer};
 
@@ -88,7 +89,8 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
             }
         }
     }
-    println!("\n{}", measure::print(&rows));
+    let lines: Vec<(&str, &Row)> = rows.iter().map(|(name, row)| (*name, row)).collect();
+    println!("\n{}", measure::print(&lines));
     Ok(complete && rows.iter().all(|(_, row)| row.passed() != Some(false)))
 }
 
@@ -230,7 +232,7 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
 }
 
 /// Where cargo builds: `CARGO_TARGET_DIR`, else `target`.
-fn target_folder(root: &Path) -> PathBuf {
+pub fn target_folder(root: &Path) -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |folder| root.join(folder))
 }
 

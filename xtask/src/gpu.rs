@@ -1,226 +1,130 @@
-//! `cargo xtask gpu --compile`: every kernel of `crates/cuda` compiled by NVRTC for every architecture, without a GPU.
+//! `cargo xtask gpu`: everything that needs a GPU, in one command of some minutes, so that whoever has one for half an hour learns everything at once.
 //!
-//! For each source, dtype and architecture the machine code is made, and what its assembler says of each kernel is written down: registers, spills, stack,
-//! static shared memory. A kernel that spills registers fails the chore. NVRTC is found as at run time (`CUDA_HOME`, the system, Python's
-//! packages); where there is none, a virtual environment in the target folder gets PyPI's `nvidia-cuda-nvrtc`.
+//! It says what the machine is, then runs three parts, each whatever became of the others:
 //!
-//! What a GPU alone can tell (results, times) is not looked at here.
+//! 1. conformance: every kernel against the oracles in f64, every operation and training itself against the CPU;
+//! 2. accuracy: logits and gradients against transformers, a loss curve in bf16 against the CPU's;
+//! 3. bars: whole steps, attention, products and streaming kernels, in percent of the measured peaks and beside PyTorch where there is one.
+//!
+//! The first two are the suites of `cargo test`, told to run on the GPU by a variable; with `--emulated` they run as in `cargo test`, which is how this chore is
+//! tested without a GPU. On a machine without cargo they come from a folder that `--pack` has filled elsewhere. A bar that is missed is said and no
+//! failure; a result that is wrong is one. Without a GPU the chore says why there is none, and passes.
 
-use std::collections::BTreeMap;
-use std::ffi::OsString;
+mod bars;
+mod compile;
+mod machine;
+mod python;
+mod suites;
+
+pub use compile::compiles;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use anyhow::{Context, Result, bail};
-use clap::Args;
-use serde::Serialize;
-use trainyard_cuda::find::Places;
-use trainyard_cuda::kernels::{File, Float};
-use trainyard_cuda::nvidia::{Nvidia, Nvrtc};
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use trainyard_cuda::nvidia::Nvidia;
 
-/// Ampere, Hopper with its own instructions, Blackwell.
-const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
+use crate::bench::target_folder;
+use machine::Machine;
+use suites::{Executables, Part};
 
 #[derive(Args)]
 pub struct Options {
     /// Compile every kernel for every architecture and list registers and spills; needs no GPU.
     #[arg(long)]
     compile: bool,
-    /// Write the list here, as JSON.
-    #[arg(long, value_name = "OUT", requires = "compile")]
+    /// Run one part alone.
+    #[arg(long, value_name = "PART", conflicts_with = "compile")]
+    only: Option<Only>,
+    /// Write what was found here too, as JSON; beside target/bench/gpu.json.
+    #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
+    /// How often ours and PyTorch run in turn; medians are compared.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pairs: u16,
+    /// Build what the chore runs into a folder, to be carried to a machine without cargo, and stop: there, FOLDER/xtask gpu --prebuilt FOLDER in the
+    /// root of the sources.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["compile", "prebuilt", "emulated"])]
+    pack: Option<PathBuf>,
+    /// Take what is run from a folder that --pack has filled.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "compile")]
+    prebuilt: Option<PathBuf>,
+    /// Run the suites on emulated kernels, and the measuring of bars with tiny sizes: a test of this chore, which needs no GPU and measures nothing.
+    #[arg(long, conflicts_with = "compile")]
+    emulated: bool,
 }
 
-/// What the assembler says of one kernel.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-struct Usage {
-    kernel: String,
-    dtype: &'static str,
-    architecture: &'static str,
-    registers: u32,
-    spill_bytes: u32,
-    stack_bytes: u32,
-    shared_bytes: u32,
+/// What `--only` can name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Only {
+    /// Results of kernels, operations and training.
+    Conformance,
+    /// The comparison with transformers, and a loss curve.
+    Accuracy,
+    /// Speed and memory.
+    Bars,
 }
 
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    if !options.compile {
-        if let Err(error) = Nvidia::open(0) {
+    if options.compile {
+        return compile::run(root, options.json.as_deref());
+    }
+    // Where this was built is not where it runs once it was carried.
+    let here = std::env::current_dir().context("there is no current folder")?;
+    let root = if options.prebuilt.is_some() { here.as_path() } else { root };
+    if let Some(folder) = &options.pack {
+        return suites::pack(root, folder).map(|()| true);
+    }
+    let gpu = match Nvidia::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) if !options.emulated => {
             println!("no GPU: {error}");
             return Ok(true);
         }
-        bail!(
-            "there is a GPU, and what is to run on it is not part of this chore yet (docs/gpu.md); --compile needs none"
-        );
-    }
-    let (nvrtc, found) = nvrtc(root)?;
-    println!("NVRTC {} ({found})", nvrtc.version());
-    let list = compile_all(&nvrtc)?;
-    if let Some(path) = &options.json {
-        let text = serde_json::to_string_pretty(&list)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(report(&list))
-}
-
-/// The step of `cargo xtask test`: that everything compiles and nothing spills. Passes where NVRTC cannot be had, and says so.
-pub fn compiles(root: &Path) -> Result<bool> {
-    match nvrtc(root) {
-        Ok((nvrtc, found)) => {
-            println!("NVRTC {} ({found})", nvrtc.version());
-            Ok(report(&compile_all(&nvrtc)?))
-        }
-        Err(error) => {
-            println!("skipped: no NVRTC: {error:#}");
-            Ok(true)
-        }
-    }
-}
-
-/// The compiler, and whose it is; installed where there is none.
-fn nvrtc(root: &Path) -> Result<(Nvrtc, &'static str)> {
-    // No driver limits the version here.
-    if let Ok(nvrtc) = Nvrtc::open(&Places::of_this_process(), u32::MAX) {
-        return Ok((nvrtc, "of this machine"));
-    }
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let environment = target.join("nvrtc");
-    let places = || {
-        let variable = |name: &str| -> Option<OsString> { (name == "VIRTUAL_ENV").then(|| environment.clone().into()) };
-        Places::from_variables(variable, Path::new("/"))
+        Err(_) => None,
     };
-    if Nvrtc::open(&places(), u32::MAX).is_err() {
-        succeeds(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
-        let pip = environment.join("bin/pip");
-        succeeds(Command::new(pip).args(["install", "--quiet", "--no-deps", "nvidia-cuda-nvrtc"]))?;
+    let machine = Machine::of(gpu.as_ref());
+    print!("{machine}");
+    if let Some(gpu) = gpu.as_ref().filter(|_| !options.emulated) {
+        let compiled = gpu.precompile()?;
+        println!("kernels  {compiled} modules compiled for {}", machine.architecture());
     }
-    Ok((Nvrtc::open(&places(), u32::MAX)?, "of a virtual environment in the target folder"))
-}
-
-fn succeeds(command: &mut Command) -> Result<()> {
-    let said = format!("{command:?}");
-    let output =
-        command.output().with_context(|| format!("cannot run {said}; NVRTC is in the CUDA toolkit and on PyPI"))?;
-    if !output.status.success() {
-        bail!("{said}: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    Ok(())
-}
-
-/// Every kernel, in the order of files, dtypes and architectures.
-fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
-    let mut jobs = Vec::new();
-    for file in File::ALL {
-        for float in Float::ALL.into_iter().filter(|float| file.supports(*float)) {
-            jobs.extend(ARCHITECTURES.map(|architecture| (file, float, architecture)));
-        }
-    }
-    let next = AtomicUsize::new(0);
-    let results = Mutex::new(BTreeMap::new());
-    let work = || {
-        while let Some((file, float, architecture)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)).copied() {
-            let at = (file, float, architecture);
-            let compiled = nvrtc.compile_with(file.name(), &file.source(float), architecture, &["--ptxas-options=-v"]);
-            results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(at, compiled);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(work);
-        }
-    });
-    let mut list = Vec::new();
-    for ((file, float, architecture), compiled) in results.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
+    let executables = Executables::find(root, options.prebuilt.as_deref())?;
+    let folder = target_folder(root).join("bench");
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let files: Vec<PathBuf> = [folder.join("gpu.json")].into_iter().chain(options.json.clone()).collect();
+    let mut found = json!({"machine": machine, "emulated": options.emulated});
+    let mut text = format!("{}\n", machine.words());
+    let mut right = true;
+    for (only, part) in
+        [(Only::Conformance, Part::Conformance), (Only::Accuracy, Part::Accuracy), (Only::Bars, Part::Bars)]
     {
-        let log = compiled.with_context(|| format!("{} for {} and {architecture}", file.name(), float.name()))?.log;
-        let found = usages(&log, float.name(), architecture);
-        let missing: Vec<&str> = file
-            .kernels()
-            .map(|kernel| kernel.name)
-            .filter(|name| !found.iter().any(|usage| usage.kernel == *name))
-            .collect();
-        if !missing.is_empty() {
-            bail!(
-                "{} for {} and {architecture}: nothing is said of {}: {log}",
-                file.name(),
-                float.name(),
-                missing.join(", ")
-            );
+        if options.only.is_some_and(|chosen| chosen != only) {
+            continue;
         }
-        list.extend(found);
-    }
-    Ok(list)
-}
-
-/// What a log says of each entry function: its name on one line, stack and spills, then registers and shared memory, on later ones.
-fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usage> {
-    let mut list: Vec<Usage> = Vec::new();
-    for line in log.lines() {
-        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
-            let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
-            list.push(Usage { kernel, dtype, architecture, ..Usage::default() });
+        if part == Part::Bars && !options.emulated {
+            let bars = bars::run(root, &executables, machine.python.as_ref(), usize::from(options.pairs));
+            // What could not be measured was wrong, or failed: the text says which.
+            right &= bars.failures.is_empty();
+            text += &format!("\n{}", bars.text());
+            found[part.name()] = json!(bars);
+        } else {
+            let outcomes = suites::run(root, &executables, part, options.emulated);
+            right &= outcomes.iter().all(suites::Outcome::is_right);
+            text += &format!("\n{}", suites::table(part, &outcomes));
+            found[part.name()] = json!(outcomes);
         }
-        let Some(usage) = list.last_mut() else { continue };
-        let words: Vec<&str> = line.split([' ', ',']).filter(|word| !word.is_empty()).collect();
-        for at in 1..words.len() {
-            let Ok(number) = words[at - 1].parse::<u32>() else { continue };
-            match words[at..] {
-                ["bytes", "stack", ..] => usage.stack_bytes = number,
-                ["bytes", "spill", ..] => usage.spill_bytes += number,
-                ["bytes", "smem", ..] => usage.shared_bytes = number,
-                ["registers", ..] => usage.registers = number,
-                _ => {}
-            }
+        found["right"] = right.into();
+        // After each part: a machine that is lent may be taken away before the last one ends.
+        for path in &files {
+            std::fs::write(path, format!("{found:#}\n")).with_context(|| format!("cannot write {}", path.display()))?;
         }
     }
-    list
-}
-
-/// Prints the list, the most registers of any dtype for each kernel and architecture; whether nothing spills.
-fn report(list: &[Usage]) -> bool {
-    let mut most: BTreeMap<&str, BTreeMap<&str, u32>> = BTreeMap::new();
-    for usage in list {
-        let registers = most.entry(&usage.kernel).or_default().entry(usage.architecture).or_default();
-        *registers = usage.registers.max(*registers);
+    println!("\n{text}");
+    files.iter().for_each(|path| println!("wrote {}", path.display()));
+    if !right {
+        println!("NOT RIGHT on this machine: see above");
     }
-    println!("registers, the most of any dtype\n{:<40}{}", "", ARCHITECTURES.map(|a| format!("{a:>8}")).concat());
-    for (kernel, registers) in &most {
-        println!("{kernel:<40}{}", ARCHITECTURES.map(|a| format!("{:>8}", registers.get(a).unwrap_or(&0))).concat());
-    }
-    let spilled: Vec<&Usage> = list.iter().filter(|usage| usage.spill_bytes > 0).collect();
-    for usage in &spilled {
-        println!("{} ({}, {}) spills {} bytes", usage.kernel, usage.dtype, usage.architecture, usage.spill_bytes);
-    }
-    println!("{} kernels compiled, {} of them spill", list.len(), spilled.len());
-    spilled.is_empty()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn logs_are_read() {
-        let log = "norm.cu(62): warning: 12 bytes\n\
-            ptxas info    : 0 bytes gmem\n\
-            ptxas info    : Compiling entry function 'qk_norm' for 'sm_80'\n\
-            ptxas info    : Function properties for qk_norm\n\
-            ptxas         .     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\n\
-            ptxas info    : Used 56 registers, used 1 barriers, 128 bytes smem, 424 bytes cmem[0]\n\
-            ptxas info    : Compiling entry function 'rms_norm' for 'sm_80'\n\
-            ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
-            ptxas info    : Used 31 registers, used 0 barriers\n";
-        let usage = |kernel: &str| Usage {
-            kernel: kernel.to_owned(),
-            dtype: "bf16",
-            architecture: "sm_80",
-            ..Usage::default()
-        };
-        let first = Usage { registers: 56, spill_bytes: 12, stack_bytes: 16, shared_bytes: 128, ..usage("qk_norm") };
-        let list = usages(log, "bf16", "sm_80");
-        assert_eq!(list, [first, Usage { registers: 31, ..usage("rms_norm") }]);
-        assert!(!report(&list) && report(&list[1..]));
-    }
+    Ok(right)
 }

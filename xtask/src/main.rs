@@ -39,7 +39,7 @@ enum Chore {
     Overlap(overlap::Options),
     /// Train every runnable way of small models and compare the fastest with what `--plan auto` picks.
     Choices(choices::Options),
-    /// Compile every kernel of GPUs by NVRTC, without a GPU: registers and spills.
+    /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by NVRTC, without one.
     Gpu(gpu::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
     Validate(validate::Options),

@@ -1,6 +1,6 @@
 //! The step of a configuration, before it runs.
 
-use trainyard_engine::config::Resolved;
+use trainyard_engine::config::{DeviceKind, Resolved};
 use trainyard_engine::predict::Prediction;
 use trainyard_engine::{EngineError, bench};
 use trainyard_program::Program;
@@ -26,8 +26,16 @@ pub struct Forecast {
 /// A model that does not fit.
 pub fn forecast(resolved: &Resolved) -> Result<Forecast, EngineError> {
     let (program, needs) = bench::forecast(resolved)?;
-    let layout = HostLayout { ranks: resolved.parallel.ranks as u32, threads: resolved.threads as u32 };
-    Ok(Forecast { program, needs, layout })
+    Ok(Forecast { program, needs, layout: layout(resolved, resolved.parallel.ranks) })
+}
+
+/// How `ranks` ranks share what computes: the cores of a host, or a GPU each, which profiles know as a rank of one thread.
+pub fn layout(resolved: &Resolved, ranks: usize) -> HostLayout {
+    let threads = match resolved.config.compute.device {
+        DeviceKind::Cpu => resolved.threads as u32,
+        DeviceKind::Cuda(_) => 1,
+    };
+    HostLayout { ranks: ranks as u32, threads }
 }
 
 impl Forecast {

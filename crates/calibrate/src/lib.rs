@@ -18,11 +18,12 @@ mod crew;
 mod disk;
 mod exchange;
 mod forecast;
+pub mod gpu;
 pub mod probes;
 mod sample;
 
 pub use crew::Crew;
-pub use forecast::{Forecast, forecast};
+pub use forecast::{Forecast, forecast, layout};
 pub use sample::Sampler;
 
 use collect::Collector;
@@ -130,6 +131,7 @@ pub fn calibrate(
         overheads: collector.overheads(),
         interference,
         disk,
+        transfers: None,
         collectives,
         kernels: collector.curves(),
     })

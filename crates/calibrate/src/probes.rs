@@ -107,7 +107,7 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
 
 impl Model {
     /// The keys of its configuration.
-    fn sets(&self, threads: u32) -> Vec<String> {
+    pub(crate) fn sets(&self, threads: u32) -> Vec<String> {
         let Model { family, dtype, dim, head_dim, vocab, rows, length, accumulation } = *self;
         vec![
             format!("model.family='{family}'"),
@@ -199,7 +199,7 @@ fn sums(layout: Layout, elements: usize, sampler: &Sampler, collector: &mut Coll
 }
 
 /// What a reduction does with a gradient: added or written over, to bf16 and back.
-fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, trainyard_tensor::TensorError> {
+pub(crate) fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, trainyard_tensor::TensorError> {
     // Several, used in turn: a reduction does not find in its caches what it summed last.
     let f32s = || device.zeros([elements], DType::F32, Purpose::Workspace);
     let bf16s = || device.tensor([elements], &vec![bf16::ZERO; elements], Purpose::Workspace);

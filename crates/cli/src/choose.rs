@@ -14,7 +14,7 @@ use crate::output::size;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use trainyard_calibrate::forecast;
-use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::config::{Config, DeviceKind, Inputs, Resolved};
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
 use trainyard_tensor::Purpose;
@@ -95,7 +95,9 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
-    let limit = base.config.memory.limit.map(|limit| limit.0);
+    let asked = base.config.memory.limit.map(|limit| limit.0);
+    let gpu = profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes);
+    let limit = asked.into_iter().chain(gpu).min();
     let mut ways = Ways { limit, ..Ways::default() };
     let question = Question { load, base: &base, profile };
     ways.look(&question, &[&[]])?;
@@ -107,11 +109,12 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     Ok(ways)
 }
 
-/// How ranks can share the state: as many as there are cores at most, and as divide the batch.
-fn sharings(base: &Resolved) -> Vec<Sharing> {
-    let cores = Inputs::of_this_machine().cores;
+/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch.
+fn sharings(base: &Resolved, profile: &MachineProfile) -> Vec<Sharing> {
+    let gpus = profile.machine.gpu.as_ref().map(|gpu| gpu.count as usize);
+    let most = gpus.unwrap_or_else(|| Inputs::of_this_machine().cores);
     let mut all = Vec::new();
-    for ranks in (1..=cores).filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
+    for ranks in (1..=most).filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
         all.push(Sharing { ranks, shard: 1, stage: 0, reshard: true });
         for shard in (2..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
             for (stage, reshard) in [(1, true), (2, true), (3, true), (3, false)] {
@@ -171,7 +174,10 @@ fn layout(resolved: &Resolved) -> String {
     use trainyard_engine::config::Reshard;
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let parallel = &resolved.parallel;
-    let mut text = format!("{} x {}", plural(parallel.ranks, "rank"), plural(resolved.threads, "thread"));
+    let mut text = match resolved.config.compute.device {
+        DeviceKind::Cpu => format!("{} x {}", plural(parallel.ranks, "rank"), plural(resolved.threads, "thread")),
+        DeviceKind::Cuda(_) => plural(parallel.ranks, "GPU"),
+    };
     if parallel.shard > 1 {
         if parallel.replicate > 1 {
             text += &format!(", {} replicas", parallel.replicate);
@@ -222,7 +228,7 @@ impl Way {
 impl Ways {
     /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` on disk.
     fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]]) -> Result<()> {
-        for sharing in sharings(question.base) {
+        for sharing in sharings(question.base, question.profile) {
             for micro in micro_batches(question.base, sharing.ranks) {
                 self.first_that_fits(question, sharing, micro, offloads)?;
             }

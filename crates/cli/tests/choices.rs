@@ -5,7 +5,7 @@ mod common;
 use common::{Folder, Ran};
 use serde_json::Value;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::{Disk, FORMAT, Interference, Machine, Overheads, Speeds};
+use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Overheads, Speeds, Transfers};
 
 /// A profile of this machine without a curve: every kernel is priced as a copy of its bytes.
 fn profile() -> MachineProfile {
@@ -18,6 +18,7 @@ fn profile() -> MachineProfile {
         overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
         interference: Interference { compute: 1.0, communication: 1.0, start_s: 0.0 },
         disk: Disk { write_bytes_per_s: 1e9, read_bytes_per_s: 2e9 },
+        transfers: None,
         collectives: Vec::new(),
         kernels: Vec::new(),
     }
@@ -180,4 +181,50 @@ fn without_a_profile_memory_is_predicted_and_time_is_not() {
     let auto = run(&["train", "c.toml", "--plan", "auto", "--set", "run.name='b'"]);
     assert_eq!(auto.code, Some(1));
     assert!(auto.stderr.contains("run `trainyard calibrate`"), "{}", auto.stderr);
+}
+
+fn failed(ran: Ran) -> Ran {
+    assert_ne!(ran.code, Some(0), "{}", ran.stdout);
+    ran
+}
+
+#[test]
+fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
+    let folder = folder();
+    let gpu = Gpu {
+        name: "NVIDIA H200".into(),
+        architecture: "sm_90a".into(),
+        multiprocessors: 132,
+        memory_bytes: 141 << 30,
+        count: 2,
+    };
+    let transfers = Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 });
+    let elsewhere = Machine { cpu: "another".into(), gpu: Some(gpu), ..Machine::here() };
+    MachineProfile { machine: elsewhere, transfers, ..profile() }.save(&folder.join("gpu.toml")).unwrap();
+    let ask = |arguments: &[&str]| {
+        let mut command = folder.command(&[&["plan", "c.toml", "--set", "compute.device=cuda"], arguments].concat());
+        let command = command.env("TRAINYARD_PROFILE", folder.join("machine.toml"));
+        Ran::new(command.env("TRAINYARD_GPU_PROFILE", folder.join("none.toml")).output().expect("the program starts"))
+    };
+    let shown = ask(&["--profile", "gpu.toml"]).ok();
+    for part in ["2 x NVIDIA H200, sm_90a", "1 GPU ", "2 GPUs", "runnable ways fit"] {
+        assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
+    }
+    let missing = failed(ask(&[]));
+    assert!(missing.stderr.contains("none.toml") && missing.stderr.contains("--profile"), "{}", missing.stderr);
+    let wrong = failed(ask(&["--profile", "machine.toml"]));
+    assert!(wrong.stderr.contains("is of a processor"), "{}", wrong.stderr);
+}
+
+#[test]
+fn a_machine_without_a_gpu_has_none_to_calibrate() {
+    if trainyard_tensor::cuda::Cuda::check(0).is_ok() {
+        return;
+    }
+    let ran = failed(run(&folder(), &["calibrate", "--device", "cuda"]));
+    assert!(ran.stderr.contains("there is no GPU to measure: no NVIDIA driver"), "{}", ran.stderr);
+    let ran = failed(run(&folder(), &["bench", "gpu"]));
+    assert!(ran.stderr.contains("there is no GPU to measure: no NVIDIA driver"), "{}", ran.stderr);
+    let ran = failed(run(&folder(), &["calibrate", "--device", "gpu"]));
+    assert!(ran.stderr.contains("cpu, cuda or cuda:N"), "{}", ran.stderr);
 }

@@ -6,7 +6,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 23] = [
+    let commands: [&[&str]; 24] = [
         &[],
         &["train"],
         &["launch"],
@@ -30,6 +30,7 @@ fn help_texts_are_as_agreed() {
         &["bench", "kernels"],
         &["bench", "memory"],
         &["bench", "collectives"],
+        &["bench", "gpu"],
     ];
     let folder = Folder::new();
     let mut text = String::new();

@@ -85,7 +85,7 @@ struct Queues {
     used: usize,
     used_max: usize,
     pinned: BTreeMap<usize, Box<[Chunk]>>,
-    streams: Vec<VecDeque<Work>>,
+    streams: Vec<VecDeque<(Work, f64)>>,
     /// Seconds that each stream has been at work, on a clock of its own.
     times: Vec<f64>,
     events: Vec<Mark>,
@@ -158,9 +158,21 @@ enum Work {
     },
 }
 
-/// What a copy or an event takes on the fake's clocks, and a kernel or product.
-const SECONDS_OF_COPY: f64 = 1e-6;
-const SECONDS_OF_KERNEL: f64 = 4e-6;
+/// What every piece of work takes on the fake's clocks, and what each byte of its regions and each operation of a product adds: round numbers, so that times are
+/// the same everywhere and grow with the work, and mean nothing else.
+const SECONDS_OF_WORK: f64 = 1e-6;
+const SECONDS_OF_BYTE: f64 = 1e-9;
+const SECONDS_OF_OPERATION: f64 = 1e-9;
+
+/// Seconds of what is recorded: of a product its operations alone, because its scratch is no measure of it.
+fn seconds_of(record: &Record) -> f64 {
+    let bytes: usize = record.regions.iter().map(|region| region.bytes).sum();
+    SECONDS_OF_WORK
+        + match record.product {
+            Some(form) => 2.0 * (form.batch * form.m * form.n * form.k) as f64 * SECONDS_OF_OPERATION,
+            None => bytes as f64 * SECONDS_OF_BYTE,
+        }
+}
 
 impl Fake {
     /// A device.
@@ -231,8 +243,9 @@ impl Fake {
                 state.problems.push(format!("{} on stream {}: {problem}", record.name, stream.0));
             }
         }
+        let seconds = seconds_of(&record);
         state.records.push(record);
-        state.streams[stream.0].push_back(work);
+        state.streams[stream.0].push_back((work, seconds));
         Ok(())
     }
 }
@@ -313,7 +326,7 @@ impl Queues {
         while !done(self) {
             let ready: Vec<usize> = (0..self.streams.len()).filter(|s| self.can_run(*s, network)).collect();
             if ready.is_empty() {
-                let exchanges = |stream: &VecDeque<Work>| matches!(stream.front(), Some(Work::Exchange(_)));
+                let exchanges = |stream: &VecDeque<(Work, f64)>| matches!(stream.front(), Some((Work::Exchange(_), _)));
                 if self.streams.iter().any(exchanges) {
                     return Ok(false);
                 }
@@ -322,7 +335,8 @@ impl Queues {
             }
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let stream = ready[(self.random >> 33) as usize % ready.len()];
-            let work = self.streams[stream].pop_front().expect("it can run");
+            let (work, seconds) = self.streams[stream].pop_front().expect("it can run");
+            self.times[stream] += seconds;
             if let Err(error) = self.perform(stream, work, kernels) {
                 self.failure.get_or_insert(error);
             }
@@ -333,17 +347,13 @@ impl Queues {
     fn can_run(&self, stream: usize, network: Option<&Network>) -> bool {
         match self.streams[stream].front() {
             None => false,
-            Some(Work::Exchange(group)) => network.is_some_and(|network| network.came(group)),
-            Some(Work::Wait { event, generation }) => !self.events[*event].coming.contains(generation),
+            Some((Work::Exchange(group), _)) => network.is_some_and(|network| network.came(group)),
+            Some((Work::Wait { event, generation }, _)) => !self.events[*event].coming.contains(generation),
             Some(_) => true,
         }
     }
 
     fn perform(&mut self, stream: usize, work: Work, kernels: Option<&dyn Kernels>) -> Result<()> {
-        self.times[stream] += match work {
-            Work::Kernel { .. } | Work::Product { .. } => SECONDS_OF_KERNEL,
-            _ => SECONDS_OF_COPY,
-        };
         match work {
             Work::Upload { to, data } => bytes_mut(&to).copy_from_slice(&data),
             Work::UploadPinned { to, from } => bytes_mut(&to).copy_from_slice(bytes(&from)),
@@ -444,7 +454,7 @@ impl Driver for Fake {
         let state = &mut *self.lock();
         let bytes = state.pinned.get(&(data as usize)).map_or(0, |memory| size_of_val::<[Chunk]>(memory));
         let range = data as Address..data as Address + bytes as u64;
-        let waiting = state.streams.iter().flatten().any(|work| work.host().is_some_and(|at| range.contains(&at)));
+        let waiting = state.streams.iter().flatten().any(|(work, _)| work.host().is_some_and(|at| range.contains(&at)));
         if waiting {
             state.problems.push(format!("free of pinned memory at {data:?}, with which a stream is not done"));
         }
@@ -481,7 +491,7 @@ impl Driver for Fake {
         mark.clock = clock;
         let generation = mark.recorded;
         mark.coming.insert(generation);
-        state.streams[stream.0].push_back(Work::Record { event: event.0, generation });
+        state.streams[stream.0].push_back((Work::Record { event: event.0, generation }, 0.0));
         Ok(())
     }
 
@@ -490,7 +500,7 @@ impl Driver for Fake {
         let generation = state.events[event.0].recorded;
         // As on a device, waiting for an event that was not recorded is no waiting.
         state.order.wait(stream.0, &state.events[event.0].clock);
-        state.streams[stream.0].push_back(Work::Wait { event: event.0, generation });
+        state.streams[stream.0].push_back((Work::Wait { event: event.0, generation }, 0.0));
         Ok(())
     }
 
@@ -598,7 +608,7 @@ impl Nccl for Fake {
         let network = &self.joined().0;
         if network.is_ending(comm) {
             self.device.advance();
-            let is_of_it = |work: &Work| matches!(work, Work::Exchange(group) if group.is_of(comm));
+            let is_of_it = |(work, _): &(Work, f64)| matches!(work, Work::Exchange(group) if group.is_of(comm));
             if self.lock().streams.iter().flatten().any(is_of_it) {
                 return Ok(crate::nccl::State::Busy);
             }

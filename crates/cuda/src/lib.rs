@@ -36,6 +36,14 @@ pub fn check(ordinal: usize) -> Result<()> {
     }
 }
 
+/// GPUs that the process sees; 0 where there is no driver.
+pub fn count() -> usize {
+    #[cfg(feature = "nvidia")]
+    return nvidia::Nvidia::count();
+    #[cfg(not(feature = "nvidia"))]
+    0
+}
+
 /// GPU `ordinal` of those that the process sees.
 ///
 /// # Errors

@@ -10,6 +10,7 @@ use crate::config::Resolved;
 use crate::lanes::Span;
 use crate::links::Links;
 use crate::metrics::{MetricsError, Throughput};
+use crate::peaks::Peaks;
 use crate::precision::LossScaler;
 use crate::predict::{Prediction, predict};
 use crate::rank::{Rank, RankSettings, StepSettings};
@@ -21,7 +22,6 @@ use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchShape, BatchSlices, Model};
 use trainyard_program::Program;
-use trainyard_tensor::cpu::peak;
 use trainyard_tensor::{Device, Purpose};
 
 /// Untimed steps after the first: caches, huge pages and the pool's sizes settle.
@@ -36,8 +36,8 @@ pub struct StepReport {
     pub tokens: u64,
     /// What products were computed in.
     pub dtype: &'static str,
-    /// The rung of the kernel ladder.
-    pub isa: &'static str,
+    /// The rung of the kernel ladder, or the architecture of a GPU.
+    pub isa: String,
     /// Threads of the kernels.
     pub threads: usize,
     /// Timed steps.
@@ -103,12 +103,21 @@ pub struct KernelTime {
     pub gbytes: f64,
 }
 
-/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model and batch that `resolved` describes.
+/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model and batch that `resolved` describes, on its device.
 ///
 /// # Errors
 ///
 /// A model that does not fit, and a utilisation above one.
 pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<StepReport> {
+    steps_on(&crate::device::open(resolved, None, None)?, resolved, steps, process_start)
+}
+
+/// As [`steps`], on a device that is open.
+///
+/// # Errors
+///
+/// As [`steps`].
+pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start: Instant) -> Result<StepReport> {
     if steps == 0 {
         return Err(does_not_fit("0 steps measure nothing: take at least 1"));
     }
@@ -117,8 +126,8 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     }
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
-    let mut stepper = Stepper::new(resolved, None)?;
-    let (device, parameters) = (stepper.device().clone(), stepper.rank.model().parameter_count() as u64);
+    let mut stepper = Stepper::on(device, resolved, None)?;
+    let parameters = stepper.rank.model().parameter_count() as u64;
 
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
@@ -126,8 +135,8 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
-    let cpu = device.as_cpu().expect("a CPU device");
-    let peak = peak::measure(cpu).flops(dtype);
+    let peaks = Peaks::of(device)?;
+    let peak = peaks.flops(dtype);
     let mut timed = Vec::new();
     for _ in 0..steps {
         timed.push(stepper.step()?);
@@ -138,7 +147,7 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     device.set_profiling(true);
     stepper.step()?;
     device.set_profiling(false);
-    let kernels = kernel_times(&device);
+    let kernels = kernel_times(device);
 
     let tokens = resolved.tokens_per_step();
     let flops = spec.flops_per_token(resolved.sequence_length).convention * tokens as f64;
@@ -153,7 +162,7 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
         parameters,
         tokens,
         dtype: dtype.name(),
-        isa: resolved.isa.name(),
+        isa: peaks.isa().to_owned(),
         threads: resolved.threads,
         steps,
         step_s,
@@ -201,18 +210,26 @@ impl Stepper {
     ///
     /// A model that does not fit.
     pub fn new(resolved: &Resolved, world: Option<&Communicator>) -> Result<Stepper> {
+        Stepper::on(&crate::device::open(resolved, world, None)?, resolved, world)
+    }
+
+    /// As [`Stepper::new`], on a device that is open.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stepper::new`].
+    pub fn on(device: &Device, resolved: &Resolved, world: Option<&Communicator>) -> Result<Stepper> {
         if shape::is_offloaded(resolved) {
             return Err(does_not_fit("a step in memory is measured here: leave [memory.offload] out, or use train"));
         }
         let spec = model_spec(resolved)?;
         let model = Model::new(spec.clone())?;
         let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
-        let device = crate::device::open(resolved, world, None)?;
         let links = match world {
-            Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, &device)?,
+            Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, device)?,
             None => Links::default(),
         };
-        let rank = Rank::new(&device, model, Holding::of(&program), links, &settings(resolved))?;
+        let rank = Rank::new(device, model, Holding::of(&program), links, &settings(resolved))?;
         Ok(Stepper { rank, program, resolved: resolved.clone(), vocabulary: spec.vocab_size as u64, step: 0 })
     }
 

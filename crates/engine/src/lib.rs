@@ -31,6 +31,7 @@ pub mod links;
 pub mod measured;
 pub mod metrics;
 pub mod optimizer;
+pub mod peaks;
 pub mod positions;
 pub mod precision;
 pub mod predict;

@@ -7,6 +7,7 @@ use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
 use crate::links::Links;
 use crate::measured::Measured;
+use crate::peaks::Peaks;
 use crate::predict::{Prediction, TimePrediction, predict};
 use crate::rank::{Rank, RankSettings};
 use crate::shape::{self, compute_dtype, model_spec};
@@ -24,8 +25,7 @@ use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_program::Program;
-use trainyard_tensor::cpu::Cpu;
-use trainyard_tensor::cpu::peak::{self, Peaks};
+use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
 
@@ -63,7 +63,7 @@ pub struct Session {
     pub programs: [Program; 2],
     /// What a step will need.
     pub prediction: Prediction,
-    /// What this host reaches on the threads of all its ranks; rank 0's to know.
+    /// What this host reaches on the threads of all its ranks, or rank 0's GPU; rank 0's to know.
     pub peaks: Option<Peaks>,
     /// Model FLOPs of a token, forward and backward.
     pub flops_per_token: f64,
@@ -186,8 +186,7 @@ impl Session {
         if prediction.host_memory.peak_total() > 0 {
             note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
         }
-        // Peaks are the processor's; a GPU's are not known here.
-        let peaks = if device.as_cpu().is_some() { measure_peaks(&world, &resolved)? } else { None };
+        let peaks = measure_peaks(&world, &resolved, &device)?;
         let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
@@ -261,15 +260,23 @@ impl Session {
         self.world.rank() == 0
     }
 
-    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's.
+    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's, and every GPU like its.
     pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
         let hosts = self.world.size() as f64 / ranks_here(&self.world) as f64;
-        self.peaks.map(|peaks| peaks.flops(dtype) * hosts)
+        let devices = match self.resolved.config.compute.device {
+            DeviceKind::Cuda(None) => self.world.size() as f64,
+            // Ranks that are told a number share that GPU of their host.
+            DeviceKind::Cuda(Some(_)) | DeviceKind::Cpu => hosts,
+        };
+        self.peaks.as_ref().map(|peaks| peaks.flops(dtype) * devices)
     }
 
-    /// Measures this host's peaks again.
-    pub(crate) fn measure_peaks_again(&self) -> Peaks {
-        peak::measure(&Cpu::new(self.resolved.isa, self.resolved.threads * ranks_here(&self.world)))
+    /// Measures this host's peaks, or this GPU's, again.
+    pub(crate) fn measure_peaks_again(&self) -> Result<Peaks> {
+        match self.rank.device().as_cuda() {
+            Some(_) => Peaks::of(self.rank.device()),
+            None => Ok(Peaks::of_cpu(&Cpu::new(self.resolved.isa, self.resolved.threads * ranks_here(&self.world)))),
+        }
     }
 
     /// Where the loader is to start.
@@ -475,22 +482,26 @@ fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
 }
 
 /// Rank 0 measures while the others rest, so that none disturbs it; it alone needs to know.
-fn measure_peaks(world: &Communicator, resolved: &Resolved) -> Result<Option<Peaks>> {
-    /// Of earlier sessions of this process.
-    static MEASURED: Mutex<Vec<Peaks>> = Mutex::new(Vec::new());
-    let threads = resolved.threads * ranks_here(world);
+fn measure_peaks(world: &Communicator, resolved: &Resolved, device: &Device) -> Result<Option<Peaks>> {
+    /// Of earlier sessions of this process, by instruction set and threads.
+    static MEASURED: Mutex<Vec<((Isa, usize), Peaks)>> = Mutex::new(Vec::new());
+    let key = (resolved.isa, resolved.threads * ranks_here(world));
     let measure = || {
+        if device.as_cuda().is_some() {
+            return Peaks::of(device);
+        }
         let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = measured.iter().find(|peaks| (peaks.isa, peaks.threads) == (resolved.isa, threads)).copied();
-        known.unwrap_or_else(|| {
-            measured.push(peak::measure(&Cpu::new(resolved.isa, threads)));
-            measured[measured.len() - 1]
-        })
+        if let Some((_, known)) = measured.iter().find(|(known, _)| *known == key) {
+            return Ok(known.clone());
+        }
+        let peaks = Peaks::of_cpu(&Cpu::new(key.0, key.1));
+        measured.push((key, peaks.clone()));
+        Ok(peaks)
     };
     let waiting = patient(world)?;
     let peaks = (world.rank() == 0).then(measure);
     waiting.barrier()?;
-    Ok(peaks)
+    peaks.transpose()
 }
 
 /// What is offloaded: to the host, or to files in the run's folder or where the configuration says.

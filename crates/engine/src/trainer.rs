@@ -379,10 +379,15 @@ impl<'s> Run<'s> {
         let dtype = compute_dtype(&self.session.resolved);
         let rates = |peak: Option<f64>| Throughput::new(tokens, flops, step_s, peak);
         rates(self.session.peak_flops(dtype)).unwrap_or_else(|impossible| {
-            let again = self.session.measure_peaks_again();
-            self.progress.note(&format!("{impossible}; measured again: {:.3} TFLOP/s", again.flops(dtype) / 1e12));
-            if self.session.peaks.is_some_and(|before| again.flops(dtype) > before.flops(dtype)) {
-                self.session.peaks = Some(again);
+            match self.session.measure_peaks_again() {
+                Ok(again) => {
+                    let peak = again.flops(dtype);
+                    self.progress.note(&format!("{impossible}; measured again: {:.3} TFLOP/s", peak / 1e12));
+                    if self.session.peaks.as_ref().is_some_and(|before| peak > before.flops(dtype)) {
+                        self.session.peaks = Some(again);
+                    }
+                }
+                Err(error) => self.progress.note(&format!("{impossible}; it cannot be measured again: {error}")),
             }
             self.clock.last_step_end = Instant::now();
             let per_second = if step_s > 0.0 { 1.0 / step_s } else { 0.0 };

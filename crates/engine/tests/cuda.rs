@@ -420,3 +420,62 @@ fn what_lies_on_the_host_moves_beside_computing() {
     }
     assert!(fetched >= 10 && evicted >= 5, "{fetched} {evicted}");
 }
+
+/// A language in which every token is followed by one of two, as a coin falls: its loss comes down to ln 2 and not to nothing, so that curves can be compared
+/// to the end.
+fn coin_batch(trial: &Trial, device: &Device, model: &Model, number: usize) -> Batch {
+    let vocab = trial.spec.vocab_size as i32;
+    let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+    let mut random = number as u64;
+    for row in 0..ROWS {
+        let mut token = (number * 31 + row * 7 + 3) as i32 % vocab;
+        for _ in 0..LENGTH {
+            tokens.push(token);
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            token = if random >> 63 == 0 { token * 5 + 11 } else { token * 7 + 2 } % vocab;
+            targets.push(token);
+        }
+    }
+    model.rows(device, LENGTH, &tokens, Some(&targets)).unwrap()
+}
+
+#[test]
+fn bf16_loss_curves_are_those_of_the_cpu() {
+    /// Steps of which the mean is compared: a single one is as far off as rounding takes two runs apart.
+    const WINDOW: usize = 10;
+    let trial = Trial::new(LLAMA, &["precision.compute=bf16", "optimizer.learning_rate=0.002"]);
+    let losses = |device: &Device, steps: usize| -> Vec<f64> {
+        let mut rank = trial.rank(device);
+        let step = |step| {
+            let settings = StepSettings { step: step as u64, rate_factor: 1.0, clip_norm: Some(1.0) };
+            let load = |device: &Device, model: &Model| Ok(coin_batch(&trial, device, model, step));
+            rank.execute(&trial.program, settings, load, |_, _| Ok(())).unwrap().loss
+        };
+        let losses: Vec<f64> = (0..steps).map(step).collect();
+        losses.chunks_exact(WINDOW).map(|window| window.iter().sum::<f64>() / WINDOW as f64).collect()
+    };
+    let (tested, gpu) = device(0);
+    // Emulated kernels are some thousand times slower.
+    let steps = if tested.fake.is_some() { 20 } else { 200 };
+    let (found, wanted) = (losses(&gpu, steps), losses(&Device::cpu(Isa::detect(), 1, None), steps));
+    assert_eq!((found.len(), tested.problems().len()), (steps / WINDOW, 0));
+    for (window, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+        let off = (found / wanted - 1.0).abs();
+        assert!(off <= 0.01, "steps from {}: mean loss {found}, {wanted} on the CPU", WINDOW * window);
+    }
+    assert!(wanted[wanted.len() - 1] < wanted[0], "it does not learn: {wanted:?}");
+    println!("mean losses of {WINDOW} steps each: {found:.4?}, on the CPU {wanted:.4?}");
+}
+
+#[test]
+fn a_step_is_timed_and_its_utilisation_is_of_the_measured_peak() {
+    let resolved = resolved(LLAMA, &["precision.compute=bf16", "compute.device=cuda"]);
+    let (tested, gpu) = device(0);
+    let report = trainyard_engine::bench::steps_on(&gpu, &resolved, 1, std::time::Instant::now()).unwrap();
+    assert_eq!(report.isa, gpu.as_cuda().unwrap().properties().architecture());
+    assert!(report.step_s > 0.0 && report.mfu > 0.0 && report.mfu <= 1.0 && report.peak_tflops > 0.0, "{report:?}");
+    let off = report.mem_peak_bytes as f64 / report.mem_predicted_bytes as f64 - 1.0;
+    assert!(off.abs() <= 0.02, "{off}: {:?}", report.memory);
+    assert!(report.kernels.iter().any(|kernel| kernel.name == "attention_backward" && kernel.seconds > 0.0));
+    assert_eq!(tested.problems(), [""; 0]);
+}

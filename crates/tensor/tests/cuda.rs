@@ -523,3 +523,28 @@ fn what_cuda_has_not_is_an_error_that_names_it() {
     assert_eq!(error.to_string(), "not implemented on cuda: of the CPU alone");
     assert!(matches!(x.data::<f32>(), Err(TensorError::NotOnHost { .. })));
 }
+
+#[test]
+fn peaks_are_found_and_kernels_are_timed_after_their_check() {
+    use trainyard_tensor::bench::gpu::{self, Sizes};
+    let (tested, device) = device();
+    let peaks = trainyard_tensor::cuda::peak::measure(device.as_cuda().unwrap()).unwrap();
+    let rates = [peaks.f32_flops, peaks.bf16_flops, peaks.f16_flops, peaks.copy_bytes_per_s];
+    assert!(rates.iter().all(|rate| *rate > 1e6 && rate.is_finite()), "{peaks:?}");
+    // What was measured on lies in no pool of a run.
+    assert_eq!(device.pool().usage().peak_total(), 0);
+    let sizes = Sizes::tiny();
+    for dtype in [DType::BF16, DType::F32] {
+        let products = gpu::products(&device, &peaks, &sizes, dtype, 0.0).unwrap();
+        let attention = gpu::attention(&device, &peaks, &sizes, dtype, 0.0).unwrap();
+        let streaming = gpu::streaming(&device, &peaks, &sizes, dtype, 0.0).unwrap();
+        assert_eq!((products.len(), attention.len()), (3 * sizes.layers.len(), 2 * sizes.attention.len()));
+        for timing in products.iter().chain(&attention).chain(&streaming) {
+            assert!(timing.seconds > 0.0 && timing.peak_share > 0.0 && timing.peak_share.is_finite(), "{timing:?}");
+            assert!(timing.bytes + timing.flops > 0.0, "{timing:?}");
+        }
+        let names: std::collections::BTreeSet<&str> = streaming.iter().map(|timing| timing.form).collect();
+        assert_eq!(names.len(), streaming.len());
+    }
+    assert_eq!(tested.problems(), [""; 0]);
+}

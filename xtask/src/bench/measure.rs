@@ -207,6 +207,11 @@ impl Row {
         Self { bar: Some(Bar::RatioAtMost(bar)), ..self }
     }
 
+    /// What it is of.
+    pub fn name(&self) -> String {
+        self.what.clone()
+    }
+
     fn ratio(&self) -> Option<f64> {
         self.theirs.map(|theirs| self.ours / theirs)
     }
@@ -258,7 +263,7 @@ pub fn digits(value: f64) -> String {
 }
 
 /// The rows as a Markdown table with aligned columns, so that it can go into the README as it is.
-pub fn print(rows: &[(&str, Row)]) -> String {
+pub fn print(rows: &[(&str, &Row)]) -> String {
     let header = ["benchmark", "what", "unit", "ours", "PyTorch", "ratio", "bar", ""].map(String::from);
     let mut cells = vec![header];
     for (name, row) in rows {
@@ -371,7 +376,7 @@ mod tests {
     #[test]
     fn the_table_is_markdown() {
         let table =
-            print(&[("train", Row::new("speed", "tokens/s", 2500.0).against(Some(1000.0)).ratio_at_least(2.5))]);
+            print(&[("train", &Row::new("speed", "tokens/s", 2500.0).against(Some(1000.0)).ratio_at_least(2.5))]);
         let last = table.lines().last().unwrap();
         let cells: Vec<&str> = last.split('|').map(str::trim).collect();
         assert_eq!(cells, ["", "train", "speed", "tokens/s", "2500", "1000", "2.5", ">= 2.5 x", "pass", ""]);

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-const PYTHON_VARIABLE: &str = "TRAINYARD_PEERS_PYTHON";
+pub const PYTHON_VARIABLE: &str = "TRAINYARD_PEERS_PYTHON";
 const PACKAGES: [&str; 3] = ["torch", "numpy", "transformers"];
 /// Where distributions put gperftools' allocator.
 const ALLOCATOR_FOLDERS: [&str; 5] =

@@ -1,6 +1,7 @@
 //! `trainyard bench`: what this machine reaches, in percent of its measured peak.
 
 use super::Precision;
+use super::bench_gpu::{self, GpuArgs};
 use super::collectives::{self, CollectivesArgs};
 use crate::output::{count, memory, note, print, size};
 use anyhow::{Context, Result, bail};
@@ -27,6 +28,7 @@ pub enum Command {
     Memory(MemoryArgs),
     /// Collectives between ranks, in percent of plain copies; fits latency and bandwidth.
     Collectives(CollectivesArgs),
+    Gpu(GpuArgs),
 }
 
 /// Arguments of `bench train`.
@@ -99,6 +101,7 @@ pub fn run(command: &Command, process_start: Instant) -> Result<()> {
         Command::Kernels(args) => kernels(args),
         Command::Memory(args) => memory_table(args),
         Command::Collectives(args) => collectives::run(args),
+        Command::Gpu(args) => bench_gpu::run(args),
     }
 }
 

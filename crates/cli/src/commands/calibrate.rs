@@ -3,13 +3,17 @@
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use trainyard_calibrate::check::{self, BARS, Pair, Row};
-use trainyard_calibrate::{Thoroughness, calibrate};
+use trainyard_calibrate::{Thoroughness, calibrate, gpu};
 use trainyard_comm::Environment;
+use trainyard_engine::config::DeviceKind;
 use trainyard_sim::machine::Machine;
-use trainyard_sim::{MachineProfile, local_profile_path};
+use trainyard_sim::{MachineProfile, Processor, local_profile_path};
+use trainyard_tensor::cuda::Cuda;
 
 /// Measure this machine into a hardware profile, which predictions of runs on it are made from.
 ///
@@ -18,6 +22,10 @@ use trainyard_sim::{MachineProfile, local_profile_path};
 /// $TRAINYARD_PROFILE, else to trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
 #[derive(clap::Args)]
 pub struct Args {
+    /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own: $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same
+    /// place.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
+    device: DeviceKind,
     /// Write the profile here instead.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -34,6 +42,9 @@ pub struct Args {
     /// With --check: say of the worst so many configurations which instructions and kernels are wrong.
     #[arg(long, value_name = "ROWS", default_value_t = 0, requires = "check")]
     explain: usize,
+    /// With --check: print one JSON line.
+    #[arg(long, requires = "check")]
+    json: bool,
     /// Measure no profile: compare what the profile there is predicts with what this one does.
     #[arg(long, value_name = "FILE", conflicts_with = "quick")]
     compare: Option<PathBuf>,
@@ -48,10 +59,17 @@ pub fn run(args: &Args) -> Result<()> {
             world.size()
         );
     }
+    let processor = match args.device {
+        DeviceKind::Cpu => Processor::Cpu,
+        DeviceKind::Cuda(_) => Processor::Gpu,
+    };
     let path = match &args.out {
         Some(path) => path.clone(),
-        None => local_profile_path()?,
+        None => local_profile_path(processor)?,
     };
+    if processor == Processor::Gpu && args.compare.is_some() {
+        bail!("--compare prices configurations of the processor: leave --device out");
+    }
     if args.check {
         return run_check(args, &path);
     }
@@ -60,12 +78,32 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let how = if args.quick { Thoroughness::QUICK } else { Thoroughness::FULL };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    note(&format!("measuring {}; nothing else should run meanwhile", Machine::here()));
     let bar = bar();
-    let profile = calibrate(how, folder, &mut |done, what| show(&bar, done, what))?;
+    let profile = match args.device {
+        DeviceKind::Cpu => {
+            note(&format!("measuring {}; nothing else should run meanwhile", Machine::here()));
+            calibrate(how, folder, &mut |done, what| show(&bar, done, what))?
+        }
+        DeviceKind::Cuda(ordinal) => {
+            let cuda = Arc::new(Cuda::open(ordinal.unwrap_or(0), 1).context("there is no GPU to measure")?);
+            note(&format!("measuring {cuda:?}; nothing else should run there meanwhile"));
+            let sizes = if args.quick { gpu::Sizes::quick() } else { gpu::Sizes::of_a_gpu() };
+            gpu::calibrate(&cuda, Cuda::count() as u32, &sizes, folder, &mut |done, what| show(&bar, done, what))?
+        }
+    };
     bar.finish_and_clear();
     profile.save(&path)?;
     print(format_args!("{}wrote {}\n", measured(&profile), path.display()))
+}
+
+/// `cpu`, `cuda`, `cuda:1`, as the configuration has it.
+fn device(text: &str) -> Result<DeviceKind, String> {
+    let number = match text {
+        "cpu" => return Ok(DeviceKind::Cpu),
+        "cuda" => return Ok(DeviceKind::Cuda(None)),
+        other => other.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
+    };
+    number.map(|ordinal| DeviceKind::Cuda(Some(ordinal))).ok_or_else(|| "it is cpu, cuda or cuda:N".to_owned())
 }
 
 fn bar() -> ProgressBar {
@@ -114,6 +152,14 @@ fn measured(profile: &MachineProfile) -> String {
         "interference     compute {:.2} times as long beside communication as its share of the cores says, communication {:.2}",
         interference.compute, interference.communication
     );
+    if let Some(transfers) = &profile.transfers {
+        let _ = writeln!(
+            text,
+            "pinned memory    {:.1} GB/s to the GPU, {:.1} from it",
+            transfers.to_device_bytes_per_s / 1e9,
+            transfers.to_host_bytes_per_s / 1e9
+        );
+    }
     let _ = writeln!(
         text,
         "disk             {:.2} GB/s written, {:.2} read",
@@ -127,12 +173,49 @@ fn load(path: &Path) -> Result<MachineProfile> {
     MachineProfile::load(path, &Machine::here()).context("a profile is needed first: `trainyard calibrate`")
 }
 
-fn run_check(args: &Args, path: &Path) -> Result<()> {
-    let profile = load(path)?;
-    note(&format!("{}: measured {}", path.display(), profile.measured));
+/// Trains configurations on the device that is asked for, and compares them with its profile.
+fn rows(args: &Args, path: &Path) -> Result<Vec<Row>> {
     let bar = bar();
-    let rows = check::rows(&profile, usize::from(args.every), &mut |done, what| show(&bar, done, what))?;
+    let mut progress = |done: f64, what: &str| show(&bar, done, what);
+    let rows = match args.device {
+        DeviceKind::Cpu => {
+            let profile = load(path)?;
+            note(&format!("{}: measured {}", path.display(), profile.measured));
+            check::rows(&profile, usize::from(args.every), &mut progress)?
+        }
+        DeviceKind::Cuda(ordinal) => {
+            let cuda = Arc::new(Cuda::open(ordinal.unwrap_or(0), 1).context("there is no GPU to measure")?);
+            let needed = "a profile is needed first: `trainyard calibrate --device cuda`";
+            let profile = MachineProfile::read(path).context(needed)?;
+            let name = &cuda.properties().name;
+            match &profile.machine.gpu {
+                Some(gpu) if gpu.name == *name => {}
+                _ => bail!("{} is of {}, and this is {name}: {needed}", path.display(), profile.machine),
+            }
+            note(&format!("{}: measured {}", path.display(), profile.measured));
+            gpu::check(&cuda, &profile, &gpu::Sizes::of_a_gpu(), &mut progress)?
+        }
+    };
     bar.finish_and_clear();
+    Ok(rows)
+}
+
+fn run_check(args: &Args, path: &Path) -> Result<()> {
+    let rows = rows(args, path)?;
+    if args.json {
+        let summary = check::summary(&rows).context("no configuration was trained")?;
+        let row =
+            |row: &Row| json!({"name": row.name, "step_s": row.step_s.measured, "predicted_s": row.step_s.predicted});
+        let line = json!({
+            "configurations": rows.len(),
+            "step_error_median": summary.step.0,
+            "step_error_p90": summary.step.1,
+            "memory_error_purpose": summary.memory.0,
+            "memory_error_total": summary.memory.1,
+            "cases": rows.iter().map(row).collect::<Vec<_>>(),
+        });
+        return print(format_args!("{line}\n"));
+    }
     let mut text = format!(
         "{:<62} {:>9} {:>9} {:>8}   memory: worst purpose, total\n",
         "configuration", "ms", "predicted", "error"

@@ -1,6 +1,7 @@
 //! One file per command: its arguments, and what it does.
 
 pub mod bench;
+pub mod bench_gpu;
 pub mod calibrate;
 pub mod collectives;
 pub mod config;

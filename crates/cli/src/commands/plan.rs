@@ -16,8 +16,9 @@ use trainyard_plan::{
     timeline,
 };
 use trainyard_program::MemoryKind;
+use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, Processor, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
@@ -43,6 +44,10 @@ pub struct Args {
     /// A TOML file with [[device]] and [[network]] of one's own, to name in --cluster.
     #[arg(long, value_name = "FILE")]
     profiles: Option<PathBuf>,
+    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's cores, or of any GPU where it computes on one.
+    /// Default: this machine's.
+    #[arg(long, value_name = "FILE", requires = "config", conflicts_with = "cluster")]
+    profile: Option<PathBuf>,
     /// Sequences of a step over all ranks; no plan changes it.
     #[arg(long, value_name = "SEQUENCES")]
     global_batch: Option<u64>,
@@ -114,8 +119,17 @@ pub fn run(args: &Args) -> Result<()> {
         return print(known_models());
     }
     if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
-        match forecast::profile() {
+        let processor = forecast::processor(&Config::load(Some(path.as_path()), &args.sets)?);
+        let profile = match &args.profile {
+            Some(file) => Ok(measured_profile(file, processor)?),
+            None => forecast::profile(processor),
+        };
+        match profile {
             Ok(profile) => return ways_here(args, path, &profile),
+            // Nothing else here knows how fast a GPU is.
+            Err(why) if processor == Processor::Gpu => {
+                bail!("{why}, name its file with --profile, or name a cluster of known GPUs with --cluster")
+            }
             Err(why) => {
                 note(&format!("{why}; until then one rank on all cores, at measured peaks, stands for this machine"))
             }
@@ -162,6 +176,21 @@ impl Args {
         let searched = [self.fix.is_empty(), self.what_if.is_empty(), self.precision.is_empty()];
         !asked.contains(&true) && !searched.contains(&false) && self.objective == Best::Speed
     }
+}
+
+/// A profile that `trainyard calibrate` wrote: of any GPU, or of this machine's cores.
+fn measured_profile(file: &Path, processor: Processor) -> Result<MachineProfile> {
+    let profile = match processor {
+        Processor::Cpu => MachineProfile::load(file, &Machine::here())?,
+        Processor::Gpu => MachineProfile::read(file)?,
+    };
+    if processor == Processor::Gpu && profile.machine.gpu.is_none() {
+        bail!(
+            "{} is of a processor, and the configuration computes on a GPU: `trainyard calibrate --device cuda` measures one",
+            file.display()
+        );
+    }
+    Ok(profile)
 }
 
 /// The ways of running the configuration `path` on this machine, priced from its profile.

@@ -20,6 +20,7 @@ use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
+use trainyard_tensor::DType;
 
 /// Tokens of the sample at the end.
 const SAMPLE_TOKENS: usize = 120;
@@ -227,8 +228,8 @@ fn choose(load: &dyn Fn(&[String]) -> Result<Config>) -> Result<Vec<String>> {
             "--plan auto chooses ranks that are threads: start it without a launcher, or say the degrees in [parallel]"
         );
     }
-    let profile =
-        forecast::profile().map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
+    let profile = forecast::profile(forecast::processor(&load(&[])?));
+    let profile = profile.map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
     let ways = choose::ways(load, &profile)?;
     let best = ways.best()?;
     let (fit, large) = (ways.fitting.len(), ways.too_large.len());
@@ -250,14 +251,13 @@ fn plan(session: &Session) -> String {
     let dtype = compute_dtype(resolved);
     let purposes = session.prediction.purposes();
     let purposes: Vec<String> = purposes.iter().map(|(p, bytes)| format!("{p} {}", size(*bytes as u64))).collect();
-    let kernels = session.peaks.map_or(String::new(), |peaks| {
+    let kernels = session.peaks.as_ref().map_or(String::new(), |peaks| {
         format!(
-            "kernels      {} on {} threads; measured peaks: f32 {:.3} TFLOP/s, bf16 {:.3} TFLOP/s, copies {:.1} GB/s\n",
-            peaks.isa,
-            peaks.threads,
-            peaks.f32_flops / 1e12,
-            peaks.bf16_flops / 1e12,
-            peaks.copy_bytes_per_s / 1e9,
+            "kernels      {}; measured peaks: f32 {:.3} TFLOP/s, bf16 {:.3} TFLOP/s, copies {:.1} GB/s\n",
+            peaks.of_what(),
+            peaks.flops(DType::F32) / 1e12,
+            peaks.flops(DType::BF16) / 1e12,
+            peaks.copy_bytes_per_s() / 1e9,
         )
     });
     let ranks = match resolved.parallel.ranks {

@@ -114,6 +114,23 @@ fn memory_ends_where_it_ends() {
 }
 
 #[test]
+fn times_are_those_of_the_work_between_two_marks() {
+    let fake = Fake::new(Options::default());
+    let stream = fake.stream().unwrap();
+    let memory = fake.allocate(1000).unwrap();
+    let events = [(); 3].map(|()| fake.event().unwrap());
+    fake.record(events[0], stream).unwrap();
+    for (event, bytes) in [(events[1], 500), (events[2], 1000)] {
+        fake.zero(stream, region(memory, bytes, true)).unwrap();
+        fake.record(event, stream).unwrap();
+    }
+    fake.synchronize(stream).unwrap();
+    let seconds = |from: usize, to: usize| fake.seconds_between(events[from], events[to]).unwrap();
+    assert!((seconds(0, 1) - 1.5e-6).abs() < 1e-15 && (seconds(1, 2) - 2e-6).abs() < 1e-15);
+    assert!((seconds(0, 2) - 3.5e-6).abs() < 1e-15);
+}
+
+#[test]
 fn a_product_has_its_epilogue() {
     let fake = Fake::new(Options::default());
     let stream = fake.stream().unwrap();

@@ -155,13 +155,23 @@ fn epilogue(form: &Product) -> u32 {
     }
 }
 
+/// From the library's number: 10000 major + 100 minor + patch.
+fn version(number: usize) -> String {
+    format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+}
+
 impl Lt {
+    /// `12.8.5`
+    pub fn version(&self) -> String {
+        version(self.version)
+    }
+
     /// Finds and loads it, in the context of this thread.
     pub fn open(places: &Places, driver: u32, device: String, cache: Cache) -> Result<Lt> {
         let library = Loaded::open(&CUBLASLT, places, driver)?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the types are those of cublasLt.h, the same from CUDA 12 to 13.
-        let (functions, version) = unsafe {
+        let (functions, number) = unsafe {
             let create: unsafe extern "C" fn(*mut Handle) -> Status = library.function("cublasLtCreate")?;
             called("cublasLtCreate", create(&mut handle))?;
             let version: unsafe extern "C" fn() -> usize = library.function("cublasLtGetVersion")?;
@@ -178,7 +188,7 @@ impl Lt {
             };
             (functions, version())
         };
-        Ok(Lt { functions, handle, version, device, cache, plans: Mutex::default(), _library: library })
+        Ok(Lt { functions, handle, version: number, device, cache, plans: Mutex::default(), _library: library })
     }
 
     /// Puts a product on a stream. The first of a form measures algorithms, for which the host waits.

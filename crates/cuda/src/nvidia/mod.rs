@@ -19,6 +19,7 @@ use crate::nccl::Nccl;
 use cudarc::driver::result::{self as cuda, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute_enum as FunctionAttribute};
 use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 /// The least version of CUDA that the driver must support.
@@ -112,6 +113,14 @@ impl Nvidia {
         Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
+    /// GPUs that the process sees; 0 where there is no driver, or one that does not start.
+    pub fn count() -> usize {
+        // SAFETY: only asks the loader.
+        let present = unsafe { sys::is_culib_present() };
+        let count = || cuda::init().and_then(|()| cuda::device::get_count());
+        if present { count().map_or(0, |count| count as usize) } else { 0 }
+    }
+
     /// Opens GPU `ordinal`.
     ///
     /// # Errors
@@ -130,6 +139,43 @@ impl Nvidia {
         Ok(Nvidia { properties, context, nvrtc, lt, nccl: OnceLock::new(), cache, loading: Mutex::new(()) })
     }
 
+    /// The libraries that were loaded, with their versions.
+    pub fn libraries(&self) -> Vec<(&'static str, String)> {
+        vec![("NVRTC", self.nvrtc.version()), ("cuBLASLt", self.lt.version())]
+    }
+
+    /// Compiles every module for this GPU on all cores of the host, so that nothing waits for it later; how many were not in the cache yet.
+    ///
+    /// # Errors
+    /// A module that does not compile.
+    pub fn precompile(&self) -> Result<usize> {
+        let modules = File::ALL.into_iter().flat_map(|file| Float::ALL.map(|float| (file, float)));
+        let modules: Vec<(File, Float)> = modules.filter(|(file, float)| file.supports(*float)).collect();
+        let (next, missing) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || -> Result<()> {
+            while let Some((file, float)) = modules.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if self.cache.get(&self.key(*file, *float)).is_none() {
+                    missing.fetch_add(1, Ordering::Relaxed);
+                    self.image(*file, *float)?;
+                }
+            }
+            Ok(())
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()
+        });
+        results.into_iter().collect::<Result<()>>()?;
+        Ok(missing.into_inner())
+    }
+
+    /// What a module's machine code depends on.
+    fn key(&self, file: File, float: Float) -> String {
+        let (architecture, source) = (self.properties.architecture(), file.source(float));
+        format!("{architecture} {} {} {source}", self.nvrtc.version(), self.properties.driver_version)
+    }
+
     /// Makes the context that of this thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context is retained as long as this lives.
@@ -138,12 +184,12 @@ impl Nvidia {
 
     /// Machine code of a module.
     fn image(&self, file: File, float: Float) -> Result<Vec<u8>> {
-        let (architecture, source) = (self.properties.architecture(), file.source(float));
-        let key = format!("{architecture} {} {} {source}", self.nvrtc.version(), self.properties.driver_version);
+        let key = self.key(file, float);
         if let Some(image) = self.cache.get(&key) {
             return Ok(image);
         }
-        let image = self.nvrtc.compile(file.name(), &source, &architecture)?.image;
+        let architecture = self.properties.architecture();
+        let image = self.nvrtc.compile(file.name(), &file.source(float), &architecture)?.image;
         // What cannot be kept is compiled again next time.
         self.cache.put(&key, &image).ok();
         Ok(image)

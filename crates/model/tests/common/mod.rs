@@ -1,6 +1,8 @@
 //! What several test files need: golden folders, models with their weights, and comparisons.
 #![allow(dead_code, reason = "each test file uses some of it")]
 
+pub mod golden;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainyard_autograd::{ParamId, Parameters, Policy, RandomKey, Store, Tape};
@@ -16,7 +18,9 @@ pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
 pub const GOLDENS: [&str; 7] = ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm"];
 
 pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+    // Where cargo runs the test; what was compiled may lie elsewhere by now.
+    let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&root).join("tests/golden").join(name)
 }
 
 pub fn cpu() -> Device {

@@ -105,7 +105,8 @@ impl<'a> Host<'a> {
     /// Whether compute, and a lane beside it, are more threads than there are cores.
     fn is_crowded(&self) -> bool {
         let computes = self.lanes[Lane::Compute as usize].3.is_some();
-        computes && self.layout.ranks * (self.layout.threads + 1) > self.profile.machine.cores
+        let threads = f64::from(self.layout.ranks * (self.layout.threads + 1));
+        computes && threads > self.profile.machine.shared_cores()
     }
 
     fn end_of(&self, number: u32) -> f64 {
@@ -123,7 +124,7 @@ impl<'a> Host<'a> {
 
     /// Until the next instruction, or part of one, is over.
     fn advance(&mut self) {
-        let cores = f64::from(self.profile.machine.cores);
+        let cores = self.profile.machine.shared_cores();
         let ranks = f64::from(self.layout.ranks);
         let running: Vec<Running> = self.lanes.iter().filter_map(|lane| lane.3).collect();
         let wanted: f64 = ranks * running.iter().map(|running| self.threads(running)).sum::<f64>();

@@ -93,8 +93,9 @@ impl<'p> HostPrices<'p> {
         match instruction.action {
             // The batch is copied to the device.
             Action::Load { .. } => {
+                let transfers = self.profile.transfers.map(|transfers| transfers.to_device_bytes_per_s);
                 instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
-                    / self.speeds.copy_bytes_per_s
+                    / transfers.unwrap_or(self.speeds.copy_bytes_per_s)
             }
             // The tier of a host's own cores is its disk.
             Action::Fetch { .. } => overheads.instruction_s + moved / self.profile.disk.read_bytes_per_s,

@@ -16,6 +16,25 @@ pub struct Machine {
     pub threads: u32,
     /// The best instruction set for kernels.
     pub isa: String,
+    /// The GPU that computes, where the profile is of one: ranks have one each, and share nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Gpu>,
+}
+
+/// A GPU, as far as measurements depend on it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    /// Its name, as the driver gives it.
+    pub name: String,
+    /// What kernels are compiled for: `sm_90a`.
+    pub architecture: String,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// GPUs that the process saw.
+    pub count: u32,
 }
 
 impl Machine {
@@ -24,18 +43,36 @@ impl Machine {
         let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
         let online = info.lines().filter(|line| line.starts_with("processor")).count() as u32;
-        Machine { cpu: cpu_name(&info), cores, threads: online.max(cores), isa: Isa::detect().name().to_owned() }
+        Machine {
+            cpu: cpu_name(&info),
+            cores,
+            threads: online.max(cores),
+            isa: Isa::detect().name().to_owned(),
+            gpu: None,
+        }
     }
 
-    /// Whether what was measured on this one holds on `other`.
+    /// Whether what was measured on this one holds on `other`; of machines with GPUs, these decide.
     pub fn is(&self, other: &Machine) -> bool {
-        self == other
+        match (&self.gpu, &other.gpu) {
+            (Some(this), Some(other)) => Gpu { count: other.count, ..this.clone() } == *other,
+            _ => self == other,
+        }
+    }
+
+    /// Cores that the threads of all ranks share; GPUs are not shared.
+    pub fn shared_cores(&self) -> f64 {
+        if self.gpu.is_some() { f64::INFINITY } else { f64::from(self.cores) }
     }
 }
 
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Machine { cpu, cores, threads, isa } = self;
+        if let Some(Gpu { name, architecture, count, .. }) = &self.gpu {
+            let many = if *count == 1 { String::new() } else { format!("{count} x ") };
+            return write!(f, "{many}{name}, {architecture}");
+        }
+        let Machine { cpu, cores, threads, isa, .. } = self;
         write!(f, "{cpu}, {cores} cores of {threads} threads, {isa}")
     }
 }
@@ -60,6 +97,20 @@ mod tests {
         let info = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 8\n";
         assert_eq!(cpu_name(info), "Some CPU @ 2 GHz (family 6, model 207, stepping 8)");
         assert_eq!(cpu_name(""), std::env::consts::ARCH);
+    }
+
+    #[test]
+    fn a_gpu_decides_which_machine_it_is() {
+        let gpu = |name: &str, count| {
+            let (name, architecture) = (name.to_owned(), "sm_90a".to_owned());
+            let gpu = Gpu { name, architecture, multiprocessors: 132, memory_bytes: 141 << 30, count };
+            Machine { gpu: Some(gpu), ..Machine::here() }
+        };
+        let one = gpu("NVIDIA H200", 1);
+        let elsewhere = Machine { cpu: "another".into(), cores: 1, ..gpu("NVIDIA H200", 8) };
+        assert!(one.is(&elsewhere) && !one.is(&gpu("NVIDIA H100", 1)) && !one.is(&Machine::here()));
+        assert_eq!(elsewhere.to_string(), "8 x NVIDIA H200, sm_90a");
+        assert_eq!((one.shared_cores(), Machine { cores: 3, gpu: None, ..one }.shared_cores()), (f64::INFINITY, 3.0));
     }
 
     #[test]

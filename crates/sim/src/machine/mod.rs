@@ -8,7 +8,7 @@ mod curve;
 mod identity;
 
 pub use curve::{CollectiveCurve, Fitted, KernelCurve, Point};
-pub use identity::Machine;
+pub use identity::{Gpu, Machine};
 
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -16,8 +16,35 @@ use std::path::{Path, PathBuf};
 
 /// The version of the file's format.
 pub const FORMAT: u32 = 1;
-/// The variable that names the profile's file in place of the default one.
+/// The variable that names the file of the processor's profile in place of the default one.
 pub const PROFILE_VARIABLE: &str = "TRAINYARD_PROFILE";
+/// The same for a GPU's.
+pub const GPU_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROFILE";
+
+/// What computes: each has a profile of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Processor {
+    /// A host's cores.
+    Cpu,
+    /// A GPU, one for each rank.
+    Gpu,
+}
+
+impl Processor {
+    const fn variable(self) -> &'static str {
+        match self {
+            Processor::Cpu => PROFILE_VARIABLE,
+            Processor::Gpu => GPU_PROFILE_VARIABLE,
+        }
+    }
+
+    const fn file(self) -> &'static str {
+        match self {
+            Processor::Cpu => "machine.toml",
+            Processor::Gpu => "gpu.toml",
+        }
+    }
+}
 
 /// What one machine was measured to do.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -39,6 +66,9 @@ pub struct MachineProfile {
     pub interference: Interference,
     /// The disk below the folder where it was measured.
     pub disk: Disk,
+    /// Between the host's memory and the GPU's; of a host's own cores there is nothing between.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfers: Option<Transfers>,
     /// Collectives between ranks that are threads.
     #[serde(rename = "collective")]
     pub collectives: Vec<CollectiveCurve>,
@@ -121,12 +151,22 @@ pub struct Disk {
     pub read_bytes_per_s: f64,
 }
 
+/// Copies between pinned memory of the host and a GPU's.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Transfers {
+    /// Bytes a second to the GPU.
+    pub to_device_bytes_per_s: f64,
+    /// Bytes a second from it.
+    pub to_host_bytes_per_s: f64,
+}
+
 /// A profile that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     /// Nowhere to keep it.
-    #[error("there is no place for the machine's profile: set {PROFILE_VARIABLE}, XDG_CACHE_HOME or HOME")]
-    NoPlace,
+    #[error("there is no place for the machine's profile: set {}, XDG_CACHE_HOME or HOME", .0.variable())]
+    NoPlace(Processor),
     /// The file cannot be read or written.
     #[error("cannot {what} the machine's profile {path}: {source}")]
     File {
@@ -157,30 +197,36 @@ pub enum MachineError {
     },
 }
 
-/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`.
+/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`; of its GPU
+/// `$TRAINYARD_GPU_PROFILE`, else `gpu.toml` there.
 ///
 /// # Errors
 ///
 /// None of these variables is set.
-pub fn local_profile_path() -> Result<PathBuf, MachineError> {
-    profile_path(|name| std::env::var_os(name)).ok_or(MachineError::NoPlace)
+pub fn local_profile_path(of: Processor) -> Result<PathBuf, MachineError> {
+    profile_path(of, |name| std::env::var_os(name)).ok_or(MachineError::NoPlace(of))
 }
 
-fn profile_path(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+fn profile_path(of: Processor, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
-    set(PROFILE_VARIABLE).or_else(|| Some(cache()?.join("trainyard").join("machine.toml")))
+    set(of.variable()).or_else(|| Some(cache()?.join("trainyard").join(of.file())))
 }
 
-/// This machine's profile; None when it has not been calibrated.
+/// This machine's profile, or its GPU's; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
+/// have.
 ///
 /// # Errors
 ///
-/// A file that cannot be read or does not parse, a profile of another machine, and a file that `TRAINYARD_PROFILE` names and that is not there.
-pub fn load_local_profile() -> Result<Option<MachineProfile>, MachineError> {
-    let path = local_profile_path()?;
-    let named = std::env::var_os(PROFILE_VARIABLE).is_some_and(|value| !value.is_empty());
-    match MachineProfile::load(&path, &Machine::here()) {
+/// A file that cannot be read or does not parse, a profile of another machine, and a file that the variable names and that is not there.
+pub fn load_local_profile(of: Processor) -> Result<Option<MachineProfile>, MachineError> {
+    let path = local_profile_path(of)?;
+    let named = std::env::var_os(of.variable()).is_some_and(|value| !value.is_empty());
+    let found = match of {
+        Processor::Cpu => MachineProfile::load(&path, &Machine::here()),
+        Processor::Gpu => MachineProfile::read(&path),
+    };
+    match found {
         Err(MachineError::File { source, .. }) if !named && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
@@ -193,18 +239,26 @@ impl MachineProfile {
     ///
     /// As [`load_local_profile`].
     pub fn load(path: &Path, here: &Machine) -> Result<MachineProfile, MachineError> {
-        let text = std::fs::read_to_string(path).map_err(|source| MachineError::File {
-            what: "read",
-            path: path.to_owned(),
-            source,
-        })?;
-        let profile =
-            MachineProfile::parse(&text).map_err(|problem| MachineError::Parse { path: path.to_owned(), problem })?;
+        let profile = MachineProfile::read(path)?;
         if profile.machine.is(here) {
             return Ok(profile);
         }
         let (there, here) = (Box::new(profile.machine), Box::new(here.clone()));
         Err(MachineError::OtherMachine { path: path.to_owned(), there, here })
+    }
+
+    /// The profile in the file `path`, whatever machine it is of.
+    ///
+    /// # Errors
+    ///
+    /// A file that cannot be read or does not parse.
+    pub fn read(path: &Path) -> Result<MachineProfile, MachineError> {
+        let text = std::fs::read_to_string(path).map_err(|source| MachineError::File {
+            what: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        MachineProfile::parse(&text).map_err(|problem| MachineError::Parse { path: path.to_owned(), problem })
     }
 
     fn parse(text: &str) -> Result<MachineProfile, String> {
@@ -233,7 +287,15 @@ impl MachineProfile {
             ("disk.write_bytes_per_s", self.disk.write_bytes_per_s),
             ("disk.read_bytes_per_s", self.disk.read_bytes_per_s),
         ];
-        if let Some((name, value)) = rates.iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+        let transfers = self.transfers.iter().flat_map(|transfers| {
+            [
+                ("transfers.to_device_bytes_per_s", transfers.to_device_bytes_per_s),
+                ("transfers.to_host_bytes_per_s", transfers.to_host_bytes_per_s),
+            ]
+        });
+        if let Some((name, value)) =
+            rates.into_iter().chain(transfers).find(|(_, value)| !(*value > 0.0 && value.is_finite()))
+        {
             return Err(format!("{name} is {value}, and must be positive"));
         }
         self.kernels.iter().try_for_each(KernelCurve::check)?;
@@ -280,11 +342,12 @@ pub(crate) mod tests {
             format: FORMAT,
             measured: "2026-11-22T00:00:00Z".into(),
             method: "by hand".into(),
-            machine: Machine { cpu: "Test CPU".into(), cores: 2, threads: 2, isa: "avx2".into() },
+            machine: Machine { cpu: "Test CPU".into(), cores: 2, threads: 2, isa: "avx2".into(), gpu: None },
             speeds,
             overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
             interference: Interference { compute: 1.0, communication: 1.0, start_s: 0.0 },
             disk: Disk { write_bytes_per_s: 1e9, read_bytes_per_s: 2e9 },
+            transfers: None,
             collectives: vec![CollectiveCurve {
                 operation: "all_reduce".into(),
                 ranks: 2,
@@ -306,13 +369,33 @@ pub(crate) mod tests {
     fn the_place_is_the_variables_else_the_caches_else_homes() {
         let place = |set: &[(&str, &str)]| {
             let found = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
-            profile_path(found).map(|path| path.display().to_string())
+            profile_path(Processor::Cpu, found).map(|path| path.display().to_string())
         };
         let (own, cache, home) = (("TRAINYARD_PROFILE", "/p.toml"), ("XDG_CACHE_HOME", "/cache"), ("HOME", "/h"));
         assert_eq!(place(&[own, cache, home]).unwrap(), "/p.toml");
         assert_eq!(place(&[cache, home]).unwrap(), "/cache/trainyard/machine.toml");
         assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/h/.cache/trainyard/machine.toml");
         assert_eq!(place(&[]), None);
+        let gpu = |name: &str| (name == "HOME").then(|| OsString::from("/h"));
+        assert_eq!(profile_path(Processor::Gpu, gpu).unwrap(), Path::new("/h/.cache/trainyard/gpu.toml"));
+    }
+
+    #[test]
+    fn a_gpus_profile_keeps_what_a_processors_has_not() {
+        let gpu = Gpu {
+            name: "NVIDIA H200".into(),
+            architecture: "sm_90a".into(),
+            multiprocessors: 132,
+            memory_bytes: 141 << 30,
+            count: 1,
+        };
+        let machine = Machine { gpu: Some(gpu), ..small().machine };
+        let transfers = Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 });
+        let profile = MachineProfile { machine, transfers, ..small() };
+        assert_eq!(MachineProfile::parse(&profile.to_toml()).unwrap(), profile);
+        let bad = profile.to_toml().replace("to_host_bytes_per_s = 40000000000.0", "to_host_bytes_per_s = -1.0");
+        assert!(MachineProfile::parse(&bad).unwrap_err().contains("transfers.to_host_bytes_per_s is -1"));
+        assert!(!small().to_toml().contains("gpu"), "a processor's profile is as it was");
     }
 
     #[test]

@@ -4,4 +4,5 @@
 mod array;
 pub mod attention;
 pub mod gemm;
+pub mod gpu;
 pub mod memory_bound;

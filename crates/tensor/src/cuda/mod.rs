@@ -12,11 +12,13 @@ pub(crate) mod index;
 mod lanes;
 mod launch;
 mod linear;
+pub mod link;
 mod loss;
 mod matrix_optim;
 pub(crate) mod memory;
 mod norm;
 mod optim;
+pub mod peak;
 pub(crate) mod plain;
 mod pointwise;
 mod staging;
@@ -76,6 +78,11 @@ impl Cuda {
     /// What the machine or this build lacks for it, in a sentence.
     pub fn check(ordinal: usize) -> Result<()> {
         Ok(trainyard_cuda::check(ordinal)?)
+    }
+
+    /// GPUs that the process sees.
+    pub fn count() -> usize {
+        trainyard_cuda::count()
     }
 
     /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does for it.

@@ -15,6 +15,10 @@ pub(super) struct Pinned {
 unsafe impl Send for Pinned {}
 
 impl Pinned {
+    pub fn data(&self) -> *mut u8 {
+        self.data
+    }
+
     pub fn free(self, driver: &dyn Driver) {
         // SAFETY: it came from this driver, and whoever used it has waited for its stream.
         unsafe { driver.free_pinned(self.data) }
@@ -68,7 +72,7 @@ impl Cuda {
             unsafe { self.driver.upload(stream, Region { written: true, ..region }, pinned.data) }?;
             self.driver.synchronize(stream)?;
         }
-        lock(&self.pinned).push(pinned);
+        self.give_pinned(pinned);
         Ok(result)
     }
 
@@ -80,7 +84,12 @@ impl Cuda {
         Ok(unsafe { self.driver.download(self.stream()?, to.as_mut_ptr(), from) }?)
     }
 
-    fn take_pinned(&self, bytes: usize) -> Result<Pinned> {
+    /// Gives a buffer back, on which nothing works any more.
+    pub(super) fn give_pinned(&self, pinned: Pinned) {
+        lock(&self.pinned).push(pinned);
+    }
+
+    pub(super) fn take_pinned(&self, bytes: usize) -> Result<Pinned> {
         let mut free = lock(&self.pinned);
         let fits = (0..free.len()).filter(|at| free[*at].bytes >= bytes).min_by_key(|at| free[*at].bytes);
         if let Some(at) = fits {

@@ -1,0 +1,308 @@
+//! Measures a GPU into a profile of the same format.
+//!
+//! As on the processor, small models are trained and every kernel call is recorded, here by the device's clock. Two steps are made of each: one in which nothing
+//! is recorded, whose instructions tell what launching costs beside the kernels, and one in which the host waits for every kernel, which tells the
+//! kernels' own times. Ranks have a GPU each, so there is one layout. Collectives between GPUs need several of them and are not measured.
+
+use crate::check::{Case, Pair, Row};
+use crate::collect::Collector;
+use crate::crew::resolve;
+use crate::forecast::forecast;
+use crate::probes::{Model, sums_on};
+use crate::{CalibrateError, disk, sample, utc};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+use trainyard_engine::EngineError;
+use trainyard_engine::bench::Stepper;
+use trainyard_sim::MachineProfile;
+use trainyard_sim::machine::{FORMAT, Gpu, Interference, Machine, Speeds, Transfers, median};
+use trainyard_tensor::bench::gpu::time;
+use trainyard_tensor::cuda::peak::random;
+use trainyard_tensor::cuda::{Cuda, link};
+use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Sizes {
+    /// Widths of the models.
+    dims: Vec<u32>,
+    /// Sequences of a micro-batch, and tokens of each.
+    batches: Vec<(u32, u32)>,
+    /// Rows of the embedding, in turn.
+    vocabularies: Vec<u32>,
+    /// Columns of a head, in turn.
+    head_dims: Vec<u32>,
+    /// Powers of two of elements that are summed and cast.
+    sums: std::ops::Range<u32>,
+    /// Side of the reference product, and bytes of the reference copy.
+    reference: (usize, usize),
+    /// Rounds over all models.
+    rounds: u32,
+}
+
+impl Sizes {
+    /// What `trainyard calibrate --device cuda` does.
+    pub fn of_a_gpu() -> Sizes {
+        Sizes {
+            dims: vec![768, 1024, 2048, 4096],
+            batches: vec![(8, 512), (16, 1024), (4, 4096), (2, 8192)],
+            vocabularies: vec![16_384, 50_304, 128_256],
+            head_dims: vec![64, 128],
+            sums: 14..28,
+            reference: (4096, 256 << 20),
+            rounds: 3,
+        }
+    }
+
+    /// A part of it, once.
+    pub fn quick() -> Sizes {
+        Sizes { dims: vec![1024, 4096], batches: vec![(8, 512), (4, 4096)], rounds: 1, ..Sizes::of_a_gpu() }
+    }
+
+    /// Next to nothing: to test the measuring where a GPU is emulated.
+    pub fn tiny() -> Sizes {
+        Sizes {
+            dims: vec![32],
+            // Two, so that both families come in bf16.
+            batches: vec![(2, 8), (3, 8)],
+            vocabularies: vec![64],
+            head_dims: vec![16],
+            sums: 8..10,
+            reference: (64, 1 << 16),
+            rounds: 1,
+        }
+    }
+
+    /// Twelve configurations, or fewer where fewer sizes are measured: both families, half as wide again as what is measured and two blocks deep, every mode of
+    /// recomputation, with and without accumulation.
+    fn cases(&self) -> Vec<Case> {
+        let modes = ["none", "selective", "full"];
+        let mut cases = Vec::new();
+        for (wide, dim) in self.dims.iter().enumerate() {
+            for (turn, mode) in modes.into_iter().enumerate() {
+                let (rows, length) = self.batches[(wide + turn) % self.batches.len()];
+                let head_dim = self.head_dims[(wide + turn) % self.head_dims.len()];
+                let model = Model {
+                    family: if (wide + turn) % 2 == 0 { "gpt2" } else { "llama" },
+                    dtype: "bf16",
+                    dim: dim + dim / 2,
+                    head_dim: if (dim + dim / 2).is_multiple_of(head_dim) { head_dim } else { dim / 2 },
+                    vocab: self.vocabularies[turn % self.vocabularies.len()],
+                    rows,
+                    length,
+                    accumulation: 1 + turn as u32 % 2,
+                };
+                let mut sets = model.sets(1);
+                sets.retain(|set| !set.starts_with("model.layers="));
+                sets.extend(["model.layers=2", "compute.device='cuda'"].map(str::to_owned));
+                sets.push(format!("activation_checkpointing.mode='{mode}'"));
+                let Model { family, dim, accumulation, .. } = model;
+                let name = format!("{family} {dim}x2 bf16 {rows}x{length}x{accumulation} keep {mode}");
+                cases.push(Case { name, sets });
+            }
+        }
+        cases
+    }
+
+    fn models(&self) -> Vec<Model> {
+        let mut models = Vec::new();
+        for (wide, dim) in self.dims.iter().enumerate() {
+            for (long, (rows, length)) in self.batches.iter().enumerate() {
+                for (number, dtype) in ["bf16", "f32"].into_iter().enumerate() {
+                    // In f32 the shorter half only: nobody trains the others so.
+                    if dtype == "f32" && 2 * long >= self.batches.len().max(2) {
+                        continue;
+                    }
+                    let turn = wide + long + number;
+                    models.push(Model {
+                        family: if turn % 2 == 0 { "gpt2" } else { "llama" },
+                        dtype,
+                        dim: *dim,
+                        head_dim: self.head_dims[turn % self.head_dims.len()],
+                        vocab: self.vocabularies[turn % self.vocabularies.len()],
+                        rows: *rows,
+                        length: *length,
+                        accumulation: 2,
+                    });
+                }
+            }
+        }
+        models
+    }
+}
+
+/// Measures the GPU behind `cuda`, of `count` that there are, and the host's disk in `folder`. `progress` is told the share that is done, and what comes next.
+///
+/// # Errors
+///
+/// Anything of the engine, the driver and the disk that does not work.
+pub fn calibrate(
+    cuda: &Arc<Cuda>,
+    count: u32,
+    sizes: &Sizes,
+    folder: &Path,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<MachineProfile, CalibrateError> {
+    progress(0.0, "speeds");
+    let sampler = Sampler::new(cuda, sizes)?;
+    let disk = disk::measure(folder)
+        .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
+    let mut collector = Collector::default();
+    let models = sizes.models();
+    for round in 0..sizes.rounds {
+        for at in 0..models.len() {
+            // Every other round backwards, as on the processor.
+            let model = &models[if round % 2 == 0 { at } else { models.len() - 1 - at }];
+            let done = (round as usize * models.len() + at) as f64 / (sizes.rounds as usize * models.len()) as f64;
+            let Model { family, dim, dtype, rows, length, .. } = model;
+            let name = format!("{family} {dim} {dtype}, {rows} x {length} tokens");
+            progress(0.85 * done, &format!("round {} of {}: {name}", round + 1, sizes.rounds));
+            steps(cuda, model, &sampler, &mut collector)
+                .map_err(|source| CalibrateError::Probe { probe: name, source })?;
+        }
+    }
+    progress(0.85, "sums and casts");
+    for power in sizes.sums.clone() {
+        let before = sampler.sample()?;
+        let calls = sums_on(&Device::cuda(Arc::clone(cuda), None), 1 << power)?;
+        let speeds = sample::between(before, sampler.sample()?);
+        collector.calls(&calls, 1, 1, speeds);
+    }
+    progress(0.95, "copies between host and GPU");
+    let (side, bytes) = sizes.reference;
+    let found = link::measure(cuda, bytes, side)?;
+    let properties = cuda.properties();
+    let gpu = Gpu {
+        name: properties.name.clone(),
+        architecture: properties.architecture(),
+        multiprocessors: properties.multiprocessors,
+        memory_bytes: properties.memory as u64,
+        count,
+    };
+    Ok(MachineProfile {
+        format: FORMAT,
+        measured: utc(SystemTime::now()),
+        method: format!(
+            "by the GPU's clock, medians of {} rounds over {} models; interference is that of products and copies to the GPU; collectives are not measured",
+            sizes.rounds,
+            models.len()
+        ),
+        machine: Machine { gpu: Some(gpu), ..Machine::here() },
+        speeds: Speeds::median(collector.speeds()).expect("every probe samples the speeds"),
+        overheads: collector.overheads(),
+        interference: Interference { compute: found.compute_slowed, communication: found.copies_slowed, start_s: 0.0 },
+        disk,
+        transfers: Some(Transfers {
+            to_device_bytes_per_s: found.to_device_bytes_per_s,
+            to_host_bytes_per_s: found.to_host_bytes_per_s,
+        }),
+        collectives: Vec::new(),
+        kernels: collector.curves(),
+    })
+}
+
+/// Steps of a configuration that count; their median does.
+const STEPS: usize = 5;
+
+/// Trains the configurations of `sizes` that are no probes, wider, longer or deeper, on the GPU behind `cuda`, and compares steps and memory with what `profile`
+/// predicts. `progress` is told the share that is done, and what comes next.
+///
+/// # Errors
+///
+/// A configuration that cannot be trained.
+pub fn check(
+    cuda: &Arc<Cuda>,
+    profile: &MachineProfile,
+    sizes: &Sizes,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<Vec<Row>, CalibrateError> {
+    let cases = sizes.cases();
+    let mut rows = Vec::with_capacity(cases.len());
+    for (number, case) in cases.iter().enumerate() {
+        progress(number as f64 / cases.len() as f64, &case.name);
+        let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
+        rows.push(row(cuda, case, profile).map_err(failed)?);
+    }
+    Ok(rows)
+}
+
+fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, EngineError> {
+    let resolved = resolve(&case.sets)?;
+    let forecast = forecast(&resolved)?;
+    let predicted = forecast.step(profile, &profile.speeds);
+    let device = Device::cuda(Arc::clone(cuda), None);
+    let mut stepper = Stepper::on(&device, &resolved, None)?;
+    // The first one compiles, searches and allocates; the second settles.
+    for _ in 0..2 {
+        stepper.step()?;
+    }
+    let steps = (0..STEPS).map(|_| Ok(stepper.step()?.seconds)).collect::<Result<Vec<f64>, EngineError>>()?;
+    let usage = device.pool().usage();
+    let needs = &forecast.needs.memory;
+    let pair = |measured: usize, predicted: usize| Pair { measured: measured as f64, predicted: predicted as f64 };
+    let memory = Purpose::ALL.map(|purpose| (purpose.name(), pair(usage.peak(purpose), needs.peak(purpose))));
+    Ok(Row {
+        name: case.name.clone(),
+        step_s: Pair { measured: median(steps).unwrap_or(f64::NAN), predicted: predicted.simulated.step_s },
+        memory: memory.into_iter().filter(|(_, pair)| pair.measured + pair.predicted > 0.0).collect(),
+        memory_total: pair(usage.peak_total(), needs.peak_total()),
+        instructions: Default::default(),
+        kernels: Default::default(),
+        unpriced: predicted.unpriced.into_keys().collect(),
+    })
+}
+
+/// One model: a step to settle, one whose instructions are timed, one whose kernels are.
+fn steps(cuda: &Arc<Cuda>, model: &Model, sampler: &Sampler, collector: &mut Collector) -> Result<(), EngineError> {
+    let mut sets = model.sets(1);
+    sets.push("compute.device='cuda'".to_owned());
+    let resolved = resolve(&sets)?;
+    // Its memory is given back with it.
+    let device = Device::cuda(Arc::clone(cuda), None);
+    let mut stepper = Stepper::on(&device, &resolved, None)?;
+    stepper.step()?;
+    let before = sampler.sample()?;
+    let timed = stepper.step()?;
+    device.set_recording(true);
+    let recorded = stepper.step();
+    let calls = device.take_calls();
+    device.set_recording(false);
+    recorded?;
+    let after = sampler.sample()?;
+    collector.sample(after);
+    collector.calls(&calls, 1, 1, sample::between(before, after));
+    collector.step(stepper.program(), &timed, &calls);
+    Ok(())
+}
+
+/// Samples the GPU's speeds: a product of middling size and a copy, by its own clock.
+struct Sampler {
+    device: Device,
+    /// In bf16 and in f32.
+    operands: [[Tensor; 2]; 2],
+    from: Tensor,
+}
+
+impl Sampler {
+    fn new(cuda: &Arc<Cuda>, sizes: &Sizes) -> Result<Sampler, TensorError> {
+        let device = Device::cuda(Arc::clone(cuda), None);
+        let (side, bytes) = sizes.reference;
+        let matrix = |dtype, seed| random(&device, &[side, side], dtype, seed);
+        let pair = |dtype| -> Result<[Tensor; 2], TensorError> { Ok([matrix(dtype, 1)?, matrix(dtype, 2)?]) };
+        let operands = [pair(DType::BF16)?, pair(DType::F32)?];
+        let from = random(&device, &[bytes / 4], DType::F32, 3)?;
+        Ok(Sampler { device, operands, from })
+    }
+
+    fn sample(&self) -> Result<Speeds, TensorError> {
+        let product = |[x, w]: &[Tensor; 2]| -> Result<f64, TensorError> {
+            let seconds = time(&self.device, 0.0, || ops::linear_input_gradient(x, w).map(drop))?;
+            Ok(2.0 * (x.rows() as f64).powi(3) / seconds)
+        };
+        let (bf16_flops, f32_flops) = (product(&self.operands[0])?, product(&self.operands[1])?);
+        let mut to = self.device.empty([self.from.elements()], DType::F32, Purpose::Workspace)?;
+        let copy_s = time(&self.device, 0.0, || to.copy_from(&self.from))?;
+        Ok(Speeds { f32_flops, bf16_flops, copy_bytes_per_s: 2.0 * self.from.bytes() as f64 / copy_s })
+    }
+}

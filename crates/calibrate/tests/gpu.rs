@@ -1,0 +1,83 @@
+//! A GPU's profile, of emulated kernels or of a GPU (`TRAINYARD_TEST_DEVICE`): valid, read again, and enough to price a run.
+
+use std::path::Path;
+use std::sync::Arc;
+use trainyard_calibrate::check::summary;
+use trainyard_calibrate::gpu::{Sizes, calibrate, check};
+use trainyard_calibrate::{forecast, layout};
+use trainyard_engine::config::{Config, Inputs};
+use trainyard_sim::MachineProfile;
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::tested::Tested;
+
+#[test]
+fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
+    let kernels = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&kernels, 0).unwrap_or_else(|problem| panic!("{problem}"));
+    let cuda = Arc::new(Cuda::new(tested.driver.clone(), 1));
+    let folder = tempfile::tempdir().unwrap();
+    let mut said = Vec::new();
+    let mut progress = |share: f64, what: &str| said.push((share, what.to_owned()));
+    let profile = calibrate(&cuda, 1, &Sizes::tiny(), folder.path(), &mut progress).unwrap();
+    assert!(said.is_sorted_by(|a, b| a.0 <= b.0) && said.len() >= 4, "{said:?}");
+    assert_eq!(tested.problems(), [""; 0]);
+
+    let path = folder.path().join("gpu.toml");
+    profile.save(&path).unwrap();
+    let read = MachineProfile::load(&path, &profile.machine).unwrap();
+    assert_eq!(read, profile);
+    assert!(profile.transfers.is_some() && profile.interference.compute >= 1.0, "{profile:?}");
+    let text = profile.to_toml();
+    assert!(!text.contains("nan") && !text.contains("inf\n"), "{text}");
+
+    // A model of neither width nor length that was measured, on one rank and on four.
+    for ranks in [1, 4] {
+        let sets: Vec<String> = [
+            "model.family='llama'",
+            "model.dim=48",
+            "model.layers=2",
+            "model.heads=2",
+            "model.vocab_size=90",
+            "model.max_sequence_length=12",
+            "training.micro_batch_size=3",
+            "training.steps=1",
+            "precision.compute='bf16'",
+            "compute.device='cuda'",
+        ]
+        .iter()
+        .map(|set| (*set).to_owned())
+        .chain([
+            format!("parallel.ranks={ranks}"),
+            format!("parallel.data_parallel_shard_degree={ranks}"),
+            format!("parallel.zero_stage={}", if ranks == 1 { 0 } else { 2 }),
+        ])
+        .collect();
+        let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+        let resolved = Config::parse(Path::new("test"), "", &sets).unwrap().resolve(&inputs).unwrap();
+        assert_eq!(layout(&resolved, ranks).threads, 1);
+        let step = forecast(&resolved).unwrap().step(&read, &read.speeds);
+        assert!(step.simulated.step_s > 0.0 && step.simulated.step_s.is_finite());
+        // Sums over ranks come with ranks, and are measured too.
+        assert_eq!(step.unpriced.into_keys().collect::<Vec<_>>(), [""; 0], "on {ranks} ranks");
+    }
+}
+
+#[test]
+fn predictions_are_compared_with_steps_of_models_that_no_probe_was() {
+    let kernels = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&kernels, 0).unwrap_or_else(|problem| panic!("{problem}"));
+    let cuda = Arc::new(Cuda::new(tested.driver.clone(), 1));
+    let folder = tempfile::tempdir().unwrap();
+    let profile = calibrate(&cuda, 1, &Sizes::tiny(), folder.path(), &mut |_, _| {}).unwrap();
+    let rows = check(&cuda, &profile, &Sizes::tiny(), &mut |_, _| {}).unwrap();
+    assert_eq!(rows.len(), 3);
+    for row in &rows {
+        // Emulated steps take the host's time and are predicted by the fake's clock: neither says anything of the other.
+        assert!(row.step_s.measured > 0.0 && row.step_s.predicted > 0.0, "{row:?}");
+        assert_eq!(row.unpriced, [""; 0], "{}", row.name);
+    }
+    // Memory is what it is anywhere.
+    let (purpose, total) = summary(&rows).unwrap().memory;
+    assert!(purpose <= 0.02 && total <= 0.02, "{rows:?}");
+    assert_eq!(tested.problems(), [""; 0]);
+}

@@ -1,0 +1,39 @@
+//! The functions computed on CUDA are those of transformers too: the goldens of `golden.rs`, on emulated kernels or on a GPU (`TRAINYARD_TEST_DEVICE`).
+
+mod common;
+
+use common::GOLDENS;
+use common::golden::{check, check_in};
+use std::path::Path;
+use std::sync::Arc;
+use trainyard_autograd::Policy;
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::tested::Tested;
+use trainyard_tensor::{DType, Device};
+
+fn device() -> (Tested, Device) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&folder, 0).unwrap_or_else(|problem| panic!("{problem}"));
+    let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1)), None);
+    (tested, device)
+}
+
+#[test]
+fn logits_and_every_gradient_on_cuda_agree_with_transformers() {
+    for name in GOLDENS {
+        let (tested, device) = device();
+        check(name, &device, Policy::Everything, true);
+        assert_eq!(tested.problems(), [""; 0], "{name}");
+    }
+}
+
+#[test]
+fn half_precision_on_cuda_stays_near_transformers() {
+    for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {
+        for name in GOLDENS {
+            let (tested, device) = device();
+            check_in(name, &device, dtype, tolerance);
+            assert_eq!(tested.problems(), [""; 0], "{name}");
+        }
+    }
+}

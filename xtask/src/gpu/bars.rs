@@ -1,0 +1,297 @@
+//! The bars: what `trainyard bench` measures on the GPU, beside PyTorch on the same one, in turn.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use super::python::Python;
+use super::suites::Executables;
+use crate::bench::measure::{self, Measured, Row, geometric_mean};
+use crate::bench::target_folder;
+
+/// What both sides train: a preset, sequences, their length, rows of the embedding.
+struct Training {
+    name: &'static str,
+    preset: &'static str,
+    rows: &'static str,
+    length: &'static str,
+    vocabulary: &'static str,
+}
+
+const TRAININGS: [Training; 2] = [
+    Training { name: "GPT-2 124M", preset: "gpt2-124m", rows: "64", length: "1024", vocabulary: "50304" },
+    Training { name: "Llama 1B", preset: "llama-1b", rows: "8", length: "4096", vocabulary: "128256" },
+];
+/// Timed steps of a run.
+const STEPS: &str = "10";
+
+/// What was measured.
+#[derive(Serialize)]
+pub struct Bars {
+    rows: Vec<Named>,
+    /// What could not be measured, and why: a wrong result among them.
+    pub failures: Vec<String>,
+    /// What the column of the peer is of, or why it is empty.
+    peer: String,
+    /// Where the peer failed: ours stands alone there.
+    alone: Vec<String>,
+    /// Everything that was printed, ours and theirs.
+    printed: Vec<Printed>,
+}
+
+struct Named(&'static str, Row);
+
+impl Serialize for Named {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        (self.0, &self.1).serialize(serializer)
+    }
+}
+
+#[derive(Serialize)]
+struct Printed {
+    what: &'static str,
+    ours: Vec<Value>,
+    theirs: Vec<Value>,
+}
+
+impl Bars {
+    /// The table and what stands below it, as Markdown.
+    pub fn text(&self) -> String {
+        let rows: Vec<(&str, &Row)> = self.rows.iter().map(|Named(name, row)| (*name, row)).collect();
+        let missed: Vec<String> =
+            rows.iter().filter(|(_, row)| row.passed() == Some(false)).map(|r| r.1.name()).collect();
+        let met = rows.iter().filter(|(_, row)| row.passed() == Some(true)).count();
+        let mut text = format!("{}\n{}\n{met} bars met", measure::print(&rows), self.peer);
+        text += &if missed.is_empty() {
+            "\n".to_owned()
+        } else {
+            format!(", {} missed: {}\n", missed.len(), missed.join("; "))
+        };
+        for failure in &self.alone {
+            text += &format!("PyTorch failed: {failure}\n");
+        }
+        for failure in &self.failures {
+            text += &format!("NOT MEASURED: {failure}\n");
+        }
+        text
+    }
+}
+
+/// Measures everything, `pairs` times in turn with PyTorch where there is one.
+pub fn run(root: &Path, executables: &Executables, python: Option<&Python>, pairs: usize) -> Bars {
+    println!("\n== bars");
+    let peer = python.map_or("no PyTorch found: ratios are not judged".to_owned(), |python| {
+        format!("PyTorch {}: compiled, bf16, fused AdamW, the fastest backend of its attention", python.torch)
+    });
+    let mut bars = Bars { rows: Vec::new(), failures: Vec::new(), peer, alone: Vec::new(), printed: Vec::new() };
+    let folder = target_folder(root).join("bench");
+    let program = std::fs::create_dir_all(&folder).context("no folder for what is measured");
+    let program = program.and_then(|()| executables.program(root));
+    let program = match program {
+        Ok(program) => program,
+        Err(error) => {
+            bars.failures.push(format!("{error:#}"));
+            return bars;
+        }
+    };
+    let bench = Bench { root, program, python, pairs, folder };
+    bars.add("kernels", || bench.kernels(), kernels);
+    for training in &TRAININGS {
+        bars.add(training.name, || bench.training(training), self::training);
+    }
+    bars.add("planner", || bench.planner(), planner);
+    bars
+}
+
+impl Bars {
+    fn add(
+        &mut self,
+        what: &'static str,
+        measured: impl FnOnce() -> Result<(Measured, Option<String>)>,
+        rows: impl FnOnce(&Measured) -> Result<Vec<Row>>,
+    ) {
+        println!("{what}");
+        let result = measured().and_then(|(measured, problem)| Ok((rows(&measured)?, measured, problem)));
+        match result {
+            Ok((rows, Measured { ours, theirs }, problem)) => {
+                self.alone.extend(problem.map(|problem| format!("{what}: {problem}")));
+                // At once too: the rest may take minutes.
+                print!("{}", measure::print(&rows.iter().map(|row| (what, row)).collect::<Vec<_>>()));
+                self.rows.extend(rows.into_iter().map(|row| Named(what, row)));
+                self.printed.push(Printed { what, ours, theirs });
+            }
+            Err(error) => self.failures.push(format!("{what}: {error:#}")),
+        }
+    }
+}
+
+struct Bench<'a> {
+    root: &'a Path,
+    program: PathBuf,
+    python: Option<&'a Python>,
+    pairs: usize,
+    folder: PathBuf,
+}
+
+impl Bench<'_> {
+    fn ours(&self, log: &str, arguments: &[&str]) -> Result<Value> {
+        let mut command = std::process::Command::new(&self.program);
+        measure::last_json_line(command.args(arguments), &self.folder.join(format!("{log}.ours.log")))
+    }
+
+    /// Ours and theirs in turn; ours alone once theirs has failed, with what it said.
+    fn pairs(&self, log: &str, ours: &[&str], theirs: &[&str]) -> Result<(Measured, Option<String>)> {
+        let mut measured = Measured { ours: Vec::new(), theirs: Vec::new() };
+        let (mut peer, mut problem) = (self.python, None);
+        for pair in 1..=self.pairs {
+            measured.ours.push(self.ours(log, ours)?);
+            if let Some(python) = peer {
+                // What the peer is to run: what ours ran.
+                let file = self.folder.join(format!("{log}.ours.json"));
+                std::fs::write(&file, measured.ours[0].to_string())
+                    .with_context(|| format!("cannot write {}", file.display()))?;
+                let mut command = python.command(self.root, "torch_gpu.py", theirs);
+                let log = self.folder.join(format!("{log}.peer.log"));
+                match measure::last_json_line(command.current_dir(&self.folder), &log) {
+                    Ok(printed) => measured.theirs.push(printed),
+                    Err(error) => {
+                        problem = Some(format!("{error:#}"));
+                        peer = None;
+                        measured.theirs.clear();
+                    }
+                }
+            }
+            println!("  pair {pair} of {}", self.pairs);
+        }
+        Ok((measured, problem))
+    }
+
+    fn kernels(&self) -> Result<(Measured, Option<String>)> {
+        self.pairs("gpu-kernels", &["bench", "gpu", "--json"], &["kernels", "gpu-kernels.ours.json"])
+    }
+
+    fn training(&self, training: &Training) -> Result<(Measured, Option<String>)> {
+        let Training { preset, rows, length, vocabulary, .. } = *training;
+        let shape =
+            ["--preset", preset, "--rows", rows, "--length", length, "--vocab-size", vocabulary, "--steps", STEPS];
+        let ours = [&["bench", "train", "--set", "compute.device=cuda", "--json"][..], &shape].concat();
+        self.pairs(&format!("gpu-{preset}"), &ours, &[&["train"][..], &shape].concat())
+    }
+}
+
+impl Bench<'_> {
+    /// Calibrates, and trains what it then predicts.
+    fn planner(&self) -> Result<(Measured, Option<String>)> {
+        let profile = self.folder.join("gpu-profile.toml");
+        let out = profile.to_str().context("the target folder is not UTF-8")?;
+        let calibrate = ["calibrate", "--device", "cuda", "--out", out];
+        let mut command = std::process::Command::new(&self.program);
+        measure::output(command.args(calibrate), &self.folder.join("gpu-calibrate.log"))?;
+        let checked = self.ours("gpu-check", &[&calibrate[..], &["--check", "--json"]].concat())?;
+        Ok((Measured { ours: vec![checked], theirs: Vec::new() }, None))
+    }
+}
+
+fn planner(m: &Measured) -> Result<Vec<Row>> {
+    Ok(vec![
+        Row::new("configurations", "", m.ours("/configurations")?),
+        Row::new("step time after calibrate, median error", "", m.ours("/step_error_median")?).at_most(0.05),
+        Row::new("the same, 90th percentile", "", m.ours("/step_error_p90")?),
+        Row::new("peak memory, the worst total", "", m.ours("/memory_error_total")?).at_most(0.02),
+    ])
+}
+
+/// Each case is a row: attention against PyTorch, what streams against a copy; of products the mean, and the worst.
+fn kernels(m: &Measured) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let peaks = [
+        ("measured peak of bf16 products", "/bf16_tflops", "TFLOP/s"),
+        ("measured peak of f32 products", "/f32_tflops", "TFLOP/s"),
+        ("measured bandwidth of a copy", "/copy_gb_per_s", "GB/s"),
+    ];
+    for (what, pointer, unit) in peaks {
+        rows.push(Row::new(what, unit, m.ours(pointer)?));
+    }
+    let products = m.cases(&[("kind", "product")], "tflops")?;
+    let ours = geometric_mean(products.iter().map(|case| case.ours))?;
+    let theirs: Option<Vec<f64>> = products.iter().map(|case| case.theirs).collect();
+    rows.push(Row::new("products, geometric mean", "TFLOP/s", ours).against(theirs.map(geometric_mean).transpose()?));
+    let shares = m.cases(&[("kind", "product")], "peak_share")?;
+    rows.push(Row::new("products, mean share of the peak", "", geometric_mean(shares.iter().map(|case| case.ours))?));
+    if let Some(worst) = shares.iter().min_by(|a, b| a.ours.total_cmp(&b.ours)) {
+        rows.push(Row::new(format!("the worst of them: {}", worst.name), "", worst.ours));
+    }
+    for case in m.cases(&[("kind", "attention")], "tflops")? {
+        rows.push(Row::new(case.name, "TFLOP/s", case.ours).against(case.theirs).ratio_at_least(0.8));
+    }
+    for case in m.cases(&[("kind", "streaming")], "peak_share")? {
+        rows.push(Row::new(case.name, "of a copy", case.ours).against(case.theirs).at_least(0.8));
+    }
+    Ok(rows)
+}
+
+fn training(m: &Measured) -> Result<Vec<Row>> {
+    let gib = |bytes: f64| bytes / f64::from(1 << 30);
+    let (peak, predicted) = (m.ours("/mem_peak_bytes")?, m.ours("/mem_predicted_bytes")?);
+    Ok(vec![
+        Row::new("speed", "tokens/s", m.ours("/tokens_per_s")?).against(m.theirs("/tokens_per_s")?).ratio_at_least(1.0),
+        Row::new("utilisation of the measured bf16 peak", "", m.ours("/mfu")?).at_least(0.55),
+        Row::new("peak memory", "GiB", gib(peak)).against(m.theirs("/peak_bytes")?.map(gib)),
+        Row::new("peak memory, off the prediction", "", (peak / predicted - 1.0).abs()).at_most(0.02),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn kernels_printed(attention: f64, share: f64) -> Value {
+        let case = |name: &str, kind: &str, tflops: f64, share: f64| json!({"name": name, "kind": kind, "tflops": tflops, "peak_share": share});
+        json!({"bf16_tflops": 790.0, "f32_tflops": 51.0, "copy_gb_per_s": 4300.0, "cases": [
+            case("p", "product", 700.0, 0.9), case("q", "product", 600.0, 0.7),
+            case("a", "attention", attention, 0.5), case("rms_norm", "streaming", 0.0, share)]})
+    }
+
+    #[test]
+    fn bars_are_judged_by_name() {
+        let measured = Measured { ours: vec![kernels_printed(300.0, 0.7)], theirs: vec![kernels_printed(400.0, 0.9)] };
+        let rows = kernels(&measured).unwrap();
+        let verdicts: Vec<(String, Option<bool>)> = rows.iter().map(|row| (row.name(), row.passed())).collect();
+        assert_eq!(verdicts.iter().filter(|(_, passed)| passed.is_none()).count(), 6);
+        assert_eq!(verdicts[6..], [("a".to_owned(), Some(false)), ("rms_norm".to_owned(), Some(false))]);
+        let alone = kernels(&Measured { ours: vec![kernels_printed(300.0, 0.85)], theirs: vec![] }).unwrap();
+        assert_eq!((alone[6].passed(), alone[7].passed()), (None, Some(true)));
+
+        let run = json!({"tokens_per_s": 900.0, "mfu": 0.5, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9});
+        let checked =
+            json!({"configurations": 12, "step_error_median": 0.06, "step_error_p90": 0.1, "memory_error_total": 0.0});
+        let rows = planner(&Measured { ours: vec![checked], theirs: vec![] }).unwrap();
+        assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [None, Some(false), None, Some(true)]);
+        let peer = json!({"tokens_per_s": 800.0, "peak_bytes": 90e9});
+        let rows = training(&Measured { ours: vec![run], theirs: vec![peer] }).unwrap();
+        assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [Some(true), Some(false), None, Some(true)]);
+    }
+
+    #[test]
+    fn the_text_says_what_is_missed_and_what_was_not_measured() {
+        let mut bars = Bars {
+            rows: Vec::new(),
+            failures: Vec::new(),
+            peer: "no PyTorch found".into(),
+            alone: Vec::new(),
+            printed: Vec::new(),
+        };
+        let measured = || Ok((Measured { ours: vec![json!({"x": 1.0})], theirs: vec![] }, None));
+        bars.add("one", measured, |m| Ok(vec![Row::new("speed", "1/s", m.ours("/x")?).at_least(2.0)]));
+        bars.add("two", measured, |m| Ok(vec![Row::new("speed", "1/s", m.ours("/y")?)]));
+        bars.add("three", measured, |m| Ok(vec![Row::new("share", "", m.ours("/x")?).at_least(1.0)]));
+        let text = bars.text();
+        assert!(text.contains("no PyTorch found\n1 bars met, 1 missed: speed\nNOT MEASURED: two: no `/y`"), "{text}");
+        let json = serde_json::to_value(&bars).unwrap();
+        assert_eq!((&json["rows"][0][0], &json["rows"][1][1]["passed"]), (&json!("one"), &json!(true)));
+        assert_eq!(json["printed"].as_array().unwrap().len(), 2);
+    }
+}
