@@ -134,6 +134,7 @@ impl Backward<'_> {
             values: self.values,
             earlier: &self.earlier[..producer],
             node,
+            one: self.one,
             flow: &mut *self.flow,
         };
         let tensor = node.function.recompute(&mut cx)?;

@@ -97,6 +97,15 @@ fn available() -> Option<usize> {
     Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
 }
 
+/// The rank's place among those on its host, which is that of its GPU.
+pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
+    let Some(world) = world else { return Ok(0) };
+    match Environment::detect()?.local_rank {
+        Some(local) => Ok(local as usize),
+        None => Ok(world.rank()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,14 +132,5 @@ mod tests {
         }
         let nothing = Prediction { host_memory: memory, ..prediction };
         assert!(check_host(&nothing, 1 << 30).is_ok());
-    }
-}
-
-/// The rank's place among those on its host, which is that of its GPU.
-pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
-    let Some(world) = world else { return Ok(0) };
-    match Environment::detect()?.local_rank {
-        Some(local) => Ok(local as usize),
-        None => Ok(world.rank()),
     }
 }

@@ -187,8 +187,8 @@ fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
         let order = ["embedding", "cross_entropy_in_place", "index_add", "chunk_squares", update[0]].map(first);
         assert!(order.is_sorted(), "{third:?}");
         assert!(third[order[4]..].iter().all(|n| update.contains(n)), "{third:?}");
-            // The host reads nothing before the norm, so until then it runs ahead.
-            assert!(first("download") > order[3], "{third:?}");
+        // The host reads nothing before the norm, so until then it runs ahead.
+        assert!(first("download") > order[3], "{third:?}");
     }
 }
 

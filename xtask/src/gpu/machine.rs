@@ -5,13 +5,10 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 use trainyard_cuda::driver::{Driver, Properties};
-use trainyard_cuda::find::{Library, Places};
+use trainyard_cuda::find::{NCCL, Places};
 use trainyard_cuda::nvidia::Nvidia;
 
 use super::python::Python;
-
-/// Collectives between GPUs.
-const NCCL: Library = Library { name: "NCCL", stem: "nccl", package: "nvidia-nccl", majors: &[2] };
 
 /// What figures depend on.
 #[derive(Debug, Serialize)]
