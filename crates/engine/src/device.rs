@@ -74,8 +74,8 @@ fn fits_on_host(prediction: &Prediction, ranks: usize, available: usize) -> Resu
     }
     let share = if ranks > 1 { format!(" for each of {ranks} ranks on this host") } else { String::new() };
     Err(does_not_fit(format!(
-        "what memory.offload puts on the host needs {}{share}, {} more than the {} that are available: offload less, or to \"disk\"; or share it over more hosts \
-         with parallel.zero_stage",
+        "what memory.offload puts on the host needs {}{share}, {} more than the {} that are available: offload less, or to \"disk\"; or shard it \
+         over more hosts (docs/parallelism.md)",
         pinned(prediction),
         mebibytes(needed - available),
         mebibytes(available),

@@ -24,7 +24,7 @@ use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use marks::Marks;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use step::Step;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
@@ -32,7 +32,7 @@ use trainyard_model::{Batch, Forward, Model, Passage};
 use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
-use trainyard_tensor::{Computes, DType, Device, Tensor};
+use trainyard_tensor::{Computes, DType, Device};
 
 /// Everything that a rank trains.
 pub struct Rank {
@@ -54,8 +54,6 @@ pub struct Rank {
     faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
     seed: u64,
-    /// A scalar 1, once it was needed.
-    one: OnceLock<Tensor>,
 }
 
 /// What updates change beside parameters.
@@ -161,7 +159,6 @@ impl Rank {
             faults: None,
             reduce_dtype,
             seed,
-            one: OnceLock::new(),
         }
     }
 

@@ -314,13 +314,15 @@ impl Rank {
                 (recording, input.as_ref().map(Place::from), Place::from(&output))
             }
         };
-        let gradient = match carried.flowing.remove(&micro_batch) {
-            Some(gradient) => gradient,
-            None => self.one()?,
+        let (gradient, recording) = match carried.flowing.remove(&micro_batch) {
+            Some(gradient) => (gradient, recording),
+            None => {
+                let one = self.device.tensor([], &[1.0f32], Purpose::Activations)?;
+                (one.clone(), recording.with_one(&one))
+            }
         };
         let inputs: Vec<Place> = input.into_iter().collect();
         let mut target = self.gradients.of(micro_batch, step.apart);
-        let recording = recording.with_one(&self.one()?);
         let mut gradients = recording.backward_at(&[(output, gradient)], &inputs, &self.parameters, &mut target)?;
         if let Some(Some(gradient)) = gradients.pop() {
             carried.flowing.insert(micro_batch, gradient);
@@ -391,15 +393,6 @@ impl Rank {
             Some(loss) => Ok(f64::from(loss.to_scalar()?)),
             None => Ok(0.0),
         }
-    }
-
-    /// A scalar 1, where gradients begin.
-    fn one(&self) -> Result<Tensor> {
-        if let Some(one) = self.one.get() {
-            return Ok(one.clone());
-        }
-        let one = self.device.tensor([], &[1.0f32], Purpose::Activations)?;
-        Ok(self.one.get_or_init(|| one).clone())
     }
 }
 

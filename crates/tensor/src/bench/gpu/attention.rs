@@ -1,6 +1,6 @@
 //! Attention, causal, forward and backward.
 
-use super::{Result, Sizes, Timing, near, places, time, tolerance};
+use super::{Result, Sizes, Timing, near, near_sums, places, time, tolerance};
 use crate::cpu::attention::{AttentionSpec, flops_backward, flops_forward};
 use crate::cuda::peak::{Peaks, random};
 use crate::ops::{self, Segments};
@@ -89,25 +89,29 @@ impl Check<'_> {
             }
             let what = |part: &str| format!("{part} of row {row} of attention, {}", self.name);
             near(|| what("the result"), &self.columns(&self.out, row, q_at), &wanted, self.tolerance)?;
-            let mut dq = vec![0.0; d];
-            for (key, ds) in self.score_gradients(head, row, &probabilities).into_iter().enumerate() {
-                add(&mut dq, ds, &self.columns(&self.qkv, key, k_at));
+            let (mut dq, mut terms) = (vec![0.0; d], 0.0);
+            for (key, (ds, of)) in self.score_gradients(head, row, &probabilities).into_iter().enumerate() {
+                let k = self.columns(&self.qkv, key, k_at);
+                add(&mut dq, ds, &k);
+                terms += of * dot(&k, &k).sqrt();
             }
-            near(|| what("dq"), &self.columns(&self.dqkv, row, q_at), &dq, 2.0 * self.tolerance)?;
+            near_sums(|| what("dq"), &self.columns(&self.dqkv, row, q_at), &dq, 2.0 * self.tolerance, terms)?;
         }
         // Of keys and values a late row, which few queries see: their probabilities are cheap.
         let key = self.length - self.length.min(CHECKED);
-        let (mut dk, mut dv) = (vec![0.0; d], vec![0.0; d]);
+        let (mut dk, mut dv, mut terms) = (vec![0.0; d], vec![0.0; d], 0.0);
         for head in kv_head * self.spec.group()..(kv_head + 1) * self.spec.group() {
             for row in key..self.length {
                 let probabilities = self.probabilities(head, row);
                 add(&mut dv, probabilities[key], &self.columns(&self.dout, row, head * d));
-                let ds = self.score_gradients(head, row, &probabilities)[key];
-                add(&mut dk, ds, &self.columns(&self.qkv, row, head * d));
+                let (ds, of) = self.score_gradients(head, row, &probabilities)[key];
+                let q = self.columns(&self.qkv, row, head * d);
+                add(&mut dk, ds, &q);
+                terms += of * dot(&q, &q).sqrt();
             }
         }
         let what = |part: &str| format!("{part} of row {key} of attention, {}", self.name);
-        near(|| what("dk"), &self.columns(&self.dqkv, key, k_at), &dk, 4.0 * self.tolerance)?;
+        near_sums(|| what("dk"), &self.columns(&self.dqkv, key, k_at), &dk, 4.0 * self.tolerance, terms)?;
         near(|| what("dv"), &self.columns(&self.dqkv, key, v_at), &dv, 2.0 * self.tolerance)
     }
 
@@ -129,14 +133,16 @@ impl Check<'_> {
         scores.iter().map(|score| (score - most).exp() / sum).collect()
     }
 
-    /// Of the scores before they are scaled: `p (dp - sum p dp) scale`.
-    fn score_gradients(&self, head: usize, row: usize, probabilities: &[f64]) -> Vec<f64> {
+    /// Of the scores before they are scaled: `p (dp - sum p dp) scale`, and the same with both terms' absolute values added.
+    fn score_gradients(&self, head: usize, row: usize, probabilities: &[f64]) -> Vec<(f64, f64)> {
         let (d, group) = (self.spec.head_dim, self.spec.group());
         let v_at = self.spec.q_cols() + self.spec.kv_cols() + head / group * d;
         let dout = self.columns(&self.dout, row, head * d);
         let dp: Vec<f64> = (0..=row).map(|key| dot(&dout, &self.columns(&self.qkv, key, v_at))).collect();
         let delta = dot(probabilities, &dp);
-        probabilities.iter().zip(&dp).map(|(p, dp)| p * (dp - delta) * f64::from(self.spec.scale)).collect()
+        let scale = f64::from(self.spec.scale);
+        let gradient = |(p, dp): (&f64, &f64)| (p * (dp - delta) * scale, p * (dp.abs() + delta.abs()) * scale.abs());
+        probabilities.iter().zip(&dp).map(gradient).collect()
     }
 }
 

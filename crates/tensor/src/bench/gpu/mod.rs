@@ -149,10 +149,21 @@ pub fn time(device: &Device, seconds: f64, mut call: impl FnMut() -> TensorResul
 
 /// Fails unless two rows are one but for rounding: their distance relative to the wanted one's length, plus nothing where both are nothing.
 fn near<X: Copy + Into<f64>>(what: impl Fn() -> String, found: &[X], wanted: &[X], tolerance: f64) -> Result<()> {
+    near_sums(what, found, wanted, tolerance, 0.0)
+}
+
+/// As [`near`], of sums whose terms may cancel: `terms` is the length of all of them together, whose rounding in f32 stays.
+fn near_sums<X: Copy + Into<f64>>(
+    what: impl Fn() -> String,
+    found: &[X],
+    wanted: &[X],
+    tolerance: f64,
+    terms: f64,
+) -> Result<()> {
     let length = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let pairs = || found.iter().zip(wanted).map(|(found, wanted)| ((*found).into(), (*wanted).into()));
     let distance = length(&mut pairs().map(|(found, wanted): (f64, f64)| found - wanted));
-    let allowed = tolerance * length(&mut wanted.iter().map(|x| (*x).into())) + 1e-12;
+    let allowed = tolerance * length(&mut wanted.iter().map(|x| (*x).into())) + 2f64.powi(-20) * terms + 1e-12;
     if found.len() == wanted.len() && distance <= allowed {
         return Ok(());
     }
