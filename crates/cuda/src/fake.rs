@@ -158,11 +158,12 @@ enum Work {
     },
 }
 
-/// What every piece of work takes on the fake's clocks, and what each byte of a kernel's regions, each byte of a copy's and each operation of a product adds: round
-/// numbers, so that times are the same everywhere and grow with the work, and mean nothing else. Copies take little, so that those of small models hide.
+/// What every piece of work takes on the fake's clocks, and what each byte of its regions, each byte that comes from or goes to the host and each operation of a
+/// product adds: round numbers, so that times are the same everywhere and grow with the work, and mean nothing else. The host's bytes take little, so that small models
+/// hide them.
 const SECONDS_OF_WORK: f64 = 1e-6;
 const SECONDS_OF_BYTE: f64 = 1e-9;
-const SECONDS_OF_COPIED_BYTE: f64 = 1e-10;
+const SECONDS_OF_HOST_BYTE: f64 = 1e-10;
 const SECONDS_OF_OPERATION: f64 = 1e-9;
 
 /// Seconds of what is recorded: of a product its operations alone, because its scratch is no measure of it.
@@ -171,7 +172,7 @@ fn seconds_of(record: &Record) -> f64 {
     SECONDS_OF_WORK
         + match record.product {
             Some(form) => 2.0 * (form.batch * form.m * form.n * form.k) as f64 * SECONDS_OF_OPERATION,
-            None if record.launch.is_none() => bytes as f64 * SECONDS_OF_COPIED_BYTE,
+            None if matches!(record.name, "upload" | "download") => bytes as f64 * SECONDS_OF_HOST_BYTE,
             None => bytes as f64 * SECONDS_OF_BYTE,
         }
 }
