@@ -1,5 +1,7 @@
 //! What the ranks say when one of them fails: everybody names the same culprit, within the deadline.
 
+mod departures;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
@@ -69,31 +71,7 @@ fn a_rank_that_does_not_come_is_named_with_its_position() {
 
 #[test]
 fn a_panic_an_abort_and_a_departure_are_told_at_once() {
-    let start = Instant::now();
-    let run = |leave: fn(&Communicator)| {
-        outcomes(3, |comm| {
-            comm.barrier().unwrap();
-            if comm.rank() == 1 {
-                leave(comm);
-                return None;
-            }
-            comm.all_reduce(&mut large()).err()
-        })
-    };
-    let panicked = run(|_| panic!("for the test"));
-    let aborted = run(|comm| drop(comm.abort("out of memory")));
-    let left = run(|_| ());
-    for (outcome, kind) in [
-        (panicked, ErrorKind::Panicked),
-        (aborted, ErrorKind::Aborted { reason: "out of memory".into() }),
-        (left, ErrorKind::Left),
-    ] {
-        for rank in [0, 2] {
-            let error = outcome[rank].clone().unwrap().unwrap();
-            assert_eq!((&error.kind, culprits(&error)), (&kind, vec![1]));
-        }
-    }
-    assert!(start.elapsed() < PATIENCE, "nobody waited for a deadline");
+    departures::are_told_at_once(|body| outcomes(3, body), PATIENCE);
 }
 
 #[test]

@@ -6,9 +6,8 @@
 mod conformance;
 mod processes;
 
-use processes::{CASE, FAULTS, check_reports, play, report};
+use processes::{CASE, FAULTS, check_reports, report};
 use std::process::{Command, Output, Stdio};
-use trainyard_comm::Environment;
 
 /// Starts `ranks` workers and waits for them.
 fn mpirun(ranks: usize, case: &str) -> Output {
@@ -64,13 +63,5 @@ fn failures_over_mpi_name_their_culprit() {
 /// A rank's part; does nothing unless started by the tests above.
 #[test]
 fn worker() {
-    let Ok(case) = std::env::var(CASE) else { return };
-    let environment = Environment::detect().unwrap();
-    let world = match environment.connect().unwrap() {
-        Some(world) => world,
-        None => trainyard_comm::mpi::init().unwrap(),
-    };
-    assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));
-    assert_eq!(world.backend(), "mpi");
-    play(&world, &case);
+    processes::worker("mpi", || trainyard_comm::mpi::init().unwrap());
 }

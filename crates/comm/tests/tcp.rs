@@ -1,17 +1,18 @@
 //! The conformance suite and the failures over TCP. Each test starts this very program several times, where `worker` plays one rank.
 
 mod conformance;
+mod departures;
 mod processes;
 
-use processes::{CASE, FAULTS, check_reports, play, report};
+use processes::{CASE, FAULTS, check_reports, report};
 use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
+use trainyard_comm::Communicator;
 use trainyard_comm::tcp::Rendezvous;
-use trainyard_comm::{CommError, Communicator, Environment, ErrorKind};
 
 /// Whoever needs longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -103,15 +104,7 @@ fn failures_over_tcp_name_their_culprit() {
 /// A rank's part; does nothing unless started by the tests above.
 #[test]
 fn worker() {
-    let Ok(case) = std::env::var(CASE) else { return };
-    let environment = Environment::detect().unwrap();
-    let world = match environment.connect().unwrap() {
-        Some(world) => world,
-        None => Rendezvous::new("127.0.0.1", free_port(), 0, 1).join().unwrap(),
-    };
-    assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));
-    assert_eq!(world.backend(), "tcp");
-    play(&world, &case);
+    processes::worker("tcp", || Rendezvous::new("127.0.0.1", free_port(), 0, 1).join().unwrap());
 }
 
 /// Runs `body` on every rank of a world whose processes are one; what each returned, `None` for those that panicked.
@@ -129,33 +122,7 @@ fn outcomes<R: Send>(ranks: u32, body: impl Fn(&Communicator) -> R + Sync) -> Ve
 
 #[test]
 fn a_panic_an_abort_and_a_departure_are_told_at_once() {
-    let start = Instant::now();
-    let run = |leave: fn(&Communicator)| {
-        outcomes(3, |comm| {
-            comm.barrier().unwrap();
-            if comm.rank() == 1 {
-                leave(comm);
-                return None;
-            }
-            // Large enough to be lent, so that it is under way or waits for a receiver when the news come.
-            comm.all_reduce(&mut vec![1f32; 100_000]).err()
-        })
-    };
-    let panicked = run(|_| panic!("for the test"));
-    let aborted = run(|comm| drop(comm.abort("out of memory")));
-    let left = run(|_| ());
-    for (outcome, kind) in [
-        (panicked, ErrorKind::Panicked),
-        (aborted, ErrorKind::Aborted { reason: "out of memory".into() }),
-        (left, ErrorKind::Left),
-    ] {
-        for rank in [0, 2] {
-            let error: CommError = outcome[rank].clone().unwrap().unwrap();
-            let culprits: Vec<u32> = error.culprits.iter().map(|peer| peer.rank).collect();
-            assert_eq!((&error.kind, culprits), (&kind, vec![1]));
-        }
-    }
-    assert!(start.elapsed() < PATIENCE, "nobody waited for a deadline");
+    departures::are_told_at_once(|body| outcomes(3, body), PATIENCE);
 }
 
 #[test]

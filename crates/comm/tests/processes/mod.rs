@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trainyard_comm::fault::{Fault, FaultPlan};
-use trainyard_comm::{CommError, Communicator, Position};
+use trainyard_comm::{CommError, Communicator, Environment, Position};
 
 /// The environment variable that makes a test program a worker, and what it says.
 pub const CASE: &str = "TRAINYARD_TEST_CASE";
@@ -43,8 +43,17 @@ pub fn report(said: &str, rank: usize) -> Option<String> {
     said.lines().find_map(|line| line.split_once(&mark).map(|(_, report)| report.to_owned()))
 }
 
-/// A worker's part.
-pub fn play(world: &Communicator, case: &str) {
+/// A rank's part where the environment says which, in a world of this backend that it connects to, or `alone`; else nothing.
+pub fn worker(backend: &str, alone: impl FnOnce() -> Communicator) {
+    let Ok(case) = std::env::var(CASE) else { return };
+    let environment = Environment::detect().unwrap();
+    let world = environment.connect().unwrap().unwrap_or_else(alone);
+    assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));
+    assert_eq!(world.backend(), backend);
+    play(&world, &case);
+}
+
+fn play(world: &Communicator, case: &str) {
     match case.split('/').collect::<Vec<_>>()[..] {
         ["suite"] => everything(world),
         ["sequences"] => sequences(world),

@@ -3,8 +3,8 @@
 //! A tile is 16 rows of 64 bytes. `tdpbf16ps C, A, B` adds to `C` (16 x 16 f32) the product of `A` (16 rows of 32 bf16)
 //! and `B`, whose row `r` holds rows `2r` and `2r + 1` of the 32 x 16 right factor, interleaved. Two by two tiles of `C`
 //! use all eight registers: four sums hide the instruction's latency of 52 cycles behind its rate of one in 16, and
-//! each loaded tile is used twice. The whole product is one `asm!` block, because nothing tells the compiler to keep tile
-//! registers from one block to the next. Compilers never use tiles by themselves, so the configuration does persist.
+//! each loaded tile is used twice. Nothing tells the compiler of tiles, and compilers never use them by themselves: what was configured and
+//! summed lasts from one `asm!` block to the next, as long as what runs between them is ours.
 //!
 //! Tiles lie in memory without gaps (1 KiB each), which spares the caches the conflicts that power-of-two strides bring.
 
