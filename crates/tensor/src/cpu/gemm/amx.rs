@@ -34,8 +34,8 @@ use std::ops::Range;
 
 /// The most steps of a block of the shared dimension, 3,072 indices: the packed columns of three panels then fill half of L2.
 const DEPTH_MAX: usize = 96;
-/// The same where sums continue in memory: 768 indices.
-const IN_PLACE_DEPTH_MAX: usize = 24;
+/// The same where sums continue in memory: 512 indices.
+const IN_PLACE_DEPTH_MAX: usize = 16;
 /// Steps of all packed right panels together: 1.1 MiB of a 2 MiB L2, which also holds two left panels and lines of the result.
 const RESIDENT_STEPS: usize = 576;
 /// The most right panels of a task.
