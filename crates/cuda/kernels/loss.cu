@@ -65,7 +65,8 @@ KERNEL(cross_entropy)(const T* logits, const int* targets, float* loss, float* l
     write_row(row_loss(x, vocab, aligned(x)), x, target_of(targets, row, vocab), row, loss, lse, hit);
 }
 
-KERNEL(cross_entropy_in_place)(T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale) {
+KERNEL(cross_entropy_in_place)(T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale, const float* scale_at) {
+    if (scale_at) scale = *scale_at;
     int row = (int)blockIdx.x, target = target_of(targets, row, vocab);
     T *x = logits + (i64)row * stride;
     bool vectors = aligned(x);
@@ -94,7 +95,8 @@ KERNEL(cross_entropy_backward)(const T* logits, const int* targets, const float*
     write_gradient(x, y, vocab, vectors, target, lse[row], factor);
 }
 
-KERNEL(loss_summary)(const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, int mean) {
+KERNEL(loss_summary)(const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, const float* scale_at, int mean) {
+    if (scale_at) scale = *scale_at;
     double total = 0.0;
     unsigned counted = 0, hit = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {

@@ -126,11 +126,11 @@ KERNEL(fill_u32)(unsigned* y, long long n, unsigned value) {
 
 // A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with 16 bits each (`cpu::dropout`); neighbouring
 // threads have neighbouring elements.
-KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, unsigned site, unsigned threshold, float scale) {
+KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale) {
     u64 counter = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     i64 first = (i64)(counter / 16 * 128 + counter % 16);
     if (first >= n) return;
-    unsigned words[4] = {(unsigned)counter, (unsigned)(counter >> 32), site, step};
+    unsigned words[4] = {(unsigned)counter, (unsigned)(counter >> 32), site, step_at ? *step_at : step};
     philox(seed, words);
 #pragma unroll
     for (int k = 0; k < 8; k++) {

@@ -2,7 +2,7 @@
 //! without a GPU: [`crate::fake`] is the other implementation beside [`crate::nvidia`].
 //!
 //! Work is put on streams and runs in order there; streams are ordered among each other by events alone. No call here waits for work but
-//! [`Driver::synchronize`] and [`Driver::wait_on_host`]. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
+//! [`Driver::synchronize`] and [`Driver::wait_on_host`]. Work can be captured as a graph and launched again in one call. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
 
 use crate::error::Result;
 use crate::kernels::{Argument, File, Float, Launch};
@@ -22,6 +22,10 @@ pub struct Event(pub usize);
 /// A kernel that was loaded, by its number on the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Function(pub usize);
+
+/// Work that was captured and can be launched as often as wanted, by its number on the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Graph(pub usize);
 
 /// What a device is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -237,6 +241,28 @@ pub trait Driver: Send + Sync {
 
     /// Seconds from one recorded mark to another, both passed.
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64>;
+
+    /// Begins to capture: what this stream is given from now on is not done, but becomes a part of a graph, with what other streams are given after they wait for an
+    /// event that was recorded in the capture. Until [`Driver::end_capture`] this thread may not allocate, free or load, nobody may wait on the host for these streams or for
+    /// events recorded there, they may not wait for events from outside of the capture, and nothing may be copied from or to host memory that is not pinned. What is forbidden
+    /// fails, and the capture with it. (CUDA programming guide, "Stream Capture"; mode `THREAD_LOCAL`.)
+    fn begin_capture(&self, stream: Stream) -> Result<()>;
+
+    /// Ends the capture that this thread began on the stream. Every other stream in it must have been waited for.
+    ///
+    /// # Errors
+    /// What made the capture invalid; it is over all the same.
+    fn end_capture(&self, stream: Stream) -> Result<Graph>;
+
+    /// Puts all of a graph on a stream: on the same memory, with the same arguments.
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()>;
+
+    /// Gives a graph back, whose launches are done.
+    fn destroy_graph(&self, graph: Graph);
+
+    /// Marks, in a capture, a place in the graph: each launch records the event there, for [`Driver::seconds_between`]. Unlike one that [`Driver::record`] records in a
+    /// capture it orders nothing.
+    fn record_in_graph(&self, event: Event, stream: Stream) -> Result<()>;
 
     /// Copies host memory in. It may be changed on return, unless it is pinned: then once the stream is done.
     ///

@@ -3,15 +3,17 @@
 //! Work is only queued until somebody waits for it. Then heads of streams are taken by a seeded choice, so that what was not ordered by an event
 //! runs in the wrong order for some seed. Beside that every access is checked as it is queued: memory must lie inside an allocation, and what
 //! conflicts with an earlier access of another stream must come after it by events (vector clocks, Lamport 1978, Mattern 1989). Products are computed;
-//! kernels are computed by what [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they have.
+//! kernels are computed by what [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they have. Captures keep the driver's rules, and
+//! a graph that is launched is queued and checked like the work that was captured.
 
+mod capture;
 mod network;
 mod order;
 mod product;
 
 pub use network::{Fault, FaultKind, Network};
 
-use crate::driver::{Address, Call, Driver, Event, Function, Operands, Product, Properties, Region, Stream};
+use crate::driver::{Address, Call, Driver, Event, Function, Graph, Operands, Product, Properties, Region, Stream};
 use crate::error::{CudaError, Result};
 use crate::kernels::{Argument, File, Float, Launch};
 use crate::nccl::{Comm, Exchange, Nccl, UniqueId};
@@ -33,7 +35,7 @@ pub struct Options {
     pub seed: u64,
     /// What computes kernels; None: they are recorded and compute nothing.
     pub kernels: Option<Box<dyn Kernels>>,
-    /// The kernel or `"product"` that cannot be launched.
+    /// The kernel or `"product"` that cannot be launched; `"capture"`: no capture succeeds.
     pub failing: Option<&'static str>,
     /// What connects it to others; None: it has no NCCL.
     pub network: Option<Arc<Network>>,
@@ -50,7 +52,7 @@ impl Default for Options {
 pub struct Record {
     /// Where.
     pub stream: Stream,
-    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`, `nccl`.
+    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`, `nccl`, or `graph` for the launch of a whole graph.
     pub name: &'static str,
     /// The float type of a kernel's module.
     pub float: Option<Float>,
@@ -84,6 +86,7 @@ struct Queues {
     memory: BTreeMap<Address, Allocation>,
     used: usize,
     used_max: usize,
+    allocated: u64,
     pinned: BTreeMap<usize, Box<[Chunk]>>,
     streams: Vec<VecDeque<(Work, f64)>>,
     /// Seconds that each stream has been at work, on a clock of its own.
@@ -91,6 +94,7 @@ struct Queues {
     events: Vec<Mark>,
     functions: Vec<(File, Float, &'static str)>,
     order: Order,
+    captures: capture::Captures,
     records: Vec<Record>,
     problems: Vec<String>,
     /// Of work that failed as it ran.
@@ -104,6 +108,8 @@ struct Chunk([u8; 256]);
 
 struct Allocation {
     bytes: usize,
+    /// Tells it from others that had the same address at another time.
+    serial: u64,
     _memory: Box<[Chunk]>,
 }
 
@@ -115,8 +121,11 @@ struct Mark {
     coming: BTreeSet<u64>,
     clock: Clock,
     time: f64,
+    /// The capture in which it was recorded last, if it was in one.
+    captured: Option<u64>,
 }
 
+#[derive(Clone)]
 enum Work {
     Upload {
         to: Region,
@@ -194,12 +203,14 @@ impl Fake {
             memory: BTreeMap::new(),
             used: 0,
             used_max: 0,
+            allocated: 0,
             pinned: BTreeMap::new(),
             streams: Vec::new(),
             times: Vec::new(),
             events: Vec::new(),
             functions: Vec::new(),
             order: Order::default(),
+            captures: capture::Captures::default(),
             records: Vec::new(),
             problems: Vec::new(),
             failure: None,
@@ -240,15 +251,11 @@ impl Fake {
             return Err(CudaError::Call { call: record.name, code, hint: ": asked for by the test" });
         }
         let state = &mut *self.lock();
-        state.order.advance(stream.0);
-        for region in &record.regions {
-            if let Err(problem) = state.check(stream, region) {
-                state.problems.push(format!("{} on stream {}: {problem}", record.name, stream.0));
-            }
+        if state.is_capturing(stream) {
+            return state.capture(stream, record, work);
         }
-        let seconds = seconds_of(&record);
+        state.put(stream, &record, work);
         state.records.push(record);
-        state.streams[stream.0].push_back((work, seconds));
         Ok(())
     }
 }
@@ -294,6 +301,45 @@ impl State {
 }
 
 impl Queues {
+    /// Puts work on a stream and checks what it does.
+    fn put(&mut self, stream: Stream, record: &Record, work: Work) {
+        self.order.advance(stream.0);
+        for region in &record.regions {
+            if let Err(problem) = self.check(stream, region) {
+                self.problems.push(format!("{} on stream {}: {problem}", record.name, stream.0));
+            }
+        }
+        self.streams[stream.0].push_back((work, seconds_of(record)));
+    }
+
+    fn new_stream(&mut self) -> Stream {
+        self.streams.push(VecDeque::new());
+        self.times.push(0.0);
+        Stream(self.streams.len() - 1)
+    }
+
+    fn new_event(&mut self) -> Event {
+        self.events.push(Mark::default());
+        Event(self.events.len() - 1)
+    }
+
+    fn record(&mut self, event: Event, stream: Stream) {
+        let clock = self.order.now(stream.0);
+        let mark = &mut self.events[event.0];
+        mark.recorded += 1;
+        (mark.clock, mark.captured) = (clock, None);
+        let generation = mark.recorded;
+        mark.coming.insert(generation);
+        self.streams[stream.0].push_back((Work::Record { event: event.0, generation }, 0.0));
+    }
+
+    fn wait(&mut self, stream: Stream, event: Event) {
+        let generation = self.events[event.0].recorded;
+        // As on a device, waiting for an event that was not recorded is no waiting.
+        self.order.wait(stream.0, &self.events[event.0].clock);
+        self.streams[stream.0].push_back((Work::Wait { event: event.0, generation }, 0.0));
+    }
+
     fn check(&mut self, stream: Stream, region: &Region) -> Result<(), String> {
         if region.address == 0 || region.bytes == 0 {
             return Ok(());
@@ -419,6 +465,7 @@ impl Driver for Fake {
 
     fn allocate(&self, bytes: usize) -> Result<Address> {
         let state = &mut *self.lock();
+        state.refuse_by_this_thread("cuMemAlloc")?;
         let free = self.properties.memory - state.used;
         if bytes > free {
             return Err(CudaError::OutOfMemory { bytes, free, total: self.properties.memory });
@@ -428,11 +475,13 @@ impl Driver for Fake {
         let address = memory.as_ptr() as Address;
         state.used += bytes;
         state.used_max = state.used_max.max(state.used);
-        state.memory.insert(address, Allocation { bytes, _memory: memory });
+        state.allocated += 1;
+        state.memory.insert(address, Allocation { bytes, serial: state.allocated, _memory: memory });
         Ok(address)
     }
 
     fn free(&self, address: Address) {
+        self.lock().frees(&format!("free of {address:#x}"));
         // Memory goes back when all work is done.
         let done = self.device.run(|queues| queues.streams.iter().all(VecDeque::is_empty));
         let state = &mut *self.lock();
@@ -447,6 +496,7 @@ impl Driver for Fake {
     }
 
     fn allocate_pinned(&self, bytes: usize) -> Result<*mut u8> {
+        self.lock().refuse_by_this_thread("cuMemHostAlloc")?;
         let mut memory = vec![Chunk([0xcd; 256]); bytes.div_ceil(256).max(1)].into_boxed_slice();
         let data = memory.as_mut_ptr().cast::<u8>();
         self.lock().pinned.insert(data as usize, memory);
@@ -455,6 +505,7 @@ impl Driver for Fake {
 
     unsafe fn free_pinned(&self, data: *mut u8) {
         let state = &mut *self.lock();
+        state.frees(&format!("free of pinned memory at {data:?}"));
         let bytes = state.pinned.get(&(data as usize)).map_or(0, |memory| size_of_val::<[Chunk]>(memory));
         let range = data as Address..data as Address + bytes as u64;
         let waiting = state.streams.iter().flatten().any(|(work, _)| work.host().is_some_and(|at| range.contains(&at)));
@@ -466,54 +517,70 @@ impl Driver for Fake {
     }
 
     fn stream(&self) -> Result<Stream> {
-        let state = &mut *self.lock();
-        state.streams.push(VecDeque::new());
-        state.times.push(0.0);
-        Ok(Stream(state.streams.len() - 1))
+        Ok(self.lock().new_stream())
     }
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.lock().refuse_on(stream, "cuStreamSynchronize")?;
         self.device.run(|queues| queues.streams[stream.0].is_empty())?;
         self.lock().order.host_waits(stream.0);
         Ok(())
     }
 
     fn event(&self) -> Result<Event> {
-        let state = &mut *self.lock();
-        state.events.push(Mark::default());
-        Ok(Event(state.events.len() - 1))
+        Ok(self.lock().new_event())
     }
 
     fn destroy(&self, _: Event) {}
 
     fn record(&self, event: Event, stream: Stream) -> Result<()> {
         let state = &mut *self.lock();
-        let clock = state.order.now(stream.0);
-        let mark = &mut state.events[event.0];
-        mark.recorded += 1;
-        mark.clock = clock;
-        let generation = mark.recorded;
-        mark.coming.insert(generation);
-        state.streams[stream.0].push_back((Work::Record { event: event.0, generation }, 0.0));
+        if state.is_capturing(stream) {
+            return state.capture_record(event, stream);
+        }
+        state.record(event, stream);
         Ok(())
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
         let state = &mut *self.lock();
-        let generation = state.events[event.0].recorded;
-        // As on a device, waiting for an event that was not recorded is no waiting.
-        state.order.wait(stream.0, &state.events[event.0].clock);
-        state.streams[stream.0].push_back((Work::Wait { event: event.0, generation }, 0.0));
+        if state.is_capturing(stream) || state.events[event.0].captured.is_some() {
+            return state.capture_wait(stream, event);
+        }
+        state.wait(stream, event);
         Ok(())
+    }
+
+    fn begin_capture(&self, stream: Stream) -> Result<()> {
+        self.lock().begin_capture(stream)
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<Graph> {
+        let failing = self.failing == Some("capture");
+        self.lock().end_capture(stream, failing)
+    }
+
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
+        self.lock().launch_graph(stream, graph)
+    }
+
+    fn destroy_graph(&self, graph: Graph) {
+        self.lock().destroy_graph(graph);
+    }
+
+    fn record_in_graph(&self, event: Event, stream: Stream) -> Result<()> {
+        self.lock().record_in_graph(event, stream)
     }
 
     fn is_passed(&self, event: Event) -> Result<bool> {
         let state = self.lock();
+        state.refuse_captured(event, "cuEventQuery")?;
         let mark = &state.events[event.0];
         Ok(!mark.coming.contains(&mark.recorded))
     }
 
     fn wait_on_host(&self, event: Event) -> Result<()> {
+        self.lock().refuse_captured(event, "cuEventSynchronize")?;
         let generation = self.lock().events[event.0].recorded;
         self.device.run(|queues| !queues.events[event.0].coming.contains(&generation))?;
         let state = &mut *self.lock();
@@ -524,6 +591,7 @@ impl Driver for Fake {
 
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64> {
         let state = self.lock();
+        [start, end].into_iter().try_for_each(|event| state.refuse_captured(event, "cuEventElapsedTime"))?;
         let [start, end] = [start, end].map(|event| &state.events[event.0]);
         if [start, end].iter().any(|mark| mark.recorded == 0 || mark.coming.contains(&mark.recorded)) {
             let code = "CUDA_ERROR_NOT_READY".to_owned();
@@ -537,6 +605,7 @@ impl Driver for Fake {
         if let Some(from) = pinned {
             return self.queue(stream, plain(stream, "upload", &[to, from]), Work::UploadPinned { to, from });
         }
+        self.lock().refuse_on(stream, "cuMemcpyHtoDAsync of memory that is not pinned")?;
         // SAFETY: the caller's promise.
         let data = unsafe { std::slice::from_raw_parts(from, to.bytes) }.to_vec();
         self.queue(stream, plain(stream, "upload", &[to]), Work::Upload { to, data })
@@ -544,6 +613,9 @@ impl Driver for Fake {
 
     unsafe fn download(&self, stream: Stream, to: *mut u8, from: Region) -> Result<()> {
         let pinned = self.lock().pinned_region(to, from.bytes, true);
+        if pinned.is_none() {
+            self.lock().refuse_on(stream, "cuMemcpyDtoHAsync to memory that is not pinned")?;
+        }
         let regions: Vec<Region> = [from].into_iter().chain(pinned).collect();
         self.queue(stream, plain(stream, "download", &regions), Work::Download { to: to as usize, from })
     }
@@ -558,6 +630,7 @@ impl Driver for Fake {
 
     fn load(&self, file: File, float: Float) -> Result<Vec<Function>> {
         let state = &mut *self.lock();
+        state.refuse_by_this_thread("cuModuleLoadData")?;
         let load = |kernel: &'static crate::kernels::Kernel| {
             state.functions.push((file, float, kernel.name));
             Function(state.functions.len() - 1)
@@ -629,6 +702,7 @@ impl Nccl for Fake {
             })
             .filter(|region| region.bytes > 0)
             .collect();
+        self.lock().refuse_on(stream, "ncclGroupEnd (exchanges are not captured here)")?;
         let group = network.number(*device, comm, exchanges);
         self.queue(stream, plain(stream, "nccl", &regions), Work::Exchange(group))
     }
@@ -647,5 +721,7 @@ impl Nccl for Fake {
     }
 }
 
+#[cfg(test)]
+mod capture_tests;
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::links::Links;
-use crate::rank::{Rank, RankSettings, StepSettings};
+use crate::rank::{self, Rank, RankSettings, StepSettings};
 use crate::state::Holding;
 use crate::tier::Tiers;
 use serde::Serialize;
@@ -36,6 +36,9 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
     device.take_profile();
     device.set_recording(true);
+    // A graph keeps the batches that it was captured with; a step's own come beside them.
+    let graph = settings.graphs && rank::stretch(program).is_ok();
+    let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();

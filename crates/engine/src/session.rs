@@ -2,14 +2,14 @@
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
-use crate::config::{Config, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
+use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::limit::{self, mebibytes};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
 use crate::predict::{Prediction, TimePrediction, predict};
-use crate::rank::{Rank, RankSettings};
+use crate::rank::{self, Rank, RankSettings};
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
@@ -183,6 +183,9 @@ impl Session {
         if let Some(why) = choice.why {
             note(&why);
         }
+        if let Some(line) = graphs(&resolved, &programs[0])? {
+            note(&line);
+        }
         if prediction.host_memory.peak_total() > 0 {
             note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
         }
@@ -352,6 +355,33 @@ pub struct Trained {
     pub resolved: Option<Resolved>,
     /// The step of the checkpoint.
     pub step: Option<u64>,
+}
+
+/// What becomes of `training.cuda_graphs`, in words, where it was asked for.
+///
+/// # Errors
+/// What stands against graphs, where they are asked for without a choice.
+fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
+    let (asked, device) = (resolved.config.training.cuda_graphs, resolved.config.compute.device);
+    if asked == CudaGraphs::Off {
+        return Ok(None);
+    }
+    let found = match device {
+        DeviceKind::Cpu => Err("it runs on the processor".to_owned()),
+        DeviceKind::Cuda(_) => rank::stretch(program),
+    };
+    match found {
+        Ok(stretch) => Ok(Some(format!(
+            "{} of a step's {} instructions are captured as a CUDA graph once two steps in a row have the same shapes",
+            stretch.len(),
+            program.instructions.len()
+        ))),
+        Err(why) if asked == CudaGraphs::On => {
+            let message = format!("training.cuda_graphs = \"on\", and a step cannot be captured: {why}");
+            Err(does_not_fit(message))
+        }
+        Err(why) => Ok(Some(format!("no CUDA graph of a step: {why}"))),
+    }
 }
 
 /// What is said of a GPU before it is used.

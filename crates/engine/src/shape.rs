@@ -1,9 +1,9 @@
 //! From configuration to model, strategy and program.
 
 use crate::config::{
-    Activation as ConfigActivation, CheckpointMode, Family as ConfigFamily, ModelShape as ConfigShape, ModelSource,
-    OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved,
-    RopeScaling as ConfigScaling,
+    Activation as ConfigActivation, CheckpointMode, CudaGraphs, Family as ConfigFamily, ModelShape as ConfigShape,
+    ModelSource, OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
+    Resolved, RopeScaling as ConfigScaling,
 };
 use crate::precision::LossScaler;
 use crate::rank::RankSettings;
@@ -225,6 +225,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         optimizer: resolved.optimizer,
         scaler,
         seed: resolved.config.training.seed,
+        graphs: resolved.config.training.cuda_graphs != CudaGraphs::Off,
     }
 }
 

@@ -319,6 +319,9 @@ impl<'s> Run<'s> {
         session.state.seconds = self.clock.elapsed();
         self.first_step_done_s.get_or_insert_with(|| self.control.process_start.elapsed().as_secs_f64());
         let step = session.state.step;
+        if let Some(note) = &outcome.note {
+            self.progress.note(&format!("step {step}: {note}"));
+        }
         if outcome.skipped {
             self.progress.note(&skip_note(step, outcome, session.rank.scaler().scale()));
         } else {

@@ -136,6 +136,7 @@ impl Trial {
             optimizer,
             scaler,
             seed: 7,
+            graphs: false,
         }
     }
 }

@@ -94,6 +94,23 @@ impl Batch {
         })
     }
 
+    /// Writes what `other`, a batch of as many tokens, has on the device over what this one has there, which keeps its place: for work that was captured with this
+    /// batch. What the host knows of this one stays as it is; `shown` is what its kernels read as segments so far, and is kept.
+    pub fn overwrite(&mut self, other: &Batch, shown: &mut Segments) -> Result<()> {
+        self.tokens.copy_from(&other.tokens)?;
+        self.positions.copy_from(&other.positions)?;
+        match (&mut self.targets, &other.targets) {
+            (Some(targets), Some(other)) => targets.copy_from(other)?,
+            (None, None) => {}
+            _ => return Err(ModelError::Batch("one batch has targets, and one has none".into())),
+        }
+        if *shown != other.segments {
+            self.segments.overwrite_on(self.tokens.device(), &other.segments)?;
+            *shown = other.segments.clone();
+        }
+        Ok(())
+    }
+
     /// The number of tokens, m.
     pub fn len(&self) -> usize {
         self.tokens.elements()

@@ -369,6 +369,23 @@ impl Device {
         Tensor::allocate_zeros(self, shape.into(), dtype, purpose)
     }
 
+    /// A scalar 1 in f32.
+    pub fn one(&self, purpose: Purpose) -> Result<Tensor> {
+        match &self.0.kind {
+            Kind::Cuda(cuda) => {
+                let one = self.empty([], DType::F32, purpose)?;
+                cuda::one(cuda, &one)?;
+                Ok(one)
+            }
+            _ => self.tensor([], &[1.0f32], purpose),
+        }
+    }
+
+    /// Whether calls are timed, one by one.
+    pub fn times_calls(&self) -> bool {
+        self.0.profiling.load(Ordering::Relaxed) || self.0.recording.load(Ordering::Relaxed)
+    }
+
     /// A tensor with the values of `data`, row-major.
     pub fn tensor<T: Scalar>(&self, shape: impl Into<Shape>, data: &[T], purpose: Purpose) -> Result<Tensor> {
         let mut tensor = self.empty(shape, T::DTYPE, purpose)?;

@@ -79,6 +79,9 @@ pub enum TensorError {
         /// The operation.
         op: &'static str,
     },
+    /// Something that a captured step may not do.
+    #[error("this cannot be captured: {0}")]
+    Uncapturable(String),
     /// A GPU or its libraries.
     #[error(transparent)]
     Cuda(#[from] trainyard_cuda::CudaError),

@@ -7,6 +7,10 @@
 //! A GPU's pool is the same with blocks of its memory. What is counted is the rounded size. The meta device runs the same code without memory behind it, so its count is
 //! the prediction of the real one, not an estimate of it.
 
+mod arena;
+
+pub use arena::{Arena, Held};
+
 use crate::cuda::Cuda;
 use crate::cuda::memory::{DeviceBlock, PinnedBlock};
 use crate::error::{Result, TensorError};
@@ -136,8 +140,11 @@ enum Backing {
 struct State {
     usage: Usage,
     /// Free blocks by capacity.
-    free: BTreeMap<usize, Vec<Block>>,
+    free: Free,
+    arenas: arena::Arenas,
 }
+
+type Free = BTreeMap<usize, Vec<Block>>;
 
 /// A piece of memory.
 enum Block {
@@ -187,10 +194,14 @@ impl MemoryPool {
             return Err(TensorError::OutOfMemory { asked: bytes, purpose, would, limit, over: would - limit, live });
         }
         state.count(purpose, capacity);
-        let got = state.block(&self.0.backing, capacity, bytes, purpose);
+        let arena = state.arenas.entered();
+        let got = match arena {
+            Some(arena) => state.block_of(arena, &self.0.backing, capacity, bytes, purpose),
+            None => state.block(&self.0.backing, capacity, bytes, purpose),
+        };
         let (block, is_zero) = got.inspect_err(|_| state.usage.live[purpose as usize] -= capacity)?;
         drop(state);
-        Ok(Buffer { pool: self.clone(), block, capacity, purpose, is_zero })
+        Ok(Buffer { pool: self.clone(), block, capacity, purpose, is_zero, arena })
     }
 
     /// Counts memory that is held outside the pool for good, such as the per-thread panels of kernels.
@@ -239,7 +250,7 @@ impl State {
         if let Backing::Nothing = backing {
             return Ok((None, false));
         }
-        if let Some(block) = self.take_free(capacity)? {
+        if let Some(block) = take_free(&mut self.free, capacity)? {
             return Ok((Some(block), false));
         }
         self.make_room(capacity);
@@ -254,17 +265,6 @@ impl State {
         self.usage.reserved += capacity;
         let is_zero = !matches!(block, Block::Device(_));
         Ok((Some(block), is_zero))
-    }
-
-    /// A free block of that size; of a GPU's rather one that needs no waiting for other lanes.
-    fn take_free(&mut self, capacity: usize) -> Result<Option<Block>> {
-        let Some(free) = self.free.get_mut(&capacity) else { return Ok(None) };
-        let own = free.iter().rposition(|block| matches!(block, Block::Device(block) if block.is_own()));
-        let block = own.map(|at| free.swap_remove(at)).or_else(|| free.pop());
-        if let Some(Block::Device(block)) = &block {
-            block.take_over()?;
-        }
-        Ok(block)
     }
 
     /// Unused blocks make room first, so that what is held stays near the peak of what is used.
@@ -297,6 +297,17 @@ impl State {
             }
         }
     }
+}
+
+/// A free block of that size; of a GPU's rather one that needs no waiting for other lanes.
+fn take_free(free: &mut Free, capacity: usize) -> Result<Option<Block>> {
+    let Some(free) = free.get_mut(&capacity) else { return Ok(None) };
+    let own = free.iter().rposition(|block| matches!(block, Block::Device(block) if block.is_own()));
+    let block = own.map(|at| free.swap_remove(at)).or_else(|| free.pop());
+    if let Some(Block::Device(block)) = &block {
+        block.take_over()?;
+    }
+    Ok(block)
 }
 
 /// Bytes rounded up to a class: multiples of 64 up to 512, then eight classes per octave.
@@ -403,6 +414,8 @@ pub struct Buffer {
     purpose: Purpose,
     /// Fresh from the operating system, which gives zeros.
     is_zero: bool,
+    /// The arena that it came from, and goes back to while that is there.
+    arena: Option<u64>,
 }
 
 impl Buffer {
@@ -428,6 +441,11 @@ impl Buffer {
         }
     }
 
+    /// Whether it came from an [`Arena`].
+    pub(crate) fn is_of_arena(&self) -> bool {
+        self.arena.is_some()
+    }
+
     /// Whether it is the host's memory that a GPU copies from and to by itself.
     pub(crate) fn is_pinned(&self) -> bool {
         matches!(self.block, Some(Block::Pinned(_)))
@@ -449,7 +467,7 @@ impl Drop for Buffer {
         let mut state = self.pool.lock();
         state.usage.live[self.purpose as usize] -= self.capacity;
         if let Some(block) = self.block.take() {
-            state.free.entry(self.capacity).or_default().push(block);
+            state.free_of(self.arena).entry(self.capacity).or_default().push(block);
         }
     }
 }

@@ -200,6 +200,9 @@ impl Tensor {
     #[track_caller]
     pub(crate) fn region(&self, written: bool) -> Region {
         let base = self.buffer.address().expect("a kernel launched on cuda has tensors there");
+        if let Some(cuda) = self.device.as_cuda() {
+            cuda.capturing().refers_to(&self.buffer);
+        }
         Region { address: base + self.offset as u64, bytes: self.bytes(), written }
     }
 

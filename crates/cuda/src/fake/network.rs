@@ -36,6 +36,7 @@ pub enum FaultKind {
 }
 
 /// Exchanges of one call, with their numbers: which collective of the communicator, or which message on its way, each of them is.
+#[derive(Clone)]
 pub(super) struct Group {
     comm: Comm,
     exchanges: Vec<(Exchange, usize)>,

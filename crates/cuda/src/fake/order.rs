@@ -69,6 +69,12 @@ impl Order {
         self.clock(stream).join(event);
     }
 
+    /// Whether all work of `other` so far comes before what `stream` is given next.
+    pub fn includes(&mut self, stream: usize, other: usize) -> bool {
+        let last = self.clock(other).at(other);
+        self.clock(stream).at(other) >= last
+    }
+
     /// The host waits for a stream.
     pub fn host_waits(&mut self, stream: usize) {
         let clock = self.clock(stream).clone();

@@ -1,16 +1,16 @@
 use super::*;
 use crate::driver::Activation;
 
-fn region(address: Address, bytes: usize, written: bool) -> Region {
+pub fn region(address: Address, bytes: usize, written: bool) -> Region {
     Region { address, bytes, written }
 }
 
-fn upload(fake: &Fake, stream: Stream, to: Address, data: &[u8]) {
+pub fn upload(fake: &Fake, stream: Stream, to: Address, data: &[u8]) {
     // SAFETY: the slice has as many bytes.
     unsafe { fake.upload(stream, region(to, data.len(), true), data.as_ptr()) }.unwrap();
 }
 
-fn download(fake: &Fake, stream: Stream, from: Address, bytes: usize) -> Vec<u8> {
+pub fn download(fake: &Fake, stream: Stream, from: Address, bytes: usize) -> Vec<u8> {
     let mut data = vec![0; bytes];
     // SAFETY: as above, and the stream is waited for.
     unsafe { fake.download(stream, data.as_mut_ptr(), region(from, bytes, false)) }.unwrap();

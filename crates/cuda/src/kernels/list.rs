@@ -116,9 +116,9 @@ kernels! {
     FILL = "fill", Pointwise, Rule::Elements, "T* y, long long n, float value";
     /// y = value.
     FILL_U32 = "fill_u32", Pointwise, Rule::Elements, "unsigned* y, long long n, unsigned value";
-    /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits are at least `threshold`: the bits of the CPU.
+    /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits are at least `threshold`: the bits of the CPU. step_at [1]? stands for `step`.
     DROPOUT = "dropout", Pointwise, Rule::Elements,
-        "const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, unsigned site, unsigned threshold, float scale";
+        "const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale";
     /// Turns head columns of x [rows, row_stride] in place, heads from column `first` on; cos and sin [positions, rotary_dim / 2]; sign 1 forward, -1 back.
     /// Sizes: rows heads rotary_dim / 2.
     ROPE = "rope", Pointwise, Rule::Elements,
@@ -170,13 +170,13 @@ kernels! {
         "const T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride";
     /// The same, lse [rows]?, and logits turned into scale (softmax - onehot), 0 in rows that do not count.
     CROSS_ENTROPY_IN_PLACE = "cross_entropy_in_place", Loss, Rule::Rows,
-        "T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale";
+        "T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale, const float* scale_at";
     /// dx = dy [1] / max(counted [1]?, 1) (softmax - onehot).
     CROSS_ENTROPY_BACKWARD = "cross_entropy_backward", Loss, Rule::Rows,
         "const T* logits, const int* targets, const float* lse, const float* dy, const unsigned* counted, T* dx, int rows, int vocab, int stride";
-    /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]? among them; loss [1]? = scale sum, over the count where `mean`.
+    /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]? among them; loss [1]? = scale sum, over the count where `mean`; scale_at [1]? stands for `scale`.
     LOSS_SUMMARY = "loss_summary", Loss, Rule::One,
-        "const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, int mean";
+        "const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, const float* scale_at, int mean";
 
     /// y [n, dim] = rows of table [vocab, dim], plus rows of position_table [.., dim]? by positions [n]?. Sizes: n dim.
     EMBEDDING = "embedding", Index, Rule::Elements,

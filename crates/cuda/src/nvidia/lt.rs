@@ -218,6 +218,11 @@ impl Lt {
                 return done;
             }
         }
+        if super::graph::is_capturing(stream)? {
+            // Measuring would wait for the stream, which a capture forbids.
+            let what = "its algorithm is not chosen yet, and cannot be while a step is captured".to_owned();
+            return Err(CudaError::Product { product: format!("{form:?}"), what });
+        }
         let algorithm = self.search(driver, stream, form, plan, operands)?;
         plan.algorithm = Some(algorithm);
         algorithms::keep(&self.cache, form, &self.device, self.version, &algorithm);

@@ -3,6 +3,7 @@
 //! **Never run on a GPU yet**: see `docs/gpu.md`.
 
 mod algorithms;
+mod graph;
 mod library;
 mod lt;
 mod nccl;
@@ -11,7 +12,7 @@ mod nvrtc;
 pub use nvrtc::{Compiled, Nvrtc};
 
 use crate::cache::Cache;
-use crate::driver::{Address, Call, Driver, Event, Function, Operands, Product, Properties, Region, Stream};
+use crate::driver::{Address, Call, Driver, Event, Function, Graph, Operands, Product, Properties, Region, Stream};
 use crate::error::{CudaError, Result};
 use crate::find::Places;
 use crate::kernels::{Argument, File, Float};
@@ -312,6 +313,32 @@ impl Driver for Nvidia {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both exist.
         called("cuStreamWaitEvent", unsafe { cuda::stream::wait_event(stream_of(stream), event_of(event), flags) })
+    }
+
+    fn begin_capture(&self, stream: Stream) -> Result<()> {
+        self.enter()?;
+        graph::begin(stream)
+    }
+
+    fn end_capture(&self, stream: Stream) -> Result<Graph> {
+        self.enter()?;
+        graph::end(stream)
+    }
+
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
+        self.enter()?;
+        graph::launch(stream, graph)
+    }
+
+    fn destroy_graph(&self, graph: Graph) {
+        if self.enter().is_ok() {
+            graph::destroy(graph);
+        }
+    }
+
+    fn record_in_graph(&self, event: Event, stream: Stream) -> Result<()> {
+        self.enter()?;
+        graph::record(event, stream)
     }
 
     fn is_passed(&self, event: Event) -> Result<bool> {

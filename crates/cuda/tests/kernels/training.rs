@@ -203,15 +203,17 @@ dtypes! {
             let (y, added) = both_orders(|| {
                 let (x, r) = (Buffer::new(&x), Buffer::new(&r));
                 let (y, added) = (Buffer::<T>::empty(len), Buffer::<T>::empty(len));
-                let drop = |residual, y| {
+                // Of the step that is given, and of one that lies in memory.
+                let in_memory = Buffer::new(&[key.step]);
+                let drop = |residual, y, step, step_at| {
                     let arguments = [
-                        x.at(), residual, y, long(len), Argument::U64(key.seed), Argument::U32(key.step), Argument::U32(key.site),
+                        x.at(), residual, y, long(len), Argument::U64(key.seed), Argument::U32(step), step_at, Argument::U32(key.site),
                         Argument::U32((probability * 65536.0) as u32), Argument::F32(scale),
                     ];
                     launch(&kernels::DROPOUT, float::<T>(), [len, 1, 1], &arguments);
                 };
-                drop(NULL, y.at());
-                drop(r.at(), added.at());
+                drop(NULL, y.at(), key.step, NULL);
+                drop(r.at(), added.at(), 0, in_memory.at());
                 (y.get(), added.get())
             });
             for i in 0..len {
@@ -289,7 +291,7 @@ fn target(target: i32) -> Option<usize> {
 
 dtypes! {
     fn cross_entropy_and_its_gradient<T>() {
-        for (rows, vocab, stride) in [(0, 3, 3), (1, 1, 1), (7, 17, 24), (9, 5003, 5024)] {
+        for (rows, vocab, stride, by_memory) in [(0, 3, 3, false), (1, 1, 1, false), (7, 17, 24, true), (9, 5003, 5024, false)] {
             let mut logits: Vec<T> = spread(1, rows * stride);
             logits.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * 1.5));
             let targets: Vec<i32> =
@@ -308,10 +310,11 @@ dtypes! {
                 launch(&kernels::CROSS_ENTROPY_BACKWARD, float::<T>(), sizes, &[&pointers[..], &shape].concat());
                 let (sum, counts, mean) = (Buffer::<f64>::empty(1), Buffer::<u32>::empty(2), Buffer::<f32>::empty(1));
                 let pointers = [loss.at(), hit.at(), t.at(), int(rows), sum.at(), counts.at(), mean.at()];
-                launch(&kernels::LOSS_SUMMARY, float::<T>(), [1, 1, 1], &[&pointers[..], &[Argument::F32(1.0), int(1)]].concat());
-                let again = Buffer::<f32>::empty(rows);
+                launch(&kernels::LOSS_SUMMARY, float::<T>(), [1, 1, 1], &[&pointers[..], &[Argument::F32(1.0), NULL, int(1)]].concat());
+                let (again, in_memory) = (Buffer::<f32>::empty(rows), Buffer::new(&[scale]));
                 let pointers = [x.at(), t.at(), again.at(), NULL, NULL];
-                let arguments = [&pointers[..], &shape, &[Argument::F32(scale)]].concat();
+                let scales = if by_memory { [Argument::F32(0.0), in_memory.at()] } else { [Argument::F32(scale), NULL] };
+                let arguments = [&pointers[..], &shape, &scales].concat();
                 launch(&kernels::CROSS_ENTROPY_IN_PLACE, float::<T>(), sizes, &arguments);
                 let summary = (sum.get(), counts.get(), mean.get());
                 (loss.get(), lse.get(), hit.get(), x.get(), again.get(), gradient.get(), summary)

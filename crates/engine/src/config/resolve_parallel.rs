@@ -64,6 +64,11 @@ impl Resolver {
                            compute.device = \"cuda\", or leave it at \"auto\"";
             self.problem("parallel.collectives", message.to_owned());
         }
+        if self.config.training.cuda_graphs == CudaGraphs::On && self.config.compute.device == DeviceKind::Cpu {
+            let message = "training.cuda_graphs = \"on\" captures what a GPU is given, and compute.device is \"cpu\": set \
+                           compute.device = \"cuda\", or leave it at \"off\"";
+            self.problem("training.cuda_graphs", message.to_owned());
+        }
         let (replicate, shard) = self.degrees(&section, inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),

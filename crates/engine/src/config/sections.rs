@@ -178,6 +178,18 @@ choices! {
 }
 
 choices! {
+    /// Whether the launches of a step are captured as a CUDA graph.
+    CudaGraphs {
+        /// No: every kernel is launched by itself.
+        Off = "off",
+        /// Where they can be; why not is printed.
+        Auto = "auto",
+        /// Yes, or the run does not start.
+        On = "on",
+    }
+}
+
+choices! {
     /// Where something lies while a step does not use it.
     OffloadTier {
         /// On the device.
@@ -371,6 +383,9 @@ section! {
         /// Whether sums over ranks have the fixed order where NCCL makes them, so that layouts give each other's bits: it then moves the parts of a sum and each rank adds its own, which takes a gradient buffer of a unit more. Without NCCL the order is fixed anyway.
         #[elsewhere("use_deterministic_algorithms", "full_determinism")]
         deterministic: bool = false;
+        /// Whether the forwards and backwards of a step are launched on a GPU as one graph, which is captured when two steps in a row have the same shapes. Never tried on a GPU.
+        #[elsewhere("enable_cuda_graph", "cudagraphs")]
+        cuda_graphs: CudaGraphs = CudaGraphs::Off;
         /// Tokens of a sequence. Unset: the model's longest, at most 2048.
         #[elsewhere("seq_len", "seq_length", "max_seq_length", "context_length", "block_size")]
         sequence_length: Option<usize> = None;

@@ -5,8 +5,11 @@
 
 use crate::Result;
 use crate::lanes::Span;
+use crate::state::lock;
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use trainyard_program::{Instruction, Lane, Program};
 use trainyard_tensor::Device;
@@ -19,8 +22,13 @@ pub struct Marks<'d> {
     device: Option<&'d Device>,
     began: Mark,
     /// Before and after what each instruction has launched.
-    instructions: Vec<OnceLock<(Mark, Mark)>>,
+    instructions: Vec<Mutex<Option<Ends>>>,
+    /// Whether instructions are being captured, with all that they wait for waited for.
+    captured: AtomicBool,
 }
+
+/// The marks before and after what an instruction has launched.
+pub type Ends = (Mark, Mark);
 
 impl<'d> Marks<'d> {
     /// For a step of `program` that begins now.
@@ -28,28 +36,62 @@ impl<'d> Marks<'d> {
         let is_cuda = device.as_cuda().is_some();
         let began = device.mark()?;
         let count = if is_cuda { program.instructions.len() } else { 0 };
-        let instructions = (0..count).map(|_| OnceLock::new()).collect();
-        Ok(Marks { device: is_cuda.then_some(device), began, instructions })
+        let instructions = (0..count).map(|_| Mutex::default()).collect();
+        let captured = AtomicBool::new(false);
+        Ok(Marks { device: is_cuda.then_some(device), began, instructions, captured })
     }
 
     /// Runs an instruction on its lane's stream, after those it depends on.
     pub fn around(&self, number: usize, instruction: &Instruction, run: impl FnOnce() -> Result<()>) -> Result<()> {
         let Some(device) = self.device else { return run() };
         enter_lane(instruction.action.lane() as usize);
+        if !self.captured.load(Ordering::Relaxed) {
+            self.wait_before(device, instruction)?;
+        }
+        let start = device.mark()?;
+        run()?;
+        *lock(&self.instructions[number]) = Some((start, device.mark()?));
+        Ok(())
+    }
+
+    /// This lane comes after what the instruction depends on.
+    fn wait_before(&self, device: &Device, instruction: &Instruction) -> Result<()> {
         if instruction.after.is_empty() {
             // What was done before the step, on the lane that began it, and memory that is taken before it, maybe another lane's.
             device.wait_for(&self.began)?;
         }
         for before in &instruction.after {
-            let (_, end) =
-                self.instructions[*before as usize].get().expect("the host runs it after what it depends on");
+            let marks = lock(&self.instructions[*before as usize]);
+            let (_, end) = marks.as_ref().expect("the host runs it after what it depends on");
             device.wait_for(end)?;
         }
-        let start = device.mark()?;
-        run()?;
-        // An instruction runs once.
-        self.instructions[number].set((start, device.mark()?)).ok();
         Ok(())
+    }
+
+    /// This lane comes after what the instructions of `stretch`, all its own, depend on outside of it.
+    pub fn wait_before_all(&self, program: &Program, stretch: &Range<usize>) -> Result<()> {
+        let Some(device) = self.device else { return Ok(()) };
+        enter_lane(program.instructions[stretch.start].action.lane() as usize);
+        let mut instructions = program.instructions[stretch.clone()].iter();
+        instructions.try_for_each(|instruction| self.wait_before(device, instruction))
+    }
+
+    /// Instructions that are run from now on are captured, or not any more: they wait for nothing, and their marks are places in the graph.
+    pub fn set_captured(&self, captured: bool) {
+        self.captured.store(captured, Ordering::Relaxed);
+    }
+
+    /// The marks of instructions that were run.
+    pub fn of(&self, stretch: &Range<usize>) -> Vec<Ends> {
+        let ends = |number: usize| lock(&self.instructions[number]).clone().expect("it was run");
+        stretch.clone().map(ends).collect()
+    }
+
+    /// The instructions of `stretch` were launched otherwise, between these marks.
+    pub fn set(&self, stretch: &Range<usize>, ends: &[Ends]) {
+        for (number, ends) in stretch.clone().zip(ends) {
+            *lock(&self.instructions[number]) = Some(ends.clone());
+        }
     }
 
     /// Waits for the device, and tells when it ran what: instead of `spans`, when the host launched it.
@@ -59,7 +101,8 @@ impl<'d> Marks<'d> {
         let mut spans: Vec<Span> = Vec::with_capacity(self.instructions.len());
         let mut lanes: BTreeMap<Lane, Duration> = BTreeMap::new();
         for (marks, instruction) in self.instructions.iter().zip(&program.instructions) {
-            let (start, end) = marks.get().expect("every instruction of a step that succeeded was run");
+            let marks = lock(marks);
+            let (start, end) = marks.as_ref().expect("every instruction of a step that succeeded was run");
             let since = |mark| self.began.seconds_to(mark).map(|s| Duration::from_secs_f64(s.max(0.0)));
             let (start, end) = (since(start)?, since(end)?);
             let ready = lanes.insert(instruction.action.lane(), end).unwrap_or_default();

@@ -5,12 +5,14 @@
 //! make its own for that time, and talks to other ranks through links that no other lane has.
 
 mod away;
+mod graphs;
 mod ledger;
 mod marks;
 mod offload;
 mod step;
 
-pub use step::{StepOutcome, StepSettings};
+pub use graphs::{kept, stretch};
+pub use step::{Launches, StepOutcome, StepSettings};
 
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
@@ -23,6 +25,7 @@ use crate::precision::LossScaler;
 use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
+use graphs::Graphs;
 use marks::Marks;
 use std::sync::{Arc, Mutex};
 use step::Step;
@@ -54,6 +57,8 @@ pub struct Rank {
     faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
     seed: u64,
+    /// None: every kernel is launched by itself.
+    graphs: Option<Graphs>,
 }
 
 /// What updates change beside parameters.
@@ -81,6 +86,8 @@ pub struct RankSettings {
     pub scaler: LossScaler,
     /// Of initial values and of dropout.
     pub seed: u64,
+    /// Whether a GPU's launches are captured and replayed where they can be.
+    pub graphs: bool,
 }
 
 impl Rank {
@@ -106,6 +113,7 @@ impl Rank {
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
+        rank.graphs = settings.graphs.then(Graphs::default);
         rank.initialise()?;
         Ok(rank)
     }
@@ -159,6 +167,7 @@ impl Rank {
             faults: None,
             reduce_dtype,
             seed,
+            graphs: None,
         }
     }
 
@@ -321,7 +330,7 @@ impl Rank {
             let first = program.on_lane(lane).next().expect("a lane of the program has instructions");
             return Err(cannot(program.instructions[first].action));
         }
-        let compute = |number: usize, instruction: &Instruction| {
+        let one = |number: usize, instruction: &Instruction| {
             perform(number, instruction, &mut |at| {
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
                 rank.before(step, instruction)?;
@@ -331,6 +340,19 @@ impl Rank {
                 rank.compute(instruction, step)?;
                 rank.after(step, number)
             })
+        };
+        let graphs = rank.graphs.as_ref().filter(|_| rank.device.as_cuda().is_some());
+        let stretch = graphs.and_then(|graphs| Some((graphs, stretch(program).ok()?)));
+        let compute = |number: usize, instruction: &Instruction| match &stretch {
+            Some((graphs, stretch)) if stretch.contains(&number) => {
+                // All of it comes with its first instruction.
+                if number > stretch.start {
+                    return Ok(());
+                }
+                let all = || stretch.clone().try_for_each(|number| one(number, &program.instructions[number]));
+                graphs.run(rank, step, stretch, marks, &all)
+            }
+            _ => one(number, instruction),
         };
         let spans = if rank.device.is_meta() {
             lanes::run_in_order(program, handlers, compute)?;

@@ -39,6 +39,10 @@ pub struct StepOutcome {
     pub targets: u64,
     /// The global gradient norm before clipping.
     pub gradient_norm: f64,
+    /// How its forwards and backwards were launched.
+    pub launches: Launches,
+    /// What is to be said about that, when it changes.
+    pub note: Option<String>,
     /// Whether the update was skipped because the loss or a gradient was not finite.
     pub skipped: bool,
     /// When each instruction of this rank waited and ran.
@@ -53,6 +57,18 @@ pub struct StepOutcome {
     pub tiers: Duration,
     /// Time of that which computing waited for.
     pub tiers_exposed: Duration,
+}
+
+/// How the forwards and backwards of a step reached the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Launches {
+    /// One by one, as they are on processors too.
+    #[default]
+    OneByOne,
+    /// As a graph that was captured in this step.
+    Captured,
+    /// As a graph that was captured before.
+    Replayed,
 }
 
 impl StepOutcome {
@@ -179,6 +195,51 @@ impl<'p> Step<'p> {
         lock(&self.batches)[micro_batch as usize] = Some(batch);
     }
 
+    /// How the passes of this step were launched, and what is to be said about it.
+    pub fn set_launches(&self, launches: Launches, note: Option<String>) {
+        let mut outcome = lock(&self.outcome);
+        (outcome.launches, outcome.note) = (launches, note);
+    }
+
+    /// The micro-batches.
+    pub fn batches(&self) -> Vec<Batch> {
+        lock(&self.batches).iter().flatten().cloned().collect()
+    }
+
+    /// Other micro-batches, or none any more.
+    pub fn set_batches(&self, mut batches: Vec<Batch>) {
+        batches.reverse();
+        lock(&self.batches).iter_mut().for_each(|batch| *batch = batches.pop());
+    }
+
+    /// The losses of the micro-batches, once all forwards have run.
+    pub fn losses(&self) -> Vec<Option<Tensor>> {
+        lock(&self.carried).losses.clone()
+    }
+
+    /// As if all forwards and backwards had run, with these losses.
+    pub fn set_losses(&self, losses: &[Option<Tensor>]) {
+        lock(&self.carried).losses = losses.to_vec();
+    }
+
+    /// As if no forward had run.
+    pub fn forget_passes(&self) {
+        let mut carried = lock(&self.carried);
+        carried.pending.clear();
+        carried.outputs.clear();
+        carried.flowing.clear();
+        carried.losses.iter_mut().for_each(|loss| *loss = None);
+    }
+
+    pub fn settings(&self) -> StepSettings {
+        self.settings
+    }
+
+    /// Targets that count, of all ranks.
+    pub fn targets(&self) -> u64 {
+        *self.targets.get().expect("the program counts before it computes")
+    }
+
     pub fn outcome(&self) -> StepOutcome {
         lock(&self.outcome).clone()
     }
@@ -293,11 +354,14 @@ impl Rank {
             tape = tape.with_gradients(&mut gradients);
         }
         let input = input.map(|tensor| tape.leaf(tensor));
-        let targets = *step.targets.get().expect("the program counts before it computes");
-        let scale = self.scaler().scale() / targets.max(1) as f64;
-        let mut cx = Forward::training(&batch, scale as f32);
+        let mut cx = Forward::training(&batch, self.loss_scale(step));
         let output = self.model.units()[unit as usize].forward(&mut tape, &mut cx, input.as_ref())?;
         Ok((tape.finish(), input, output))
+    }
+
+    /// What the sum of the step's losses is multiplied by.
+    pub(super) fn loss_scale(&self, step: &Step<'_>) -> f32 {
+        (self.scaler().scale() / step.targets().max(1) as f64) as f32
     }
 
     fn backward(&self, step: &Step<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
@@ -317,7 +381,7 @@ impl Rank {
         let (gradient, recording) = match carried.flowing.remove(&micro_batch) {
             Some(gradient) => (gradient, recording),
             None => {
-                let one = self.device.tensor([], &[1.0f32], Purpose::Activations)?;
+                let one = self.device.one(Purpose::Activations)?;
                 (one.clone(), recording.with_one(&one))
             }
         };

@@ -37,7 +37,14 @@ struct State {
     reduced: bool,
 }
 
+/// What backwards have left of a unit's gradients before anything was folded into the step's: the buffers, and what is known of them.
+pub struct AfterBackward {
+    fresh: Vec<FreshSum>,
+    reduced: bool,
+}
+
 /// A sum over some micro-batches of this rank.
+#[derive(Clone)]
 struct FreshSum {
     flat: Tensor,
     /// Whether a parameter's gradient has been written; the first contribution overwrites, so that nothing needs zeroing.
@@ -85,6 +92,28 @@ impl GradientState {
             state.spent.clear();
             state.reduced = false;
         }
+    }
+
+    /// Where the gradients of every unit stand, to be put there again by [`GradientState::stand_at`] when the same work has been done without the host.
+    pub fn stand(&self) -> Vec<AfterBackward> {
+        let unit = |unit: &UnitGradients| {
+            let state = lock(&unit.state);
+            AfterBackward { fresh: state.fresh.clone(), reduced: state.reduced }
+        };
+        self.units.iter().map(unit).collect()
+    }
+
+    /// As if the work had been done after which [`GradientState::stand`] was asked.
+    pub fn stand_at(&self, units: &[AfterBackward]) {
+        for (unit, after) in self.units.iter().zip(units) {
+            let mut state = lock(&unit.state);
+            (state.fresh, state.reduced) = (after.fresh.clone(), after.reduced);
+        }
+    }
+
+    /// The step's sums, unit by unit.
+    pub fn residents(&self) -> Vec<Tensor> {
+        self.units.iter().map(|unit| lock(&unit.state).resident.clone()).collect()
     }
 
     /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its own, to be folded or reduced.

@@ -7,7 +7,7 @@
 mod gradients;
 mod parameters;
 
-pub use gradients::GradientState;
+pub use gradients::{AfterBackward, GradientState};
 pub(crate) use parameters::initialise;
 pub use parameters::{ParameterState, UnitParameters};
 

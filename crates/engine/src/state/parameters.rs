@@ -85,6 +85,11 @@ impl ParameterState {
         Ok(state)
     }
 
+    /// Which buffers forward reads, unit by unit; 0 where there is none now.
+    pub fn buffers(&self) -> impl Iterator<Item = usize> + '_ {
+        self.units.iter().map(|unit| lock(&unit.present).whole.as_ref().map_or(0, |(whole, _)| whole.buffer_id()))
+    }
+
     /// The f32 values of a parameter, in `shape`.
     ///
     /// # Errors

@@ -119,7 +119,7 @@ impl History {
 
 impl Cuda {
     /// Waits on the host for everything that any lane has launched.
-    pub(super) fn synchronize_all(&self) -> Result<()> {
+    pub(crate) fn synchronize_all(&self) -> Result<()> {
         for (stream, history) in self.streams.iter().zip(&self.histories) {
             let Some(stream) = stream.get() else { continue };
             let made = lock(history).made;
@@ -134,11 +134,16 @@ impl Cuda {
 }
 
 impl Device {
-    /// Marks the end of what this thread's lane has launched so far.
+    /// Marks the end of what this thread's lane has launched so far. In a capture, a place in the graph, which passes at each launch and orders nothing.
     pub fn mark(&self) -> Result<Mark> {
         let Some(cuda) = self.as_cuda() else { return Ok(Mark::default()) };
         let event = cuda.with_event()?;
         let recorded = Arc::new(Recorded { cuda: Arc::clone(cuda), event });
+        if cuda.capturing.is_here() {
+            // Nobody can wait for it before the graph is launched, so it is no place in the lane's work.
+            cuda.driver.record_in_graph(event, cuda.stream()?)?;
+            return Ok(Mark(Some(recorded)));
+        }
         cuda.driver.record(event, cuda.stream()?)?;
         lock(&cuda.histories[lane()]).add(&recorded);
         Ok(Mark(Some(recorded)))

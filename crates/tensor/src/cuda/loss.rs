@@ -65,7 +65,9 @@ pub(crate) fn head(
             gpu.launch(&k::CROSS_ENTROPY, dtype, [rows, v, 1], args)?;
             continue;
         };
-        let args = args![part_of_logits, chunk(targets), chunk(losses), Arg::Null, hit, rows, v, v, *scale];
+        let varying = gpu.varying_scale(*scale)?;
+        let scale_at = Arg::from(varying.as_ref());
+        let args = args![part_of_logits, chunk(targets), chunk(losses), Arg::Null, hit, rows, v, v, *scale, scale_at];
         gpu.launch(&k::CROSS_ENTROPY_IN_PLACE, dtype, [rows, v, 1], args)?;
         let dx_rows = rows_of(dx.region(true), d * size);
         let form = plain(OP, [rows, d, v], dtype, dtype)?;
@@ -88,7 +90,9 @@ pub(crate) fn summary(
 ) -> Result<HeadLoss> {
     let (sum, counts) = (Arg::Part(scratch, 0, 8), Arg::Part(scratch, 8, 8));
     let (to, scale) = loss.unzip();
-    let args = args![losses, hits, targets, losses.elements(), sum, counts, to, scale.unwrap_or(1.0), 0i32];
+    let varying = scale.map_or(Ok(None), |scale| gpu.varying_scale(scale))?;
+    let (scale, scale_at) = (scale.unwrap_or(1.0), Arg::from(varying.as_ref()));
+    let args = args![losses, hits, targets, losses.elements(), sum, counts, to, scale, scale_at, 0i32];
     gpu.launch(&k::LOSS_SUMMARY, DType::F32, [1, 1, 1], args)?;
     if loss.is_some() {
         return Ok(HeadLoss::default());
@@ -146,7 +150,8 @@ fn summarise(
     scratch: &Tensor,
 ) -> Result<()> {
     let (sum, counts) = (Arg::Part(scratch, 0, 8), Arg::Part(scratch, 8, 8));
-    let args = args![losses, Arg::Null, targets, losses.elements(), sum, counts, loss, 1.0f32, i32::from(mean)];
+    let args =
+        args![losses, Arg::Null, targets, losses.elements(), sum, counts, loss, 1.0f32, Arg::Null, i32::from(mean)];
     gpu.launch(&k::LOSS_SUMMARY, DType::F32, [1, 1, 1], args)
 }
 

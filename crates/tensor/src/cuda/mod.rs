@@ -8,6 +8,7 @@
 
 mod attention;
 mod exchange;
+pub mod graph;
 pub(crate) mod index;
 mod lanes;
 mod launch;
@@ -41,7 +42,7 @@ pub(crate) use norm::{
 };
 pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sum_of_squares};
 pub(crate) use pointwise::{
-    accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, swiglu,
+    accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, one, swiglu,
     swiglu_backward,
 };
 
@@ -65,6 +66,7 @@ pub struct Cuda {
     histories: [Mutex<lanes::History>; LANES],
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
+    capturing: graph::Capturing,
     /// How products of f32 are multiplied.
     precision: Precision,
     /// For what the host makes: initial values.
@@ -102,6 +104,7 @@ impl Cuda {
             histories: [const { Mutex::new(lanes::History::NEW) }; LANES],
             events: Mutex::default(),
             pinned: Mutex::default(),
+            capturing: graph::Capturing::default(),
             precision: Precision::Full,
             host: Cpu::new(Isa::detect(), threads),
         }

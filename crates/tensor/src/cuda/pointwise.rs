@@ -38,6 +38,11 @@ pub(crate) fn cast(gpu: &Arc<Cuda>, x: &Tensor, y: &Tensor) -> Result<()> {
     gpu.launch(kernel, x.dtype(), [x.elements(), 1, 1], args![x, y, x.elements()])
 }
 
+/// A scalar 1, without anything that comes from the host.
+pub(crate) fn one(gpu: &Arc<Cuda>, y: &Tensor) -> Result<()> {
+    gpu.launch(&k::FILL_U32, DType::F32, [1, 1, 1], args![y, 1usize, 1.0f32.to_bits()])
+}
+
 pub(crate) fn activate(gpu: &Arc<Cuda>, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()> {
     gpu.launch(&k::ACTIVATE, x.dtype(), [x.elements(), 1, 1], args![x, y, x.elements(), curve(activation)])
 }
@@ -72,7 +77,8 @@ pub(crate) fn dropout(
 ) -> Result<()> {
     let n = x.elements();
     let (threshold, scale) = (rate.threshold(), rate.exact().1);
-    let args = args![x, residual, y, n, key.seed, key.step, key.site, threshold, scale];
+    let varying = gpu.varying_step(key.step)?;
+    let args = args![x, residual, y, n, key.seed, key.step, varying.as_ref(), key.site, threshold, scale];
     gpu.launch(&k::DROPOUT, x.dtype(), [n, 1, 1], args)
 }
 

@@ -6,7 +6,7 @@ use crate::cpu::norm::HeadColumns;
 use crate::cpu::rope::{self as ropes, RopeTable, Rotation};
 use crate::cuda::OnDevice;
 use crate::error::{Result, TensorError};
-use crate::{Computes, Cost, DType, Device, On, Tensor, by_float, cuda, ensure_shape};
+use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, by_float, cuda, ensure_shape};
 use std::sync::Arc;
 
 /// How many heads of which width a fused qkv matrix holds.
@@ -87,8 +87,22 @@ impl Segments {
 
     /// The bounds of each row's segment, [2, m], where kernels read those; None where they read [`Segments::bounds`].
     fn on_cuda(&self, device: &Device) -> Result<Option<Tensor>> {
-        let make = || cuda::rows_of_segments(device, self.bounds());
+        let make = || device.tensor([2, self.tokens()], &cuda::rows_of_segments(self.bounds()), Purpose::Data);
         (device.computes() == Computes::Cuda).then(|| self.0.rows.get(device, make)).transpose()
+    }
+
+    /// Brings to `device` what its kernels read of these bounds, if they read any; they would otherwise when they first need it.
+    pub fn bring_to(&self, device: &Device) -> Result<()> {
+        self.on_cuda(device).map(drop)
+    }
+
+    /// Lets kernels on `device` that read these bounds read those of `other` from now on, for as many tokens: what a graph is launched with.
+    pub fn overwrite_on(&self, device: &Device, other: &Segments) -> Result<()> {
+        ensure_shape!(self.tokens() == other.tokens(), "segments", "{} tokens for {}", other.tokens(), self.tokens());
+        match self.on_cuda(device)? {
+            Some(mut rows) if !device.is_meta() => rows.write(&cuda::rows_of_segments(other.bounds())),
+            _ => Ok(()),
+        }
     }
 
     /// The bounds.

@@ -1,0 +1,278 @@
+//! The forwards and backwards of a step as a graph: launched one by one, then captured, then replayed with one call.
+//!
+//! What is captured is the stretch of the compute lane between the loaded batches and the norm: everything that depends on shapes alone. The norm, the decision whether the
+//! step is skipped, the update with its rates and all that other lanes do stay outside. A graph is made in two steps of the same shapes. In the first the stretch runs as
+//! always, in an arena that has all the memory it needs afterwards, and everything that happens once has happened: kernels loaded, algorithms of products measured, tables
+//! on the device. The second captures it. From then on a step writes its batches over those of the graph, the step's number and the scale of the loss
+//! into memory that kernels read, launches the graph, and puts what the host knows (gradients, losses, marks) where the captured step left it.
+//!
+//! A step of other shapes gives the graph back and begins anew. A stretch that cannot be captured is run again as always, since nothing of it has been done. Both are said.
+
+use super::Rank;
+use super::marks::{Ends, Marks};
+use super::step::{Launches, Step};
+use crate::Result;
+use crate::state::{AfterBackward, lock};
+use std::ops::Range;
+use std::sync::Mutex;
+use trainyard_model::{Batch, BatchShape};
+use trainyard_program::{Action, Instruction, Lane, Program};
+use trainyard_tensor::cuda::graph::{Graph, Varying};
+use trainyard_tensor::ops::Segments;
+use trainyard_tensor::pool::{Arena, Held};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+/// The instructions of `program` that can be captured: all forwards and backwards of a step.
+///
+/// # Errors
+/// What stands against it, in words: other lanes that work between them.
+pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
+    let ranks = program.mesh.ranks();
+    if ranks > 1 {
+        return Err(format!("{ranks} ranks exchange between its forwards and backwards"));
+    }
+    let instructions = &program.instructions;
+    let is_pass =
+        |action: &Action| matches!(action, Action::Forward { .. } | Action::Backward { .. } | Action::Fold { .. });
+    // The compute lane takes and gives back memory for these, wherever they are.
+    let is_else = |one: &&Instruction| {
+        let known = matches!(one.action, Action::Load { .. } | Action::Count | Action::Clip | Action::Update { .. });
+        !known && !is_pass(&one.action) && one.action != Action::Snapshot
+    };
+    if let Some(other) = instructions.iter().find(is_else) {
+        let (name, lane) = (other.action.name(), other.action.lane().name());
+        return Err(format!("lane {lane} has `{name}`, and what comes and goes in a step has no fixed place"));
+    }
+    let first = instructions.iter().position(|one| is_pass(&one.action)).ok_or("it has no forward")?;
+    let count = instructions[first..].iter().take_while(|one| is_pass(&one.action)).count();
+    let stretch = first..first + count;
+    let rest = &instructions[stretch.end..];
+    if rest.iter().any(|one| is_pass(&one.action)) {
+        return Err("its forwards and backwards do not come one after the other".to_owned());
+    }
+    let waits = |one: &Instruction| {
+        one.action.lane() != Lane::Compute && one.after.iter().any(|on| stretch.contains(&(*on as usize)))
+    };
+    match rest.iter().find(|one| waits(one)) {
+        Some(other) => Err(format!("`{}` waits for a part of it", other.action.name())),
+        None => Ok(stretch),
+    }
+}
+
+/// What a graph of steps of this shape keeps on the device beside what its work needs: the batches that it reads.
+///
+/// # Errors
+/// Of the device.
+pub fn kept(device: &Device, shape: &BatchShape, micro_batches: u32) -> Result<(Vec<Batch>, Tensor)> {
+    let batch = |_| -> Result<Batch> {
+        let batch = shape.batch(device)?;
+        batch.segments.bring_to(device)?;
+        Ok(batch)
+    };
+    let batches = (0..micro_batches).map(batch).collect::<Result<_>>()?;
+    Ok((batches, device.empty([2], DType::U32, Purpose::Data)?))
+}
+
+/// What must be the same for a graph to be that of a step.
+#[derive(Clone, PartialEq)]
+struct Key {
+    /// Tokens of each micro-batch.
+    tokens: Vec<usize>,
+    /// Up to which position the step may reach: a power of two, because tables grow so.
+    reach: usize,
+    instructions: Vec<Instruction>,
+    /// Where parameters and gradients are.
+    state: Vec<usize>,
+}
+
+impl Key {
+    fn of(rank: &Rank, step: &Step<'_>, stretch: &Range<usize>) -> Key {
+        let batches = step.batches();
+        let gradients = rank.gradients.residents();
+        Key {
+            tokens: batches.iter().map(Batch::len).collect(),
+            reach: batches.iter().map(|batch| batch.positions_end.next_power_of_two()).max().unwrap_or(0),
+            instructions: step.program().instructions[stretch.clone()].to_vec(),
+            state: rank.parameters.buffers().chain(gradients.iter().map(Tensor::buffer_id)).collect(),
+        }
+    }
+
+    /// In what a step differs from the graph's.
+    fn difference(&self, other: &Key) -> String {
+        if self.tokens != other.tokens {
+            return format!("its micro-batches have {:?} tokens, the graph's {:?}", other.tokens, self.tokens);
+        }
+        if self.reach != other.reach {
+            return format!("its positions reach up to {}, the graph's to {}", other.reach, self.reach);
+        }
+        let what =
+            if self.instructions != other.instructions { "its instructions are others" } else { "the state has moved" };
+        what.to_owned()
+    }
+}
+
+/// A rank's graph, if it has one.
+#[derive(Default)]
+pub(super) struct Graphs(Mutex<State>);
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Nothing,
+    /// A step of these shapes ran in the arena.
+    Rehearsed(Key, Arena),
+    Captured(Box<Captured>),
+    /// Capturing failed, which was said; it is not tried again.
+    Refused,
+}
+
+/// A captured stretch. Fields are dropped in this order: the graph waits for its launches before its memory goes.
+struct Captured {
+    key: Key,
+    graph: Graph,
+    /// What it reads, and what of them is on the device as segments.
+    batches: Vec<(Batch, Segments)>,
+    losses: Vec<Option<Tensor>>,
+    gradients: Vec<AfterBackward>,
+    marks: Vec<Ends>,
+    held: Held,
+    arena: Arena,
+}
+
+impl Graphs {
+    /// Runs the stretch; `all` launches its instructions one by one.
+    pub fn run(
+        &self,
+        rank: &Rank,
+        step: &Step<'_>,
+        stretch: &Range<usize>,
+        marks: &Marks<'_>,
+        all: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        if rank.device.times_calls() {
+            // Each is waited for.
+            return all();
+        }
+        let key = Key::of(rank, step, stretch);
+        let mut state = lock(&self.0);
+        let (next, launches, note) = match std::mem::take(&mut *state) {
+            State::Captured(mut captured) if captured.key == key => {
+                captured.replay(rank, step, stretch, marks)?;
+                (State::Captured(captured), Launches::Replayed, None)
+            }
+            State::Rehearsed(rehearsed, arena) if rehearsed == key => {
+                match Captured::new(rank, step, stretch, marks, all, key, arena)? {
+                    Ok(captured) => {
+                        let note = captured.describe();
+                        (State::Captured(captured), Launches::Captured, Some(note))
+                    }
+                    Err(why) => {
+                        all()?;
+                        let note =
+                            format!("steps are launched kernel by kernel from here on, not as a CUDA graph: {why}");
+                        (State::Refused, Launches::OneByOne, Some(note))
+                    }
+                }
+            }
+            State::Refused => {
+                all()?;
+                (State::Refused, Launches::OneByOne, None)
+            }
+            before => {
+                let note = before.given_up_for(&key);
+                // Its memory is needed.
+                drop(before);
+                let arena = rank.device.pool().arena();
+                arena.within(false, all)?;
+                (State::Rehearsed(key, arena), Launches::OneByOne, note)
+            }
+        };
+        *state = next;
+        step.set_launches(launches, note);
+        Ok(())
+    }
+}
+
+impl State {
+    fn given_up_for(&self, key: &Key) -> Option<String> {
+        let State::Captured(captured) = self else { return None };
+        let why = captured.key.difference(key);
+        Some(format!(
+            "this step does not go by the CUDA graph, which is given up: {why}; another is captured when two steps in a row are alike"
+        ))
+    }
+}
+
+/// What varies from step to step.
+fn varying(rank: &Rank, step: &Step<'_>) -> Varying {
+    Varying { step: step.settings().step as u32, scale: rank.loss_scale(step) }
+}
+
+impl Captured {
+    /// Captures and launches it. Inside, why it could not be captured: then nothing has been done.
+    fn new(
+        rank: &Rank,
+        step: &Step<'_>,
+        stretch: &Range<usize>,
+        marks: &Marks<'_>,
+        all: &dyn Fn() -> Result<()>,
+        key: Key,
+        arena: Arena,
+    ) -> Result<Result<Box<Captured>, String>> {
+        let device = &rank.device;
+        marks.wait_before_all(step.program(), stretch)?;
+        let own = step.batches();
+        for batch in &own {
+            batch.segments.bring_to(device)?;
+        }
+        // What model code is told of positions must hold for every step of this graph.
+        let bounded = |batch: &Batch| Batch { positions_end: key.reach, ..batch.clone() };
+        step.set_batches(own.iter().map(bounded).collect());
+        let capture = device.begin_capture(varying(rank, step))?;
+        marks.set_captured(true);
+        let ran = arena.within(true, all);
+        marks.set_captured(false);
+        let captured = match ran {
+            Ok(((), held)) => capture.end().map(|graph| (graph, held)).map_err(|error| error.to_string()),
+            Err(error) => {
+                drop(capture);
+                Err(error.to_string())
+            }
+        };
+        let (graph, held) = match captured {
+            Ok(captured) => captured,
+            Err(why) => {
+                rank.gradients.begin_step();
+                step.forget_passes();
+                step.set_batches(own);
+                return Ok(Err(why));
+            }
+        };
+        graph.launch(varying(rank, step))?;
+        let batches = own.into_iter().map(|batch| (batch.clone(), batch.segments)).collect();
+        let (losses, gradients, marks) = (step.losses(), rank.gradients.stand(), marks.of(stretch));
+        Ok(Ok(Box::new(Captured { key, graph, batches, losses, gradients, marks, held, arena })))
+    }
+
+    /// Launches it for the batches of `step`.
+    fn replay(&mut self, rank: &Rank, step: &Step<'_>, stretch: &Range<usize>, marks: &Marks<'_>) -> Result<()> {
+        marks.wait_before_all(step.program(), stretch)?;
+        for ((batch, shown), new) in self.batches.iter_mut().zip(step.batches()) {
+            batch.overwrite(&new, shown)?;
+        }
+        step.set_batches(Vec::new());
+        self.graph.launch(varying(rank, step))?;
+        self.arena.repeat(&self.held);
+        step.set_losses(&self.losses);
+        rank.gradients.stand_at(&self.gradients);
+        marks.set(stretch, &self.marks);
+        Ok(())
+    }
+
+    fn describe(&self) -> String {
+        format!(
+            "{} instructions of a step, its forwards and backwards, are launched as one CUDA graph from here on; norm and update are not in it",
+            self.marks.len()
+        )
+    }
+}
