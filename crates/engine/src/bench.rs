@@ -13,7 +13,7 @@ use crate::metrics::{MetricsError, Throughput};
 use crate::peaks::Peaks;
 use crate::precision::LossScaler;
 use crate::predict::{Prediction, predict};
-use crate::rank::{Rank, RankSettings, StepSettings};
+use crate::rank::{Launches, Rank, RankSettings, StepSettings};
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::state::{Holding, does_not_fit};
 use serde::Serialize;
@@ -58,6 +58,8 @@ pub struct StepReport {
     pub data_wait_s: f64,
     /// The most memory that the process ever held, as the operating system counts it; 0 where it does not say.
     pub peak_rss_bytes: u64,
+    /// Whether the forwards and backwards of every timed step were replayed as a CUDA graph.
+    pub replayed: bool,
     /// The last step's loss: near the logarithm of the vocabulary, as it has to be on random tokens.
     pub loss: f64,
     /// Peak bytes in all, measured.
@@ -173,6 +175,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         first_step_s,
         data_wait_s: median(timed.iter().map(|t| t.data_wait_s)),
         peak_rss_bytes,
+        replayed: timed.iter().all(|t| t.launches == Launches::Replayed),
         loss: timed.last().map_or(f64::NAN, |t| t.loss),
         mem_peak_bytes: usage.peak_total() as u64,
         mem_predicted_bytes: predicted.peak_total() as u64,
@@ -190,6 +193,8 @@ pub struct Timed {
     pub data_wait_s: f64,
     /// Its loss.
     pub loss: f64,
+    /// How its kernels reached the device.
+    pub launches: Launches,
     /// When each instruction ran.
     pub spans: Vec<Span>,
 }
@@ -296,6 +301,7 @@ impl Stepper {
             seconds: start.elapsed().as_secs_f64(),
             data_wait_s: outcome.data_wait.as_secs_f64(),
             loss: outcome.loss,
+            launches: outcome.launches,
             spans: outcome.spans,
         })
     }

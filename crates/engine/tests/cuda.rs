@@ -557,7 +557,7 @@ fn a_replayed_step_is_one_launch_and_takes_the_memory_that_meta_predicts() {
         let trial = Trial::new(model, sets);
         let (fake, device) = fake(Options::default());
         let mut rank = trial.rank(&device);
-        let mut used = 0;
+        let (mut used, mut alone) = (0, 0);
         for step in 0..5 {
             fake.take_records();
             device.pool().reset_peaks();
@@ -579,7 +579,11 @@ fn a_replayed_step_is_one_launch_and_takes_the_memory_that_meta_predicts() {
                 );
             }
             assert!(measured.peak_total() <= predicted.peak_total(), "{sets:?}");
+            if outcome.launches == Launches::OneByOne {
+                alone = records.len();
+            }
             if outcome.launches == Launches::Replayed {
+                assert!(3 * records.len() < alone, "{} of {alone}: {records:?}", records.len());
                 // Batches come before it, norm and update after.
                 let at = records.iter().position(|name| *name == "graph").unwrap();
                 assert!(records[..at].iter().all(|name| ["upload", "copy"].contains(name)), "{records:?}");

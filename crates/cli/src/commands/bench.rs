@@ -121,6 +121,9 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
         report.isa,
         report.threads
     ))?;
+    if report.replayed {
+        print(format_args!("launches      forwards and backwards as one CUDA graph\n"))?;
+    }
     print(format_args!(
         "step          {:.4} s (median of {})\nspeed         {} tokens/s\n\
          model FLOPs   {:.3} TFLOP/s, {:.1} % of the measured peak of {:.3}\n\

@@ -438,7 +438,7 @@ fn impossible_ranks_are_refused() {
         (&["parallel.ranks=2", "parallel.collectives=nccl"], "exchanges the memory of GPUs"),
         (&["parallel.collectives=ncl"], "did you mean \"nccl\"?"),
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),
-        (&["training.cuda_graphs=true"], "off, auto, on"),
+        (&["training.cuda_graphs=true"], "takes one of \"off\", \"auto\", \"on\""),
         (&["training.elastic_bits=true", "training.accumulation_steps=3"], "powers of two"),
         (&["parallel.ranks=2", "training.micro_batch_size=4", "training.global_batch_size=12"], "does not divide by 8"),
     ] {
