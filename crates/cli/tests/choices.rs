@@ -199,8 +199,8 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
         count: 2,
     };
     let transfers = Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 });
-    let elsewhere = Machine { cpu: "another".into(), gpu: Some(gpu), ..Machine::here() };
-    MachineProfile { machine: elsewhere, transfers, ..profile() }.save(&folder.join("gpu.toml")).unwrap();
+    let elsewhere = Machine { cpu: "another".into(), gpu: Some(gpu.clone()), ..Machine::here() };
+    MachineProfile { machine: elsewhere.clone(), transfers, ..profile() }.save(&folder.join("gpu.toml")).unwrap();
     let ask = |arguments: &[&str]| {
         let mut command = folder.command(&[&["plan", "c.toml", "--set", "compute.device=cuda"], arguments].concat());
         let command = command.env("TRAINYARD_PROFILE", folder.join("machine.toml"));
@@ -210,6 +210,11 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
     for part in ["2 x NVIDIA H200, sm_90a", "1 GPU ", "2 GPUs", "runnable ways fit"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
+    let small = Gpu { memory_bytes: 1 << 20, ..gpu.clone() };
+    let machine = Machine { gpu: Some(small), ..elsewhere.clone() };
+    MachineProfile { machine, transfers, ..profile() }.save(&folder.join("small.toml")).unwrap();
+    let full = failed(ask(&["--profile", "small.toml"]));
+    assert!(full.stderr.contains("a GPU here has 1.0 MiB; the nearest that would: more GPUs"), "{}", full.stderr);
     let missing = failed(ask(&[]));
     assert!(missing.stderr.contains("none.toml") && missing.stderr.contains("--profile"), "{}", missing.stderr);
     let wrong = failed(ask(&["--profile", "machine.toml"]));

@@ -3,7 +3,7 @@
 use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Axis, Extent, Instruction, Lane, Program};
+use trainyard_program::{Action, Axis, Extent, Instruction, Lane, Program, State, Tier};
 use trainyard_tensor::Call;
 
 /// The price of one instruction.
@@ -80,16 +80,15 @@ impl<'p> HostPrices<'p> {
         }
         let price = |(instruction, (kernels, count)): (&Instruction, (f64, u32))| {
             let (exchange_s, exchange_ranks) = self.exchange(program, instruction);
-            let around = self.around(instruction, count, program.mesh.ranks());
+            let around = self.around(program, instruction, count);
             Priced { work_s: kernels + around, exchange_s, exchange_ranks }
         };
         program.instructions.iter().zip(work).map(price).collect()
     }
 
-    /// What the engine does around `count` kernels of an instruction of one of `ranks` ranks, which share the disk.
-    fn around(&self, instruction: &Instruction, count: u32, ranks: u32) -> f64 {
+    /// What the engine does around `count` kernels of an instruction.
+    fn around(&self, program: &Program, instruction: &Instruction, count: u32) -> f64 {
         let overheads = &self.profile.overheads;
-        let moved = instruction.bytes as f64 * f64::from(ranks);
         match instruction.action {
             // The batch is copied to the device.
             Action::Load { .. } => {
@@ -97,11 +96,35 @@ impl<'p> HostPrices<'p> {
                 instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
                     / transfers.unwrap_or(self.speeds.copy_bytes_per_s)
             }
-            // The tier of a host's own cores is its disk.
-            Action::Fetch { .. } => overheads.instruction_s + moved / self.profile.disk.read_bytes_per_s,
-            Action::Evict { .. } => overheads.instruction_s + moved / self.profile.disk.write_bytes_per_s,
+            Action::Fetch { state, .. } => {
+                overheads.instruction_s + self.offloaded(program, state, instruction.bytes, true)
+            }
+            Action::Evict { state, .. } => {
+                overheads.instruction_s + self.offloaded(program, state, instruction.bytes, false)
+            }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
+        }
+    }
+
+    /// Seconds to fetch (or else evict) `bytes` of `state` from where it is offloaded: over the GPU's own link to its host, or from a disk, which all ranks share.
+    fn offloaded(&self, program: &Program, state: State, bytes: u64, fetched: bool) -> f64 {
+        let tier = match state {
+            State::Parameters => program.offload.parameters,
+            State::Optimizer { .. } => program.offload.optimizer,
+            State::Activations { .. } => program.offload.activations,
+        };
+        // An optimizer on the host fetches gradients from the device and evicts to it.
+        let to_device = fetched != matches!(state, State::Optimizer { .. });
+        let bytes = bytes as f64;
+        match (tier, self.profile.transfers, &self.profile.disk) {
+            (Some(Tier::Host), Some(transfers), _) if to_device => bytes / transfers.to_device_bytes_per_s,
+            (Some(Tier::Host), Some(transfers), _) => bytes / transfers.to_host_bytes_per_s,
+            (Some(Tier::Host), None, _) => bytes / self.speeds.copy_bytes_per_s,
+            (_, _, disk) => {
+                let speed = if fetched { disk.read_bytes_per_s } else { disk.write_bytes_per_s };
+                f64::from(program.mesh.ranks()) * bytes / speed
+            }
         }
     }
 
@@ -162,32 +185,54 @@ pub(crate) fn dims(call: &Call) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machine::Transfers;
     use crate::machine::tests::small;
-    use trainyard_program::{Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, Offload, Strategy, UnitShape, lower_rank};
 
-    #[test]
-    fn what_comes_from_a_disk_takes_the_disks_time_and_ranks_share_it() {
+    /// Two units whose optimizer state is offloaded, replicated on `ranks`.
+    fn offloading(ranks: u32, tier: Tier) -> Program {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
         let mut strategy = Strategy::new(2);
-        strategy.offload = Offload { optimizer: Some(Tier::Disk), ..Offload::default() };
+        strategy.offload = Offload { optimizer: Some(tier), ..Offload::default() };
+        lower_rank(&model, &Mesh::data(ranks, 1), &strategy, 0).unwrap()
+    }
+
+    /// Holds every fetch and eviction to bytes over the speed that is given for it.
+    fn expect_speeds(profile: &MachineProfile, program: &Program, fetch: f64, evict: f64) {
+        let layout = HostLayout { ranks: program.mesh.ranks(), threads: 1 };
+        let priced = HostPrices::new(profile, layout, profile.speeds).program(program, &[]);
+        let mut seen = 0;
+        for (instruction, price) in program.instructions.iter().zip(priced) {
+            let speed = match instruction.action {
+                Action::Fetch { .. } => fetch,
+                Action::Evict { .. } => evict,
+                _ => continue,
+            };
+            let expected = instruction.bytes as f64 / speed + profile.overheads.instruction_s;
+            assert!(instruction.bytes > 0 && (price.work_s / expected - 1.0).abs() < 1e-9, "{instruction:?}");
+            seen += 1;
+        }
+        assert!(seen >= 4, "state of two units comes and goes");
+    }
+
+    #[test]
+    fn what_comes_from_a_disk_takes_the_disks_time_and_ranks_share_it() {
         let profile = small();
         for ranks in [1, 2] {
-            let program = lower_rank(&model, &Mesh::data(ranks, 1), &strategy, 0).unwrap();
-            let layout = HostLayout { ranks, threads: 1 };
-            let priced = HostPrices::new(&profile, layout, profile.speeds).program(&program, &[]);
-            let mut seen = 0;
-            for (instruction, price) in program.instructions.iter().zip(priced) {
-                let speed = match instruction.action {
-                    Action::Fetch { .. } => profile.disk.read_bytes_per_s,
-                    Action::Evict { .. } => profile.disk.write_bytes_per_s,
-                    _ => continue,
-                };
-                let expected = f64::from(ranks) * instruction.bytes as f64 / speed + profile.overheads.instruction_s;
-                assert!(instruction.bytes > 0 && (price.work_s / expected - 1.0).abs() < 1e-9, "{instruction:?}");
-                seen += 1;
-            }
-            assert!(seen >= 4, "state of two units comes and goes");
+            let share = f64::from(ranks);
+            let (read, write) = (profile.disk.read_bytes_per_s / share, profile.disk.write_bytes_per_s / share);
+            expect_speeds(&profile, &offloading(ranks, Tier::Disk), read, write);
+        }
+    }
+
+    #[test]
+    fn what_a_gpu_keeps_on_its_host_takes_its_own_links_time() {
+        let transfers = Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 };
+        let profile = MachineProfile { transfers: Some(transfers), ..small() };
+        for ranks in [1, 2] {
+            // Gradients go to the host, where the update runs, and what it wrote comes back.
+            expect_speeds(&profile, &offloading(ranks, Tier::Host), 4e10, 5e10);
         }
     }
 }
