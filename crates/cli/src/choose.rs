@@ -51,8 +51,8 @@ pub struct Ways {
     pub too_large: Vec<Way>,
     /// Bytes of a rank that may be used.
     pub limit: Option<u64>,
-    /// Whether they are all that the GPU has, and less than what `memory.limit` says.
-    pub gpu_is_full: bool,
+    /// Whether that is what a GPU has, and not what `memory.limit` says.
+    pub limit_is_gpus: bool,
 }
 
 /// What is asked: the configuration that settings make, as it is without any, and the machine.
@@ -100,7 +100,7 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     let asked = base.config.memory.limit.map(|limit| limit.0);
     let gpu = profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes);
     let limit = asked.into_iter().chain(gpu).min();
-    let mut ways = Ways { limit, gpu_is_full: gpu.is_some() && limit != asked, ..Ways::default() };
+    let mut ways = Ways { limit, limit_is_gpus: limit != asked, ..Ways::default() };
     let question = Question { load, base: &base, profile };
     ways.look(&question, &[&[]])?;
     if ways.fitting.is_empty() && !ways.too_large.is_empty() {
@@ -281,18 +281,20 @@ impl Ways {
         }
         let limit = size(self.limit.unwrap_or(0));
         match self.too_large.first() {
-            Some(least) => bail!(
-                "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and {} {limit}; the nearest that would: \
-                 {}, a smaller model, a shorter sequence, or an optimizer with less state",
-                size(least.bytes_max),
-                least.words(),
-                if self.gpu_is_full { "a GPU here has" } else { "memory.limit is" },
-                if self.gpu_is_full {
-                    "more GPUs, a larger one".to_owned()
+            Some(least) => {
+                let (limit, nearest) = if self.limit_is_gpus {
+                    (format!("a GPU here has {limit}"), "more GPUs, a larger one".to_owned())
                 } else {
-                    format!("memory.limit = \"{}MiB\"", least.bytes_max.div_ceil(1 << 20))
-                }
-            ),
+                    let mebibytes = least.bytes_max.div_ceil(1 << 20);
+                    (format!("memory.limit is {limit}"), format!("memory.limit = \"{mebibytes}MiB\""))
+                };
+                bail!(
+                    "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and {limit}; the nearest that would: \
+                     {nearest}, a smaller model, a shorter sequence, or an optimizer with less state",
+                    size(least.bytes_max),
+                    least.words()
+                )
+            }
             None => bail!("no way of running this configuration is left by what is set by hand"),
         }
     }

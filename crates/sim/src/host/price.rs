@@ -96,35 +96,31 @@ impl<'p> HostPrices<'p> {
                 instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
                     / transfers.unwrap_or(self.speeds.copy_bytes_per_s)
             }
-            Action::Fetch { state, .. } => {
-                overheads.instruction_s + self.offloaded(program, state, instruction.bytes, true)
-            }
-            Action::Evict { state, .. } => {
-                overheads.instruction_s + self.offloaded(program, state, instruction.bytes, false)
+            Action::Fetch { state, .. } | Action::Evict { state, .. } => {
+                overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction, state)
             }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
         }
     }
 
-    /// Seconds to fetch (or else evict) `bytes` of `state` from where it is offloaded: over the GPU's own link to its host, or from a disk, which all ranks share.
-    fn offloaded(&self, program: &Program, state: State, bytes: u64, fetched: bool) -> f64 {
+    /// Bytes a second at which `state` is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks share.
+    fn offload_speed(&self, program: &Program, instruction: &Instruction, state: State) -> f64 {
         let tier = match state {
             State::Parameters => program.offload.parameters,
             State::Optimizer { .. } => program.offload.optimizer,
             State::Activations { .. } => program.offload.activations,
         };
-        // An optimizer on the host fetches gradients from the device and evicts to it.
-        let to_device = fetched != matches!(state, State::Optimizer { .. });
-        let bytes = bytes as f64;
-        match (tier, self.profile.transfers, &self.profile.disk) {
-            (Some(Tier::Host), Some(transfers), _) if to_device => bytes / transfers.to_device_bytes_per_s,
-            (Some(Tier::Host), Some(transfers), _) => bytes / transfers.to_host_bytes_per_s,
-            (Some(Tier::Host), None, _) => bytes / self.speeds.copy_bytes_per_s,
-            (_, _, disk) => {
-                let speed = if fetched { disk.read_bytes_per_s } else { disk.write_bytes_per_s };
-                f64::from(program.mesh.ranks()) * bytes / speed
+        let is_fetch = matches!(instruction.action, Action::Fetch { .. });
+        let (disk, ranks) = (&self.profile.disk, f64::from(program.mesh.ranks()));
+        match (tier, self.profile.transfers) {
+            // An optimizer on the host fetches gradients from the device and evicts to it; all else comes and goes the other way.
+            (Some(Tier::Host), Some(link)) if is_fetch == matches!(state, State::Optimizer { .. }) => {
+                link.to_host_bytes_per_s
             }
+            (Some(Tier::Host), Some(link)) => link.to_device_bytes_per_s,
+            _ if is_fetch => disk.read_bytes_per_s / ranks,
+            _ => disk.write_bytes_per_s / ranks,
         }
     }
 
