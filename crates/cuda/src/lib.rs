@@ -13,6 +13,7 @@ pub mod emulated;
 mod error;
 pub mod fake;
 pub mod find;
+pub mod fp8;
 pub mod kernels;
 pub mod nccl;
 #[cfg(feature = "nvidia")]

@@ -5,6 +5,7 @@
 //! final rounding, `u |want|` with `u` the unit roundoff of its dtype, and by a `slack` for the `f32` arithmetic inside,
 //! which each test derives: a number of roundings times `2^-24` times the size of what is rounded.
 
+mod fp8;
 mod norm;
 mod optim;
 mod plain;
