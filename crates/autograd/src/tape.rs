@@ -2,7 +2,9 @@
 
 use crate::functions::Function;
 use crate::{AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
+use std::collections::BTreeMap;
 pub use trainyard_tensor::cpu::philox::RandomKey;
+use trainyard_tensor::ops::fp8::Scaling;
 use trainyard_tensor::{Device, Purpose, Shape, Tensor};
 
 /// What a tape keeps for backward.
@@ -102,6 +104,7 @@ pub struct Tape<'a> {
     device: Device,
     parameters: &'a dyn Parameters,
     gradients: Option<&'a mut dyn Gradients>,
+    fp8: Option<&'a BTreeMap<ParamId, Scaling>>,
     policy: Policy,
     random: RandomKey,
     sites: u32,
@@ -126,6 +129,7 @@ impl<'a> Tape<'a> {
             device: device.clone(),
             parameters,
             gradients: None,
+            fp8: None,
             policy,
             random,
             sites: 0,
@@ -138,6 +142,17 @@ impl<'a> Tape<'a> {
     pub fn with_gradients(mut self, gradients: &'a mut dyn Gradients) -> Tape<'a> {
         self.gradients = Some(gradients);
         self
+    }
+
+    /// Lets products with these weights in [`Tape::linear`] round their operands to eight bits. A function keeps its scaling: its backward rounds with the scales
+    /// that stand in the same memory then.
+    pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
+        self.fp8 = Some(layers);
+        self
+    }
+
+    pub(crate) fn fp8(&self, weight: ParamId) -> Option<&Scaling> {
+        self.fp8?.get(&weight)
     }
 
     /// Where results go.

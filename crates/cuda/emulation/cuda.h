@@ -32,6 +32,10 @@ struct uint4 {
     alignas(16) unsigned x;
     unsigned y, z, w;
 };
+struct uint2 {
+    alignas(8) unsigned x;
+    unsigned y;
+};
 struct float4 {
     alignas(16) float x;
     float y, z, w;
@@ -321,6 +325,11 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <class V> V atomicMin(V *at, V x) {
     V old = *at;
     if (x < old) *at = x;
+    return old;
+}
+template <class V> V atomicMax(V *at, V x) {
+    V old = *at;
+    if (x > old) *at = x;
     return old;
 }
 template <class V> V atomicAdd(V *at, V x) {

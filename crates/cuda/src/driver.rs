@@ -5,6 +5,7 @@
 //! [`Driver::synchronize`] and [`Driver::wait_on_host`]. Work can be captured as a graph and launched again in one call. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
 
 use crate::error::Result;
+use crate::fp8::Fp8;
 use crate::kernels::{Argument, File, Float, Launch};
 use crate::nccl::Nccl;
 
@@ -124,6 +125,8 @@ pub struct Product {
     pub b_transposed: bool,
     /// Of a and b.
     pub operands: Float,
+    /// Of a and b where they have eight bits, which `operands` then says nothing of: see [`Product::refused`] for what such a product can be.
+    pub fp8: Option<[Fp8; 2]>,
     /// Of bias, c and d.
     pub result: Float,
     /// For operands of f32.
@@ -145,6 +148,41 @@ pub struct Product {
 impl Product {
     /// The alignment that libraries take for granted.
     pub const ALIGNMENT: u32 = 256;
+    /// Sizes of products of eight bits are multiples of this, addresses of as many bytes.
+    pub const FP8_MULTIPLE: usize = 16;
+    /// The least compute capability that multiplies operands of eight bits.
+    pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
+
+    /// Why cuBLASLt has no such product on a device of this capability, if that is so. Of operands of eight bits its documentation (`cublasLtMatmul`) asks
+    /// that they lie along what is summed over, which in its words is a transposed first and a plain second one; sizes and addresses that are multiples of 16;
+    /// not two of E5M2; a result of bf16 or f32. No activation is asked of it here.
+    pub fn refused(&self, capability: (u32, u32)) -> Option<String> {
+        let [a, b] = self.fp8?;
+        let sizes = [self.m, self.n, self.k];
+        if capability < Product::FP8_CAPABILITY {
+            let (major, minor) = capability;
+            return Some(format!("compute capability {major}.{minor} multiplies no operands of eight bits; 8.9 does"));
+        }
+        if self.a_transposed || !self.b_transposed {
+            return Some("operands of eight bits must lie along what is summed over".to_owned());
+        }
+        if sizes.iter().any(|size| !size.is_multiple_of(Product::FP8_MULTIPLE)) {
+            return Some(format!("sizes {sizes:?} of a product of eight bits are not multiples of 16"));
+        }
+        if (self.alignment as usize) < Product::FP8_MULTIPLE {
+            return Some(format!(
+                "operands at multiples of {} bytes, where a product of eight bits needs 16",
+                self.alignment
+            ));
+        }
+        if [a, b] == [Fp8::E5M2; 2] {
+            return Some("there is no product of E5M2 with E5M2".to_owned());
+        }
+        let plain = self.activation == Activation::None && !self.keeps_argument && self.batch == 1;
+        let bias = !self.bias || self.result == Float::Bf16;
+        (self.result == Float::F16 || !plain || !bias)
+            .then(|| "a product of eight bits gives bf16, perhaps with a bias, or f32, one at a time".to_owned())
+    }
 }
 
 /// The memory of a product; what its form does not have is [`Region::NONE`].
@@ -164,6 +202,8 @@ pub struct Operands {
     pub argument: Region,
     /// Scratch for the algorithm.
     pub workspace: Region,
+    /// What operands of eight bits are multiplied by, an f32 each.
+    pub scales: [Region; 2],
     /// Multiplies the product of a and b.
     pub scale: f32,
     /// Multiplies c.
@@ -172,8 +212,9 @@ pub struct Operands {
 
 impl Operands {
     /// All of them.
-    pub fn all(&self) -> [Region; 7] {
-        [self.a, self.b, self.bias, self.c, self.d, self.argument, self.workspace]
+    pub fn all(&self) -> [Region; 9] {
+        let [a_scale, b_scale] = self.scales;
+        [self.a, self.b, self.bias, self.c, self.d, self.argument, self.workspace, a_scale, b_scale]
     }
 
     /// The form's [`Product::alignment`] for these addresses.

@@ -37,13 +37,15 @@ pub struct Options {
     pub kernels: Option<Box<dyn Kernels>>,
     /// The kernel or `"product"` that cannot be launched; `"capture"`: no capture succeeds.
     pub failing: Option<&'static str>,
+    /// Its compute capability.
+    pub capability: (u32, u32),
     /// What connects it to others; None: it has no NCCL.
     pub network: Option<Arc<Network>>,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { memory: 1 << 30, seed: 0, kernels: None, failing: None, network: None }
+        Options { memory: 1 << 30, seed: 0, kernels: None, failing: None, capability: (9, 0), network: None }
     }
 }
 
@@ -154,7 +156,7 @@ enum Work {
     },
     Product {
         form: Product,
-        operands: Operands,
+        operands: Box<Operands>,
     },
     Exchange(network::Group),
     Record {
@@ -192,7 +194,7 @@ impl Fake {
         let properties = Properties {
             name: "fake".into(),
             ordinal: 0,
-            capability: (9, 0),
+            capability: options.capability,
             multiprocessors: 132,
             shared_max: 227 << 10,
             memory: options.memory,
@@ -650,8 +652,11 @@ impl Driver for Fake {
     }
 
     unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()> {
+        if let Some(what) = form.refused(self.properties.capability) {
+            return Err(CudaError::Product { product: format!("{form:?}"), what });
+        }
         let record = Record { product: Some(*form), ..plain(stream, "product", &operands.all()) };
-        self.queue(stream, record, Work::Product { form: *form, operands: *operands })
+        self.queue(stream, record, Work::Product { form: *form, operands: Box::new(*operands) })
     }
 
     fn nccl(&self) -> Result<&dyn Nccl> {

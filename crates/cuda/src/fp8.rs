@@ -107,7 +107,7 @@ mod tests {
         let (m, bias) = (format.mantissa_bits(), format.bias() as i32);
         let sign = if code < 0x80 { 1.0 } else { -1.0 };
         let (exponent, mantissa) = (i32::from(code & 0x7f) >> m, f64::from(code & ((1 << m) - 1)) / f64::from(1 << m));
-        let last = (0x7f >> m) as i32;
+        let last = 0x7f >> m;
         match (format, exponent) {
             (Fp8::E4M3, 15) if code & 7 == 7 => f64::NAN,
             (Fp8::E5M2, e) if e == last && mantissa == 0.0 => sign * f64::INFINITY,

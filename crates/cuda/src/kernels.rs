@@ -65,6 +65,8 @@ pub enum File {
     Pointwise,
     /// Sums over columns and whole buffers, and what works on rows.
     Reduce,
+    /// Operands of eight bits.
+    Fp8,
     /// Cross-entropy over logits.
     Loss,
     /// Embeddings and everything that reads or adds by indices.
@@ -77,12 +79,13 @@ pub enum File {
 
 impl File {
     /// All of them.
-    pub const ALL: [File; 9] = [
+    pub const ALL: [File; 10] = [
         File::Attention,
         File::AttentionMma,
         File::Norm,
         File::Pointwise,
         File::Reduce,
+        File::Fp8,
         File::Loss,
         File::Index,
         File::Optim,
@@ -97,6 +100,7 @@ impl File {
             File::Norm => "norm.cu",
             File::Pointwise => "pointwise.cu",
             File::Reduce => "reduce.cu",
+            File::Fp8 => "fp8.cu",
             File::Loss => "loss.cu",
             File::Index => "index.cu",
             File::Optim => "optim.cu",
@@ -116,6 +120,7 @@ impl File {
             File::Norm => include_str!("../kernels/norm.cu"),
             File::Pointwise => include_str!("../kernels/pointwise.cu"),
             File::Reduce => include_str!("../kernels/reduce.cu"),
+            File::Fp8 => include_str!("../kernels/fp8.cu"),
             File::Loss => include_str!("../kernels/loss.cu"),
             File::Index => include_str!("../kernels/index.cu"),
             File::Optim => include_str!("../kernels/optim.cu"),
@@ -161,7 +166,7 @@ pub struct Kernel {
 /// What a parameter is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parameter {
-    /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`, `double`), `written` unless const.
+    /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`, `unsigned char`, `double`), `written` unless const.
     Pointer {
         /// The type pointed to.
         element: &'static str,

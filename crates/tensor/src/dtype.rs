@@ -21,6 +21,8 @@ pub enum DType {
     I32,
     /// 32-bit unsigned integer.
     U32,
+    /// A byte: a code of eight bits ([`trainyard_cuda::fp8`]), which only products read.
+    U8,
 }
 
 impl DType {
@@ -29,6 +31,7 @@ impl DType {
         match self {
             DType::F32 | DType::I32 | DType::U32 => 4,
             DType::BF16 | DType::F16 => 2,
+            DType::U8 => 1,
         }
     }
 
@@ -37,7 +40,7 @@ impl DType {
         matches!(self, DType::F32 | DType::BF16 | DType::F16)
     }
 
-    /// The name used in configs and messages: `f32`, `bf16`, `f16`, `i32`, `u32`.
+    /// The name used in configs and messages: `f32`, `bf16`, `f16`, `i32`, `u32`, `u8`.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -45,6 +48,7 @@ impl DType {
             DType::F16 => "f16",
             DType::I32 => "i32",
             DType::U32 => "u32",
+            DType::U8 => "u8",
         }
     }
 }
@@ -75,6 +79,9 @@ impl Scalar for i32 {
 }
 impl Scalar for u32 {
     const DTYPE: DType = DType::U32;
+}
+impl Scalar for u8 {
+    const DTYPE: DType = DType::U8;
 }
 
 /// A floating-point storage type that kernels compute on through `f32`.

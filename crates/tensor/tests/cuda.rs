@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_cuda::driver::Product;
 use trainyard_cuda::fake::{Fake, Options};
 use trainyard_cuda::tested::Tested;
 use trainyard_tensor::cpu::Isa;
@@ -483,6 +484,119 @@ fn wrong_indices_are_named_as_on_the_cpu() {
         }
     }
     assert_eq!(tested.problems(), [""; 0]);
+}
+
+/// A linear layer with operands of eight bits, scaled as by an earlier step, and its gradients; with the largest magnitudes of all three.
+fn eight_bits(o: &Operands<'_>, measures: bool) -> Result<Vec<Tensor>> {
+    use ops::fp8::{Scaling, Slot, Slots, linear_fp8, linear_fp8_backward};
+    let slot = |scale: f32| -> Result<Slot> {
+        let one = |value: f32| o.device.tensor([1], &[value], Purpose::Workspace);
+        Ok(Slot {
+            scale: one(scale)?,
+            inverse: one(1.0 / scale)?,
+            amax: o.device.zeros([1], DType::U32, Purpose::Workspace)?,
+        })
+    };
+    let slots = Arc::new(Slots { input: slot(256.0)?, weight: slot(512.0)?, gradient: slot(16384.0)? });
+    let scaling = Scaling { slots: Arc::clone(&slots), measures };
+    let (x, w, b) = (o.floats(1, &[48, 32]), o.floats(2, &[16, 32]), o.floats(3, &[16]));
+    let (r, dy) = (o.floats(4, &[48, 16]), o.floats(5, &[48, 16]));
+    let mut all = Vec::new();
+    for (activation, residual) in [
+        (Activation::None, None),
+        (Activation::None, Some(&r)),
+        (Activation::GeluTanh, None),
+        (Activation::Silu, Some(&r)),
+    ] {
+        let keep = activation != Activation::None;
+        let (y, pre) = linear_fp8(&x, &w, Some(&b), activation, residual, keep, &scaling)?;
+        all.extend([Some(y), pre].into_iter().flatten());
+    }
+    let (mut dw, mut db) = (o.wide(6, &[16, 32])?, o.wide(7, &[16])?);
+    all.extend(linear_fp8_backward(&dy, Some((&x, (&mut dw, false))), Some(&w), Some((&mut db, true)), &scaling)?);
+    all.extend([dw, db]);
+    let mut alone = o.wide(8, &[16, 32])?;
+    assert!(linear_fp8_backward(&dy, Some((&x, (&mut alone, true))), None, None, &scaling)?.is_none());
+    all.push(alone);
+    all.extend(linear_fp8_backward(&dy, None, Some(&w), None, &scaling)?);
+    all.extend([slots.input.amax.clone(), slots.weight.amax.clone(), slots.gradient.amax.clone()]);
+    Ok(all)
+}
+
+/// Both devices multiply the same rounded numbers, so that the order of sums alone differs: the tolerance is that of bf16's last rounding, not of eight bits.
+#[test]
+fn linear_layers_of_eight_bits_are_those_of_the_cpu() {
+    let (tested, cuda) = device();
+    if tested.driver.properties().capability < Product::FP8_CAPABILITY {
+        return println!("not run: the GPU has no products of eight bits");
+    }
+    let cpu = Device::cpu(Isa::detect(), 1, None);
+    for measures in [false, true] {
+        let meta = Device::meta_for(Computes::Cuda);
+        cuda.pool().reset_peaks();
+        let run = |device: &Device| eight_bits(&Operands { device, dtype: DType::BF16 }, measures).unwrap();
+        let (got, want) = (run(&cuda), run(&cpu));
+        assert_eq!(tested.problems(), [""; 0]);
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!((got.shape(), got.dtype()), (want.shape(), want.dtype()));
+            for (got, want) in values(got).into_iter().zip(values(want)) {
+                let tolerance = if got.abs() > 1e6 { 0.0 } else { 1.0 / 128.0 };
+                assert!(
+                    (got - want).abs() <= tolerance * want.abs().max(1.0),
+                    "result {at}: {got} and {want} on the CPU"
+                );
+            }
+        }
+        drop(got);
+        let meta_results = run(&meta);
+        assert_eq!(meta_results.len(), want.len());
+        drop(meta_results);
+        assert_eq!(cuda.pool().usage().peak_total(), meta.pool().usage().peak_total());
+        // Scratch on a processor is predicted as well.
+        let meta = Device::meta();
+        cpu.pool().reset_peaks();
+        drop(want);
+        cpu.pool().reset_peaks();
+        drop((run(&cpu), run(&meta)));
+        assert_eq!(cpu.pool().usage().peak_total(), meta.pool().usage().peak_total());
+    }
+    // Rounded and not are apart by what eight bits lose, and no more: three bits of mantissa in each operand, 32 products.
+    let [rounded, wide] =
+        [false, true].map(|measures| eight_bits(&Operands { device: &cpu, dtype: DType::BF16 }, measures).unwrap());
+    let off = |(a, b): (&Tensor, &Tensor)| {
+        let (a, b) = (values(a), values(b));
+        let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x * x)).sum::<f64>();
+        (squares(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / squares(&mut b.iter().copied())).sqrt()
+    };
+    let offs: Vec<f64> = rounded.iter().zip(&wide).map(off).collect();
+    // Of the bias's gradient nothing is rounded, and the largest magnitudes are the same.
+    let exact = [8, offs.len() - 1, offs.len() - 2, offs.len() - 3];
+    for (at, off) in offs.iter().enumerate() {
+        assert!(if exact.contains(&at) { *off == 0.0 } else { (1e-3..0.1).contains(off) }, "result {at}: {off}");
+    }
+}
+
+#[test]
+fn sizes_that_are_no_multiples_of_16_are_refused_on_every_device() {
+    let (_, cuda) = device();
+    for device in [Device::cpu(Isa::detect(), 1, None), Device::meta_for(Computes::Cuda), cuda] {
+        let one = || device.tensor([1], &[1.0f32], Purpose::Workspace).unwrap();
+        let slot = || ops::fp8::Slot {
+            scale: one(),
+            inverse: one(),
+            amax: device.zeros([1], DType::U32, Purpose::Workspace).unwrap(),
+        };
+        let slots = Arc::new(ops::fp8::Slots { input: slot(), weight: slot(), gradient: slot() });
+        let scaling = ops::fp8::Scaling { slots, measures: false };
+        let zeros = |shape: [usize; 2]| device.zeros(shape, DType::BF16, Purpose::Activations).unwrap();
+        let error =
+            ops::fp8::linear_fp8(&zeros([16, 24]), &zeros([32, 24]), None, Activation::None, None, false, &scaling)
+                .unwrap_err();
+        assert!(
+            error.to_string().contains("[16, 32, 24], which for products of eight bits must be multiples of 16"),
+            "{error}"
+        );
+    }
 }
 
 #[test]

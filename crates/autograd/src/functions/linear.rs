@@ -1,7 +1,9 @@
-//! `y = act(x wᵀ + b) + residual`: the product that nearly all FLOPs of a transformer go through.
+//! `y = act(x wᵀ + b) + residual`: the product that nearly all FLOPs of a transformer go through; with operands of eight bits where the tape is told so
+//! ([`Tape::with_fp8`]).
 
 use super::prelude::*;
 use trainyard_tensor::cpu::gemm::Activation;
+use trainyard_tensor::ops::fp8::{self, Scaling};
 
 /// One call; inputs are x, w, then bias and residual where present.
 #[derive(Clone, Debug)]
@@ -9,6 +11,8 @@ pub struct Linear {
     activation: Activation,
     bias: bool,
     residual: bool,
+    /// How its operands are rounded, if they are: backward rounds those that forward has seen alike.
+    fp8: Option<Scaling>,
 }
 
 /// The optional parts of a linear layer.
@@ -32,15 +36,14 @@ impl Tape<'_> {
         let weight = self.parameter(w)?;
         let bias = bias.map(|id| self.parameter(id)).transpose()?;
         let keep = activation != Activation::None && self.records();
-        let (y, pre) = ops::linear(
-            x.tensor(),
-            &weight.value,
-            bias.as_ref().map(|b| &b.value),
-            activation,
-            residual.map(Var::tensor),
-            keep,
-        )?;
-        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some() };
+        let (from, added) = (x.tensor(), residual.map(Var::tensor));
+        let bias = bias.as_ref().map(|b| &b.value);
+        let fp8 = self.fp8(w).cloned();
+        let (y, pre) = match &fp8 {
+            None => ops::linear(from, &weight.value, bias, activation, added, keep)?,
+            Some(scaling) => fp8::linear_fp8(from, &weight.value, bias, activation, added, keep, scaling)?,
+        };
+        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some(), fp8 };
         self.record_one(function, &inputs, y, |tape| [tape.save(x)].into_iter().chain(pre.map(Saved::Tensor)).collect())
     }
 }
@@ -57,6 +60,16 @@ impl Differentiable for Linear {
         }
         let mut dw = cx.gradient_target(1)?;
         let mut db = if self.bias { cx.gradient_target(2)? } else { None };
+        if let Some(scaling) = &self.fp8 {
+            let x = if dw.is_some() { Some(cx.saved(0)?) } else { None };
+            let weight = if cx.wants(0)? { Some(cx.parameter(1)?.value) } else { None };
+            let x = x.as_ref().zip(dw.as_mut().map(|t| (&mut t.tensor, t.overwrite)));
+            let db = db.as_mut().map(|t| (&mut t.tensor, t.overwrite));
+            return match fp8::linear_fp8_backward(&dy, x, weight.as_ref(), db, scaling)? {
+                Some(dx) => cx.add_gradient(0, dx),
+                None => Ok(()),
+            };
+        }
         if dw.is_some() || db.is_some() {
             let x = cx.saved(0)?;
             ops::linear_weight_gradient(

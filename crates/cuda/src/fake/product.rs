@@ -2,13 +2,19 @@
 
 use super::{bytes, bytes_mut};
 use crate::driver::{Activation, Operands, Precision, Product, Region};
+use crate::fp8::Fp8;
 use crate::kernels::Float;
 use half::{bf16, f16};
 
 /// Computes what a library would.
 pub fn run(form: &Product, operands: &Operands) {
     let Product { m, n, k, batch, .. } = *form;
-    let (mut a, mut b) = (read(&operands.a, form.operands), read(&operands.b, form.operands));
+    let (mut a, mut b) = match form.fp8 {
+        None => (read(&operands.a, form.operands), read(&operands.b, form.operands)),
+        Some([a, b]) => (decode(&operands.a, a), decode(&operands.b, b)),
+    };
+    let scale =
+        operands.scale * form.fp8.map_or(1.0, |_| operands.scales.iter().map(|at| read(at, Float::F32)[0]).product());
     if form.operands == Float::F32 && form.precision == Precision::Tf32 {
         a.iter_mut().chain(&mut b).for_each(|x| *x = tf32(*x));
     }
@@ -25,7 +31,7 @@ pub fn run(form: &Product, operands: &Operands) {
             let y = if form.b_transposed { b[column * k + i] } else { b[i * n + column] };
             sum += x * y;
         }
-        arguments[at] = operands.scale * sum + bias[column];
+        arguments[at] = scale * sum + bias[column];
         results[at] = activate(form.activation, arguments[at]) + operands.adding * c[at];
     }
     if form.keeps_argument {
@@ -48,6 +54,10 @@ fn activate(activation: Activation, x: f32) -> f32 {
             0.5 * x * (1.0 + inner.tanh())
         }
     }
+}
+
+fn decode(region: &Region, format: Fp8) -> Vec<f32> {
+    bytes(region).iter().map(|code| format.decode(*code)).collect()
 }
 
 fn read(region: &Region, float: Float) -> Vec<f32> {

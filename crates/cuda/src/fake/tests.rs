@@ -1,5 +1,6 @@
 use super::*;
 use crate::driver::Activation;
+use crate::fp8::Fp8;
 
 pub fn region(address: Address, bytes: usize, written: bool) -> Region {
     Region { address, bytes, written }
@@ -147,6 +148,7 @@ fn a_product_has_its_epilogue() {
         a_transposed: false,
         b_transposed: true,
         operands: Float::F32,
+        fp8: None,
         result: Float::F32,
         precision: Default::default(),
         bias: true,
@@ -159,7 +161,18 @@ fn a_product_has_its_epilogue() {
     let (a, b, bias, c) =
         (put(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), put(&[1.0, 0.0, -1.0]), put(&[1.0]), put(&[10.0, 20.0]));
     let [d, argument] = [put(&[0.0; 2]), put(&[0.0; 2])].map(|r| Region { written: true, ..r });
-    let operands = Operands { a, b, bias, c, d, argument, workspace: Region::NONE, scale: 2.0, adding: 0.5 };
+    let operands = Operands {
+        a,
+        b,
+        bias,
+        c,
+        d,
+        argument,
+        workspace: Region::NONE,
+        scales: [Region::NONE; 2],
+        scale: 2.0,
+        adding: 0.5,
+    };
     assert_eq!(operands.alignment(), Product::ALIGNMENT);
     let shifted = Region { address: c.address + 24, ..c };
     assert_eq!(Operands { c: shifted, ..operands }.alignment(), 8);
@@ -170,6 +183,66 @@ fn a_product_has_its_epilogue() {
         bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
     };
     assert_eq!((floats(argument), floats(d)), (vec![-3.0, -3.0], vec![5.0, 10.0]));
+    assert_eq!(fake.problems(), [""; 0]);
+}
+
+#[test]
+fn products_of_eight_bits_are_scaled_and_refused_as_by_the_library() {
+    let fake = Fake::new(Options::default());
+    let stream = fake.stream().unwrap();
+    let put = |bytes: &[u8]| {
+        let memory = fake.allocate(bytes.len()).unwrap();
+        upload(&fake, stream, memory, bytes);
+        region(memory, bytes.len(), false)
+    };
+    let codes = |format: Fp8, x: f32| put(&[format.encode(x); 256]);
+    let form = Product {
+        m: 16,
+        n: 16,
+        k: 16,
+        a_transposed: false,
+        b_transposed: true,
+        operands: Float::Bf16,
+        fp8: Some([Fp8::E5M2, Fp8::E4M3]),
+        result: Float::F32,
+        precision: Default::default(),
+        bias: false,
+        activation: Activation::None,
+        keeps_argument: false,
+        adds: true,
+        batch: 1,
+        alignment: Product::ALIGNMENT,
+    };
+    let (a, b) = (codes(Fp8::E5M2, -1.5), codes(Fp8::E4M3, 0.25));
+    let c = put(&[0; 1024]);
+    let scales = [0.5f32, 8.0].map(|scale| put(&scale.to_ne_bytes()));
+    let none = Region::NONE;
+    let d = Region { written: true, ..c };
+    let operands =
+        Operands { a, b, bias: none, c, d, argument: none, workspace: none, scales, scale: 1.0, adding: 1.0 };
+    // SAFETY: the sizes are those of the form, and of those that are refused nothing is computed.
+    let product = |form: &Product| unsafe { fake.product(stream, form, &operands) };
+    product(&form).unwrap();
+    product(&form).unwrap();
+    let sums = download(&fake, stream, c.address, 1024);
+    // Twice sixteen products of -1.5 and 0.25, times 4.
+    assert!(sums.chunks_exact(4).all(|b| f32::from_ne_bytes(b.try_into().unwrap()) == -48.0));
+    for (refused, words) in [
+        (Product { a_transposed: true, ..form }, "along what is summed over"),
+        (Product { b_transposed: false, ..form }, "along what is summed over"),
+        (Product { k: 24, ..form }, "[16, 16, 24] of a product of eight bits are not multiples of 16"),
+        (Product { alignment: 8, ..form }, "multiples of 8 bytes"),
+        (Product { fp8: Some([Fp8::E5M2; 2]), ..form }, "no product of E5M2 with E5M2"),
+        (Product { activation: Activation::Gelu, ..form }, "one at a time"),
+        (Product { batch: 2, ..form }, "one at a time"),
+        (Product { bias: true, ..form }, "one at a time"),
+        (Product { result: Float::F16, ..form }, "one at a time"),
+    ] {
+        let error = product(&refused).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    assert!(form.refused((8, 6)).unwrap().contains("8.6 multiplies no operands of eight bits"));
+    assert_eq!((form.refused((8, 9)), Product { fp8: None, k: 3, ..form }.refused((8, 0))), (None, None));
     assert_eq!(fake.problems(), [""; 0]);
 }
 

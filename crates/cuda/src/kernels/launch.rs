@@ -50,6 +50,8 @@ pub enum Rule {
     },
     /// `[tokens, heads, head_dim]`: a block for each token and head.
     Queries,
+    /// `[rows, columns, 1]`: a block for each tile of 64 by 64.
+    Squares,
 }
 
 /// Blocks into which `rows` rows are cut where sums over rows are made block by block: the first dimension of their `partials`.
@@ -87,6 +89,7 @@ impl Rule {
             Rule::Tiles { rows, threads, shared, shared_a_column } => {
                 launch([a.div_ceil(rows as usize), b, 1], threads, shared + shared_a_column * c as u32)
             }
+            Rule::Squares => launch([a.div_ceil(64) * b.div_ceil(64), 1, 1], 256, 0),
             Rule::Queries => launch([a, b, 1], 128, 0),
         })
     }

@@ -165,6 +165,13 @@ kernels! {
     SCALED_DIFFERENCE = "scaled_difference", Reduce, Rule::Elements,
         "const T* a, const T* b, const float* dy, T* y, long long n, float factor";
 
+    /// The codes of eight bits nearest to scale [1] times x [rows, columns], of E5M2 or E4M3: y [rows, columns]?, transposed [columns, rows]?; amax [1], the bits of
+    /// an f32, is raised to the largest magnitude of x.
+    FP8_ROUND = "fp8_round", Fp8, Rule::Squares,
+        "const T* x, const float* scale, unsigned char* y, unsigned char* transposed, unsigned* amax, int rows, int columns, int e5m2";
+    /// amax alone.
+    FP8_AMAX = "fp8_amax", Fp8, Rule::Elements, "const T* x, unsigned* amax, long long n";
+
     /// loss, lse [rows] and hit [rows]? of logits [rows, stride], of which vocab columns count; target -100 gives loss 0.
     CROSS_ENTROPY = "cross_entropy", Loss, Rule::Rows,
         "const T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride";

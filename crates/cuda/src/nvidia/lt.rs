@@ -9,6 +9,7 @@ use crate::cache::Cache;
 use crate::driver::{Activation, Driver, Operands, Precision, Product, Region, Stream};
 use crate::error::{CudaError, Result};
 use crate::find::{CUBLASLT, Places};
+use crate::fp8::Fp8;
 use crate::kernels::Float;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -28,6 +29,8 @@ const DESC_EPILOGUE: c_int = 7;
 const DESC_BIAS_POINTER: c_int = 8;
 const DESC_AUX_POINTER: c_int = 11;
 const DESC_AUX_LD: c_int = 12;
+const DESC_A_SCALE_POINTER: c_int = 17;
+const DESC_B_SCALE_POINTER: c_int = 18;
 const LAYOUT_BATCH_COUNT: c_int = 5;
 const LAYOUT_BATCH_STRIDE: c_int = 6;
 const PREFERENCE_WORKSPACE: c_int = 1;
@@ -141,6 +144,13 @@ fn data_type(float: Float) -> c_int {
     }
 }
 
+fn data_type_of_eight(format: Fp8) -> c_int {
+    match format {
+        Fp8::E4M3 => 28,
+        Fp8::E5M2 => 29,
+    }
+}
+
 /// What the library does to a product of this form before it is stored.
 fn epilogue(form: &Product) -> u32 {
     let activation = match form.activation {
@@ -251,19 +261,23 @@ impl Lt {
         if form.keeps_argument {
             self.set(self.functions.set_desc, desc, DESC_AUX_LD, &(n as i64))?;
         }
-        let layout = |float, rows, columns| self.layout(float, rows, columns, form.batch);
-        let b = if form.b_transposed { layout(form.operands, k, n) } else { layout(form.operands, n, k) }?;
-        let a = if form.a_transposed { layout(form.operands, m, k) } else { layout(form.operands, k, m) }?;
-        Ok(Plan { desc, a, b, d: layout(form.result, n, m)?, algorithm: None })
+        let layout = |data_type, rows, columns| self.layout(data_type, rows, columns, form.batch);
+        let [of_a, of_b] = match form.fp8 {
+            None => [data_type(form.operands); 2],
+            Some(formats) => formats.map(data_type_of_eight),
+        };
+        let b = if form.b_transposed { layout(of_b, k, n) } else { layout(of_b, n, k) }?;
+        let a = if form.a_transposed { layout(of_a, m, k) } else { layout(of_a, k, m) }?;
+        Ok(Plan { desc, a, b, d: layout(data_type(form.result), n, m)?, algorithm: None })
     }
 
     /// A dense matrix, its columns one after the other.
-    fn layout(&self, float: Float, rows: usize, columns: usize, batch: usize) -> Result<Handle> {
+    fn layout(&self, data_type: c_int, rows: usize, columns: usize, batch: usize) -> Result<Handle> {
         let mut layout = std::ptr::null_mut();
         let (height, width) = (rows as u64, columns as u64);
         // SAFETY: writes a handle.
         called("cublasLtMatrixLayoutCreate", unsafe {
-            (self.functions.create_layout)(&mut layout, data_type(float), height, width, rows as i64)
+            (self.functions.create_layout)(&mut layout, data_type, height, width, rows as i64)
         })?;
         if batch > 1 {
             self.set(self.functions.set_layout, layout, LAYOUT_BATCH_COUNT, &(batch as i32))?;
@@ -277,13 +291,19 @@ impl Lt {
         called("cublasLt*SetAttribute", unsafe { set(handle, attribute, (&raw const *value).cast(), size_of::<T>()) })
     }
 
-    /// Tells the epilogue where its operands are.
+    /// Tells the epilogue where its operands are, and where the scales.
     fn point(&self, plan: &Plan, form: &Product, operands: &Operands) -> Result<()> {
         if form.bias {
             self.set(self.functions.set_desc, plan.desc, DESC_BIAS_POINTER, &operands.bias.address)?;
         }
         if form.keeps_argument {
             self.set(self.functions.set_desc, plan.desc, DESC_AUX_POINTER, &operands.argument.address)?;
+        }
+        if form.fp8.is_some() {
+            // Its A is b here.
+            let [a, b] = operands.scales.map(|scale| scale.address);
+            self.set(self.functions.set_desc, plan.desc, DESC_A_SCALE_POINTER, &b)?;
+            self.set(self.functions.set_desc, plan.desc, DESC_B_SCALE_POINTER, &a)?;
         }
         Ok(())
     }

@@ -434,6 +434,9 @@ impl Driver for Nvidia {
     }
 
     unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()> {
+        if let Some(what) = form.refused(self.properties.capability) {
+            return Err(CudaError::Product { product: format!("{form:?}"), what });
+        }
         self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.lt.product(self, stream, form, operands) }
@@ -458,6 +461,7 @@ mod tests {
             a_transposed: false,
             b_transposed: true,
             operands: Float::Bf16,
+            fp8: None,
             result: Float::Bf16,
             precision: Precision::Full,
             bias: false,

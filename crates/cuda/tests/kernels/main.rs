@@ -7,6 +7,7 @@
 mod attention;
 mod device;
 mod emulator;
+mod fp8;
 mod norm;
 mod optim;
 mod plain;

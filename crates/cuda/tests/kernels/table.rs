@@ -38,7 +38,7 @@ fn names_are_unique_and_parameters_are_understood() {
         for (name, parameter) in kernel.parameters() {
             assert!(!name.is_empty() && !name.contains('*'), "{}: {name:?}", kernel.name);
             if let trainyard_cuda::kernels::Parameter::Pointer { element, .. } = parameter {
-                let known = ["T", "float", "double", "int", "unsigned", "bf16", "f16"];
+                let known = ["T", "float", "double", "int", "unsigned", "unsigned char", "bf16", "f16"];
                 assert!(known.contains(&element), "{}: {element:?}", kernel.name);
             }
         }

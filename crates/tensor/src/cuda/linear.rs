@@ -20,6 +20,7 @@ pub(super) fn plain(op: &'static str, [m, n, depth]: [usize; 3], operands: DType
         a_transposed: false,
         b_transposed: false,
         operands: float(op, operands)?,
+        fp8: None,
         result: float(op, result)?,
         precision: Precision::Full,
         bias: false,
@@ -35,7 +36,7 @@ pub(super) fn plain(op: &'static str, [m, n, depth]: [usize; 3], operands: DType
 pub(super) fn operands(a: Region, b: Region, d: Region, workspace: &Tensor) -> Operands {
     let none = Region::NONE;
     let workspace = workspace.region(true);
-    Operands { a, b, bias: none, c: none, d, argument: none, workspace, scale: 1.0, adding: 1.0 }
+    Operands { a, b, bias: none, c: none, d, argument: none, workspace, scales: [none; 2], scale: 1.0, adding: 1.0 }
 }
 
 impl Cuda {

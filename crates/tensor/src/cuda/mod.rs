@@ -8,6 +8,7 @@
 
 mod attention;
 mod exchange;
+pub(crate) mod fp8;
 pub mod graph;
 pub(crate) mod index;
 mod lanes;

@@ -3,10 +3,43 @@
 use super::{GradientSlot, accumulate_mode, check_slot, form, given, product_scratch, same_dtype, scratch_on_cuda};
 use crate::cpu::gemm::{self, Activation, Epilogue, GradientEpilogue, MatMut, MatRef, Weight};
 use crate::error::Result;
-use crate::{Cost, On, Tensor, by_float, cuda, ensure_shape};
+use crate::{Cost, On, Shape, Tensor, by_float, cuda, ensure_shape};
 
-fn product_cost(m: usize, n: usize, k: usize, operands: &[&Tensor]) -> Cost {
+pub(super) fn product_cost(m: usize, n: usize, k: usize, operands: &[&Tensor]) -> Cost {
     Cost::new(2 * m * n * k, operands.iter().map(|t| t.bytes()).sum())
+}
+
+/// The sizes of a forward, rows, outputs and inputs, and the shape of its result, once its operands are seen to fit together.
+pub(super) fn checked(
+    op: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<([usize; 3], Shape)> {
+    same_dtype(op, x, w)?;
+    let (m, k) = (x.rows(), x.last_dim());
+    let n = w.rows();
+    ensure_shape!(w.shape().len() == 2 && w.last_dim() == k, op, "input {} and weight {}", x.shape(), w.shape());
+    let shape = x.shape().with_last(n);
+    if let Some(bias) = bias {
+        same_dtype(op, x, bias)?;
+        ensure_shape!(bias.elements() == n, op, "bias {} for {n} outputs", bias.shape());
+    }
+    if let Some(residual) = residual {
+        same_dtype(op, x, residual)?;
+        ensure_shape!(*residual.shape() == shape, op, "residual {} for a result of {shape}", residual.shape());
+    }
+    Ok(([m, n, k], shape))
+}
+
+/// The name of a forward's epilogue in records of calls.
+pub(super) fn forward_form(activation: Activation, residual: Option<&Tensor>) -> &'static str {
+    match (activation, residual) {
+        (Activation::None, None) => "",
+        (Activation::None, Some(_)) => "residual",
+        (activation, _) => form(activation),
+    }
 }
 
 /// `act(x wᵀ + bias) + residual`, and the argument of the activation if `keep_pre`: x [m, k], w [n, k], bias [n], result [m, n].
@@ -19,27 +52,10 @@ pub fn linear(
     keep_pre: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
     const OP: &str = "linear";
-    same_dtype(OP, x, w)?;
-    let (m, k) = (x.rows(), x.last_dim());
-    let n = w.rows();
-    ensure_shape!(w.shape().len() == 2 && w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
-    let shape = x.shape().with_last(n);
-    if let Some(bias) = bias {
-        same_dtype(OP, x, bias)?;
-        ensure_shape!(bias.elements() == n, OP, "bias {} for {n} outputs", bias.shape());
-    }
-    if let Some(residual) = residual {
-        same_dtype(OP, x, residual)?;
-        ensure_shape!(*residual.shape() == shape, OP, "residual {} for a result of {shape}", residual.shape());
-    }
+    let ([m, n, k], shape) = checked(OP, x, w, bias, residual)?;
     let mut y = x.empty_like(shape, x.dtype())?;
     let mut pre = keep_pre.then(|| x.empty_like(shape, x.dtype())).transpose()?;
-    let form = match (activation, residual) {
-        (Activation::None, None) => "",
-        (Activation::None, Some(_)) => "residual",
-        (activation, _) => form(activation),
-    };
-    let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]).variant(form);
+    let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]).variant(forward_form(activation, residual));
     let scratch = product_scratch(x.device())?;
     by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
         let cpu = match on {

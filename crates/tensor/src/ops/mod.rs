@@ -5,6 +5,7 @@
 
 mod attention;
 mod embedding;
+pub mod fp8;
 mod linear;
 mod loss;
 mod norm;

@@ -201,7 +201,7 @@ mod x86 {
                 DType::F32 => _mm512_maskz_loadu_epi32(mask, p.cast()),
                 DType::BF16 => _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p.cast()))),
                 DType::F16 => _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p.cast()))),
-                DType::I32 | DType::U32 => unreachable!("integers are not `Element`s"),
+                DType::I32 | DType::U32 | DType::U8 => unreachable!("integers are not `Element`s"),
             }
         }
     }
