@@ -8,6 +8,7 @@ use crate::state::does_not_fit;
 use std::sync::Arc;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::{Computes, Device, Purpose};
 
 /// Whose kernels a configuration asks for.
@@ -38,6 +39,9 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
     };
     let ordinal = ordinal.map_or_else(|| place(world), Ok)?;
     let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?.with_tf32(resolved.config.precision.tf32));
+    if crate::shape::fp8(resolved).is_some() {
+        multiplies_fp8(&cuda)?;
+    }
     if let Some(prediction) = prediction {
         let (needed, (free, total)) = (prediction.memory.peak_total(), cuda.memory()?);
         if needed > free {
@@ -52,6 +56,22 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
         }
     }
     Ok(Device::cuda(cuda, limit))
+}
+
+/// Whether a GPU has products of eight bits.
+///
+/// # Errors
+/// That it has not.
+fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
+    let (needed, (major, minor)) = (Product::FP8_CAPABILITY, cuda.properties().capability);
+    if (major, minor) >= needed {
+        return Ok(());
+    }
+    Err(does_not_fit(format!(
+        "precision.fp8 = \"hybrid\", and {cuda:?} has compute capability {major}.{minor}: products of eight bits begin with {}.{} (Ada, Hopper); set \
+         precision.fp8 = \"off\"",
+        needed.0, needed.1
+    )))
 }
 
 /// Whether what is offloaded to the host fits in what it has to give, with `ranks` ranks on it.
@@ -110,7 +130,16 @@ pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
 mod tests {
     use super::*;
     use std::time::Duration;
+    use trainyard_tensor::cuda::fake::{Fake, Options};
     use trainyard_tensor::{Cost, DType};
+
+    #[test]
+    fn a_gpu_without_products_of_eight_bits_is_said() {
+        let gpu = |capability| Cuda::new(Arc::new(Fake::new(Options { capability, ..Options::default() })), 1);
+        assert!([(8, 9), (9, 0), (10, 0)].into_iter().all(|capability| multiplies_fp8(&gpu(capability)).is_ok()));
+        let error = multiplies_fp8(&gpu((8, 6))).unwrap_err().to_string();
+        assert!(error.contains("capability 8.6: products of eight bits begin with 8.9"), "{error}");
+    }
 
     #[test]
     fn a_host_that_is_too_small_is_said_before_anything_is_pinned() {

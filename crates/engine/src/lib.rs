@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`config`], [`schedule`] | what is asked for, and what follows from it |
 //! | [`shape`] | from configuration to model and program |
-//! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`] | one rank and the execution of programs on it |
+//! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
 //! | [`corpora`], [`session`], [`trainer`], [`world`] | a run: set up, and trained, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
@@ -24,6 +24,7 @@ mod error;
 pub mod evaluate;
 mod exchange;
 pub mod faults;
+pub mod fp8;
 pub mod generate;
 pub mod lanes;
 pub mod limit;

@@ -183,6 +183,9 @@ impl Session {
         if let Some(why) = choice.why {
             note(&why);
         }
+        if let Some(line) = fp8(&resolved, &model) {
+            note(&line);
+        }
         if let Some(line) = graphs(&resolved, &programs[0])? {
             note(&line);
         }
@@ -210,6 +213,7 @@ impl Session {
             schedule_steps: resolved.schedule.steps,
             schedule_seconds: None,
             scaler: settings.scaler,
+            amax_history: None,
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
         };
@@ -255,6 +259,9 @@ impl Session {
         let schedule_steps = self.resolved.schedule.steps.or(found);
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
         note(&format!("resumed at step {}", self.state.step));
+        if self.rank.measures_fp8() {
+            note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
+        }
         Ok(())
     }
 
@@ -355,6 +362,22 @@ pub struct Trained {
     pub resolved: Option<Resolved>,
     /// The step of the checkpoint.
     pub step: Option<u64>,
+}
+
+/// What `precision.fp8` means for this run, in words, where it was asked for.
+fn fp8(resolved: &Resolved, model: &Model) -> Option<String> {
+    let settings = shape::fp8(resolved)?;
+    let layers = crate::fp8::layers(model).len();
+    let where_from = match resolved.config.compute.device {
+        DeviceKind::Cpu => {
+            "; a processor has no such products: it rounds the operands and multiplies them in bf16, which takes longer than bf16 alone"
+        }
+        DeviceKind::Cuda(_) => "",
+    };
+    Some(format!(
+        "fp8: the {layers} linear layers of the blocks multiply E4M3 (gradients: E5M2), scaled by the largest values of up to {} earlier steps; a run's first step is computed in bf16 to find them{where_from}",
+        settings.history
+    ))
 }
 
 /// What becomes of `training.cuda_graphs`, in words, where it was asked for.

@@ -1,10 +1,11 @@
 //! From configuration to model, strategy and program.
 
 use crate::config::{
-    Activation as ConfigActivation, CheckpointMode, CudaGraphs, Family as ConfigFamily, ModelShape as ConfigShape,
-    ModelSource, OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
-    Resolved, RopeScaling as ConfigScaling,
+    Activation as ConfigActivation, CheckpointMode, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily, Fp8Recipe,
+    ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule,
+    Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
 };
+use crate::fp8::{Fp8Settings, check_sizes};
 use crate::precision::LossScaler;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
@@ -20,6 +21,21 @@ use trainyard_tensor::DType;
 
 /// The model that a resolved configuration asks for.
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
+    let spec = unchecked_spec(resolved)?;
+    if fp8(resolved).is_some() {
+        let rows = resolved.batch.micro * resolved.sequence_length;
+        check_sizes(&[
+            ("model.dim", spec.dim),
+            ("model.heads x model.head_dim", spec.heads * spec.head_dim),
+            ("queries, keys and values", spec.qkv_dim()),
+            ("model.ffn_dim", spec.ffn_dim),
+            ("training.micro_batch_size x training.sequence_length", rows),
+        ])?;
+    }
+    Ok(spec)
+}
+
+fn unchecked_spec(resolved: &Resolved) -> Result<ModelSpec> {
     match &resolved.model {
         ModelSource::Shape(shape) => from_shape(shape),
         ModelSource::HuggingFace { path, .. } => {
@@ -106,6 +122,15 @@ pub fn compute_dtype(resolved: &Resolved) -> DType {
         Compute::Bf16 => DType::BF16,
         Compute::F16 => DType::F16,
     }
+}
+
+/// How products of the blocks round their operands to eight bits.
+pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
+    let precision = &resolved.config.precision;
+    (precision.fp8 == Fp8Recipe::Hybrid).then(|| Fp8Settings {
+        history: precision.fp8_amax_history.unwrap_or(FP8_AMAX_HISTORY) as usize,
+        margin: precision.fp8_margin.unwrap_or(0) as u32,
+    })
 }
 
 /// What each unit keeps for backward. The mode and its overrides are for blocks; the embedding has nothing to recompute, and
@@ -220,6 +245,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     RankSettings {
         computes: crate::device::computes(resolved),
         compute,
+        fp8: fp8(resolved),
         reduce: reduce_dtype(resolved),
         way: crate::collectives::asked(resolved),
         optimizer: resolved.optimizer,

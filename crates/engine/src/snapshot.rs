@@ -5,6 +5,7 @@
 //! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, Part, Region, Snapshot};
+use crate::fp8::AmaxHistory;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
 use crate::rank::Rank;
@@ -42,6 +43,9 @@ pub struct RunState {
     pub schedule_seconds: Option<f64>,
     /// The loss scale.
     pub scaler: LossScaler,
+    /// The largest magnitudes of earlier steps, with products of eight bits; set in a checkpoint alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub amax_history: Option<AmaxHistory>,
     /// Hash of the data's specification.
     pub dataset: String,
     /// Hash of the tokenizer.
@@ -79,7 +83,8 @@ pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
     Ok(Snapshot {
         step: state.step,
         parts: parts.into_iter().map(|(name, regions)| Part { name: name.into(), regions }).collect(),
-        state: serde_json::to_value(state).expect("plain data is JSON"),
+        state: serde_json::to_value(RunState { amax_history: rank.amax_history(), ..state.clone() })
+            .expect("plain data is JSON"),
         attachments: Vec::new(),
     })
 }
@@ -119,7 +124,10 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'sta
 
 /// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this together.
 pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
-    let state = read_state(checkpoint)?;
+    let mut state = read_state(checkpoint)?;
+    if let Some(history) = state.amax_history.take() {
+        rank.restore_amax_history(history)?;
+    }
     load_parameters(rank, checkpoint)?;
     rank.optimizer.set_state(|part, values| {
         fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[part.elements], part.range.clone(), values)

@@ -544,7 +544,11 @@ impl Clock {
 }
 
 fn skip_note(step: u64, outcome: &StepOutcome, scale: f64) -> String {
-    let what = if outcome.loss.is_finite() { "a gradient" } else { "the loss" };
+    let what = match (outcome.loss.is_finite(), outcome.gradient_norm.is_finite()) {
+        (false, _) => "the loss",
+        (true, false) => "a gradient",
+        (true, true) => "what a product of eight bits rounds",
+    };
     let scale = if scale > 1.0 { format!("; loss scale now {scale}") } else { String::new() };
     format!("step {step}: {what} is not finite, the update was skipped{scale}")
 }

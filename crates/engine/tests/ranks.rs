@@ -3,6 +3,7 @@
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::fp8::AmaxHistory;
 use trainyard_engine::links::Links;
 use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
@@ -32,6 +33,7 @@ struct End {
     memory: Usage,
     predicted: Usage,
     program: Program,
+    amax: Option<AmaxHistory>,
 }
 
 /// Rows `first ..` of a step's global batch; every other token is anything, so that the loss has a floor.
@@ -112,7 +114,8 @@ fn train_rank_with(
         Ok((range, values.to_f32_vec()?))
     });
     let parts = parts.collect::<Result<_, EngineError>>()?;
-    Ok(End { outcomes, parts, memory: device.pool().usage(), predicted, program })
+    let amax = rank.amax_history();
+    Ok(End { outcomes, parts, memory: device.pool().usage(), predicted, program, amax })
 }
 
 /// Every parameter's bits, put together from what the ranks hold; where several hold the same, they must agree.
@@ -229,6 +232,24 @@ fn gradients_rounded_on_their_way_are_the_same_however_they_travel() {
     let [exact, rounded] = [&["parallel.ranks=2"][..], &["parallel.ranks=2", "parallel.reduce_dtype='bf16'"]]
         .map(|sets| weights(&train(sets, 3)));
     assert!(exact != rounded, "nothing was rounded");
+}
+
+/// Ranks scale by the largest values of all of them, though each has seen others.
+#[test]
+fn ranks_scale_eight_bits_alike() {
+    let fp8 = &["training.accumulation_steps=2", "precision.fp8='hybrid'", "precision.compute='bf16'"];
+    all_ways_agree(LLAMA, 2, fp8, 8);
+    all_ways_agree(GPT2, 2, fp8, 8);
+    let ends = train(&["parallel.ranks=2", "precision.fp8='hybrid'"], 3);
+    let amax = |end: &End| end.amax.clone().unwrap();
+    assert_eq!(amax(&ends[0]), amax(&ends[1]));
+    // The first step is in bf16, so what one rank with all the data sees in it is the same, but for the order of sums; either half of the data has less.
+    let first = |sets: &[&str]| amax(&train(sets, 1)[0]).steps[0].clone();
+    let both = first(&["parallel.ranks=2", "precision.fp8='hybrid'"]);
+    let one = first(&["parallel.ranks=1", "training.accumulation_steps=2", "precision.fp8='hybrid'"]);
+    assert!(both.iter().zip(&one).all(|(a, b)| (a - b).abs() <= 0.02 * b), "{both:?} and {one:?}");
+    let [rounded, wide] = [ends, train(&["parallel.ranks=2"], 3)].map(|ends| weights(&ends));
+    assert!(rounded != wide, "nothing was rounded");
 }
 
 const FAMILIES: [&[&str]; 2] = [&[], &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1"]];

@@ -131,3 +131,37 @@ fn any_number_of_ranks_reads_what_any_other_wrote() {
     let read = trained.rank.parameters.master(id, &spec.shape).unwrap();
     assert_eq!(read.as_bytes().unwrap(), four[&format!("model {name}")]);
 }
+
+const FP8: &[&str] = &["precision.fp8=hybrid", "precision.fp8_amax_history=4", "model.ffn_dim=64"];
+
+#[test]
+fn scales_of_eight_bits_go_on_where_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let whole = start(folder, "whole", &[STAGE_3, FP8].concat(), "training.steps=7");
+    assert!(start(folder, "wide", &[STAGE_3, &FP8[2..]].concat(), "training.steps=7") != whole, "nothing was rounded");
+    start(folder, "same", &[STAGE_3, FP8].concat(), "training.steps=3");
+    assert!(go_on(folder, "same", "same-on", STAGE_3, "training.steps=7") == whole);
+    assert!(go_on(folder, "same", "whole-on", DDP, "training.steps=7") == whole);
+    // The state says what it knows: the last four steps, and of what.
+    let state = find_latest(&folder.join("whole")).unwrap().unwrap().checkpoint.state().clone();
+    let history = &state["amax_history"];
+    assert_eq!(history["steps"].as_array().unwrap().len(), 4);
+    let layers = history["layers"].as_array().unwrap();
+    assert_eq!((layers.len(), layers[0].as_str()), (8, Some("block.0.attn.qkv.weight")));
+    // A run that has no history yet finds one, and says so.
+    start(folder, "later", &[ONE, &FP8[2..]].concat(), "training.steps=2");
+    copy(&folder.join("later"), &folder.join("later-on"));
+    let sets: Vec<String> = ["precision.fp8=hybrid", "training.steps=4"].map(str::to_owned).into();
+    let config = Session::configuration(&folder.join("later-on"), &sets).unwrap();
+    let said = std::sync::Mutex::new(Vec::new());
+    run(&folder.join("later-on"), &config, |world| {
+        Session::resume(&folder.join("later-on"), &sets, world, |line| said.lock().unwrap().push(line.to_owned()))
+    });
+    let said = said.into_inner().unwrap().join("\n");
+    for part in
+        ["fp8: the 8 linear layers of the blocks multiply E4M3", "takes longer than bf16", "knows no largest values"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}

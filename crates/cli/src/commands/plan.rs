@@ -6,7 +6,7 @@ use crate::{choose, forecast};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue};
+use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, Fp8Recipe};
 use trainyard_engine::session::Runtime;
 use trainyard_engine::shape::model_spec;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
@@ -379,6 +379,7 @@ fn configured(path: &Path, sets: &[String]) -> Result<Configured> {
     let resolved = resolve(&Config::load(Some(path), sets)?)?;
     let spec = model_spec(&resolved)?;
     let format = match resolved.config.precision.compute {
+        Compute::Bf16 if resolved.config.precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
         Compute::F32 => Format::Fp32,
         Compute::Bf16 => Format::Bf16,
         Compute::F16 => Format::Fp16,

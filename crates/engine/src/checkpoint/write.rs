@@ -52,6 +52,7 @@ pub(super) const fn dtype_name(dtype: DType) -> &'static str {
         DType::F16 => "F16",
         DType::I32 => "I32",
         DType::U32 => "U32",
+        DType::U8 => "U8",
     }
 }
 

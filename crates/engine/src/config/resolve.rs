@@ -542,7 +542,9 @@ impl Resolver {
     }
 
     fn precision(&mut self) {
-        let PrecisionSection { compute, tf32, loss_scale_initial, loss_scale_window } = self.config.precision.clone();
+        let PrecisionSection { compute, tf32, loss_scale_initial, loss_scale_window, .. } =
+            self.config.precision.clone();
+        self.fp8();
         let device = self.config.compute.device;
         let elsewhere = match (device, compute) {
             (DeviceKind::Cpu, _) => Some("compute.device is cpu, which has no TF32".to_owned()),
@@ -565,6 +567,31 @@ impl Resolver {
         }
         let window = self.settle("precision.loss_scale_window", &loss_scale_window, 1000, "the usual");
         self.count("precision.loss_scale_window", Some(window), 1, u64::MAX);
+    }
+
+    fn fp8(&mut self) {
+        let PrecisionSection { compute, fp8, fp8_amax_history, fp8_margin, .. } = self.config.precision.clone();
+        if fp8 == Fp8Recipe::Off {
+            let because = "precision.fp8 is off";
+            self.unused("precision.fp8_amax_history", &fp8_amax_history, because);
+            return self.unused("precision.fp8_margin", &fp8_margin, because);
+        }
+        if compute != Compute::Bf16 {
+            let message = format!(
+                "precision.fp8 = \"{fp8}\" is for products of bf16, and precision.compute is {compute}: set precision.compute = \"bf16\""
+            );
+            self.problem("precision.fp8", message);
+        }
+        let history = self.settle(
+            "precision.fp8_amax_history",
+            &fp8_amax_history,
+            FP8_AMAX_HISTORY,
+            "as Transformer Engine has it",
+        );
+        self.count("precision.fp8_amax_history", Some(history), 1, 65536);
+        let margin = self.settle("precision.fp8_margin", &fp8_margin, 0, "as Transformer Engine has it");
+        // Beyond it most of E4M3's fifteen powers of two with all their bits would lie idle.
+        self.count("precision.fp8_margin", Some(margin), 0, 8);
     }
 
     fn activation_checkpointing(&mut self, inputs: &Inputs) {

@@ -178,6 +178,19 @@ choices! {
 }
 
 choices! {
+    /// Whether products have operands of eight bits.
+    Fp8Recipe {
+        /// No.
+        Off = "off",
+        /// Inputs and weights of linear layers as E4M3, gradients of their outputs as E5M2 (Micikevicius et al. 2022).
+        Hybrid = "hybrid",
+    }
+}
+
+/// Steps whose largest magnitudes choose the scales of eight bits, where that is not said.
+pub const FP8_AMAX_HISTORY: u64 = 1024;
+
+choices! {
     /// Whether the launches of a step are captured as a CUDA graph.
     CudaGraphs {
         /// No: every kernel is launched by itself.
@@ -477,6 +490,16 @@ section! {
         /// f32 on GPUs: whether products round their operands to TF32 (10 bits after the first), which tensor cores multiply some ten times as fast.
         #[elsewhere("allow_tf32", "float32_matmul_precision")]
         tf32: bool = false;
+        /// On top of bf16: whether the linear layers of the blocks multiply operands of eight bits, scaled by the largest values of earlier steps. GPUs from compute
+        /// capability 8.9 on have such products; processors compute the same numbers in bf16, slower. See docs/gpu.md.
+        #[elsewhere("fp8_format", "enable_fp8_linear", "fp8_recipe")]
+        fp8: Fp8Recipe = Fp8Recipe::Off;
+        /// fp8: steps whose largest values choose the scales. Unset: 1024.
+        #[elsewhere("amax_history_len", "fp8_amax_history_len")]
+        fp8_amax_history: Option<u64> = None;
+        /// fp8: powers of two that scales leave free for values larger than those of earlier steps. Unset: 0.
+        #[elsewhere("margin")]
+        fp8_margin: Option<u64> = None;
         /// f16: the first loss scale, a power of two. Unset: 65536.
         #[elsewhere("initial_scale_power", "init_scale", "initial_loss_scale")]
         loss_scale_initial: Option<f64> = None;

@@ -286,6 +286,15 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["schedule.min_ratio=2"], &["must be from 0 to 1"]),
     (&["schedule.decay_shape=sqrt"], &["only wsd"]),
     (&["precision.compute=f16", "precision.loss_scale_initial=1000"], &["power of two"]),
+    (
+        &["precision.fp8=hybrid", "precision.compute=f32"],
+        &["precision.fp8 = \"hybrid\" is for products of bf16, and precision.compute is f32"],
+    ),
+    (&["precision.fp8=e4m3"], &["one of \"off\", \"hybrid\""]),
+    (&["precision.fp8_margin=1"], &["precision.fp8_margin has no effect: precision.fp8 is off"]),
+    (&["precision.fp8_amax_history=16"], &["precision.fp8_amax_history has no effect: precision.fp8 is off"]),
+    (&["precision.fp8=hybrid", "precision.fp8_amax_history=0"], &["precision.fp8_amax_history = 0 is too small"]),
+    (&["precision.fp8=hybrid", "precision.fp8_margin=9"], &["precision.fp8_margin = 9 is too large"]),
     (&["precision.loss_scale_window=10"], &["only f16 scales its loss"]),
     // The machine and the records.
     (&["compute.isa=avx3"], &["unknown instruction set `avx3`"]),

@@ -81,6 +81,8 @@ struct Key {
     /// Up to which position the step may reach: a power of two, because tables grow so.
     reach: usize,
     instructions: Vec<Instruction>,
+    /// Whether products of eight bits only note magnitudes.
+    measures: bool,
     /// Where parameters and gradients are.
     state: Vec<usize>,
 }
@@ -93,6 +95,7 @@ impl Key {
             tokens: batches.iter().map(Batch::len).collect(),
             reach: batches.iter().map(|batch| batch.positions_end.next_power_of_two()).max().unwrap_or(0),
             instructions: step.program().instructions[stretch.clone()].to_vec(),
+            measures: rank.measures_fp8(),
             state: rank.parameters.buffers().chain(gradients.iter().map(Tensor::buffer_id)).collect(),
         }
     }
@@ -104,6 +107,9 @@ impl Key {
         }
         if self.reach != other.reach {
             return format!("its positions reach up to {}, the graph's to {}", other.reach, self.reach);
+        }
+        if self.measures != other.measures {
+            return "products have operands of eight bits from here on".to_owned();
         }
         let what =
             if self.instructions != other.instructions { "its instructions are others" } else { "the state has moved" };

@@ -17,6 +17,7 @@ pub use step::{Launches, StepOutcome, StepSettings};
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::faults::Faults;
+use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
 use crate::lanes::{self, Handler};
 use crate::links::{ComputeLinks, GatherLinks, Links, ReduceLinks};
 use crate::optimizer::Optimizer;
@@ -59,6 +60,8 @@ pub struct Rank {
     seed: u64,
     /// None: every kernel is launched by itself.
     graphs: Option<Graphs>,
+    /// The scales of products of eight bits; None: there are none.
+    fp8: Option<Mutex<Fp8State>>,
 }
 
 /// What updates change beside parameters.
@@ -76,6 +79,8 @@ pub struct RankSettings {
     pub computes: Computes,
     /// What forward and backward compute in.
     pub compute: DType,
+    /// How products of the blocks round their operands to eight bits; None: they do not.
+    pub fp8: Option<Fp8Settings>,
     /// What gradients are rounded to on their way between ranks: f32 or bf16.
     pub reduce: DType,
     /// How tensors go from rank to rank: what a prediction takes memory for.
@@ -109,11 +114,13 @@ impl Rank {
         let parameters = ParameterState::zeros(device, &model, holding, settings.compute, &tiers)?;
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding)?;
+        let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
         let core = Core { scaler: settings.scaler, updates: 0 };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
         rank.graphs = settings.graphs.then(Graphs::default);
+        rank.fp8 = fp8.map(Mutex::new);
         rank.initialise()?;
         Ok(rank)
     }
@@ -168,6 +175,7 @@ impl Rank {
             reduce_dtype,
             seed,
             graphs: None,
+            fp8: None,
         }
     }
 
@@ -204,6 +212,24 @@ impl Rank {
     /// The loss scale and the counters, to be saved or restored.
     pub fn core<T>(&self, with: impl FnOnce(&mut Core) -> T) -> T {
         with(&mut lock(&self.core))
+    }
+
+    /// The largest magnitudes of earlier steps, to be saved; None without products of eight bits.
+    pub fn amax_history(&self) -> Option<AmaxHistory> {
+        self.fp8.as_ref().map(|fp8| lock(fp8).history())
+    }
+
+    /// Whether products are to have operands of eight bits, and the next step only finds out by what to scale them.
+    pub fn measures_fp8(&self) -> bool {
+        self.fp8.as_ref().is_some_and(|fp8| lock(fp8).measures())
+    }
+
+    /// Goes on with the largest magnitudes of a checkpoint, where products have operands of eight bits.
+    ///
+    /// # Errors
+    /// Those of another model.
+    pub fn restore_amax_history(&mut self, history: AmaxHistory) -> Result<()> {
+        self.fp8.as_ref().map_or(Ok(()), |fp8| lock(fp8).restore(history))
     }
 
     /// Writes every compute copy anew, after masters were changed from outside. All ranks do this together.

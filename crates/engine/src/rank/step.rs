@@ -4,6 +4,7 @@ use super::away::Away;
 use super::ledger::Ledger;
 use super::{Rank, cannot, data_index};
 use crate::Result;
+use crate::fp8::over_ranks;
 use crate::lanes::Span;
 use crate::links::Link;
 use crate::optimizer::Rates;
@@ -353,6 +354,10 @@ impl Rank {
         if step.is_last(unit) {
             tape = tape.with_gradients(&mut gradients);
         }
+        let fp8 = self.fp8.as_ref().map(|fp8| lock(fp8).layers());
+        if let Some(layers) = &fp8 {
+            tape = tape.with_fp8(layers);
+        }
         let input = input.map(|tensor| tape.leaf(tensor));
         let mut cx = Forward::training(&batch, self.loss_scale(step));
         let output = self.model.units()[unit as usize].forward(&mut tape, &mut cx, input.as_ref())?;
@@ -408,6 +413,7 @@ impl Rank {
         };
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.data.all_gather_numbers(&losses)?;
+        let amax = self.amax_over_ranks(&links.data)?;
         drop(links);
         let exchanged = if step.program.mesh.ranks() > 1 { summed.elapsed() } else { Duration::ZERO };
 
@@ -419,7 +425,8 @@ impl Rank {
         outcome.comm_exposed += exchanged;
         outcome.loss = losses.iter().sum::<f64>() / scale;
         outcome.gradient_norm = norm;
-        let finite = norm.is_finite() && outcome.loss.is_finite();
+        let in_range = amax.as_ref().is_none_or(|amax| amax.iter().all(|most| most.is_finite()));
+        let finite = norm.is_finite() && outcome.loss.is_finite() && in_range;
         outcome.skipped = !finite;
         core.scaler.update(finite);
         let clip = match step.settings.clip_norm {
@@ -429,12 +436,22 @@ impl Rank {
         if finite {
             core.updates += 1;
         }
+        if let Some(fp8) = &self.fp8 {
+            lock(fp8).end_step(amax.filter(|_| finite))?;
+        }
         carried.rates = Rates {
             factor: step.settings.rate_factor,
             gradient_scale: (clip / scale) as f32,
             update: core.updates.max(1),
         };
         Ok(())
+    }
+
+    /// The step's largest magnitudes of what products round to eight bits, of all ranks.
+    fn amax_over_ranks(&self, data: &Link) -> Result<Option<Vec<f32>>> {
+        let Some(fp8) = &self.fp8 else { return Ok(None) };
+        let own = lock(fp8).of_step()?;
+        Ok(Some(over_ranks(&data.all_gather_numbers(&own)?, own.len())))
     }
 
     fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {

@@ -1,0 +1,245 @@
+//! Scales of products with operands of eight bits, by the largest values of earlier steps ("delayed scaling", as NVIDIA's Transformer Engine has it).
+//!
+//! Three tensors of every linear layer of the blocks are rounded: its input and its weight to E4M3, the gradient of its output to E5M2. For each the largest
+//! magnitude of a step is kept for some steps. A step rounds with `scale = 2^floor(log2(largest of the format / largest in the history)) / 2^margin`: a power
+//! of two, so that what was scaled can be scaled back exactly. The history grows once per step, when the norm is known, by the largest value over all ranks;
+//! a step that is skipped leaves no trace in it. All micro-batches of a step, and forwards that are repeated, therefore round alike.
+//!
+//! While there is no history, at the start of a run, products are computed in bf16 and magnitudes only noted: one step.
+
+use crate::state::does_not_fit;
+use crate::{EngineError, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use trainyard_autograd::ParamId;
+use trainyard_model::{Model, ParameterKind};
+use trainyard_tensor::ops::fp8::{Fp8, Scaling, Slot, Slots};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+/// The recipe.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fp8Settings {
+    /// Steps whose largest magnitudes choose the scales.
+    pub history: usize,
+    /// Powers of two that are left free above the largest of them.
+    pub margin: u32,
+}
+
+/// What a checkpoint keeps: scales follow from it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct AmaxHistory {
+    /// The layers' weights by name, in the order of the numbers.
+    pub layers: Vec<String>,
+    /// For each step, oldest first, the largest magnitudes of every layer's input, weight and output's gradient.
+    pub steps: VecDeque<Vec<f32>>,
+}
+
+/// Scales are kept within these powers of two: the product of two inverses is then a number of f32, and what is scaled back one of bf16.
+const EXPONENT_MAX: i32 = 60;
+
+/// The formats of a layer's input, weight and output's gradient.
+const FORMATS: [Fp8; 3] = [Fp8::E4M3, Fp8::E4M3, Fp8::E5M2];
+
+/// The largest power of two by which a tensor with this largest magnitude can be multiplied before it is rounded; 1 for one that is all zero.
+fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
+    if amax <= 0.0 {
+        return 1.0;
+    }
+    // Division rounds: near a power of two the quotient alone could name one too large.
+    let mut exponent = (f64::from(format.max()) / f64::from(amax)).log2().floor() as i32;
+    exponent -= i32::from(f64::from(amax) * 2f64.powi(exponent) > f64::from(format.max()));
+    2f32.powi((exponent - margin as i32).clamp(-EXPONENT_MAX, EXPONENT_MAX))
+}
+
+/// The linear layers of the blocks, by their weights: neither embeddings nor the head are among them.
+pub fn layers(model: &Model) -> Vec<ParamId> {
+    let last = model.units().len() - 1;
+    let inner = |id: &ParamId| (1..last).contains(&(id.unit as usize));
+    let weights = model
+        .parameters()
+        .filter(|(id, spec)| inner(id) && spec.kind == ParameterKind::Matrix && spec.shape.len() == 2);
+    weights.map(|(id, _)| id).collect()
+}
+
+/// A rank's scales with their history.
+pub struct Fp8State {
+    settings: Fp8Settings,
+    ids: Vec<ParamId>,
+    names: Vec<String>,
+    /// f32: every tensor's scale, then every tensor's inverse.
+    scales: Tensor,
+    /// u32, the bits of f32: every tensor's largest magnitude in this step.
+    amax: Tensor,
+    steps: VecDeque<Vec<f32>>,
+    layers: Arc<BTreeMap<ParamId, Scaling>>,
+}
+
+impl Fp8State {
+    /// Without a history. On meta, where a steady step is predicted, as if there were one.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn new(device: &Device, model: &Model, settings: Fp8Settings) -> Result<Fp8State> {
+        let ids = layers(model);
+        let names = ids.iter().map(|id| model.parameter_name(*id).expect("a parameter of the model has a name"));
+        let tensors = FORMATS.len() * ids.len();
+        let scales = device.tensor([2 * tensors], &vec![1.0f32; 2 * tensors], Purpose::Workspace)?;
+        let mut state = Fp8State {
+            settings,
+            names: names.collect(),
+            ids,
+            scales,
+            amax: device.zeros([tensors], DType::U32, Purpose::Workspace)?,
+            steps: VecDeque::new(),
+            layers: Arc::default(),
+        };
+        state.name_layers(!device.is_meta())?;
+        Ok(state)
+    }
+
+    /// How the layers are computed from now on.
+    fn name_layers(&mut self, measures: bool) -> Result<()> {
+        let tensors = FORMATS.len() * self.ids.len();
+        let slot = |index: usize| -> Result<Slot> {
+            Ok(Slot {
+                scale: self.scales.view(index, [1])?,
+                inverse: self.scales.view(tensors + index, [1])?,
+                amax: self.amax.view(index, [1])?,
+            })
+        };
+        let scaling = |layer: usize| -> Result<Scaling> {
+            let first = FORMATS.len() * layer;
+            let slots = Slots { input: slot(first)?, weight: slot(first + 1)?, gradient: slot(first + 2)? };
+            Ok(Scaling { slots: Arc::new(slots), measures })
+        };
+        let layers = self.ids.iter().enumerate().map(|(layer, id)| Ok((*id, scaling(layer)?)));
+        self.layers = Arc::new(layers.collect::<Result<_>>()?);
+        Ok(())
+    }
+
+    /// The layers with their scales, for a tape.
+    pub fn layers(&self) -> Arc<BTreeMap<ParamId, Scaling>> {
+        Arc::clone(&self.layers)
+    }
+
+    /// Whether this step only notes magnitudes.
+    pub fn measures(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// The largest magnitudes of this step on this rank, in order of the layers; zeros on meta. The host waits for the lane.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn of_step(&self) -> Result<Vec<f64>> {
+        if self.amax.device().is_meta() {
+            return Ok(vec![0.0; self.amax.elements()]);
+        }
+        Ok(self.amax.with_data(|bits: &[u32]| bits.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect())?)
+    }
+
+    /// Ends a step with the largest magnitudes over all ranks, or None for one that is skipped.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn end_step(&mut self, amax: Option<Vec<f32>>) -> Result<()> {
+        self.amax.fill_zero()?;
+        let Some(amax) = amax.filter(|_| !self.amax.device().is_meta()) else { return Ok(()) };
+        self.steps.push_back(amax);
+        self.use_history()
+    }
+
+    /// Chooses the scales by the history.
+    fn use_history(&mut self) -> Result<()> {
+        let forgotten = self.steps.len().saturating_sub(self.settings.history);
+        self.steps.drain(..forgotten);
+        let largest = |tensor: usize| self.steps.iter().map(|step| step[tensor]).fold(0.0, f32::max);
+        let scale = |tensor: usize| scale(FORMATS[tensor % FORMATS.len()], largest(tensor), self.settings.margin);
+        let scales: Vec<f32> = (0..self.amax.elements()).map(scale).collect();
+        let both: Vec<f32> = scales.iter().copied().chain(scales.iter().map(|scale| 1.0 / scale)).collect();
+        self.scales.write(&both)?;
+        self.name_layers(self.measures())
+    }
+
+    /// What a checkpoint is to keep.
+    pub fn history(&self) -> AmaxHistory {
+        AmaxHistory { layers: self.names.clone(), steps: self.steps.clone() }
+    }
+
+    /// Goes on with a checkpoint's history.
+    ///
+    /// # Errors
+    /// One of another model.
+    pub fn restore(&mut self, history: AmaxHistory) -> Result<()> {
+        let tensors = self.amax.elements();
+        let fits = history.layers == self.names && history.steps.iter().all(|step| step.len() == tensors);
+        if !fits {
+            let (found, wanted) = (history.layers.len(), self.names.len());
+            let message = "the checkpoint's largest magnitudes of eight bits are those of other layers";
+            return Err(does_not_fit(format!("{message}: {found} of them, and this model has {wanted}")));
+        }
+        self.steps = history.steps;
+        self.use_history()
+    }
+}
+
+/// The largest of every tensor's magnitudes over the ranks, whose numbers stand one rank after the other; NaN where one is.
+pub fn over_ranks(all: &[f64], tensors: usize) -> Vec<f32> {
+    let mut most = vec![0.0; tensors];
+    for rank in all.chunks(tensors.max(1)) {
+        for (most, value) in most.iter_mut().zip(rank) {
+            // Not `max`, which passes over NaN.
+            if value.is_nan() || *value > *most {
+                *most = *value;
+            }
+        }
+    }
+    most.into_iter().map(|most| most as f32).collect()
+}
+
+/// Whether a model's linear layers have sizes that products of eight bits take, with so many rows in a micro-batch.
+///
+/// # Errors
+/// Which have not.
+pub fn check_sizes(sizes: &[(&str, usize)]) -> Result<(), EngineError> {
+    let odd = |(name, size): &(&str, usize)| {
+        (!size.is_multiple_of(trainyard_tensor::ops::fp8::MULTIPLE)).then(|| format!("{name} = {size}"))
+    };
+    let odd: Vec<String> = sizes.iter().filter_map(odd).collect();
+    if odd.is_empty() {
+        return Ok(());
+    }
+    Err(does_not_fit(format!(
+        "precision.fp8 = \"hybrid\" multiplies matrices whose sides are multiples of {}, and these are not: {}; change them, or set precision.fp8 = \"off\"",
+        trainyard_tensor::ops::fp8::MULTIPLE,
+        odd.join(", ")
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_are_the_largest_powers_of_two_that_leave_the_largest_value_in_the_format() {
+        for format in Fp8::ALL {
+            for amax in [1e-9f32, 0.3, 0.875, 1.0, 1.75, 1.7500001, 3.5, 447.9, 448.0, 449.0, 6e4, 1e9] {
+                let s = scale(format, amax, 0);
+                assert_eq!(s.log2().fract(), 0.0);
+                assert!(amax * s <= format.max() && 2.0 * amax * s > format.max(), "{format:?} {amax} {s}");
+                assert_eq!(scale(format, amax, 3), s / 8.0);
+            }
+            // What is all zero is not scaled, and what is nearly so not beyond what can be scaled back.
+            assert_eq!((scale(format, 0.0, 2), scale(format, 1e-40, 0)), (1.0, 2f32.powi(EXPONENT_MAX)));
+        }
+    }
+
+    #[test]
+    fn ranks_agree_on_the_largest_and_nothing_hides_what_is_not_a_number() {
+        assert_eq!(over_ranks(&[1.0, 5.0, 0.0, 4.0, 2.0, 0.0], 3), [4.0, 5.0, 0.0]);
+        let odd = over_ranks(&[1.0, f64::NAN, f64::INFINITY, 4.0, 2.0, 0.0], 3);
+        assert!(odd[0] == 4.0 && odd[1].is_nan() && odd[2] == f32::INFINITY);
+        assert!(over_ranks(&[4.0, f64::NAN], 1)[0].is_nan() && over_ranks(&[f64::NAN, 4.0], 1)[0].is_nan());
+    }
+}
