@@ -107,7 +107,7 @@ pub struct Graph {
     graph: driver::Graph,
     varying: Tensor,
     /// What is outside of its arena and must live as long.
-    held: Vec<Arc<Buffer>>,
+    _held: Vec<Arc<Buffer>>,
 }
 
 impl Device {
@@ -139,7 +139,7 @@ impl Capture {
         let (graph, state) = self.stop();
         let (graph, state) = (graph?, state.expect("a capture has a state until it is ended"));
         let held = state.held.into_values().collect();
-        Ok(Graph { cuda: Arc::clone(&self.cuda), graph, varying: state.varying, held })
+        Ok(Graph { cuda: Arc::clone(&self.cuda), graph, varying: state.varying, _held: held })
     }
 
     fn stop(&mut self) -> (Result<driver::Graph>, Option<State>) {
@@ -165,11 +165,6 @@ impl Graph {
     pub fn launch(&self, values: Varying) -> Result<()> {
         self.varying.clone().write(&values.words())?;
         Ok(self.cuda.driver.launch_graph(self.cuda.stream()?, self.graph)?)
-    }
-
-    /// Buffers outside of its arena that it refers to.
-    pub fn held(&self) -> usize {
-        self.held.len()
     }
 }
 
