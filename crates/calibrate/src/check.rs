@@ -4,8 +4,8 @@
 //! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory is compared per
 //! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
 
-use crate::crew::{Crew, resolve};
 use crate::forecast::{Forecast, forecast};
+use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -169,8 +169,8 @@ fn row(
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<Row, CalibrateError> {
     let forecast = forecast(resolved).map_err(failed)?;
-    let mut crew = Crew::together(resolved).map_err(failed)?;
-    crew.step().map_err(failed)?;
+    let mut ranks = Ranks::together(resolved).map_err(failed)?;
+    ranks.step().map_err(failed)?;
     let mut steps: Vec<Step> = Vec::new();
     let mut before = sampler.sample()?;
     let began = Instant::now();
@@ -181,7 +181,7 @@ fn row(
         if steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()) {
             break;
         }
-        let timed = crew.step().map_err(failed)?;
+        let timed = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
         let (change, off) = (sample::factor(&before, &after), sample::factor(&speeds, &profile.speeds));
@@ -192,7 +192,7 @@ fn row(
         before = after;
     }
     let steps = steady(steps);
-    let usage = crew.ranks()[0].device.pool().usage();
+    let usage = ranks.members()[0].device.pool().usage();
     let middle = |value: &dyn Fn(&Step) -> f64| median(steps.iter().map(value)).unwrap_or(f64::NAN);
     // Each step against its own prediction, since speeds change from one to the next.
     let measured = middle(&|step| step.seconds);
@@ -200,7 +200,7 @@ fn row(
     let speeds = Speeds::median(&steps.iter().map(|step| step.speeds).collect::<Vec<_>>()).expect("steps were made");
     let spans: Vec<&Timed> = steps.iter().map(|step| &step.timed[0]).collect();
     let instructions = instructions(&forecast, &spans, profile, &speeds);
-    let kernels = kernels(&forecast, &mut crew, profile, &before).map_err(failed)?;
+    let kernels = kernels(&forecast, &mut ranks, profile, &before).map_err(failed)?;
     let needs = &forecast.needs.memory;
     let pair = |measured: usize, predicted: usize| Pair { measured: measured as f64, predicted: predicted as f64 };
     let memory = Purpose::ALL.map(|purpose| (purpose.name(), pair(usage.peak(purpose), needs.peak(purpose))));
@@ -261,14 +261,14 @@ fn instructions(
 /// Seconds by kernel of one more step, each call against its price.
 fn kernels(
     forecast: &Forecast,
-    crew: &mut Crew,
+    ranks: &mut Ranks,
     profile: &MachineProfile,
     speeds: &Speeds,
 ) -> Result<BTreeMap<String, Pair>, EngineError> {
     let prices = HostPrices::new(profile, forecast.layout, *speeds);
-    let device = crew.ranks()[0].device.clone();
+    let device = ranks.members()[0].device.clone();
     device.set_recording(true);
-    crew.step()?;
+    ranks.step()?;
     let mut kernels: BTreeMap<String, Pair> = BTreeMap::new();
     for call in device.take_calls() {
         let pair = kernels.entry(call.kernel.to_owned()).or_default();

@@ -145,13 +145,13 @@ fn line(around: &[(f64, f64)]) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_tensor::DType;
+    use trainyard_tensor::{Computes, DType};
 
     const FAST: Speeds = Speeds { f32_flops: 1e11, bf16_flops: 4e12, copy_bytes_per_s: 1e10 };
 
     fn call(seconds: f64) -> Call {
         let work = Cost { flops: 4_000_000_000, bytes: 1000 }.on(DType::BF16, [10, 20, 30]).variant("residual");
-        Call { kernel: "linear", work, seconds, tag: 0 }
+        Call { kernel: "linear", work, seconds, tag: 0, computes: Computes::Cpu }
     }
 
     #[test]

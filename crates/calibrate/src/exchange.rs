@@ -17,7 +17,7 @@ const CASE_S: f64 = 0.02;
 const ROUNDS: usize = 2;
 
 /// The collectives as the engine calls them.
-const OPERATIONS: [&str; 3] = ["all_gather", "reduce_scatter", "all_reduce"];
+pub(crate) const OPERATIONS: [&str; 3] = ["all_gather", "reduce_scatter", "all_reduce"];
 
 /// Curves of groups of two and four ranks, and of one on each core.
 pub fn collectives(cores: u32) -> Result<Vec<CollectiveCurve>> {
@@ -32,12 +32,17 @@ pub fn collectives(cores: u32) -> Result<Vec<CollectiveCurve>> {
             let seconds = |size: usize| median(rounds.iter().map(|round| round[at][size])).unwrap_or(f64::NAN);
             let points: Vec<[f64; 2]> =
                 (0..SIZES.len()).map(|size| [bytes(size, ranks) as f64, seconds(size)]).collect();
-            let line = fit(&points.iter().map(|point| (point[0], point[1])).collect::<Vec<_>>());
-            let (alpha_s, beta_s_per_byte) = line.map_or((0.0, 0.0), |line| (line.alpha, line.beta));
-            curves.push(CollectiveCurve { operation: operation.to_owned(), ranks, alpha_s, beta_s_per_byte, points });
+            curves.push(curve(operation, ranks, points));
         }
     }
     Ok(curves)
+}
+
+/// A curve through `points` of bytes and seconds, with the straight line that people read.
+pub(crate) fn curve(operation: &str, ranks: u32, points: Vec<[f64; 2]>) -> CollectiveCurve {
+    let line = fit(&points.iter().map(|point| (point[0], point[1])).collect::<Vec<_>>());
+    let (alpha_s, beta_s_per_byte) = line.map_or((0.0, 0.0), |line| (line.alpha, line.beta));
+    CollectiveCurve { operation: operation.to_owned(), ranks, alpha_s, beta_s_per_byte, points }
 }
 
 /// A size in whole f32 elements of every rank.

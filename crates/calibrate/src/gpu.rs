@@ -2,24 +2,27 @@
 //!
 //! As on the processor, small models are trained and every kernel call is recorded, here by the device's clock. Two steps are made of each: one in which nothing
 //! is recorded, whose instructions tell what launching costs beside the kernels, and one in which the host waits for every kernel, which tells the
-//! kernels' own times. Ranks have a GPU each, so there is one layout. Collectives between GPUs need several of them and are not measured.
+//! kernels' own times. Ranks have a GPU each, so there is one layout.
 
 use crate::check::{Case, Pair, Row};
 use crate::collect::Collector;
-use crate::crew::resolve;
 use crate::forecast::forecast;
 use crate::probes::{Model, sums_on};
-use crate::{CalibrateError, disk, sample, utc};
+use crate::ranks::resolve;
+use crate::{CalibrateError, disk, gpu_exchange, sample, utc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Stepper;
+use trainyard_engine::config::Inputs;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{FORMAT, Gpu, Interference, Machine, Speeds, Transfers, median};
 use trainyard_tensor::bench::gpu::time;
+use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::peak::random;
 use trainyard_tensor::cuda::{Cuda, link};
+use trainyard_tensor::ops::optim::{AdamW, OptimizerOperands, adamw};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
 /// What to measure.
@@ -35,6 +38,8 @@ pub struct Sizes {
     head_dims: Vec<u32>,
     /// Powers of two of elements that are summed and cast.
     sums: std::ops::Range<u32>,
+    /// Powers of two of bytes that GPUs exchange.
+    exchanges: std::ops::Range<u32>,
     /// Side of the reference product, and bytes of the reference copy.
     reference: (usize, usize),
     /// Rounds over all models.
@@ -50,6 +55,7 @@ impl Sizes {
             vocabularies: vec![16_384, 50_304, 128_256],
             head_dims: vec![64, 128],
             sums: 14..28,
+            exchanges: 10..30,
             reference: (4096, 256 << 20),
             rounds: 3,
         }
@@ -69,6 +75,7 @@ impl Sizes {
             vocabularies: vec![64],
             head_dims: vec![16],
             sums: 8..10,
+            exchanges: 10..13,
             reference: (64, 1 << 16),
             rounds: 1,
         }
@@ -132,19 +139,24 @@ impl Sizes {
     }
 }
 
-/// Measures the GPU behind `cuda`, of `count` that there are, and the host's disk in `folder`. `progress` is told the share that is done, and what comes next.
+/// Measures the first of `gpus`, which are those of this host and of one kind, what they exchange by NCCL where they are several, and the host's disk in `folder`.
+/// `progress` is told the share that is done, and what comes next.
 ///
 /// # Errors
 ///
-/// Anything of the engine, the driver and the disk that does not work.
+/// Anything of the engine, the driver, NCCL and the disk that does not work.
+///
+/// # Panics
+///
+/// When there is no GPU.
 pub fn calibrate(
-    cuda: &Arc<Cuda>,
-    count: u32,
+    gpus: &[Arc<Cuda>],
     sizes: &Sizes,
     folder: &Path,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<MachineProfile, CalibrateError> {
     progress(0.0, "speeds");
+    let cuda = &gpus[0];
     let sampler = Sampler::new(cuda, sizes)?;
     let disk = disk::measure(folder)
         .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
@@ -172,19 +184,29 @@ pub fn calibrate(
     progress(0.95, "copies between host and GPU");
     let (side, bytes) = sizes.reference;
     let found = link::measure(cuda, bytes, side)?;
+    progress(0.97, "collectives between GPUs");
+    let exchanged: Vec<usize> = sizes.exchanges.clone().step_by(2).map(|power| 1 << power).collect();
+    let (collectives, how) = match (gpus.len(), cuda.driver().nccl()) {
+        (1, _) => (Vec::new(), "there is one GPU, so nothing between GPUs is measured".to_owned()),
+        (_, Err(error)) => (Vec::new(), format!("nothing between GPUs is measured, for want of NCCL: {error}")),
+        (_, Ok(_)) => {
+            let how = "collectives are NCCL's, on buffers that nobody has just written".to_owned();
+            (gpu_exchange::collectives(gpus, &exchanged)?, how)
+        }
+    };
     let properties = cuda.properties();
     let gpu = Gpu {
         name: properties.name.clone(),
         architecture: properties.architecture(),
         multiprocessors: properties.multiprocessors,
         memory_bytes: properties.memory as u64,
-        count,
+        count: gpus.len() as u32,
     };
     Ok(MachineProfile {
         format: FORMAT,
         measured: utc(SystemTime::now()),
         method: format!(
-            "by the GPU's clock, medians of {} rounds over {} models; interference is that of products and copies to the GPU; collectives are not measured",
+            "by the GPU's clock, medians of {} rounds over {} models; interference is that of products and copies to the GPU; {how}",
             sizes.rounds,
             models.len()
         ),
@@ -196,10 +218,30 @@ pub fn calibrate(
         transfers: Some(Transfers {
             to_device_bytes_per_s: found.to_device_bytes_per_s,
             to_host_bytes_per_s: found.to_host_bytes_per_s,
+            host_update_bytes_per_s: host_update(bytes)?,
         }),
-        collectives: Vec::new(),
+        collectives,
         kernels: collector.curves(),
     })
+}
+
+/// Bytes a second of AdamW on the host, with all its cores, on tensors of `bytes`.
+fn host_update(bytes: usize) -> Result<f64, TensorError> {
+    let host = Device::cpu(Isa::detect(), Inputs::of_this_machine().cores, None);
+    let f32s = |purpose| host.zeros([bytes / 4], DType::F32, purpose);
+    let (mut master, gradient) = (f32s(Purpose::Params)?, f32s(Purpose::Grads)?);
+    let (mut first, mut second) = (f32s(Purpose::Optimizer)?, f32s(Purpose::Optimizer)?);
+    let mut copy = host.empty([bytes / 4], DType::BF16, Purpose::Params)?;
+    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    host.set_recording(true);
+    for step in 1..=5 {
+        let operands =
+            OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 1.0, copy: Some(&mut copy) };
+        adamw(hyper, step, operands, &mut first, &mut second)?;
+    }
+    // The first wakes threads and touches memory.
+    let calls = host.take_calls().into_iter().skip(1);
+    Ok(median(calls.map(|call| call.work.cost.bytes as f64 / call.seconds)).expect("four are left"))
 }
 
 /// Steps of a configuration that count; their median does.

@@ -14,16 +14,17 @@
 
 pub mod check;
 mod collect;
-mod crew;
 mod disk;
 mod exchange;
 mod forecast;
 pub mod gpu;
+mod gpu_exchange;
 pub mod probes;
+mod ranks;
 mod sample;
 
-pub use crew::Crew;
 pub use forecast::{Forecast, forecast, layout};
+pub use ranks::Ranks;
 pub use sample::Sampler;
 
 use collect::Collector;

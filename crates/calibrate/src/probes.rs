@@ -4,7 +4,7 @@
 //! tokens take two micro-batches, of which the second adds its gradients to the first's.
 
 use crate::collect::Collector;
-use crate::crew::{Crew, resolve};
+use crate::ranks::{Ranks, resolve};
 use crate::sample::Sampler;
 use crate::{CalibrateError, sample};
 use std::time::Instant;
@@ -159,20 +159,20 @@ fn steps(
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<(), CalibrateError> {
     let resolved = resolve(&model.sets(layout.threads)).map_err(failed)?;
-    let mut crew = Crew::apart(&resolved, layout.ranks).map_err(failed)?;
-    crew.step().map_err(failed)?;
-    crew.ranks().iter().for_each(|rank| rank.device.set_recording(true));
+    let mut ranks = Ranks::apart(&resolved, layout.ranks).map_err(failed)?;
+    ranks.step().map_err(failed)?;
+    ranks.members().iter().for_each(|rank| rank.device.set_recording(true));
     let mut before = sampler.sample()?;
     let began = Instant::now();
     for step in 0..*STEPS.end() {
         if step >= *STEPS.start() && began.elapsed().as_secs_f64() > PROBE_S {
             break;
         }
-        let timed: Vec<Timed> = crew.step().map_err(failed)?;
+        let timed: Vec<Timed> = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
         collector.sample(after);
-        for (rank, timed) in crew.ranks().iter().zip(&timed) {
+        for (rank, timed) in ranks.members().iter().zip(&timed) {
             let calls: Vec<Call> = rank.device.take_calls();
             collector.calls(&calls, layout.ranks, layout.threads, speeds);
             collector.step(&rank.program, timed, &calls);

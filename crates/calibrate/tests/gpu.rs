@@ -8,7 +8,8 @@ use trainyard_calibrate::{forecast, layout};
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_sim::MachineProfile;
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::cuda::tested::Tested;
+use trainyard_tensor::cuda::fake::{Fake, Kernels, Network, Options};
+use trainyard_tensor::cuda::tested::{self, Tested};
 
 #[test]
 fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
@@ -18,7 +19,7 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     let folder = tempfile::tempdir().unwrap();
     let mut said = Vec::new();
     let mut progress = |share: f64, what: &str| said.push((share, what.to_owned()));
-    let profile = calibrate(&cuda, 1, &Sizes::tiny(), folder.path(), &mut progress).unwrap();
+    let profile = calibrate(&[Arc::clone(&cuda)], &Sizes::tiny(), folder.path(), &mut progress).unwrap();
     assert!(said.is_sorted_by(|a, b| a.0 <= b.0) && said.len() >= 4, "{said:?}");
     assert_eq!(tested.problems(), [""; 0]);
 
@@ -26,7 +27,12 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     profile.save(&path).unwrap();
     let read = MachineProfile::load(&path, &profile.machine).unwrap();
     assert_eq!(read, profile);
-    assert!(profile.transfers.is_some() && profile.interference.compute >= 1.0, "{profile:?}");
+    assert!(profile.collectives.is_empty() && profile.method.contains("there is one GPU"), "{}", profile.method);
+    assert!(
+        profile.transfers.is_some_and(|transfers| transfers.host_update_bytes_per_s > 1e6)
+            && profile.interference.compute >= 1.0,
+        "{profile:?}"
+    );
     let text = profile.to_toml();
     assert!(!text.contains("nan") && !text.contains("inf\n"), "{text}");
 
@@ -63,12 +69,46 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
 }
 
 #[test]
+fn gpus_that_exchange_have_curves_for_every_number_of_them() {
+    let network = Arc::new(Network::new(&[]));
+    let fake = |seed| {
+        let kernels = tested::kernels(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
+        let kernels: Box<dyn Kernels> = Box::new(kernels.unwrap_or_else(|problem| panic!("{problem}")));
+        Arc::new(Fake::new(Options {
+            seed,
+            kernels: Some(kernels),
+            network: Some(network.clone()),
+            ..Options::default()
+        }))
+    };
+    let fakes: Vec<Arc<Fake>> = (0..3).map(fake).collect();
+    let gpus: Vec<Arc<Cuda>> = fakes.iter().map(|fake| Arc::new(Cuda::new(fake.clone(), 1))).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let profile = calibrate(&gpus, &Sizes::tiny(), folder.path(), &mut |_, _| {}).unwrap();
+    assert_eq!(network.problems(), [""; 0]);
+    fakes.iter().for_each(|fake| assert_eq!(fake.problems(), [""; 0]));
+
+    assert_eq!(profile.machine.gpu.as_ref().map(|gpu| gpu.count), Some(3));
+    let curves: Vec<_> = profile.collectives.iter().map(|curve| (curve.operation.as_str(), curve.ranks)).collect();
+    let operations = ["all_gather", "reduce_scatter", "all_reduce"];
+    assert_eq!(curves, [2, 3].map(|ranks| operations.map(|operation| (operation, ranks))).concat());
+    for curve in &profile.collectives {
+        assert!(curve.points.iter().all(|[bytes, seconds]| *bytes >= 1024.0 && *seconds > 0.0), "{curve:?}");
+        assert!(curve.points.is_sorted_by(|a, b| a[0] < b[0]), "{curve:?}");
+    }
+    let path = folder.path().join("gpu.toml");
+    profile.save(&path).unwrap();
+    assert_eq!(MachineProfile::load(&path, &profile.machine).unwrap(), profile);
+    assert!(profile.method.contains("NCCL's"), "{}", profile.method);
+}
+
+#[test]
 fn predictions_are_compared_with_steps_of_models_that_no_probe_was() {
     let kernels = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
     let tested = Tested::new(&kernels, 0).unwrap_or_else(|problem| panic!("{problem}"));
     let cuda = Arc::new(Cuda::new(tested.driver.clone(), 1));
     let folder = tempfile::tempdir().unwrap();
-    let profile = calibrate(&cuda, 1, &Sizes::tiny(), folder.path(), &mut |_, _| {}).unwrap();
+    let profile = calibrate(&[Arc::clone(&cuda)], &Sizes::tiny(), folder.path(), &mut |_, _| {}).unwrap();
     let rows = check(&cuda, &profile, &Sizes::tiny(), &mut |_, _| {}).unwrap();
     assert_eq!(rows.len(), 3);
     for row in &rows {

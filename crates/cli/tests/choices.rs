@@ -198,7 +198,8 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
         memory_bytes: 141 << 30,
         count: 2,
     };
-    let transfers = Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 });
+    let transfers =
+        Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 });
     let elsewhere = Machine { cpu: "another".into(), gpu: Some(gpu.clone()), ..Machine::here() };
     MachineProfile { machine: elsewhere.clone(), transfers, ..profile() }.save(&folder.join("gpu.toml")).unwrap();
     let ask = |arguments: &[&str]| {

@@ -7,8 +7,10 @@ use crate::error::{CommError, ErrorKind, Failure, Peer, Result};
 use crate::number::Dtype;
 use crate::place::{Place, Position};
 use serde::{Deserialize, Serialize};
+use std::any::{Any, TypeId};
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -195,6 +197,9 @@ pub(crate) struct Terms<'a> {
     pub sums: &'a [u64],
 }
 
+/// Values that threads of one process share, one of each type.
+pub(crate) type Common = Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>;
+
 /// A group of ranks behind a [`crate::Communicator`].
 pub(crate) trait Backend: Send + Sync {
     /// `local`, `tcp` or `mpi`.
@@ -226,6 +231,11 @@ pub(crate) trait Backend: Send + Sync {
 
     /// One group for each color, its members ordered by key, then by rank here; `keys` are those of all members of this group.
     fn split(&self, keys: &[(u32, u32)], terms: &Terms) -> Result<Arc<dyn Backend>>;
+
+    /// What the ranks of one process have in common; None where ranks are processes.
+    fn common(&self) -> Option<&Common> {
+        None
+    }
 
     /// The first failure of the world, if there is one.
     fn failure(&self) -> Option<CommError>;

@@ -9,6 +9,7 @@ use crate::fault::{Action, FaultPlan};
 use crate::number::{Dtype, Number, Scalar};
 use crate::pending::{Pending, Worker};
 use crate::place::{Place, Position};
+use std::any::TypeId;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -93,6 +94,14 @@ impl Communicator {
     pub fn position(&self, member: usize) -> Option<(Position, Duration)> {
         assert!(member < self.size(), "member {member} of {}", self.size());
         self.core.backend.position_of(member)
+    }
+
+    /// A value that the ranks of this world share, made by the first that asks; None where ranks are processes, which share nothing.
+    pub fn common<T: Default + Send + Sync + 'static>(&self) -> Option<Arc<T>> {
+        let common = self.core.backend.common()?;
+        let mut common = common.lock().unwrap_or_else(PoisonError::into_inner);
+        let value = common.entry(TypeId::of::<T>()).or_insert_with(|| Arc::new(T::default()));
+        Some(Arc::clone(value).downcast().expect("filed under its type"))
     }
 
     /// How long later operations wait for the other ranks. Derived communicators inherit it.

@@ -7,6 +7,7 @@ use crate::predict::Prediction;
 use crate::state::does_not_fit;
 use std::sync::Arc;
 use trainyard_comm::{Communicator, Environment};
+use trainyard_tensor::cpu::Crew;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::{Computes, Device, Purpose};
@@ -35,7 +36,10 @@ pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
 pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Option<&Prediction>) -> Result<Device> {
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else {
-        return Ok(Device::cpu(resolved.isa, resolved.threads, limit));
+        return Ok(match world.and_then(|world| crew(resolved, world)) {
+            Some(crew) => Device::cpu_in_crew(resolved.isa, resolved.threads, limit, &crew),
+            None => Device::cpu(resolved.isa, resolved.threads, limit),
+        });
     };
     let ordinal = ordinal.map_or_else(|| place(world), Ok)?;
     let cuda = Arc::new(Cuda::open(ordinal, resolved.threads)?.with_tf32(resolved.config.precision.tf32));
@@ -72,6 +76,13 @@ fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
          precision.fp8 = \"off\"",
         needed.0, needed.1
     )))
+}
+
+/// The ranks that this one works for while it waits, and they for it: those of its process, where each of their threads has a core.
+fn crew(resolved: &Resolved, world: &Communicator) -> Option<Arc<Crew>> {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores;
+    lends.then(|| world.common()).flatten()
 }
 
 /// Whether what is offloaded to the host fits in what it has to give, with `ranks` ranks on it.

@@ -4,7 +4,7 @@
 //! the lane stood waiting is recorded with the instruction, which is how exposed loading and exposed communication become
 //! numbers. The compute lane runs on the calling thread. The first error stops every lane.
 
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use trainyard_program::{Instruction, Lane, Program};
 
@@ -21,6 +21,14 @@ pub struct Span {
     pub end: Duration,
 }
 
+/// Something to do while waiting, in pieces short enough for a wait to be looked at after each: false when there was nothing.
+pub type Meanwhile<'a> = &'a dyn Fn() -> bool;
+
+/// How long a lane waits, at first, before it asks again for something to do meanwhile; it doubles up to [`PAUSE_MAX`].
+const PAUSE_MIN: Duration = Duration::from_micros(50);
+/// The longest of these times.
+const PAUSE_MAX: Duration = Duration::from_millis(1);
+
 /// Runs the instructions of one lane.
 pub type Handler<'a, E> = Box<dyn FnMut(usize, &Instruction) -> Result<(), E> + Send + 'a>;
 
@@ -35,7 +43,7 @@ struct State {
 }
 
 /// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs `compute` on this thread. `alarm` is told of the
-/// first failure at once, while other lanes may still run: of an error, or (None) a panic.
+/// first failure at once, while other lanes may still run: of an error, or (None) a panic. While the compute lane has to wait, it does `meanwhile`.
 ///
 /// # Panics
 /// When a lane that the program uses has no handler.
@@ -43,6 +51,7 @@ pub fn run<E: Send>(
     program: &Program,
     handlers: Vec<(Lane, Handler<'_, E>)>,
     mut compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
+    meanwhile: Option<Meanwhile<'_>>,
     alarm: &(dyn Fn(Option<&E>) + Sync),
 ) -> Result<Vec<Span>, E> {
     for lane in program.lanes().filter(|lane| *lane != Lane::Compute) {
@@ -54,11 +63,12 @@ pub fn run<E: Send>(
     let spans = Mutex::new(vec![Span::default(); count]);
     let began = Instant::now();
     let failure = Mutex::new(None);
-    let lane_of = |lane: Lane, body: &mut dyn FnMut(usize, &Instruction) -> Result<(), E>| {
+    type Body<'b, E> = &'b mut dyn FnMut(usize, &Instruction) -> Result<(), E>;
+    let lane_of = |lane: Lane, meanwhile: Option<Meanwhile<'_>>, body: Body<'_, E>| {
         for number in program.on_lane(lane) {
             let instruction = &program.instructions[number];
             let ready = began.elapsed();
-            let Some(missing) = progress.wait_for(&instruction.after) else { return };
+            let Some(missing) = progress.wait_for(&instruction.after, meanwhile) else { return };
             let start = began.elapsed();
             if let Err(error) = body(number, instruction) {
                 if progress.stop() {
@@ -83,13 +93,13 @@ pub fn run<E: Send>(
                 let (lane_of, in_panic) = (&lane_of, &in_panic);
                 scope.spawn(move || {
                     let guard = OnPanic(in_panic);
-                    lane_of(lane, &mut handler);
+                    lane_of(lane, None, &mut handler);
                     std::mem::forget(guard);
                 });
             }
         }
         let guard = OnPanic(&in_panic);
-        lane_of(Lane::Compute, &mut compute);
+        lane_of(Lane::Compute, meanwhile, &mut compute);
         std::mem::forget(guard);
     });
     match failure.into_inner().expect("not poisoned") {
@@ -133,10 +143,11 @@ impl Drop for OnPanic<'_> {
 }
 
 impl Progress {
-    /// Returns once all are finished, with the one that was missing last, if any was; None when the step was stopped.
-    fn wait_for(&self, after: &[u32]) -> Option<Option<u32>> {
+    /// Returns once all are finished, with the one that was missing last, if any was; None when the step was stopped. Does `meanwhile` until then.
+    fn wait_for(&self, after: &[u32], meanwhile: Option<Meanwhile<'_>>) -> Option<Option<u32>> {
         let mut last = None;
-        let mut state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let (mut nothing_to_do, mut pause) = (false, PAUSE_MIN);
+        let mut state = self.lock();
         loop {
             if state.stopped {
                 return None;
@@ -145,18 +156,38 @@ impl Progress {
                 return Some(last);
             };
             last = Some(*missing);
-            state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            state = match meanwhile {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(_) if nothing_to_do => {
+                    let (state, _) = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner);
+                    (nothing_to_do, pause) = (false, PAUSE_MAX.min(2 * pause));
+                    state
+                }
+                Some(work) => {
+                    drop(state);
+                    if work() {
+                        pause = PAUSE_MIN
+                    } else {
+                        nothing_to_do = true
+                    }
+                    self.lock()
+                }
+            };
         }
     }
 
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn finish(&self, number: usize) {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).finished[number] = true;
+        self.lock().finished[number] = true;
         self.changed.notify_all();
     }
 
     /// Stops every lane; whether this was the first to do so.
     fn stop(&self) -> bool {
-        let mut state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut state = self.lock();
         self.changed.notify_all();
         !std::mem::replace(&mut state.stopped, true)
     }
@@ -165,6 +196,7 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
     use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
 
     fn program() -> Program {
@@ -181,7 +213,7 @@ mod tests {
     ) -> (Result<Vec<Span>, E>, usize) {
         let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, Box::new(others) as Handler<'a, E>));
         let told = Mutex::new(0);
-        let result = run(&program(), handlers.into(), compute, &|_| *told.lock().unwrap() += 1);
+        let result = run(&program(), handlers.into(), compute, None, &|_| *told.lock().unwrap() += 1);
         (result, told.into_inner().unwrap())
     }
 
@@ -220,6 +252,33 @@ mod tests {
     #[should_panic(expected = "in a lane")]
     fn a_panic_in_compute_does_not_hang_the_others() {
         let _ = run_all(|_, _| Ok::<(), ()>(()), |_, _| panic!("in a lane"));
+    }
+
+    #[test]
+    fn a_lane_that_waits_does_something_else_meanwhile() {
+        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| {
+            let slow = move |_: usize, _: &Instruction| {
+                if lane == Lane::Input {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Ok(())
+            };
+            (lane, Box::new(slow) as Handler<'_, ()>)
+        });
+        let (asked, computed) = (Cell::new(0), Cell::new(0));
+        // There is nothing every third time.
+        let meanwhile = || {
+            asked.set(asked.get() + 1);
+            assert_eq!(computed.get(), 0, "the loads are done");
+            std::thread::sleep(Duration::from_micros(100));
+            asked.get() % 3 > 0
+        };
+        let compute = |_: usize, _: &Instruction| {
+            computed.set(computed.get() + 1);
+            Ok(())
+        };
+        run(&program(), handlers.into(), compute, Some(&meanwhile), &|_| ()).unwrap();
+        assert!(asked.get() > 3 && computed.get() == program().on_lane(Lane::Compute).count());
     }
 
     #[test]

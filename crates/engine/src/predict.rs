@@ -21,7 +21,7 @@ pub struct Prediction {
     pub host_memory: Usage,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
-    /// Every kernel call of the step, tagged with the number of its instruction.
+    /// Every kernel call of the step, tagged with the number of its instruction; those of the host beside a GPU last.
     pub calls: Vec<Call>,
     /// How long the prediction took.
     pub took: Duration,
@@ -36,6 +36,8 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
     device.take_profile();
     device.set_recording(true);
+    let host = rank.host().cloned();
+    host.iter().for_each(|host| host.set_recording(true));
     // A graph keeps the batches that it was captured with; a step's own come beside them.
     let graph = settings.graphs && rank::stretch(program).is_ok();
     let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
@@ -43,7 +45,8 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
     let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
-    Ok(Prediction { memory, host_memory, cost, calls: device.take_calls(), took: began.elapsed() })
+    let calls = [Some(device), host].into_iter().flatten().flat_map(|device| device.take_calls()).collect();
+    Ok(Prediction { memory, host_memory, cost, calls, took: began.elapsed() })
 }
 
 /// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.

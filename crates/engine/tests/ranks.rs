@@ -1,5 +1,6 @@
 //! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed, whenever gradients are summed; memory by the formula.
 
+use std::time::Duration;
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{Config, Inputs, Resolved};
@@ -12,7 +13,7 @@ use trainyard_engine::state::Holding;
 use trainyard_engine::world::run;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Model};
 use trainyard_program::{MemoryKind, Program};
-use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cpu::{Crew, Isa};
 use trainyard_tensor::{Device, Purpose, Usage};
 
 const LENGTH: usize = 8;
@@ -86,7 +87,10 @@ fn train_rank_with(
     steps: u64,
     instead: impl Fn(u64) -> Option<Result<Batch, EngineError>> + Sync,
 ) -> Result<End, EngineError> {
-    let device = Device::cpu(Isa::detect(), resolved.threads, None);
+    let device = match world.common().filter(|_| resolved.config.parallel.lend_threads) {
+        Some(crew) => Device::cpu_in_crew(Isa::detect(), resolved.threads, None, &crew),
+        None => Device::cpu(Isa::detect(), resolved.threads, None),
+    };
     let spec = shape::model_spec(resolved)?;
     let model = Model::new(spec.clone())?;
     let rows = resolved.batch.micro;
@@ -210,6 +214,35 @@ fn check_memory(end: &End, sets: &[&str]) {
 fn two_ranks_train_the_same_bits_whatever_is_sharded() {
     all_ways_agree(LLAMA, 2, &["training.accumulation_steps=2"], 60);
     all_ways_agree(GPT2, 2, &["training.accumulation_steps=2"], 60);
+}
+
+#[test]
+fn threads_that_are_lent_change_no_bit() {
+    let wide = ["model.dim=192", "model.ffn_dim=512", "training.global_batch_size=64", "parallel.ranks=2"];
+    let train = |more: &str| {
+        let resolved = resolved(&[LLAMA, &wide, &[more]].concat());
+        let worlds = local::World::new(2);
+        let crew = worlds[0].common::<Crew>().unwrap();
+        // The second rank's batches come late, so the first waits for its gradients.
+        let late = |rank: usize| {
+            move |_| {
+                std::thread::sleep(Duration::from_millis(20 * rank as u64));
+                None
+            }
+        };
+        let ends: Vec<End> = std::thread::scope(|scope| {
+            let ranks = worlds.into_iter().map(|world| {
+                let (resolved, late) = (&resolved, late(world.rank()));
+                scope.spawn(move || run(world, |world| train_rank_with(resolved, world, 6, late)).unwrap())
+            });
+            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        (losses(&ends), weights(&ends), crew.lent())
+    };
+    let [lending, alone] = ["parallel.lend_threads=true", "parallel.lend_threads=false"].map(train);
+    assert!(lending.2 > 0 && alone.2 == 0, "{} and {} tasks were lent", lending.2, alone.2);
+    assert_eq!(lending.0, alone.0);
+    assert!(lending.1 == alone.1, "some weight differs");
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! code, so running a model on meta gives its FLOPs, bytes and memory exactly as the run will have them; of kernels' scratch
 //! a meta device takes what the device takes that it stands for ([`Computes`]).
 
-use crate::cpu::{Cpu, Isa};
+use crate::cpu::{Cpu, Crew, Isa};
 use crate::cuda::{self, Cuda, Mark};
 use crate::error::{Result, TensorError};
 use crate::pool::{MemoryPool, Purpose};
@@ -68,6 +68,8 @@ pub struct Call {
     pub seconds: f64,
     /// What [`tag_calls`] said on the thread that launched it: the number of an instruction.
     pub tag: u32,
+    /// What ran it, or would.
+    pub computes: Computes,
 }
 
 thread_local! {
@@ -182,6 +184,21 @@ impl Device {
     /// The CPU with `threads` threads on the rung `isa`; at most `limit` live bytes.
     pub fn cpu(isa: Isa, threads: usize, limit: Option<usize>) -> Device {
         Device::new(Kind::Cpu(Cpu::new(isa, threads)), MemoryPool::new(true, limit))
+    }
+
+    /// As [`Device::cpu`], for a rank of a crew.
+    pub fn cpu_in_crew(isa: Isa, threads: usize, limit: Option<usize>, crew: &Arc<Crew>) -> Device {
+        Device::new(Kind::Cpu(Cpu::in_crew(isa, threads, crew)), MemoryPool::new(true, limit))
+    }
+
+    /// Whether this device is one of a crew, whose other ranks it may [help](Device::lend).
+    pub fn is_in_crew(&self) -> bool {
+        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some())
+    }
+
+    /// Does a task of another rank of the crew on this thread, which has to wait anyway; false when there is none.
+    pub fn lend(&self) -> bool {
+        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some_and(|crew| crew.lend()))
     }
 
     /// A GPU; at most `limit` live bytes of its memory.
@@ -332,7 +349,7 @@ impl Device {
             entry.seconds += seconds;
         }
         if recording && let Some(calls) = &mut *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) {
-            calls.push(Call { kernel, work, seconds, tag: TAG.get() });
+            calls.push(Call { kernel, work, seconds, tag: TAG.get(), computes: self.computes() });
         }
         Ok(())
     }

@@ -88,12 +88,27 @@ pub fn run(args: &Args) -> Result<()> {
             let cuda = Arc::new(Cuda::open(ordinal.unwrap_or(0), 1).context("there is no GPU to measure")?);
             note(&format!("measuring {cuda:?}; nothing else should run there meanwhile"));
             let sizes = if args.quick { gpu::Sizes::quick() } else { gpu::Sizes::of_a_gpu() };
-            gpu::calibrate(&cuda, Cuda::count() as u32, &sizes, folder, &mut |done, what| show(&bar, done, what))?
+            let gpus = with_its_like(cuda, ordinal.unwrap_or(0));
+            gpu::calibrate(&gpus, &sizes, folder, &mut |done, what| show(&bar, done, what))?
         }
     };
     bar.finish_and_clear();
     profile.save(&path)?;
     print(format_args!("{}wrote {}\n", measured(&profile), path.display()))
+}
+
+/// This GPU, number `ordinal`, and those of its kind beside it, which it exchanges with.
+fn with_its_like(cuda: Arc<Cuda>, ordinal: usize) -> Vec<Arc<Cuda>> {
+    let kind = cuda.properties().name.clone();
+    let mut gpus = vec![cuda];
+    for other in (0..Cuda::count()).filter(|other| *other != ordinal) {
+        match Cuda::open(other, 1) {
+            Ok(found) if found.properties().name == kind => gpus.push(Arc::new(found)),
+            Ok(found) => note(&format!("GPU {other} is left out: it is no {kind} but {}", found.properties().name)),
+            Err(error) => note(&format!("GPU {other} is left out: {error}")),
+        }
+    }
+    gpus
 }
 
 /// `cpu`, `cuda`, `cuda:1`, as the configuration has it.
@@ -155,9 +170,10 @@ fn measured(profile: &MachineProfile) -> String {
     if let Some(transfers) = &profile.transfers {
         let _ = writeln!(
             text,
-            "pinned memory    {:.1} GB/s to the GPU, {:.1} from it",
+            "pinned memory    {:.1} GB/s to the GPU, {:.1} from it, {:.1} read and written by an update on the host",
             transfers.to_device_bytes_per_s / 1e9,
-            transfers.to_host_bytes_per_s / 1e9
+            transfers.to_host_bytes_per_s / 1e9,
+            transfers.host_update_bytes_per_s / 1e9
         );
     }
     let _ = writeln!(

@@ -4,7 +4,7 @@ use super::gate::{Gate, Interrupted};
 use super::mailbox::Mailbox;
 use super::transfer;
 use super::world::{Post, Shared, load, store};
-use crate::backend::{Backend, Call, Operation, Signature, Terms, intact, members_of_split};
+use crate::backend::{Backend, Call, Common, Operation, Signature, Terms, intact, members_of_split};
 use crate::error::{CommError, ErrorKind, Failure, Result};
 use crate::inline;
 use crate::number::Dtype;
@@ -354,6 +354,10 @@ impl Backend for Member {
         }
         let rank = members.iter().position(|&member| member == self.rank).expect("a member of its own color");
         Ok(Arc::new(Member::new(group, rank)))
+    }
+
+    fn common(&self) -> Option<&Common> {
+        Some(&self.group.world.common)
     }
 
     fn failure(&self) -> Option<CommError> {

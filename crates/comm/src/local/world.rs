@@ -1,6 +1,7 @@
 //! What the ranks of one process share beside their groups: names, last positions, the first failure.
 
 use super::group::{Group, Member};
+use crate::backend::Common;
 use crate::communicator::Communicator;
 use crate::error::{CommError, Failure};
 use crate::place::{Place, Position};
@@ -31,7 +32,7 @@ impl World {
         assert!(!places.is_empty(), "a world has at least one rank");
         let ranks = places.len();
         let posts = places.iter().map(|_| Mutex::default()).collect();
-        let shared = Arc::new(Shared { places, posts, failure: OnceLock::new() });
+        let shared = Arc::new(Shared { places, posts, failure: OnceLock::new(), common: Mutex::default() });
         let group = Arc::new(Group::new(shared, (0..ranks as u32).collect()));
         (0..ranks)
             .map(|rank| Communicator::new(Arc::new(Member::new(group.clone(), rank)), "world".to_owned()))
@@ -44,6 +45,7 @@ pub(crate) struct Shared {
     pub places: Vec<Place>,
     posts: Vec<Post>,
     failure: OnceLock<CommError>,
+    pub common: Common,
 }
 
 impl Shared {
@@ -74,4 +76,20 @@ pub(crate) fn store(post: &Post, position: Position) {
 pub(crate) fn load(post: &Post) -> Option<(Position, Duration)> {
     let post = post.lock().unwrap_or_else(PoisonError::into_inner);
     post.as_ref().map(|(position, at)| (position.clone(), at.elapsed()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn ranks_of_a_world_have_one_value_of_each_type_in_common() {
+        let [one, other] = [World::new(2), World::new(1)];
+        let of = |comm: &Communicator| comm.common::<AtomicUsize>().unwrap();
+        of(&one[0]).store(7, Ordering::Relaxed);
+        assert_eq!(of(&one[1]).load(Ordering::Relaxed), 7);
+        assert_eq!(*one[1].common::<u32>().unwrap(), 0);
+        assert_eq!(of(&other[0]).load(Ordering::Relaxed), 0);
+    }
 }

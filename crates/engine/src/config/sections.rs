@@ -568,6 +568,8 @@ section! {
         deadline_seconds: f64 = 600.0;
         /// Whether what ranks send each other carries checksums, so that data which changes on its way ends the run; costs one more pass over it at each end.
         verify: bool = false;
+        /// Whether a rank that waits for another works for it meanwhile: where ranks are threads of one process and each of their threads has a core. Same bits either way.
+        lend_threads: bool = true;
         /// Only 1 as yet.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]
         pipeline_parallel_degree: usize = 1;

@@ -384,7 +384,9 @@ impl Rank {
             lanes::run_in_order(program, handlers, compute)?;
             Vec::new()
         } else {
-            lanes::run(program, handlers, compute, &|error| rank.raise_alarm(error))?
+            let lend = || rank.device.lend();
+            let meanwhile = rank.device.is_in_crew().then_some(&lend as lanes::Meanwhile<'_>);
+            lanes::run(program, handlers, compute, meanwhile, &|error| rank.raise_alarm(error))?
         };
         enter_lane(Lane::Compute as usize);
         rank.end_step(step);

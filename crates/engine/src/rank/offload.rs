@@ -10,12 +10,17 @@ use crate::tier::Stored;
 use std::ops::Range;
 use trainyard_autograd::ParamId;
 use trainyard_program::{Action, Instruction, State};
-use trainyard_tensor::{Tensor, Usage};
+use trainyard_tensor::{Device, Tensor, Usage};
 
 impl Rank {
     /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before the next step changes it.
     pub fn keeps_state_in_a_tier(&self) -> bool {
         self.optimizer.store().is_some() || self.parameters.is_on_disk()
+    }
+
+    /// The host beside a GPU, where some of the state lies there.
+    pub fn host(&self) -> Option<&Device> {
+        self.tiers.host()
     }
 
     /// What of the host's memory this rank uses beside a GPU, and the most that it has used.

@@ -4,7 +4,7 @@ use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
 use trainyard_program::{Action, Axis, Extent, Instruction, Lane, Program, State, Tier};
-use trainyard_tensor::Call;
+use trainyard_tensor::{Call, Computes};
 
 /// The price of one instruction.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -21,6 +21,8 @@ pub struct Priced {
 pub struct HostPrices<'p> {
     profile: &'p MachineProfile,
     speeds: Speeds,
+    /// Ranks of the host.
+    ranks: u32,
     /// By dtype and kernel; and what threads that were measured are to those of a rank.
     curves: HashMap<&'p str, HashMap<&'p str, (Fitted, f64)>>,
 }
@@ -41,7 +43,7 @@ impl<'p> HostPrices<'p> {
             let scale = f64::from(curve.threads) / f64::from(layout.threads);
             curves.entry(dtype).or_default().insert(kernel, (curve.fit(), scale));
         }
-        HostPrices { profile, speeds, curves }
+        HostPrices { profile, speeds, ranks: layout.ranks, curves }
     }
 
     /// The curve of a call: of its form and dtype, else of its plain form; 16-bit floats that are no bf16 are computed as f32.
@@ -51,9 +53,18 @@ impl<'p> HostPrices<'p> {
         curves.get(name(call).as_str()).or_else(|| curves.get(call.kernel))
     }
 
+    /// What the host's memory gives a call that the host runs beside a GPU, in bytes a second; None where the profile is of what runs it.
+    fn beside_gpu(&self, call: &Call) -> Option<f64> {
+        let transfers = self.profile.transfers.filter(|_| call.computes == Computes::Cpu)?;
+        Some(transfers.host_update_bytes_per_s / f64::from(self.ranks))
+    }
+
     /// Seconds of one call.
     pub fn call_s(&self, call: &Call) -> f64 {
         let (flops, bytes) = (call.work.cost.flops as f64, call.work.cost.bytes as f64);
+        if let Some(speed) = self.beside_gpu(call) {
+            return bytes / speed;
+        }
         match self.curve(call) {
             Some((curve, scale)) => scale * curve.seconds(&dims(call), flops, bytes, &self.speeds),
             None => bytes / self.speeds.copy_bytes_per_s,
@@ -63,7 +74,7 @@ impl<'p> HostPrices<'p> {
     /// The calls that have no curve.
     pub fn unpriced(&self, calls: &[Call]) -> BTreeMap<String, u32> {
         let mut missing = BTreeMap::new();
-        for call in calls.iter().filter(|call| self.curve(call).is_none()) {
+        for call in calls.iter().filter(|call| self.beside_gpu(call).is_none() && self.curve(call).is_none()) {
             *missing.entry(format!("{} in {}", name(call), call.work.dtype)).or_default() += 1;
         }
         missing
@@ -224,11 +235,33 @@ mod tests {
 
     #[test]
     fn what_a_gpu_keeps_on_its_host_takes_its_own_links_time() {
-        let transfers = Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 };
+        let transfers =
+            Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 };
         let profile = MachineProfile { transfers: Some(transfers), ..small() };
         for ranks in [1, 2] {
             // Gradients go to the host, where the update runs, and what it wrote comes back.
             expect_speeds(&profile, &offloading(ranks, Tier::Host), 4e10, 5e10);
         }
+    }
+
+    #[test]
+    fn an_update_on_the_host_takes_what_its_memory_gives_and_ranks_share_it() {
+        let transfers =
+            Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 };
+        let gpu = MachineProfile { transfers: Some(transfers), ..small() };
+        let work = trainyard_tensor::Cost::new(12, 28_000_000).on(trainyard_tensor::DType::BF16, [1_000_000]);
+        let call = |computes| Call { kernel: "lion", work, seconds: 0.0, tag: 0, computes };
+        for ranks in [1, 2] {
+            let prices = HostPrices::new(&gpu, HostLayout { ranks, threads: 1 }, gpu.speeds);
+            assert_eq!(prices.call_s(&call(Computes::Cpu)), f64::from(ranks) * 28e6 / 2e11);
+            // The GPU's own goes by its own curves, of which there is none here.
+            assert_eq!(prices.call_s(&call(Computes::Cuda)), 28e6 / gpu.speeds.copy_bytes_per_s);
+            let unpriced: Vec<u32> =
+                prices.unpriced(&[call(Computes::Cpu), call(Computes::Cuda)]).into_values().collect();
+            assert_eq!(unpriced, [1]);
+        }
+        let small = small();
+        let prices = HostPrices::new(&small, HostLayout { ranks: 1, threads: 1 }, small.speeds);
+        assert_eq!(prices.call_s(&call(Computes::Cpu)), 28e6 / small.speeds.copy_bytes_per_s);
     }
 }

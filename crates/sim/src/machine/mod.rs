@@ -159,6 +159,8 @@ pub struct Transfers {
     pub to_device_bytes_per_s: f64,
     /// Bytes a second from it.
     pub to_host_bytes_per_s: f64,
+    /// Bytes a second that an update on the host reads and writes, with all its cores.
+    pub host_update_bytes_per_s: f64,
 }
 
 /// A profile that cannot be used.
@@ -291,6 +293,7 @@ impl MachineProfile {
             [
                 ("transfers.to_device_bytes_per_s", transfers.to_device_bytes_per_s),
                 ("transfers.to_host_bytes_per_s", transfers.to_host_bytes_per_s),
+                ("transfers.host_update_bytes_per_s", transfers.host_update_bytes_per_s),
             ]
         });
         if let Some((name, value)) =
@@ -390,7 +393,8 @@ pub(crate) mod tests {
             count: 1,
         };
         let machine = Machine { gpu: Some(gpu), ..small().machine };
-        let transfers = Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10 });
+        let transfers =
+            Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 });
         let profile = MachineProfile { machine, transfers, ..small() };
         assert_eq!(MachineProfile::parse(&profile.to_toml()).unwrap(), profile);
         let bad = profile.to_toml().replace("to_host_bytes_per_s = 40000000000.0", "to_host_bytes_per_s = -1.0");

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod cast;
 #[cfg(test)]
 mod conformance;
+mod crew;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
@@ -29,8 +30,11 @@ pub mod threads;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 pub(crate) mod tile_emulator;
 
+pub use crew::Crew;
 pub use isa::{Isa, IsaError};
 pub use threads::Threads;
+
+use std::sync::Arc;
 
 /// What every CPU kernel is handed: which instructions it may use and which threads it may run on.
 ///
@@ -47,5 +51,10 @@ impl Cpu {
     /// A CPU context of `threads` threads (at least one) on the rung `isa`.
     pub fn new(isa: Isa, threads: usize) -> Cpu {
         Cpu { isa, threads: Threads::new(threads) }
+    }
+
+    /// As [`Cpu::new`], for a rank of a crew.
+    pub fn in_crew(isa: Isa, threads: usize, crew: &Arc<Crew>) -> Cpu {
+        Cpu { isa, threads: Threads::in_crew(threads, crew) }
     }
 }

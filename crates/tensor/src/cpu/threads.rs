@@ -5,8 +5,11 @@
 //! thread 0 and works too. Regions do not nest: a region opened inside another runs on the calling thread alone.
 //!
 //! Which thread does which task is left to chance ([`Threads::for_each`] deals tasks from a counter); results must
-//! not depend on it. Kernels cut their work into tasks by shape alone, never by the number of threads.
+//! not depend on it, nor on how many tasks a kernel cuts its work into, which follows the number of threads.
+//!
+//! Ranks that are threads of one process lend each other threads that wait: [`super::crew`].
 
+use super::crew::{Crew, Region};
 use std::any::Any;
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -23,12 +26,40 @@ thread_local! {
     static INSIDE_REGION: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Whether this thread is at work in a region.
+pub(super) fn inside_region() -> bool {
+    INSIDE_REGION.get()
+}
+
+/// This thread is at work in a region until the guard is dropped.
+pub(super) fn mark_inside() -> impl Drop {
+    struct Inside;
+    impl Drop for Inside {
+        fn drop(&mut self) {
+            INSIDE_REGION.set(false);
+        }
+    }
+    INSIDE_REGION.set(true);
+    Inside
+}
+
+/// Polls for `done`, at first without giving the core away.
+pub(super) fn wait_until(done: impl Fn() -> bool) {
+    let mut spins = 0;
+    while !done() {
+        spins += 1;
+        if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+    }
+}
+
 /// A pool of threads owned by one rank.
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     /// One region at a time: lanes of a rank that compute at once take turns.
     turn: Mutex<()>,
+    /// Other ranks of this process that may help.
+    crew: Option<Arc<Crew>>,
 }
 
 /// A region's body with its lifetime erased; it outlives the region because [`Threads::run`] waits for all threads.
@@ -80,12 +111,30 @@ impl Threads {
                     .expect("the operating system starts a thread")
             })
             .collect();
-        Threads { shared, workers, turn: Mutex::new(()) }
+        Threads { shared, workers, turn: Mutex::new(()), crew: None }
+    }
+
+    /// As [`Threads::new`], for a rank of a crew: the others may join its regions.
+    pub fn in_crew(count: usize, crew: &Arc<Crew>) -> Threads {
+        let mut threads = Threads::new(count);
+        crew.join(threads.count());
+        threads.crew = Some(Arc::clone(crew));
+        threads
     }
 
     /// The number of threads, the caller's included.
     pub fn count(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// The number of threads that a region may meet: those of the whole crew, where this rank is in one.
+    pub fn hands(&self) -> usize {
+        self.crew.as_ref().map_or(0, |crew| crew.hands()).max(self.count())
+    }
+
+    /// The ranks that this one's threads work with.
+    pub fn crew(&self) -> Option<&Arc<Crew>> {
+        self.crew.as_ref()
     }
 
     /// Runs `body(thread)` once on every thread, `thread` in `0..count()`, and returns when all are done.
@@ -113,15 +162,11 @@ impl Threads {
         }
         self.shared.wake.notify_all();
 
-        INSIDE_REGION.set(true);
+        let inside = mark_inside();
         let mine = catch_unwind(AssertUnwindSafe(|| body(0)));
-        INSIDE_REGION.set(false);
+        drop(inside);
 
-        let mut spins = 0;
-        while self.shared.running.load(Ordering::Acquire) != 0 {
-            spins += 1;
-            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
+        wait_until(|| self.shared.running.load(Ordering::Acquire) == 0);
         let theirs = self.shared.panic.lock().unwrap().take();
         if let Some(panic) = mine.err().or(theirs) {
             resume_unwind(panic);
@@ -130,19 +175,21 @@ impl Threads {
 
     /// Runs `body(task)` for every `task` in `0..tasks`, dealt to the threads as they become free.
     pub fn for_each(&self, tasks: usize, body: impl Fn(usize) + Sync) {
-        if tasks <= 1 || self.count() == 1 {
+        if tasks <= 1 || self.hands() == 1 || inside_region() {
             return (0..tasks).for_each(body);
         }
-        let next = AtomicUsize::new(0);
-        self.run(|_| {
-            loop {
-                let task = next.fetch_add(1, Ordering::Relaxed);
-                if task >= tasks {
-                    break;
-                }
-                body(task);
+        let region = Region::new(tasks, &body);
+        let work = || match self.count() {
+            1 => {
+                let _inside = mark_inside();
+                region.all();
             }
-        });
+            _ => self.run(|_| region.all()),
+        };
+        match &self.crew {
+            Some(crew) => crew.with_guests(&region, work),
+            None => work(),
+        }
     }
 
     /// Cuts `0..len` into ranges of `grain` (the last may be shorter) and runs `body` on each.
@@ -154,6 +201,9 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
+        if let Some(crew) = &self.crew {
+            crew.leave(self.count());
+        }
         {
             let mut state = self.shared.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             self.shared.stop.store(true, Ordering::Release);

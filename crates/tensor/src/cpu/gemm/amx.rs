@@ -105,7 +105,7 @@ pub(super) fn product<T: Element, S: Sink>(
 ) {
     assert!(T::DTYPE == DType::BF16, "tiles multiply bf16, not {}", T::DTYPE);
     let (left, right) = (Source::new(Role::Left, &left, m, k), Source::new(Role::Right, &right, n, k));
-    let cut = Cut::new(&left, &right, sink.in_place(), cpu.threads.count());
+    let cut = Cut::new(&left, &right, sink.in_place(), cpu.threads.hands());
     cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
         let mut workspace = WORKSPACE.take();
         // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of the result.

@@ -266,7 +266,7 @@ pub(super) fn run<T: Element, S: Sink>(
     if rung == Rung::AmxBf16 {
         return super::amx::product(cpu, (m, n, k), left, right, sink);
     }
-    let cut = Cut::new(rung, (m, n, k), cpu.threads.count());
+    let cut = Cut::new(rung, (m, n, k), cpu.threads.hands());
     cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
         let row = task % cut.row_tasks * cut.task_rows;
         let col = task / cut.row_tasks * cut.task_cols;

@@ -336,7 +336,7 @@ pub fn column_sums<T: Element>(cpu: &Cpu, a: MatRef<T>, accumulate: Accumulate, 
     // A row's share in one piece, so that lines are asked for before they are reached, as long as its sums stay in L1.
     const COLUMNS_MAX: usize = 4096;
     let (len, shares) = (sums.len(), Shares::new(sums));
-    let share = len.div_ceil(cpu.threads.count()).next_multiple_of(128);
+    let share = len.div_ceil(cpu.threads.hands()).next_multiple_of(128);
     cpu.threads.for_ranges(len, share.min(COLUMNS_MAX), |columns| {
         // SAFETY: the ranges are disjoint.
         let sums = unsafe { shares.part(columns.clone()) };
@@ -416,7 +416,7 @@ pub fn matmul_batched<T: Element>(
         matmul(cpu, a.matrix(i), transpose_a, b.matrix(i), transpose_b, alpha, beta, MatMut::new(c, m, n));
     };
     // Whole products per thread when there are enough of them to go round, else each product on all threads.
-    if count >= 2 * cpu.threads.count() {
+    if count >= 2 * cpu.threads.hands() {
         cpu.threads.for_each(count, one);
     } else {
         (0..count).for_each(one);

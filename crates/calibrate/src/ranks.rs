@@ -1,6 +1,6 @@
 //! Ranks that train side by side on random tokens, step by step.
 //!
-//! Each has a thread of its own for as long as the crew lives: kernels keep their buffers per thread.
+//! Each has a thread of its own for as long as they live: kernels keep their buffers per thread.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -23,7 +23,7 @@ pub fn resolve(sets: &[String]) -> Result<Resolved> {
 }
 
 /// Ranks of this process, each with its own threads.
-pub struct Crew {
+pub struct Ranks {
     ranks: Vec<Member>,
 }
 
@@ -39,34 +39,34 @@ pub struct Member {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Crew {
+impl Ranks {
     /// The ranks of one run of `resolved`.
     ///
     /// # Errors
     ///
     /// A model that does not fit.
-    pub fn together(resolved: &Resolved) -> Result<Crew> {
+    pub fn together(resolved: &Resolved) -> Result<Ranks> {
         let worlds = local::World::new(resolved.parallel.ranks).into_iter().map(Some);
-        Crew::of(resolved, worlds.collect())
+        Ranks::of(resolved, worlds.collect())
     }
 
     /// `ranks` runs of one rank each that know nothing of each other.
     ///
     /// # Errors
     ///
-    /// As [`Crew::together`].
-    pub fn apart(resolved: &Resolved, ranks: u32) -> Result<Crew> {
-        Crew::of(resolved, (0..ranks).map(|_| None).collect())
+    /// As [`Ranks::together`].
+    pub fn apart(resolved: &Resolved, ranks: u32) -> Result<Ranks> {
+        Ranks::of(resolved, (0..ranks).map(|_| None).collect())
     }
 
-    fn of(resolved: &Resolved, worlds: Vec<Option<Communicator>>) -> Result<Crew> {
+    fn of(resolved: &Resolved, worlds: Vec<Option<Communicator>>) -> Result<Ranks> {
         let begun: Vec<_> = worlds.into_iter().map(|world| begin(resolved.clone(), world)).collect();
         let ranks = begun.into_iter().map(Begun::wait).collect::<Vec<_>>();
-        Ok(Crew { ranks: ranks.into_iter().collect::<Result<_>>()? })
+        Ok(Ranks { ranks: ranks.into_iter().collect::<Result<_>>()? })
     }
 
     /// The ranks.
-    pub fn ranks(&self) -> &[Member] {
+    pub fn members(&self) -> &[Member] {
         &self.ranks
     }
 
@@ -104,7 +104,7 @@ fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
             Ok(stepper) => stepper,
             Err(error) => {
                 tell_others(world.as_ref(), &error);
-                // Nobody waits any more: the crew has failed.
+                // Nobody waits any more: they have failed.
                 let _ = tell.send(Err(error));
                 return;
             }
@@ -142,7 +142,7 @@ impl Begun {
     }
 }
 
-impl Drop for Crew {
+impl Drop for Ranks {
     fn drop(&mut self) {
         // All are told before any is waited for: they end together.
         self.ranks.iter_mut().for_each(|rank| rank.go = None);
@@ -175,13 +175,13 @@ mod tests {
                 "memory.limit='8MiB'".to_owned(),
             ]
         };
-        let mut crew = Crew::together(&resolve(&sets(64)).unwrap()).unwrap();
+        let mut ranks = Ranks::together(&resolve(&sets(64)).unwrap()).unwrap();
         for _ in 0..2 {
-            let made = crew.step().unwrap();
+            let made = ranks.step().unwrap();
             assert_eq!(made.len(), 2);
             assert_eq!(made[0].loss, made[1].loss);
-            assert_eq!(made[0].spans.len(), crew.ranks()[0].program.instructions.len());
+            assert_eq!(made[0].spans.len(), ranks.members()[0].program.instructions.len());
         }
-        assert!(Crew::together(&resolve(&sets(1 << 20)).unwrap()).is_err());
+        assert!(Ranks::together(&resolve(&sets(1 << 20)).unwrap()).is_err());
     }
 }

@@ -1,0 +1,86 @@
+//! Collectives between the GPUs of a host, by NCCL, on each GPU's own clock.
+
+use crate::CalibrateError;
+use crate::exchange::{OPERATIONS, curve};
+use std::sync::Arc;
+use trainyard_comm::nccl::{Circle, Nccl};
+use trainyard_comm::{Communicator, local};
+use trainyard_sim::machine::CollectiveCurve;
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::nccl::Element;
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+/// Exchanges between two marks.
+const ROUNDS: usize = 10;
+
+/// Curves of groups of two, four, eight … of `gpus`, and of all of them, on buffers of `bytes`. Nothing of a single GPU.
+///
+/// # Errors
+///
+/// There is no NCCL, a GPU refuses, or one does not come.
+pub fn collectives(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<CollectiveCurve>, CalibrateError> {
+    let powers = (1..).map(|power| 1 << power).take_while(|ranks| *ranks < gpus.len());
+    let groups = powers.chain((gpus.len() > 1).then_some(gpus.len()));
+    let mut curves = Vec::new();
+    for ranks in groups {
+        // Whole packs of every rank's part.
+        let bytes: Vec<usize> = bytes.iter().map(|bytes| bytes.next_multiple_of(256 * ranks)).collect();
+        let seconds = between(&gpus[..ranks], &bytes)?;
+        for (operation, seconds) in OPERATIONS.into_iter().zip(seconds) {
+            let points = bytes.iter().zip(seconds).map(|(bytes, seconds)| [*bytes as f64, seconds]).collect();
+            curves.push(curve(operation, ranks as u32, points));
+        }
+    }
+    Ok(curves)
+}
+
+/// Seconds by operation and size of the slowest rank.
+fn between(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Vec<f64>>, CalibrateError> {
+    let results: Vec<Result<Vec<Vec<f64>>, CalibrateError>> = std::thread::scope(|scope| {
+        let ranks = local::World::new(gpus.len()).into_iter().zip(gpus);
+        let ranks: Vec<_> = ranks.map(|(world, cuda)| scope.spawn(move || on_rank(world, cuda, bytes))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
+    });
+    results.into_iter().next().expect("a group has ranks")
+}
+
+fn on_rank(world: Communicator, cuda: &Arc<Cuda>, bytes: &[usize]) -> Result<Vec<Vec<f64>>, CalibrateError> {
+    let device = Device::cuda(Arc::clone(cuda), None);
+    let nccl = Nccl::new(Arc::clone(cuda.driver()), &world, || ())?;
+    let circle = nccl.circle(&world)?;
+    let case = |operation: &str, bytes: usize| -> Result<f64, CalibrateError> {
+        let own = once(&device, &circle, operation, bytes);
+        // The others wait for a rank that has failed.
+        let own = own.inspect_err(|error| drop(world.abort(error.to_string())))?;
+        // What the device has done is worth nothing where the world has failed meanwhile.
+        world.failure().map_or(Ok(()), Err)?;
+        let mut all = vec![0.0f64; world.size()];
+        world.all_gather(&[own], &mut all)?;
+        Ok(all.into_iter().fold(0.0, f64::max))
+    };
+    OPERATIONS.iter().map(|operation| bytes.iter().map(|bytes| case(operation, *bytes)).collect()).collect()
+}
+
+/// Seconds of one `operation` on a buffer of `bytes`.
+fn once(device: &Device, circle: &Circle, operation: &str, bytes: usize) -> Result<f64, CalibrateError> {
+    let zeros = |bytes: usize| device.zeros([bytes / 4], DType::F32, Purpose::Comm);
+    let (part, whole) = (zeros(bytes / circle.size())?, zeros(bytes)?);
+    let run = || -> Result<(), CalibrateError> {
+        let placed = |tensor: &Tensor| tensor.on_stream().map(|placed| placed.expect("it lies on a GPU"));
+        let ((part, _), (whole, stream)) = (placed(&part)?, placed(&whole)?);
+        match operation {
+            "all_gather" => circle.all_gather(stream, part, whole)?,
+            "reduce_scatter" => circle.reduce_scatter_in_place(stream, whole, Element::F32)?,
+            _ => circle.all_reduce(stream, whole, Element::F32)?,
+        }
+        Ok(())
+    };
+    // The first connects.
+    run()?;
+    device.synchronize()?;
+    let began = device.mark()?;
+    (0..ROUNDS).try_for_each(|_| run())?;
+    let ended = device.mark()?;
+    device.synchronize()?;
+    Ok(began.seconds_to(&ended)? / ROUNDS as f64)
+}
