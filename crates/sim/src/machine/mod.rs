@@ -151,7 +151,7 @@ pub struct Disk {
     pub read_bytes_per_s: f64,
 }
 
-/// Copies between pinned memory of the host and a GPU's.
+/// What the host beside a GPU does: copies between its pinned memory and the GPU's, and updates.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Transfers {

@@ -2,7 +2,7 @@
 
 use super::Cuda;
 use super::launch::args;
-use super::linear::{curve, operands, plain};
+use super::linear::{operands, plain, with_epilogue};
 use crate::cpu::gemm::Activation;
 use crate::error::Result;
 use crate::ops::fp8::Slot;
@@ -43,7 +43,7 @@ fn product(y: &Tensor, [a, b]: [Operand<'_>; 2], workspace: &Tensor) -> Result<(
     Ok((form, Operands { scales: [a.2.inverse.region(false), b.2.inverse.region(false)], ..operands }))
 }
 
-/// `act(x wᵀ + bias) + residual`. The library adds a bias or a residual; all else follows in a kernel.
+/// `act(x wᵀ + bias) + residual`.
 pub(crate) fn linear(
     gpu: &Arc<Cuda>,
     x: Operand<'_>,
@@ -55,19 +55,8 @@ pub(crate) fn linear(
     y: &Tensor,
     workspace: &Tensor,
 ) -> Result<()> {
-    let (mut form, mut operands) = product(y, [x, w], workspace)?;
-    if activation == Activation::None && pre.is_none() {
-        if let Some(bias) = bias {
-            (form.bias, operands.bias) = (true, bias.region(false));
-        }
-        if let Some(residual) = residual {
-            (form.adds, operands.c) = (true, residual.region(false));
-        }
-        return gpu.product(&form, &operands);
-    }
-    gpu.product(&form, &operands)?;
-    let (m, n) = (form.m, form.n);
-    gpu.launch(&k::EPILOGUE, y.dtype(), [m * n, 1, 1], args![y, bias, residual, pre, y, m, n, curve(activation)])
+    let (form, operands) = product(y, [x, w], workspace)?;
+    with_epilogue(gpu, form, operands, bias, activation, residual, pre, y)
 }
 
 /// `dy w` from dy and wᵀ.

@@ -80,11 +80,27 @@ pub(crate) fn linear(
     y: &Tensor,
     workspace: &Tensor,
 ) -> Result<()> {
-    let (m, n, depth) = (x.rows(), w.rows(), x.last_dim());
-    let mut form = Product { b_transposed: true, ..plain("linear", [m, n, depth], x.dtype(), y.dtype())? };
-    let mut operands = operands(x.region(false), w.region(false), y.region(true), workspace);
-    // The library stores a GELU's argument in rows of whole 16 bytes.
-    let gelu = activation == Activation::GeluTanh && x.dtype() != DType::F32 && n.is_multiple_of(8);
+    let dims = [x.rows(), w.rows(), x.last_dim()];
+    let form = Product { b_transposed: true, ..plain("linear", dims, x.dtype(), y.dtype())? };
+    let operands = operands(x.region(false), w.region(false), y.region(true), workspace);
+    with_epilogue(gpu, form, operands, bias, activation, residual, pre, y)
+}
+
+/// A product that is followed by what a linear layer adds: in the library as far as it has it, else by a kernel.
+pub(super) fn with_epilogue(
+    gpu: &Arc<Cuda>,
+    mut form: Product,
+    mut operands: Operands,
+    bias: Option<&Tensor>,
+    activation: Activation,
+    residual: Option<&Tensor>,
+    pre: Option<&Tensor>,
+    y: &Tensor,
+) -> Result<()> {
+    let (m, n) = (form.m, form.n);
+    // The library stores a GELU's argument in rows of whole 16 bytes. Of operands of eight bits it is asked for no activation.
+    let gelu =
+        activation == Activation::GeluTanh && form.operands != Float::F32 && form.fp8.is_none() && n.is_multiple_of(8);
     let fused = (activation == Activation::None && pre.is_none()) || (gelu && residual.is_none());
     if fused {
         if let Some(bias) = bias {
