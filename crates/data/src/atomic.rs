@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::error::{DataError, Result};
 
@@ -26,7 +27,10 @@ impl AtomicFile {
         let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let temporary = folder.join(format!(".{name}.{}-{serial}.tmp", std::process::id()));
+        clear_left_behind(folder, &name);
         let file = File::create(&temporary).map_err(DataError::io("create", &temporary))?;
+        // Held until this process ends, however it does. Where locks are not supported, what is left behind stays.
+        let _ = file.try_lock();
         let writer = BufWriter::with_capacity(1 << 18, file);
         Ok(Self { destination: destination.to_path_buf(), temporary, writer: Some(writer) })
     }
@@ -66,6 +70,30 @@ impl Drop for AtomicFile {
     }
 }
 
+/// A file that was touched more recently may be another process's that has not locked it yet.
+const LEFT_BEHIND: Duration = Duration::from_secs(60);
+
+/// Removes what processes that were killed left of the file `name`: temporary files of its size, hidden by their names.
+fn clear_left_behind(folder: &Path, name: &str) {
+    let prefix = format!(".{name}.");
+    // What cannot be looked at stays: a new file can be written beside it.
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let is_ours = |file: &str| {
+            let number = file.strip_prefix(&prefix).and_then(|rest| rest.strip_suffix(".tmp"));
+            number.is_some_and(|number| number.split('-').all(|n| n.parse::<u64>().is_ok()))
+        };
+        if !path.file_name().and_then(|file| file.to_str()).is_some_and(is_ours) {
+            continue;
+        }
+        let Ok(file) = File::open(&path) else { continue };
+        let age = file.metadata().and_then(|about| about.modified()).map(|at| at.elapsed().unwrap_or_default());
+        if age.is_ok_and(|age| age > LEFT_BEHIND) && file.try_lock().is_ok() {
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
 /// Writes a small file atomically.
 pub(crate) fn write(destination: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = AtomicFile::create(destination)?;
@@ -95,4 +123,31 @@ fn sync_folder(folder: &Path) -> Result<()> {
         let _ = handle.sync_all();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::SystemTime;
+
+    #[test]
+    fn what_a_killed_process_left_goes_and_what_is_written_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |name: &str| folder.path().join(name);
+        let old = SystemTime::now() - 2 * LEFT_BEHIND;
+        for name in [".a.bin.77-0.tmp", ".a.bin.78-1.tmp", ".a.bin.x-1.tmp", ".b.bin.77-0.tmp", ".a.bin.79-0.tmp"] {
+            let file = File::create(of(name)).unwrap();
+            if name != ".a.bin.79-0.tmp" {
+                file.set_modified(old).unwrap();
+            }
+        }
+        let written = File::open(of(".a.bin.78-1.tmp")).unwrap();
+        written.try_lock().unwrap();
+        write(&of("a.bin"), b"whole").unwrap();
+        let mut left: Vec<_> =
+            fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        left.sort();
+        // Locked, no number of a process, another file's, and too young.
+        assert_eq!(left, [".a.bin.78-1.tmp", ".a.bin.79-0.tmp", ".a.bin.x-1.tmp", ".b.bin.77-0.tmp", "a.bin"]);
+    }
 }

@@ -118,6 +118,34 @@ fn a_small_corpus_fills_both_sides() {
     }
 }
 
+/// Not one of three books for a hundredth of the text.
+#[test]
+fn a_few_books_give_their_share_to_validation_and_no_whole_book() {
+    let folder = tempfile::tempdir().unwrap();
+    let book = |n: usize| (0..3000).map(|i| format!("{} ", (i * n) % 997)).collect::<String>();
+    let paths: Vec<_> = (1..=3)
+        .map(|n| {
+            let path = folder.path().join(format!("book-{n}.txt"));
+            fs::write(&path, book(n)).unwrap();
+            path
+        })
+        .collect();
+    let bytes: usize = (1..=3).map(|n| book(n).len()).sum();
+    let corpus = Corpus::open(&paths, CorpusOptions::default()).unwrap();
+    let options = PrepareOptions { validation_fraction: 0.01, ..PrepareOptions::new(folder.path().join("out")) };
+    let done = run(&corpus, &Tokenizer::bytes(), &options);
+    let (train, validation) = (&done.sidecar.train, done.sidecar.validation.as_ref().unwrap());
+    assert_eq!((train.documents, validation.documents), (3, 1));
+    assert_eq!(train.text_bytes + validation.text_bytes, bytes as u64);
+    assert!(validation.text_bytes.abs_diff(bytes as u64 / 100) <= 1, "{} of {bytes}", validation.text_bytes);
+    // One book's beginning and end are the whole book.
+    let (train, validation) = (all_tokens(&done.train), all_tokens(&done.validation.unwrap()));
+    let tokenizer = Tokenizer::bytes();
+    let (train, end) = (tokenizer.decode(&train), tokenizer.decode(&validation));
+    assert!((1..=3).any(|n| book(n).ends_with(end.trim_end_matches(|c| c != ' '))), "{end}");
+    assert!((1..=3).filter(|n| train.contains(&book(*n))).count() == 2);
+}
+
 #[test]
 fn an_earlier_result_is_kept_until_something_changes() {
     let folder = tempfile::tempdir().unwrap();

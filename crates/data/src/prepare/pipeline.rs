@@ -44,6 +44,8 @@ pub(super) struct Split {
     threshold: u64,
     /// Set once the threshold was moved to fill an empty side; it is not moved again.
     is_repaired: bool,
+    /// The hash of a document that is too large to validate whole, and the share of its characters that does.
+    divided: Option<(u64, f64)>,
 }
 
 /// What a pass saw.
@@ -53,23 +55,38 @@ pub(super) struct Counts {
     pub(super) by_position: bool,
     pub(super) skipped: Skipped,
     validation_documents: u64,
-    hash_min: Option<u64>,
+    text_bytes: u64,
+    /// The lowest hash of a document, and its bytes of text.
+    hash_min: Option<(u64, u64)>,
     hash_max: Option<u64>,
 }
+
+/// Fewer bytes of text say nothing about a model.
+const VALIDATION_BYTES_MIN: f64 = 256.0;
 
 impl Split {
     pub(super) fn new(fraction: f64, seed: u64) -> Self {
         // 2^64 x fraction; the conversion saturates, and a fraction of 0 gives 0: nobody.
-        Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, is_repaired: false }
+        Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, is_repaired: false, divided: None }
     }
 
-    /// Another threshold, when a side that was asked for stayed empty although there are several different documents.
+    /// Another threshold, when a side that was asked for stayed empty although there are several different documents. Where validation would get
+    /// over twice its share by a whole document, as it does when a corpus is a few books, the document's end goes there alone.
     pub(super) fn repaired(&self, counts: &Counts) -> Option<Self> {
-        let (low, high) = (counts.hash_min?, counts.hash_max?);
+        let ((low, bytes), high) = (counts.hash_min?, counts.hash_max?);
         if self.is_repaired || self.fraction == 0.0 || counts.by_position || low == high {
             return None;
         }
+        let wanted = self.fraction * counts.text_bytes as f64;
         let threshold = match counts.validation_documents {
+            0 if bytes as f64 > 2.0 * wanted && wanted >= VALIDATION_BYTES_MIN => {
+                return Some(Self {
+                    threshold: 0,
+                    is_repaired: true,
+                    divided: Some((low, wanted / bytes as f64)),
+                    ..*self
+                });
+            }
             0 => low + 1,
             n if n == counts.documents => high,
             _ => return None,
@@ -158,11 +175,22 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
                 && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
         } else {
             let hash = split.hash(&text);
-            counts.hash_min = Some(counts.hash_min.map_or(hash, |low| low.min(hash)));
+            let bytes = text.len() as u64;
+            counts.text_bytes += bytes;
+            counts.hash_min = Some(counts.hash_min.map_or((hash, bytes), |low| low.min((hash, bytes))));
             counts.hash_max = Some(counts.hash_max.map_or(hash, |high| high.max(hash)));
-            let part = if hash < split.threshold { Part::Validation } else { Part::Train };
-            counts.validation_documents += u64::from(part == Part::Validation);
-            batch.add(tokenizer, part, file, &text, true, outlet)
+            match split.divided {
+                Some((of, share)) if of == hash => {
+                    let (train, validation) = divide(&text, share)?;
+                    batch.add(tokenizer, Part::Train, file, train, false, outlet)
+                        && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
+                }
+                _ => {
+                    let part = if hash < split.threshold { Part::Validation } else { Part::Train };
+                    counts.validation_documents += u64::from(part == Part::Validation);
+                    batch.add(tokenizer, part, file, &text, true, outlet)
+                }
+            }
         };
         if !going_on {
             return Ok(counts); // the other side has its own error to report
@@ -175,7 +203,7 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
     Ok(counts)
 }
 
-/// Divides the only document: the last `fraction` of its characters validates.
+/// Divides a document: the last `fraction` of its characters validates.
 fn divide(text: &str, fraction: f64) -> Result<(&str, &str)> {
     let characters = text.chars().count();
     let train = (characters as f64 * (1.0 - fraction)) as usize;
