@@ -1,6 +1,6 @@
 //! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane.
 //!
-//! The array form of the format is used, which readers accept without its closing bracket, so that a killed run leaves a trace too.
+//! The array form of the format is used, which viewers accept without its closing bracket, so that a killed run leaves a trace too; one that ends closes it.
 
 use crate::lanes::Span;
 use crate::{EngineError, Result};
@@ -15,6 +15,7 @@ use trainyard_program::{Lane, Program};
 pub struct TraceWriter {
     out: BufWriter<File>,
     path: PathBuf,
+    rank: usize,
     origin: Instant,
 }
 
@@ -30,7 +31,7 @@ impl TraceWriter {
             let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane as u32, "args": {"name": lane.name()}});
             writeln!(out, "{name},").map_err(error)?;
         }
-        Ok(TraceWriter { out, path, origin: Instant::now() })
+        Ok(TraceWriter { out, path, rank, origin: Instant::now() })
     }
 
     /// Adds the instructions of the step that has just ended.
@@ -62,6 +63,14 @@ impl TraceWriter {
     }
 }
 
+impl Drop for TraceWriter {
+    fn drop(&mut self) {
+        // The last event has no comma after it. A trace that stays open can still be viewed.
+        let name = json!({"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": format!("rank {}", self.rank)}});
+        let _ = writeln!(self.out, "{name}\n]").and_then(|()| self.out.flush());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,9 +85,12 @@ mod tests {
         let mut trace = TraceWriter::create(folder.path(), 0).unwrap();
         let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
         trace.step(3, &program, &spans).unwrap();
-        let text = std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();
-        let closed = format!("{}]", text.trim_end().trim_end_matches(','));
-        let events: Vec<serde_json::Value> = serde_json::from_str(&closed).unwrap();
+        let read = || std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();
+        let of_a_killed_run = read();
+        drop(trace);
+        let text = read();
+        assert!(text.starts_with(&of_a_killed_run));
+        let events: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
         let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         assert_eq!(spans.len(), program.instructions.len());
         assert!(spans.iter().any(|e| e["name"] == "backward head" && e["dur"] == 5.0 && e["args"]["step"] == 3));

@@ -270,12 +270,17 @@ impl<'s> Run<'s> {
         let section = &self.session.resolved.config.checkpoint;
         let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
         let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
-        by_steps || by_time
+        // Before an evaluation, which takes its time and may fail; and what is the best so far has to be there to be kept.
+        by_steps || by_time || self.evaluates_after(self.session.state.step + 1)
     }
 
     fn evaluation_due(&self) -> bool {
+        self.evaluates_after(self.session.state.step)
+    }
+
+    fn evaluates_after(&self, step: u64) -> bool {
         let interval = self.session.resolved.config.evaluation.interval_steps;
-        !self.session.validation.is_empty() && interval.is_some_and(|n| self.session.state.step.is_multiple_of(n))
+        !self.session.validation.is_empty() && interval.is_some_and(|n| step.is_multiple_of(n))
     }
 
     /// Executes the step program.
