@@ -38,6 +38,21 @@ const CASES: &[Case] = &[
     case(&["train", "tiny.toml", "--set", "training.sequence_length=64"], 1, &["sequence_length"]),
     case(&["train", "tiny.toml", "--set", "compute.isa='mmx'"], 1, &["mmx"]),
     case(&["train", "tiny.toml", "--set", "memory.limit='1MiB'"], 1, &["over memory.limit"]),
+    case(&["config", "check", "tiny.toml", "--set", "memory.limit='1MiB'"], 1, &["over memory.limit"]),
+    case(
+        &[
+            "train",
+            "tiny.toml",
+            "--set",
+            "model.dim=4096",
+            "--set",
+            "model.heads=32",
+            "--set",
+            "training.micro_batch_size=100000",
+        ],
+        1,
+        &["over this machine's memory", "it fits with", "training.micro_batch_size = "],
+    ),
     case(&["train", "tiny.toml", "--set", "device=gpu"], 1, &["compute.device", "cuda:N"]),
     // No driver here, or not so many GPUs.
     case(&["train", "tiny.toml", "--set", "device=cuda:99"], 1, &["GPU"]),
@@ -99,6 +114,9 @@ fn wrong_input_is_said_clearly() {
             complain(format!("does not say {part:?}"));
         }
     }
+    let runs = || std::fs::read_dir(folder.join("runs")).into_iter().flatten().flatten().map(|entry| entry.path());
+    let left: Vec<_> = runs().filter(|run| !run.ends_with("data-cache") && !run.join("config.toml").exists()).collect();
+    assert!(left.is_empty(), "runs that never began left {left:?}");
     assert!(wrong.is_empty(), "{} complaints\n\n{}", wrong.len(), wrong.join("\n"));
 }
 

@@ -56,6 +56,39 @@ fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
     assert_eq!(lines(&folder, "runs/tiny/metrics.jsonl"), steps + 3);
 }
 
+#[test]
+fn what_was_set_when_a_run_was_resumed_is_kept() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml"]).ok();
+    let resume = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        folder.run(&["train", "--resume", "runs/tiny"].into_iter().chain(sets).collect::<Vec<_>>())
+    };
+    let asked = ["training.steps=16", "optimizer.learning_rate=0.5", "parallel.ranks=2"];
+    let resumed = resume(&asked).ok();
+    assert!(resumed.stderr.contains("config.toml now has training.steps=16, "), "{}", resumed.stderr);
+    let config = std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap();
+    for line in ["steps = 16", "learning_rate = 0.5", "ranks = 2", "kind = \"bytes\""] {
+        assert!(config.lines().any(|found| found == line), "{line} is not in\n{config}");
+    }
+    // Without a flag the run is the one that was asked for last.
+    let again = resume(&[]).ok();
+    assert!(again.stderr.contains("nothing is left to train: 16 steps are done"), "{}", again.stderr);
+    assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
+
+    // What a run that goes on would not follow is refused, and nothing of it is kept.
+    for (set, says) in [
+        ("run.name=other", "run.name has no effect on a run that goes on"),
+        ("tokenizer.kind=bpe", "it keeps its tokenizer"),
+        ("optimizer.name=lion", "was written under another optimizer.name"),
+    ] {
+        let refused = resume(&[set, "training.steps=99"]);
+        assert_eq!(refused.code, Some(1), "{}", refused.stderr);
+        assert!(refused.stderr.contains(says), "{}", refused.stderr);
+    }
+    assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
+}
+
 /// The bar: killed at 20 random moments, the final weights are those of a run that nobody touched, byte for byte.
 #[test]
 fn a_killed_run_ends_with_the_same_bytes() {

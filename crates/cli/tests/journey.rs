@@ -55,6 +55,10 @@ fn a_run_is_trained_resumed_evaluated_sampled_and_exported() {
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
         assert!(folder.join("hf").join(file).is_file(), "{file}");
     }
+    // Who loads it stops where texts ended: 256 is the end of a text of bytes.
+    let generation: serde_json::Value =
+        serde_json::from_slice(&fs::read(folder.join("hf/generation_config.json")).unwrap()).unwrap();
+    assert_eq!(generation["eos_token_id"], 256, "{generation}");
     // The exported model is the same function.
     let of_export = eval("hf")["loss"].as_f64().unwrap();
     assert!((of_export - of_run["loss"].as_f64().unwrap()).abs() < 1e-6, "{of_export} {of_run}");
@@ -91,6 +95,51 @@ fn tokenizers_and_token_files_are_made_and_trained_on() {
         let trained = folder.run(&arguments).ok();
         assert!(trained.stdout.contains("validation   loss"), "{}", trained.stdout);
     }
+}
+
+/// Documented, and what `checkpoint.keep_best` needs.
+#[test]
+fn a_checkpoint_is_written_before_each_evaluation() {
+    let folder = Folder::new();
+    let sets = ["evaluation.interval_steps=4", "checkpoint.interval_steps=auto", "checkpoint.keep_last=3"];
+    let sets = sets.iter().flat_map(|set| ["--set", *set]);
+    let ran = folder.run(&["train", "tiny.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
+    assert_eq!(ran.stderr.matches("evaluation at step").count(), 3, "{}", ran.stderr);
+    assert!(ran.stderr.contains("best so far: loss"), "{}", ran.stderr);
+    let steps: Vec<String> = common::checkpoints(&folder.join("runs/tiny")).into_keys().collect();
+    assert_eq!(steps, ["step-00000004", "step-00000008", "step-00000012"]);
+}
+
+#[test]
+fn text_follows_the_tokenizer_of_token_files_beside_it_and_other_tokens_are_refused() {
+    let folder = Folder::new();
+    folder.run(&["tokenizer", "train", "--vocab-size", "280", "--out", "tok.json", "text.txt"]).ok();
+    folder.write("more.txt", "the quick brown fox jumps over the lazy dog ".repeat(50));
+    let prepare = ["data", "prepare", "--validation-fraction", "0.1", "--tokenizer"];
+    folder.run(&[&prepare[..], &["tok.json", "--out", "data/bpe", "text.txt"]].concat()).ok();
+    folder.run(&[&prepare[..], &["bytes", "--out", "data/bytes", "text.txt"]].concat()).ok();
+    let train = |name: &str, data: &str, kind: &str| {
+        let sets = [format!("run.name={name}"), format!("data.train={data}"), format!("tokenizer.kind={kind}")];
+        folder.run(&["train", "tiny.toml", "--set", &sets[0], "--set", &sets[1], "--set", &sets[2]])
+    };
+    let mixed = train("mixed", "['data/bpe', 'more.txt']", "auto").ok();
+    assert!(mixed.stderr.contains("tokenizer of data/bpe.train: tokenizer.json, 280 tokens"), "{}", mixed.stderr);
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert_eq!(bytes("runs/mixed/tokenizer.json"), bytes("tok.json"));
+    for (data, kind) in [("['data/bpe', 'data/bytes']", "auto"), ("['data/bpe']", "bytes")] {
+        let refused = train("refused", data, kind);
+        assert_eq!(refused.code, Some(1), "{}", refused.stderr);
+        assert!(refused.stderr.contains("holds tokens of another tokenizer"), "{}", refused.stderr);
+        assert!(!folder.join("runs/refused").exists(), "a run that never began left a folder");
+    }
+    // Named like for training, what was held back is evaluated.
+    assert!(folder.run(&["eval", "runs/mixed", "--data", "data/bpe"]).ok().stdout.contains("runs/mixed at step 12"));
+    let refused = folder.run(&["eval", "runs/mixed", "--data", "data/bytes"]);
+    assert!(refused.stderr.contains("holds tokens of another tokenizer"), "{}", refused.stderr);
+    // A tokenizer that was saved by another program is the same one.
+    let tokenizer: serde_json::Value = serde_json::from_slice(&bytes("tok.json")).unwrap();
+    folder.write("data/bpe.tokenizer.json", tokenizer.to_string());
+    train("saved-again", "['data/bpe']", "auto").ok();
 }
 
 #[test]

@@ -149,6 +149,29 @@ fn signals_reach_every_launched_rank() {
     }
 }
 
+/// They would agree in every shape, and train apart.
+#[test]
+fn processes_with_different_configurations_do_not_begin() {
+    let folder = Folder::new();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let start = |rank: &str, sets: &[&str]| {
+        let mut command = command(&folder, &train("apart", sets), "");
+        command.env_remove("TRAINYARD_FAULTS").envs([("RANK", rank), ("WORLD_SIZE", "2")]);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port.as_str())]).spawn().unwrap()
+    };
+    let ranks = [
+        start("0", &["compute.threads=1"]),
+        start("1", &["compute.threads=2", "optimizer.learning_rate=1", "training.seed=3"]),
+    ];
+    for ran in ranks.map(|rank| Ran::new(rank.wait_with_output().unwrap())) {
+        assert_eq!(ran.code, Some(1), "{}", ran.stderr);
+        let says = "rank 1 and rank 0 were given different configurations: \
+                    optimizer.learning_rate is 1.0 and 0.01, training.seed is 3 and 1337; start every process";
+        assert!(ran.stderr.contains(says), "{}", ran.stderr);
+    }
+    assert!(!folder.join("runs").exists());
+}
+
 #[test]
 fn what_cannot_be_launched_says_why() {
     let folder = Folder::new();

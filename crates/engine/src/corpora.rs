@@ -4,6 +4,7 @@
 //! `rust-sources`, the Rust sources that cargo unpacked on this machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{Config, Resolved, Sampling as ConfigSampling, TokenizerKind};
+use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -122,6 +123,9 @@ impl Corpora {
                 }
             }
         }
+        for prefix in resolved_sources.iter().map(|(prefix, _)| prefix).chain(&validation) {
+            check_made_by(&tokenizer, prefix)?;
+        }
         let sources = resolved_sources
             .into_iter()
             .map(|(prefix, weight)| {
@@ -218,6 +222,46 @@ fn tokenize(
     Ok((made, text))
 }
 
+/// The tokenizer that made the token files `prefix`, where `data prepare` did: it lies beside them.
+fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
+    let beside = prefix.with_extension("tokenizer.json");
+    if beside.is_file() {
+        return Ok(Some(Tokenizer::load(&beside)?));
+    }
+    let is_bytes = Sidecar::of_part(prefix)?.is_some_and(|(sidecar, _)| sidecar.tokenizer.kind == "bytes");
+    Ok(is_bytes.then(Tokenizer::bytes))
+}
+
+/// An error when the token files `prefix` are known to hold other tokens than those of `tokenizer`; of files from elsewhere nothing is known.
+pub fn check_made_by(tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
+    let Some((sidecar, _)) = Sidecar::of_part(prefix)? else { return Ok(()) };
+    let theirs = sidecar.tokenizer;
+    if theirs.fingerprint == tokenizer.fingerprint() {
+        return Ok(());
+    }
+    // Another file of the same vocabulary will do: one that was exported, or saved by another program.
+    let same = |of: Tokenizer| {
+        of.vocab_size() == tokenizer.vocab_size() && of.eos() == tokenizer.eos() && same_words(&of, tokenizer)
+    };
+    if tokenizer_of(prefix)?.is_some_and(same) {
+        return Ok(());
+    }
+    Err(does_not_fit(format!(
+        "{} holds tokens of another tokenizer ({}, {} tokens) than this run's ({}, {} tokens): prepare it again with this one, leave tokenizer.kind \
+         and tokenizer.path unset to use its own, and mix token files of one tokenizer only",
+        prefix.display(),
+        theirs.kind,
+        theirs.vocab_size,
+        tokenizer.kind(),
+        tokenizer.vocab_size()
+    )))
+}
+
+/// Whether every token stands for the same text.
+fn same_words(one: &Tokenizer, other: &Tokenizer) -> bool {
+    (0..one.vocab_size() as u32).all(|token| one.decode(&[token]) == other.decode(&[token]))
+}
+
 fn find_tokenizer(
     config: &Config,
     cache: &Path,
@@ -228,18 +272,18 @@ fn find_tokenizer(
     if let Some(path) = config.tokenizer.path.as_ref().or(config.model.path.as_ref()) {
         return Ok(Tokenizer::load(path)?);
     }
-    if texts.is_empty() {
-        // Token files: `data prepare` puts the tokenizer beside them.
+    if config.tokenizer.kind != Some(TokenizerKind::Bytes) {
+        // Tokens cannot be made again: the text beside them follows their tokenizer.
         for prefix in sources.iter().filter_map(|(prefix, _)| prefix.as_ref()) {
-            let beside = prefix.with_extension("tokenizer.json");
-            if beside.is_file() {
-                return Ok(Tokenizer::load(&beside)?);
-            }
-            if Sidecar::of_part(prefix)?.is_some_and(|(sidecar, _)| sidecar.tokenizer.kind == "bytes") {
-                return Ok(Tokenizer::bytes());
+            if let Some(tokenizer) = tokenizer_of(prefix)? {
+                let (kind, size) = (tokenizer.kind(), tokenizer.vocab_size());
+                note(&format!("tokenizer of {}: {kind}, {size} tokens", prefix.display()));
+                return Ok(tokenizer);
             }
         }
-        return Err(crate::state::does_not_fit(
+    }
+    if texts.is_empty() && config.tokenizer.kind != Some(TokenizerKind::Bytes) {
+        return Err(does_not_fit(
             "data.train names token files only, and nothing says which tokenizer made them: set tokenizer.path",
         ));
     }

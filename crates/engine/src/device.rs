@@ -91,8 +91,8 @@ fn crew(resolved: &Resolved, world: &Communicator) -> Option<Arc<Crew>> {
 /// By how much it does not, for what, and what to do.
 pub fn check_host(prediction: &Prediction, ranks: usize) -> Result<()> {
     let each = prediction.host_memory.peak_total();
-    match (each > 0).then(available).flatten() {
-        Some(available) => fits_on_host(prediction, ranks, available),
+    match (each > 0).then(host_memory).flatten() {
+        Some(memory) => fits_on_host(prediction, ranks, memory.available),
         // Nothing lies there; or the system does not say, and pinning more than it has will.
         None => Ok(()),
     }
@@ -121,11 +121,23 @@ pub fn pinned(prediction: &Prediction) -> String {
     format!("{} of pinned memory ({})", mebibytes(prediction.host_memory.peak_total()), purposes.join(", "))
 }
 
-/// Bytes that the system can give without swapping: Linux says.
-fn available() -> Option<usize> {
+/// The host's memory, in bytes.
+pub(crate) struct HostMemory {
+    /// Of the machine, swap included.
+    pub total: usize,
+    /// What the system can give without swapping.
+    pub available: usize,
+}
+
+/// The host's memory, where the system says: Linux does.
+pub(crate) fn host_memory() -> Option<HostMemory> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
+    let bytes = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
+    };
+    let total = bytes("MemTotal")? + bytes("SwapTotal").unwrap_or(0);
+    Some(HostMemory { total, available: bytes("MemAvailable")? })
 }
 
 /// The rank's place among those on its host, which is that of its GPU.

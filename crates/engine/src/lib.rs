@@ -14,6 +14,7 @@
 //!
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
 
+mod alike;
 pub mod bench;
 pub mod checkpoint;
 pub mod collectives;
@@ -37,6 +38,8 @@ pub mod positions;
 pub mod precision;
 pub mod predict;
 pub mod rank;
+mod resume;
+mod room;
 pub mod schedule;
 pub mod session;
 pub mod shape;

@@ -23,13 +23,54 @@ pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<
 
 /// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings fit.
 pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Prediction) -> Result<()> {
+    match resolved.config.memory.limit {
+        Some(limit) => keeps(resolved, spec, rank, prediction, limit.0 as usize, "memory.limit"),
+        None => Ok(()),
+    }
+}
+
+/// An error when the `ranks` of this host together need more than it has, with the settings that fit; a sentence when they need more than is free.
+pub fn check_machine(
+    resolved: &Resolved,
+    spec: &ModelSpec,
+    rank: u32,
+    prediction: &Prediction,
+    ranks: usize,
+) -> Result<Option<String>> {
+    let Some(memory) = crate::device::host_memory().filter(|_| resolved.config.compute.device == DeviceKind::Cpu)
+    else {
+        return Ok(None);
+    };
+    let what = if ranks > 1 { "a rank's share of this machine's memory" } else { "this machine's memory" };
+    keeps(resolved, spec, rank, prediction, memory.total / ranks, what)?;
+    let needed = ranks * at_most(prediction);
+    Ok((needed > memory.available).then(|| {
+        format!(
+            "a step needs {} of memory{}, and {} are free: the system may swap, or end the run",
+            mebibytes(needed),
+            if ranks > 1 { " on all ranks here" } else { "" },
+            mebibytes(memory.available)
+        )
+    }))
+}
+
+/// An error when `prediction` exceeds `limit`, which is called `what`.
+fn keeps(
+    resolved: &Resolved,
+    spec: &ModelSpec,
+    rank: u32,
+    prediction: &Prediction,
+    limit: usize,
+    what: &str,
+) -> Result<()> {
     let needed = at_most(prediction);
-    let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
-    let Some(limit) = limit.filter(|limit| needed > *limit) else { return Ok(()) };
+    if needed <= limit {
+        return Ok(());
+    }
     let purposes: Vec<String> =
         prediction.purposes().iter().map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(*bytes))).collect();
     Err(does_not_fit(format!(
-        "a step needs {}{}, {} over memory.limit = {} (at most: {}); {}",
+        "a step needs {}{}, {} over {what} = {} (at most: {}); {}",
         mebibytes(needed),
         if resolved.parallel.ranks > 1 { " on each rank" } else { "" },
         mebibytes(needed - limit),

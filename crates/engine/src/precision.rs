@@ -30,6 +30,15 @@ impl LossScaler {
         self.scale
     }
 
+    /// This scaler where a run goes on under `settings`: the scale that was found, in steps of `settings`; a fresh one where that scales and this
+    /// does not, or the reverse, because the precision was changed.
+    pub fn continued(self, settings: LossScaler) -> LossScaler {
+        match (self.window, settings.window) {
+            (Some(_), Some(_)) => LossScaler { window: settings.window, ..self },
+            _ => settings,
+        }
+    }
+
     /// Whether an overflow is answered by a smaller scale, and so is no sign of divergence by itself.
     pub fn is_dynamic(&self) -> bool {
         self.window.is_some() && self.scale > 1.0
@@ -55,6 +64,17 @@ impl LossScaler {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_goes_on_in_f16_after_bf16_scales_its_loss() {
+        let fresh = LossScaler::dynamic(65536.0, 1000);
+        assert_eq!(LossScaler::none().continued(fresh), fresh);
+        assert_eq!(fresh.continued(LossScaler::none()), LossScaler::none());
+        let mut found = fresh;
+        found.update(false);
+        assert_eq!(found.continued(fresh).scale(), 32768.0);
+        assert_eq!(found.continued(LossScaler::dynamic(65536.0, 1)), LossScaler { window: Some(1), ..found });
+    }
 
     #[test]
     fn the_scale_halves_on_overflow_and_doubles_after_the_window() {

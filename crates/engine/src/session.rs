@@ -1,5 +1,6 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
+use crate::alike;
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
@@ -10,6 +11,8 @@ use crate::measured::Measured;
 use crate::peaks::Peaks;
 use crate::predict::{Prediction, TimePrediction, predict};
 use crate::rank::{self, Rank, RankSettings};
+use crate::resume;
+use crate::room;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
@@ -76,16 +79,27 @@ pub struct Session {
 impl Session {
     /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this together, as everything here.
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
+        alike::check(config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
         let folder = from_first(&world, || Ok(new_folder(&resolved)?.into_os_string().into_encoded_bytes()))?;
         let folder =
             PathBuf::from(String::from_utf8(folder).map_err(|_| does_not_fit("the run's folder is not UTF-8"))?);
-        let mut session = Session::build(folder, resolved, corpora, world, &mut note)?;
-        session.load_pretrained(&mut note)?;
-        if session.is_first() {
-            session.write_files()?;
-        }
-        Ok(session)
+        let is_first = world.rank() == 0;
+        let make = || {
+            let mut session = Session::build(folder.clone(), resolved, corpora, world, &mut note)?;
+            session.load_pretrained(&mut note)?;
+            session.check_room(&mut note)?;
+            if session.is_first() {
+                session.write_files()?;
+            }
+            Ok(session)
+        };
+        make().inspect_err(|_| {
+            if is_first {
+                // Nothing has begun. A folder with something in it stays.
+                let _ = std::fs::remove_dir(&folder);
+            }
+        })
     }
 
     /// The configuration of the run in `folder`, with `sets` over it.
@@ -99,6 +113,7 @@ impl Session {
             )));
         }
         let mut config = Config::load(Some(&file), sets)?;
+        resume::check(&config)?;
         // The run's own tokenizer, whatever has become of the file that it came from.
         config.tokenizer.path = Some(folder.join(files::TOKENIZER));
         config.tokenizer.kind = None;
@@ -106,9 +121,10 @@ impl Session {
         Ok(config)
     }
 
-    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over its configuration.
+    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over its configuration, which keeps them.
     pub fn resume(folder: &Path, sets: &[String], world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let config = Session::configuration(folder, sets)?;
+        alike::check(&config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
         // Opening clears what a crash left behind, and brings back a checkpoint whose replacement was cut off.
@@ -128,6 +144,10 @@ impl Session {
                 note("no checkpoint yet: starting from the beginning");
                 session.load_pretrained(&mut note)?;
             }
+        }
+        session.check_room(&mut note)?;
+        if session.is_first() {
+            resume::keep(folder, sets, &session.resolved, &mut note)?;
         }
         Ok(session)
     }
@@ -166,6 +186,11 @@ impl Session {
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
         let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
+        if let Some(doubt) =
+            limit::check_machine(&resolved, &spec, world.rank() as u32, &prediction, ranks_here(&world))?
+        {
+            note(&doubt);
+        }
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         crate::device::check_host(&prediction, ranks_here(&world))?;
@@ -235,6 +260,15 @@ impl Session {
         })
     }
 
+    fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
+        if self.is_first()
+            && let Some(doubt) = room::check(self)?
+        {
+            note(&doubt);
+        }
+        Ok(())
+    }
+
     fn load_pretrained(&mut self, note: &mut impl FnMut(&str)) -> Result<()> {
         if let ModelSource::HuggingFace { path, load_weights: true } = &self.resolved.model {
             for line in load_weights(&mut self.rank, path)? {
@@ -259,6 +293,9 @@ impl Session {
         let schedule_steps = self.resolved.schedule.steps.or(found);
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
         note(&format!("resumed at step {}", self.state.step));
+        if let Some(why) = resume::nothing_left(&self.resolved, &self.state) {
+            note(&why);
+        }
         if self.rank.measures_fp8() {
             note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
         }
@@ -461,7 +498,7 @@ pub fn open_trained_on(
             source,
         })
     };
-    let spec: ModelSpec = serde_json::from_str(&read(files::MODEL)?)
+    let mut spec: ModelSpec = serde_json::from_str(&read(files::MODEL)?)
         .map_err(|e| does_not_fit(format!("{} is damaged: {e}", folder.join(files::MODEL).display())))?;
     let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
     let mut config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
@@ -476,6 +513,11 @@ pub fn open_trained_on(
     inputs.tokenizer_vocabulary = Some(tokenizer.vocab_size());
     let resolved = config.resolve(&inputs).ok();
     let run_dtype = resolved.as_ref().map(compute_dtype);
+    let is_shape = resolved.as_ref().is_some_and(|resolved| matches!(resolved.model, ModelSource::Shape(_)));
+    if let Some(eos) = tokenizer.eos().filter(|eos| is_shape && !spec.eos_tokens.contains(eos)) {
+        // A shape knows no tokenizer, or that of the model it is named after; who loads an export is to stop where texts ended.
+        (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
+    }
     let found = find_checkpoint(folder, &mut note)?.ok_or_else(|| {
         does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
     })?;
@@ -601,6 +643,13 @@ pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
 /// What must be known of the Hugging Face folder `path` to check a configuration against it.
 pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     let file = path.join("config.json");
+    if path.join(files::MODEL).is_file() && !file.is_file() {
+        return Err(does_not_fit(format!(
+            "model.path = {path:?} is the folder of a run: go on with it by `train --resume`, or begin from its weights by `trainyard export {} --out DIR` \
+             and model.path = DIR",
+            path.display()
+        )));
+    }
     let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
         what: "cannot read",
         path: file.display().to_string(),

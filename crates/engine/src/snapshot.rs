@@ -4,7 +4,7 @@
 //! `optimizer`, and the rest (updates, loss scale, position of the data) as JSON. Names and shapes are of whole parameters, and each rank writes the
 //! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
 
-use crate::checkpoint::{Bytes, Checkpoint, Part, Region, Snapshot};
+use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Part, Region, Snapshot};
 use crate::fp8::AmaxHistory;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
@@ -89,6 +89,13 @@ pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
     })
 }
 
+/// Bytes of tensors that this rank holds of a checkpoint.
+pub(crate) fn bytes_held(rank: &Rank) -> Result<u64> {
+    let masters: usize = rank.model().parameters().map(|(id, _)| rank.parameters.master_part_range(id).len()).sum();
+    let state: usize = rank.optimizer.state()?.iter().map(|(part, _)| part.range.len()).sum();
+    Ok(4 * (masters + state) as u64)
+}
+
 /// The elements `share` of a part, `range`, of a tensor of `shape`.
 fn region(
     name: String,
@@ -131,9 +138,23 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     load_parameters(rank, checkpoint)?;
     rank.optimizer.set_state(|part, values| {
         fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[part.elements], part.range.clone(), values)
+            .map_err(of_another_optimizer)
     })?;
+    state.scaler = state.scaler.continued(rank.scaler());
     rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
     Ok(state)
+}
+
+/// What a state tensor that is missing means.
+fn of_another_optimizer(error: EngineError) -> EngineError {
+    match error {
+        EngineError::Checkpoint(CheckpointError::NoTensor { path, name, .. }) => does_not_fit(format!(
+            "{} was written under another optimizer.name: it has no `{name}`; set the one that the run has used, or begin a new run with model.path = an \
+             export of this one",
+            path.display()
+        )),
+        error => error,
+    }
 }
 
 /// The parameters alone, for evaluation, generation and export.

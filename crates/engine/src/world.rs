@@ -127,12 +127,16 @@ pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> 
 
 /// What rank 0's `make` returns, on every rank.
 pub(crate) fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
-    let waiting = patient(world)?;
-    let mut bytes = if world.rank() == 0 { make()? } else { Vec::new() };
+    from_rank(&patient(world)?, 0, make)
+}
+
+/// What `make` of rank `root` returns, on every rank.
+pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let mut bytes = if world.rank() == root { make()? } else { Vec::new() };
     let mut length = [bytes.len() as u64];
-    waiting.broadcast(&mut length, 0)?;
+    world.broadcast(&mut length, root)?;
     bytes.resize(length[0] as usize, 0);
-    waiting.broadcast(&mut bytes, 0)?;
+    world.broadcast(&mut bytes, root)?;
     Ok(bytes)
 }
 

@@ -97,6 +97,7 @@ fn check(args: &ConfigArgs) -> Result<()> {
     print(format_args!("\nderived:\n{}", indented(&resolved.explain())))?;
     match plan(&resolved, 0)? {
         Some((model, programs, prediction)) => {
+            trainyard_engine::limit::check(&resolved, &model_spec(&resolved)?, 0, &prediction)?;
             let ranks = if resolved.parallel.ranks > 1 { " on each rank" } else { "" };
             let flops = prediction.cost.flops as f64 / 1e12;
             print(format_args!(

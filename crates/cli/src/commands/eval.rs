@@ -5,8 +5,9 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use trainyard_data::prepare::validation_prefix;
 use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
-use trainyard_engine::corpora::open_text;
+use trainyard_engine::corpora::{check_made_by, open_text};
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
 use trainyard_engine::metrics::EvaluationMetrics;
 use trainyard_engine::session::open_trained;
@@ -19,7 +20,7 @@ const LENGTH_MAX: usize = 1024;
 pub struct Args {
     /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
     model: PathBuf,
-    /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's tokenizer.
+    /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's tokenizer (of `data prepare`'s OUT what it held back).
     #[arg(long, value_name = "FILES", required = true, num_args = 1..)]
     data: Vec<PathBuf>,
     /// Tokens of a row. Unset: as in training; at most 1024 for a Hugging Face folder.
@@ -100,10 +101,15 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
             Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
             _ => path.clone(),
         };
-        let mut index = bare.clone().into_os_string();
-        index.push(".idx");
-        if Path::new(&index).is_file() {
-            texts.push(IndexedTokens::open(&bare)?);
+        let is_tokens = |prefix: &Path| {
+            let mut index = prefix.to_owned().into_os_string();
+            index.push(".idx");
+            Path::new(&index).is_file()
+        };
+        // What `data prepare` made is named like in data.train; held back is what can be evaluated on.
+        if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
+            check_made_by(tokenizer, &prefix)?;
+            texts.push(IndexedTokens::open(&prefix)?);
             continue;
         }
         let corpus = open_text(std::slice::from_ref(path), field)?;

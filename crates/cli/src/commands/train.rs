@@ -306,6 +306,8 @@ fn sample(session: &Session) -> Result<String, EngineError> {
         true
     })?;
     text += &decoder.finish();
+    // A model of bytes that has learnt little writes what would move a terminal's cursor.
+    let text = text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}");
     Ok(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
 }
 

@@ -313,7 +313,14 @@ impl Resolver {
     /// Rejects numbers outside `[low, high]`.
     pub(super) fn within(&mut self, key: &str, value: f64, low: f64, high: f64) {
         if !(low..=high).contains(&value) {
-            self.problem(key, format!("{key} = {value} is out of range: it must be from {low} to {high}"));
+            // Bounds that leave out 0 or 1 are the numbers next to them.
+            let range = match (low == f64::MIN_POSITIVE, high == 1.0 - f64::EPSILON / 2.0) {
+                (false, false) => format!("from {low} to {high}"),
+                (true, false) => format!("above 0 and at most {high}"),
+                (false, true) => format!("at least {low} and below 1"),
+                (true, true) => "above 0 and below 1".to_owned(),
+            };
+            self.problem(key, format!("{key} = {value} is out of range: it must be {range}"));
         }
     }
 
@@ -335,7 +342,13 @@ impl Resolver {
 
     fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
         if let Some(path) = path.filter(|path| !path.exists()) {
-            self.problem(key, format!("{key} names {}, which does not exist", path.display()));
+            let here = std::env::current_dir().ok().filter(|_| path.is_relative());
+            let here = here.map_or(String::new(), |folder| format!(" in {}, where the command runs", folder.display()));
+            let list = match path.to_str() {
+                Some(text) if text.contains(',') => "; a list is written [\"A\", \"B\"]",
+                _ => "",
+            };
+            self.problem(key, format!("{key} names {}, which does not exist{here}{list}", path.display()));
         }
     }
 
@@ -464,7 +477,9 @@ impl Resolver {
             Err(error) => {
                 let blamed =
                     [("global_batch_size", global), ("micro_batch_size", micro), ("accumulation_steps", steps)];
-                let key = blamed.iter().find(|(_, value)| value.is_some()).map_or("global_batch_size", |(key, _)| key);
+                let zero = blamed.iter().find(|(_, value)| *value == Some(0));
+                let given = || blamed.iter().find(|(_, value)| value.is_some());
+                let key = zero.or_else(given).map_or("global_batch_size", |(key, _)| key);
                 self.problem(&format!("training.{key}"), error.to_string());
                 Batch { micro: 1, accumulation: 1, data_parallel_degree: degree.max(1), global: degree.max(1) }
             }

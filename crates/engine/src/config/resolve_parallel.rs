@@ -212,5 +212,9 @@ impl Resolver {
             );
             self.problem("training.elastic_bits", message);
         }
+        if parallel.elastic && self.config.parallel.reduce_schedule == ReduceSchedule::MicroBatch {
+            let message = "training.elastic_bits sums a rank's micro-batches before ranks: set parallel.reduce_schedule = \"step\" with it";
+            self.problem("training.elastic_bits", message);
+        }
     }
 }

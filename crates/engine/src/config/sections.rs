@@ -217,7 +217,7 @@ choices! {
 section! {
     /// The run and its folder.
     RunSection = "run" {
-        /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the configuration file's name, or the recipe's.
+        /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the first of `run-001`, `run-002`, … that is free.
         #[elsewhere("run_name", "job_name", "description")]
         name: Option<String> = None;
         /// Where run folders are.

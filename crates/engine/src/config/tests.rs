@@ -251,7 +251,9 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["model.load_weights=true"], &["without model.path there is nothing to load"]),
     // Data and tokens.
     (&["data.train=[]"], &["data.train is empty"]),
-    (&["data.train=missing.txt"], &["missing.txt, which does not exist"]),
+    (&["data.train=missing.txt"], &["missing.txt, which does not exist in /"]),
+    (&["data.train=a.txt,b.txt"], &["a list is written [\"A\", \"B\"]"]),
+    (&["training.accumulation_steps=0"], &["--set training.accumulation_steps=0: "]),
     (&["data.train=[{ path = 'src', weight = 1 }, 'src']"], &["weights for some entries only"]),
     (&["data.train=[{ path = 'src', weight = -1 }]"], &["must be above 0"]),
     (&["data.validation=src", "data.validation_fraction=0.1"], &["data.validation_fraction has no effect"]),
@@ -274,7 +276,8 @@ const BAD: &[(&[&str], &[&str])] = &[
     ),
     (&["training.micro_batch_size=0"], &["training.micro_batch_size is 0"]),
     (&["optimizer.learning_rate=-1"], &["optimizer.learning_rate = -1 must be greater than 0"]),
-    (&["optimizer.beta1=1.0"], &["optimizer.beta1 = 1 is out of range"]),
+    (&["optimizer.beta1=1.0"], &["optimizer.beta1 = 1 is out of range: it must be at least 0 and below 1"]),
+    (&["optimizer.eps=0"], &["it must be above 0 and at most 1"]),
     (&["optimizer.momentum=0.9"], &["optimizer.momentum has no effect: adamw does not use it"]),
     (&["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"], &["needs a momentum above 0"]),
     (&["optimizer.weight_decay=-0.1"], &["must not be negative"]),
@@ -449,6 +452,10 @@ fn impossible_ranks_are_refused() {
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),
         (&["training.cuda_graphs=true"], "takes one of \"off\", \"auto\", \"on\""),
         (&["training.elastic_bits=true", "training.accumulation_steps=3"], "powers of two"),
+        (
+            &["training.elastic_bits=true", "parallel.reduce_schedule=micro_batch"],
+            "set parallel.reduce_schedule = \"step\"",
+        ),
         (&["parallel.ranks=2", "training.micro_batch_size=4", "training.global_batch_size=12"], "does not divide by 8"),
     ] {
         let error = resolve(GOOD, sets).unwrap_err().to_string();

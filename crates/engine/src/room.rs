@@ -1,0 +1,60 @@
+//! Whether the disk has room for checkpoints: asked before the first step, not found out after hours.
+
+use crate::Result;
+use crate::limit::mebibytes;
+use crate::session::Session;
+use crate::snapshot;
+use crate::state::does_not_fit;
+use std::path::Path;
+
+/// Of rank 0: an error when not even one checkpoint fits where the run's folder is; a sentence when not all fit that a new run keeps.
+pub(crate) fn check(session: &Session) -> Result<Option<String>> {
+    let replicas = session.rank.replica().1;
+    // What replicas hold alike is written once.
+    let each = snapshot::bytes_held(&session.rank)? * session.world.size() as u64 / replicas as u64;
+    let Some(free) = free(&session.folder) else { return Ok(None) };
+    let kept = session.resolved.config.checkpoint.keep_last as u64;
+    judge(each, free, kept, session.state.step == 0, &session.folder)
+}
+
+fn judge(each: u64, free: u64, kept: u64, is_new: bool, folder: &Path) -> Result<Option<String>> {
+    let (size, left) = (mebibytes(each as usize), mebibytes(free as usize));
+    if free < each {
+        return Err(does_not_fit(format!(
+            "a checkpoint takes {size}, and {left} are free where {} is: free some, or name a folder on another disk with run.directory",
+            folder.display()
+        )));
+    }
+    // The oldest goes when its successor is whole.
+    let needed = each.saturating_mul(kept.saturating_add(1));
+    Ok((is_new && free < needed).then(|| {
+        format!(
+            "{} checkpoints of {size} will lie in {}, and {left} are free there: free some, or lower checkpoint.keep_last",
+            kept.saturating_add(1),
+            folder.display()
+        )
+    }))
+}
+
+/// Bytes that are free where `folder` is; None where the system does not say.
+fn free(folder: &Path) -> Option<u64> {
+    let disk = rustix::fs::statvfs(folder).ok().filter(|disk| disk.f_blocks > 0)?;
+    Some(disk.f_bavail.saturating_mul(disk.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_without_room_is_told_before_the_first_step() {
+        let folder = Path::new("runs/x");
+        let judge = |free, is_new| judge(10 << 20, free, 2, is_new, folder);
+        let error = judge((10 << 20) - 1, false).unwrap_err().to_string();
+        assert!(error.contains("a checkpoint takes 10.0 MiB") && error.contains("run.directory"), "{error}");
+        assert!(judge(29 << 20, true).unwrap().unwrap().starts_with("3 checkpoints of 10.0 MiB"));
+        assert_eq!(judge(29 << 20, false).unwrap(), None);
+        assert_eq!(judge(30 << 20, true).unwrap(), None);
+        assert!(free(Path::new(".")).is_some_and(|bytes| bytes > 0));
+    }
+}
