@@ -1,8 +1,8 @@
 //! Whether `--plan auto` picks rightly: small models and limits of memory, of each of which every runnable way is trained for a few steps.
 //!
-//! The ways, their predictions and the pick are those of `trainyard plan c.toml --json`; each way is trained by the settings that stand there, so what is
-//! measured is what would run. The machine's speed drifts, and only ever down from what it can do, so the pick and the fastest few are trained again in turn, and the best of those
-//! rounds are compared. The bar: the pick is within 5 % of the fastest. Needs a profile of the machine (`trainyard calibrate`).
+//! The ways, their predictions and the pick are those of `trainyard plan c.toml --json --trial-seconds 20`; each way is trained by the settings that stand there, so what is
+//! measured is what would run. The machine's speed drifts, and only ever down from what it can do, so the pick, what prediction alone would have picked, and the fastest few are trained
+//! again in turn, and the best of those rounds are compared. The bar: the pick is within 5 % of the fastest. Needs a profile of the machine (`trainyard calibrate`).
 
 use crate::bench::measure::{figure, output, records};
 use crate::bench::program;
@@ -27,6 +27,9 @@ pub struct Options {
     /// Rounds in which the pick and the fastest few are trained in turn.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+    /// Seconds for which the likeliest ways are tried before one is picked; 0: picked by prediction alone.
+    #[arg(long, default_value_t = 20.0)]
+    trial_seconds: f64,
     /// The program. Default: the release build, made first.
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
@@ -34,7 +37,7 @@ pub struct Options {
 
 /// How much slower than the fastest the pick may be.
 const BAR: f64 = 0.05;
-/// Ways that are trained again in turn, with the pick.
+/// Ways that are trained again in turn, with the picks.
 const FINALISTS: usize = 3;
 
 /// Family, width, blocks, heads, sequence, global batch, dtype, and where the limit of memory lies between what the leanest way needs (0) and the fastest; 1: no
@@ -80,7 +83,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     std::fs::write(folder.join("text.txt"), text())?;
     println!(
-        "configuration                              limit  ways | picked: predicted  measured | fastest  the pick loses"
+        "configuration                              limit  ways | picked: predicted  measured | fastest  the pick loses  by prediction alone"
     );
     let mut met = true;
     let chosen = (1..).zip(CASES).filter(|(number, _)| (options.from..=options.to).contains(number));
@@ -103,7 +106,7 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
     std::fs::write(&config, configuration(case, options.steps, None))?;
     let mut limit = None;
     if share < 1.0 {
-        let free = plans(program, &config)?;
+        let free = plans(program, &config, 0.0)?;
         let plans = free["plans"].as_array().context("a list of plans")?;
         let needs = plans.iter().map(|plan| figure(plan, "/memory_bytes")).collect::<Result<Vec<f64>>>()?;
         let fastest = *needs.first().with_context(|| format!("{name}: nothing fits"))?;
@@ -111,7 +114,7 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
         limit = Some((leanest + share * (fastest - leanest)) as u64).map(|bytes| bytes.div_ceil(1 << 20));
         std::fs::write(&config, configuration(case, options.steps, limit))?;
     }
-    let answer = plans(program, &config)?;
+    let answer = plans(program, &config, options.trial_seconds)?;
     let mut ways =
         answer["plans"].as_array().context("a list of plans")?.iter().map(way).collect::<Result<Vec<Way>>>()?;
     if ways.is_empty() {
@@ -121,9 +124,13 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
         way.measured_s.push(train(program, &config, &way.sets)?);
     }
     let count = ways.len();
-    // The pick stays first; of the others the fastest few follow.
-    ways[1..].sort_by(|a, b| a.best().total_cmp(&b.best()));
-    ways.truncate(1 + FINALISTS);
+    // The pick stays first, and what prediction alone picks second where that is another; of the others the fastest few follow.
+    let predicted =
+        (0..count).min_by(|a, b| ways[*a].predicted_s.total_cmp(&ways[*b].predicted_s)).expect("there are ways");
+    ways[1..=predicted].rotate_right(usize::from(predicted > 0));
+    let picks = 1 + usize::from(predicted > 0);
+    ways[picks..].sort_by(|a, b| a.best().total_cmp(&b.best()));
+    ways.truncate(picks + FINALISTS);
     for way in &mut ways {
         way.measured_s.clear();
     }
@@ -135,13 +142,15 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
     let pick = &ways[0];
     let fastest = ways.iter().min_by(|a, b| a.best().total_cmp(&b.best())).context("ways are left")?;
     let loss = pick.best() / fastest.best() - 1.0;
+    let by_prediction = ways[picks - 1].best() / fastest.best() - 1.0;
     println!(
-        "{number:2} {name:38} {:>7}  {count:3} | {:8.2} ms {:8.2} ms | {:8.2} ms  {:4.1} %  {}{}",
+        "{number:2} {name:38} {:>7}  {count:3} | {:8.2} ms {:8.2} ms | {:8.2} ms  {:4.1} %   {:4.1} %  {}{}",
         limit.map_or("none".to_owned(), |mib| format!("{mib} MiB")),
         1e3 * pick.predicted_s,
         1e3 * pick.best(),
         1e3 * fastest.best(),
         100.0 * loss,
+        100.0 * by_prediction,
         pick.words,
         if loss > 0.0 {
             format!("; fastest: {} ({:.2} ms predicted)", fastest.words, 1e3 * fastest.predicted_s)
@@ -165,9 +174,10 @@ fn way(plan: &Value) -> Result<Way> {
     })
 }
 
-fn plans(program: &Path, config: &Path) -> Result<Value> {
+fn plans(program: &Path, config: &Path, trial_seconds: f64) -> Result<Value> {
     let mut command = Command::new(program);
     command.current_dir(config.parent().context("a folder")?).arg("plan").arg(config).arg("--json");
+    command.arg("--trial-seconds").arg(trial_seconds.to_string());
     let log = config.with_extension("log");
     serde_json::from_str(&output(&mut command, &log)?).with_context(|| {
         let said = std::fs::read_to_string(&log).unwrap_or_default();

@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use trainyard_calibrate::forecast;
 use trainyard_engine::config::{Config, DeviceKind, Inputs, Resolved};
+use trainyard_engine::shape::is_offloaded;
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
 use trainyard_tensor::Purpose;
@@ -40,12 +41,16 @@ pub struct Way {
     pub kinds: BTreeMap<String, f64>,
     /// Seconds that computing waits for other lanes.
     pub waits_s: f64,
+    /// Whether state lies on disk, or in the host's memory beside a GPU.
+    pub offloaded: bool,
+    /// Seconds of a step when it was tried.
+    pub tried_s: Option<f64>,
 }
 
 /// All that were looked at.
 #[derive(Clone, Debug, Default)]
 pub struct Ways {
-    /// Those within the limit of memory, the fastest first.
+    /// Those within the limit of memory, the fastest first: those that were tried, then the others by prediction.
     pub fitting: Vec<Way>,
     /// Those that are not, the smallest first.
     pub too_large: Vec<Way>,
@@ -83,6 +88,9 @@ const OFFLOADS: [&[&str]; 5] = [
     &["optimizer", "parameters"],
     &["optimizer", "parameters", "activations"],
 ];
+
+/// Of those that were tried beside the best, as many are spoken of.
+const TRIED_SHOWN: usize = 3;
 
 /// Micro-batches of a rank at most: more are no faster, and take long to price.
 const ACCUMULATION_MAX: usize = 32;
@@ -168,6 +176,8 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Re
         bytes_max: bytes + memory.peak(Purpose::Comm) as u64,
         kinds: by_kind(&forecast.program, &step),
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
+        offloaded: is_offloaded(resolved),
+        tried_s: None,
     })
 }
 
@@ -323,10 +333,30 @@ impl Ways {
         {
             said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes_max)));
         }
-        if let Some(next) = self.fitting.get(1) {
-            said.push(format!("The next best ({}) {}.", next.words(), loses(best, next)));
+        match (best.tried_s, self.fitting.get(1)) {
+            (Some(seconds), _) => said.push(self.tried(seconds)),
+            (None, Some(next)) => said.push(format!("The next best ({}) {}.", next.words(), loses(best, next))),
+            (None, None) => {}
         }
         said
+    }
+
+    /// How those did that were tried beside the best, which took `seconds`.
+    fn tried(&self, seconds: f64) -> String {
+        let next = self.fitting.iter().skip(1).filter_map(|way| Some((way, way.tried_s?)));
+        let next: Vec<String> = next
+            .take(TRIED_SHOWN)
+            .map(|(way, theirs)| {
+                let change = 100.0 * (theirs / seconds - 1.0);
+                format!("{} {:.2} ms ({change:+.1} %, predicted {:.2})", way.words(), 1e3 * theirs, 1e3 * way.step_s)
+            })
+            .collect();
+        format!(
+            "Tried in turn: this {:.2} ms (predicted {:.2}); {}.",
+            1e3 * seconds,
+            1e3 * self.fitting[0].step_s,
+            next.join("; ")
+        )
     }
 }
 

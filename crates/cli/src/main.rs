@@ -8,6 +8,7 @@ mod choose;
 mod commands;
 mod forecast;
 mod output;
+mod trial;
 
 use clap::{Parser, Subcommand};
 use commands::{

@@ -90,6 +90,50 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     assert_eq!(last["predicted_mem_peak_bytes"], last["mem_peak_bytes"]);
 }
 
+/// Which way wins depends on the machine; that those are tried which may, that the winner is run, and that all is said, does not.
+#[test]
+fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run() {
+    let folder = folder();
+    let ask = ["plan", "c.toml", "--json", "--trial-seconds", "2"];
+    let ran = run(&folder, &ask).ok();
+    assert!(
+        ran.stderr.contains("trying ") && ran.stderr.contains(" ways for a few steps each, for up to 2 s"),
+        "{}",
+        ran.stderr
+    );
+    let answer: Value = serde_json::from_str(&ran.stdout).unwrap();
+    let plans = answer["plans"].as_array().unwrap();
+    let tried = plans.iter().take_while(|plan| plan["tried_s"].is_number()).count();
+    assert!(
+        (2..=10).contains(&tried) && plans[tried..].iter().all(|plan| plan["tried_s"].is_null()),
+        "{tried} of {}",
+        plans.len()
+    );
+    let predicted = |plan: &Value| plan["step_s"].as_f64().unwrap();
+    let best = plans.iter().map(predicted).fold(f64::INFINITY, f64::min);
+    assert!(plans[..tried].iter().all(|plan| predicted(plan) <= 1.3 * best));
+    assert!(plans[tried..].windows(2).all(|pair| predicted(&pair[0]) <= predicted(&pair[1])));
+    let shown = run(&folder, &["plan", "c.toml", "--trial-seconds", "2"]).ok().stdout;
+    assert!(shown.contains("  tried ") && shown.contains("Tried in turn: this "), "{shown}");
+
+    let trained = run(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "2"]).ok().stdout;
+    assert!(trained.contains("the fastest of ") && trained.contains("Tried in turn: this "), "{trained}");
+    // 3 % of twelve steps are nothing to try anything in.
+    let short = run(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='short'"]).ok();
+    assert!(short.stderr.contains("nothing is tried: 2 rounds of two ways take about"), "{}", short.stderr);
+
+    let failed = |arguments: &[&str], part: &str| {
+        let ran = failed(run(&folder, arguments));
+        assert!(ran.stderr.contains(part), "no {part:?} in {}", ran.stderr);
+    };
+    failed(&["plan", "c.toml", "--trial-seconds=-1"], "it is a number of seconds, 0 or more");
+    failed(
+        &["plan", "c.toml", "--trial-seconds", "1", "--what-if", "gpus=2"],
+        "leave out what only a cluster is asked",
+    );
+    failed(&["train", "c.toml", "--trial-seconds", "1"], "--plan");
+}
+
 #[test]
 fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
     let folder = folder();

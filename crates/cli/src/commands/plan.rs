@@ -2,7 +2,7 @@
 
 use super::config::resolve;
 use crate::output::{count, note, print, size as size_words};
-use crate::{choose, forecast};
+use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -92,6 +92,10 @@ pub struct Args {
     /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto, with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
+    /// Of a configuration on this machine: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn; they come
+    /// first then, the fastest at the head. 0: by prediction alone.
+    #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
+    trial_seconds: f64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -130,10 +134,16 @@ pub fn run(args: &Args) -> Result<()> {
             Err(why) if processor == Processor::Gpu => {
                 bail!("{why}, name its file with --profile, or name a cluster of known GPUs with --cluster")
             }
+            Err(why) if args.trial_seconds > 0.0 => bail!("--trial-seconds: {why}"),
             Err(why) => {
                 note(&format!("{why}; until then one rank on all cores, at measured peaks, stands for this machine"))
             }
         }
+    }
+    if args.trial_seconds > 0.0 {
+        bail!(
+            "--trial-seconds tries what runs here: leave out what only a cluster is asked (--show, --timeline, --html, --fix, --what-if, --precision, --objective)"
+        );
     }
     let profiles = profiles(args)?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
@@ -201,7 +211,8 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
     let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
     let base = resolve(&load(&[])?)?;
-    let ways = choose::ways(&load, profile)?;
+    let mut ways = choose::ways(&load, profile)?;
+    trial::try_out(&mut ways, &load, args.trial_seconds)?;
     let tokens = base.tokens_per_step();
     if args.json {
         return print(format_args!("{:#}\n", ways_json(&ways, tokens)));
@@ -214,18 +225,28 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
         count(tokens),
         profile.machine
     );
+    let is_tried = ways.fitting.first().is_some_and(|way| way.tried_s.is_some());
     let rows = ways.fitting.iter().take(usize::from(args.top)).map(|way| {
         let [micro, steps] = way.batch;
-        [
+        let seconds = way.tried_s.unwrap_or(way.step_s);
+        let mut row = vec![
             way.layout.clone(),
             format!("{micro} x {steps}"),
             way.savings.clone(),
             format!("{:.2} ms", 1e3 * way.step_s),
-            count((tokens as f64 / way.step_s) as u64),
+            count((tokens as f64 / seconds) as u64),
             size_words(way.bytes),
-        ]
+        ];
+        if is_tried {
+            row.insert(4, way.tried_s.map_or("-".to_owned(), |seconds| format!("{:.2} ms", 1e3 * seconds)));
+        }
+        row
     });
-    text += &table::lines(&["layout", "batch", "recompute", "step", "tokens/s", "memory"], rows);
+    let mut heads = vec!["layout", "batch", "recompute", "step", "tokens/s", "memory"];
+    if is_tried {
+        heads.insert(4, "tried");
+    }
+    text += &table::lines(&heads, rows);
     let (fit, large) = (ways.fitting.len(), ways.too_large.len());
     text +=
         &format!("\n{fit} runnable ways fit, {large} do not; times are predicted at the speeds of the calibration\n");
@@ -245,7 +266,8 @@ fn ways_json(ways: &choose::Ways, tokens: u64) -> Value {
             "recomputation": way.savings,
             "sets": way.sets,
             "step_s": way.step_s,
-            "tokens_per_s": tokens as f64 / way.step_s,
+            "tried_s": way.tried_s,
+            "tokens_per_s": tokens as f64 / way.tried_s.unwrap_or(way.step_s),
             "memory_bytes": way.bytes,
             "runnable": true,
         })

@@ -1,9 +1,9 @@
 //! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier run resumed.
 
-use super::config::load;
+use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
 use crate::output::{chain, count, is_fault, memory, note, print, size};
-use crate::{choose, forecast};
+use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,10 @@ pub struct Args {
     /// recomputation), by this machine's profile (`trainyard calibrate`), and says why. What --set holds stays as it is.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
+    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn; the fastest of them is
+    /// taken. 0: by prediction alone. Default: 3 % of what the run is predicted to take, 120 at most.
+    #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
+    trial_seconds: Option<f64>,
     /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are processes: `trainyard launch
     /// --max-restarts`, or `trainyard supervise` around mpirun or srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -84,6 +88,7 @@ impl Args {
         let mut option = |name: &str, value: OsString| command.extend([name.into(), value]);
         self.sets.iter().for_each(|set| option("--set", set.into()));
         self.plan.iter().for_each(|_| option("--plan", "auto".into()));
+        self.trial_seconds.iter().for_each(|seconds| option("--trial-seconds", seconds.to_string().into()));
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
         Ok(command)
@@ -218,11 +223,11 @@ fn configuration(args: &Args) -> Result<Config> {
         return load(args.config.as_deref(), &sets);
     }
     let load = |chosen: &[String]| load(args.config.as_deref(), &[chosen, &sets[..]].concat());
-    load(&choose(&load)?)
+    load(&choose(&load, args.trial_seconds)?)
 }
 
-/// The settings of the fastest way to run what `load` makes of them, which is printed with its reasons.
-fn choose(load: &dyn Fn(&[String]) -> Result<Config>) -> Result<Vec<String>> {
+/// The settings of the fastest way to run what `load` makes of them, which is printed with its reasons. The likeliest are tried for `trial_seconds`.
+fn choose(load: &dyn Fn(&[String]) -> Result<Config>, trial_seconds: Option<f64>) -> Result<Vec<String>> {
     if Environment::detect()?.world > 1 {
         bail!(
             "--plan auto chooses ranks that are threads: start it without a launcher, or say the degrees in [parallel]"
@@ -230,11 +235,20 @@ fn choose(load: &dyn Fn(&[String]) -> Result<Config>) -> Result<Vec<String>> {
     }
     let profile = forecast::profile(forecast::processor(&load(&[])?));
     let profile = profile.map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
-    let ways = choose::ways(load, &profile)?;
+    let mut ways = choose::ways(load, &profile)?;
+    let seconds = match trial_seconds {
+        Some(seconds) => seconds,
+        None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
+    };
+    trial::try_out(&mut ways, load, seconds)?;
     let best = ways.best()?;
     let (fit, large) = (ways.fitting.len(), ways.too_large.len());
+    let fastest = match ways.fitting.iter().filter(|way| way.tried_s.is_some()).count() {
+        0 => format!("the fastest of {fit} ways that fit, {large} do not"),
+        tried => format!("of {fit} ways that fit ({large} do not) the fastest of {tried} that were tried"),
+    };
     print(format_args!(
-        "plan         {}\n             {:.2} ms a step, predicted: the fastest of {fit} ways that fit, {large} do not\n",
+        "plan         {}\n             {:.2} ms a step, predicted: {fastest}\n",
         best.words(),
         1e3 * best.step_s
     ))?;

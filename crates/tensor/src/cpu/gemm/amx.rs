@@ -14,14 +14,15 @@
 //!   transpositions are needed.
 //!
 //! ```text
-//! for task (rows x columns of the result)                 dealt to the threads
+//! for task (rows x columns of the result)                 dealt to the threads; who finds none left shares another's
 //!     for block of the shared dimension                   usually one
-//!         pack the right columns                          up to 1.1 MiB, stay in L2
-//!         for panel of 32 rows
+//!         pack the right columns                          up to 0.84 MiB, stay in L2
+//!         for panel of 32 rows                            claimed by the threads that share the task
 //!             for panel of 32 columns                     from L2
 //!                 tile kernel                             32 x 32 sums; asks for result lines and next rows, finishes the block before
 //! ```
 
+use super::claims::Claims;
 use super::driver::Operand;
 use super::epilogue::{Sink, Target};
 use super::tile_kernel::{Ahead, Left, Pending, Sums, multiply};
@@ -36,14 +37,18 @@ use std::ops::Range;
 const DEPTH_MAX: usize = 96;
 /// The same where sums continue in memory: 512 indices.
 const IN_PLACE_DEPTH_MAX: usize = 16;
-/// Steps of all packed right panels together: 1.1 MiB of a 2 MiB L2, which also holds two left panels and lines of the result.
-const RESIDENT_STEPS: usize = 576;
+/// Steps of all packed right panels together: 0.84 MiB of a 2 MiB L2, which also holds two left panels and lines of the result, and may have
+/// a neighbour on the core's other hyperthread.
+const RESIDENT_STEPS: usize = 432;
 /// The most right panels of a task.
 const RESIDENT_MAX: usize = 24;
 /// Words of a block of sums.
 const BLOCK_WORDS: usize = PANEL * PANEL;
 /// The most blocks of sums that wait for the rest of the shared dimension: 768 KiB.
 const WAITING_MAX: usize = 192;
+
+/// Rows that must be left for a thread to join a task: fewer are done sooner than the columns are packed.
+const JOIN_MIN: usize = 8;
 
 /// An upper bound on the words of scratch that a thread needs.
 pub(super) const WORKSPACE_WORDS: usize = (DEPTH_MAX + RESIDENT_STEPS) * STEP_WORDS + (WAITING_MAX + 2) * BLOCK_WORDS;
@@ -60,15 +65,18 @@ struct Cut {
     /// Steps of a block, and blocks.
     depth: usize,
     blocks: usize,
+    /// Whether threads may share a task's rows. Sums that wait for the next block in a thread's scratch are that thread's.
+    shares: bool,
 }
 
 impl Cut {
-    /// The grid whose slowest thread is done first, by what the parts of a task cost in cycles (measured on Emerald Rapids).
+    /// The grid that is done first, by what the parts of a task cost in cycles (measured on Emerald Rapids).
     fn new(left: &Source, right: &Source, in_place: bool, threads: usize) -> Cut {
         let (rows, cols, steps) = (left.panels(), right.panels(), left.steps());
         let blocks = steps.div_ceil(if in_place { IN_PLACE_DEPTH_MAX } else { DEPTH_MAX }).max(1);
         let depth = steps.div_ceil(blocks).max(1);
         let blocks = steps.div_ceil(depth).max(1);
+        let shares = in_place || blocks == 1;
         let cols_max = (RESIDENT_STEPS / depth).min(RESIDENT_MAX).min(cols);
         let (pack_left, pack_right) =
             (if left.is_transposed() { 700 } else { 60 }, if right.is_transposed() { 300 } else { 200 });
@@ -78,20 +86,27 @@ impl Cut {
         let cols_min = cols.div_ceil(cols_max);
         for col_tasks in cols_min..=cols_min.max(finest) {
             let c = cols.div_ceil(col_tasks);
-            let rows_max = if in_place || blocks == 1 { rows } else { (WAITING_MAX / c).min(rows) };
+            let rows_max = if shares { rows } else { (WAITING_MAX / c).min(rows) };
             let rows_min = rows.div_ceil(rows_max);
             for row_tasks in rows_min..=rows_min.max(finest.div_ceil(col_tasks)) {
                 let r = rows.div_ceil(row_tasks);
-                let rounds = (rows.div_ceil(r) * cols.div_ceil(c)).div_ceil(threads);
-                let task = r * c * (steps * 85 + finish) + (pack_left * r + pack_right * c) * steps + 5_000;
-                let price = task as f64 * (rounds as f64 + 0.1);
+                let tasks = rows.div_ceil(r) * cols.div_ceil(c);
+                let multiply = steps * 85 + finish;
+                let task = (r * c * multiply + (pack_left * r + pack_right * c) * steps + 5_000) as f64;
+                let price = if shares {
+                    // All threads end with the last row, and all but one have joined a task by then.
+                    let joined = ((threads - 1) * pack_right * c * steps) as f64;
+                    (task * tasks as f64 + joined) / threads as f64 + (c * multiply) as f64
+                } else {
+                    task * (tasks.div_ceil(threads) as f64 + 0.1)
+                };
                 if price < best.0 {
                     best = (price, r, c);
                 }
             }
         }
         let (_, r, c) = best;
-        Cut { rows: r, row_tasks: rows.div_ceil(r), cols: c, col_tasks: cols.div_ceil(c), depth, blocks }
+        Cut { rows: r, row_tasks: rows.div_ceil(r), cols: c, col_tasks: cols.div_ceil(c), depth, blocks, shares }
     }
 }
 
@@ -105,90 +120,147 @@ pub(super) fn product<T: Element, S: Sink>(
 ) {
     assert!(T::DTYPE == DType::BF16, "tiles multiply bf16, not {}", T::DTYPE);
     let (left, right) = (Source::new(Role::Left, &left, m, k), Source::new(Role::Right, &right, n, k));
-    let cut = Cut::new(&left, &right, sink.in_place(), cpu.threads.hands());
-    cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
+    let hands = cpu.threads.hands();
+    let cut = Cut::new(&left, &right, sink.in_place(), hands);
+    let sharing = if cut.shares { hands } else { 1 };
+    let tasks = (0..cut.row_tasks * cut.col_tasks).map(|task| {
+        let left = left.panel_range(task % cut.row_tasks * cut.rows, cut.rows);
+        let right = right.panel_range(task / cut.row_tasks * cut.cols, cut.cols);
+        let claims = Claims::new(left.panels(), cut.blocks, sharing);
+        Task { depth: cut.depth, blocks: cut.blocks, left, right, sink, claims }
+    });
+    let tasks: Vec<Task<'_, S>> = tasks.collect();
+    let run = |task: &Task<'_, S>| {
         let mut workspace = WORKSPACE.take();
         // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of the result.
         unsafe {
-            let task = Task {
-                cut,
-                left: left.panel_range(task % cut.row_tasks * cut.rows, cut.rows),
-                right: right.panel_range(task / cut.row_tasks * cut.cols, cut.cols),
-                sink,
-            };
             let _tiles = Tiles::configure();
             task.run(&mut workspace);
         }
         WORKSPACE.set(workspace);
+    };
+    // All but the thread with the last task share one when none is left.
+    cpu.threads.for_each(tasks.len() + sharing - 1, |index| match tasks.get(index) {
+        Some(task) => run(task),
+        None => {
+            let fullest = || tasks.iter().max_by_key(|task| task.claims.unclaimed());
+            while let Some(task) = fullest().filter(|task| task.claims.unclaimed() >= JOIN_MIN) {
+                run(task);
+            }
+        }
     });
 }
 
 /// A part of the result.
 struct Task<'a, S> {
-    cut: Cut,
+    /// Steps of a block, and blocks.
+    depth: usize,
+    blocks: usize,
     left: Source<'a>,
     right: Source<'a>,
     sink: &'a S,
+    claims: Claims,
+}
+
+/// What a thread keeps while it runs a task.
+struct Scratch {
+    /// A packed panel of rows, and all packed columns of a block.
+    left: *mut u32,
+    right: *mut u32,
+    /// Blocks of sums: two in turn, or all that wait.
+    sums: *mut f32,
+    turn: usize,
+    /// The block whose sums are finished beside the next one's products.
+    pending: Option<Pending>,
 }
 
 impl<S: Sink> Task<'_, S> {
+    /// Does rows of the task until all are claimed. Several threads may run a task whose sums do not wait in scratch from block to block.
+    ///
     /// # Safety
     /// The CPU must have AMX bf16, granted by the operating system; no other task may write the same part of the result.
     unsafe fn run(&self, workspace: &mut Workspace) {
-        let (rows, cols, steps) = (self.left.panels(), self.right.panels(), self.left.steps());
-        let Cut { depth, blocks, .. } = self.cut;
-        let waiting = if blocks == 1 || self.sink.in_place() { 0 } else { rows * cols };
-        let (a, b, sums) = workspace.parts(depth * STEP_WORDS, cols * depth * STEP_WORDS, (waiting + 2) * BLOCK_WORDS);
-        let (mut pending, mut turn): (Option<Pending>, usize) = (None, 0);
-        for block in 0..blocks {
-            let range = block * depth..steps.min((block + 1) * depth);
-            let (first, last) = (block == 0, block + 1 == blocks);
-            // SAFETY: there is room for all columns of a block.
-            unsafe { self.right.pack_all(range.clone(), b, depth * STEP_WORDS) };
-            for p in 0..rows {
-                // SAFETY: there is room for a left panel of a block.
-                let left = unsafe { self.left_panel(p, range.clone(), a) };
-                for q in 0..cols {
-                    let (block_rows, block_cols) = (self.left.outer_range(p), self.right.outer_range(q));
-                    let whole = block_rows.len() == PANEL && block_cols.len() == PANEL;
-                    let target = whole.then(|| self.sink.target(block_rows.start, block_cols.start));
-                    let ahead = self.ahead(p, q, range.clone());
-                    let in_place = whole && self.sink.in_place();
-                    let sums = if let (true, Some(target)) = (in_place, &target) {
-                        let add = !first || self.sink.seeded();
-                        Sums { at: target.first.cast_mut().cast(), stride: target.stride / 4, add }
-                    } else {
-                        turn = 1 - turn;
-                        let at = if waiting > 0 { p * cols + q } else { turn };
-                        let at = sums.wrapping_add(at * BLOCK_WORDS);
-                        let seeded = self.sink.in_place() && (!first || self.sink.seeded());
-                        if seeded {
-                            // SAFETY: a block of scratch, whose last content has been finished.
-                            unsafe { self.seed(&block_rows, &block_cols, at) };
-                        }
-                        Sums { at, stride: PANEL, add: seeded || !first }
-                    };
-                    let asked = if in_place { self.next_target(p, q) } else { target.filter(|_| last) };
-                    // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32 of the task's own
-                    // part of the result.
-                    unsafe {
-                        let b = b.add(q * depth * STEP_WORDS).cast();
-                        let beside = pending.take_if(|pending| pending.cols.len() == PANEL);
-                        multiply(&left, b, range.len(), &sums, asked.as_ref(), &ahead, beside.as_ref(), self.sink);
-                    }
-                    // A narrow one is rare and finished by itself.
-                    if let Some(narrow) = pending.take() {
-                        // SAFETY: its sums are in the other block of scratch.
-                        unsafe { narrow.finish(self.sink) };
-                    }
-                    if !in_place && (last || self.sink.in_place()) {
-                        pending = Some(Pending { rows: block_rows, cols: block_cols, sums: sums.at });
+        let (rows, cols, depth) = (self.left.panels(), self.right.panels(), self.depth);
+        let waiting = if self.sums_wait() { rows * cols } else { 0 };
+        let (left, right, sums) =
+            workspace.parts(depth * STEP_WORDS, cols * depth * STEP_WORDS, (waiting + 2) * BLOCK_WORDS);
+        let mut scratch = Scratch { left, right, sums, turn: 0, pending: None };
+        for block in 0..self.blocks {
+            let mut is_packed = false;
+            while let Some(claim) = self.claims.claim(block) {
+                if !std::mem::replace(&mut is_packed, true) {
+                    // SAFETY: there is room for all columns of a block.
+                    unsafe { self.right.pack_all(self.steps(block), right, depth * STEP_WORDS) };
+                    if block > 0 {
+                        self.claims.wait(block - 1);
                     }
                 }
+                for p in claim.rows.clone() {
+                    // SAFETY: by contract; the columns are packed, and the claimed rows nobody else's.
+                    unsafe { self.panel(p, block, &mut scratch) };
+                }
+                if let Some(pending) = scratch.pending.take() {
+                    // SAFETY: its sums are in a block of scratch.
+                    unsafe { pending.finish(self.sink) };
+                }
             }
-            if let Some(pending) = pending.take() {
-                // SAFETY: as above.
-                unsafe { pending.finish(self.sink) };
+        }
+    }
+
+    /// The steps of a block.
+    fn steps(&self, block: usize) -> Range<usize> {
+        block * self.depth..self.left.steps().min((block + 1) * self.depth)
+    }
+
+    /// Whether sums wait in scratch for the next block of the shared dimension.
+    fn sums_wait(&self) -> bool {
+        self.blocks > 1 && !self.sink.in_place()
+    }
+
+    /// Multiplies the rows of panel `p` with all columns, over a block of the shared dimension.
+    ///
+    /// # Safety
+    /// As [`Task::run`]; the block's columns must be packed, and no other thread at work on the panel.
+    unsafe fn panel(&self, p: usize, block: usize, scratch: &mut Scratch) {
+        let (cols, range) = (self.right.panels(), self.steps(block));
+        let (first, last) = (block == 0, block + 1 == self.blocks);
+        // SAFETY: there is room for a left panel of a block.
+        let left = unsafe { self.left_panel(p, range.clone(), scratch.left) };
+        for q in 0..cols {
+            let (block_rows, block_cols) = (self.left.outer_range(p), self.right.outer_range(q));
+            let whole = block_rows.len() == PANEL && block_cols.len() == PANEL;
+            let target = whole.then(|| self.sink.target(block_rows.start, block_cols.start));
+            let ahead = self.ahead(p, q, range.clone());
+            let in_place = whole && self.sink.in_place();
+            let sums = if let (true, Some(target)) = (in_place, &target) {
+                let add = !first || self.sink.seeded();
+                Sums { at: target.first.cast_mut().cast(), stride: target.stride / 4, add }
+            } else {
+                scratch.turn = 1 - scratch.turn;
+                let at = if self.sums_wait() { p * cols + q } else { scratch.turn };
+                let at = scratch.sums.wrapping_add(at * BLOCK_WORDS);
+                let seeded = self.sink.in_place() && (!first || self.sink.seeded());
+                if seeded {
+                    // SAFETY: a block of scratch, whose last content has been finished.
+                    unsafe { self.seed(&block_rows, &block_cols, at) };
+                }
+                Sums { at, stride: PANEL, add: seeded || !first }
+            };
+            let asked = if in_place { self.next_target(p, q) } else { target.filter(|_| last) };
+            // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32 of the task's own
+            // part of the result.
+            unsafe {
+                let b = scratch.right.add(q * self.depth * STEP_WORDS).cast();
+                let beside = scratch.pending.take_if(|pending| pending.cols.len() == PANEL);
+                multiply(&left, b, range.len(), &sums, asked.as_ref(), &ahead, beside.as_ref(), self.sink);
+            }
+            // A narrow one is rare and finished by itself.
+            if let Some(narrow) = scratch.pending.take() {
+                // SAFETY: its sums are in the other block of scratch.
+                unsafe { narrow.finish(self.sink) };
+            }
+            if !in_place && (last || self.sink.in_place()) {
+                scratch.pending = Some(Pending { rows: block_rows, cols: block_cols, sums: sums.at });
             }
         }
     }

@@ -28,6 +28,8 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512_bf16;
+#[cfg(target_arch = "x86_64")]
+mod claims;
 mod driver;
 mod epilogue;
 mod fma;

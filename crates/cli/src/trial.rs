@@ -1,0 +1,287 @@
+//! Trials: ways of running a configuration whose predictions lie too close together to tell are run for a few steps each, in turn, and the fastest is taken.
+//!
+//! A prediction is off by several percent, and the best ways differ by less. A visit makes the ranks of a way anew on random tokens, as `trainyard calibrate
+//! --check` does, and takes the median of a few steps. A round visits every contender once, so that a spell in which the machine is slow meets them all; who falls behind
+//! is not visited again. Steps with state on disk are not tried: they would write whole states for a few steps.
+
+use crate::choose::{Way, Ways};
+use crate::commands::config::resolve;
+use crate::output::{chain, note};
+use anyhow::Result;
+use std::time::{Duration, Instant};
+use trainyard_calibrate::Ranks;
+use trainyard_engine::config::{Config, Limits, Resolved};
+
+/// Contenders at most.
+const CONTENDERS_MAX: usize = 10;
+/// Contenders are predicted to take so many times the best at most: beyond that the prediction is believed.
+const NEAR: f64 = 1.3;
+/// Rounds: as many as the time allows, within these.
+const ROUNDS: std::ops::RangeInclusive<usize> = 2..=5;
+/// Who takes more than so many times the fastest is out: after one round, which a disturbance may have spoiled, and after more.
+const BEHIND: [f64; 2] = [1.25, 1.08];
+/// Timed steps of a visit, and the seconds after which they are enough.
+const STEPS: std::ops::RangeInclusive<usize> = 3..=12;
+const VISIT_S: f64 = 0.4;
+/// What else a visit takes, in steps: making the ranks, and the step that is not counted.
+const UNTIMED_STEPS: f64 = 3.0;
+/// Of the predicted run, what trying may take when nothing is said; in seconds at most.
+const SHARE_OF_RUN: f64 = 0.03;
+const TRIAL_S_MAX: f64 = 120.0;
+
+/// Seconds that may be spent on trials when nothing else is said: before a run within `limits` whose steps take `step_s` seconds.
+pub fn default_seconds(limits: &Limits, step_s: f64) -> f64 {
+    let by_steps = limits.steps.map(|steps| steps as f64 * step_s);
+    let run_s = by_steps.into_iter().chain(limits.seconds).fold(f64::INFINITY, f64::min);
+    (SHARE_OF_RUN * run_s).min(TRIAL_S_MAX)
+}
+
+/// The value of `--trial-seconds`.
+pub fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0);
+    seconds.ok_or_else(|| "it is a number of seconds, 0 or more".to_owned())
+}
+
+/// How a contender did.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Standing {
+    contender: usize,
+    /// Of a step, in a round like the median one: how far it was behind, times the median of what the fastest of each round took. So contenders can be
+    /// compared that were visited in different rounds.
+    seconds: f64,
+    /// Median over its visits of its seconds in those of the fastest of the same round.
+    behind: f64,
+    rounds: usize,
+}
+
+/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried first, the fastest of them at the head. Says on the way what it does.
+///
+/// # Errors
+///
+/// Settings that do not resolve any more. A way that fails when it is run is no error: it is said, and it is out.
+pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seconds: f64) -> Result<()> {
+    let contenders = match contenders(&ways.fitting, seconds) {
+        Ok(contenders) => contenders,
+        Err(why) => {
+            if seconds > 0.0 {
+                note(&format!("nothing is tried: {why}"));
+            }
+            return Ok(());
+        }
+    };
+    let resolved: Vec<Resolved> =
+        contenders.iter().map(|way| resolve(&load(&ways.fitting[*way].sets)?)).collect::<Result<_>>()?;
+    note(&format!("trying {} ways for a few steps each, for up to {seconds:.0} s", contenders.len()));
+    let start = Instant::now();
+    let standings = race(contenders.len(), Duration::from_secs_f64(seconds), &|| start.elapsed(), &mut |contender| {
+        visit(&resolved[contender])
+            .inspect_err(|error| {
+                let way = ways.fitting[contenders[contender]].words();
+                note(&format!("{way} is out, it cannot be run: {}", chain(error)));
+            })
+            .ok()
+    });
+    let tried: Vec<Way> = standings
+        .iter()
+        .map(|standing| Way { tried_s: Some(standing.seconds), ..ways.fitting[contenders[standing.contender]].clone() })
+        .collect();
+    let mut number = 0..;
+    ways.fitting.retain(|_| !contenders.contains(&number.next().unwrap_or(usize::MAX)));
+    ways.fitting.splice(..0, tried);
+    Ok(())
+}
+
+/// The ways to try, of those that `fitting` holds, the fastest first: as many as a race of `seconds` has room for. Of every layout its fastest comes
+/// before any layout's second. Or why there is no race.
+fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
+    let near = |way: &usize| fitting[*way].step_s <= NEAR * fitting[0].step_s && !fitting[*way].offloaded;
+    let near: Vec<usize> = (0..fitting.len()).filter(near).collect();
+    if near.len() < 2 {
+        return Err("no two ways in memory are predicted to be nearly as fast as the best".to_owned());
+    }
+    let is_first = |way: &usize| !fitting[..*way].iter().any(|before| before.layout == fitting[*way].layout);
+    let (first, others): (Vec<usize>, Vec<usize>) = near.into_iter().partition(is_first);
+    let mut ordered: Vec<usize> = first.into_iter().chain(others).take(CONTENDERS_MAX).collect();
+    let needed_s: Vec<f64> = ordered
+        .iter()
+        .scan(0.0, |sum, way| {
+            *sum += *ROUNDS.start() as f64 * visit_s(fitting[*way].step_s);
+            Some(*sum)
+        })
+        .collect();
+    if needed_s[1] > seconds {
+        return Err(format!(
+            "{} rounds of two ways take about {:.1} s, and there are {seconds:.1}",
+            ROUNDS.start(),
+            needed_s[1]
+        ));
+    }
+    ordered.truncate(needed_s.iter().take_while(|needed| **needed <= seconds).count());
+    Ok(ordered)
+}
+
+/// About what a visit takes of a way whose steps take `step_s`.
+fn visit_s(step_s: f64) -> f64 {
+    let timed = (VISIT_S / step_s).clamp(*STEPS.start() as f64, *STEPS.end() as f64);
+    (timed + UNTIMED_STEPS) * step_s
+}
+
+/// Makes a way's ranks and takes the median seconds of a step.
+fn visit(resolved: &Resolved) -> Result<f64> {
+    let mut ranks = Ranks::together(resolved)?;
+    ranks.step()?;
+    let start = Instant::now();
+    let mut steps = Vec::new();
+    while steps.len() < *STEPS.start() || steps.len() < *STEPS.end() && start.elapsed().as_secs_f64() < VISIT_S {
+        let step = Instant::now();
+        ranks.step()?;
+        steps.push(step.elapsed().as_secs_f64());
+    }
+    Ok(median(&mut steps))
+}
+
+/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing takes its contender out of the standings. The best comes first: those that
+/// stayed longest, and among them by how far they were behind.
+fn race(
+    contenders: usize,
+    budget: Duration,
+    elapsed: &dyn Fn() -> Duration,
+    visit: &mut dyn FnMut(usize) -> Option<f64>,
+) -> Vec<Standing> {
+    let mut seconds: Vec<Vec<f64>> = vec![Vec::new(); contenders];
+    let mut fastest: Vec<f64> = Vec::new();
+    let mut racing: Vec<usize> = (0..contenders).collect();
+    for round in 1..=*ROUNDS.end() {
+        let began = elapsed();
+        racing.retain(|contender| match visit(*contender) {
+            Some(taken) => {
+                seconds[*contender].push(taken);
+                true
+            }
+            None => {
+                seconds[*contender].clear();
+                false
+            }
+        });
+        fastest.push(racing.iter().map(|contender| seconds[*contender][round - 1]).fold(f64::INFINITY, f64::min));
+        let behind = |contender: &usize| behind(&seconds[*contender], &fastest);
+        let best = racing.iter().map(behind).fold(f64::INFINITY, f64::min);
+        let margin = BEHIND[usize::from(round > 1)];
+        racing.retain(|contender| behind(contender) <= margin * best);
+        let now = elapsed();
+        let is_over = round >= *ROUNDS.start() && now + (now - began) > budget;
+        if is_over || racing.len() < 2 {
+            break;
+        }
+    }
+    let median_s = median(&mut fastest.clone());
+    let standing = |contender: usize| {
+        let behind = behind(&seconds[contender], &fastest);
+        Standing { contender, seconds: behind * median_s, behind, rounds: seconds[contender].len() }
+    };
+    let finished = (0..contenders).filter(|contender| !seconds[*contender].is_empty());
+    let mut standings: Vec<Standing> = finished.map(standing).collect();
+    standings.sort_by(|a, b| b.rounds.cmp(&a.rounds).then(a.behind.total_cmp(&b.behind)));
+    standings
+}
+
+fn behind(seconds: &[f64], fastest: &[f64]) -> f64 {
+    median(&mut seconds.iter().zip(fastest).map(|(seconds, fastest)| seconds / fastest).collect::<Vec<_>>())
+}
+
+/// The lower one of two in the middle: one disturbance in two visits does not count.
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::collections::BTreeMap;
+
+    fn way(layout: &str, step_s: f64) -> Way {
+        Way {
+            sets: Vec::new(),
+            layout: layout.to_owned(),
+            batch: [1, 1],
+            savings: "none".to_owned(),
+            step_s,
+            bytes: 1,
+            bytes_max: 1,
+            kinds: BTreeMap::new(),
+            waits_s: 0.0,
+            tried_s: None,
+            offloaded: false,
+        }
+    }
+
+    /// A race against a clock of its own, in which a step takes what `step` says of contender and round.
+    fn raced(contenders: usize, budget_s: u64, step: &dyn Fn(usize, usize) -> Option<f64>) -> Vec<Standing> {
+        let clock = Cell::new(Duration::ZERO);
+        let mut rounds = vec![0; contenders];
+        race(contenders, Duration::from_secs(budget_s), &|| clock.get(), &mut |contender| {
+            rounds[contender] += 1;
+            let seconds = step(contender, rounds[contender] - 1)?;
+            clock.set(clock.get() + Duration::from_secs_f64(10.0 * seconds));
+            Some(seconds)
+        })
+    }
+
+    #[test]
+    fn the_fastest_wins_although_the_machine_slows_down_and_one_visit_was_disturbed() {
+        let undisturbed = [0.060, 0.050, 0.052, 0.090];
+        let slower = [1.0, 2.5, 2.5, 1.0, 1.7];
+        let step = |contender: usize, round: usize| {
+            let disturbed = if (contender, round) == (1, 0) { 1.2 } else { 1.0 };
+            Some(undisturbed[contender] * slower[round] * disturbed)
+        };
+        let standings = raced(4, 1000, &step);
+        assert_eq!(standings.iter().map(|s| s.contender).collect::<Vec<_>>(), [1, 2, 0, 3], "{standings:?}");
+        assert_eq!(standings.iter().map(|s| s.rounds).collect::<Vec<_>>(), [5, 5, 2, 1], "{standings:?}");
+    }
+
+    #[test]
+    fn a_race_ends_when_its_time_is_over_or_nobody_else_is_left() {
+        let close = raced(3, 4, &|contender, _| Some(0.1 + 0.001 * contender as f64));
+        assert!(close.iter().all(|standing| standing.rounds == 2), "3 s a round, 4 in all: {close:?}");
+        let alone = raced(3, 1000, &|contender, _| Some(if contender == 2 { 0.1 } else { 0.2 }));
+        assert_eq!((alone[0].contender, alone[0].rounds), (2, 1), "{alone:?}");
+    }
+
+    #[test]
+    fn who_cannot_be_run_is_out() {
+        let standings = raced(3, 1000, &|contender, round| (contender != 0 || round == 0).then_some(0.1));
+        assert_eq!(standings.iter().map(|standing| standing.contender).collect::<Vec<_>>(), [1, 2]);
+        assert!(raced(2, 1000, &|_, _| None).is_empty());
+    }
+
+    #[test]
+    fn contenders_are_near_of_every_layout_first_and_no_more_than_there_is_time_for() {
+        let fitting = [
+            way("a", 1.0),
+            way("a", 1.01),
+            way("a", 1.02),
+            way("b", 1.1),
+            way("c", 1.29),
+            way("a", 1.29),
+            way("d", 1.4),
+        ];
+        assert_eq!(contenders(&fitting, 1000.0).unwrap(), [0, 3, 4, 1, 2, 5]);
+        // Two visits of each of two, of six steps.
+        assert_eq!(contenders(&fitting, 26.0).unwrap(), [0, 3]);
+        let short = contenders(&fitting, 11.0).unwrap_err();
+        assert_eq!(short, "2 rounds of two ways take about 25.2 s, and there are 11.0");
+        let on_disk = [way("a", 1.0), Way { offloaded: true, ..way("b", 1.1) }];
+        assert!(contenders(&on_disk, 1000.0).is_err() && contenders(&[], 1000.0).is_err());
+    }
+
+    #[test]
+    fn a_trial_takes_a_small_share_of_the_run() {
+        let seconds = |steps, seconds| default_seconds(&Limits { steps, seconds }, 0.1);
+        assert!((seconds(Some(1000), None) - 3.0).abs() < 1e-9);
+        assert!((seconds(Some(1000), Some(50.0)) - 1.5).abs() < 1e-9);
+        assert!((seconds(Some(1_000_000), None) - 120.0).abs() < 1e-9);
+    }
+}
