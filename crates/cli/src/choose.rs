@@ -43,8 +43,17 @@ pub struct Way {
     pub waits_s: f64,
     /// Whether state lies on disk, or in the host's memory beside a GPU.
     pub offloaded: bool,
-    /// Seconds of a step when it was tried.
-    pub tried_s: Option<f64>,
+    /// How it did when it was tried.
+    pub tried: Option<Tried>,
+}
+
+/// What trying a way gave.
+#[derive(Clone, Copy, Debug)]
+pub struct Tried {
+    /// Median seconds of a step.
+    pub seconds: f64,
+    /// What a step is expected to take, by prediction and trial.
+    pub expected_s: f64,
 }
 
 /// All that were looked at.
@@ -177,7 +186,7 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Re
         kinds: by_kind(&forecast.program, &step),
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
         offloaded: is_offloaded(resolved),
-        tried_s: None,
+        tried: None,
     })
 }
 
@@ -333,28 +342,28 @@ impl Ways {
         {
             said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes_max)));
         }
-        match (best.tried_s, self.fitting.get(1)) {
-            (Some(seconds), _) => said.push(self.tried(seconds)),
+        match (best.tried, self.fitting.get(1)) {
+            (Some(tried), _) => said.push(self.tried(tried)),
             (None, Some(next)) => said.push(format!("The next best ({}) {}.", next.words(), loses(best, next))),
             (None, None) => {}
         }
         said
     }
 
-    /// How those did that were tried beside the best, which took `seconds`.
-    fn tried(&self, seconds: f64) -> String {
-        let next = self.fitting.iter().skip(1).filter_map(|way| Some((way, way.tried_s?)));
+    /// How those did that were tried beside the best, which did as `tried` says.
+    fn tried(&self, tried: Tried) -> String {
+        let next = self.fitting.iter().skip(1).filter_map(|way| Some((way, way.tried?)));
         let next: Vec<String> = next
             .take(TRIED_SHOWN)
             .map(|(way, theirs)| {
-                let change = 100.0 * (theirs / seconds - 1.0);
-                format!("{} {:.2} ms ({change:+.1} %, predicted {:.2})", way.words(), 1e3 * theirs, 1e3 * way.step_s)
+                let worse = 100.0 * (theirs.expected_s / tried.expected_s - 1.0);
+                let (took, predicted) = (1e3 * theirs.seconds, 1e3 * way.step_s);
+                format!("{} takes {worse:.1} % longer (tried {took:.2} ms, predicted {predicted:.2})", way.words())
             })
             .collect();
         format!(
-            "Tried in turn: this {:.2} ms (predicted {:.2}); {}.",
-            1e3 * seconds,
-            1e3 * self.fitting[0].step_s,
+            "Tried in turn, it took {:.2} ms. Weighing predictions and trials, {}.",
+            1e3 * tried.seconds,
             next.join("; ")
         )
     }

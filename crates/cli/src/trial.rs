@@ -1,10 +1,15 @@
-//! Trials: ways of running a configuration whose predictions lie too close together to tell are run for a few steps each, in turn, and the fastest is taken.
+//! Trials: ways of running a configuration whose predictions lie too close together to tell are run for a few steps each, in turn.
 //!
 //! A prediction is off by several percent, and the best ways differ by less. A visit makes the ranks of a way anew on random tokens, as `trainyard calibrate
-//! --check` does, and takes the median of a few steps. A round visits every contender once, so that a spell in which the machine is slow meets them all; who falls behind
-//! is not visited again. Steps with state on disk are not tried: they would write whole states for a few steps.
+//! --check` does, and takes the median of a few steps. A round visits every contender once, so that a spell in which the machine is slow meets them all. Steps with
+//! state on disk are not tried: they would write whole states for a few steps.
+//!
+//! On a machine that others use too, visits of one way differ by more than the ways do, and who seems fastest is lucky. So a trial corrects the prediction by as much as it is
+//! worth: of what a way took more or less than was predicted, beside the others of its rounds, the part `p / (p + v / n)` is believed, for predictions of variance
+//! `p` ([`PREDICTION_ERROR`]), `n` visits and their variance `v`, which the visits themselves show (the posterior mean of a normal error, Gelman et al., "Bayesian
+//! Data Analysis", section 2.5). A steady machine's trials decide, an unsteady one's give way to the predictions.
 
-use crate::choose::{Way, Ways};
+use crate::choose::{Tried, Way, Ways};
 use crate::commands::config::resolve;
 use crate::output::{chain, note};
 use anyhow::Result;
@@ -18,8 +23,12 @@ const CONTENDERS_MAX: usize = 10;
 const NEAR: f64 = 1.3;
 /// Rounds: as many as the time allows, within these.
 const ROUNDS: std::ops::RangeInclusive<usize> = 2..=5;
-/// Who takes more than so many times the fastest is out: after one round, which a disturbance may have spoiled, and after more.
-const BEHIND: [f64; 2] = [1.25, 1.08];
+/// Who is expected to take so many times what the fastest does is out.
+const BEHIND: f64 = 1.12;
+/// Standard deviation of predictions relative to one another, in logarithms: what `trainyard calibrate --check` shows.
+const PREDICTION_ERROR: f64 = 0.08;
+/// The same of visits, as long as there are too few to tell: a machine that others use too.
+const VISIT_ERROR: f64 = 0.15;
 /// Timed steps of a visit, and the seconds after which they are enough.
 const STEPS: std::ops::RangeInclusive<usize> = 3..=12;
 const VISIT_S: f64 = 0.4;
@@ -46,15 +55,14 @@ pub fn seconds(text: &str) -> Result<f64, String> {
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Standing {
     contender: usize,
-    /// Of a step, in a round like the median one: how far it was behind, times the median of what the fastest of each round took. So contenders can be
-    /// compared that were visited in different rounds.
+    /// Median seconds of a step, over its visits.
     seconds: f64,
-    /// Median over its visits of its seconds in those of the fastest of the same round.
-    behind: f64,
-    rounds: usize,
+    /// What a step is expected to take beside the others, by prediction and visits.
+    expected: f64,
 }
 
-/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried first, the fastest of them at the head. Says on the way what it does.
+/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried first, at the head which is expected to be the fastest then. Says on the way what
+/// it does.
 ///
 /// # Errors
 ///
@@ -73,7 +81,8 @@ pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seco
         contenders.iter().map(|way| resolve(&load(&ways.fitting[*way].sets)?)).collect::<Result<_>>()?;
     note(&format!("trying {} ways for a few steps each, for up to {seconds:.0} s", contenders.len()));
     let start = Instant::now();
-    let standings = race(contenders.len(), Duration::from_secs_f64(seconds), &|| start.elapsed(), &mut |contender| {
+    let predicted: Vec<f64> = contenders.iter().map(|way| ways.fitting[*way].step_s).collect();
+    let standings = race(&predicted, Duration::from_secs_f64(seconds), &|| start.elapsed(), &mut |contender| {
         visit(&resolved[contender])
             .inspect_err(|error| {
                 let way = ways.fitting[contenders[contender]].words();
@@ -83,7 +92,10 @@ pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seco
     });
     let tried: Vec<Way> = standings
         .iter()
-        .map(|standing| Way { tried_s: Some(standing.seconds), ..ways.fitting[contenders[standing.contender]].clone() })
+        .map(|standing| Way {
+            tried: Some(Tried { seconds: standing.seconds, expected_s: standing.expected }),
+            ..ways.fitting[contenders[standing.contender]].clone()
+        })
         .collect();
     let mut number = 0..;
     ways.fitting.retain(|_| !contenders.contains(&number.next().unwrap_or(usize::MAX)));
@@ -140,17 +152,17 @@ fn visit(resolved: &Resolved) -> Result<f64> {
     Ok(median(&mut steps))
 }
 
-/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing takes its contender out of the standings. The best comes first: those that
-/// stayed longest, and among them by how far they were behind.
+/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing takes its contender out of the standings. The one that is expected to be the fastest
+/// comes first.
 fn race(
-    contenders: usize,
+    predicted: &[f64],
     budget: Duration,
     elapsed: &dyn Fn() -> Duration,
     visit: &mut dyn FnMut(usize) -> Option<f64>,
 ) -> Vec<Standing> {
-    let mut seconds: Vec<Vec<f64>> = vec![Vec::new(); contenders];
-    let mut fastest: Vec<f64> = Vec::new();
-    let mut racing: Vec<usize> = (0..contenders).collect();
+    let mut seconds: Vec<Vec<f64>> = vec![Vec::new(); predicted.len()];
+    let mut racing: Vec<usize> = (0..predicted.len()).collect();
+    let mut expected = predicted.to_vec();
     for round in 1..=*ROUNDS.end() {
         let began = elapsed();
         racing.retain(|contender| match visit(*contender) {
@@ -163,30 +175,51 @@ fn race(
                 false
             }
         });
-        fastest.push(racing.iter().map(|contender| seconds[*contender][round - 1]).fold(f64::INFINITY, f64::min));
-        let behind = |contender: &usize| behind(&seconds[*contender], &fastest);
-        let best = racing.iter().map(behind).fold(f64::INFINITY, f64::min);
-        let margin = BEHIND[usize::from(round > 1)];
-        racing.retain(|contender| behind(contender) <= margin * best);
+        expected = expect(predicted, &seconds);
+        let best = racing.iter().map(|contender| expected[*contender]).fold(f64::INFINITY, f64::min);
+        racing.retain(|contender| expected[*contender] <= BEHIND * best);
         let now = elapsed();
         let is_over = round >= *ROUNDS.start() && now + (now - began) > budget;
         if is_over || racing.len() < 2 {
             break;
         }
     }
-    let median_s = median(&mut fastest.clone());
+    let finished = (0..predicted.len()).filter(|contender| !seconds[*contender].is_empty());
     let standing = |contender: usize| {
-        let behind = behind(&seconds[contender], &fastest);
-        Standing { contender, seconds: behind * median_s, behind, rounds: seconds[contender].len() }
+        let median = median(&mut seconds[contender].clone());
+        Standing { contender, seconds: median, expected: expected[contender] }
     };
-    let finished = (0..contenders).filter(|contender| !seconds[*contender].is_empty());
     let mut standings: Vec<Standing> = finished.map(standing).collect();
-    standings.sort_by(|a, b| b.rounds.cmp(&a.rounds).then(a.behind.total_cmp(&b.behind)));
+    standings.sort_by(|a, b| a.expected.total_cmp(&b.expected));
     standings
 }
 
-fn behind(seconds: &[f64], fastest: &[f64]) -> f64 {
-    median(&mut seconds.iter().zip(fastest).map(|(seconds, fastest)| seconds / fastest).collect::<Vec<_>>())
+/// What steps are expected to take after the visits: predictions, corrected by as much as the visits are worth. Only their ratios mean something.
+fn expect(predicted: &[f64], seconds: &[Vec<f64>]) -> Vec<f64> {
+    let rounds = seconds.iter().map(Vec::len).max().unwrap_or(0);
+    // What a visit took more than was predicted, beside the others of its round: nothing is left of the spell that they met.
+    let mut over: Vec<Vec<f64>> = vec![Vec::new(); predicted.len()];
+    for round in 0..rounds {
+        let visits =
+            predicted.iter().zip(seconds).map(|(predicted, seconds)| Some((seconds.get(round)? / predicted).ln()));
+        let visits: Vec<Option<f64>> = visits.collect();
+        let spell = median(&mut visits.iter().copied().flatten().collect::<Vec<_>>());
+        for (over, visit) in over.iter_mut().zip(visits) {
+            over.extend(visit.map(|visit| visit - spell));
+        }
+    }
+    let mean = |over: &[f64]| over.iter().sum::<f64>() / over.len().max(1) as f64;
+    let (mut squares, mut freedom) = (VISIT_ERROR.powi(2), 1.0);
+    for over in &over {
+        squares += over.iter().map(|value| (value - mean(over)).powi(2)).sum::<f64>();
+        freedom += over.len().saturating_sub(1) as f64;
+    }
+    let (visit, prediction) = (squares / freedom, PREDICTION_ERROR.powi(2));
+    let corrected = |(predicted, over): (&f64, &Vec<f64>)| {
+        let believed = prediction / (prediction + visit / over.len().max(1) as f64);
+        predicted * (believed * mean(over)).exp()
+    };
+    predicted.iter().zip(&over).map(corrected).collect()
 }
 
 /// The lower one of two in the middle: one disturbance in two visits does not count.
@@ -212,16 +245,16 @@ mod tests {
             bytes_max: 1,
             kinds: BTreeMap::new(),
             waits_s: 0.0,
-            tried_s: None,
+            tried: None,
             offloaded: false,
         }
     }
 
     /// A race against a clock of its own, in which a step takes what `step` says of contender and round.
-    fn raced(contenders: usize, budget_s: u64, step: &dyn Fn(usize, usize) -> Option<f64>) -> Vec<Standing> {
+    fn raced(predicted: &[f64], budget_s: u64, step: &dyn Fn(usize, usize) -> Option<f64>) -> Vec<Standing> {
         let clock = Cell::new(Duration::ZERO);
-        let mut rounds = vec![0; contenders];
-        race(contenders, Duration::from_secs(budget_s), &|| clock.get(), &mut |contender| {
+        let mut rounds = vec![0; predicted.len()];
+        race(predicted, Duration::from_secs(budget_s), &|| clock.get(), &mut |contender| {
             rounds[contender] += 1;
             let seconds = step(contender, rounds[contender] - 1)?;
             clock.set(clock.get() + Duration::from_secs_f64(10.0 * seconds));
@@ -229,32 +262,55 @@ mod tests {
         })
     }
 
+    fn order(standings: &[Standing]) -> Vec<usize> {
+        standings.iter().map(|standing| standing.contender).collect()
+    }
+
     #[test]
-    fn the_fastest_wins_although_the_machine_slows_down_and_one_visit_was_disturbed() {
-        let undisturbed = [0.060, 0.050, 0.052, 0.090];
+    fn a_steady_machine_decides_also_while_it_slows_down_as_a_whole() {
+        let undisturbed = [0.060, 0.050, 0.053, 0.090];
         let slower = [1.0, 2.5, 2.5, 1.0, 1.7];
         let step = |contender: usize, round: usize| {
-            let disturbed = if (contender, round) == (1, 0) { 1.2 } else { 1.0 };
+            let disturbed = if (contender, round) == (1, 0) { 1.1 } else { 1.0 };
             Some(undisturbed[contender] * slower[round] * disturbed)
         };
-        let standings = raced(4, 1000, &step);
-        assert_eq!(standings.iter().map(|s| s.contender).collect::<Vec<_>>(), [1, 2, 0, 3], "{standings:?}");
-        assert_eq!(standings.iter().map(|s| s.rounds).collect::<Vec<_>>(), [5, 5, 2, 1], "{standings:?}");
+        let standings = raced(&[0.055, 0.056, 0.054, 0.060], 1000, &step);
+        assert_eq!(order(&standings), [1, 2, 0, 3], "{standings:?}");
+    }
+
+    #[test]
+    fn on_an_unsteady_machine_predictions_outweigh_a_lucky_visit() {
+        // Every visit is off by up to a factor of two, and contender 2 is lucky twice.
+        let noise = [[1.0, 2.0, 1.9, 1.1, 1.5], [2.0, 1.0, 1.2, 1.9, 1.1], [1.0, 1.0, 1.9, 1.3, 2.0]];
+        let predicted = [0.050, 0.054, 0.062];
+        let standings =
+            raced(&predicted, 1000, &|contender, round| Some(predicted[contender] * noise[contender][round]));
+        assert_eq!(standings[0].contender, 0, "{standings:?}");
+        // The same luck on a machine that has shown itself steady would be a fact.
+        let steady = raced(&predicted, 1000, &|contender, _| Some([0.050, 0.054, 0.045][contender]));
+        assert_eq!(steady[0].contender, 2, "{steady:?}");
     }
 
     #[test]
     fn a_race_ends_when_its_time_is_over_or_nobody_else_is_left() {
-        let close = raced(3, 4, &|contender, _| Some(0.1 + 0.001 * contender as f64));
-        assert!(close.iter().all(|standing| standing.rounds == 2), "3 s a round, 4 in all: {close:?}");
-        let alone = raced(3, 1000, &|contender, _| Some(if contender == 2 { 0.1 } else { 0.2 }));
-        assert_eq!((alone[0].contender, alone[0].rounds), (2, 1), "{alone:?}");
+        let visits = |budget_s, times: [f64; 3]| {
+            let count = Cell::new(0);
+            raced(&[0.1; 3], budget_s, &|contender, _| {
+                count.set(count.get() + 1);
+                Some(times[contender])
+            });
+            count.get()
+        };
+        assert_eq!(visits(4, [0.1, 0.101, 0.102]), 6, "3 s a round, 4 in all");
+        assert_eq!(visits(1000, [0.1, 0.101, 0.102]), 15);
+        assert_eq!(visits(1000, [0.3, 0.3, 0.1]), 3);
     }
 
     #[test]
     fn who_cannot_be_run_is_out() {
-        let standings = raced(3, 1000, &|contender, round| (contender != 0 || round == 0).then_some(0.1));
-        assert_eq!(standings.iter().map(|standing| standing.contender).collect::<Vec<_>>(), [1, 2]);
-        assert!(raced(2, 1000, &|_, _| None).is_empty());
+        let standings = raced(&[0.1; 3], 1000, &|contender, round| (contender != 0 || round == 0).then_some(0.1));
+        assert_eq!(order(&standings), [1, 2]);
+        assert!(raced(&[0.1; 2], 1000, &|_, _| None).is_empty());
     }
 
     #[test]

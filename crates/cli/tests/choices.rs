@@ -114,10 +114,13 @@ fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run()
     assert!(plans[..tried].iter().all(|plan| predicted(plan) <= 1.3 * best));
     assert!(plans[tried..].windows(2).all(|pair| predicted(&pair[0]) <= predicted(&pair[1])));
     let shown = run(&folder, &["plan", "c.toml", "--trial-seconds", "2"]).ok().stdout;
-    assert!(shown.contains("  tried ") && shown.contains("Tried in turn: this "), "{shown}");
+    assert!(shown.contains("  tried ") && shown.contains("Tried in turn, it took "), "{shown}");
 
     let trained = run(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "2"]).ok().stdout;
-    assert!(trained.contains("the fastest of ") && trained.contains("Tried in turn: this "), "{trained}");
+    assert!(
+        trained.contains("the fastest by predictions and trials of ") && trained.contains("Tried in turn, it took "),
+        "{trained}"
+    );
     // 3 % of twelve steps are nothing to try anything in.
     let short = run(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='short'"]).ok();
     assert!(short.stderr.contains("nothing is tried: 2 rounds of two ways take about"), "{}", short.stderr);

@@ -225,10 +225,11 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
         count(tokens),
         profile.machine
     );
-    let is_tried = ways.fitting.first().is_some_and(|way| way.tried_s.is_some());
+    let is_tried = ways.fitting.first().is_some_and(|way| way.tried.is_some());
     let rows = ways.fitting.iter().take(usize::from(args.top)).map(|way| {
         let [micro, steps] = way.batch;
-        let seconds = way.tried_s.unwrap_or(way.step_s);
+        let tried_s = way.tried.map(|tried| tried.seconds);
+        let seconds = tried_s.unwrap_or(way.step_s);
         let mut row = vec![
             way.layout.clone(),
             format!("{micro} x {steps}"),
@@ -238,7 +239,7 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
             size_words(way.bytes),
         ];
         if is_tried {
-            row.insert(4, way.tried_s.map_or("-".to_owned(), |seconds| format!("{:.2} ms", 1e3 * seconds)));
+            row.insert(4, tried_s.map_or("-".to_owned(), |seconds| format!("{:.2} ms", 1e3 * seconds)));
         }
         row
     });
@@ -266,8 +267,8 @@ fn ways_json(ways: &choose::Ways, tokens: u64) -> Value {
             "recomputation": way.savings,
             "sets": way.sets,
             "step_s": way.step_s,
-            "tried_s": way.tried_s,
-            "tokens_per_s": tokens as f64 / way.tried_s.unwrap_or(way.step_s),
+            "tried_s": way.tried.map(|tried| tried.seconds),
+            "tokens_per_s": tokens as f64 / way.tried.map_or(way.step_s, |tried| tried.seconds),
             "memory_bytes": way.bytes,
             "runnable": true,
         })

@@ -43,8 +43,8 @@ pub struct Args {
     /// recomputation), by this machine's profile (`trainyard calibrate`), and says why. What --set holds stays as it is.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
-    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn; the fastest of them is
-    /// taken. 0: by prediction alone. Default: 3 % of what the run is predicted to take, 120 at most.
+    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects the
+    /// predictions. 0: by prediction alone. Default: 3 % of what the run is predicted to take, 120 at most.
     #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
     trial_seconds: Option<f64>,
     /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are processes: `trainyard launch
@@ -243,9 +243,9 @@ fn choose(load: &dyn Fn(&[String]) -> Result<Config>, trial_seconds: Option<f64>
     trial::try_out(&mut ways, load, seconds)?;
     let best = ways.best()?;
     let (fit, large) = (ways.fitting.len(), ways.too_large.len());
-    let fastest = match ways.fitting.iter().filter(|way| way.tried_s.is_some()).count() {
+    let fastest = match ways.fitting.iter().filter(|way| way.tried.is_some()).count() {
         0 => format!("the fastest of {fit} ways that fit, {large} do not"),
-        tried => format!("of {fit} ways that fit ({large} do not) the fastest of {tried} that were tried"),
+        tried => format!("of {fit} ways that fit ({large} do not) the fastest by predictions and trials of {tried}"),
     };
     print(format_args!(
         "plan         {}\n             {:.2} ms a step, predicted: {fastest}\n",
