@@ -65,10 +65,13 @@ fn offload_to_the_host_of_gpus_is_planned_and_can_be_run() {
 #[test]
 fn bad_requests_are_refused_with_what_would_do() {
     let folder = Folder::new();
-    let cases: [(&[&str], &str); 16] = [
+    let cases: [(&[&str], &str); 19] = [
         (&["plan"], "--model"),
         (&["plan", "--model", "llama-70", "--cluster", "1x1xH100"], "did you mean `llama-7"),
+        (&["plan", "--model", "llama-71b", "--cluster", "1x1xH100"], "did you mean `llama-70b`"),
+        (&["plan", "."], "for a model's folder say --model ."),
         (&["plan", "--model", "gpt2-124m", "--cluster", "1x1xH100"], "--global-batch is needed"),
+        (&[&SMALL[..], &["--what-if", "sequence_length=2048"]].concat(), "the model has learned 1024 positions"),
         (&[&SMALL[..], &["--fix", "tp=0"]].concat(), "tp is a number from 1"),
         (&[&SMALL[..], &["--fix", "tpp=2"]].concat(), "one of tp, pp"),
         (&[&SMALL[..], &["--what-if", "gpus=many"]].concat(), "a number of devices"),

@@ -72,7 +72,7 @@ impl Part {
             Part::Pipeline => "waiting for other pipeline stages",
             Part::Data => "waiting for data",
             Part::Host => "waiting for host memory",
-            Part::Beside => "beside the step",
+            Part::Beside => "starting and ending the step",
         }
     }
 

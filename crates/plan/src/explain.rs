@@ -67,7 +67,7 @@ fn bound(best: &Plan) -> String {
     };
     match waits.first() {
         Some((part, seconds)) if *seconds > 0.3 * total => format!(
-            "It is bound by {}: {} of the step, while the device computes for {}.",
+            "It is bound by {}: {} of the step go into {}, while the device computes for {}.",
             match part {
                 Part::Pipeline => "its pipeline",
                 Part::Data => "its data",
@@ -75,7 +75,8 @@ fn bound(best: &Plan) -> String {
                 Part::Beside => "what happens between steps",
                 _ => "communication",
             },
-            format_args!("{} {}", percent(*seconds, total), part.words()),
+            percent(*seconds, total),
+            part.words(),
             percent(work, total)
         ),
         _ => format!("It is bound by compute: the device computes for {} of the step; {rest}.", percent(work, total)),
@@ -193,7 +194,10 @@ mod tests {
             ]
         );
         let slow = plan("dp", &[(Part::Forward, 1.0), (Part::Reduce, 3.0)]);
-        assert!(reasons(&[slow], &[], 1 << 30)[0].starts_with("It is bound by communication: 75 % waiting for grad"));
+        assert!(
+            reasons(&[slow], &[], 1 << 30)[0]
+                .starts_with("It is bound by communication: 75 % of the step go into waiting for grad")
+        );
         assert!(reasons(&[], &[], 0).is_empty());
     }
 

@@ -53,8 +53,8 @@ pub fn run(args: &CollectivesArgs) -> Result<()> {
     if !(0.0..=60.0).contains(&args.seconds) {
         bail!("--seconds {} must be from 0 to 60", args.seconds);
     }
-    if args.ranks.iter().any(|&ranks| ranks == 0 || ranks > 1024) {
-        bail!("--ranks must be from 1 to 1024");
+    if args.ranks.iter().any(|ranks| !(2..=1024).contains(ranks)) {
+        bail!("--ranks must be from 2 to 1024: one rank has nobody to exchange with");
     }
     let mut groups = Vec::new();
     match Environment::detect()?.connect()? {

@@ -122,6 +122,10 @@ pub fn run(args: &Args) -> Result<()> {
     if args.models {
         return print(known_models());
     }
+    if let Some(folder) = args.config.as_deref().filter(|path| path.is_dir()) {
+        let folder = folder.display();
+        bail!("{folder} is a folder, and a configuration is a file in TOML: for a model's folder say --model {folder}");
+    }
     if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
         let processor = forecast::processor(&Config::load(Some(path.as_path()), &args.sets)?);
         let profile = match &args.profile {
@@ -157,6 +161,7 @@ pub fn run(args: &Args) -> Result<()> {
         .iter()
         .map(|change| {
             let changed = change.apply(&request, &profiles)?;
+            has_positions(&changed)?;
             let answer = plan(&changed, &facts);
             Ok((change.to_string(), answer))
         })
@@ -350,7 +355,19 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         }
         request.cluster.device.usd_per_hour = price;
     }
+    has_positions(&request)?;
     Ok(request)
+}
+
+/// Whether the model can have so long a sequence.
+fn has_positions(request: &Request) -> Result<()> {
+    let (length, learned) = (request.sequence_length, u64::from(request.model.positions));
+    if learned > 0 && length > learned {
+        bail!(
+            "a sequence of {length} tokens: the model has learned {learned} positions, and no sequence can be longer"
+        );
+    }
+    Ok(())
 }
 
 fn budget(seconds: Option<f64>) -> Result<Budget> {

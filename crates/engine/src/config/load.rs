@@ -127,16 +127,20 @@ impl Config {
             let keys: Vec<_> = keys.iter().map(|key| key.name).collect();
             return format!("unknown key `{written}`; [{section}] has {}", keys.join(", "));
         }
-        if let Some(key) = nearest(name, all().map(|(_, key)| key.name)) {
+        let names = sections.iter().map(|(section, _)| *section);
+        let of_sections = names.clone().filter(|_| path.len() == 1);
+        if let Some(key) = nearest(name, of_sections.chain(all().map(|(_, key)| key.name))) {
+            if names.clone().any(|section| section == key) {
+                return format!("unknown section `{name}`; did you mean [{key}]?");
+            }
             let section = all().find(|(_, known)| known.name == key).map(|(section, _)| section).unwrap_or_default();
             return did_you_mean(format!("{section}.{key}"));
         }
         let first = path.first().map(String::as_str).unwrap_or_default();
-        if let Some(section) = nearest(first, sections.iter().map(|(section, _)| *section)) {
+        if let Some(section) = nearest(first, names.clone()) {
             return format!("unknown section `{first}`; did you mean [{section}]?");
         }
-        let names: Vec<_> = sections.iter().map(|(section, _)| *section).collect();
-        format!("unknown key `{written}`; the sections are {}", names.join(", "))
+        format!("unknown key `{written}`; the sections are {}", names.collect::<Vec<_>>().join(", "))
     }
 }
 

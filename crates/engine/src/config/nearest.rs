@@ -1,13 +1,13 @@
 //! The nearest known name, for "did you mean".
 
 /// The candidate with the least edit distance to `name`, when that is small enough to be a slip: at most a third of the
-/// letters, and at least two are always forgiven. The first of equals wins.
+/// letters, and at least two are always forgiven. Of equals the one of the same length wins, then the first.
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let limit = (name.chars().count() / 3).max(2);
     let distances = candidates.into_iter().map(|candidate| (distance(name, candidate), candidate));
     distances
         .filter(|(d, candidate)| *d <= limit && *d < candidate.chars().count())
-        .min_by_key(|(d, _)| *d)
+        .min_by_key(|(d, candidate)| (*d, candidate.chars().count().abs_diff(name.chars().count())))
         .map(|(_, c)| c)
 }
 
@@ -54,6 +54,7 @@ mod tests {
         assert_eq!(nearest("stpes", keys), Some("steps"));
         assert_eq!(nearest("lerning_rat", keys), Some("learning_rate"));
         assert_eq!(nearest("zzz", keys), None);
+        assert_eq!(nearest("llama-71b", ["llama-1b", "llama-70b"]), Some("llama-70b"));
         assert_eq!(nearest(&"x".repeat(100_000), keys), None);
     }
 }

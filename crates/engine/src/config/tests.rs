@@ -202,6 +202,7 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["model.hidden_size=64"], &["did you mean `model.dim`?"]),
     (&["training.gradient_accumulation_steps=2"], &["did you mean `training.accumulation_steps`?"]),
     (&["steps=5"], &["unknown key `steps`; did you mean `training.steps`?"]),
+    (&["traning={}"], &["unknown section `traning`; did you mean [training]?"]),
     (&["metrics.wombat=1"], &["unknown key `metrics.wombat`; [metrics] has jsonl, tensorboard, profile"]),
     (&["zoo.wombat=1"], &["the sections are run, model"]),
     (&["training.steps"], &["section.key=value"]),
