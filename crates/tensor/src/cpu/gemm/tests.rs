@@ -369,6 +369,31 @@ fn a_batch_in_two_parts_gives_the_bits_of_the_whole() {
     });
 }
 
+/// Enough rows that threads join each other's tasks, over several blocks of the shared dimension where sums continue in memory, and with narrow ends.
+#[test]
+fn threads_that_share_a_task_give_the_bits_of_one() {
+    let (tokens, outputs, inputs) = (1100, 330, 70);
+    let random = &mut Random(400);
+    let (dy, x) = (random.values::<bf16>(tokens * outputs), random.values::<bf16>(tokens * inputs));
+    let w = random.values::<bf16>(outputs * inputs);
+    let before: Vec<f32> = random.values(outputs * inputs);
+    let (dy, x) = (MatRef::new(&dy, tokens, outputs), MatRef::new(&x, tokens, inputs));
+    let (mut dws, mut ys) = (None, None);
+    for rung in rungs(DType::BF16) {
+        driver::FORCED.set(Some(rung));
+        for threads in [1, 2, 2, 3, 4] {
+            let cpu = Cpu::new(Isa::detect(), threads);
+            let (mut dw, mut y) = (before.clone(), vec![bf16::ZERO; tokens * outputs]);
+            weight_gradient(&cpu, dy, x, &mut dw, Accumulate::Add, None);
+            let w = Weight::from(MatRef::new(&w, outputs, inputs));
+            forward(&cpu, x, w, Epilogue::default(), MatMut::new(&mut y, tokens, outputs));
+            check_same(&mut dws, &format!("{rung:?}"), &dw);
+            check_same(&mut ys, &format!("{rung:?}"), &y);
+        }
+        driver::FORCED.set(None);
+    }
+}
+
 fn matmul_conforms<T: Element>() {
     for (case, (m, n, k)) in SHAPES.into_iter().enumerate() {
         let random = &mut Random(400 + case as u64);
