@@ -127,8 +127,12 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
     // The pick stays first, and what prediction alone picks second where that is another; of the others the fastest few follow.
     let predicted =
         (0..count).min_by(|a, b| ways[*a].predicted_s.total_cmp(&ways[*b].predicted_s)).expect("there are ways");
-    ways[1..=predicted].rotate_right(usize::from(predicted > 0));
-    let picks = 1 + usize::from(predicted > 0);
+    let mut picks = 1;
+    if predicted > 0 {
+        let way = ways.remove(predicted);
+        ways.insert(1, way);
+        picks = 2;
+    }
     ways[picks..].sort_by(|a, b| a.best().total_cmp(&b.best()));
     ways.truncate(picks + FINALISTS);
     for way in &mut ways {

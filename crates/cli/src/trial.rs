@@ -12,10 +12,11 @@
 use crate::choose::{Tried, Way, Ways};
 use crate::commands::config::resolve;
 use crate::output::{chain, note};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use trainyard_calibrate::Ranks;
 use trainyard_engine::config::{Config, Limits, Resolved};
+use trainyard_sim::machine::median;
 
 /// Contenders at most.
 const CONTENDERS_MAX: usize = 10;
@@ -149,7 +150,7 @@ fn visit(resolved: &Resolved) -> Result<f64> {
         ranks.step()?;
         steps.push(step.elapsed().as_secs_f64());
     }
-    Ok(median(&mut steps))
+    median(steps).context("no step was timed")
 }
 
 /// Rounds of visits until the time is over or one contender is left; a visit that gives nothing takes its contender out of the standings. The one that is expected to be the fastest
@@ -184,12 +185,11 @@ fn race(
             break;
         }
     }
-    let finished = (0..predicted.len()).filter(|contender| !seconds[*contender].is_empty());
     let standing = |contender: usize| {
-        let median = median(&mut seconds[contender].clone());
-        Standing { contender, seconds: median, expected: expected[contender] }
+        let seconds = median(seconds[contender].iter().copied())?;
+        Some(Standing { contender, seconds, expected: expected[contender] })
     };
-    let mut standings: Vec<Standing> = finished.map(standing).collect();
+    let mut standings: Vec<Standing> = (0..predicted.len()).filter_map(standing).collect();
     standings.sort_by(|a, b| a.expected.total_cmp(&b.expected));
     standings
 }
@@ -197,18 +197,19 @@ fn race(
 /// What steps are expected to take after the visits: predictions, corrected by as much as the visits are worth. Only their ratios mean something.
 fn expect(predicted: &[f64], seconds: &[Vec<f64>]) -> Vec<f64> {
     let rounds = seconds.iter().map(Vec::len).max().unwrap_or(0);
-    // What a visit took more than was predicted, beside the others of its round: nothing is left of the spell that they met.
+    let mean = |over: &[f64]| over.iter().sum::<f64>() / over.len().max(1) as f64;
+    // What a visit took more than was predicted, beside the others of its round: nothing is left of the spell that they met. Those who are still racing are beside
+    // one another alone: their spell is what they took more than in the rounds before, so that those who are out stay comparable.
     let mut over: Vec<Vec<f64>> = vec![Vec::new(); predicted.len()];
     for round in 0..rounds {
-        let visits =
-            predicted.iter().zip(seconds).map(|(predicted, seconds)| Some((seconds.get(round)? / predicted).ln()));
-        let visits: Vec<Option<f64>> = visits.collect();
-        let spell = median(&mut visits.iter().copied().flatten().collect::<Vec<_>>());
-        for (over, visit) in over.iter_mut().zip(visits) {
-            over.extend(visit.map(|visit| visit - spell));
+        let visits: Vec<(usize, f64)> = (0..predicted.len())
+            .filter_map(|contender| Some((contender, (seconds[contender].get(round)? / predicted[contender]).ln())))
+            .collect();
+        let spell = median(visits.iter().map(|(contender, visit)| visit - mean(&over[*contender]))).unwrap_or(0.0);
+        for (contender, visit) in visits {
+            over[contender].push(visit - spell);
         }
     }
-    let mean = |over: &[f64]| over.iter().sum::<f64>() / over.len().max(1) as f64;
     let (mut squares, mut freedom) = (VISIT_ERROR.powi(2), 1.0);
     for over in &over {
         squares += over.iter().map(|value| (value - mean(over)).powi(2)).sum::<f64>();
@@ -220,12 +221,6 @@ fn expect(predicted: &[f64], seconds: &[Vec<f64>]) -> Vec<f64> {
         predicted * (believed * mean(over)).exp()
     };
     predicted.iter().zip(&over).map(corrected).collect()
-}
-
-/// The lower one of two in the middle: one disturbance in two visits does not count.
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)
 }
 
 #[cfg(test)]
@@ -289,6 +284,20 @@ mod tests {
         // The same luck on a machine that has shown itself steady would be a fact.
         let steady = raced(&predicted, 1000, &|contender, _| Some([0.050, 0.054, 0.045][contender]));
         assert_eq!(steady[0].contender, 2, "{steady:?}");
+    }
+
+    #[test]
+    fn who_is_out_is_not_ahead_because_those_left_are_only_compared_with_one_another() {
+        // The first three are out after two rounds; what is seen of the others later speaks for these, not against.
+        let behind = |budget_s| {
+            let step = |contender: usize, _| Some([0.1, 0.1, 0.1, 0.07, 0.072][contender]);
+            let standings = raced(&[0.1; 5], budget_s, &step);
+            let expected =
+                |contender| standings.iter().find(|standing| standing.contender == contender).unwrap().expected;
+            expected(0) / expected(3)
+        };
+        let (two_rounds, five) = (behind(4), behind(1000));
+        assert!(two_rounds < five, "{two_rounds} {five}");
     }
 
     #[test]

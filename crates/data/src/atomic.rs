@@ -94,8 +94,8 @@ fn clear_left_behind(folder: &Path, name: &str) {
     }
 }
 
-/// Writes a small file atomically.
-pub(crate) fn write(destination: &Path, bytes: &[u8]) -> Result<()> {
+/// Writes a small file whole or not at all, and makes missing folders above it.
+pub fn write(destination: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = AtomicFile::create(destination)?;
     file.write(bytes)?;
     file.commit()

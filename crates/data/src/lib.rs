@@ -25,6 +25,7 @@ pub mod prepare;
 pub mod rng;
 pub mod tokenizer;
 
+pub use atomic::write as write_atomically;
 pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line};
 pub use dataset::{Dataset, DatasetSpec, IGNORE, MicroBatch, Position, Sampling, Source};
 pub use error::{DataError, Result};

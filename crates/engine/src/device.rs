@@ -122,22 +122,24 @@ pub fn pinned(prediction: &Prediction) -> String {
 }
 
 /// The host's memory, in bytes.
-pub(crate) struct HostMemory {
-    /// Of the machine, swap included.
+pub struct HostMemory {
+    /// What is built in.
     pub total: usize,
+    /// What the system can write to disk beyond that.
+    pub swap: usize,
     /// What the system can give without swapping.
     pub available: usize,
 }
 
 /// The host's memory, where the system says: Linux does.
-pub(crate) fn host_memory() -> Option<HostMemory> {
+pub fn host_memory() -> Option<HostMemory> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
     };
-    let total = bytes("MemTotal")? + bytes("SwapTotal").unwrap_or(0);
-    Some(HostMemory { total, available: bytes("MemAvailable")? })
+    let swap = bytes("SwapTotal").unwrap_or(0);
+    Some(HostMemory { total: bytes("MemTotal")?, swap, available: bytes("MemAvailable")? })
 }
 
 /// The rank's place among those on its host, which is that of its GPU.

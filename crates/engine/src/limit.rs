@@ -42,7 +42,7 @@ pub fn check_machine(
         return Ok(None);
     };
     let what = if ranks > 1 { "a rank's share of this machine's memory" } else { "this machine's memory" };
-    keeps(resolved, spec, rank, prediction, memory.total / ranks, what)?;
+    keeps(resolved, spec, rank, prediction, (memory.total + memory.swap) / ranks, what)?;
     let needed = ranks * at_most(prediction);
     Ok((needed > memory.available).then(|| {
         format!(

@@ -1,12 +1,11 @@
 //! What may be set over the configuration of a run that goes on, and keeping it: the run's folder says how it is trained, so that going on needs no flag.
 
+use crate::Result;
 use crate::config::{Config, Origin, Resolved};
 use crate::session::files;
 use crate::snapshot::RunState;
 use crate::state::does_not_fit;
-use crate::{EngineError, Result};
 use std::fs;
-use std::io::Write;
 use std::path::Path;
 
 /// Keys that decide about a run once, and why.
@@ -38,11 +37,7 @@ pub(crate) fn keep(folder: &Path, sets: &[String], resolved: &Resolved, note: &m
     if sets.is_empty() || fs::read_to_string(&file).is_ok_and(|before| before == text) {
         return Ok(());
     }
-    let temporary = folder.join(format!(".{}.tmp", files::CONFIG));
-    let written = fs::File::create(&temporary)
-        .and_then(|mut open| open.write_all(text.as_bytes()).and_then(|()| open.sync_all()))
-        .and_then(|()| fs::rename(&temporary, &file));
-    written.map_err(|source| EngineError::File { what: "cannot write", path: file.display().to_string(), source })?;
+    trainyard_data::write_atomically(&file, text.as_bytes())?;
     note(&format!("{} now has {}", file.display(), sets.join(", ")));
     Ok(())
 }

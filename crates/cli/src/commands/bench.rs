@@ -252,19 +252,21 @@ fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, case
 
 /// Times attention of `dtype`, forward and backward, prints it and appends it to `cases`.
 fn attention(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, cases: &mut Vec<Value>) -> Result<()> {
-    let peak = peaks.flops(dtype.dtype()) / 1e12;
     for case in Case::all() {
         let timed: Result<Measured, BenchError> = match dtype {
-            Precision::F32 => time_attention::<f32>(cpu, &case, args.seconds),
-            Precision::Bf16 => time_attention::<bf16>(cpu, &case, args.seconds),
-            Precision::F16 => time_attention::<f16>(cpu, &case, args.seconds),
+            Precision::F32 => time_attention::<f32>(cpu, peaks, &case, args.seconds),
+            Precision::Bf16 => time_attention::<bf16>(cpu, peaks, &case, args.seconds),
+            Precision::F16 => time_attention::<f16>(cpu, peaks, &case, args.seconds),
         };
         let timed = timed?;
         for (index, form) in ["forward", "backward"].into_iter().enumerate() {
-            let tflops = timed.tflops()[index];
-            let share = tflops / peak;
+            let (tflops, share) = (timed.tflops()[index], timed.peak_shares()[index]);
             if share > 1.0 {
-                bail!("{} {form}: {:.1} % of the measured peak, which cannot be", timed.name, 100.0 * share);
+                bail!(
+                    "attention {} {form}: {:.1} % of the measured peak, which cannot be; was the machine busy with something else?",
+                    timed.name,
+                    100.0 * share
+                );
             }
             if !args.json {
                 print(format_args!(

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, Fp8Recipe};
+use trainyard_engine::device::host_memory;
 use trainyard_engine::session::Runtime;
 use trainyard_engine::shape::model_spec;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
@@ -92,8 +93,8 @@ pub struct Args {
     /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto, with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Of a configuration on this machine: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn; they come
-    /// first then, the fastest at the head. 0: by prediction alone.
+    /// Of a configuration on this machine: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects
+    /// the predictions; they come first then. 0: by prediction alone.
     #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
     trial_seconds: f64,
     /// Print JSON.
@@ -384,9 +385,7 @@ fn this_machine() -> Result<Cluster> {
     let device = trainyard_tensor::Device::cpu(runtime.isa, runtime.threads, None);
     let cpu = device.as_cpu().context("a CPU device")?;
     let peaks = trainyard_tensor::cpu::peak::measure(cpu);
-    let meminfo = std::fs::read_to_string("/proc/meminfo").context("cannot read the size of memory")?;
-    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
-    let kib: f64 = total.and_then(|text| text.trim().parse().ok()).context("/proc/meminfo does not say MemTotal")?;
+    let memory = host_memory().context("the system does not say how much memory it has: name a --gpu")?;
     let tflops = |flops: f64| flops / 1e12;
     let profile = trainyard_sim::Device {
         name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),
@@ -400,7 +399,7 @@ fn this_machine() -> Result<Cluster> {
         .into(),
         // The share of the peak that products reach (docs/LOG.md).
         product_tflops: 0.83 * tflops(peaks.bf16_flops),
-        memory_gb: kib * 1024.0 / 1e9,
+        memory_gb: memory.total as f64 / 1e9,
         memory_gb_s: peaks.copy_bytes_per_s / 1e9,
         multiprocessors: runtime.threads as u32,
         link_gb_s: peaks.copy_bytes_per_s / 1e9,

@@ -4,9 +4,11 @@
 //! those of the f32 vector form on the same operands widened (which the conformance tests hold to the f64 oracle); only
 //! then it is timed. FLOPs are those of the unmasked pairs alone, so that skipping masked blocks is not counted as work.
 
+use super::median;
 use crate::cpu::attention::{
     AttentionError, AttentionSpec, Rows, RowsMut, backward, flops_backward, flops_forward, forward,
 };
+use crate::cpu::peak::Peaks;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
 use std::time::Instant;
@@ -65,8 +67,8 @@ pub struct Measured {
     pub flops: [u64; 2],
     /// Median seconds of forward and of backward.
     pub seconds: [f64; 2],
-    /// The fastest of the runs, which a busy machine disturbs least.
-    pub fastest: [f64; 2],
+    /// The peak of the operands' type, operations a second, sampled in turn with forward and with backward: medians.
+    pub peaks: [f64; 2],
     /// Distance of the output and of the gradients from the f32 form's, relative in the 2-norm.
     pub errors: [f64; 2],
 }
@@ -75,6 +77,11 @@ impl Measured {
     /// FLOP/s of forward and of backward, in units of 10^12.
     pub fn tflops(&self) -> [f64; 2] {
         [0, 1].map(|i| self.flops[i] as f64 / self.seconds[i] * 1e-12)
+    }
+
+    /// The same in parts of the peak.
+    pub fn peak_shares(&self) -> [f64; 2] {
+        [0, 1].map(|i| self.flops[i] as f64 / self.seconds[i] / self.peaks[i])
     }
 }
 
@@ -151,21 +158,25 @@ fn distance<T: Element>(got: &[T], want: &[f32]) -> f64 {
     (error / norm.max(f64::MIN_POSITIVE)).sqrt()
 }
 
-/// The median and the smallest of the seconds that `run` takes.
-fn time(mut run: impl FnMut() -> Result<(), AttentionError>, seconds: f64) -> Result<(f64, f64), AttentionError> {
-    let mut times = Vec::new();
+/// Medians of the seconds that `run` takes and of the peaks that `sample` finds, in turn.
+fn time(
+    mut run: impl FnMut() -> Result<(), AttentionError>,
+    sample: impl Fn() -> f64,
+    seconds: f64,
+) -> Result<(f64, f64), AttentionError> {
+    let (mut times, mut samples) = (Vec::new(), Vec::new());
     let begin = Instant::now();
     while times.len() < 5 || begin.elapsed().as_secs_f64() < seconds {
         let start = Instant::now();
         run()?;
         times.push(start.elapsed().as_secs_f64());
+        samples.push(sample());
     }
-    times.sort_by(f64::total_cmp);
-    Ok((times[times.len() / 2], times[0]))
+    Ok((median(&mut times), median(&mut samples)))
 }
 
 /// Checks and times `case` on operands of type `T`, forward and backward for about `seconds` each.
-pub fn measure<T: Element>(cpu: &Cpu, case: &Case, seconds: f64) -> Result<Measured, BenchError> {
+pub fn measure<T: Element>(cpu: &Cpu, peaks: &Peaks, case: &Case, seconds: f64) -> Result<Measured, BenchError> {
     let spec = &case.spec;
     let tokens = case.cu_seqlens.last().map_or(0, |tokens| *tokens as usize);
     let mut state = 1u64;
@@ -195,8 +206,9 @@ pub fn measure<T: Element>(cpu: &Cpu, case: &Case, seconds: f64) -> Result<Measu
         }
     }
     drop(exact);
-    let forward = time(|| operands.forward(cpu, case, tokens), seconds)?;
-    let backward = time(|| operands.backward(cpu, case, tokens), seconds)?;
+    let sample = || peaks.sample(cpu, T::DTYPE);
+    let forward = time(|| operands.forward(cpu, case, tokens), sample, seconds)?;
+    let backward = time(|| operands.backward(cpu, case, tokens), sample, seconds)?;
     Ok(Measured {
         name: case.name,
         dtype: T::DTYPE,
@@ -204,7 +216,7 @@ pub fn measure<T: Element>(cpu: &Cpu, case: &Case, seconds: f64) -> Result<Measu
         threads: cpu.threads.count(),
         flops: [flops_forward(spec, &case.cu_seqlens), flops_backward(spec, &case.cu_seqlens)],
         seconds: [forward.0, backward.0],
-        fastest: [forward.1, backward.1],
+        peaks: [forward.1, backward.1],
         errors,
     })
 }
@@ -217,7 +229,7 @@ mod tests {
     #[test]
     fn a_measurement_counts_its_flops_and_errs_by_rounding_alone() {
         let case = Case::causal("small", 2, 1, 16, 2, 40);
-        let measured = measure::<bf16>(&Cpu::new(Isa::detect(), 1), &case, 0.0).unwrap();
+        let measured = measure::<bf16>(&Cpu::new(Isa::detect(), 1), &PEAKS, &case, 0.0).unwrap();
         assert_eq!(measured.flops, [4 * 2 * 16 * 2 * 820, 10 * 2 * 16 * 2 * 820]);
         assert!(measured.errors.iter().all(|error| *error > 0.0));
         assert!(measured.tflops().iter().all(|tflops| *tflops > 0.0));

@@ -4,6 +4,7 @@
 //! result.
 
 use super::array::Array;
+use super::median;
 use crate::cpu::Cpu;
 use crate::cpu::gemm::{
     Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Transpose, forward, input_gradient, weight_gradient,
@@ -187,11 +188,6 @@ fn time<T: Element>(
         });
     }
     Ok(timings)
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 /// Compares 64 elements spread over the result.

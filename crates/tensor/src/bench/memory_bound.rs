@@ -7,6 +7,7 @@
 //!
 //! Not measured here: kernels whose cost is arithmetic or indices (top-k, random fills).
 
+use super::median;
 use crate::cpu::Cpu;
 use crate::cpu::activation::{Activation, activation, activation_backward, glu, glu_backward};
 use crate::cpu::cast::cast;
@@ -174,11 +175,6 @@ fn copy(cpu: &Cpu, from: &[u8], to: &mut [u8]) {
         // SAFETY: the ranges of a region do not overlap.
         unsafe { to.part(range.clone()) }.copy_from_slice(&from[range]);
     });
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 /// Numbers in `[-1, 1)`.
