@@ -12,3 +12,14 @@ fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
+
+/// Peaks that no kernel reaches.
+#[cfg(test)]
+const UNBEATEN: crate::cpu::peak::Peaks = crate::cpu::peak::Peaks {
+    isa: crate::cpu::Isa::Portable,
+    threads: 1,
+    f32_flops: 1e12,
+    bf16_flops: 1e12,
+    bf16_instruction: crate::cpu::peak::Instruction::MultiplyAdd,
+    copy_bytes_per_s: 1e9,
+};
