@@ -8,7 +8,7 @@ use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trainyard_data::prepare::{train_prefix, validation_prefix};
+use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
     Corpus, CorpusOptions, Dataset, DatasetSpec, IndexedTokens, PrepareOptions, Sampling, Sidecar, Source, Tokenizer,
     prepare,
@@ -95,7 +95,8 @@ impl Corpora {
         let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?;
 
         let mut notes = Vec::new();
-        let fraction = if data.validation.is_some() { 0.0 } else { data.validation_fraction.unwrap_or(0.01) };
+        let fraction =
+            if data.validation.is_some() { 0.0 } else { data.validation_fraction.unwrap_or(VALIDATION_FRACTION) };
         let mut prepared = opened.iter().zip(&groups);
         let mut resolved_sources = Vec::new();
         for (prefix, weight) in sources {

@@ -78,11 +78,27 @@ fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
     )))
 }
 
+/// A sentence where a rank has more threads than this process has cores.
+pub fn crowding(resolved: &Resolved) -> Option<String> {
+    let cores = cores();
+    let crowded = resolved.config.compute.device == DeviceKind::Cpu && resolved.threads > cores;
+    crowded.then(|| {
+        format!(
+            "compute.threads = {} on {cores} cores: threads will wait for one another's turn; {cores} are faster",
+            resolved.threads
+        )
+    })
+}
+
 /// The ranks that this one works for while it waits, and they for it: those of its process, where each of their threads has a core.
 fn crew(resolved: &Resolved, world: &Communicator) -> Option<Arc<Crew>> {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores;
+    let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores();
     lends.then(|| world.common()).flatten()
+}
+
+/// Cores that this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
 /// Whether what is offloaded to the host fits in what it has to give, with `ranks` ranks on it.
@@ -154,6 +170,7 @@ pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Config, Inputs};
     use std::time::Duration;
     use trainyard_tensor::cuda::fake::{Fake, Options};
     use trainyard_tensor::{Cost, DType};
@@ -164,6 +181,19 @@ mod tests {
         assert!([(8, 9), (9, 0), (10, 0)].into_iter().all(|capability| multiplies_fp8(&gpu(capability)).is_ok()));
         let error = multiplies_fp8(&gpu((8, 6))).unwrap_err().to_string();
         assert!(error.contains("capability 8.6: products of eight bits begin with 8.9"), "{error}");
+    }
+
+    #[test]
+    fn more_threads_than_cores_are_said() {
+        let doubt = |threads: usize| {
+            let sets = ["model.preset=quickstart".to_owned(), format!("compute.threads={threads}")];
+            let config = Config::parse("here".as_ref(), "", &sets).unwrap();
+            let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+            crowding(&config.resolve(&inputs).unwrap())
+        };
+        assert_eq!(doubt(cores()), None);
+        let (more, said) = (cores() + 1, doubt(cores() + 1).unwrap());
+        assert!(said.starts_with(&format!("compute.threads = {more} on {} cores", cores())), "{said}");
     }
 
     #[test]

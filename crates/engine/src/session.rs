@@ -191,6 +191,9 @@ impl Session {
         {
             note(&doubt);
         }
+        if let Some(doubt) = crate::device::crowding(&resolved) {
+            note(&doubt);
+        }
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         crate::device::check_host(&prediction, ranks_here(&world))?;

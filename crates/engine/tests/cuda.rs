@@ -233,9 +233,10 @@ fn emulated_kernels_train_like_the_cpu() {
         (GPT2, &["precision.compute=f32", "model.dropout=0.1"], 1e-4),
         (LLAMA, &["precision.compute=bf16", "activation_checkpointing.mode=full"], 2e-2),
         (GPT2, &["precision.compute=bf16", "training.accumulation_steps=2"], 2e-2),
-        // The first step is computed in bf16; a rounding that falls the other way in eight bits is one of bf16's that does, made larger.
-        (LLAMA, &["precision.fp8=hybrid", "activation_checkpointing.mode=full"], 2e-2),
-        (GPT2, &["precision.fp8=hybrid", "training.accumulation_steps=2"], 2e-2),
+        // The first step is computed in bf16; a rounding that falls the other way in eight bits is one of bf16's that does, made larger. At ten times this rate the
+        // norm jumps, and four steps make 6 % of attention's probabilities in bf16 here and in f32 on processors without tiles.
+        (LLAMA, &["precision.fp8=hybrid", "activation_checkpointing.mode=full", "optimizer.learning_rate=0.001"], 2e-2),
+        (GPT2, &["precision.fp8=hybrid", "training.accumulation_steps=2", "optimizer.learning_rate=0.001"], 2e-2),
         (LLAMA, &["precision.compute=f32", "optimizer.name=muon"], 1e-4),
         (GPT2, &["precision.compute=bf16", "optimizer.name=muon"], 2e-2),
         // Adafactor makes steps of full length of gradients that are rounding alone, as those of GPT-2's key biases: there the CPU's own kernels differ by 2e-4.

@@ -25,7 +25,7 @@ pub struct PrepareArgs {
     #[arg(long)]
     out: PathBuf,
     /// The share held back for validation; 0 for none.
-    #[arg(long, default_value_t = 0.005, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = trainyard_data::prepare::VALIDATION_FRACTION, allow_negative_numbers = true)]
     validation_fraction: f64,
     /// Decides which documents those are.
     #[arg(long, default_value_t = 0)]

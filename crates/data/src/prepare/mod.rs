@@ -40,10 +40,20 @@ pub struct PrepareOptions {
     pub reuse: bool,
 }
 
+/// The share that validates where nothing else is said.
+pub const VALIDATION_FRACTION: f64 = 0.01;
+
 impl PrepareOptions {
-    /// The usual: half a percent for validation, all cores, end-of-text tokens, reuse.
+    /// The usual: one percent for validation, all cores, end-of-text tokens, reuse.
     pub fn new(out: impl Into<PathBuf>) -> Self {
-        Self { out: out.into(), validation_fraction: 0.005, seed: 0, workers: 0, append_eos: true, reuse: true }
+        Self {
+            out: out.into(),
+            validation_fraction: VALIDATION_FRACTION,
+            seed: 0,
+            workers: 0,
+            append_eos: true,
+            reuse: true,
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::Schedule;
 use serde::Serialize;
 use std::path::PathBuf;
+use trainyard_data::prepare::VALIDATION_FRACTION;
 use trainyard_tensor::cpu::Isa;
 
 /// What the configuration depends on and does not contain.
@@ -411,7 +412,8 @@ impl Resolver {
             None if inputs.batches_supplied => false,
             None => {
                 let key = "data.validation_fraction";
-                let fraction = self.settle(key, &data.validation_fraction, 0.01, "no data.validation is given");
+                let fraction =
+                    self.settle(key, &data.validation_fraction, VALIDATION_FRACTION, "no data.validation is given");
                 self.within(key, fraction, 0.0, 0.5);
                 fraction > 0.0
             }

@@ -72,6 +72,7 @@ where
     let config = config_json(spec, options.dtype)?;
     let plan = Plan::new(model, implied_zeros(spec), options)?;
     fs::create_dir_all(folder).map_err(WeightsError::io("creating", folder))?;
+    let partials = Partials(plan.names.iter().map(|name| partial(&folder.join(name))).collect());
     let mut files = plan.create(folder)?;
     for (index, unit) in model.units().iter().enumerate() {
         let layout = model.layout(index, 1);
@@ -91,6 +92,7 @@ where
         fs::rename(partial(&path), &path).map_err(WeightsError::io("renaming", &path))?;
         written.push(path);
     }
+    drop(partials);
     if plan.names.len() > 1 {
         written.push(put(folder, INDEX, &plan.index())?);
     }
@@ -238,9 +240,22 @@ fn partial(path: &Path) -> PathBuf {
     path.with_extension("partial")
 }
 
+/// Files under temporary names; what is left of them when this is dropped is removed.
+struct Partials(Vec<PathBuf>);
+
+impl Drop for Partials {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            // It has got its own name, or was never made; and an error that brought us here is the one worth reporting.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
 /// Writes a small file so that it is there whole or not at all.
 fn put(folder: &Path, name: &str, text: &str) -> Result<PathBuf, WeightsError> {
     let path = folder.join(name);
+    let _partials = Partials(vec![partial(&path)]);
     let write = || -> std::io::Result<()> {
         let mut file = File::create(partial(&path))?;
         file.write_all(text.as_bytes())?;
