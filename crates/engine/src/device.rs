@@ -186,7 +186,8 @@ mod tests {
     #[test]
     fn more_threads_than_cores_are_said() {
         let doubt = |threads: usize| {
-            let sets = ["model.preset=quickstart".to_owned(), format!("compute.threads={threads}")];
+            let sets = ["model.preset=quickstart", "training.steps=1", &format!("compute.threads={threads}")];
+            let sets = sets.map(String::from);
             let config = Config::parse("here".as_ref(), "", &sets).unwrap();
             let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
             crowding(&config.resolve(&inputs).unwrap())
