@@ -84,7 +84,7 @@ pub fn crowding(resolved: &Resolved) -> Option<String> {
     let crowded = resolved.config.compute.device == DeviceKind::Cpu && resolved.threads > cores;
     crowded.then(|| {
         format!(
-            "compute.threads = {} on {cores} cores: threads will wait for one another's turn; {cores} are faster",
+            "compute.threads = {}, and this process may use {cores} of the machine's cores: threads will take turns",
             resolved.threads
         )
     })
@@ -194,7 +194,7 @@ mod tests {
         };
         assert_eq!(doubt(cores()), None);
         let (more, said) = (cores() + 1, doubt(cores() + 1).unwrap());
-        assert!(said.starts_with(&format!("compute.threads = {more} on {} cores", cores())), "{said}");
+        assert!(said.starts_with(&format!("compute.threads = {more}, and this process may use {}", cores())), "{said}");
     }
 
     #[test]

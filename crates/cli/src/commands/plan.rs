@@ -385,7 +385,7 @@ fn this_machine() -> Result<Cluster> {
     let device = trainyard_tensor::Device::cpu(runtime.isa, runtime.threads, None);
     let cpu = device.as_cpu().context("a CPU device")?;
     let peaks = trainyard_tensor::cpu::peak::measure(cpu);
-    let memory = host_memory().context("the system does not say how much memory it has: name a --gpu")?;
+    let memory = host_memory().context("the system does not say how much memory it has: name a --cluster")?;
     let tflops = |flops: f64| flops / 1e12;
     let profile = trainyard_sim::Device {
         name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),

@@ -340,9 +340,8 @@ fn run_task<T: Element, S: Sink>(
                 }
             }
             let add = block > 0 || sink.seeded();
-            let next = (row - in_group + group_rows).min(part.rows)..(row - in_group + 2 * group_rows).min(part.rows);
-            let next = part.row + next.start..part.row + next.end;
-            let next = Ahead::part(&left, next, k..k + depth, in_group / mr, group_rows / mr);
+            let group = |number: usize| part.row + (row - in_group + number * group_rows).min(part.rows);
+            let next = Ahead::part(&left, group(1)..group(2), k..k + depth, in_group / mr, group_rows / mr);
             let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add, next };
             // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
