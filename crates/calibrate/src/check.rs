@@ -4,6 +4,7 @@
 //! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory is compared per
 //! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
 
+use crate::crew::Crew;
 use crate::forecast::{Forecast, forecast};
 use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
@@ -24,6 +25,8 @@ pub struct Case {
     pub name: String,
     /// Its keys.
     pub sets: Vec<String>,
+    /// Its ranks.
+    pub ranks: u32,
 }
 
 /// Measured and predicted.
@@ -128,27 +131,30 @@ fn case(family: &str, (dim, layers, heads, vocab): (u32, u32, u32, u32), variati
     let name = format!(
         "{family} {dim}x{layers} {dtype} {rows}x{length}x{accumulation} ranks {ranks} zero {stage} keep {checkpointing}"
     );
-    Case { name, sets }
+    Case { name, sets, ranks }
 }
 
-/// Trains and predicts every `every`th of [`cases`].
+/// Trains and predicts every `every`th of [`cases`]; on processes, of those that have as many ranks.
 ///
 /// # Errors
 ///
 /// A configuration that cannot be trained.
 pub fn rows(
+    crew: &Crew,
     profile: &MachineProfile,
     every: usize,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<Vec<Row>, CalibrateError> {
-    let sampler = Sampler::new()?;
-    let cases: Vec<Case> = cases().into_iter().step_by(every.max(1)).collect();
+    let sampler = Sampler::new(crew)?;
+    let processes = crew.machine().processes.as_ref().map(|processes| processes.count);
+    let fitting = cases().into_iter().filter(|case| processes.is_none_or(|count| case.ranks == count));
+    let cases: Vec<Case> = fitting.step_by(every.max(1)).collect();
     let mut rows = Vec::with_capacity(cases.len());
     for (number, case) in cases.iter().enumerate() {
         progress(number as f64 / cases.len() as f64, &case.name);
         let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
-        let resolved = resolve(&case.sets).map_err(failed)?;
-        rows.push(row(&case.name, &resolved, profile, &sampler, &failed)?);
+        let resolved = crew.resolve(&case.sets).map_err(failed)?;
+        rows.push(row(crew, &case.name, &resolved, profile, &sampler, &failed)?);
     }
     Ok(rows)
 }
@@ -162,14 +168,15 @@ const CHANGE_MAX: f64 = 1.1;
 const OFF_MAX: f64 = 1.3;
 
 fn row(
+    crew: &Crew,
     name: &str,
     resolved: &Resolved,
     profile: &MachineProfile,
     sampler: &Sampler,
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<Row, CalibrateError> {
-    let forecast = forecast(resolved).map_err(failed)?;
-    let mut ranks = Ranks::together(resolved).map_err(failed)?;
+    let forecast = forecast(resolved, crew.machine()).map_err(failed)?;
+    let mut ranks = crew.ranks(resolved).map_err(failed)?;
     ranks.step().map_err(failed)?;
     let mut steps: Vec<Step> = Vec::new();
     let mut before = sampler.sample()?;
@@ -178,15 +185,16 @@ fn row(
         let elapsed = began.elapsed().as_secs_f64();
         let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
         let enough = steady >= *STEPS.end() || elapsed >= *CASE_S.start() && steady >= *STEPS.start();
-        if steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()) {
+        if crew.agree(steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()))? {
             break;
         }
+        crew.meet()?;
         let timed = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
         let (change, off) = (sample::factor(&before, &after), sample::factor(&speeds, &profile.speeds));
         let unsteadiness = (change / CHANGE_MAX).max(off / OFF_MAX);
-        let seconds = timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
+        let seconds = crew.most(timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max))?;
         let predicted_s = forecast.step(profile, &speeds).simulated.step_s;
         steps.push(Step { timed, speeds, unsteadiness, seconds, predicted_s });
         before = after;
@@ -302,7 +310,7 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
 pub fn difference(first: &MachineProfile, second: &MachineProfile) -> Result<Vec<(String, f64)>, CalibrateError> {
     let of = |case: &Case| {
         let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
-        let forecast = forecast(&resolve(&case.sets).map_err(failed)?).map_err(failed)?;
+        let forecast = forecast(&resolve(&case.sets).map_err(failed)?, &first.machine).map_err(failed)?;
         let step = |profile| forecast.step(profile, &first.speeds).simulated.step_s;
         Ok((case.name.clone(), step(second) / step(first) - 1.0))
     };

@@ -1,10 +1,11 @@
-//! Collectives between ranks that are threads, and what compute and communication cost each other when they run at once.
+//! Collectives between ranks, threads or processes, and what compute and communication cost each other when they run at once.
 
+use crate::crew::Crew;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_comm::bench::{fit, time};
 use trainyard_comm::{Communicator, Result, local};
-use trainyard_sim::machine::{CollectiveCurve, Interference, median};
+use trainyard_sim::machine::{CollectiveCurve, Interference, Processes, median};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
@@ -19,30 +20,72 @@ const ROUNDS: usize = 2;
 /// The collectives as the engine calls them.
 pub(crate) const OPERATIONS: [&str; 3] = ["all_gather", "reduce_scatter", "all_reduce"];
 
-/// Curves of groups of two and four ranks, and of one on each core.
-pub fn collectives(cores: u32) -> Result<Vec<CollectiveCurve>> {
-    let mut groups = vec![2, 4];
-    if cores > 4 {
-        groups.push(cores);
-    }
+/// Ranks that exchange with each other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Group {
+    ranks: u32,
+    /// From one of them to the next.
+    stride: u32,
+    /// That they are on.
+    hosts: u32,
+}
+
+/// Curves of the groups that the crew's ranks can make.
+pub fn collectives(crew: &Crew) -> Result<Vec<CollectiveCurve>> {
     let mut curves = Vec::new();
-    for ranks in groups {
-        let rounds = (0..ROUNDS).map(|_| on_threads(ranks)).collect::<Result<Vec<_>>>()?;
+    let groups = match &crew.machine().processes {
+        Some(processes) => groups(processes),
+        None => groups_of_threads(crew.machine().cores),
+    };
+    for group in groups {
+        let round = || match crew.world() {
+            Some(world) => between(&members(world, group)?),
+            None => on_threads(group.ranks),
+        };
+        let rounds = (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>()?;
         for (at, operation) in OPERATIONS.into_iter().enumerate() {
             let seconds = |size: usize| median(rounds.iter().map(|round| round[at][size])).unwrap_or(f64::NAN);
             let points: Vec<[f64; 2]> =
-                (0..SIZES.len()).map(|size| [bytes(size, ranks) as f64, seconds(size)]).collect();
-            curves.push(curve(operation, ranks, points));
+                (0..SIZES.len()).map(|size| [bytes(size, group.ranks) as f64, seconds(size)]).collect();
+            curves.push(CollectiveCurve { hosts: group.hosts, ..curve(operation, group.ranks, points) });
         }
     }
     Ok(curves)
 }
 
-/// A curve through `points` of bytes and seconds, with the straight line that people read.
+/// Two and four ranks, and one on each core.
+fn groups_of_threads(cores: u32) -> Vec<Group> {
+    let sizes = [2, 4].into_iter().chain((cores > 4).then_some(cores));
+    sizes.map(|ranks| Group { ranks, stride: 1, hosts: 1 }).collect()
+}
+
+/// Neighbours: powers of two, a host, and all processes; and those at the same place on every host. Groups that leave nobody out, for all exchange at once.
+fn groups(processes: &Processes) -> Vec<Group> {
+    let (count, here) = (processes.count, processes.on_a_host());
+    let powers = (1..31).map(|power| 1 << power).filter(|ranks| *ranks < count && count.is_multiple_of(*ranks));
+    let mut sizes: Vec<u32> = powers.chain([here, count]).filter(|ranks| *ranks > 1).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    // Those that are partly on one host and partly on two take as long as those of the larger part that cross.
+    let neighbours = sizes.into_iter().filter(|ranks| ranks.is_multiple_of(here) || here.is_multiple_of(*ranks));
+    let neighbours = neighbours.map(|ranks| Group { ranks, stride: 1, hosts: (ranks / here).max(1) });
+    let across = Group { ranks: processes.hosts, stride: here, hosts: processes.hosts };
+    neighbours.chain((processes.hosts > 1 && here > 1).then_some(across)).collect()
+}
+
+/// The group of this process.
+fn members(world: &Communicator, group: Group) -> Result<Communicator> {
+    let (rank, Group { ranks, stride, .. }) = (world.rank() as u32, group);
+    // Groups of neighbours follow each other; of those at a stride as many are interleaved.
+    let color = rank / (ranks * stride) * stride + rank % stride;
+    world.split(color, rank, format!("{ranks} ranks"))
+}
+
+/// A curve through `points` of bytes and seconds on one host, with the straight line that people read.
 pub(crate) fn curve(operation: &str, ranks: u32, points: Vec<[f64; 2]>) -> CollectiveCurve {
     let line = fit(&points.iter().map(|point| (point[0], point[1])).collect::<Vec<_>>());
     let (alpha_s, beta_s_per_byte) = line.map_or((0.0, 0.0), |line| (line.alpha, line.beta));
-    CollectiveCurve { operation: operation.to_owned(), ranks, alpha_s, beta_s_per_byte, points }
+    CollectiveCurve { operation: operation.to_owned(), ranks, hosts: 1, alpha_s, beta_s_per_byte, points }
 }
 
 /// A size in whole f32 elements of every rank.
@@ -51,14 +94,17 @@ fn bytes(size: usize, ranks: u32) -> usize {
 }
 
 /// Seconds by operation and size, the same on every rank.
+fn between(comm: &Communicator) -> Result<Vec<Vec<f64>>> {
+    let ranks = comm.size() as u32;
+    let case = |operation: &&str| (0..SIZES.len()).map(|size| once(comm, operation, bytes(size, ranks))).collect();
+    OPERATIONS.iter().map(case).collect()
+}
+
+/// The same of ranks that are threads of this process.
 fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
-    let run = |comm: Communicator| -> Result<Vec<Vec<f64>>> {
-        let case = |operation: &&str| (0..SIZES.len()).map(|size| once(&comm, operation, bytes(size, ranks))).collect();
-        OPERATIONS.iter().map(case).collect()
-    };
     std::thread::scope(|scope| {
         let worlds = local::World::new(ranks as usize);
-        let threads: Vec<_> = worlds.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
+        let threads: Vec<_> = worlds.into_iter().map(|comm| scope.spawn(move || between(&comm))).collect();
         let results: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("a rank does not panic")).collect();
         results.into_iter().next().expect("a group has ranks")
     })
@@ -68,17 +114,27 @@ fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
 const IN_TURN_BYTES: usize = 24 << 20;
 const IN_TURN: usize = 12;
 
+/// So many elements in memory as the engine gives it to what is exchanged: on huge pages where they are many, which decides how fast a transport copies them.
+fn buffer(elements: usize) -> Tensor {
+    let device = Device::cpu(Isa::detect(), 1, None);
+    device.zeros([elements], DType::F32, Purpose::Comm).expect("memory without a limit")
+}
+
+fn data(buffer: &mut Tensor) -> &mut [f32] {
+    buffer.data_mut().expect("a tensor of f32 on the host")
+}
+
 /// Seconds of one `operation` on a buffer of `bytes`.
 fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
     let count = (IN_TURN_BYTES / bytes.max(1)).clamp(1, IN_TURN);
-    let numbers = |elements: usize| vec![vec![1e-30f32; elements]; count];
+    let numbers = |elements: usize| -> Vec<Tensor> { (0..count).map(|_| buffer(elements)).collect() };
     let (mut wholes, mut parts) = (numbers(bytes / 4), numbers(bytes / 4 / comm.size()));
     let mut next = 0;
     let mut run = |exchanges: bool| {
         time(comm, CASE_S, || {
             next = (next + 1) % count;
             // What is exchanged was just written by its owner, as parameters by an update and gradients by a backward.
-            let (part, whole) = (&mut parts[next], &mut wholes[next]);
+            let (part, whole) = (data(&mut parts[next]), data(&mut wholes[next]));
             let gathers = operation == "all_gather";
             if gathers {
                 part.fill(1e-30)
@@ -100,39 +156,71 @@ fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
 
 /// Seconds that each part of the measurement of interference lasts.
 const PART: Duration = Duration::from_millis(250);
+/// Elements of a rank's buffer in exchanges of which the start decides, and the bytes. Smaller ones go through MPI without a handshake, and do not wait for one.
+const SMALL: usize = 64 << 10;
+const LARGE: usize = 2 << 20;
+/// Compute is believed to be slowed by so much beyond its share of the cores: more is a measurement of an exchange that hardly worked.
+const COMPUTE_MAX: f64 = 2.0;
+
+/// What ranks do in a part of the measurement.
+#[derive(Clone, Copy)]
+struct Doing {
+    multiplies: bool,
+    /// Elements.
+    exchanges: Option<usize>,
+}
 
 /// Ranks that share all cores multiply and exchange: alone, and both at once.
-pub fn interference(cores: u32) -> Result<Interference> {
-    let ranks = cores.clamp(2, 4);
+pub fn interference(crew: &Crew) -> Result<Interference> {
+    let cores = crew.machine().cores;
+    let ranks = match &crew.machine().processes {
+        Some(processes) => processes.on_a_host(),
+        None => cores.clamp(2, 4),
+    };
     let threads = (cores / ranks).max(1);
-    let run = |computes, exchanges, elements| beside(ranks, threads, computes, exchanges, elements);
-    let compute_alone = run(true, false, LARGE)?.0;
-    let exchange_alone = run(false, true, LARGE)?.1;
-    let (compute, exchange) = run(true, true, LARGE)?;
-    // What an exchange of nothing takes longer is waking threads on busy cores. A large one takes that too.
-    let small = 1.0 / run(true, true, 1)?.1 - 1.0 / run(false, true, 1)?.1;
-    let start_s = small.max(0.0);
-    let exchange = 1.0 / (1.0 / exchange - start_s).max(0.1 / exchange);
+    let run = |multiplies, exchanges| {
+        let comms = match crew.world() {
+            Some(world) => vec![world.duplicate("interference")?],
+            None => local::World::new(ranks as usize),
+        };
+        during(Doing { multiplies, exchanges }, comms, threads)
+    };
+    let multiply = || run(true, None).map(|(products, _)| products);
+    // The first finds caches and memory as what came before left them.
+    let products = [multiply()?, multiply()?, multiply()?];
+    let products = median(products).expect("three");
+    let alone = |elements| run(false, Some(elements)).map(|(_, exchanges)| 1.0 / exchanges);
+    let (small_alone, large_alone) = (alone(SMALL)?, alone(LARGE)?);
+    let small = 1.0 / run(true, Some(SMALL))?.1;
+    let (products_beside, large) = run(true, Some(LARGE))?;
+    let large = 1.0 / large;
     // What fair shares of the cores would leave of each: all threads that want to run, and those of the exchange alone.
     let cores = f64::from(cores);
     let share = |threads: u32| (cores / f64::from(threads)).min(1.0);
-    let both = share(ranks * threads + ranks);
-    let compute = compute_alone / compute * both / share(ranks * threads);
-    let communication = exchange_alone / exchange * both / share(ranks);
+    let fair = share(ranks * threads + ranks);
+    let (compute_share, exchange_share) = (fair / share(ranks * threads), fair / share(ranks));
+    // What a small exchange takes longer than its share of the cores says is waking threads on busy cores, once or for every handshake. A large one takes that too.
+    let start_s = (small - small_alone / exchange_share).clamp(0.0, 0.9 * large);
+    let communication = (large - start_s) / large_alone * exchange_share;
+    // What compute lost it lost while the exchange worked and did not wait for a core.
+    let lost = (1.0 - products_beside / products) * large / (large - start_s);
+    let compute = compute_share / (1.0 - lost).max(compute_share / COMPUTE_MAX);
     // Less than nothing is chance.
     Ok(Interference { compute: compute.max(1.0), communication: communication.max(1.0), start_s })
 }
 
-/// Elements of a rank's buffer in a large exchange.
-const LARGE: usize = 1 << 20;
-
-/// Products and exchanges of `elements` per second of all ranks together.
-fn beside(ranks: u32, threads: u32, computes: bool, exchanges: bool, elements: usize) -> Result<(f64, f64)> {
+/// Products and exchanges per second of each rank of this process, which exchange with those of other processes over `comms`.
+fn during(doing: Doing, comms: Vec<Communicator>, threads: u32) -> Result<(f64, f64)> {
+    // Processes begin together; threads do anyway.
+    if let [comm] = &comms[..] {
+        comm.barrier()?;
+    }
     let (stop, products, exchanged) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let (stop, products, exchanged) = (&stop, &products, &exchanged);
+    let ranks = comms.len() as f64;
     let start = Instant::now();
     std::thread::scope(|scope| {
-        for _ in 0..if computes { ranks } else { 0 } {
+        for _ in comms.iter().filter(|_| doing.multiplies) {
             scope.spawn(move || {
                 let device = Device::cpu(Isa::detect(), threads as usize, None);
                 let matrix = || device.zeros([256, 512], DType::F32, Purpose::Workspace).expect("half a megabyte");
@@ -143,26 +231,31 @@ fn beside(ranks: u32, threads: u32, computes: bool, exchanges: bool, elements: u
                 }
             });
         }
-        let talk = move |comm: Communicator| -> Result<()> {
-            let mut data = vec![1e-30f32; elements];
+        let exchange = move |comm: Communicator, elements: usize| -> Result<()> {
+            let mut buffer = buffer(elements);
+            let data = data(&mut buffer);
+            data.fill(1e-30);
             let mut goes_on = [1u32];
             // All end together: rank 0's word counts.
             while goes_on[0] == 1 {
-                comm.all_reduce(&mut data)?;
+                comm.all_reduce(data)?;
                 exchanged.fetch_add(1, Ordering::Relaxed);
                 goes_on[0] = u32::from(!stop.load(Ordering::Relaxed));
                 comm.broadcast(&mut goes_on, 0)?;
             }
             Ok(())
         };
-        let worlds = if exchanges { local::World::new(ranks as usize) } else { Vec::new() };
-        let talking: Vec<_> = worlds.into_iter().map(|comm| scope.spawn(move || talk(comm))).collect();
+        let exchanging: Vec<_> = match doing.exchanges {
+            Some(elements) => comms.into_iter().map(|comm| scope.spawn(move || exchange(comm, elements))).collect(),
+            None => Vec::new(),
+        };
         std::thread::sleep(PART);
         stop.store(true, Ordering::Relaxed);
-        talking.into_iter().try_for_each(|thread| thread.join().expect("a rank does not panic"))
+        exchanging.into_iter().try_for_each(|thread| thread.join().expect("a rank does not panic"))
     })?;
     let seconds = start.elapsed().as_secs_f64();
-    Ok((products.load(Ordering::Relaxed) as f64 / seconds, exchanged.load(Ordering::Relaxed) as f64 / seconds))
+    let each = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64 / ranks / seconds;
+    Ok((each(products), each(exchanged)))
 }
 
 #[cfg(test)]
@@ -171,7 +264,47 @@ mod tests {
 
     #[test]
     fn lanes_beside_each_other_are_no_faster_than_alone() {
-        let found = interference(2).unwrap();
-        assert!(found.compute >= 1.0 && found.communication >= 1.0 && found.compute.is_finite(), "{found:?}");
+        let found = interference(&Crew::alone()).unwrap();
+        assert!((1.0..=COMPUTE_MAX).contains(&found.compute) && found.start_s >= 0.0, "{found:?}");
+        assert!(found.communication >= 1.0 && found.communication.is_finite(), "{found:?}");
+    }
+
+    #[test]
+    fn processes_exchange_with_neighbours_with_all_and_across_hosts() {
+        let of = |count, hosts| {
+            let groups = groups(&Processes { backend: "tcp".to_owned(), count, hosts });
+            groups.iter().map(|group| (group.ranks, group.stride, group.hosts)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(1, 1), []);
+        assert_eq!(of(2, 1), [(2, 1, 1)]);
+        assert_eq!(of(6, 1), [(2, 1, 1), (6, 1, 1)]);
+        assert_eq!(of(2, 2), [(2, 1, 2)]);
+        assert_eq!(of(8, 2), [(2, 1, 1), (4, 1, 1), (8, 1, 2), (2, 4, 2)]);
+        // Groups of four would be on two hosts in unequal parts.
+        assert_eq!(of(12, 2), [(2, 1, 1), (6, 1, 1), (12, 1, 2), (2, 6, 2)]);
+    }
+
+    #[test]
+    fn everybody_is_in_one_group_and_neighbours_or_places_make_it() {
+        let members_of = |group: Group| {
+            std::thread::scope(|scope| {
+                let worlds = local::World::new(8).into_iter();
+                let ranks: Vec<_> = worlds
+                    .map(|world| {
+                        scope.spawn(move || {
+                            let comm = members(&world, group).unwrap();
+                            let mut all = vec![0u32; comm.size()];
+                            comm.all_gather(&[world.rank() as u32], &mut all).unwrap();
+                            all
+                        })
+                    })
+                    .collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+            })
+        };
+        let pairs = members_of(Group { ranks: 2, stride: 1, hosts: 1 });
+        assert_eq!((&pairs[0], &pairs[5]), (&vec![0, 1], &vec![4, 5]));
+        let across = members_of(Group { ranks: 2, stride: 4, hosts: 2 });
+        assert_eq!((&across[0], &across[7]), (&vec![0, 4], &vec![3, 7]));
     }
 }

@@ -6,7 +6,7 @@ use trainyard_engine::{EngineError, bench};
 use trainyard_program::Program;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::host::{HostLayout, HostStep, host_step};
-use trainyard_sim::machine::Speeds;
+use trainyard_sim::machine::{Machine, Processes, Speeds};
 
 /// What is known of a step on this machine.
 #[derive(Clone, Debug)]
@@ -19,23 +19,25 @@ pub struct Forecast {
     pub layout: HostLayout,
 }
 
-/// Lowers `resolved` and executes the program without data: all that does not depend on how fast the machine is. Its ranks are threads or processes of this host.
+/// Lowers `resolved` and executes the program without data: all that does not depend on how fast `machine` is.
 ///
 /// # Errors
 ///
 /// A model that does not fit.
-pub fn forecast(resolved: &Resolved) -> Result<Forecast, EngineError> {
+pub fn forecast(resolved: &Resolved, machine: &Machine) -> Result<Forecast, EngineError> {
     let (program, needs) = bench::forecast(resolved)?;
-    Ok(Forecast { program, needs, layout: layout(resolved, resolved.parallel.ranks) })
+    Ok(Forecast { program, needs, layout: layout(resolved, machine) })
 }
 
-/// How `ranks` ranks share what computes: the cores of a host, or a GPU each, which profiles know as a rank of one thread.
-pub fn layout(resolved: &Resolved, ranks: usize) -> HostLayout {
+/// How the ranks on a host share what computes: its cores, or a GPU each, which profiles know as a rank of one thread. Ranks are on one host, where they are not processes that
+/// `machine` knows on several.
+pub fn layout(resolved: &Resolved, machine: &Machine) -> HostLayout {
+    let ranks = machine.processes.as_ref().map_or(resolved.parallel.ranks as u32, Processes::on_a_host);
     let threads = match resolved.config.compute.device {
         DeviceKind::Cpu => resolved.threads as u32,
         DeviceKind::Cuda(_) => 1,
     };
-    HostLayout { ranks: ranks as u32, threads }
+    HostLayout { ranks, threads }
 }
 
 impl Forecast {

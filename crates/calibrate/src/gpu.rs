@@ -106,7 +106,7 @@ impl Sizes {
                 sets.push(format!("activation_checkpointing.mode='{mode}'"));
                 let Model { family, dim, accumulation, .. } = model;
                 let name = format!("{family} {dim}x2 bf16 {rows}x{length}x{accumulation} keep {mode}");
-                cases.push(Case { name, sets });
+                cases.push(Case { name, sets, ranks: 1 });
             }
         }
         cases
@@ -271,7 +271,7 @@ pub fn check(
 
 fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, EngineError> {
     let resolved = resolve(&case.sets)?;
-    let forecast = forecast(&resolved)?;
+    let forecast = forecast(&resolved, &profile.machine)?;
     let predicted = forecast.step(profile, &profile.speeds);
     let device = Device::cuda(Arc::clone(cuda), None);
     let mut stepper = Stepper::on(&device, &resolved, None)?;

@@ -14,6 +14,7 @@
 
 pub mod check;
 mod collect;
+pub mod crew;
 mod disk;
 mod exchange;
 mod forecast;
@@ -28,12 +29,13 @@ pub use ranks::Ranks;
 pub use sample::Sampler;
 
 use collect::Collector;
-use probes::{Layout, Probe};
+use crew::Crew;
+use probes::Probe;
 use std::path::Path;
 use std::time::{Instant, SystemTime};
 use trainyard_comm::CommError;
 use trainyard_engine::EngineError;
-use trainyard_sim::machine::{FORMAT, Machine, Speeds};
+use trainyard_sim::machine::{FORMAT, Speeds};
 use trainyard_sim::{MachineError, MachineProfile};
 use trainyard_tensor::TensorError;
 
@@ -83,51 +85,62 @@ pub enum CalibrateError {
     /// The profile.
     #[error(transparent)]
     Profile(#[from] MachineError),
+    /// Processes that nothing can be said of.
+    #[error(
+        "ranks must be dealt to hosts in order, and as many to each: these are on {hosts} (`mpirun --map-by slot` and `trainyard launch` deal them so)"
+    )]
+    Hosts {
+        /// The host of every rank.
+        hosts: String,
+    },
 }
 
-/// Measures this machine; its disk in `folder`. `progress` is told the share that is done, and what comes next.
+/// Measures what `crew` runs on; the disk in `folder`. `progress` is told the share that is done, and what comes next. Of processes all do this together; rank 0 gets the
+/// profile, in which its kernels stand for those of all, and the others None.
 ///
 /// # Errors
 ///
 /// Anything of the engine, the communicators and the disk that does not work.
 pub fn calibrate(
+    crew: &Crew,
     how: Thoroughness,
     folder: &Path,
     progress: &mut dyn FnMut(f64, &str),
-) -> Result<MachineProfile, CalibrateError> {
-    let machine = Machine::here();
+) -> Result<Option<MachineProfile>, CalibrateError> {
     progress(0.0, "speeds");
-    let sampler = Sampler::new()?;
-    let disk = disk::measure(folder)
-        .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
-    let layouts = Layout::of(machine.cores);
+    let sampler = Sampler::new(crew)?;
+    // One at a time: ranks share it, and predictions divide it among them.
+    let disk = crew.is_first().then(|| disk::measure(folder)).transpose();
+    let disk = disk.map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
+    let layouts = crew.layouts();
     let probes: Vec<Probe> = layouts.iter().flat_map(|layout| probes::all(*layout, how.every)).collect();
     let mut collector = Collector::default();
     let began = Instant::now();
     let mut rounds = 0;
-    while rounds < how.rounds && (rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max)) {
+    while rounds < how.rounds && crew.agree(rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max))? {
         for at in 0..probes.len() {
             // Every other round backwards, so that no drift looks like a dependence on shape.
             let probe = &probes[if rounds % 2 == 0 { at } else { probes.len() - 1 - at }];
             let done = (rounds as usize * probes.len() + at) as f64 / (how.rounds as usize * probes.len()) as f64;
             progress(0.9 * done, &format!("round {} of {}: {}", rounds + 1, how.rounds, probe.name()));
-            probe.run(&sampler, &mut collector)?;
+            probe.run(crew, &sampler, &mut collector)?;
         }
         rounds += 1;
     }
-    progress(0.9, "collectives between threads");
-    let collectives = exchange::collectives(machine.cores)?;
+    progress(0.9, "collectives");
+    let collectives = exchange::collectives(crew)?;
     progress(0.95, "lanes beside each other");
-    let interference = exchange::interference(machine.cores)?;
+    let interference = exchange::interference(crew)?;
     let speeds = Speeds::median(collector.speeds()).expect("every probe samples the speeds");
-    Ok(MachineProfile {
+    let Some(disk) = disk else { return Ok(None) };
+    Ok(Some(MachineProfile {
         format: FORMAT,
         measured: utc(SystemTime::now()),
         method: format!(
             "medians of {rounds} interleaved rounds over {} probes; each point keeps the speeds (of a reference product and a copy) that were sampled beside it, and predictions scale with those of their own moment",
             probes.len()
         ),
-        machine,
+        machine: crew.machine().clone(),
         speeds,
         overheads: collector.overheads(),
         interference,
@@ -135,7 +148,7 @@ pub fn calibrate(
         transfers: None,
         collectives,
         kernels: collector.curves(),
-    })
+    }))
 }
 
 /// `2026-11-22T00:05:09Z`

@@ -4,6 +4,7 @@
 //! tokens take two micro-batches, of which the second adds its gradients to the first's.
 
 use crate::collect::Collector;
+use crate::crew::Crew;
 use crate::ranks::{Ranks, resolve};
 use crate::sample::Sampler;
 use crate::{CalibrateError, sample};
@@ -140,18 +141,19 @@ impl Probe {
     }
 
     /// Runs it once to settle and a few times to be counted, in turn with samples of the machine's speeds.
-    pub(crate) fn run(&self, sampler: &Sampler, collector: &mut Collector) -> Result<(), CalibrateError> {
+    pub(crate) fn run(&self, crew: &Crew, sampler: &Sampler, collector: &mut Collector) -> Result<(), CalibrateError> {
         match self {
             Probe::Steps { layout, model } => {
                 let failed = |source: EngineError| CalibrateError::Probe { probe: self.name(), source };
-                steps(*layout, model, sampler, collector, &failed)
+                steps(crew, *layout, model, sampler, collector, &failed)
             }
-            Probe::Sums { layout, elements } => sums(*layout, *elements, sampler, collector),
+            Probe::Sums { layout, elements } => sums(crew, *layout, *elements, sampler, collector),
         }
     }
 }
 
 fn steps(
+    crew: &Crew,
     layout: Layout,
     model: &Model,
     sampler: &Sampler,
@@ -159,15 +161,16 @@ fn steps(
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<(), CalibrateError> {
     let resolved = resolve(&model.sets(layout.threads)).map_err(failed)?;
-    let mut ranks = Ranks::apart(&resolved, layout.ranks).map_err(failed)?;
+    let mut ranks = Ranks::apart(&resolved, crew.own(layout)).map_err(failed)?;
     ranks.step().map_err(failed)?;
     ranks.members().iter().for_each(|rank| rank.device.set_recording(true));
     let mut before = sampler.sample()?;
     let began = Instant::now();
     for step in 0..*STEPS.end() {
-        if step >= *STEPS.start() && began.elapsed().as_secs_f64() > PROBE_S {
+        if crew.agree(step >= *STEPS.start() && began.elapsed().as_secs_f64() > PROBE_S)? {
             break;
         }
+        crew.meet()?;
         let timed: Vec<Timed> = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
@@ -182,10 +185,17 @@ fn steps(
     Ok(())
 }
 
-fn sums(layout: Layout, elements: usize, sampler: &Sampler, collector: &mut Collector) -> Result<(), CalibrateError> {
+fn sums(
+    crew: &Crew,
+    layout: Layout,
+    elements: usize,
+    sampler: &Sampler,
+    collector: &mut Collector,
+) -> Result<(), CalibrateError> {
     let isa = trainyard_tensor::cpu::Isa::detect();
-    let devices: Vec<Device> = (0..layout.ranks).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
+    let devices: Vec<Device> = (0..crew.own(layout)).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
     let before = sampler.sample()?;
+    crew.meet()?;
     let results: Vec<Result<Vec<Call>, trainyard_tensor::TensorError>> = std::thread::scope(|scope| {
         let threads: Vec<_> = devices.iter().map(|device| scope.spawn(move || sums_on(device, elements))).collect();
         threads.into_iter().map(|thread| thread.join().expect("sums do not panic")).collect()
@@ -258,7 +268,8 @@ mod tests {
 
     #[test]
     fn a_probe_measures_every_kernel_of_its_step() {
-        let sampler = Sampler::new().unwrap();
+        let crew = Crew::alone();
+        let sampler = Sampler::new(&crew).unwrap();
         let mut collector = Collector::default();
         let layout = Layout { ranks: 2, threads: 1 };
         let model = Model {
@@ -271,8 +282,8 @@ mod tests {
             length: 8,
             accumulation: 2,
         };
-        Probe::Steps { layout, model }.run(&sampler, &mut collector).unwrap();
-        Probe::Sums { layout, elements: 4096 }.run(&sampler, &mut collector).unwrap();
+        Probe::Steps { layout, model }.run(&crew, &sampler, &mut collector).unwrap();
+        Probe::Sums { layout, elements: 4096 }.run(&crew, &sampler, &mut collector).unwrap();
         let curves = collector.curves();
         let has =
             |kernel: &str, dtype: &str| curves.iter().any(|c| (c.kernel.as_str(), c.dtype.as_str()) == (kernel, dtype));

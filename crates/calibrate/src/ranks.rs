@@ -50,6 +50,15 @@ impl Ranks {
         Ranks::of(resolved, worlds.collect())
     }
 
+    /// The one rank of a run of `resolved` that is in this process; the others are in the other processes of `world`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ranks::together`].
+    pub(crate) fn one_of(resolved: &Resolved, world: Communicator) -> Result<Ranks> {
+        Ranks::of(resolved, vec![Some(world)])
+    }
+
     /// `ranks` runs of one rank each that know nothing of each other.
     ///
     /// # Errors

@@ -3,9 +3,10 @@
 //! A peak on registers is a poor measure of a moment: what a neighbour on the same core, on the memory or in the last-level cache takes shows in products and not there. So
 //! the unit of arithmetic is a product of a middling shape, by the kernel that training calls, and of memory a copy; each is a median.
 
+use crate::CalibrateError;
+use crate::crew::Crew;
 use std::cell::RefCell;
 use std::time::Instant;
-use trainyard_engine::config::Inputs;
 use trainyard_sim::machine::{Speeds, median};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::gemm::Activation;
@@ -20,8 +21,10 @@ const WEIGHTS: usize = 4;
 /// Seconds of each of the three parts of a sample, which has at least three repetitions.
 const PART_S: f64 = 3e-3;
 
-/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during which nothing else should run.
-pub struct Sampler {
+/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during which nothing else should run. Processes sample at the same time, each
+/// on its share of the cores, and each knows its own speeds.
+pub struct Sampler<'c> {
+    crew: &'c Crew,
     device: Device,
     from: Tensor,
     /// Input and weights in bf16 and in f32.
@@ -29,14 +32,14 @@ pub struct Sampler {
     next: RefCell<usize>,
 }
 
-impl Sampler {
+impl<'c> Sampler<'c> {
     /// Makes the operands.
     ///
     /// # Errors
     ///
-    /// No memory for them.
-    pub fn new() -> Result<Sampler, TensorError> {
-        let device = Device::cpu(Isa::detect(), Inputs::of_this_machine().cores, None);
+    /// No memory for them; a process that does not come.
+    pub fn new(crew: &'c Crew) -> Result<Sampler<'c>, CalibrateError> {
+        let device = Device::cpu(Isa::detect(), crew.threads() as usize, None);
         let from = device.zeros([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
         let [m, n, k] = PRODUCT;
         let matrix = |rows: usize, dtype| device.zeros([rows, k], dtype, Purpose::Workspace);
@@ -44,7 +47,7 @@ impl Sampler {
             Ok((matrix(m, dtype)?, (0..WEIGHTS).map(|_| matrix(n, dtype)).collect::<Result<_, _>>()?))
         };
         let operands = [operands(DType::BF16)?, operands(DType::F32)?];
-        let sampler = Sampler { device, from, operands, next: RefCell::new(0) };
+        let sampler = Sampler { crew, device, from, operands, next: RefCell::new(0) };
         // The first one wakes threads and touches memory.
         sampler.sample()?;
         Ok(sampler)
@@ -55,7 +58,8 @@ impl Sampler {
     /// # Errors
     ///
     /// As [`Sampler::new`].
-    pub fn sample(&self) -> Result<Speeds, TensorError> {
+    pub fn sample(&self) -> Result<Speeds, CalibrateError> {
+        self.crew.meet()?;
         let [bf16_flops, f32_flops] = [self.product(0)?, self.product(1)?];
         let mut to = self.device.empty([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
         let copy_s = repeated(|| ops::cast_into(&self.from, &mut to))?;
@@ -111,7 +115,7 @@ mod tests {
 
     #[test]
     fn samples_are_rates_and_what_lies_between_two_is_their_mean() {
-        let sample = Sampler::new().unwrap().sample().unwrap();
+        let sample = Sampler::new(&Crew::alone()).unwrap().sample().unwrap();
         assert!(sample.f32_flops > 1e6 && sample.bf16_flops > 1e6 && sample.copy_bytes_per_s > 1e6, "{sample:?}");
         let four = Speeds { f32_flops: 4.0 * sample.f32_flops, ..sample };
         assert!((between(sample, four).f32_flops / sample.f32_flops - 2.0).abs() < 1e-9);

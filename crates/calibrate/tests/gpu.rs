@@ -60,8 +60,8 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
         .collect();
         let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
         let resolved = Config::parse(Path::new("test"), "", &sets).unwrap().resolve(&inputs).unwrap();
-        assert_eq!(layout(&resolved, ranks).threads, 1);
-        let step = forecast(&resolved).unwrap().step(&read, &read.speeds);
+        assert_eq!(layout(&resolved, &read.machine).threads, 1);
+        let step = forecast(&resolved, &read.machine).unwrap().step(&read, &read.speeds);
         assert!(step.simulated.step_s > 0.0 && step.simulated.step_s.is_finite());
         // Sums over ranks come with ranks, and are measured too.
         assert_eq!(step.unpriced.into_keys().collect::<Vec<_>>(), [""; 0], "on {ranks} ranks");

@@ -8,7 +8,7 @@
 //! What only saves memory is tried where it is needed: recomputation costs time, summing per micro-batch costs exchanges, a disk costs both, and nothing is
 //! won by them where the same way fits without. A disk is slower than all of those, so offload is tried where nothing fits without it.
 
-use crate::commands::config::resolve;
+use crate::commands::config::resolve_for;
 use crate::forecast::by_kind;
 use crate::output::size;
 use anyhow::{Context, Result, bail};
@@ -18,6 +18,7 @@ use trainyard_engine::config::{Config, DeviceKind, Inputs, Resolved};
 use trainyard_engine::shape::is_offloaded;
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
+use trainyard_sim::machine::Machine;
 use trainyard_tensor::Purpose;
 
 /// A way of running the configuration, priced.
@@ -110,7 +111,7 @@ const ACCUMULATION_MAX: usize = 32;
 ///
 /// A configuration that is none; one whose model is only known once the text is read.
 pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile) -> Result<Ways> {
-    let base = resolve(&load(&[])?)?;
+    let base = resolve_for(&load(&[])?, inputs(&profile.machine))?;
     if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
@@ -128,12 +129,28 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     Ok(ways)
 }
 
-/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch.
+/// What a configuration depends on where its ranks run on `machine`.
+pub fn inputs(machine: &Machine) -> Inputs {
+    let here = Inputs::of_this_machine();
+    let Some(processes) = &machine.processes else { return here };
+    Inputs {
+        cores: machine.cores as usize,
+        cores_because: "cores that the processes on a host share".to_owned(),
+        processes: Some(processes.count as usize),
+        processes_here: processes.on_a_host() as usize,
+        ..here
+    }
+}
+
+/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch; processes are as many as they are.
 fn sharings(base: &Resolved, profile: &MachineProfile) -> Vec<Sharing> {
-    let gpus = profile.machine.gpu.as_ref().map(|gpu| gpu.count as usize);
-    let most = gpus.unwrap_or_else(|| Inputs::of_this_machine().cores);
+    let numbers = match (&profile.machine.processes, &profile.machine.gpu) {
+        (Some(processes), _) => processes.count as usize..=processes.count as usize,
+        (None, Some(gpu)) => 1..=gpu.count as usize,
+        (None, None) => 1..=Inputs::of_this_machine().cores,
+    };
     let mut all = Vec::new();
-    for ranks in (1..=most).filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
+    for ranks in numbers.filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
         all.push(Sharing { ranks, shard: 1, stage: 0, reshard: true });
         for shard in (2..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
             for (stage, reshard) in [(1, true), (2, true), (3, true), (3, false)] {
@@ -170,7 +187,7 @@ fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: b
 }
 
 fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Result<Way> {
-    let forecast = forecast(resolved).context("cannot price a way of running the configuration")?;
+    let forecast = forecast(resolved, &profile.machine).context("cannot price a way of running the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
     let memory = &forecast.needs.memory;
@@ -274,7 +291,12 @@ impl Ways {
                 let mut sets = settings(question.base, sharing, micro, mode, each);
                 sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='disk'")));
                 // Settings that contradict what is given by hand are no way.
-                let Some(resolved) = (question.load)(&sets).and_then(|config| resolve(&config)).ok() else { continue };
+                let Some(resolved) = (question.load)(&sets)
+                    .and_then(|config| resolve_for(&config, inputs(&question.profile.machine)))
+                    .ok()
+                else {
+                    continue;
+                };
                 let way = price(sets, &resolved, question.profile)?;
                 let fits = self.limit.is_none_or(|limit| way.bytes_max <= limit);
                 let list = if fits { &mut self.fitting } else { &mut self.too_large };

@@ -1,39 +1,56 @@
 //! What a run is expected to take on this machine, from the machine's own profile.
 
 use std::collections::BTreeMap;
-use trainyard_calibrate::layout;
+use trainyard_calibrate::{crew, layout};
+use trainyard_comm::Communicator;
 use trainyard_engine::config::{Config, DeviceKind};
 use trainyard_engine::predict::TimePrediction;
 use trainyard_engine::session::Session;
 use trainyard_program::Program;
 use trainyard_sim::host::{HostStep, host_step};
-use trainyard_sim::{MachineProfile, Processor, load_local_profile};
+use trainyard_sim::machine::Machine;
+use trainyard_sim::{MachineProfile, ProfileKind, load_local_profile};
 
 /// Said where there is no profile to predict from.
 const NO_PROFILE: &str = "no profile of this machine: run `trainyard calibrate`";
 const NO_GPU_PROFILE: &str = "no profile of a GPU: run `trainyard calibrate --device cuda` where there is one";
 
-/// What a configuration computes on.
-pub fn processor(config: &Config) -> Processor {
+const NO_PROCESSES_PROFILE: &str =
+    "no profile of processes: run `trainyard calibrate` in place of `train`, under the launcher and on as many ranks";
+
+/// The profile that prices runs of `config` whose ranks are threads, or have a GPU each.
+pub fn profile_kind(config: &Config) -> ProfileKind {
     match config.compute.device {
-        DeviceKind::Cpu => Processor::Cpu,
-        DeviceKind::Cuda(_) => Processor::Gpu,
+        DeviceKind::Cpu => ProfileKind::Cpu,
+        DeviceKind::Cuda(_) => ProfileKind::Gpu,
+    }
+}
+
+/// What a run of `config` on `world` runs on, and the profile that prices it; or why there is none.
+pub fn place(config: &Config, world: &Communicator) -> Result<(ProfileKind, Machine), String> {
+    let kind = profile_kind(config);
+    if world.backend() == "local" {
+        return Ok((kind, Machine::here()));
+    }
+    let machine = crew::machine(world).map_err(|error| error.to_string())?;
+    match (kind, machine.processes.as_ref().map_or(1, |processes| processes.hosts)) {
+        (ProfileKind::Gpu, 1) => Ok((kind, Machine::here())),
+        (ProfileKind::Gpu, hosts) => Err(format!("GPUs of one host are measured, and ranks are on {hosts}")),
+        _ => Ok((ProfileKind::Processes, machine)),
     }
 }
 
 /// Seconds of the session's step and of its instructions by kind, at the speeds of the calibration (sampling those of the moment would delay the start); or why
 /// they are not known.
 pub fn time(session: &Session) -> Result<TimePrediction, String> {
-    if session.world.backend() != "local" {
-        return Err("ranks are processes, and profiles are of threads".to_owned());
-    }
-    let profile = profile(processor(&session.resolved.config))?;
+    let (kind, here) = place(&session.resolved.config, &session.world)?;
+    let profile = profile(kind, &here)?;
     if let (Some(gpu), Some(measured)) = (session.rank.device().as_cuda(), &profile.machine.gpu)
         && gpu.properties().name != measured.name
     {
         return Err(format!("the profile is of {}, and this is {}", measured.name, gpu.properties().name));
     }
-    let layout = layout(&session.resolved, session.world.size());
+    let layout = layout(&session.resolved, &here);
     let program = &session.programs[0];
     let step = host_step(program, &session.prediction.calls, &profile, layout, &profile.speeds);
     let basis = format!("calibrated {}, at the speeds of that time{}", profile.measured, missing(&step));
@@ -55,12 +72,16 @@ pub fn by_kind(program: &Program, step: &HostStep) -> BTreeMap<String, f64> {
     kinds
 }
 
-/// The profile of this machine, or of its GPU, if there is one that can be used; what is wrong with it otherwise.
-pub fn profile(of: Processor) -> Result<MachineProfile, String> {
-    match load_local_profile(of) {
+/// The profile of `here`, or of its GPU, if there is one that can be used; what is wrong with it otherwise.
+pub fn profile(of: ProfileKind, here: &Machine) -> Result<MachineProfile, String> {
+    match load_local_profile(of, here) {
         Ok(Some(profile)) => Ok(profile),
-        Ok(None) if of == Processor::Gpu => Err(NO_GPU_PROFILE.to_owned()),
-        Ok(None) => Err(NO_PROFILE.to_owned()),
+        Ok(None) => Err(match of {
+            ProfileKind::Cpu => NO_PROFILE,
+            ProfileKind::Processes => NO_PROCESSES_PROFILE,
+            ProfileKind::Gpu => NO_GPU_PROFILE,
+        }
+        .to_owned()),
         Err(error) => Err(error.to_string()),
     }
 }

@@ -65,6 +65,21 @@ fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 4]> {
 
 #[test]
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi")]
+fn processes_over_mpi_are_measured_and_their_runs_predicted() {
+    let folder = Folder::new();
+    let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    // Where the test's folder has its profiles, as both find it.
+    Mpirun::new(&folder, 2).run(&words("calibrate --quick --out processes.toml")).ok();
+    let profile = std::fs::read_to_string(folder.join("processes.toml")).unwrap();
+    assert!(profile.contains("[machine.processes]\nbackend = \"mpi\"\ncount = 2\nhosts = 1\n"));
+    let mut command = Mpirun::new(&folder, 2).command(&words("train tiny.toml --set training.steps=3"));
+    let trained = command.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml")).output();
+    let trained = Ran::new(trained.expect("mpirun can be started")).ok();
+    assert!(trained.stdout.contains("time               measured   predicted"), "{}", trained.stdout);
+}
+
+#[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi")]
 fn processes_train_the_bits_of_threads() {
     let folder = Folder::new();
     for (name, sets) in CASES {

@@ -17,7 +17,7 @@ use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
-use crate::world::{first_then_others, from_first, is_bound, patient, ranks_here};
+use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -621,15 +621,7 @@ pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Opt
 
 /// Completes the configuration: first what the data needs, then, with the tokenizer known, the rest.
 pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
-    let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
-    if world.backend() != "local" {
-        (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));
-        if is_bound() {
-            // Its cores are its own, not to be shared.
-            inputs.processes_here = 1;
-            inputs.cores_because = "cores that the launcher bound this process to".to_owned();
-        }
-    }
+    let mut inputs = inputs_for(config, crate::world::inputs(world))?;
     let first = config.resolve(&inputs)?;
     crate::device::check(&first, world)?;
     let corpora = Corpora::open(&first, &mut *note)?;

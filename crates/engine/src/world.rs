@@ -126,7 +126,7 @@ pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> 
 }
 
 /// What rank 0's `make` returns, on every rank.
-pub(crate) fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+pub fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     from_rank(&patient(world)?, 0, make)
 }
 
@@ -140,8 +140,27 @@ pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -
     Ok(bytes)
 }
 
+/// What a configuration depends on where it runs on `world`: processes share their host's cores, unless the launcher bound each to its own.
+pub fn inputs(world: &Communicator) -> Inputs {
+    let mut inputs = Inputs::of_this_machine();
+    if world.backend() != "local" {
+        (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));
+        if is_bound() {
+            inputs.processes_here = 1;
+            inputs.cores_because = "cores that the launcher bound this process to".to_owned();
+        }
+    }
+    inputs
+}
+
+/// Cores of this host that the processes of `world` have together.
+pub fn cores_here(world: &Communicator) -> usize {
+    let available = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    if is_bound() { available * ranks_here(world) } else { available }
+}
+
 /// Whether the launcher bound this process to some of the host's cores, so that they are its own.
-pub(crate) fn is_bound() -> bool {
+fn is_bound() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).and_then(count_of_list);
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count_of_list(&list));
@@ -158,7 +177,7 @@ fn count_of_list(list: &str) -> Option<usize> {
 }
 
 /// Ranks of `world` that run on this host.
-pub(crate) fn ranks_here(world: &Communicator) -> usize {
+pub fn ranks_here(world: &Communicator) -> usize {
     let here = world.place(world.rank()).host;
     (0..world.size()).filter(|member| world.place(*member).host == here).count()
 }

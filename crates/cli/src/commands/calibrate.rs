@@ -1,6 +1,6 @@
 //! `trainyard calibrate`: measures this machine, so that runs on it can be predicted; and compares predictions with runs.
 
-use crate::output::{note, print};
+use crate::output::{chain, note, print};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -8,18 +8,24 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_calibrate::check::{self, BARS, Pair, Row};
+use trainyard_calibrate::crew::Crew;
 use trainyard_calibrate::{Thoroughness, calibrate, gpu};
-use trainyard_comm::Environment;
+use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::DeviceKind;
+use trainyard_engine::world;
 use trainyard_sim::machine::Machine;
-use trainyard_sim::{MachineProfile, Processor, local_profile_path};
+use trainyard_sim::{MachineProfile, ProfileKind, local_profile_path};
 use trainyard_tensor::cuda::Cuda;
 
 /// Measure this machine into a hardware profile, which predictions of runs on it are made from.
 ///
 /// Trains small models on all cores, in every way of sharing them among ranks, and records every kernel; then collectives between
-/// threads, lanes beside each other, the disk. Takes up to two minutes, during which nothing else should run. The profile goes to
+/// ranks, lanes beside each other, the disk. Takes up to two minutes, during which nothing else should run. The profile goes to
 /// $TRAINYARD_PROFILE, else to trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
+///
+/// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it measures the processes together, on one host or several: what each
+/// computes while the others do, and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile goes to
+/// $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host.
 #[derive(clap::Args)]
 pub struct Args {
     /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own: $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same
@@ -52,49 +58,109 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    if let Some(world) = Environment::detect()?.connect()? {
+    match Environment::detect()?.connect()? {
+        Some(world) => {
+            let alarm = world.duplicate("alarm")?;
+            // The others wait for a rank that has failed.
+            run_together(args, world).inspect_err(|error| drop(alarm.abort(chain(error))))
+        }
+        None => run_alone(args),
+    }
+}
+
+/// What one of several processes does: rank 0 alone speaks, and keeps the profile.
+fn run_together(args: &Args, world: Communicator) -> Result<()> {
+    if args.device != DeviceKind::Cpu {
         bail!(
-            "{} processes were started together, and only one machine's threads can be measured yet: run `trainyard calibrate` on one host without a launcher, \
-             and `trainyard bench collectives` under it",
-            world.size()
+            "the GPUs of a host are measured by one process: start `trainyard calibrate --device cuda` without a launcher"
         );
     }
-    let processor = match args.device {
-        DeviceKind::Cpu => Processor::Cpu,
-        DeviceKind::Cuda(_) => Processor::Gpu,
+    if args.compare.is_some() {
+        bail!("--compare runs nothing: start it without a launcher");
+    }
+    let path = profile_path(args, ProfileKind::Processes)?;
+    let crew = Crew::of(world.duplicate("measurement")?)?;
+    if !args.check {
+        return measure(args, &crew, &path);
+    }
+    let text = if crew.is_first() {
+        let profile = MachineProfile::load(&path, crew.machine());
+        let profile = profile.context("a profile is needed first: `trainyard calibrate` under this launcher")?;
+        profile.to_toml().into_bytes()
+    } else {
+        Vec::new()
     };
-    let path = match &args.out {
-        Some(path) => path.clone(),
-        None => local_profile_path(processor)?,
+    let text = world::from_first(&world, || Ok(text))?;
+    let profile = MachineProfile::parse(&String::from_utf8_lossy(&text)).map_err(anyhow::Error::msg)?;
+    let rows = rows_on(args, &crew, &path, &profile)?;
+    if crew.is_first() { show_check(args, &rows) } else { Ok(()) }
+}
+
+fn run_alone(args: &Args) -> Result<()> {
+    let kind = match args.device {
+        DeviceKind::Cpu => ProfileKind::Cpu,
+        DeviceKind::Cuda(_) => ProfileKind::Gpu,
     };
-    if processor == Processor::Gpu && args.compare.is_some() {
+    let path = profile_path(args, kind)?;
+    if kind == ProfileKind::Gpu && args.compare.is_some() {
         bail!("--compare prices configurations of the processor: leave --device out");
     }
     if args.check {
-        return run_check(args, &path);
+        let rows = match args.device {
+            DeviceKind::Cpu => rows_on(args, &Crew::alone(), &path, &load(&path)?)?,
+            DeviceKind::Cuda(ordinal) => rows_on_gpu(ordinal.unwrap_or(0), &path)?,
+        };
+        return show_check(args, &rows);
     }
     if let Some(other) = &args.compare {
         return run_compare(&path, other);
     }
+    match args.device {
+        DeviceKind::Cpu => measure(args, &Crew::alone(), &path),
+        DeviceKind::Cuda(ordinal) => measure_gpu(args, ordinal.unwrap_or(0), &path),
+    }
+}
+
+fn profile_path(args: &Args, kind: ProfileKind) -> Result<PathBuf> {
+    Ok(match &args.out {
+        Some(path) => path.clone(),
+        None => local_profile_path(kind)?,
+    })
+}
+
+/// Measures what `crew` runs on into the file `path`.
+fn measure(args: &Args, crew: &Crew, path: &Path) -> Result<()> {
     let how = if args.quick { Thoroughness::QUICK } else { Thoroughness::FULL };
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let bar = crew.is_first().then(bar);
+    if crew.is_first() {
+        note(&format!("measuring {}; nothing else should run meanwhile", crew.machine()));
+    }
+    let progress = &mut |done: f64, what: &str| bar.iter().for_each(|bar| show(bar, done, what));
+    let Some(profile) = calibrate(crew, how, folder(path), progress)? else { return Ok(()) };
+    bar.iter().for_each(ProgressBar::finish_and_clear);
+    keep(&profile, path)
+}
+
+/// The same of GPU number `ordinal` and those of its kind beside it.
+fn measure_gpu(args: &Args, ordinal: usize, path: &Path) -> Result<()> {
+    let cuda = Arc::new(Cuda::open(ordinal, 1).context("there is no GPU to measure")?);
+    note(&format!("measuring {cuda:?}; nothing else should run there meanwhile"));
+    let sizes = if args.quick { gpu::Sizes::quick() } else { gpu::Sizes::of_a_gpu() };
+    let gpus = with_its_like(cuda, ordinal);
     let bar = bar();
-    let profile = match args.device {
-        DeviceKind::Cpu => {
-            note(&format!("measuring {}; nothing else should run meanwhile", Machine::here()));
-            calibrate(how, folder, &mut |done, what| show(&bar, done, what))?
-        }
-        DeviceKind::Cuda(ordinal) => {
-            let cuda = Arc::new(Cuda::open(ordinal.unwrap_or(0), 1).context("there is no GPU to measure")?);
-            note(&format!("measuring {cuda:?}; nothing else should run there meanwhile"));
-            let sizes = if args.quick { gpu::Sizes::quick() } else { gpu::Sizes::of_a_gpu() };
-            let gpus = with_its_like(cuda, ordinal.unwrap_or(0));
-            gpu::calibrate(&gpus, &sizes, folder, &mut |done, what| show(&bar, done, what))?
-        }
-    };
+    let profile = gpu::calibrate(&gpus, &sizes, folder(path), &mut |done, what| show(&bar, done, what))?;
     bar.finish_and_clear();
-    profile.save(&path)?;
-    print(format_args!("{}wrote {}\n", measured(&profile), path.display()))
+    keep(&profile, path)
+}
+
+/// The folder of a profile, on whose disk state would lie.
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn keep(profile: &MachineProfile, path: &Path) -> Result<()> {
+    profile.save(path)?;
+    print(format_args!("{}wrote {}\n", measured(profile), path.display()))
 }
 
 /// This GPU, number `ordinal`, and those of its kind beside it, which it exchanges with.
@@ -154,9 +220,10 @@ fn measured(profile: &MachineProfile) -> String {
     for curve in &profile.collectives {
         let _ = writeln!(
             text,
-            "{:<16} {} ranks: {:.1} us + {:.1} GB/s of its buffer",
+            "{:<16} {} ranks{}: {:.1} us + {:.1} GB/s of its buffer",
             curve.operation,
             curve.ranks,
+            if curve.hosts > 1 { format!(" on {} hosts", curve.hosts) } else { String::new() },
             1e6 * curve.alpha_s,
             1e-9 / curve.beta_s_per_byte.max(1e-18)
         );
@@ -189,37 +256,38 @@ fn load(path: &Path) -> Result<MachineProfile> {
     MachineProfile::load(path, &Machine::here()).context("a profile is needed first: `trainyard calibrate`")
 }
 
-/// Trains configurations on the device that is asked for, and compares them with its profile.
-fn rows(args: &Args, path: &Path) -> Result<Vec<Row>> {
+/// Trains configurations on what `crew` runs on, and compares them with its `profile`, which lies at `path`.
+fn rows_on(args: &Args, crew: &Crew, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
+    let bar = crew.is_first().then(bar);
+    if crew.is_first() {
+        note(&format!("{}: measured {}", path.display(), profile.measured));
+    }
+    let progress = &mut |done: f64, what: &str| bar.iter().for_each(|bar| show(bar, done, what));
+    let rows = check::rows(crew, profile, usize::from(args.every), progress)?;
+    bar.iter().for_each(ProgressBar::finish_and_clear);
+    Ok(rows)
+}
+
+/// The same on GPU number `ordinal`.
+fn rows_on_gpu(ordinal: usize, path: &Path) -> Result<Vec<Row>> {
+    let cuda = Arc::new(Cuda::open(ordinal, 1).context("there is no GPU to measure")?);
+    let needed = "a profile is needed first: `trainyard calibrate --device cuda`";
+    let profile = MachineProfile::read(path).context(needed)?;
+    let name = &cuda.properties().name;
+    match &profile.machine.gpu {
+        Some(gpu) if gpu.name == *name => {}
+        _ => bail!("{} is of {}, and this is {name}: {needed}", path.display(), profile.machine),
+    }
+    note(&format!("{}: measured {}", path.display(), profile.measured));
     let bar = bar();
-    let mut progress = |done: f64, what: &str| show(&bar, done, what);
-    let rows = match args.device {
-        DeviceKind::Cpu => {
-            let profile = load(path)?;
-            note(&format!("{}: measured {}", path.display(), profile.measured));
-            check::rows(&profile, usize::from(args.every), &mut progress)?
-        }
-        DeviceKind::Cuda(ordinal) => {
-            let cuda = Arc::new(Cuda::open(ordinal.unwrap_or(0), 1).context("there is no GPU to measure")?);
-            let needed = "a profile is needed first: `trainyard calibrate --device cuda`";
-            let profile = MachineProfile::read(path).context(needed)?;
-            let name = &cuda.properties().name;
-            match &profile.machine.gpu {
-                Some(gpu) if gpu.name == *name => {}
-                _ => bail!("{} is of {}, and this is {name}: {needed}", path.display(), profile.machine),
-            }
-            note(&format!("{}: measured {}", path.display(), profile.measured));
-            gpu::check(&cuda, &profile, &gpu::Sizes::of_a_gpu(), &mut progress)?
-        }
-    };
+    let rows = gpu::check(&cuda, &profile, &gpu::Sizes::of_a_gpu(), &mut |done, what| show(&bar, done, what))?;
     bar.finish_and_clear();
     Ok(rows)
 }
 
-fn run_check(args: &Args, path: &Path) -> Result<()> {
-    let rows = rows(args, path)?;
+fn show_check(args: &Args, rows: &[Row]) -> Result<()> {
     if args.json {
-        let summary = check::summary(&rows).context("no configuration was trained")?;
+        let summary = check::summary(rows).context("no configuration was trained")?;
         let row =
             |row: &Row| json!({"name": row.name, "step_s": row.step_s.measured, "predicted_s": row.step_s.predicted});
         let line = json!({
@@ -236,7 +304,7 @@ fn run_check(args: &Args, path: &Path) -> Result<()> {
         "{:<62} {:>9} {:>9} {:>8}   memory: worst purpose, total\n",
         "configuration", "ms", "predicted", "error"
     );
-    for row in &rows {
+    for row in rows {
         text += &line(row);
     }
     let mut worst: Vec<&Row> = rows.iter().collect();
@@ -244,7 +312,7 @@ fn run_check(args: &Args, path: &Path) -> Result<()> {
     for row in worst.into_iter().take(args.explain) {
         text += &explanation(row);
     }
-    let summary = check::summary(&rows).context("no configuration was trained")?;
+    let summary = check::summary(rows).context("no configuration was trained")?;
     let found = [summary.step.0, summary.step.1, summary.memory.0, summary.memory.1];
     let names = [
         "step time, median error",

@@ -74,7 +74,12 @@ pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
 
 /// Resolves with what is known of the tokenizer before any text is read.
 pub fn resolve(config: &Config) -> Result<Resolved> {
-    let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
+    resolve_for(config, Inputs::of_this_machine())
+}
+
+/// The same, where ranks run on what `inputs` say.
+pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
+    let mut inputs = inputs_for(config, inputs)?;
     let tokenizer = &config.tokenizer;
     inputs.tokenizer_vocabulary = match (&tokenizer.path, tokenizer.kind) {
         (Some(path), _) => {

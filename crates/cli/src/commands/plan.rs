@@ -1,6 +1,6 @@
 //! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and why.
 
-use super::config::resolve;
+use super::config::{resolve, resolve_for};
 use crate::output::{count, note, print, size as size_words};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
@@ -19,7 +19,7 @@ use trainyard_plan::{
 use trainyard_program::MemoryKind;
 use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, Processor, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, ProfileKind, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
@@ -128,15 +128,15 @@ pub fn run(args: &Args) -> Result<()> {
         bail!("{folder} is a folder, and a configuration is a file in TOML: for a model's folder say --model {folder}");
     }
     if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
-        let processor = forecast::processor(&Config::load(Some(path.as_path()), &args.sets)?);
+        let kind = forecast::profile_kind(&Config::load(Some(path.as_path()), &args.sets)?);
         let profile = match &args.profile {
-            Some(file) => Ok(measured_profile(file, processor)?),
-            None => forecast::profile(processor),
+            Some(file) => Ok(measured_profile(file, kind)?),
+            None => forecast::profile(kind, &Machine::here()),
         };
         match profile {
             Ok(profile) => return ways_here(args, path, &profile),
             // Nothing else here knows how fast a GPU is.
-            Err(why) if processor == Processor::Gpu => {
+            Err(why) if kind == ProfileKind::Gpu => {
                 bail!("{why}, name its file with --profile, or name a cluster of known GPUs with --cluster")
             }
             Err(why) if args.trial_seconds > 0.0 => bail!("--trial-seconds: {why}"),
@@ -194,13 +194,13 @@ impl Args {
     }
 }
 
-/// A profile that `trainyard calibrate` wrote: of any GPU, or of this machine's cores.
-fn measured_profile(file: &Path, processor: Processor) -> Result<MachineProfile> {
-    let profile = match processor {
-        Processor::Cpu => MachineProfile::load(file, &Machine::here())?,
-        Processor::Gpu => MachineProfile::read(file)?,
-    };
-    if processor == Processor::Gpu && profile.machine.gpu.is_none() {
+/// A profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this machine's cores.
+fn measured_profile(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
+    let profile = MachineProfile::read(file)?;
+    if kind == ProfileKind::Cpu && profile.machine.processes.is_none() {
+        return Ok(MachineProfile::load(file, &Machine::here())?);
+    }
+    if kind == ProfileKind::Gpu && profile.machine.gpu.is_none() {
         bail!(
             "{} is of a processor, and the configuration computes on a GPU: `trainyard calibrate --device cuda` measures one",
             file.display()
@@ -216,7 +216,10 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
     sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
     let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
-    let base = resolve(&load(&[])?)?;
+    let base = resolve_for(&load(&[])?, choose::inputs(&profile.machine))?;
+    if args.trial_seconds > 0.0 && profile.machine.processes.is_some() {
+        bail!("--trial-seconds tries ranks that are threads, and {} is of processes", profile.machine);
+    }
     let mut ways = choose::ways(&load, profile)?;
     trial::try_out(&mut ways, &load, args.trial_seconds)?;
     let tokens = base.tokens_per_step();

@@ -11,6 +11,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+use trainyard_calibrate::crew;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Limits};
 use trainyard_engine::faults::{Faults, VARIABLE};
@@ -20,6 +21,8 @@ use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
+use trainyard_sim::machine::Machine;
+use trainyard_sim::{MachineProfile, ProfileKind};
 use trainyard_tensor::DType;
 
 /// Tokens of the sample at the end.
@@ -126,11 +129,13 @@ fn is_first_process() -> bool {
 }
 
 fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
+    // Processes need each other before they know their configuration only where rank 0 picks it.
+    let world = if args.plan.is_some() { Environment::detect()?.connect()? } else { None };
     let config = match args.resumed() {
         Some((folder, sets)) => {
             Session::configuration(folder, sets).with_context(|| format!("cannot resume {}", folder.display()))?
         }
-        None => configuration(args)?,
+        None => configuration(args, world.as_ref())?,
     };
     let faults = Faults::from_environment()?.map(Arc::new);
     if let Some(faults) = &faults {
@@ -138,7 +143,11 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     }
     let stop = stop_on_signals()?;
     let control = Control { stop: &stop, process_start, on_stuck: end_process };
-    Ok(world::launch(&config, |world| train_rank(args, &config, world, control, faults.as_ref()))?)
+    let body = |world| train_rank(args, &config, world, control, faults.as_ref());
+    Ok(match world {
+        Some(world) => world::run(world, body)?,
+        None => world::launch(&config, body)?,
+    })
 }
 
 /// Ends the process when a rank's threads do not.
@@ -211,7 +220,8 @@ fn output_error(error: anyhow::Error) -> EngineError {
     EngineError::File { what: "cannot write", path: "standard output".to_owned(), source }
 }
 
-fn configuration(args: &Args) -> Result<Config> {
+/// What is to be trained; where processes of `world` are to run it in the way that is picked, rank 0 picks it.
+fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let mut sets = Vec::new();
     if !args.data.is_empty() {
         let paths = args.data.iter().map(|path| toml::Value::String(path.display().to_string()));
@@ -223,22 +233,50 @@ fn configuration(args: &Args) -> Result<Config> {
         return load(args.config.as_deref(), &sets);
     }
     let load = |chosen: &[String]| load(args.config.as_deref(), &[chosen, &sets[..]].concat());
-    load(&choose(&load, args.trial_seconds)?)
+    let Some(world) = world else { return load(&choose(&load, &Machine::here(), args.trial_seconds)?) };
+    let chosen = if world.rank() == 0 {
+        let machine = crew::machine(world)?;
+        // The others wait for it.
+        choose(&load, &machine, args.trial_seconds).inspect_err(|error| drop(world.abort(chain(error))))?
+    } else {
+        Vec::new()
+    };
+    let chosen = world::from_first(world, || Ok(chosen.join("\n").into_bytes()))?;
+    let chosen: Vec<String> = String::from_utf8_lossy(&chosen).lines().map(str::to_owned).collect();
+    load(&chosen)
 }
 
-/// The settings of the fastest way to run what `load` makes of them, which is printed with its reasons. The likeliest are tried for `trial_seconds`.
-fn choose(load: &dyn Fn(&[String]) -> Result<Config>, trial_seconds: Option<f64>) -> Result<Vec<String>> {
-    if Environment::detect()?.world > 1 {
-        bail!(
-            "--plan auto chooses ranks that are threads: start it without a launcher, or say the degrees in [parallel]"
-        );
-    }
-    let profile = forecast::profile(forecast::processor(&load(&[])?));
+/// The settings of the fastest way to run what `load` makes of them on `machine`, which is printed with its reasons. The likeliest are tried for `trial_seconds` where ranks are
+/// threads.
+fn choose(
+    load: &dyn Fn(&[String]) -> Result<Config>,
+    machine: &Machine,
+    trial_seconds: Option<f64>,
+) -> Result<Vec<String>> {
+    let kind = match (&machine.processes, forecast::profile_kind(&load(&[])?)) {
+        (Some(_), ProfileKind::Gpu) => {
+            bail!(
+                "--plan auto picks GPUs of one process: start it without a launcher, or say the degrees in [parallel]"
+            )
+        }
+        (Some(_), _) => ProfileKind::Processes,
+        (None, kind) => kind,
+    };
+    let profile = forecast::profile(kind, machine);
     let profile = profile.map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
+    // As many processes as were started, not as many as were measured.
+    let profile = match kind {
+        ProfileKind::Processes => MachineProfile { machine: machine.clone(), ..profile },
+        _ => profile,
+    };
     let mut ways = choose::ways(load, &profile)?;
-    let seconds = match trial_seconds {
-        Some(seconds) => seconds,
-        None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
+    let seconds = match (trial_seconds, kind) {
+        (Some(seconds), ProfileKind::Processes) if seconds > 0.0 => {
+            bail!("--trial-seconds tries ranks that are threads: leave it out under a launcher")
+        }
+        (_, ProfileKind::Processes) => 0.0,
+        (Some(seconds), _) => seconds,
+        (None, _) => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
     };
     trial::try_out(&mut ways, load, seconds)?;
     let best = ways.best()?;

@@ -1,4 +1,4 @@
-//! Runs on a host's cores: ranks that are threads and share cores and memory, priced from the machine's own profile.
+//! Runs on a host's cores: ranks that share cores and memory, as threads or processes, priced from the machine's own profile.
 //!
 //! The step program is the one that the engine executes, and so are the kernel calls: the engine executed the program on the `meta` device and recorded
 //! every call with the number of its instruction. [`HostPrices`] look each call up in the measured curves ([`crate::machine`]) and each exchange in
@@ -19,7 +19,7 @@ use trainyard_tensor::Call;
 /// How ranks share a host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostLayout {
-    /// Ranks of the run, all on this host.
+    /// Ranks of the run on each host.
     pub ranks: u32,
     /// Threads of each rank's kernels.
     pub threads: u32,

@@ -3,7 +3,7 @@
 //! All ranks of the run do the same at the same time, so one is played and counts as often as there are ranks. What an instruction costs alone stretches
 //! while others run: `n` threads that want to run on `c` cores get `c / n` of a core each (completely fair scheduling), and lanes beside each other lose
 //! what the profile's [interference](crate::machine::Interference) says. An exchange was measured on its own ranks, which may have been more
-//! than cores already; only what comes on top of them slows it further.
+//! than cores already; only what comes on top of them slows it further. One that begins while compute keeps every core waits until it is given one, or compute rests.
 
 use super::{HostLayout, Priced};
 use crate::machine::MachineProfile;
@@ -17,15 +17,34 @@ const LANES: usize = Lane::ALL.len();
 struct Running {
     number: usize,
     start_s: f64,
-    /// Seconds alone that are left: until it begins (waking its thread), of work, of exchange.
-    left: [f64; 3],
+    /// Seconds alone that are left of each [`Part`].
+    left: [f64; PARTS],
     exchange_ranks: u32,
 }
 
+/// What an instruction does, one after the other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Part {
+    /// Its thread is woken.
+    Wake,
+    /// An exchange waits for the cores that compute keeps busy; when compute rests they are free.
+    Queue,
+    /// Kernels, and what the engine does around them.
+    Work,
+    /// Exchange with other ranks.
+    Exchange,
+}
+
+const PARTS: usize = 4;
+
+impl Part {
+    const ALL: [Part; PARTS] = [Part::Wake, Part::Queue, Part::Work, Part::Exchange];
+}
+
 impl Running {
-    /// Which part it is in: 0, 1, 2, or 3 when it is done.
-    fn part(&self) -> usize {
-        self.left.iter().position(|left| *left > 0.0).unwrap_or(3)
+    /// Which part it is in; None when it is done.
+    fn part(&self) -> Option<Part> {
+        Part::ALL.into_iter().find(|part| self.left[*part as usize] > 0.0)
     }
 }
 
@@ -91,11 +110,11 @@ impl<'a> Host<'a> {
                 self.time.waited_s[cause as usize] += idle;
             }
             let Priced { work_s, exchange_s, exchange_ranks } = self.prices[number];
-            let mut wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
-            if exchange_s > 0.0 && Lane::ALL[lane] != Lane::Compute && self.is_crowded() {
-                wake += self.profile.interference.start_s;
-            }
-            let running = Running { number, start_s: self.now, left: [wake, work_s, exchange_s], exchange_ranks };
+            let wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
+            let queues = exchange_s > 0.0 && Lane::ALL[lane] != Lane::Compute && self.is_crowded();
+            let queue = if queues { self.profile.interference.start_s } else { 0.0 };
+            let left = [wake, queue, work_s, exchange_s];
+            let running = Running { number, start_s: self.now, left, exchange_ranks };
             self.lanes[lane].1 += 1;
             self.lanes[lane].3 = Some(running);
         }
@@ -116,8 +135,8 @@ impl<'a> Host<'a> {
     /// Threads of one rank that an instruction keeps busy.
     fn threads(&self, running: &Running) -> f64 {
         match running.part() {
-            1 => f64::from(self.layout.threads),
-            2 => 1.0,
+            Some(Part::Work) => f64::from(self.layout.threads),
+            Some(Part::Exchange) => 1.0,
             _ => 0.0,
         }
     }
@@ -129,31 +148,31 @@ impl<'a> Host<'a> {
         let running: Vec<Running> = self.lanes.iter().filter_map(|lane| lane.3).collect();
         let wanted: f64 = ranks * running.iter().map(|running| self.threads(running)).sum::<f64>();
         let share = (cores / wanted.max(1e-9)).min(1.0);
-        let beside = |part: usize| running.iter().any(|other| other.part() == part);
+        let beside = |part: Part| running.iter().any(|other| other.part() == Some(part));
         let speed = |running: &Running| match running.part() {
-            1 if beside(2) => share / self.profile.interference.compute,
-            1 => share,
-            2 => {
+            Some(Part::Work) if beside(Part::Exchange) => share / self.profile.interference.compute,
+            Some(Part::Work) => share,
+            Some(Part::Queue) if !beside(Part::Work) => f64::INFINITY,
+            Some(Part::Exchange) => {
                 // What it got when it was measured alone.
                 let alone = (cores / f64::from(running.exchange_ranks.max(1))).min(1.0);
-                let lost = if beside(1) { self.profile.interference.communication } else { 1.0 };
+                let lost = if beside(Part::Work) { self.profile.interference.communication } else { 1.0 };
                 share / alone / lost
             }
             _ => 1.0,
         };
-        let until = |running: &Running| running.left.get(running.part()).map_or(0.0, |left| left / speed(running));
+        let until = |running: &Running| running.part().map_or(0.0, |part| running.left[part as usize] / speed(running));
         let step = running.iter().map(until).fold(f64::INFINITY, f64::min);
         let speeds: Vec<Option<f64>> = self.lanes.iter().map(|lane| lane.3.as_ref().map(speed)).collect();
         self.now += step;
         for lane in 0..LANES {
             let (Some(running), Some(speed)) = (&mut self.lanes[lane].3, speeds[lane]) else { continue };
-            let part = running.part();
-            if part < 3 {
-                let left = running.left[part] - step * speed;
-                // What rounding leaves of a part that is over.
-                running.left[part] = if left <= 1e-12 { 0.0 } else { left };
+            if let Some(part) = running.part() {
+                let left = &mut running.left[part as usize];
+                // What rounding leaves of a part that is over; and one that takes no time is over after none.
+                *left = if speed.is_infinite() || *left - step * speed <= 1e-12 { 0.0 } else { *left - step * speed };
             }
-            if running.part() == 3 {
+            if running.part().is_none() {
                 self.end(lane);
             }
         }
@@ -226,6 +245,23 @@ mod tests {
         sleepy.overheads.handover_s = 0.01;
         let step = play(&program, &prices, layout, &sleepy).step_s;
         assert!(5.0 < step && step < 5.1, "{step}");
+    }
+
+    #[test]
+    fn an_exchange_waits_for_a_core_only_while_compute_keeps_it() {
+        let (program, prices) = program();
+        let mut queueing = profile(2);
+        queueing.interference.start_s = 10.0;
+        let layout = HostLayout { ranks: 2, threads: 1 };
+        // The head's reduction waits for the backward of the embedding to end, and no longer; then both reductions run with nothing beside them.
+        let step = play(&program, &prices, layout, &queueing).step_s;
+        assert!((step - 6.0).abs() < 1e-9, "{step}");
+        // Where there are cores for all nobody waits.
+        let (short, long) = (
+            play(&program, &prices, layout, &profile(4)),
+            play(&program, &prices, layout, &MachineProfile { machine: profile(4).machine, ..queueing }),
+        );
+        assert_eq!(short.step_s, long.step_s);
     }
 
     #[test]

@@ -13,7 +13,7 @@ pub struct Priced {
     pub work_s: f64,
     /// Seconds of exchange with other ranks.
     pub exchange_s: f64,
-    /// Ranks that take part in the exchange.
+    /// Ranks on this host that exchanged at once when it was measured.
     pub exchange_ranks: u32,
 }
 
@@ -115,7 +115,7 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Bytes a second at which `state` is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks share.
+    /// Bytes a second at which `state` is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks of a host share.
     fn offload_speed(&self, program: &Program, instruction: &Instruction, state: State) -> f64 {
         let tier = match state {
             State::Parameters => program.offload.parameters,
@@ -123,7 +123,7 @@ impl<'p> HostPrices<'p> {
             State::Activations { .. } => program.offload.activations,
         };
         let is_fetch = matches!(instruction.action, Action::Fetch { .. });
-        let (disk, ranks) = (&self.profile.disk, f64::from(program.mesh.ranks()));
+        let (disk, ranks) = (&self.profile.disk, f64::from(self.ranks));
         match (tier, self.profile.transfers) {
             // An optimizer on the host fetches gradients from the device and evicts to it; all else comes and goes the other way.
             (Some(Tier::Host), Some(link)) if is_fetch == matches!(state, State::Optimizer { .. }) => {
@@ -135,41 +135,62 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Seconds of an instruction's exchanges, and the ranks of the largest of their groups.
+    /// Seconds of an instruction's exchanges, and the ranks of a host that exchanged at once when the largest of their groups was measured.
     fn exchange(&self, program: &Program, instruction: &Instruction) -> (f64, u32) {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
-        let degree = |axis| mesh.degree(axis);
-        match instruction.action {
-            Action::Gather { over, .. } => (self.collective("all_gather", over, bytes), over),
-            Action::Reduce { .. } => {
-                let (shards, replicas) = (degree(Axis::Shard), degree(Axis::Replicate));
-                let scatter = self.collective("reduce_scatter", shards, bytes);
-                (scatter + self.collective("all_reduce", replicas, bytes / f64::from(shards)), shards.max(replicas))
+        let group = |axis| mesh.group(program.rank, axis).ranks;
+        let (seconds, ranks) = match instruction.action {
+            Action::Gather { over, .. } => {
+                let ranks = mesh.neighbours(program.rank, Axis::Shard, over).ranks;
+                (self.collective("all_gather", &ranks, bytes), over)
             }
-            Action::Count => (self.collective("all_reduce", degree(Axis::Data), bytes), degree(Axis::Data)),
+            Action::Reduce { .. } => {
+                let (shards, replicas) = (group(Axis::Shard), group(Axis::Replicate));
+                let scatter = self.collective("reduce_scatter", &shards, bytes);
+                let sum = self.collective("all_reduce", &replicas, bytes / shards.len() as f64);
+                (scatter + sum, shards.len().max(replicas.len()) as u32)
+            }
+            Action::Count => (self.collective("all_reduce", &group(Axis::Data), bytes), mesh.degree(Axis::Data)),
             Action::Clip => {
                 // The norm's parts where they are on several ranks, then the losses.
-                let data = degree(Axis::Data);
+                let data = mesh.degree(Axis::Data);
                 let losses = 8.0 * f64::from(program.micro_batches * data);
                 let parts = match program.placement.masters {
                     Extent::Full => 0.0,
-                    Extent::Shard => self.collective("all_gather", degree(Axis::Shard), bytes),
+                    Extent::Shard => self.collective("all_gather", &group(Axis::Shard), bytes),
                 };
-                (parts + self.collective("all_gather", data, losses), data)
+                (parts + self.collective("all_gather", &group(Axis::Data), losses), data)
             }
             _ => (0.0, 0),
-        }
+        };
+        // Of threads one group was measured at a time, of processes all groups at once.
+        let at_once = if self.profile.machine.processes.is_some() { self.ranks } else { ranks };
+        (seconds, at_once)
     }
 
-    /// Seconds of a collective on a buffer of `bytes` between `ranks`; a number of ranks that was not measured takes the nearest, in proportion to what each rank moves.
-    fn collective(&self, operation: &str, ranks: u32, bytes: f64) -> f64 {
+    /// Hosts that `ranks` are on, which are dealt to hosts in order.
+    fn hosts(&self, ranks: &[u32]) -> u32 {
+        let mut hosts: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks.max(1)).collect();
+        hosts.dedup();
+        hosts.len() as u32
+    }
+
+    /// Seconds of a collective on a buffer of `bytes` between `ranks`. Of groups that were not measured the nearest counts, by hosts before ranks, in proportion to what each rank
+    /// moves.
+    fn collective(&self, operation: &str, ranks: &[u32], bytes: f64) -> f64 {
+        let (hosts, ranks) = (self.hosts(ranks), ranks.len() as u32);
         if ranks <= 1 || bytes <= 0.0 {
             return 0.0;
         }
-        let apart = |curve: &&CollectiveCurve| (f64::from(curve.ranks) / f64::from(ranks)).ln().abs();
+        let far = |a: u32, b: u32| (f64::from(a) / f64::from(b)).ln().abs();
+        let apart = |curve: &CollectiveCurve| [far(curve.hosts, hosts), far(curve.ranks, ranks)];
         let of = self.profile.collectives.iter().filter(|curve| curve.operation == operation);
-        match of.min_by(|a, b| apart(a).total_cmp(&apart(b))) {
+        let nearest = of.min_by(|a, b| {
+            let ([hosts, ranks], [its_hosts, its_ranks]) = (apart(a), apart(b));
+            hosts.total_cmp(&its_hosts).then(ranks.total_cmp(&its_ranks))
+        });
+        match nearest {
             Some(curve) => curve.seconds(bytes) * f64::from(ranks) / f64::from(curve.ranks),
             None => 2.0 * bytes * f64::from(ranks) / self.speeds.copy_bytes_per_s,
         }

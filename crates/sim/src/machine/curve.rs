@@ -230,6 +230,9 @@ pub struct CollectiveCurve {
     pub operation: String,
     /// Ranks of the group; every rank of the machine was in one.
     pub ranks: u32,
+    /// Hosts that the group's ranks are on, in equal parts.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub hosts: u32,
     /// Seconds of an empty message, by a straight line through all points.
     pub alpha_s: f64,
     /// Seconds per byte, by the same line.
@@ -238,12 +241,23 @@ pub struct CollectiveCurve {
     pub points: Vec<[f64; 2]>,
 }
 
+fn one() -> u32 {
+    1
+}
+
+fn is_one(hosts: &u32) -> bool {
+    *hosts == 1
+}
+
 impl CollectiveCurve {
     pub(super) fn check(&self) -> Result<(), String> {
         let rising = self.points.windows(2).all(|pair| pair[0][0] < pair[1][0]);
         let positive = self.points.iter().flatten().all(|value| *value > 0.0 && value.is_finite());
         if self.points.is_empty() || !rising || !positive {
             return Err(format!("collective {}: points must be positive and their sizes rise", self.operation));
+        }
+        if self.hosts == 0 || self.ranks < self.hosts {
+            return Err(format!("collective {}: {} ranks on {} hosts", self.operation, self.ranks, self.hosts));
         }
         Ok(())
     }

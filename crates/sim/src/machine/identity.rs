@@ -10,15 +10,37 @@ use trainyard_tensor::cpu::Isa;
 pub struct Machine {
     /// The CPU's name, as the system gives it, with family, model and stepping.
     pub cpu: String,
-    /// Cores that this process may use.
+    /// Cores that the ranks on one host may use: those of this process, or of all processes that were started there together.
     pub cores: u32,
     /// Hardware threads that the system has online.
     pub threads: u32,
     /// The best instruction set for kernels.
     pub isa: String,
+    /// The processes that are ranks, where the profile is of such; else ranks are threads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processes: Option<Processes>,
     /// The GPU that computes, where the profile is of one: ranks have one each, and share nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<Gpu>,
+}
+
+/// Processes that were started together, one a rank.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Processes {
+    /// How they talk: `mpi` or `tcp`.
+    pub backend: String,
+    /// How many they are.
+    pub count: u32,
+    /// Hosts that they are on, in equal parts.
+    pub hosts: u32,
+}
+
+impl Processes {
+    /// Processes on each host.
+    pub fn on_a_host(&self) -> u32 {
+        (self.count / self.hosts.max(1)).max(1)
+    }
 }
 
 /// A GPU, as far as measurements depend on it.
@@ -48,16 +70,21 @@ impl Machine {
             cores,
             threads: online.max(cores),
             isa: Isa::detect().name().to_owned(),
+            processes: None,
             gpu: None,
         }
     }
 
-    /// Whether what was measured on this one holds on `other`; of machines with GPUs, these decide.
+    /// Whether what was measured on this one holds on `other`; of machines with GPUs, these decide. As many processes as were measured need not be started.
     pub fn is(&self, other: &Machine) -> bool {
-        match (&self.gpu, &other.gpu) {
-            (Some(this), Some(other)) => Gpu { count: other.count, ..this.clone() } == *other,
-            _ => self == other,
+        if let (Some(this), Some(other)) = (&self.gpu, &other.gpu) {
+            return Gpu { count: other.count, ..this.clone() } == *other;
         }
+        let counted = |processes: &Processes| {
+            let count = other.processes.as_ref().map_or(processes.count, |other| other.count);
+            Processes { count, ..processes.clone() }
+        };
+        Machine { processes: self.processes.as_ref().map(counted), ..self.clone() } == *other
     }
 
     /// Cores that the threads of all ranks share; GPUs are not shared.
@@ -73,7 +100,14 @@ impl fmt::Display for Machine {
             return write!(f, "{many}{name}, {architecture}");
         }
         let Machine { cpu, cores, threads, isa, .. } = self;
-        write!(f, "{cpu}, {cores} cores of {threads} threads, {isa}")
+        write!(f, "{cpu}, {cores} cores of {threads} threads, {isa}")?;
+        match &self.processes {
+            Some(Processes { backend, count, hosts: 1 }) => write!(f, "; {count} processes over {backend}"),
+            Some(Processes { backend, count, hosts }) => {
+                write!(f, "; {count} processes on {hosts} hosts over {backend}")
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -111,6 +145,21 @@ mod tests {
         assert!(one.is(&elsewhere) && !one.is(&gpu("NVIDIA H100", 1)) && !one.is(&Machine::here()));
         assert_eq!(elsewhere.to_string(), "8 x NVIDIA H200, sm_90a");
         assert_eq!((one.shared_cores(), Machine { cores: 3, gpu: None, ..one }.shared_cores()), (f64::INFINITY, 3.0));
+    }
+
+    #[test]
+    fn processes_are_no_threads_and_the_way_they_talk_decides_but_not_how_many_they_are() {
+        let of = |backend: &str, count, hosts| {
+            let processes = Some(Processes { backend: backend.to_owned(), count, hosts });
+            Machine { processes, ..Machine::here() }
+        };
+        let four = of("mpi", 4, 2);
+        assert!(four.is(&of("mpi", 8, 2)));
+        for other in [of("tcp", 4, 2), of("mpi", 4, 1), Machine::here()] {
+            assert!(!four.is(&other) && !other.is(&four), "{other}");
+        }
+        assert!(four.to_string().ends_with("; 4 processes on 2 hosts over mpi"), "{four}");
+        assert_eq!(four.processes.unwrap().on_a_host(), 2);
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod curve;
 mod identity;
 
 pub use curve::{CollectiveCurve, Fitted, KernelCurve, Point};
-pub use identity::{Gpu, Machine};
+pub use identity::{Gpu, Machine, Processes};
 
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -18,30 +18,36 @@ use std::path::{Path, PathBuf};
 pub const FORMAT: u32 = 1;
 /// The variable that names the file of the processor's profile in place of the default one.
 pub const PROFILE_VARIABLE: &str = "TRAINYARD_PROFILE";
+/// The same for processes that a launcher starts together.
+pub const PROCESSES_PROFILE_VARIABLE: &str = "TRAINYARD_PROCESSES_PROFILE";
 /// The same for a GPU's.
 pub const GPU_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROFILE";
 
-/// What computes: each has a profile of its own.
+/// What a profile is of; each kind has a file of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Processor {
-    /// A host's cores.
+pub enum ProfileKind {
+    /// A host's cores, whose ranks are threads of one process.
     Cpu,
+    /// The cores of one host or several, whose ranks are processes.
+    Processes,
     /// A GPU, one for each rank.
     Gpu,
 }
 
-impl Processor {
+impl ProfileKind {
     const fn variable(self) -> &'static str {
         match self {
-            Processor::Cpu => PROFILE_VARIABLE,
-            Processor::Gpu => GPU_PROFILE_VARIABLE,
+            ProfileKind::Cpu => PROFILE_VARIABLE,
+            ProfileKind::Processes => PROCESSES_PROFILE_VARIABLE,
+            ProfileKind::Gpu => GPU_PROFILE_VARIABLE,
         }
     }
 
     const fn file(self) -> &'static str {
         match self {
-            Processor::Cpu => "machine.toml",
-            Processor::Gpu => "gpu.toml",
+            ProfileKind::Cpu => "machine.toml",
+            ProfileKind::Processes => "processes.toml",
+            ProfileKind::Gpu => "gpu.toml",
         }
     }
 }
@@ -69,7 +75,7 @@ pub struct MachineProfile {
     /// Between the host's memory and the GPU's; of a host's own cores there is nothing between.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfers: Option<Transfers>,
-    /// Collectives between ranks that are threads.
+    /// Collectives between ranks: threads, processes or GPUs.
     #[serde(rename = "collective")]
     pub collectives: Vec<CollectiveCurve>,
     /// Kernels.
@@ -168,7 +174,7 @@ pub struct Transfers {
 pub enum MachineError {
     /// Nowhere to keep it.
     #[error("there is no place for the machine's profile: set {}, XDG_CACHE_HOME or HOME", .0.variable())]
-    NoPlace(Processor),
+    NoPlace(ProfileKind),
     /// The file cannot be read or written.
     #[error("cannot {what} the machine's profile {path}: {source}")]
     File {
@@ -188,7 +194,10 @@ pub enum MachineError {
         problem: String,
     },
     /// Measured elsewhere.
-    #[error("{path} was measured on another machine ({there}; this is {here}): run `trainyard calibrate` here")]
+    #[error(
+        "{path} was measured on another machine ({there}; this is {here}): run `trainyard calibrate` {}",
+        how(here)
+    )]
     OtherMachine {
         /// The file.
         path: PathBuf,
@@ -199,39 +208,44 @@ pub enum MachineError {
     },
 }
 
-/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`; of its GPU
-/// `$TRAINYARD_GPU_PROFILE`, else `gpu.toml` there.
+/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`; of processes
+/// `$TRAINYARD_PROCESSES_PROFILE`, else `processes.toml` there, and of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`.
 ///
 /// # Errors
 ///
 /// None of these variables is set.
-pub fn local_profile_path(of: Processor) -> Result<PathBuf, MachineError> {
+pub fn local_profile_path(of: ProfileKind) -> Result<PathBuf, MachineError> {
     profile_path(of, |name| std::env::var_os(name)).ok_or(MachineError::NoPlace(of))
 }
 
-fn profile_path(of: Processor, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+fn profile_path(of: ProfileKind, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
     set(of.variable()).or_else(|| Some(cache()?.join("trainyard").join(of.file())))
 }
 
-/// This machine's profile, or its GPU's; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
+/// The profile of `here`, or of its GPU; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
 /// have.
 ///
 /// # Errors
 ///
 /// A file that cannot be read or does not parse, a profile of another machine, and a file that the variable names and that is not there.
-pub fn load_local_profile(of: Processor) -> Result<Option<MachineProfile>, MachineError> {
+pub fn load_local_profile(of: ProfileKind, here: &Machine) -> Result<Option<MachineProfile>, MachineError> {
     let path = local_profile_path(of)?;
     let named = std::env::var_os(of.variable()).is_some_and(|value| !value.is_empty());
     let found = match of {
-        Processor::Cpu => MachineProfile::load(&path, &Machine::here()),
-        Processor::Gpu => MachineProfile::read(&path),
+        ProfileKind::Cpu | ProfileKind::Processes => MachineProfile::load(&path, here),
+        ProfileKind::Gpu => MachineProfile::read(&path),
     };
     match found {
         Err(MachineError::File { source, .. }) if !named && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
+}
+
+/// Where and how a profile of `here` is measured.
+fn how(here: &Machine) -> &'static str {
+    if here.processes.is_some() { "under this launcher" } else { "here" }
 }
 
 impl MachineProfile {
@@ -263,7 +277,12 @@ impl MachineProfile {
         MachineProfile::parse(&text).map_err(|problem| MachineError::Parse { path: path.to_owned(), problem })
     }
 
-    fn parse(text: &str) -> Result<MachineProfile, String> {
+    /// The profile that `text` is.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with it.
+    pub fn parse(text: &str) -> Result<MachineProfile, String> {
         #[derive(Deserialize)]
         struct Version {
             format: u32,
@@ -345,7 +364,14 @@ pub(crate) mod tests {
             format: FORMAT,
             measured: "2026-11-22T00:00:00Z".into(),
             method: "by hand".into(),
-            machine: Machine { cpu: "Test CPU".into(), cores: 2, threads: 2, isa: "avx2".into(), gpu: None },
+            machine: Machine {
+                cpu: "Test CPU".into(),
+                cores: 2,
+                threads: 2,
+                isa: "avx2".into(),
+                processes: None,
+                gpu: None,
+            },
             speeds,
             overheads: Overheads { launch_s: 1e-6, instruction_s: 1e-6, handover_s: 1e-5, step_s: 1e-4 },
             interference: Interference { compute: 1.0, communication: 1.0, start_s: 0.0 },
@@ -354,6 +380,7 @@ pub(crate) mod tests {
             collectives: vec![CollectiveCurve {
                 operation: "all_reduce".into(),
                 ranks: 2,
+                hosts: 1,
                 alpha_s: 1e-5,
                 beta_s_per_byte: 1e-10,
                 points: vec![[1e3, 1e-5], [1e6, 2e-4]],
@@ -372,7 +399,7 @@ pub(crate) mod tests {
     fn the_place_is_the_variables_else_the_caches_else_homes() {
         let place = |set: &[(&str, &str)]| {
             let found = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
-            profile_path(Processor::Cpu, found).map(|path| path.display().to_string())
+            profile_path(ProfileKind::Cpu, found).map(|path| path.display().to_string())
         };
         let (own, cache, home) = (("TRAINYARD_PROFILE", "/p.toml"), ("XDG_CACHE_HOME", "/cache"), ("HOME", "/h"));
         assert_eq!(place(&[own, cache, home]).unwrap(), "/p.toml");
@@ -380,7 +407,7 @@ pub(crate) mod tests {
         assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/h/.cache/trainyard/machine.toml");
         assert_eq!(place(&[]), None);
         let gpu = |name: &str| (name == "HOME").then(|| OsString::from("/h"));
-        assert_eq!(profile_path(Processor::Gpu, gpu).unwrap(), Path::new("/h/.cache/trainyard/gpu.toml"));
+        assert_eq!(profile_path(ProfileKind::Gpu, gpu).unwrap(), Path::new("/h/.cache/trainyard/gpu.toml"));
     }
 
     #[test]

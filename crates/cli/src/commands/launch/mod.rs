@@ -43,7 +43,7 @@ pub struct Args {
     /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host alike.
     #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What every rank is to do: `train` or `bench collectives`, with its arguments.
+    /// What every rank is to do: `train`, `calibrate` or `bench collectives`, with its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -110,9 +110,9 @@ fn check(command: &[OsString]) -> Result<bool> {
     let words: Vec<&OsStr> = command.iter().map(OsString::as_os_str).collect();
     let is_training = words[0] == "train";
     let is_bench = words.len() > 1 && words[0] == "bench" && words[1] == "collectives";
-    if !is_training && !is_bench {
+    if !is_training && !is_bench && words[0] != "calibrate" {
         bail!(
-            "`{}` is nothing that ranks do together: launch `train` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
+            "`{}` is nothing that ranks do together: launch `train`, `calibrate` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
             words[0].display()
         );
     }
@@ -274,7 +274,7 @@ mod tests {
     fn only_what_ranks_do_together_is_started() {
         let check = |words: &[&str]| check(&words.iter().map(OsString::from).collect::<Vec<_>>());
         assert!(check(&["train", "c.toml"]).unwrap());
-        assert!(!check(&["bench", "collectives"]).unwrap());
+        assert!(!check(&["bench", "collectives"]).unwrap() && !check(&["calibrate", "--quick"]).unwrap());
         for bad in
             [&["plan"][..], &["bench", "kernels"], &["train", "--max-restarts", "2"], &["train", "--max-restarts=2"]]
         {

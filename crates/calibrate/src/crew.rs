@@ -1,0 +1,161 @@
+//! Who measures: this process alone, whose ranks are threads, or the processes that a launcher started, each of them one rank.
+//!
+//! Processes do everything at the same time, as the ranks of a run do: they meet before each step, and rank 0 decides when a loop ends.
+
+use crate::CalibrateError;
+use crate::probes::Layout;
+use crate::ranks::Ranks;
+use std::path::Path;
+use trainyard_comm::Communicator;
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::{Result, world};
+use trainyard_sim::machine::{Machine, Processes};
+
+/// Those who measure together.
+pub struct Crew {
+    world: Option<Communicator>,
+    machine: Machine,
+    /// Of this process's kernels.
+    threads: u32,
+}
+
+impl Crew {
+    /// This process.
+    pub fn alone() -> Crew {
+        let machine = Machine::here();
+        Crew { world: None, threads: Inputs::of_this_machine().cores as u32, machine }
+    }
+
+    /// The processes of `world`.
+    ///
+    /// # Errors
+    ///
+    /// Processes that are not dealt to hosts in order and in equal numbers.
+    pub fn of(world: Communicator) -> Result<Crew, CalibrateError> {
+        let inputs = world::inputs(&world);
+        let machine = machine(&world)?;
+        let threads = (inputs.cores / inputs.processes_here.max(1)).max(1) as u32;
+        Ok(Crew { world: Some(world), machine, threads })
+    }
+
+    /// What they run on.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Whether this process is the one that keeps what was found.
+    pub fn is_first(&self) -> bool {
+        self.world.as_ref().is_none_or(|world| world.rank() == 0)
+    }
+
+    pub(crate) fn world(&self) -> Option<&Communicator> {
+        self.world.as_ref()
+    }
+
+    /// Threads that this process may keep busy.
+    pub(crate) fn threads(&self) -> u32 {
+        self.threads
+    }
+
+    /// How ranks share a host's cores: processes in one way, threads in several.
+    pub(crate) fn layouts(&self) -> Vec<Layout> {
+        match &self.machine.processes {
+            Some(processes) => vec![Layout { ranks: processes.on_a_host(), threads: self.threads }],
+            None => Layout::of(self.machine.cores),
+        }
+    }
+
+    /// How many of a layout's ranks are in this process.
+    pub(crate) fn own(&self, layout: Layout) -> u32 {
+        if self.world.is_some() { 1 } else { layout.ranks }
+    }
+
+    /// Returns when all are here.
+    pub(crate) fn meet(&self) -> Result<(), CalibrateError> {
+        Ok(self.world.as_ref().map_or(Ok(()), Communicator::barrier)?)
+    }
+
+    /// What rank 0 says.
+    pub(crate) fn agree(&self, own: bool) -> Result<bool, CalibrateError> {
+        let mut word = [u32::from(own)];
+        self.world.as_ref().map_or(Ok(()), |world| world.broadcast(&mut word, 0))?;
+        Ok(word[0] == 1)
+    }
+
+    /// The largest of all processes' numbers.
+    pub(crate) fn most(&self, own: f64) -> Result<f64, CalibrateError> {
+        let Some(world) = &self.world else { return Ok(own) };
+        let mut all = vec![0.0; world.size()];
+        world.all_gather(&[own], &mut all)?;
+        Ok(all.into_iter().fold(own, f64::max))
+    }
+
+    /// The configuration that `sets` describe, on random tokens; of processes every one is a rank.
+    pub(crate) fn resolve(&self, sets: &[String]) -> Result<Resolved> {
+        let inputs = self.world.as_ref().map_or_else(Inputs::of_this_machine, world::inputs);
+        let inputs = Inputs { batches_supplied: true, ..inputs };
+        Ok(Config::parse(Path::new("probe"), "", sets)?.resolve(&inputs)?)
+    }
+
+    /// The ranks of one run of `resolved` that are in this process.
+    pub(crate) fn ranks(&self, resolved: &Resolved) -> Result<Ranks> {
+        match &self.world {
+            Some(world) => Ranks::one_of(resolved, world.duplicate("probe")?),
+            None => Ranks::together(resolved),
+        }
+    }
+}
+
+/// What the processes of `world` run on.
+///
+/// # Errors
+///
+/// Processes that are not dealt to hosts in order and in equal numbers.
+pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
+    let hosts: Vec<String> = (0..world.size()).map(|rank| world.place(rank).host).collect();
+    let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
+    let processes = processes(world.backend(), &hosts)?;
+    Ok(Machine { cores: world::cores_here(world) as u32, processes: Some(processes), ..Machine::here() })
+}
+
+/// Processes that talk over `backend` and are on `hosts`, by rank.
+fn processes(backend: &str, hosts: &[&str]) -> Result<Processes, CalibrateError> {
+    let here = hosts.iter().take_while(|host| **host == hosts[0]).count();
+    let in_order = hosts.chunks(here).all(|chunk| chunk.len() == here && chunk.iter().all(|host| *host == chunk[0]));
+    let mut different: Vec<&str> = hosts.chunks(here).map(|chunk| chunk[0]).collect();
+    different.sort_unstable();
+    different.dedup();
+    let count = hosts.len();
+    if !in_order || different.len() * here != count {
+        return Err(CalibrateError::Hosts { hosts: hosts.join(", ") });
+    }
+    Ok(Processes { backend: backend.to_owned(), count: count as u32, hosts: different.len() as u32 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_are_dealt_to_hosts_in_order_and_equally_or_refused() {
+        let of = |hosts: &[&str]| processes("tcp", hosts).map(|p| (p.count, p.hosts));
+        assert_eq!(of(&["a"]).unwrap(), (1, 1));
+        assert_eq!(of(&["a", "a"]).unwrap(), (2, 1));
+        assert_eq!(of(&["b", "b", "a", "a"]).unwrap(), (4, 2));
+        for hosts in [&["a", "b", "a", "b"][..], &["a", "a", "b"], &["a", "b", "b"]] {
+            let error = of(hosts).unwrap_err().to_string();
+            assert!(error.contains(&hosts.join(", ")), "{error}");
+        }
+    }
+
+    #[test]
+    fn who_is_alone_measures_every_layout_and_agrees_with_itself() {
+        let crew = Crew::alone();
+        assert_eq!(crew.layouts(), Layout::of(Machine::here().cores));
+        let layout = *crew.layouts().last().unwrap();
+        assert_eq!(crew.own(layout), layout.ranks);
+        assert!(crew.is_first() && crew.agree(true).unwrap() && !crew.agree(false).unwrap());
+        assert_eq!(crew.most(1.5).unwrap(), 1.5);
+        crew.meet().unwrap();
+    }
+}

@@ -1,0 +1,103 @@
+//! Processes that a launcher starts together: measured, planned for, picked for, and their predictions kept.
+
+mod common;
+
+use common::{Folder, Ran};
+use serde_json::Value;
+use trainyard_sim::MachineProfile;
+use trainyard_sim::machine::{Machine, Processes};
+
+/// A tiny configuration whose threads are not held.
+fn folder() -> Folder {
+    let folder = Folder::new();
+    let free = common::TINY.replace("[compute]\nthreads = 1\n", "");
+    folder.write("c.toml", free.replace("micro_batch_size = 4", "global_batch_size = 4"));
+    folder
+}
+
+/// Runs `arguments`, where profiles of processes lie in `processes.toml`.
+fn run(folder: &Folder, arguments: &[&str]) -> Ran {
+    let mut command = folder.command(arguments);
+    command.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml"));
+    // What launchers of these tests say is not for the processes in them.
+    Ran::new(command.env_remove("OMP_NUM_THREADS").output().expect("the program starts"))
+}
+
+/// The same by two processes.
+fn launch(folder: &Folder, arguments: &[&str]) -> Ran {
+    run(folder, &[&["launch", "--nproc-per-node", "2"], arguments].concat())
+}
+
+fn failed(ran: Ran) -> Ran {
+    assert_ne!(ran.code, Some(0), "{}", ran.stdout);
+    ran
+}
+
+#[test]
+fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
+    let folder = folder();
+    let measured = launch(&folder, &["calibrate", "--quick"]).ok();
+    assert_eq!(measured.stdout.matches("wrote ").count(), 1, "{}", measured.stdout);
+    let profile = MachineProfile::read(&folder.join("processes.toml")).unwrap();
+    let two = Processes { backend: "tcp".into(), count: 2, hosts: 1 };
+    assert_eq!(profile.machine, Machine { processes: Some(two), ..Machine::here() });
+    let exchanges: Vec<(&str, u32, u32)> =
+        profile.collectives.iter().map(|curve| (curve.operation.as_str(), curve.ranks, curve.hosts)).collect();
+    assert_eq!(exchanges, [("all_gather", 2, 1), ("reduce_scatter", 2, 1), ("all_reduce", 2, 1)]);
+    assert!(profile.kernels.iter().all(|curve| curve.ranks == 2) && profile.kernels.len() > 30);
+
+    // Without a launcher their ways can be looked at: all with as many ranks as there are processes.
+    let shown = run(&folder, &["plan", "c.toml", "--profile", "processes.toml", "--json"]).ok();
+    let shown: Value = serde_json::from_str(&shown.stdout).unwrap();
+    let plans = shown["plans"].as_array().unwrap();
+    assert!(plans.len() > 3 && plans.iter().all(|plan| plan["layout"].as_str().unwrap().starts_with("2 ranks x")));
+
+    let trained = launch(&folder, &["train", "c.toml", "--plan", "auto"]).ok();
+    let best = plans[0]["layout"].as_str().unwrap();
+    assert!(trained.stdout.contains(&format!("plan         {best}")), "{}", trained.stdout);
+    let plan = std::fs::read_to_string(folder.join("runs/tiny/plan.json")).unwrap();
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    let predicted = plan["predicted"]["time"]["step_s"].as_f64().unwrap();
+    assert!((predicted / plans[0]["step_s"].as_f64().unwrap() - 1.0).abs() < 1e-9, "{plan:#}");
+    assert!(plan["measured"]["step_s"].as_f64().unwrap() > 0.0, "{plan:#}");
+
+    let tried = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "5"]));
+    assert!(tried.stderr.contains("leave it out under a launcher"), "{}", tried.stderr);
+
+    // Threads are no processes.
+    let mut threads = folder.command(&["train", "c.toml", "--set", "run.name='threads'"]);
+    let threads = threads.env("TRAINYARD_PROFILE", folder.join("processes.toml")).output();
+    let threads = Ran::new(threads.expect("the program starts")).ok();
+    assert!(threads.stdout.contains("was measured on another machine"), "{}", threads.stdout);
+}
+
+#[test]
+fn processes_that_were_not_measured_say_how_they_are() {
+    let folder = folder();
+    let trained = launch(&folder, &["train", "c.toml"]).ok();
+    let needed = "not predicted: no profile of processes: run `trainyard calibrate` in place of `train`";
+    let none = folder
+        .command(&["launch", "--nproc-per-node", "2", "train", "c.toml", "--set", "run.name='b'"])
+        .env_remove("TRAINYARD_PROCESSES_PROFILE")
+        .env("XDG_CACHE_HOME", folder.join("empty"))
+        .output()
+        .expect("the program starts");
+    assert!(Ran::new(none).ok().stdout.contains(needed));
+    // A file that is named and not there is no profile that was never made.
+    assert!(trained.stdout.contains("not predicted: cannot read the machine's profile"), "{}", trained.stdout);
+    let picked = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='c'"]));
+    assert!(picked.stderr.contains("--plan auto needs to know this machine"), "{}", picked.stderr);
+}
+
+#[test]
+fn what_processes_cannot_measure_together_is_refused_in_words() {
+    let folder = folder();
+    for (arguments, why) in [
+        (&["calibrate", "--device", "cuda"][..], "measured by one process"),
+        (&["calibrate", "--compare", "other.toml"], "start it without a launcher"),
+        (&["calibrate", "--check"], "`trainyard calibrate` under this launcher"),
+    ] {
+        let refused = failed(launch(&folder, arguments));
+        assert!(refused.stderr.contains(why), "{}", refused.stderr);
+    }
+}
