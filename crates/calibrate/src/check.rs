@@ -4,7 +4,7 @@
 //! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory is compared per
 //! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
 
-use crate::crew::Crew;
+use crate::crew::{Crew, inputs};
 use crate::forecast::{Forecast, forecast};
 use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
@@ -15,7 +15,7 @@ use trainyard_engine::bench::Timed;
 use trainyard_engine::config::Resolved;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::host::HostPrices;
-use trainyard_sim::machine::{Speeds, median};
+use trainyard_sim::machine::{Machine, Speeds, median};
 use trainyard_tensor::Purpose;
 
 /// A configuration to train.
@@ -134,7 +134,13 @@ fn case(family: &str, (dim, layers, heads, vocab): (u32, u32, u32, u32), variati
     Case { name, sets, ranks }
 }
 
-/// Trains and predicts every `every`th of [`cases`]; on processes, of those that have as many ranks.
+/// The cases that `machine` can run: all, or those of as many ranks as it has processes.
+pub fn cases_on(machine: &Machine) -> Vec<Case> {
+    let processes = machine.processes.as_ref().map(|processes| processes.count);
+    cases().into_iter().filter(|case| processes.is_none_or(|count| case.ranks == count)).collect()
+}
+
+/// Trains and predicts every `every`th of those [cases](cases_on) that the crew can run.
 ///
 /// # Errors
 ///
@@ -146,9 +152,7 @@ pub fn rows(
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<Vec<Row>, CalibrateError> {
     let sampler = Sampler::new(crew)?;
-    let processes = crew.machine().processes.as_ref().map(|processes| processes.count);
-    let fitting = cases().into_iter().filter(|case| processes.is_none_or(|count| case.ranks == count));
-    let cases: Vec<Case> = fitting.step_by(every.max(1)).collect();
+    let cases: Vec<Case> = cases_on(crew.machine()).into_iter().step_by(every.max(1)).collect();
     let mut rows = Vec::with_capacity(cases.len());
     for (number, case) in cases.iter().enumerate() {
         progress(number as f64 / cases.len() as f64, &case.name);
@@ -302,7 +306,7 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
     })
 }
 
-/// The relative difference of two profiles' predictions for every case, at the speeds that the first one kept.
+/// The relative difference of two profiles' predictions for every case that the first one's machine can run, at the speeds that it kept.
 ///
 /// # Errors
 ///
@@ -310,17 +314,20 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
 pub fn difference(first: &MachineProfile, second: &MachineProfile) -> Result<Vec<(String, f64)>, CalibrateError> {
     let of = |case: &Case| {
         let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
-        let forecast = forecast(&resolve(&case.sets).map_err(failed)?, &first.machine).map_err(failed)?;
+        let resolved = resolve(&case.sets, inputs(&first.machine)).map_err(failed)?;
+        let forecast = forecast(&resolved, &first.machine).map_err(failed)?;
         let step = |profile| forecast.step(profile, &first.speeds).simulated.step_s;
         Ok((case.name.clone(), step(second) / step(first) - 1.0))
     };
-    cases().iter().map(of).collect()
+    cases_on(&first.machine).iter().map(of).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
+    use trainyard_engine::config::Inputs;
+    use trainyard_sim::machine::Processes;
 
     #[test]
     fn the_cases_cover_what_they_are_to_cover_and_are_configurations() {
@@ -330,10 +337,21 @@ mod tests {
         assert_eq!(names.len(), cases.len());
         let mut shards = BTreeSet::new();
         for case in &cases {
-            let resolved = resolve(&case.sets).unwrap_or_else(|error| panic!("{}: {error}", case.name));
+            let resolved =
+                resolve(&case.sets, Inputs::of_this_machine()).unwrap_or_else(|error| panic!("{}: {error}", case.name));
             shards.insert((resolved.parallel.ranks, resolved.parallel.zero_stage));
         }
         assert!([(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 3)].iter().all(|pair| shards.contains(pair)));
+        let of_processes = |count| {
+            let processes = Some(Processes { backend: "tcp".to_owned(), count, hosts: 1 });
+            let machine = Machine { processes, ..Machine::here() };
+            for case in cases_on(&machine) {
+                let resolved = resolve(&case.sets, inputs(&machine)).unwrap();
+                assert_eq!(resolved.parallel.ranks as u32, count, "{}", case.name);
+            }
+            cases_on(&machine).len()
+        };
+        assert_eq!([2, 3, 4].map(of_processes), [16, 0, 12]);
     }
 
     #[test]

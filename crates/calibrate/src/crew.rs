@@ -4,10 +4,9 @@
 
 use crate::CalibrateError;
 use crate::probes::Layout;
-use crate::ranks::Ranks;
-use std::path::Path;
+use crate::ranks::{Ranks, resolve};
 use trainyard_comm::Communicator;
-use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::config::{Inputs, Resolved};
 use trainyard_engine::{Result, world};
 use trainyard_sim::machine::{Machine, Processes};
 
@@ -92,9 +91,7 @@ impl Crew {
 
     /// The configuration that `sets` describe, on random tokens; of processes every one is a rank.
     pub(crate) fn resolve(&self, sets: &[String]) -> Result<Resolved> {
-        let inputs = self.world.as_ref().map_or_else(Inputs::of_this_machine, world::inputs);
-        let inputs = Inputs { batches_supplied: true, ..inputs };
-        Ok(Config::parse(Path::new("probe"), "", sets)?.resolve(&inputs)?)
+        resolve(sets, self.world.as_ref().map_or_else(Inputs::of_this_machine, world::inputs))
     }
 
     /// The ranks of one run of `resolved` that are in this process.
@@ -116,6 +113,19 @@ pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
     let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
     let processes = processes(world.backend(), &hosts)?;
     Ok(Machine { cores: world::cores_here(world) as u32, processes: Some(processes), ..Machine::here() })
+}
+
+/// What a configuration depends on where its ranks run on `machine`: this one, or the processes that it has.
+pub fn inputs(machine: &Machine) -> Inputs {
+    let here = Inputs::of_this_machine();
+    let Some(processes) = &machine.processes else { return here };
+    Inputs {
+        cores: machine.cores as usize,
+        cores_because: "cores that the processes on a host share".to_owned(),
+        processes: Some(processes.count as usize),
+        processes_here: processes.on_a_host() as usize,
+        ..here
+    }
 }
 
 /// Processes that talk over `backend` and are on `hosts`, by rank.

@@ -1,5 +1,6 @@
 //! Collectives between ranks, threads or processes, and what compute and communication cost each other when they run at once.
 
+use crate::CalibrateError;
 use crate::crew::Crew;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -31,18 +32,27 @@ struct Group {
 }
 
 /// Curves of the groups that the crew's ranks can make.
-pub fn collectives(crew: &Crew) -> Result<Vec<CollectiveCurve>> {
+pub fn collectives(crew: &Crew) -> Result<Vec<CollectiveCurve>, CalibrateError> {
     let mut curves = Vec::new();
     let groups = match &crew.machine().processes {
         Some(processes) => groups(processes),
         None => groups_of_threads(crew.machine().cores),
     };
     for group in groups {
-        let round = || match crew.world() {
-            Some(world) => between(&members(world, group)?),
-            None => on_threads(group.ranks),
+        let round = || -> Result<Vec<Vec<f64>>, CalibrateError> {
+            match crew.world() {
+                Some(world) => {
+                    let comm = members(world, group)?;
+                    // All groups begin a case together, and the slowest counts.
+                    cases(group.ranks, |operation, bytes| {
+                        crew.meet()?;
+                        crew.most(once(&comm, operation, bytes)?)
+                    })
+                }
+                None => Ok(on_threads(group.ranks)?),
+            }
         };
-        let rounds = (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>()?;
+        let rounds = (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>, _>>()?;
         for (at, operation) in OPERATIONS.into_iter().enumerate() {
             let seconds = |size: usize| median(rounds.iter().map(|round| round[at][size])).unwrap_or(f64::NAN);
             let points: Vec<[f64; 2]> =
@@ -66,7 +76,7 @@ fn groups(processes: &Processes) -> Vec<Group> {
     let mut sizes: Vec<u32> = powers.chain([here, count]).filter(|ranks| *ranks > 1).collect();
     sizes.sort_unstable();
     sizes.dedup();
-    // Those that are partly on one host and partly on two take as long as those of the larger part that cross.
+    // Groups that are on their hosts in unequal parts are not measured.
     let neighbours = sizes.into_iter().filter(|ranks| ranks.is_multiple_of(here) || here.is_multiple_of(*ranks));
     let neighbours = neighbours.map(|ranks| Group { ranks, stride: 1, hosts: (ranks / here).max(1) });
     let across = Group { ranks: processes.hosts, stride: here, hosts: processes.hosts };
@@ -93,10 +103,9 @@ fn bytes(size: usize, ranks: u32) -> usize {
     SIZES[size].next_multiple_of(4 * ranks as usize)
 }
 
-/// Seconds by operation and size, the same on every rank.
-fn between(comm: &Communicator) -> Result<Vec<Vec<f64>>> {
-    let ranks = comm.size() as u32;
-    let case = |operation: &&str| (0..SIZES.len()).map(|size| once(comm, operation, bytes(size, ranks))).collect();
+/// Seconds by operation and size of groups of `ranks`.
+fn cases<E>(ranks: u32, once: impl Fn(&str, usize) -> Result<f64, E>) -> Result<Vec<Vec<f64>>, E> {
+    let case = |operation: &&str| (0..SIZES.len()).map(|size| once(operation, bytes(size, ranks))).collect();
     OPERATIONS.iter().map(case).collect()
 }
 
@@ -104,7 +113,8 @@ fn between(comm: &Communicator) -> Result<Vec<Vec<f64>>> {
 fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
     std::thread::scope(|scope| {
         let worlds = local::World::new(ranks as usize);
-        let threads: Vec<_> = worlds.into_iter().map(|comm| scope.spawn(move || between(&comm))).collect();
+        let measure = |comm: Communicator| cases(ranks, |operation, bytes| once(&comm, operation, bytes));
+        let threads: Vec<_> = worlds.into_iter().map(|comm| scope.spawn(move || measure(comm))).collect();
         let results: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("a rank does not panic")).collect();
         results.into_iter().next().expect("a group has ranks")
     })
@@ -173,11 +183,10 @@ struct Doing {
 /// Ranks that share all cores multiply and exchange: alone, and both at once.
 pub fn interference(crew: &Crew) -> Result<Interference> {
     let cores = crew.machine().cores;
-    let ranks = match &crew.machine().processes {
-        Some(processes) => processes.on_a_host(),
-        None => cores.clamp(2, 4),
+    let (ranks, threads) = match &crew.machine().processes {
+        Some(processes) => (processes.on_a_host(), crew.threads()),
+        None => (cores.clamp(2, 4), (cores / cores.clamp(2, 4)).max(1)),
     };
-    let threads = (cores / ranks).max(1);
     let run = |multiplies, exchanges| {
         let comms = match crew.world() {
             Some(world) => vec![world.duplicate("interference")?],
@@ -188,25 +197,45 @@ pub fn interference(crew: &Crew) -> Result<Interference> {
     let multiply = || run(true, None).map(|(products, _)| products);
     // The first finds caches and memory as what came before left them.
     let products = [multiply()?, multiply()?, multiply()?];
-    let products = median(products).expect("three");
     let alone = |elements| run(false, Some(elements)).map(|(_, exchanges)| 1.0 / exchanges);
-    let (small_alone, large_alone) = (alone(SMALL)?, alone(LARGE)?);
-    let small = 1.0 / run(true, Some(SMALL))?.1;
-    let (products_beside, large) = run(true, Some(LARGE))?;
-    let large = 1.0 / large;
-    // What fair shares of the cores would leave of each: all threads that want to run, and those of the exchange alone.
-    let cores = f64::from(cores);
-    let share = |threads: u32| (cores / f64::from(threads)).min(1.0);
+    let (small_alone_s, large_alone_s) = (alone(SMALL)?, alone(LARGE)?);
+    let small_s = 1.0 / run(true, Some(SMALL))?.1;
+    let (products_beside, exchanges) = run(true, Some(LARGE))?;
+    let seen = Seen {
+        products_left: products_beside / median(products).expect("three"),
+        small_s: [small_alone_s, small_s],
+        large_s: [large_alone_s, 1.0 / exchanges],
+    };
+    // What fair shares of the cores leave of each: all threads that want to run, and those of the exchange alone.
+    let share = |threads: u32| (f64::from(cores) / f64::from(threads)).min(1.0);
     let fair = share(ranks * threads + ranks);
-    let (compute_share, exchange_share) = (fair / share(ranks * threads), fair / share(ranks));
-    // What a small exchange takes longer than its share of the cores says is waking threads on busy cores, once or for every handshake. A large one takes that too.
-    let start_s = (small - small_alone / exchange_share).clamp(0.0, 0.9 * large);
-    let communication = (large - start_s) / large_alone * exchange_share;
-    // What compute lost it lost while the exchange worked and did not wait for a core.
-    let lost = (1.0 - products_beside / products) * large / (large - start_s);
-    let compute = compute_share / (1.0 - lost).max(compute_share / COMPUTE_MAX);
-    // Less than nothing is chance.
-    Ok(Interference { compute: compute.max(1.0), communication: communication.max(1.0), start_s })
+    Ok(seen.explained(fair / share(ranks * threads), fair / share(ranks)))
+}
+
+/// What ranks that multiplied and exchanged at once reached.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// Products beside large exchanges, over those alone.
+    products_left: f64,
+    /// Seconds of a small exchange alone, and beside products.
+    small_s: [f64; 2],
+    /// The same of a large one.
+    large_s: [f64; 2],
+}
+
+impl Seen {
+    /// What of it goes beyond fair shares of the cores, which leave these parts of compute and of exchanges.
+    fn explained(&self, compute_share: f64, exchange_share: f64) -> Interference {
+        let ([small_alone, small], [large_alone, large]) = (self.small_s, self.large_s);
+        // What a small exchange takes longer than its share of the cores says is waking threads on busy cores, once or for every handshake. A large one takes that too.
+        let start_s = (small - small_alone / exchange_share).clamp(0.0, 0.9 * large);
+        let communication = (large - start_s) / large_alone * exchange_share;
+        // What compute lost it lost while the exchange worked and did not wait for a core.
+        let lost = (1.0 - self.products_left) * large / (large - start_s);
+        let compute = compute_share / (1.0 - lost).max(compute_share / COMPUTE_MAX);
+        // Less than nothing is chance.
+        Interference { compute: compute.max(1.0), communication: communication.max(1.0), start_s }
+    }
 }
 
 /// Products and exchanges per second of each rank of this process, which exchange with those of other processes over `comms`.
@@ -267,6 +296,32 @@ mod tests {
         let found = interference(&Crew::alone()).unwrap();
         assert!((1.0..=COMPUTE_MAX).contains(&found.compute) && found.start_s >= 0.0, "{found:?}");
         assert!(found.communication >= 1.0 && found.communication.is_finite(), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_seen_is_taken_apart_into_shares_waits_and_losses() {
+        let near = |found: Interference, [compute, communication, start_s]: [f64; 3]| {
+            let close = |a: f64, b: f64| (a - b).abs() < 1e-9;
+            assert!(
+                close(found.compute, compute)
+                    && close(found.communication, communication)
+                    && close(found.start_s, start_s),
+                "{found:?}"
+            );
+        };
+        // Two ranks on two cores: half for each. Fair shares, and nothing else.
+        let fair = Seen { products_left: 0.5, small_s: [1e-5, 2e-5], large_s: [1e-3, 2e-3] };
+        near(fair.explained(0.5, 0.5), [1.0, 1.0, 0.0]);
+        // Both lose beyond that.
+        let dear = Seen { products_left: 0.4, large_s: [1e-3, 3e-3], ..fair };
+        near(dear.explained(0.5, 0.5), [1.25, 1.5, 0.0]);
+        // Every exchange waits 10 ms for a core, in which products lose nothing: of 12 ms they lose half of two.
+        let waiting = Seen { products_left: 1.0 - 1.0 / 12.0, small_s: [1e-5, 1.002e-2], large_s: [1e-3, 1.2e-2] };
+        near(waiting.explained(0.5, 0.5), [1.0, 1.0, 1e-2]);
+        // Chance: faster than alone, and products that vanish.
+        let lucky = Seen { products_left: 1.1, small_s: [1e-5, 1e-5], large_s: [1e-3, 1e-3] };
+        near(lucky.explained(0.5, 0.5), [1.0, 1.0, 0.0]);
+        near(Seen { products_left: 0.0, ..fair }.explained(0.5, 0.5), [COMPUTE_MAX, 1.0, 0.0]);
     }
 
     #[test]

@@ -270,7 +270,7 @@ pub fn check(
 }
 
 fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, EngineError> {
-    let resolved = resolve(&case.sets)?;
+    let resolved = resolve(&case.sets, Inputs::of_this_machine())?;
     let forecast = forecast(&resolved, &profile.machine)?;
     let predicted = forecast.step(profile, &profile.speeds);
     let device = Device::cuda(Arc::clone(cuda), None);
@@ -299,7 +299,7 @@ fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, E
 fn steps(cuda: &Arc<Cuda>, model: &Model, sampler: &Sampler, collector: &mut Collector) -> Result<(), EngineError> {
     let mut sets = model.sets(1);
     sets.push("compute.device='cuda'".to_owned());
-    let resolved = resolve(&sets)?;
+    let resolved = resolve(&sets, Inputs::of_this_machine())?;
     // Its memory is given back with it.
     let device = Device::cuda(Arc::clone(cuda), None);
     let mut stepper = Stepper::on(&device, &resolved, None)?;

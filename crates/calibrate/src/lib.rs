@@ -68,9 +68,9 @@ pub enum CalibrateError {
         /// Why.
         source: EngineError,
     },
-    /// Threads that could not talk.
-    #[error("collectives cannot be measured: {0}")]
-    Exchange(#[from] CommError),
+    /// Ranks that could not talk, or another process that has failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
     /// Kernels that refused their operands.
     #[error("the machine's speed cannot be sampled: {0}")]
     Sample(#[from] TensorError),

@@ -11,6 +11,7 @@ use crate::{CalibrateError, sample};
 use std::time::Instant;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Timed;
+use trainyard_engine::config::Inputs;
 use trainyard_sim::machine::Speeds;
 use trainyard_tensor::{Call, DType, Device, Purpose, bf16, ops};
 
@@ -160,7 +161,7 @@ fn steps(
     collector: &mut Collector,
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<(), CalibrateError> {
-    let resolved = resolve(&model.sets(layout.threads)).map_err(failed)?;
+    let resolved = resolve(&model.sets(layout.threads), Inputs::of_this_machine()).map_err(failed)?;
     let mut ranks = Ranks::apart(&resolved, crew.own(layout)).map_err(failed)?;
     ranks.step().map_err(failed)?;
     ranks.members().iter().for_each(|rank| rank.device.set_recording(true));
@@ -243,7 +244,7 @@ mod tests {
             let probes = all(layout, 1);
             for probe in &probes {
                 if let Probe::Steps { model, .. } = probe {
-                    let resolved = resolve(&model.sets(layout.threads)).unwrap();
+                    let resolved = resolve(&model.sets(layout.threads), Inputs::of_this_machine()).unwrap();
                     assert_eq!(resolved.threads, layout.threads as usize, "{}", probe.name());
                     assert_eq!(resolved.batch.accumulation, model.accumulation as usize);
                 }

@@ -12,13 +12,13 @@ use trainyard_engine::{EngineError, Result};
 use trainyard_program::Program;
 use trainyard_tensor::Device;
 
-/// The configuration that `sets` describe, on random tokens.
+/// The configuration that `sets` describe, on random tokens, where ranks run on what `inputs` say.
 ///
 /// # Errors
 ///
 /// Keys that do not exist or do not fit together.
-pub fn resolve(sets: &[String]) -> Result<Resolved> {
-    let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+pub fn resolve(sets: &[String], inputs: Inputs) -> Result<Resolved> {
+    let inputs = Inputs { batches_supplied: true, ..inputs };
     Ok(Config::parse(Path::new("probe"), "", sets)?.resolve(&inputs)?)
 }
 
@@ -184,13 +184,13 @@ mod tests {
                 "memory.limit='8MiB'".to_owned(),
             ]
         };
-        let mut ranks = Ranks::together(&resolve(&sets(64)).unwrap()).unwrap();
+        let mut ranks = Ranks::together(&resolve(&sets(64), Inputs::of_this_machine()).unwrap()).unwrap();
         for _ in 0..2 {
             let made = ranks.step().unwrap();
             assert_eq!(made.len(), 2);
             assert_eq!(made[0].loss, made[1].loss);
             assert_eq!(made[0].spans.len(), ranks.members()[0].program.instructions.len());
         }
-        assert!(Ranks::together(&resolve(&sets(1 << 20)).unwrap()).is_err());
+        assert!(Ranks::together(&resolve(&sets(1 << 20), Inputs::of_this_machine()).unwrap()).is_err());
     }
 }

@@ -18,7 +18,6 @@ use trainyard_engine::config::{Config, DeviceKind, Inputs, Resolved};
 use trainyard_engine::shape::is_offloaded;
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::Machine;
 use trainyard_tensor::Purpose;
 
 /// A way of running the configuration, priced.
@@ -75,6 +74,7 @@ struct Question<'a> {
     load: &'a dyn Fn(&[String]) -> Result<Config>,
     base: &'a Resolved,
     profile: &'a MachineProfile,
+    inputs: &'a Inputs,
 }
 
 /// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether parameters are gathered again.
@@ -105,13 +105,13 @@ const TRIED_SHOWN: usize = 3;
 /// Micro-batches of a rank at most: more are no faster, and take long to price.
 const ACCUMULATION_MAX: usize = 32;
 
-/// Prices the ways of running what `load` makes of settings. Settings that are given by hand stay as they are: `load` puts them over those that are tried.
+/// Prices the ways of running what `load` makes of settings, on ranks for which `inputs` hold. Settings that are given by hand stay as they are: `load` puts them over those that are tried.
 ///
 /// # Errors
 ///
 /// A configuration that is none; one whose model is only known once the text is read.
-pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile) -> Result<Ways> {
-    let base = resolve_for(&load(&[])?, inputs(&profile.machine))?;
+pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile, inputs: &Inputs) -> Result<Ways> {
+    let base = resolve_for(&load(&[])?, inputs.clone())?;
     if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
@@ -119,7 +119,7 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     let gpu = profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes);
     let limit = asked.into_iter().chain(gpu).min();
     let mut ways = Ways { limit, limit_is_gpus: limit != asked, ..Ways::default() };
-    let question = Question { load, base: &base, profile };
+    let question = Question { load, base: &base, profile, inputs };
     ways.look(&question, &[&[]])?;
     if ways.fitting.is_empty() && !ways.too_large.is_empty() {
         ways.look(&question, &OFFLOADS)?;
@@ -127,19 +127,6 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     ways.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     ways.too_large.sort_by_key(|way| way.bytes_max);
     Ok(ways)
-}
-
-/// What a configuration depends on where its ranks run on `machine`.
-pub fn inputs(machine: &Machine) -> Inputs {
-    let here = Inputs::of_this_machine();
-    let Some(processes) = &machine.processes else { return here };
-    Inputs {
-        cores: machine.cores as usize,
-        cores_because: "cores that the processes on a host share".to_owned(),
-        processes: Some(processes.count as usize),
-        processes_here: processes.on_a_host() as usize,
-        ..here
-    }
 }
 
 /// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch; processes are as many as they are.
@@ -291,9 +278,8 @@ impl Ways {
                 let mut sets = settings(question.base, sharing, micro, mode, each);
                 sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='disk'")));
                 // Settings that contradict what is given by hand are no way.
-                let Some(resolved) = (question.load)(&sets)
-                    .and_then(|config| resolve_for(&config, inputs(&question.profile.machine)))
-                    .ok()
+                let Some(resolved) =
+                    (question.load)(&sets).and_then(|config| resolve_for(&config, question.inputs.clone())).ok()
                 else {
                     continue;
                 };

@@ -19,8 +19,7 @@ fn folder() -> Folder {
 fn run(folder: &Folder, arguments: &[&str]) -> Ran {
     let mut command = folder.command(arguments);
     command.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml"));
-    // What launchers of these tests say is not for the processes in them.
-    Ran::new(command.env_remove("OMP_NUM_THREADS").output().expect("the program starts"))
+    Ran::new(command.output().expect("the program starts"))
 }
 
 /// The same by two processes.
@@ -64,6 +63,23 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     let tried = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "5"]));
     assert!(tried.stderr.contains("leave it out under a launcher"), "{}", tried.stderr);
 
+    // torchrun gives each process one thread: what is picked is what runs.
+    let mut one = folder.command(&["launch", "--nproc-per-node", "2", "train", "c.toml", "--plan", "auto"]);
+    let one = one.args(["--set", "run.name='one'"]).env("OMP_NUM_THREADS", "1");
+    let one = one.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml")).output();
+    let one = Ran::new(one.expect("the program starts")).ok();
+    assert!(
+        one.stdout.contains("plan         2 ranks x 1 thread,")
+            || one.stdout.contains("plan         2 ranks x 1 thread "),
+        "{}",
+        one.stdout
+    );
+
+    let compared = run(&folder, &["calibrate", "--out", "processes.toml", "--compare", "processes.toml"]).ok();
+    assert!(compared.stdout.contains("differ by 0.0 % in the median, 0.0 % at most"), "{}", compared.stdout);
+    let different = failed(run(&folder, &["calibrate", "--compare", "processes.toml"]));
+    assert!(different.stderr.contains("machine.toml"), "{}", different.stderr);
+
     // Threads are no processes.
     let mut threads = folder.command(&["train", "c.toml", "--set", "run.name='threads'"]);
     let threads = threads.env("TRAINYARD_PROFILE", folder.join("processes.toml")).output();
@@ -86,7 +102,9 @@ fn processes_that_were_not_measured_say_how_they_are() {
     // A file that is named and not there is no profile that was never made.
     assert!(trained.stdout.contains("not predicted: cannot read the machine's profile"), "{}", trained.stdout);
     let picked = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='c'"]));
-    assert!(picked.stderr.contains("--plan auto needs to know this machine"), "{}", picked.stderr);
+    // Both ranks say so, and both end as for any other mistake: a restart would not help.
+    assert_eq!(picked.stderr.matches("--plan auto needs to know this machine").count(), 2, "{}", picked.stderr);
+    assert!(picked.code == Some(1) && picked.stderr.contains("rank 0 could not pick a plan"), "{}", picked.stderr);
 }
 
 #[test]
@@ -100,4 +118,6 @@ fn what_processes_cannot_measure_together_is_refused_in_words() {
         let refused = failed(launch(&folder, arguments));
         assert!(refused.stderr.contains(why), "{}", refused.stderr);
     }
+    let three = failed(run(&folder, &["launch", "--nproc-per-node", "3", "calibrate", "--check"]));
+    assert!(three.stderr.contains("of two and of four ranks, and there are 3 processes"), "{}", three.stderr);
 }

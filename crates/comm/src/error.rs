@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Result of an operation.
-pub type Result<T> = std::result::Result<T, CommError>;
+pub type Result<T, E = CommError> = std::result::Result<T, E>;
 
 /// A failed operation; see [`Failure`] for what it knows.
 #[derive(Clone, Debug)]

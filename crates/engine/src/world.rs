@@ -6,6 +6,7 @@ use crate::config::{Config, Inputs};
 use crate::faults::Faults;
 use crate::session::inputs_for;
 use crate::{EngineError, Result};
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use trainyard_comm::{Communicator, Environment, local};
@@ -144,9 +145,9 @@ pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -
 pub fn inputs(world: &Communicator) -> Inputs {
     let mut inputs = Inputs::of_this_machine();
     if world.backend() != "local" {
-        (inputs.processes, inputs.processes_here) = (Some(world.size()), ranks_here(world));
-        if is_bound() {
-            inputs.processes_here = 1;
+        let all = cores_of_ranks_here(world);
+        (inputs.processes, inputs.processes_here) = (Some(world.size()), sharing(&cores_of(std::process::id()), &all));
+        if inputs.processes_here == 1 && all.len() > 1 {
             inputs.cores_because = "cores that the launcher bound this process to".to_owned();
         }
     }
@@ -156,24 +157,52 @@ pub fn inputs(world: &Communicator) -> Inputs {
 /// Cores of this host that the processes of `world` have together.
 pub fn cores_here(world: &Communicator) -> usize {
     let available = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    if is_bound() { available * ranks_here(world) } else { available }
+    match cores_of(std::process::id()) {
+        // A quota of time, which all share, is less than the cores that may be used.
+        Some(own) if own.len() <= available => {
+            cores_of_ranks_here(world).into_iter().flatten().flatten().collect::<BTreeSet<_>>().len().max(available)
+        }
+        _ => available,
+    }
 }
 
-/// Whether the launcher bound this process to some of the host's cores, so that they are its own.
-fn is_bound() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).and_then(count_of_list);
-    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count_of_list(&list));
-    allowed.zip(online).is_some_and(|(allowed, online)| allowed < online)
+/// The numbers of cores, of a process.
+type Cores = Option<BTreeSet<usize>>;
+
+/// The cores that the ranks on this host may run on, by rank.
+fn cores_of_ranks_here(world: &Communicator) -> Vec<Cores> {
+    let here = world.place(world.rank()).host;
+    let places = (0..world.size()).map(|member| world.place(member));
+    places.filter(|place| place.host == here).map(|place| cores_of(place.pid)).collect()
 }
 
-/// How many numbers a list like `0-3,8` names.
-fn count_of_list(list: &str) -> Option<usize> {
-    let ranges = list.trim().split(',').map(|range| {
+/// How many of `all` may run on a core of `own`, itself among them. Of whom nothing is known it may be anywhere.
+fn sharing(own: &Cores, all: &[Cores]) -> usize {
+    let meet = |other: &&Cores| match (own, other) {
+        (Some(own), Some(other)) => !own.is_disjoint(other),
+        _ => true,
+    };
+    all.iter().filter(meet).count().max(1)
+}
+
+/// The cores that process `pid` of this host may run on; None where the system does not say.
+fn cores_of(pid: u32) -> Cores {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    numbers_of_list(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?)
+}
+
+/// The numbers that a list like `0-3,8` names.
+fn numbers_of_list(list: &str) -> Cores {
+    let mut numbers = BTreeSet::new();
+    for range in list.trim().split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        Some(last.parse::<usize>().ok()?.checked_sub(first.parse().ok()?)? + 1)
-    });
-    ranges.sum()
+        let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
+        if first > last {
+            return None;
+        }
+        numbers.extend(first..=last);
+    }
+    Some(numbers)
 }
 
 /// Ranks of `world` that run on this host.
@@ -187,8 +216,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_of_cores_are_counted() {
-        assert_eq!(["0", "0-1", "0-3,8", " 2,4-5\n"].map(count_of_list), [Some(1), Some(2), Some(5), Some(3)]);
-        assert_eq!(["", "x", "3-1"].map(count_of_list), [None; 3]);
+    fn lists_of_cores_are_read() {
+        let of = |list| numbers_of_list(list).map(|numbers| numbers.into_iter().collect::<Vec<_>>());
+        assert_eq!(of("0"), Some(vec![0]));
+        assert_eq!(of("0-3,8"), Some(vec![0, 1, 2, 3, 8]));
+        assert_eq!(of(" 2,4-5\n"), Some(vec![2, 4, 5]));
+        assert_eq!(["", "x", "3-1"].map(of), [None, None, None]);
+    }
+
+    #[test]
+    fn processes_share_cores_that_they_have_in_common() {
+        let lists = |lists: &[&str]| lists.iter().map(|list| numbers_of_list(list)).collect::<Vec<_>>();
+        // Bound to a core each; two to a socket each; all confined to the same cores; nothing is known of one.
+        for (all, expected) in [
+            (&["0", "1", "2"][..], 1),
+            (&["0-3", "4-7", "0-3", "4-7"], 2),
+            (&["0-3", "0-3", "0-3", "0-3"], 4),
+            (&["0-1", "2-3", "?"], 2),
+        ] {
+            let all = lists(all);
+            assert_eq!(sharing(&all[0], &all), expected, "{all:?}");
+        }
+        let this = cores_of(std::process::id());
+        assert_eq!(sharing(&this, std::slice::from_ref(&this)), 1);
+        assert_eq!(this.is_some(), cfg!(target_os = "linux"));
     }
 }

@@ -25,7 +25,7 @@ use trainyard_tensor::cuda::Cuda;
 ///
 /// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it measures the processes together, on one host or several: what each
 /// computes while the others do, and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile goes to
-/// $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host.
+/// $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host. One process is measured as if it were alone.
 #[derive(clap::Args)]
 pub struct Args {
     /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own: $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same
@@ -39,7 +39,7 @@ pub struct Args {
     #[arg(long)]
     quick: bool,
     /// Measure no profile: train some fifty configurations for a few steps each, and compare them with what the profile there is predicts. Takes some
-    /// minutes.
+    /// minutes. Of processes: those configurations that have as many ranks, for which they must be two or four.
     #[arg(long, conflicts_with_all = ["quick", "compare"])]
     check: bool,
     /// With --check: only one of so many configurations.
@@ -51,7 +51,7 @@ pub struct Args {
     /// With --check: print one JSON line.
     #[arg(long, requires = "check")]
     json: bool,
-    /// Measure no profile: compare what the profile there is predicts with what this one does.
+    /// Measure no profile: compare what the profile there is (at --out, if that is given) predicts with what this one does.
     #[arg(long, value_name = "FILE", conflicts_with = "quick")]
     compare: Option<PathBuf>,
 }
@@ -76,12 +76,15 @@ fn run_together(args: &Args, world: Communicator) -> Result<()> {
         );
     }
     if args.compare.is_some() {
-        bail!("--compare runs nothing: start it without a launcher");
+        bail!("--compare runs nothing: start it without a launcher, with --out for the profile of the processes");
     }
     let path = profile_path(args, ProfileKind::Processes)?;
     let crew = Crew::of(world.duplicate("measurement")?)?;
     if !args.check {
         return measure(args, &crew, &path);
+    }
+    if check::cases_on(crew.machine()).is_empty() {
+        bail!("--check has configurations of two and of four ranks, and there are {} processes", world.size());
     }
     let text = if crew.is_first() {
         let profile = MachineProfile::load(&path, crew.machine());
@@ -256,6 +259,14 @@ fn load(path: &Path) -> Result<MachineProfile> {
     MachineProfile::load(path, &Machine::here()).context("a profile is needed first: `trainyard calibrate`")
 }
 
+/// A profile to compare: of this machine, or of any processes.
+fn comparable(path: &Path) -> Result<MachineProfile> {
+    match MachineProfile::read(path) {
+        Ok(profile) if profile.machine.processes.is_some() => Ok(profile),
+        _ => load(path),
+    }
+}
+
 /// Trains configurations on what `crew` runs on, and compares them with its `profile`, which lies at `path`.
 fn rows_on(args: &Args, crew: &Crew, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
     let bar = crew.is_first().then(bar);
@@ -367,7 +378,14 @@ fn explanation(row: &Row) -> String {
 }
 
 fn run_compare(path: &Path, other: &Path) -> Result<()> {
-    let mut all = check::difference(&load(path)?, &load(other)?)?;
+    let (first, second) = (comparable(path)?, comparable(other)?);
+    if !first.machine.is(&second.machine) {
+        bail!("{} is of {}, and {} of {}", path.display(), first.machine, other.display(), second.machine);
+    }
+    if check::cases_on(&first.machine).is_empty() {
+        bail!("configurations of two and of four ranks are compared, and {} is of {}", path.display(), first.machine);
+    }
+    let mut all = check::difference(&first, &second)?;
     all.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
     let mut text = String::new();
     for (name, difference) in &all {

@@ -6,6 +6,7 @@ use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use trainyard_calibrate::crew::inputs;
 use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, Fp8Recipe};
 use trainyard_engine::device::host_memory;
 use trainyard_engine::session::Runtime;
@@ -45,7 +46,7 @@ pub struct Args {
     /// A TOML file with [[device]] and [[network]] of one's own, to name in --cluster.
     #[arg(long, value_name = "FILE")]
     profiles: Option<PathBuf>,
-    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's cores, or of any GPU where it computes on one.
+    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's cores, of any processes, or of any GPU where it computes on one.
     /// Default: this machine's.
     #[arg(long, value_name = "FILE", requires = "config", conflicts_with = "cluster")]
     profile: Option<PathBuf>,
@@ -216,11 +217,9 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
     sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
     let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
-    let base = resolve_for(&load(&[])?, choose::inputs(&profile.machine))?;
-    if args.trial_seconds > 0.0 && profile.machine.processes.is_some() {
-        bail!("--trial-seconds tries ranks that are threads, and {} is of processes", profile.machine);
-    }
-    let mut ways = choose::ways(&load, profile)?;
+    let inputs = inputs(&profile.machine);
+    let base = resolve_for(&load(&[])?, inputs.clone())?;
+    let mut ways = choose::ways(&load, profile, &inputs)?;
     trial::try_out(&mut ways, &load, args.trial_seconds)?;
     let tokens = base.tokens_per_step();
     if args.json {

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use trainyard_calibrate::crew;
 use trainyard_comm::{Communicator, Environment};
-use trainyard_engine::config::{Config, Limits};
+use trainyard_engine::config::{Config, Inputs, Limits};
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress;
@@ -21,8 +21,8 @@ use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
+use trainyard_sim::ProfileKind;
 use trainyard_sim::machine::Machine;
-use trainyard_sim::{MachineProfile, ProfileKind};
 use trainyard_tensor::DType;
 
 /// Tokens of the sample at the end.
@@ -48,6 +48,7 @@ pub struct Args {
     plan: Option<PlanBy>,
     /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects the
     /// predictions. 0: by prediction alone. Default: 3 % of what the run is predicted to take, 120 at most.
+    /// Ranks that are processes are not tried.
     #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
     trial_seconds: Option<f64>,
     /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are processes: `trainyard launch
@@ -133,7 +134,9 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     let world = if args.plan.is_some() { Environment::detect()?.connect()? } else { None };
     let config = match args.resumed() {
         Some((folder, sets)) => {
-            Session::configuration(folder, sets).with_context(|| format!("cannot resume {}", folder.display()))?
+            let config = Session::configuration(folder, sets);
+            let config = config.with_context(|| format!("cannot resume {}", folder.display()));
+            config.inspect_err(|error| world.iter().for_each(|world| drop(world.abort(chain(error)))))?
         }
         None => configuration(args, world.as_ref())?,
     };
@@ -233,24 +236,31 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
         return load(args.config.as_deref(), &sets);
     }
     let load = |chosen: &[String]| load(args.config.as_deref(), &[chosen, &sets[..]].concat());
-    let Some(world) = world else { return load(&choose(&load, &Machine::here(), args.trial_seconds)?) };
-    let chosen = if world.rank() == 0 {
-        let machine = crew::machine(world)?;
-        // The others wait for it.
-        choose(&load, &machine, args.trial_seconds).inspect_err(|error| drop(world.abort(chain(error))))?
-    } else {
-        Vec::new()
+    let Some(world) = world else {
+        return load(&choose(&load, &Machine::here(), &Inputs::of_this_machine(), args.trial_seconds)?);
     };
-    let chosen = world::from_first(world, || Ok(chosen.join("\n").into_bytes()))?;
-    let chosen: Vec<String> = String::from_utf8_lossy(&chosen).lines().map(str::to_owned).collect();
-    load(&chosen)
+    // All hear what rank 0 has picked, or why it could not, and end alike.
+    let mut own = None;
+    let picked = world::from_first(world, || {
+        let picked = crew::machine(world).map_err(anyhow::Error::from);
+        let picked = picked
+            .and_then(|machine| choose(&load, &machine, &world::inputs(world), args.trial_seconds))
+            .map_err(|error| own.insert(error));
+        let told: Result<&Vec<String>, String> = picked.as_ref().map_err(|error| chain(error));
+        Ok(serde_json::to_vec(&told).expect("words are JSON"))
+    })?;
+    let picked: Result<Vec<String>, String> = serde_json::from_slice(&picked).context("what rank 0 has picked")?;
+    let picked = picked.map_err(|why| own.unwrap_or_else(|| anyhow::anyhow!("rank 0 could not pick a plan: {why}")))?;
+    // The others would wait for a rank that cannot read its configuration.
+    load(&picked).inspect_err(|error| drop(world.abort(chain(error))))
 }
 
-/// The settings of the fastest way to run what `load` makes of them on `machine`, which is printed with its reasons. The likeliest are tried for `trial_seconds` where ranks are
-/// threads.
+/// The settings of the fastest way to run what `load` makes of them on `machine`, whose ranks `inputs` hold for; it is printed with its reasons. The likeliest are tried for
+/// `trial_seconds` where ranks are threads.
 fn choose(
     load: &dyn Fn(&[String]) -> Result<Config>,
     machine: &Machine,
+    inputs: &Inputs,
     trial_seconds: Option<f64>,
 ) -> Result<Vec<String>> {
     let kind = match (&machine.processes, forecast::profile_kind(&load(&[])?)) {
@@ -262,21 +272,16 @@ fn choose(
         (Some(_), _) => ProfileKind::Processes,
         (None, kind) => kind,
     };
+    if kind == ProfileKind::Processes && trial_seconds.is_some_and(|seconds| seconds > 0.0) {
+        bail!("--trial-seconds tries ranks that are threads: leave it out under a launcher")
+    }
     let profile = forecast::profile(kind, machine);
     let profile = profile.map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
-    // As many processes as were started, not as many as were measured.
-    let profile = match kind {
-        ProfileKind::Processes => MachineProfile { machine: machine.clone(), ..profile },
-        _ => profile,
-    };
-    let mut ways = choose::ways(load, &profile)?;
-    let seconds = match (trial_seconds, kind) {
-        (Some(seconds), ProfileKind::Processes) if seconds > 0.0 => {
-            bail!("--trial-seconds tries ranks that are threads: leave it out under a launcher")
-        }
-        (_, ProfileKind::Processes) => 0.0,
-        (Some(seconds), _) => seconds,
-        (None, _) => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
+    let mut ways = choose::ways(load, &profile, inputs)?;
+    let seconds = match trial_seconds {
+        _ if kind == ProfileKind::Processes => 0.0,
+        Some(seconds) => seconds,
+        None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
     };
     trial::try_out(&mut ways, load, seconds)?;
     let best = ways.best()?;

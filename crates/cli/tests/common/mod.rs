@@ -107,7 +107,10 @@ impl Folder {
         command.current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
         // A machine without cargo's registry, and of which nothing was measured.
         command.env("CARGO_HOME", self.join("no-cargo")).env("XDG_CACHE_HOME", self.join("cache"));
-        command.env_remove("OMP_NUM_THREADS").env_remove("TRAINYARD_PROFILE");
+        command.env_remove("OMP_NUM_THREADS");
+        for profile in ["TRAINYARD_PROFILE", "TRAINYARD_PROCESSES_PROFILE", "TRAINYARD_GPU_PROFILE"] {
+            command.env_remove(profile);
+        }
     }
 
     pub fn run(&self, arguments: &[&str]) -> Ran {

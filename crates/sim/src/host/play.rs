@@ -123,9 +123,14 @@ impl<'a> Host<'a> {
 
     /// Whether compute, and a lane beside it, are more threads than there are cores.
     fn is_crowded(&self) -> bool {
-        let computes = self.lanes[Lane::Compute as usize].3.is_some();
         let threads = f64::from(self.layout.ranks * (self.layout.threads + 1));
-        computes && threads > self.profile.machine.shared_cores()
+        self.computes() && threads > self.profile.machine.shared_cores()
+    }
+
+    /// Whether the compute lane has work, or is being woken for it.
+    fn computes(&self) -> bool {
+        let running = self.lanes[Lane::Compute as usize].3;
+        running.is_some_and(|running| matches!(running.part(), Some(Part::Wake | Part::Work)))
     }
 
     fn end_of(&self, number: u32) -> f64 {
@@ -148,11 +153,12 @@ impl<'a> Host<'a> {
         let running: Vec<Running> = self.lanes.iter().filter_map(|lane| lane.3).collect();
         let wanted: f64 = ranks * running.iter().map(|running| self.threads(running)).sum::<f64>();
         let share = (cores / wanted.max(1e-9)).min(1.0);
+        let computes = self.computes();
         let beside = |part: Part| running.iter().any(|other| other.part() == Some(part));
         let speed = |running: &Running| match running.part() {
             Some(Part::Work) if beside(Part::Exchange) => share / self.profile.interference.compute,
             Some(Part::Work) => share,
-            Some(Part::Queue) if !beside(Part::Work) => f64::INFINITY,
+            Some(Part::Queue) if !computes => f64::INFINITY,
             Some(Part::Exchange) => {
                 // What it got when it was measured alone.
                 let alone = (cores / f64::from(running.exchange_ranks.max(1))).min(1.0);

@@ -3,7 +3,7 @@
 use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Axis, Extent, Instruction, Lane, Program, State, Tier};
+use trainyard_program::{Action, Axis, Extent, Group, Instruction, Lane, Mesh, Program, State, Tier};
 use trainyard_tensor::{Call, Computes};
 
 /// The price of one instruction.
@@ -15,6 +15,13 @@ pub struct Priced {
     pub exchange_s: f64,
     /// Ranks on this host that exchanged at once when it was measured.
     pub exchange_ranks: u32,
+}
+
+/// Ranks that exchange with each other, and the hosts that they are on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Spread {
+    ranks: u32,
+    hosts: u32,
 }
 
 /// Curves of one machine for one layout, at the speeds of a moment.
@@ -139,28 +146,31 @@ impl<'p> HostPrices<'p> {
     fn exchange(&self, program: &Program, instruction: &Instruction) -> (f64, u32) {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
-        let group = |axis| mesh.group(program.rank, axis).ranks;
+        let along = |axis| self.spread(mesh, |rank| mesh.group(rank, axis));
         let (seconds, ranks) = match instruction.action {
             Action::Gather { over, .. } => {
-                let ranks = mesh.neighbours(program.rank, Axis::Shard, over).ranks;
-                (self.collective("all_gather", &ranks, bytes), over)
+                let group = self.spread(mesh, |rank| mesh.neighbours(rank, Axis::Shard, over));
+                (self.collective("all_gather", group, bytes), over)
             }
             Action::Reduce { .. } => {
-                let (shards, replicas) = (group(Axis::Shard), group(Axis::Replicate));
-                let scatter = self.collective("reduce_scatter", &shards, bytes);
-                let sum = self.collective("all_reduce", &replicas, bytes / shards.len() as f64);
-                (scatter + sum, shards.len().max(replicas.len()) as u32)
+                let (shards, replicas) = (along(Axis::Shard), along(Axis::Replicate));
+                let scatter = self.collective("reduce_scatter", shards, bytes);
+                let sum = self.collective("all_reduce", replicas, bytes / f64::from(shards.ranks));
+                (scatter + sum, shards.ranks.max(replicas.ranks))
             }
-            Action::Count => (self.collective("all_reduce", &group(Axis::Data), bytes), mesh.degree(Axis::Data)),
+            Action::Count => {
+                let data = along(Axis::Data);
+                (self.collective("all_reduce", data, bytes), data.ranks)
+            }
             Action::Clip => {
                 // The norm's parts where they are on several ranks, then the losses.
-                let data = mesh.degree(Axis::Data);
-                let losses = 8.0 * f64::from(program.micro_batches * data);
+                let data = along(Axis::Data);
+                let losses = 8.0 * f64::from(program.micro_batches * data.ranks);
                 let parts = match program.placement.masters {
                     Extent::Full => 0.0,
-                    Extent::Shard => self.collective("all_gather", &group(Axis::Shard), bytes),
+                    Extent::Shard => self.collective("all_gather", along(Axis::Shard), bytes),
                 };
-                (parts + self.collective("all_gather", &group(Axis::Data), losses), data)
+                (parts + self.collective("all_gather", data, losses), data.ranks)
             }
             _ => (0.0, 0),
         };
@@ -169,17 +179,24 @@ impl<'p> HostPrices<'p> {
         (seconds, at_once)
     }
 
-    /// Hosts that `ranks` are on, which are dealt to hosts in order.
-    fn hosts(&self, ranks: &[u32]) -> u32 {
-        let mut hosts: Vec<u32> = ranks.iter().map(|rank| rank / self.ranks.max(1)).collect();
-        hosts.dedup();
-        hosts.len() as u32
+    /// How the groups that `group` makes of ranks lie on hosts, to which ranks are dealt in order: as the one on the most hosts, for which all others wait.
+    fn spread(&self, mesh: &Mesh, group: impl Fn(u32) -> Group) -> Spread {
+        let ranks = group(0).ranks.len() as u32;
+        if self.ranks >= mesh.ranks() {
+            return Spread { ranks, hosts: 1 };
+        }
+        let hosts = |rank| {
+            let mut hosts: Vec<u32> = group(rank).ranks.iter().map(|rank| rank / self.ranks.max(1)).collect();
+            hosts.dedup();
+            hosts.len() as u32
+        };
+        Spread { ranks, hosts: (0..mesh.ranks()).map(hosts).max().unwrap_or(1) }
     }
 
-    /// Seconds of a collective on a buffer of `bytes` between `ranks`. Of groups that were not measured the nearest counts, by hosts before ranks, in proportion to what each rank
-    /// moves.
-    fn collective(&self, operation: &str, ranks: &[u32], bytes: f64) -> f64 {
-        let (hosts, ranks) = (self.hosts(ranks), ranks.len() as u32);
+    /// Seconds of a collective on a buffer of `bytes` between the ranks of a group. Of groups that were not measured the nearest counts, by hosts before ranks, in proportion to what
+    /// each rank moves.
+    fn collective(&self, operation: &str, group: Spread, bytes: f64) -> f64 {
+        let Spread { ranks, hosts } = group;
         if ranks <= 1 || bytes <= 0.0 {
             return 0.0;
         }
@@ -213,9 +230,10 @@ pub(crate) fn dims(call: &Call) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machine::Processes;
     use crate::machine::Transfers;
     use crate::machine::tests::small;
-    use trainyard_program::{Mesh, ModelShape, Offload, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{ModelShape, Offload, Strategy, UnitShape, lower_rank};
 
     /// Two units whose optimizer state is offloaded, replicated on `ranks`.
     fn offloading(ranks: u32, tier: Tier) -> Program {
@@ -242,6 +260,45 @@ mod tests {
             seen += 1;
         }
         assert!(seen >= 4, "state of two units comes and goes");
+    }
+
+    /// A profile of `count` processes on two hosts: exchanges within one take a second whatever their size, between the two ten.
+    fn two_hosts(count: u32) -> MachineProfile {
+        let curve = |operation: &str, ranks, hosts: u32| CollectiveCurve {
+            operation: operation.to_owned(),
+            ranks,
+            hosts,
+            alpha_s: 0.0,
+            beta_s_per_byte: 0.0,
+            points: vec![[1.0, 10f64.powi(hosts as i32 - 1)], [1e12, 10f64.powi(hosts as i32 - 1) + 1e-9]],
+        };
+        let of = |operation| [curve(operation, 2, 1), curve(operation, 2, 2), curve(operation, count, 2)];
+        let collectives = ["all_gather", "reduce_scatter", "all_reduce"].into_iter().flat_map(of).collect();
+        let processes = Some(Processes { backend: "tcp".into(), count, hosts: 2 });
+        MachineProfile { machine: crate::machine::Machine { processes, ..small().machine }, collectives, ..small() }
+    }
+
+    /// Seconds of the first reduction of `replicas` x `shards` ranks on two hosts, and the ranks of a host that exchange at once.
+    fn reduction(replicas: u32, shards: u32) -> (f64, u32) {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let program = lower_rank(&model, &Mesh::data(replicas, shards), &Strategy::new(2), 0).unwrap();
+        let (count, profile) = (replicas * shards, two_hosts(replicas * shards));
+        let layout = HostLayout { ranks: count / 2, threads: 1 };
+        let prices = HostPrices::new(&profile, layout, profile.speeds).program(&program, &[]);
+        let is_reduction = |instruction: &Instruction| matches!(instruction.action, Action::Reduce { .. });
+        let priced = prices[program.instructions.iter().position(is_reduction).unwrap()];
+        (priced.exchange_s.round(), priced.exchange_ranks)
+    }
+
+    #[test]
+    fn groups_are_priced_by_the_hosts_that_they_are_on() {
+        // Shards within a host, replicas across.
+        assert_eq!(reduction(2, 2), (11.0, 2));
+        // All shards: on both hosts.
+        assert_eq!(reduction(1, 4), (10.0, 2));
+        // Three on each host: pairs of neighbours would be on one host but for the pair in the middle, for which all wait.
+        assert_eq!(reduction(3, 2), (10.0 + 10.0 * 1.5, 3));
     }
 
     #[test]

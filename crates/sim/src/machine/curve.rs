@@ -26,9 +26,9 @@ pub struct Point {
     pub bytes: f64,
     /// Median seconds.
     pub seconds: f64,
-    /// The speed of products at that time, on all cores.
+    /// The speed of products at that time, as [`Speeds`] has it.
     pub product_flops: f64,
-    /// The speed of copies at that time, on all cores.
+    /// The speed of copies at that time.
     pub copy_bytes_per_s: f64,
 }
 

@@ -1,6 +1,6 @@
 //! The hardware profile of one machine's cores: what `trainyard calibrate` measured, where it lies, and whether it is this machine's.
 //!
-//! A datasheet says nothing of how ranks that are threads share a host's cores, so a CPU run is priced from measurements alone: seconds of every
+//! A datasheet says nothing of how ranks that are threads or processes share a host's cores, so a CPU run is priced from measurements alone: seconds of every
 //! kernel at many shapes ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and what comes on top of both. Every measurement keeps the
 //! machine's [`Speeds`] of its moment, because those drift: a prediction is made for the speeds of its own moment.
 
@@ -83,7 +83,7 @@ pub struct MachineProfile {
     pub kernels: Vec<KernelCurve>,
 }
 
-/// What all cores together reach at a moment: the units of a kernel's arithmetic and of its traffic.
+/// What all cores together reach at a moment, or those of one of several processes while the others do the same: the units of a kernel's arithmetic and of its traffic.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speeds {
@@ -320,6 +320,11 @@ impl MachineProfile {
         {
             return Err(format!("{name} is {value}, and must be positive"));
         }
+        if let Some(Processes { count, hosts, .. }) = self.machine.processes
+            && (count == 0 || hosts == 0 || !count.is_multiple_of(hosts))
+        {
+            return Err(format!("machine.processes are {count} on {hosts} hosts, and must be as many on each"));
+        }
         self.kernels.iter().try_for_each(KernelCurve::check)?;
         self.collectives.iter().try_for_each(CollectiveCurve::check)
     }
@@ -406,8 +411,10 @@ pub(crate) mod tests {
         assert_eq!(place(&[cache, home]).unwrap(), "/cache/trainyard/machine.toml");
         assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/h/.cache/trainyard/machine.toml");
         assert_eq!(place(&[]), None);
-        let gpu = |name: &str| (name == "HOME").then(|| OsString::from("/h"));
-        assert_eq!(profile_path(ProfileKind::Gpu, gpu).unwrap(), Path::new("/h/.cache/trainyard/gpu.toml"));
+        let home = |name: &str| (name == "HOME").then(|| OsString::from("/h"));
+        for (kind, file) in [(ProfileKind::Gpu, "gpu.toml"), (ProfileKind::Processes, "processes.toml")] {
+            assert_eq!(profile_path(kind, home).unwrap(), Path::new("/h/.cache/trainyard").join(file));
+        }
     }
 
     #[test]
@@ -427,6 +434,26 @@ pub(crate) mod tests {
         let bad = profile.to_toml().replace("to_host_bytes_per_s = 40000000000.0", "to_host_bytes_per_s = -1.0");
         assert!(MachineProfile::parse(&bad).unwrap_err().contains("transfers.to_host_bytes_per_s is -1"));
         assert!(!small().to_toml().contains("gpu"), "a processor's profile is as it was");
+    }
+
+    #[test]
+    fn a_profile_of_processes_keeps_their_hosts_and_is_refused_where_they_are_not_dealt_equally() {
+        let processes = Some(Processes { backend: "mpi".into(), count: 4, hosts: 2 });
+        let machine = Machine { processes, ..small().machine };
+        let across = CollectiveCurve { ranks: 4, hosts: 2, ..small().collectives.remove(0) };
+        let profile = MachineProfile { machine, collectives: vec![across], ..small() };
+        let text = profile.to_toml();
+        assert_eq!(MachineProfile::parse(&text).unwrap(), profile);
+        assert!(!small().to_toml().contains("hosts"), "a profile of threads is as it was");
+        for (good, bad, says) in [
+            ("count = 4", "count = 3", "3 on 2 hosts"),
+            ("count = 4", "count = 0", "0 on 2 hosts"),
+            ("ranks = 4\nhosts = 2", "ranks = 4\nhosts = 0", "4 ranks on 0 hosts"),
+        ] {
+            assert!(text.contains(good), "{text}");
+            let error = MachineProfile::parse(&text.replace(good, bad)).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
     }
 
     #[test]
