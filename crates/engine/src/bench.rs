@@ -54,6 +54,8 @@ pub struct StepReport {
     pub peak_tflops: f64,
     /// Seconds from the start of the process to the end of the first step.
     pub first_step_s: f64,
+    /// Processor seconds, over all threads, that the operating system took meanwhile, most of them to hand out memory; 0 where it does not say.
+    pub first_step_system_s: f64,
     /// Median seconds of a step in which computing waited for its batch.
     pub data_wait_s: f64,
     /// The most memory that the process ever held, as the operating system counts it; 0 where it does not say.
@@ -133,6 +135,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
 
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
+    let first_step_system_s = system_s();
     let predicted = stepper.predict()?.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
@@ -173,6 +176,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         mfu: rates.mfu.unwrap_or(0.0),
         peak_tflops: peak / 1e12,
         first_step_s,
+        first_step_system_s,
         data_wait_s: median(timed.iter().map(|t| t.data_wait_s)),
         peak_rss_bytes,
         replayed: timed.iter().all(|t| t.launches == Launches::Replayed),
@@ -363,6 +367,19 @@ pub fn peak_rss_bytes() -> u64 {
     line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).map_or(0, |kib| kib << 10)
 }
 
+/// Processor seconds that the operating system has spent on behalf of this process.
+fn system_s() -> f64 {
+    std::fs::read_to_string("/proc/self/stat").ok().and_then(|stat| system_s_of(&stat)).unwrap_or(0.0)
+}
+
+/// Field 15 of a `/proc/PID/stat`, which is in hundredths of a second.
+fn system_s_of(stat: &str) -> Option<f64> {
+    // The second field is a name in parentheses, which may have spaces and parentheses in it.
+    let (_, from_third) = stat.rsplit_once(") ")?;
+    let ticks: u64 = from_third.split(' ').nth(12)?.parse().ok()?;
+    Some(ticks as f64 / 100.0)
+}
+
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
@@ -397,5 +414,12 @@ mod tests {
         assert!(!report.kernels.is_empty() && report.mfu <= 1.0);
         let activations = report.memory.iter().find(|m| m.purpose == "activations").unwrap();
         assert!(activations.error().abs() <= 0.02, "{activations:?}");
+    }
+
+    #[test]
+    fn time_in_the_system_is_found_after_a_name_with_parentheses() {
+        let stat = "77 (a) R (b) S 1 77 77 0 -1 4194560 3016 11 0 12 345 217 18 19 20 0 4 0 881 1000 200";
+        assert_eq!(system_s_of(stat), Some(2.17));
+        assert_eq!(system_s_of("77 (a"), None);
     }
 }

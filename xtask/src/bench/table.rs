@@ -6,7 +6,7 @@
 //! | benchmark | keys |
 //! |---|---|
 //! | kernels | `cases`: `name` (unique), `kind` (`product`, `attention`), `form` (`forward`, `input-gradient`, `weight-gradient`, `backward`), `dtype` (`bf16`, `f32`), `flops`, `tflops`, `peak_share` (of the peak sampled in turn with it, at most 1) and the sizes (`tokens`, `inputs`, `outputs`; `batch`, `heads`, `kv_heads`, `seq`, `head_dim`), from which the peer takes what to run |
-//! | train, startup | `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since process start), `data_wait_s` (per step), `peak_rss_bytes` |
+//! | train, startup | `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since process start), ours with `first_step_system_s` (processor time in the system until then), `data_wait_s` (per step), `peak_rss_bytes` |
 //! | ddp, zero3 | `step_s` of the global batch; the peer's `tokens_per_s` |
 //! | memory | `cases`: `name`, `kind` (`peak`, `cut`), `error` (of the prediction, relative, the worst purpose) or `cut` (activations without / with full checkpointing) |
 //!
@@ -231,7 +231,11 @@ fn startup(m: &Measured) -> Result<Vec<Row>> {
         _ => None,
     };
     let ours = m.ours("/first_step_s")? - m.ours("/step_s")?;
-    Ok(vec![Row::new("first step done, beyond a step's time", "s", ours).against(theirs).at_most(1.0)])
+    Ok(vec![
+        Row::new("first step done, beyond a step's time", "s", ours).against(theirs).at_most(1.0),
+        // Where a hypervisor takes free memory back, handing it out again is most of what the first step costs.
+        Row::new("until then in the system, over all threads", "s", m.ours("/first_step_system_s")?),
+    ])
 }
 
 fn shakespeare(m: &Measured) -> Result<Vec<Row>> {
@@ -287,7 +291,7 @@ mod tests {
 
     #[test]
     fn steps_are_judged() {
-        let run = |speed: f64, memory: f64, wait: f64| json!({"tokens_per_s": speed, "tflops": 0.5, "mfu": 0.4, "peak_rss_bytes": memory, "data_wait_s": wait, "step_s": 1.0, "first_step_s": 1.5});
+        let run = |speed: f64, memory: f64, wait: f64| json!({"tokens_per_s": speed, "tflops": 0.5, "mfu": 0.4, "peak_rss_bytes": memory, "data_wait_s": wait, "step_s": 1.0, "first_step_s": 1.5, "first_step_system_s": 0.4});
         assert_eq!(
             verdicts(|m| train(m, 2.5), run(500.0, 3e9, 0.001), Some(run(200.0, 4e9, 0.0))),
             [Some(true), None, None, Some(true), Some(true)]
@@ -296,7 +300,7 @@ mod tests {
             verdicts(|m| train(m, 2.5), run(400.0, 5e9, 0.1), Some(run(200.0, 4e9, 0.0))),
             [Some(false), None, None, Some(false), Some(false)]
         );
-        assert_eq!(verdicts(startup, run(1.0, 1.0, 0.0), None), [Some(true)]);
+        assert_eq!(verdicts(startup, run(1.0, 1.0, 0.0), None), [Some(true), None]);
     }
 
     #[test]

@@ -127,7 +127,7 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
     print(format_args!(
         "step          {:.4} s (median of {})\nspeed         {} tokens/s\n\
          model FLOPs   {:.3} TFLOP/s, {:.1} % of the measured peak of {:.3}\n\
-         first step    done {:.2} s after the program's start\nwaiting       {:.3} ms a step for its batch\n\
+         first step    done {:.2} s after the program's start, {:.2} s of processor time in the system\nwaiting       {:.3} ms a step for its batch\n\
          peak RSS      {}\nloss          {:.4}\n\n",
         report.step_s,
         report.steps,
@@ -136,6 +136,7 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
         100.0 * report.mfu,
         report.peak_tflops,
         report.first_step_s,
+        report.first_step_system_s,
         1e3 * report.data_wait_s,
         size(report.peak_rss_bytes),
         report.loss
