@@ -1,5 +1,7 @@
 //! Errors of the engine.
 
+use crate::checkpoint::CheckpointError;
+use std::io;
 use trainyard_autograd::AutogradError;
 use trainyard_data::DataError;
 use trainyard_model::ModelError;
@@ -78,7 +80,7 @@ pub enum EngineError {
     Tier(#[from] crate::tier::TierError),
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
-    Checkpoint(#[from] crate::checkpoint::CheckpointError),
+    Checkpoint(#[from] CheckpointError),
     /// Records cannot be written, or a figure cannot be.
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),
@@ -113,9 +115,24 @@ pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 impl EngineError {
     /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a try: not so for what is wrong with the configuration, the
-    /// data or the model, which would be wrong again.
+    /// data or the model, which would be wrong again, nor for a disk that is full and stays so.
     pub fn is_fault(&self) -> bool {
-        matches!(self, EngineError::Fault { .. } | EngineError::Panicked { .. }) || self.is_told()
+        match self {
+            EngineError::Fault { source, .. } => !source.is_of_a_full_disk(),
+            EngineError::Panicked { .. } => true,
+            _ => self.is_told(),
+        }
+    }
+
+    fn is_of_a_full_disk(&self) -> bool {
+        let first: &dyn std::error::Error = self;
+        let mut causes = std::iter::successors(Some(first), |error| error.source());
+        // What is transparent hands on its own cause, so the checkpoint's error is no cause of this one.
+        matches!(self, EngineError::Checkpoint(CheckpointError::DiskFull { .. }))
+            || causes.any(|cause| {
+                let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+                matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+            })
     }
 
     /// The failure of the world that this error is about, if it is about one.
@@ -123,7 +140,7 @@ impl EngineError {
         match self {
             EngineError::Comm(failure)
             | EngineError::Exchange { source: failure, .. }
-            | EngineError::Checkpoint(crate::checkpoint::CheckpointError::Comm(failure)) => Some(failure),
+            | EngineError::Checkpoint(CheckpointError::Comm(failure)) => Some(failure),
             EngineError::Fault { source, .. } => source.failure(),
             _ => None,
         }
@@ -132,5 +149,24 @@ impl EngineError {
     /// Whether this is the world's failure as it was told to this rank, which may be another's.
     pub(crate) fn is_told(&self) -> bool {
         self.failure().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::MetricsError;
+
+    #[test]
+    fn a_full_disk_is_no_reason_to_start_again_and_another_failure_while_running_is() {
+        let writing = |kind: io::ErrorKind| EngineError::from(MetricsError::io("append to", "m".as_ref())(kind.into()));
+        let full = CheckpointError::DiskFull { path: "c".into(), needed: 7 };
+        let ended = |source: EngineError| EngineError::Fault { source: Box::new(source), report: String::new() };
+        assert!(!ended(writing(io::ErrorKind::StorageFull)).is_fault());
+        assert!(!ended(writing(io::ErrorKind::QuotaExceeded)).is_fault());
+        assert!(!ended(full.into()).is_fault());
+        assert!(ended(writing(io::ErrorKind::BrokenPipe)).is_fault());
+        // Before it runs nothing is a fault.
+        assert!(!writing(io::ErrorKind::BrokenPipe).is_fault());
     }
 }
