@@ -212,9 +212,13 @@ impl Sink for WeightGradient<'_> {
     }
 
     #[inline(always)]
-    unsafe fn finish_row<S: Simd>(&self, _: S, row: usize, col: usize, sums: &[f32]) {
+    unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]) {
         // SAFETY: by contract.
-        unsafe { self.dw.part(row, col, sums.len()) }.copy_from_slice(sums);
+        let dw = unsafe { self.dw.part(row, col, sums.len()) };
+        // Rows are short: `memcpy` takes longer to be called than this.
+        for j in (0..sums.len()).step_by(2 * S::LANES) {
+            store_pair(s, load_pair(s, sums, j), dw, j);
+        }
     }
 }
 

@@ -388,8 +388,14 @@ mod x86 {
                     for first_col in (0..padded_cols).step_by(16) {
                         let n = cols.saturating_sub(first_col).min(16);
                         let to = b.add(first_col * padded + block * 256);
-                        let r = square_along_outer::<T, PAIRS>(src, col + first_col, n, k + at, depth - at);
-                        for (i, words) in r.into_iter().enumerate() {
+                        // Stored as they are read: as an array of 16 the rows went through the stack, and twice through `memcpy`.
+                        for i in 0..16 {
+                            let words = if at + i * width < depth {
+                                let k = k + at + i * width;
+                                along_outer::<T, PAIRS>(src, col + first_col, n, k, depth - at - i * width)
+                            } else {
+                                _mm512_setzero_si512()
+                            };
                             _mm512_store_si512(to.add(i * 16).cast(), words);
                         }
                     }
