@@ -314,7 +314,7 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
 pub fn difference(first: &MachineProfile, second: &MachineProfile) -> Result<Vec<(String, f64)>, CalibrateError> {
     let of = |case: &Case| {
         let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
-        let resolved = resolve(&case.sets, inputs(&first.machine)).map_err(failed)?;
+        let resolved = resolve(&case.sets, inputs(first)).map_err(failed)?;
         let forecast = forecast(&resolved, &first.machine).map_err(failed)?;
         let step = |profile| forecast.step(profile, &first.speeds).simulated.step_s;
         Ok((case.name.clone(), step(second) / step(first) - 1.0))
@@ -346,7 +346,9 @@ mod tests {
             let processes = Some(Processes { backend: "tcp".to_owned(), count, hosts: 1 });
             let machine = Machine { processes, ..Machine::here() };
             for case in cases_on(&machine) {
-                let resolved = resolve(&case.sets, inputs(&machine)).unwrap();
+                let processes = Some(count as usize);
+                let inputs = Inputs { processes, ..Inputs::of_this_machine() };
+                let resolved = resolve(&case.sets, inputs).unwrap();
                 assert_eq!(resolved.parallel.ranks as u32, count, "{}", case.name);
             }
             cases_on(&machine).len()

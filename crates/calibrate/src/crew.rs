@@ -8,6 +8,7 @@ use crate::ranks::{Ranks, resolve};
 use trainyard_comm::Communicator;
 use trainyard_engine::config::{Inputs, Resolved};
 use trainyard_engine::{Result, world};
+use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{Machine, Processes};
 
 /// Those who measure together.
@@ -33,7 +34,7 @@ impl Crew {
     pub fn of(world: Communicator) -> Result<Crew, CalibrateError> {
         let inputs = world::inputs(&world);
         let machine = machine(&world)?;
-        let threads = (inputs.cores / inputs.processes_here.max(1)).max(1) as u32;
+        let threads = (inputs.cores / inputs.sharing.max(1)).max(1) as u32;
         Ok(Crew { world: Some(world), machine, threads })
     }
 
@@ -115,15 +116,14 @@ pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
     Ok(Machine { cores: world::cores_here(world) as u32, processes: Some(processes), ..Machine::here() })
 }
 
-/// What a configuration depends on where its ranks run on `machine`: this one, or the processes that it has.
-pub fn inputs(machine: &Machine) -> Inputs {
+/// What a configuration depends on where its ranks run on what was measured: this machine, or processes of as many threads as they had then.
+pub fn inputs(profile: &MachineProfile) -> Inputs {
     let here = Inputs::of_this_machine();
-    let Some(processes) = &machine.processes else { return here };
+    let Some(processes) = &profile.machine.processes else { return here };
     Inputs {
-        cores: machine.cores as usize,
-        cores_because: "cores that the processes on a host share".to_owned(),
+        cores: profile.kernels.first().map_or(1, |curve| curve.threads as usize),
+        cores_because: "threads that each process was measured with".to_owned(),
         processes: Some(processes.count as usize),
-        processes_here: processes.on_a_host() as usize,
         ..here
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Every rank runs the same code, thread or process. Where one must go first (making token files, the run's folder) it is rank 0.
 
-use crate::config::{Config, Inputs};
+use crate::config::{Config, Inputs, omp_num_threads};
 use crate::faults::Faults;
 use crate::session::inputs_for;
 use crate::{EngineError, Result};
@@ -145,10 +145,14 @@ pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -
 pub fn inputs(world: &Communicator) -> Inputs {
     let mut inputs = Inputs::of_this_machine();
     if world.backend() != "local" {
-        let all = cores_of_ranks_here(world);
-        (inputs.processes, inputs.processes_here) = (Some(world.size()), sharing(&cores_of(std::process::id()), &all));
-        if inputs.processes_here == 1 && all.len() > 1 {
-            inputs.cores_because = "cores that the launcher bound this process to".to_owned();
+        inputs.processes = Some(world.size());
+        // `OMP_NUM_THREADS` is each process's own number.
+        if omp_num_threads().is_none() {
+            let all = cores_of_ranks_here(world);
+            inputs.sharing = sharing(&cores_of(std::process::id()), &all);
+            if inputs.sharing == 1 && all.len() > 1 {
+                inputs.cores_because = "cores that the launcher bound this process to".to_owned();
+            }
         }
     }
     inputs

@@ -217,7 +217,7 @@ fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
     sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
     let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
-    let inputs = inputs(&profile.machine);
+    let inputs = inputs(profile);
     let base = resolve_for(&load(&[])?, inputs.clone())?;
     let mut ways = choose::ways(&load, profile, &inputs)?;
     trial::try_out(&mut ways, &load, args.trial_seconds)?;

@@ -34,6 +34,7 @@ pub use error::{ConfigError, Origin, Problem};
 pub use nearest::nearest;
 pub use presets::PRESETS;
 pub use print::documentation;
+pub(crate) use resolve::omp_num_threads;
 pub use resolve::{Derivation, Inputs, Limits, ModelShape, ModelSource, OptimizerSettings, Pretrained, Resolved, Rope};
 pub use resolve_parallel::Parallel;
 pub use section::{Key, Section};

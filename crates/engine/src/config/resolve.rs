@@ -19,8 +19,8 @@ pub struct Inputs {
     pub cores_because: String,
     /// Processes that were started together, one a rank; None when this one stands alone and its ranks are threads.
     pub processes: Option<usize>,
-    /// How many of those run on this host.
-    pub processes_here: usize,
+    /// How many of those share these cores, this one among them.
+    pub sharing: usize,
     /// Tokens in the tokenizer's vocabulary, once it is known.
     pub tokenizer_vocabulary: Option<usize>,
     /// What the `config.json` in `model.path` says, once it is read.
@@ -40,20 +40,24 @@ pub struct Pretrained {
     pub layers: usize,
 }
 
+/// What `OMP_NUM_THREADS` says: the threads of one process.
+pub(crate) fn omp_num_threads() -> Option<usize> {
+    std::env::var("OMP_NUM_THREADS").ok()?.trim().parse().ok().filter(|threads| *threads > 0)
+}
+
 impl Inputs {
     /// Inputs of one rank on this machine; `OMP_NUM_THREADS` is respected.
     pub fn of_this_machine() -> Inputs {
         let available = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let asked = std::env::var("OMP_NUM_THREADS").ok().and_then(|text| text.trim().parse::<usize>().ok());
-        let (cores, because) = match asked {
-            Some(n) if n > 0 => (n, "OMP_NUM_THREADS".to_owned()),
-            _ => (available, "cores that this process may use".to_owned()),
+        let (cores, because) = match omp_num_threads() {
+            Some(threads) => (threads, "OMP_NUM_THREADS".to_owned()),
+            None => (available, "cores that this process may use".to_owned()),
         };
         Inputs {
             cores,
             cores_because: because,
             processes: None,
-            processes_here: 1,
+            sharing: 1,
             tokenizer_vocabulary: None,
             pretrained: None,
             batches_supplied: false,
@@ -640,10 +644,13 @@ impl Resolver {
             }),
         };
         let asked = self.config.compute.threads;
-        let here = if inputs.processes.is_some() { inputs.processes_here } else { parallel.ranks }.max(1);
-        let (share, because) = match here {
-            1 => (inputs.cores, inputs.cores_because.clone()),
-            n => (inputs.cores / n, format!("{} {} / {n} ranks on this host", inputs.cores, inputs.cores_because)),
+        let (ranks, who) = match inputs.processes {
+            Some(_) => (inputs.sharing, "processes that share them"),
+            None => (parallel.ranks, "ranks on this host"),
+        };
+        let (share, because) = match ranks {
+            0 | 1 => (inputs.cores, inputs.cores_because.clone()),
+            n => (inputs.cores / n, format!("{} {} / {n} {who}", inputs.cores, inputs.cores_because)),
         };
         let threads = self.settle("compute.threads", &asked, share.max(1), because);
         self.count("compute.threads", Some(threads as u64), 1, 1024);

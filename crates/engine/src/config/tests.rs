@@ -9,7 +9,7 @@ fn inputs() -> Inputs {
         cores: 2,
         cores_because: "cores that this process may use".to_owned(),
         processes: None,
-        processes_here: 1,
+        sharing: 1,
         tokenizer_vocabulary: None,
         pretrained: None,
         batches_supplied: false,
