@@ -157,6 +157,8 @@ pub fn calibrate(
 ) -> Result<MachineProfile, CalibrateError> {
     progress(0.0, "speeds");
     let cuda = &gpus[0];
+    // As in a run that leaves it open; the models compute in bf16, or in f32.
+    cuda.choose_attention(DType::BF16, None)?;
     let sampler = Sampler::new(cuda, sizes)?;
     let disk = disk::measure(folder)
         .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
@@ -259,6 +261,7 @@ pub fn check(
     sizes: &Sizes,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<Vec<Row>, CalibrateError> {
+    cuda.choose_attention(DType::BF16, None)?;
     let cases = sizes.cases();
     let mut rows = Vec::with_capacity(cases.len());
     for (number, case) in cases.iter().enumerate() {

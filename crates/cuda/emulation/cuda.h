@@ -49,6 +49,8 @@ constexpr size_t STACK = 128 << 10;
 constexpr size_t SHARED_MAX = 227 << 10;
 constexpr size_t MESSAGE = 32;
 constexpr int COPIES_MAX = 512;
+constexpr int PRODUCTS_MAX = 64;
+constexpr int SUMS_MAX = 8;
 
 struct Index {
     unsigned x, y, z;
@@ -61,6 +63,21 @@ struct Copy {
     const void *source;
     bool valid;
     int group;
+    unsigned bytes;
+};
+
+// A product of a warpgroup that was asked for: its right operand, and the left one, of which the thread has rows in registers or looks in shared memory.
+struct Product {
+    uint64_t a, b;
+    bool in_registers, add;
+    float rows[2][16];
+    float (*widen)(unsigned short);
+    int sum, group;
+};
+// Registers that products write to: what they hold, as long as some are under way.
+struct Sum {
+    float *at, value[128];
+    int count, under_way;
 };
 
 #if defined(__x86_64__)
@@ -84,6 +101,11 @@ struct Fiber {
     unsigned collectives;
     int group, copies;
     Copy pending[COPIES_MAX];
+    // Whether copies came that the tensor cores were not shown; whether registers may be given to products; how many of them there were.
+    bool hidden, begun;
+    int product_group, products, sums, asked;
+    Product product[PRODUCTS_MAX];
+    Sum sum[SUMS_MAX];
 };
 
 struct Machine {
@@ -134,6 +156,7 @@ inline void give_way(State state) {
 inline void start() {
     Machine &m = machine();
     m.body(m.argument);
+    if (m.fibers[m.running].products) fail("a product that was never waited for");
     give_way(DONE);
 }
 
@@ -142,6 +165,8 @@ inline void prepare(unsigned index) {
     Fiber &fiber = m.fibers[index];
     fiber.state = READY;
     fiber.collectives = fiber.group = fiber.copies = 0;
+    fiber.hidden = fiber.begun = false;
+    fiber.product_group = fiber.products = fiber.sums = fiber.asked = 0;
     char *stack = m.stacks + index * STACK;
 #if defined(__x86_64__)
     // Aligned so that `start` finds the stack as after a call.
@@ -202,7 +227,11 @@ inline void run_block() {
             run_warp(first);
             ended += m.fibers[first].state == DONE;
         }
-        if (ended == warps) return;
+        if (ended == warps) {
+            for (unsigned i = 0; i < m.threads; i++)
+                if (m.fibers[i].asked != m.fibers[i / 128 * 128].asked) fail("the warps of a warpgroup did not multiply together");
+            return;
+        }
         if (ended != 0) fail("some warps ended while others wait at a barrier of the block");
         for (unsigned i = 0; i < m.threads; i++) m.fibers[i].state = READY;
     }
@@ -262,12 +291,75 @@ inline void perform(int newest_kept) {
         if (copy.group > fiber.group - 1 - newest_kept) {
             fiber.pending[left++] = copy;
         } else if (copy.valid) {
-            memcpy(copy.target, copy.source, 16);
+            memcpy(copy.target, copy.source, copy.bytes);
         } else {
-            memset(copy.target, 0, 16);
+            memset(copy.target, 0, copy.bytes);
         }
     }
+    fiber.hidden = fiber.hidden || left != fiber.copies;
     fiber.copies = left;
+}
+
+// The number in 16 bits of shared memory at `offset` bytes, 16-byte pieces of 128 exchanged by the number of the 128 within 1,024 (PTX ISA: 128-byte swizzling).
+inline unsigned short swizzled(unsigned offset) {
+    offset ^= (offset >> 7 & 7) << 4;
+    if (offset + 2 > SHARED_MAX) fail("an operand beyond the shared memory");
+    unsigned short bits;
+    memcpy(&bits, machine().shared + offset, sizeof bits);
+    return bits;
+}
+
+// Element `k` of the sum and `at` of the other dimension of the operand that a descriptor describes, in its canonical layout of 128-byte swizzling: with
+// `transposed` ((8 8, n), (8, k)) : ((1, leading), (8 8, stride)) in elements, else ((8, n), 64) : ((64, stride), 1).
+inline unsigned short element(uint64_t descriptor, unsigned at, unsigned k, bool transposed) {
+    unsigned start = (unsigned)(descriptor & 0x3fff) << 4, leading = (unsigned)(descriptor >> 16 & 0x3fff) << 4;
+    unsigned stride = (unsigned)(descriptor >> 32 & 0x3fff) << 4;
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("a descriptor of another layout");
+    if (transposed) return swizzled(start + at / 64 * leading + at % 64 * 2 + k / 8 * stride + k % 8 * 128);
+    return swizzled(start + at / 8 * stride + at % 8 * 128 + k * 2);
+}
+
+// Asks for a product into the registers at `d`, which hold NaN until it is waited for.
+inline Product &ask(float *d, int count, uint64_t b) {
+    Machine &m = machine();
+    Fiber &fiber = m.fibers[m.running];
+    if (m.threads % 128 != 0) fail("a product of a warpgroup that is not whole");
+    if (!fiber.begun) fail("a product whose registers may still be written to");
+    if (fiber.products == PRODUCTS_MAX) fail("too many products under way");
+    int sum = 0;
+    while (sum < fiber.sums && fiber.sum[sum].at != d) sum++;
+    if (sum == SUMS_MAX) fail("too many sums under way");
+    Sum &into = fiber.sum[sum];
+    if (sum == fiber.sums) {
+        fiber.sums++;
+        into.at = d, into.count = count, into.under_way = 0;
+    }
+    if (into.under_way++ == 0) {
+        memcpy(into.value, d, count * sizeof(float));
+        memset(d, 0xff, count * sizeof(float));
+    }
+    fiber.asked++;
+    Product &product = fiber.product[fiber.products++];
+    product.b = b, product.sum = sum, product.group = fiber.product_group;
+    return product;
+}
+
+inline void multiply(Fiber &fiber, Product &product) {
+    Machine &m = machine();
+    for (unsigned i = 0; i < m.threads; i++)
+        if (m.fibers[i].hidden) fail("copies that the tensor cores were not shown");
+    Sum &sum = fiber.sum[product.sum];
+    unsigned lane = m.running % WARP, row = m.running / WARP % 4 * 16 + lane / 4;
+    if (!product.in_registers)
+        for (unsigned r = 0; r < 2; r++)
+            for (unsigned k = 0; k < 16; k++) product.rows[r][k] = product.widen(element(product.a, row + 8 * r, k, false));
+    for (int i = 0; i < sum.count; i++) {
+        unsigned column = i / 4 * 8 + 2 * (lane % 4) + i % 2, r = i % 4 / 2;
+        float x = product.add ? sum.value[i] : 0.0f;
+        for (unsigned k = 0; k < 16; k++) x += product.rows[r][k] * product.widen(element(product.b, column, k, product.in_registers));
+        sum.value[i] = x;
+    }
+    if (--sum.under_way == 0) memcpy(sum.at, sum.value, sum.count * sizeof(float));
 }
 
 } // namespace emulation
@@ -286,6 +378,7 @@ extern "C" __attribute__((used)) void emulation_order(int falling) { emulation::
         emulation::launch(kernel_##name, grid, threads, shared, arguments);                                                              \
     }
 #define DYNAMIC_SHARED(name) unsigned char *name = emulation::machine().shared
+#define OPERANDS_SHARED(name) DYNAMIC_SHARED(name)
 
 inline void __syncthreads() { emulation::give_way(emulation::AT_BLOCK); }
 inline void __syncwarp() { emulation::give_way(emulation::AT_WARP); }
@@ -369,13 +462,15 @@ inline float f16_to_f32(unsigned short h) {
 }
 
 // Asynchronous copies, and the tensor cores' instructions; see tensor_cores.cuh for what they do.
-inline void copy16_async(void *target, const void *source, bool valid) {
+inline void copy_async(void *target, const void *source, bool valid, unsigned bytes) {
     auto &m = emulation::machine();
     auto &fiber = m.fibers[m.running];
-    if ((uintptr_t)target % 16 != 0 || (valid && (uintptr_t)source % 16 != 0)) emulation::fail("an asynchronous copy that is not aligned");
+    if ((uintptr_t)target % bytes != 0 || (valid && (uintptr_t)source % bytes != 0)) emulation::fail("an asynchronous copy that is not aligned");
     if (fiber.copies == emulation::COPIES_MAX) emulation::fail("too many asynchronous copies in flight");
-    fiber.pending[fiber.copies++] = {target, source, valid, fiber.group};
+    fiber.pending[fiber.copies++] = {target, source, valid, fiber.group, bytes};
 }
+inline void copy16_async(void *target, const void *source, bool valid) { copy_async(target, source, valid, 16); }
+inline void copy4_async(float *target, const float *source, bool valid) { copy_async(target, source, valid, 4); }
 inline void commit_copies() {
     auto &m = emulation::machine();
     m.fibers[m.running].group++;
@@ -402,6 +497,33 @@ inline void load_matrices(unsigned (&r)[4], const void *row, bool transposed) {
 
 template <class E> float emulation_widen(unsigned short bits);
 
+// Products of warpgroups; see warpgroup.cuh. They happen when they are waited for, with what is in shared memory then.
+inline unsigned shared_address(const void *at) { return (unsigned)((const unsigned char *)at - emulation::machine().shared); }
+inline void show_copies() {
+    auto &m = emulation::machine();
+    m.fibers[m.running].hidden = false;
+}
+inline void begin_products() {
+    auto &m = emulation::machine();
+    m.fibers[m.running].begun = true;
+    __syncwarp();
+}
+inline void commit_products() {
+    auto &m = emulation::machine();
+    m.fibers[m.running].product_group++;
+}
+template <int N> void wait_products() {
+    auto &m = emulation::machine();
+    auto &fiber = m.fibers[m.running];
+    int done = 0;
+    while (done < fiber.products && fiber.product[done].group <= fiber.product_group - 1 - N) emulation::multiply(fiber, fiber.product[done++]);
+    fiber.products -= done;
+    memmove(fiber.product, fiber.product + done, fiber.products * sizeof *fiber.product);
+    if (fiber.products == 0) fiber.sums = 0;
+    fiber.begun = false;
+}
+template <class R> void settle(R &) {}
+
 template <class E> void emulation_mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     unsigned message[6] = {a[0], a[1], a[2], a[3], b0, b1};
     auto *all = emulation::exchange(message, sizeof message);
@@ -420,4 +542,21 @@ template <class E> void emulation_mma(float (&c)[4], const unsigned (&a)[4], uns
     }
     for (unsigned i = 0; i < 4; i++)
         for (unsigned k = 0; k < 16; k++) c[i] += rows[i / 2][k] * columns[i % 2][k];
+}
+
+template <class E, int M> void emulation_product(float (&d)[M][4], uint64_t a, uint64_t b, bool add) {
+    auto &product = emulation::ask(&d[0][0], 4 * M, b);
+    product.in_registers = false, product.a = a, product.add = add, product.widen = emulation_widen<E>;
+    __syncwarp();
+}
+template <class E, int M> void emulation_product(float (&d)[M][4], const unsigned (&a)[4], uint64_t b) {
+    auto *all = emulation::exchange(a, sizeof a);
+    auto &product = emulation::ask(&d[0][0], 4 * M, b);
+    product.in_registers = product.add = true, product.widen = emulation_widen<E>;
+    for (unsigned k = 0; k < 16; k++) {
+        unsigned words[4];
+        memcpy(words, all[emulation::lane() / 4 * 4 + k % 8 / 2], sizeof words);
+        for (unsigned r = 0; r < 2; r++)
+            product.rows[r][k] = emulation_widen<E>((unsigned short)(words[k / 8 * 2 + r] >> (k % 2 ? 16 : 0)));
+    }
 }

@@ -12,15 +12,6 @@
 // seven products instead of five, but no sum is taken by atomic additions, whose order changes from run to run. Grouped heads are added up in the
 // block of their keys, in the order of the heads.
 
-#define ROWS 128
-#define THREADS 256
-#define LOG2E 1.4426950408889634f
-
-struct Heads {
-    int tokens, heads, kv_heads, head_dim;
-    DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
-};
-
 // Where eight columns of a row lie in a tile of D columns: turned within eight rows, so that a matrix's rows lie in different banks.
 template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (row * (D / 8) + (chunk ^ (row & 7))) * 8; }
 
@@ -54,10 +45,7 @@ template <int D, int N> DEVICE void multiply_step(float (&s)[N / 8][4], const un
 
 // s = (16 rows of `left` from `row` on) (N rows of `right`)^T
 template <int D, int N> DEVICE void multiply(float (&s)[N / 8][4], T *left, int row, T *right) {
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = 0.0f;
+    clear<N>(s);
 #pragma unroll
     for (int step = 0; step < D / 16; step++) {
         unsigned a[4];
@@ -68,52 +56,18 @@ template <int D, int N> DEVICE void multiply(float (&s)[N / 8][4], T *left, int 
 
 // sum += p (N rows of `tile`), p being 16 x N in the fragments of a result.
 template <int D, int N> DEVICE void add_product(float (&sum)[D / 8][4], const float (&p)[N / 8][4], T *tile) {
-    unsigned lane = lane_of();
+    unsigned lane = lane_of(), a[N / 16][4];
+    to_operands<N>(a, p);
 #pragma unroll
     for (int k = 0; k < N / 16; k++) {
-        unsigned a[4] = {pair_of(p[2 * k][0], p[2 * k][1]), pair_of(p[2 * k][2], p[2 * k][3]),
-                         pair_of(p[2 * k + 1][0], p[2 * k + 1][1]), pair_of(p[2 * k + 1][2], p[2 * k + 1][3])};
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
             unsigned b[4];
             load_matrices(b, place<D>(tile, 16 * k + (int)(lane & 15), 2 * d + (int)(lane >> 4)), true);
-            mma(sum[2 * d], a, b[0], b[1]);
-            mma(sum[2 * d + 1], a, b[2], b[3]);
+            mma(sum[2 * d], a[k], b[0], b[1]);
+            mma(sum[2 * d + 1], a[k], b[2], b[3]);
         }
     }
-}
-
-template <int D> DEVICE void clear(float (&sum)[D / 8][4]) {
-#pragma unroll
-    for (int d = 0; d < D / 8; d++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[d][i] = 0.0f;
-}
-
-// Writes the lane's two rows, each times its factor; head_dim is even, so that pairs are whole.
-template <int D> DEVICE void store_rows(const float (&sum)[D / 8][4], T *target, i64 stride, int row, int last, int head_dim, float low, float high) {
-    int first = row + (int)(lane_of() >> 2);
-#pragma unroll
-    for (int d = 0; d < D / 8; d++) {
-        int column = 8 * d + 2 * (int)(lane_of() & 3);
-        if (column >= head_dim) continue;
-        if (first < last) *(unsigned *)(target + first * stride + column) = pair_of(sum[d][0] * low, sum[d][1] * low);
-        if (first + 8 < last) *(unsigned *)(target + (first + 8) * stride + column) = pair_of(sum[d][2] * high, sum[d][3] * high);
-    }
-}
-
-// Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether they have all of it.
-struct Part {
-    bool none, all;
-};
-template <int N> DEVICE Part part_of(Bounds first_row, Bounds last_row, int column) {
-    return Part{column >= last_row.last || column + N <= first_row.first, column >= last_row.first && column + N <= first_row.last};
-}
-
-// Whether the column of element i of fragment n is outside of the row's bounds.
-DEVICE bool outside(Bounds b, int column, int n, int i) {
-    int at = column + 8 * n + 2 * (int)(lane_of() & 3) + (i & 1);
-    return at < b.first || at >= b.last;
 }
 
 template <int D, int N>
@@ -135,8 +89,9 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
     copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
     copy_tile<D>(values, N, v, stride, from, to, h.head_dim);
     commit_copies();
-    float sum[D / 8][4], most[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {0.0f, 0.0f};
+    float sum[D / 8][4];
     clear<D>(sum);
+    Softmax soft = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}};
     unsigned a[D / 16][4];
     float factor = scale * LOG2E;
     for (int column = from, stage = 0; column < to; column += N, stage ^= 1) {
@@ -157,47 +112,13 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
         clear<N>(s);
 #pragma unroll
         for (int step = 0; step < D / 16; step++) multiply_step<D, N>(s, a[step], keys + stage * N * D, step);
-        float top[2] = {most[0], most[1]};
-#pragma unroll
-        for (int n = 0; n < N / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[n][i] *= factor;
-                if (!part.all && outside(mine[i / 2], column, n, i)) s[n][i] = NEGATIVE_INFINITY;
-                top[i / 2] = larger(top[i / 2], s[n][i]);
-            }
-        float shift[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
-            top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
-            // A row that has seen nothing yet keeps zeros, and no NaN of infinities' difference.
-            shift[r] = top[r] == NEGATIVE_INFINITY ? 0.0f : top[r];
-            float keep = power_of_two(most[r] - shift[r]);
-            most[r] = top[r];
-            total[r] *= keep;
-#pragma unroll
-            for (int d = 0; d < D / 8; d++) sum[d][2 * r] *= keep, sum[d][2 * r + 1] *= keep;
-        }
-#pragma unroll
-        for (int n = 0; n < N / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[n][i] = power_of_two(s[n][i] - shift[i / 2]);
-                total[i / 2] += s[n][i];
-            }
+        float keep[2];
+        soften<N>(soft, s, keep, factor, part.all, mine, column);
+        scale_rows<D>(sum, keep);
         add_product<D, N>(sum, s, values + stage * N * D);
     }
     float inverse[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        total[r] += __shfl_xor_sync(FULL_WARP, total[r], 1);
-        total[r] += __shfl_xor_sync(FULL_WARP, total[r], 2);
-        // A sum of 0 where something is seen is an infinite score: it shall not look like a result.
-        inverse[r] = mine[r].first < mine[r].last ? 1.0f / total[r] : 0.0f;
-        int query = row + 8 * r + (int)(lane_of() >> 2);
-        if ((lane_of() & 3) == 0 && query < last) lse[(i64)head * h.tokens + query] = (most[r] + log2f(total[r])) * (1.0f / LOG2E);
-    }
+    finish(soft, inverse, lse + (i64)head * h.tokens, mine, row, last);
     store_rows<D>(sum, out + (i64)head * h.head_dim, (i64)h.heads * h.head_dim, row, last, h.head_dim, inverse[0], inverse[1]);
 }
 

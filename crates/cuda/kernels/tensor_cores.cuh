@@ -6,6 +6,11 @@ DEVICE void copy16_async(void *target, const void *source, bool valid) {
     unsigned at = (unsigned)__cvta_generic_to_shared(target);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(valid ? 16 : 0));
 }
+// Likewise a number.
+DEVICE void copy4_async(float *target, const float *source, bool valid) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(target);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(source), "r"(valid ? 4 : 0));
+}
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 // Waits until at most N of this thread's groups are under way.
 template <int N> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

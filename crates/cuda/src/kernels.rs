@@ -59,6 +59,8 @@ pub enum File {
     Attention,
     /// Attention by tensor cores: bf16 and f16 only.
     AttentionMma,
+    /// Attention by the tensor cores of Hopper: bf16 and f16 only.
+    AttentionWarpgroup,
     /// Norms.
     Norm,
     /// What works element by element and belongs to transformers: activations, casts, sums, dropout, rotary positions.
@@ -79,9 +81,10 @@ pub enum File {
 
 impl File {
     /// All of them.
-    pub const ALL: [File; 10] = [
+    pub const ALL: [File; 11] = [
         File::Attention,
         File::AttentionMma,
+        File::AttentionWarpgroup,
         File::Norm,
         File::Pointwise,
         File::Reduce,
@@ -97,6 +100,7 @@ impl File {
         match self {
             File::Attention => "attention.cu",
             File::AttentionMma => "attention_mma.cu",
+            File::AttentionWarpgroup => "attention_warpgroup.cu",
             File::Norm => "norm.cu",
             File::Pointwise => "pointwise.cu",
             File::Reduce => "reduce.cu",
@@ -110,13 +114,19 @@ impl File {
 
     /// Whether the file can be compiled for `float`.
     pub const fn supports(self, float: Float) -> bool {
-        !matches!((self, float), (File::AttentionMma, Float::F32))
+        !matches!((self, float), (File::AttentionMma | File::AttentionWarpgroup, Float::F32))
+    }
+
+    /// Whether the file can be compiled for an architecture, e.g. `sm_90a`.
+    pub fn runs_on(self, architecture: &str) -> bool {
+        self != File::AttentionWarpgroup || architecture == "sm_90a"
     }
 
     const fn text(self) -> &'static str {
         match self {
             File::Attention => include_str!("../kernels/attention.cu"),
             File::AttentionMma => include_str!("../kernels/attention_mma.cu"),
+            File::AttentionWarpgroup => include_str!("../kernels/attention_warpgroup.cu"),
             File::Norm => include_str!("../kernels/norm.cu"),
             File::Pointwise => include_str!("../kernels/pointwise.cu"),
             File::Reduce => include_str!("../kernels/reduce.cu"),
@@ -131,9 +141,14 @@ impl File {
     /// The text of the module for `float`, complete: no header is included.
     pub fn source(self, float: Float) -> String {
         let mut text = String::from(float.define());
-        let headers =
+        let shared =
             [("common.cuh", COMMON), ("curves.cuh", CURVES), ("mask.cuh", MASK), ("tensor_cores.cuh", TENSOR_CORES)];
-        for (name, part) in headers.into_iter().chain([(self.name(), self.text())]) {
+        let own: &[(&str, &str)] = match self {
+            File::AttentionMma => &[("attention_tiles.cuh", ATTENTION_TILES)],
+            File::AttentionWarpgroup => &[("attention_tiles.cuh", ATTENTION_TILES), ("warpgroup.cuh", WARPGROUP)],
+            _ => &[],
+        };
+        for (name, part) in shared.into_iter().chain(own.iter().copied()).chain([(self.name(), self.text())]) {
             text.push_str(&format!("#line 1 \"{name}\"\n{part}\n"));
         }
         text
@@ -149,6 +164,8 @@ const COMMON: &str = include_str!("../kernels/common.cuh");
 const CURVES: &str = include_str!("../kernels/curves.cuh");
 const MASK: &str = include_str!("../kernels/mask.cuh");
 const TENSOR_CORES: &str = include_str!("../kernels/tensor_cores.cuh");
+const ATTENTION_TILES: &str = include_str!("../kernels/attention_tiles.cuh");
+const WARPGROUP: &str = include_str!("../kernels/warpgroup.cuh");
 
 /// One entry point.
 #[derive(Debug)]
@@ -307,26 +324,70 @@ pub struct AttentionKernels {
 /// The largest head that any attention kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
 
-/// Which kernels to take: tensor cores for bf16 and f16 where a head is a multiple of 8 columns, at most 128, and
-/// the tensors start at multiples of 16 bytes; None for heads of more than [`HEAD_DIM_MAX`] columns.
-pub fn attention(float: Float, head_dim: usize, aligned: bool) -> Option<AttentionKernels> {
-    let tensor_cores = float != Float::F32 && aligned && head_dim.is_multiple_of(8);
-    match head_dim {
-        1..=64 if tensor_cores => Some(AttentionKernels {
-            forward: &ATTENTION_MMA_64,
-            backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_64,
-            backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_64,
-        }),
-        65..=128 if tensor_cores => Some(AttentionKernels {
-            forward: &ATTENTION_MMA_128,
-            backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_128,
-            backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_128,
-        }),
-        1..=HEAD_DIM_MAX => Some(AttentionKernels {
-            forward: &ATTENTION,
-            backward_queries: &ATTENTION_BACKWARD_QUERIES,
-            backward_keys: &ATTENTION_BACKWARD_KEYS,
-        }),
-        _ => None,
+/// By which instructions attention multiplies.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum AttentionForm {
+    /// Multiply-adds: every dtype, alignment and head.
+    MultiplyAdds,
+    /// Products of a warp on tensor cores (`mma.sync`).
+    Warps,
+    /// Products of a warpgroup out of shared memory (`wgmma`), which Hopper alone has.
+    Warpgroups,
+}
+
+impl AttentionForm {
+    /// What it is called in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            AttentionForm::MultiplyAdds => "multiply-adds",
+            AttentionForm::Warps => "mma.sync",
+            AttentionForm::Warpgroups => "wgmma",
+        }
+    }
+
+    /// Whether it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to 128 columns that are a multiple of 8, and tensors that start at
+    /// multiples of 16 bytes (`aligned`); multiply-adds heads of up to [`HEAD_DIM_MAX`] columns.
+    pub const fn takes(self, float: Float, head_dim: usize, aligned: bool) -> bool {
+        match self {
+            AttentionForm::MultiplyAdds => head_dim >= 1 && head_dim <= HEAD_DIM_MAX,
+            AttentionForm::Warps | AttentionForm::Warpgroups => {
+                !matches!(float, Float::F32)
+                    && aligned
+                    && head_dim >= 8
+                    && head_dim <= 128
+                    && head_dim.is_multiple_of(8)
+            }
+        }
+    }
+
+    /// Its kernels for heads of `head_dim` columns, which it takes.
+    pub const fn kernels(self, head_dim: usize) -> AttentionKernels {
+        match (self, head_dim <= 64) {
+            (AttentionForm::MultiplyAdds, _) => AttentionKernels {
+                forward: &ATTENTION,
+                backward_queries: &ATTENTION_BACKWARD_QUERIES,
+                backward_keys: &ATTENTION_BACKWARD_KEYS,
+            },
+            (AttentionForm::Warps, true) => AttentionKernels {
+                forward: &ATTENTION_MMA_64,
+                backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_64,
+                backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_64,
+            },
+            (AttentionForm::Warps, false) => AttentionKernels {
+                forward: &ATTENTION_MMA_128,
+                backward_queries: &ATTENTION_BACKWARD_QUERIES_MMA_128,
+                backward_keys: &ATTENTION_BACKWARD_KEYS_MMA_128,
+            },
+            (AttentionForm::Warpgroups, true) => AttentionKernels {
+                forward: &ATTENTION_WARPGROUP_64,
+                backward_queries: &ATTENTION_BACKWARD_QUERIES_WARPGROUP_64,
+                backward_keys: &ATTENTION_BACKWARD_KEYS_WARPGROUP_64,
+            },
+            (AttentionForm::Warpgroups, false) => AttentionKernels {
+                forward: &ATTENTION_WARPGROUP_128,
+                backward_queries: &ATTENTION_BACKWARD_QUERIES_WARPGROUP_128,
+                backward_keys: &ATTENTION_BACKWARD_KEYS_WARPGROUP_128,
+            },
+        }
     }
 }

@@ -1,15 +1,15 @@
 //! The device of a rank, as its configuration says.
 
 use crate::Result;
-use crate::config::{DeviceKind, Resolved};
+use crate::config::{AttentionKernels, DeviceKind, Resolved};
 use crate::limit::mebibytes;
 use crate::predict::Prediction;
 use crate::state::does_not_fit;
 use std::sync::Arc;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_tensor::cpu::Crew;
-use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::driver::Product;
+use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::{Computes, Device, Purpose};
 
 /// Whose kernels a configuration asks for.
@@ -59,7 +59,25 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
             )));
         }
     }
+    let asked = resolved.config.compute.attention;
+    if asked == AttentionKernels::Wgmma && !cuda.has_attention(AttentionForm::Warpgroups) {
+        return Err(does_not_fit(format!(
+            "compute.attention = \"wgmma\", which Hopper alone has (compute capability 9.0), and this is {cuda:?}: leave it at \"auto\""
+        )));
+    }
+    let form = match asked {
+        AttentionKernels::Auto => None,
+        AttentionKernels::Mma => Some(AttentionForm::Warps),
+        AttentionKernels::Wgmma => Some(AttentionForm::Warpgroups),
+    };
+    cuda.choose_attention(crate::shape::compute_dtype(resolved), form)?;
     Ok(Device::cuda(cuda, limit))
+}
+
+/// How a GPU's attention multiplies, in words, once that was chosen.
+pub fn attention(device: &Device) -> Option<String> {
+    let choice = device.as_cuda()?.attention()?;
+    Some(format!("attention on the GPU by {} ({})", choice.form.name(), choice.because))
 }
 
 /// Whether a GPU has products of eight bits.

@@ -208,6 +208,9 @@ impl Session {
             if world.size() > 1 { " on each rank" } else { "" },
             prediction.cost.flops as f64 / 1e12
         ));
+        if let Some(line) = crate::device::attention(&device) {
+            note(&line);
+        }
         if let Some(why) = choice.why {
             note(&why);
         }

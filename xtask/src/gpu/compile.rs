@@ -93,7 +93,8 @@ fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
     let mut jobs = Vec::new();
     for file in File::ALL {
         for float in Float::ALL.into_iter().filter(|float| file.supports(*float)) {
-            jobs.extend(ARCHITECTURES.map(|architecture| (file, float, architecture)));
+            let on = ARCHITECTURES.into_iter().filter(|architecture| file.runs_on(architecture));
+            jobs.extend(on.map(|architecture| (file, float, architecture)));
         }
     }
     let next = AtomicUsize::new(0);
@@ -166,7 +167,12 @@ fn report(list: &[Usage]) -> bool {
     }
     println!("registers, the most of any dtype\n{:<40}{}", "", ARCHITECTURES.map(|a| format!("{a:>8}")).concat());
     for (kernel, registers) in &most {
-        println!("{kernel:<40}{}", ARCHITECTURES.map(|a| format!("{:>8}", registers.get(a).unwrap_or(&0))).concat());
+        println!(
+            "{kernel:<40}{}",
+            ARCHITECTURES
+                .map(|a| registers.get(a).map_or_else(|| format!("{:>8}", "-"), |n| format!("{n:>8}")))
+                .concat()
+        );
     }
     let spilled: Vec<&Usage> = list.iter().filter(|usage| usage.spill_bytes > 0).collect();
     for usage in &spilled {

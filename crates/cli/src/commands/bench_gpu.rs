@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use trainyard_tensor::Device;
 use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, products, streaming};
-use trainyard_tensor::cuda::{Cuda, peak};
+use trainyard_tensor::cuda::{AttentionForm, Cuda, peak};
 
 /// Products in the three forms of training, attention, and kernels that stream, on a GPU; results are checked before they are timed.
 #[derive(clap::Args)]
@@ -21,6 +21,9 @@ pub struct GpuArgs {
     /// Type of the operands.
     #[arg(long, default_value = "bf16")]
     dtype: Precision,
+    /// How attention multiplies: by default as in training.
+    #[arg(long, value_name = "FORM")]
+    attention: Option<Form>,
     /// Seconds for each case.
     #[arg(long, default_value_t = 0.05)]
     seconds: f64,
@@ -40,6 +43,24 @@ enum What {
     Streaming,
 }
 
+/// What `--attention` can name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Form {
+    /// Products of a warp.
+    Mma,
+    /// Products of a warpgroup: Hopper.
+    Wgmma,
+}
+
+impl From<Form> for AttentionForm {
+    fn from(form: Form) -> AttentionForm {
+        match form {
+            Form::Mma => AttentionForm::Warps,
+            Form::Wgmma => AttentionForm::Warpgroups,
+        }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &GpuArgs) -> Result<()> {
     if !(0.0..=60.0).contains(&args.seconds) {
@@ -49,13 +70,22 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     let peaks = peak::measure(&cuda)?;
     let device = Device::cuda(Arc::clone(&cuda), None);
     let (dtype, sizes) = (args.dtype.dtype(), Sizes::of_a_gpu());
+    let asked = args.attention.map(AttentionForm::from);
+    if let Some(form) = asked.filter(|form| !cuda.has_attention(*form)) {
+        bail!("--attention {} is Hopper's alone, and this is {cuda:?}", form.name());
+    }
+    cuda.choose_attention(dtype, asked)?;
+    let by = match cuda.attention() {
+        Some(choice) => format!("{} ({})", choice.form.name(), choice.because),
+        None => AttentionForm::MultiplyAdds.name().to_owned(),
+    };
     if !args.json {
         print(format_args!(
-            "{cuda:?}; measured peaks: f32 {:.1} TFLOP/s, bf16 {:.1}, f16 {:.1}, copies {:.1} GB/s\n\n",
+            "{cuda:?}; measured peaks: f32 {:.1} TFLOP/s, bf16 {:.1}, f16 {:.1}, copies {:.1} GB/s\nattention by {by}\n\n",
             peaks.f32_flops / 1e12,
             peaks.bf16_flops / 1e12,
             peaks.f16_flops / 1e12,
-            peaks.copy_bytes_per_s / 1e9
+            peaks.copy_bytes_per_s / 1e9,
         ))?;
     }
     let mut cases = Vec::new();
@@ -78,6 +108,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     let line = json!({
         "device": cuda.properties().name,
         "architecture": cuda.properties().architecture(),
+        "attention": by,
         "f32_tflops": peaks.f32_flops / 1e12,
         "bf16_tflops": peaks.bf16_flops / 1e12,
         "f16_tflops": peaks.f16_flops / 1e12,

@@ -151,7 +151,9 @@ impl Nvidia {
     /// A module that does not compile.
     pub fn precompile(&self) -> Result<usize> {
         let modules = File::ALL.into_iter().flat_map(|file| Float::ALL.map(|float| (file, float)));
-        let modules: Vec<(File, Float)> = modules.filter(|(file, float)| file.supports(*float)).collect();
+        let architecture = self.properties.architecture();
+        let here = |(file, float): &(File, Float)| file.supports(*float) && file.runs_on(&architecture);
+        let modules: Vec<(File, Float)> = modules.filter(here).collect();
         let (next, missing) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let work = || -> Result<()> {
             while let Some((file, float)) = modules.get(next.fetch_add(1, Ordering::Relaxed)) {

@@ -1,8 +1,8 @@
 //! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the form on tensor cores as that on the CPU's tiles, which
 //! rounds probabilities and their gradients to the operands' dtype too.
 
-use super::device::{Buffer, both_orders, dtypes, float, launch, values, wide};
-use trainyard_cuda::kernels::{self, Argument, AttentionKernels, Float};
+use super::device::{Buffer, both_orders, dtypes, float, launch, on_hopper, values, wide};
+use trainyard_cuda::kernels::{self, Argument, AttentionForm, AttentionKernels, Float};
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::reference::attention::{self as oracle, Valued};
 use trainyard_tensor::{DType, Element, bf16, f16};
@@ -110,14 +110,28 @@ fn backward<T: Element>(
     dqkv.get()
 }
 
-/// Runs forward and backward on a fused matrix and checks both against the oracle.
+/// The forms on tensor cores that take these heads here, else multiply-adds.
+fn forms<T: Element>(head_dim: usize, aligned: bool) -> Vec<AttentionForm> {
+    let here = |form| form != AttentionForm::Warpgroups || on_hopper();
+    let cores = [AttentionForm::Warps, AttentionForm::Warpgroups].into_iter();
+    let cores: Vec<_> = cores.filter(|form| form.takes(float::<T>(), head_dim, aligned) && here(*form)).collect();
+    if cores.is_empty() { vec![AttentionForm::MultiplyAdds] } else { cores }
+}
+
+/// Runs forward and backward on a fused matrix, in every form that takes it, and checks both against the oracle.
 fn conforms<T: Element>(aligned: bool, spec: &AttentionSpec, cu: &[i32]) {
+    for form in forms::<T>(spec.head_dim, aligned) {
+        form_conforms::<T>(form, spec, cu);
+    }
+}
+
+fn form_conforms<T: Element>(form: AttentionForm, spec: &AttentionSpec, cu: &[i32]) {
     let tokens = *cu.last().unwrap() as usize;
     let (nq, nkv) = (spec.q_cols(), spec.kv_cols());
     let width = nq + 2 * nkv;
     let (qkv, dout) = (scaled::<T>(1, tokens * width), scaled::<T>(2, tokens * nq));
-    let kernels = kernels::attention(float::<T>(), spec.head_dim, aligned).unwrap();
-    let tensor_cores = kernels.forward.name != "attention";
+    let kernels = form.kernels(spec.head_dim);
+    let tensor_cores = form != AttentionForm::MultiplyAdds;
     let (out, lse) = both_orders(|| forward(kernels, spec, cu, &qkv));
     let dqkv = both_orders(|| backward(kernels, spec, cu, &qkv, &dout, &out, &lse));
 
@@ -195,10 +209,11 @@ fn values_that_are_not_finite_are_not_hidden() {
         for bad in [f32::NAN, f32::INFINITY] {
             let mut qkv: Vec<T> = scaled(1, 40 * 96);
             qkv[20 * 96 + 3] = T::from_f32(bad);
-            let kernels = kernels::attention(float::<T>(), 32, aligned).unwrap();
-            let (out, _) = forward(kernels, &spec, &[0, 40], &qkv);
-            let finite = |row: usize| out[row * 32..(row + 1) * 32].iter().all(|x| x.to_f32().is_finite());
-            assert!((0..40).all(|row| finite(row) == (row != 20)), "{bad}");
+            for form in forms::<T>(32, aligned) {
+                let (out, _) = forward(form.kernels(32), &spec, &[0, 40], &qkv);
+                let finite = |row: usize| out[row * 32..(row + 1) * 32].iter().all(|x| x.to_f32().is_finite());
+                assert!((0..40).all(|row| finite(row) == (row != 20)), "{form:?} {bad}");
+            }
         }
     }
     check::<f32>(true);
@@ -242,14 +257,19 @@ dtypes! {
 }
 
 #[test]
-fn the_kernels_of_a_head_are_those_that_take_it() {
-    let name =
-        |float, head_dim, aligned| kernels::attention(float, head_dim, aligned).map(|kernels| kernels.forward.name);
-    assert_eq!(name(Float::Bf16, 64, true), Some("attention_mma_64"));
-    assert_eq!(name(Float::F16, 72, true), Some("attention_mma_128"));
-    assert_eq!(name(Float::Bf16, 64, false), Some("attention"));
-    assert_eq!(name(Float::Bf16, 60, true), Some("attention"));
-    assert_eq!(name(Float::F32, 64, true), Some("attention"));
-    assert_eq!(name(Float::Bf16, 256, true), Some("attention"));
-    assert_eq!(name(Float::Bf16, 257, true), None);
+fn forms_take_the_heads_that_they_have_kernels_for() {
+    let takes = |float, head_dim, aligned| {
+        [AttentionForm::MultiplyAdds, AttentionForm::Warps, AttentionForm::Warpgroups]
+            .map(|form| form.takes(float, head_dim, aligned))
+    };
+    assert_eq!(takes(Float::Bf16, 64, true), [true, true, true]);
+    assert_eq!(takes(Float::F16, 72, true), [true, true, true]);
+    assert_eq!(takes(Float::Bf16, 64, false), [true, false, false]);
+    assert_eq!(takes(Float::Bf16, 60, true), [true, false, false]);
+    assert_eq!(takes(Float::F32, 64, true), [true, false, false]);
+    assert_eq!(takes(Float::Bf16, 256, true), [true, false, false]);
+    assert_eq!(takes(Float::Bf16, 257, true), [false, false, false]);
+    assert_eq!(takes(Float::Bf16, 0, true), [false, false, false]);
+    assert_eq!(AttentionForm::Warps.kernels(64).forward.name, "attention_mma_64");
+    assert_eq!(AttentionForm::Warpgroups.kernels(72).forward.name, "attention_warpgroup_128");
 }

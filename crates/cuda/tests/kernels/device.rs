@@ -58,6 +58,11 @@ fn on<R>(f: impl FnOnce(&OfThread) -> R) -> R {
     DEVICE.with(|device| f(device.get_or_init(|| OfThread::new(Tested::new(&folder(), 0)))))
 }
 
+/// Whether the device has Hopper's instructions, as the emulation does.
+pub fn on_hopper() -> bool {
+    on(|device| device.tested.driver.properties().architecture() == "sm_90a")
+}
+
 /// Loads kernels that are no part of the table, to test the emulation itself, which this thread uses from now on.
 pub fn load(name: &str, text: &str, kernels: &[&str]) -> Library {
     DEVICE.with(|device| {

@@ -632,6 +632,13 @@ impl Resolver {
     }
 
     fn compute(&mut self, inputs: &Inputs, parallel: &Parallel) -> (Isa, usize) {
+        let attention = self.config.compute.attention;
+        if attention != AttentionKernels::Auto && self.config.compute.device == DeviceKind::Cpu {
+            let message = format!(
+                "compute.attention = \"{attention}\" chooses among a GPU's kernels, and compute.device is \"cpu\": set compute.device = \"cuda\", or leave it at \"auto\""
+            );
+            self.problem("compute.attention", message);
+        }
         let best = Isa::detect();
         let isa = match self.config.compute.isa.clone() {
             None => {

@@ -178,6 +178,18 @@ choices! {
 }
 
 choices! {
+    /// How attention multiplies on a GPU's tensor cores.
+    AttentionKernels {
+        /// By `wgmma` on Hopper, where it gives what `mma.sync` gives on small problems that are tried at start, else by `mma.sync`; which and why is printed.
+        Auto = "auto",
+        /// By products of a warp, `mma.sync`.
+        Mma = "mma",
+        /// By products of a warpgroup, `wgmma`, which Hopper alone has.
+        Wgmma = "wgmma",
+    }
+}
+
+choices! {
     /// Whether products have operands of eight bits.
     Fp8Recipe {
         /// No.
@@ -530,6 +542,9 @@ section! {
         /// Threads of the kernels. Unset: the cores that the process may use.
         #[elsewhere("num_threads", "omp_num_threads")]
         threads: Option<usize> = None;
+        /// How attention multiplies on a GPU in bf16 and f16, where heads have at most 128 columns and a multiple of 8; else it is by multiply-adds.
+        #[elsewhere("attn_implementation", "attention_backend")]
+        attention: AttentionKernels = AttentionKernels::Auto;
     }
 }
 

@@ -6,18 +6,114 @@ use crate::cpu::attention::AttentionSpec;
 use crate::cpu::rope::{RopeTable, Rotation};
 use crate::error::Result;
 use crate::ops::HeadLayout;
-use crate::{Tensor, ensure_shape};
+use crate::{DType, Device, Purpose, Tensor, bf16, ensure_shape, f16};
 use std::sync::Arc;
-use trainyard_cuda::kernels::{self as k, AttentionKernels, HEAD_DIM_MAX};
+use trainyard_cuda::kernels::{self as k, AttentionForm, HEAD_DIM_MAX};
 
 /// Tensor cores read 16 bytes at a time.
 const ALIGNMENT: u64 = 16;
 
-fn kernels(op: &'static str, qkv: &Tensor, spec: &AttentionSpec) -> Result<AttentionKernels> {
-    let aligned = qkv.region(false).address.is_multiple_of(ALIGNMENT);
-    let kernels = k::attention(super::float(op, qkv.dtype())?, spec.head_dim, aligned);
-    ensure_shape!(kernels.is_some(), op, "heads of {} columns; on cuda the most is {HEAD_DIM_MAX}", spec.head_dim);
-    Ok(kernels.expect("just checked"))
+/// How attention multiplies on tensor cores, where they take its heads, and why so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttentionChoice {
+    /// The form.
+    pub form: AttentionForm,
+    /// Why it was chosen, in words that follow its name.
+    pub because: String,
+}
+
+/// Bounds of segments, heads and key heads of the problems that forms are compared on: more rows than the largest tile has.
+const COMPARED: (&[i32], usize, usize) = (&[0, 77, 150], 2, 1);
+/// Columns of their heads: each form has kernels for up to 64 and for up to 128.
+const HEADS_COMPARED: [usize; 2] = [64, 128];
+
+impl Cuda {
+    /// Whether the device has the instructions of a form.
+    pub fn has_attention(&self, form: AttentionForm) -> bool {
+        form != AttentionForm::Warpgroups || self.properties().architecture() == "sm_90a"
+    }
+
+    /// What [`Cuda::choose_attention`] chose.
+    pub fn attention(&self) -> Option<&AttentionChoice> {
+        self.attention.get()
+    }
+
+    /// Chooses how attention multiplies in `dtype`, where tensor cores take its heads: as is asked for, else by `wgmma` where the device has it and gives what `mma.sync`
+    /// gives on small problems, in memory of their own. The first choice stays; without one a device takes `mma.sync`, and for f32 there is none.
+    ///
+    /// # Errors
+    /// Of the driver.
+    ///
+    /// # Panics
+    /// If the device lacks the form that is asked for.
+    pub fn choose_attention(self: &Arc<Cuda>, dtype: DType, asked: Option<AttentionForm>) -> Result<()> {
+        let [warps, warpgroups] = [AttentionForm::Warps, AttentionForm::Warpgroups];
+        assert!(asked.is_none_or(|form| self.has_attention(form)), "{self:?} has no {asked:?}");
+        let choice = |form, because: String| AttentionChoice { form, because };
+        // Both round probabilities and results to the dtype, after sums in f32 that have different orders.
+        let apart = match dtype {
+            DType::BF16 => f64::from(bf16::EPSILON),
+            DType::F16 => f64::from(f16::EPSILON),
+            _ => return Ok(()),
+        };
+        let chosen = match asked {
+            Some(form) => choice(form, "asked for".to_owned()),
+            None if !self.has_attention(warpgroups) => choice(warps, "wgmma is Hopper's alone".to_owned()),
+            None => {
+                let mut most = 0.0f64;
+                for head_dim in HEADS_COMPARED {
+                    let [wanted, got] = [warps, warpgroups].map(|form| self.results(form, dtype, head_dim));
+                    most = wanted?.iter().zip(&got?).map(|(a, b)| distance(a, b)).fold(most, f64::max);
+                }
+                match most <= apart {
+                    true => choice(warpgroups, format!("tried, within {most:.0e} of mma.sync")),
+                    false => choice(
+                        warps,
+                        format!("wgmma was tried and is {most:.0e} off: please report it with the GPU's name"),
+                    ),
+                }
+            }
+        };
+        self.attention.get_or_init(|| chosen);
+        Ok(())
+    }
+
+    /// What a form makes of a small problem: log-sum-exps, results and gradients.
+    fn results(self: &Arc<Cuda>, form: AttentionForm, dtype: DType, head_dim: usize) -> Result<[Vec<f32>; 3]> {
+        let device = Device::cuda(Arc::clone(self), None);
+        let (segments, heads, kv_heads) = COMPARED;
+        let spec = AttentionSpec::causal(heads, kv_heads, head_dim);
+        let m = segments[segments.len() - 1] as usize;
+        let (width, out_width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
+        let qkv = super::peak::random(&device, &[m, width], dtype, 1)?;
+        let dout = super::peak::random(&device, &[m, out_width], dtype, 2)?;
+        let bounds = device.tensor([2, m], &rows_of_segments(segments), Purpose::Workspace)?;
+        let [out, dqkv] = [out_width, width].map(|width| device.zeros([m, width], dtype, Purpose::Workspace));
+        let [lse, delta] = [(); 2].map(|()| device.zeros([heads, m], DType::F32, Purpose::Workspace));
+        let (out, dqkv, lse, delta) = (out?, dqkv?, lse?, delta?);
+        forward_by(form, self, &qkv, &spec, &bounds, &out, &lse)?;
+        backward_by(form, self, [&dout, &qkv, &out, &lse], &spec, &bounds, &delta, &dqkv)?;
+        Ok([lse.to_f32_vec()?, out.to_f32_vec()?, dqkv.to_f32_vec()?])
+    }
+
+    /// The form for these heads: that which was chosen for tensor cores, where they take them, else multiply-adds.
+    fn form(&self, op: &'static str, qkv: &Tensor, spec: &AttentionSpec) -> Result<AttentionForm> {
+        let float = super::float(op, qkv.dtype())?;
+        let aligned = qkv.region(false).address.is_multiple_of(ALIGNMENT);
+        let chosen = self.attention.get().map_or(AttentionForm::Warps, |choice| choice.form);
+        let found =
+            [chosen, AttentionForm::MultiplyAdds].into_iter().find(|form| form.takes(float, spec.head_dim, aligned));
+        ensure_shape!(found.is_some(), op, "heads of {} columns; on cuda the most is {HEAD_DIM_MAX}", spec.head_dim);
+        Ok(found.expect("just checked"))
+    }
+}
+
+/// |a - b| / |a|; infinite where something is no number.
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let apart = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
+    let distance = apart / squares(&mut a.iter().map(|a| f64::from(*a))).max(f64::MIN_POSITIVE);
+    if distance.is_nan() { f64::INFINITY } else { distance }
 }
 
 fn causal(spec: &AttentionSpec) -> (i32, usize) {
@@ -33,16 +129,40 @@ pub(crate) fn attention(
     out: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
+    forward_by(gpu.form("attention", qkv, spec)?, gpu, qkv, spec, bounds, out, lse)
+}
+
+fn forward_by(
+    form: AttentionForm,
+    gpu: &Arc<Cuda>,
+    qkv: &Tensor,
+    spec: &AttentionSpec,
+    bounds: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
     let m = qkv.rows();
     let (starts, ends) = (bounds.narrow(0..1)?, bounds.narrow(1..2)?);
     let (causal, window) = causal(spec);
     let args = args![qkv, out, lse, &starts, &ends, m, heads, kv_heads, head_dim, scale, causal, window];
-    gpu.launch(kernels("attention", qkv, spec)?.forward, qkv.dtype(), [m, heads, head_dim], args)
+    gpu.launch(form.kernels(head_dim).forward, qkv.dtype(), [m, heads, head_dim], args)
 }
 
 /// `bounds` as in [`attention`]; `delta`: scratch [h, m].
 pub(crate) fn attention_backward(
+    gpu: &Arc<Cuda>,
+    tensors: [&Tensor; 4],
+    spec: &AttentionSpec,
+    bounds: &Tensor,
+    delta: &Tensor,
+    dqkv: &Tensor,
+) -> Result<()> {
+    backward_by(gpu.form("attention_backward", tensors[1], spec)?, gpu, tensors, spec, bounds, delta, dqkv)
+}
+
+fn backward_by(
+    form: AttentionForm,
     gpu: &Arc<Cuda>,
     [dout, qkv, out, lse]: [&Tensor; 4],
     spec: &AttentionSpec,
@@ -56,7 +176,7 @@ pub(crate) fn attention_backward(
     let (causal, window) = causal(spec);
     let dtype = qkv.dtype();
     gpu.launch(&k::ATTENTION_DELTA, dtype, [m * heads, 1, 1], args![dout, out, delta, m, heads, head_dim])?;
-    let kernels = kernels("attention_backward", qkv, spec)?;
+    let kernels = form.kernels(head_dim);
     let args = args![qkv, dout, lse, delta, &starts, &ends, dqkv, m, heads, kv_heads, head_dim, scale, causal, window];
     gpu.launch(kernels.backward_queries, dtype, [m, heads, head_dim], args)?;
     gpu.launch(kernels.backward_keys, dtype, [m, kv_heads, head_dim], args)

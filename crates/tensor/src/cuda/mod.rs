@@ -25,8 +25,10 @@ pub(crate) mod plain;
 mod pointwise;
 mod staging;
 
+pub use attention::AttentionChoice;
 pub use lanes::Mark;
 pub(crate) use lanes::{LANES, enter_lane, lane};
+pub use trainyard_cuda::kernels::AttentionForm;
 #[cfg(feature = "emulation")]
 pub use trainyard_cuda::tested;
 pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version};
@@ -70,6 +72,8 @@ pub struct Cuda {
     capturing: graph::Capturing,
     /// How products of f32 are multiplied.
     precision: Precision,
+    /// How attention multiplies on tensor cores, once that was chosen.
+    attention: OnceLock<AttentionChoice>,
     /// For what the host makes: initial values.
     host: Cpu,
 }
@@ -107,6 +111,7 @@ impl Cuda {
             pinned: Mutex::default(),
             capturing: graph::Capturing::default(),
             precision: Precision::Full,
+            attention: OnceLock::new(),
             host: Cpu::new(Isa::detect(), threads),
         }
     }

@@ -1,0 +1,112 @@
+// What both forms of attention on tensor cores share: a warp owns sixteen rows of its block's 128, and its lanes hold scores, probabilities and sums in the
+// fragments of a result: of fragment n columns 8 n + 2 (lane % 4) and the next, in rows lane / 4 and that + 8.
+
+#define ROWS 128
+#define THREADS 256
+#define LOG2E 1.4426950408889634f
+
+struct Heads {
+    int tokens, heads, kv_heads, head_dim;
+    DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
+};
+
+template <int N> DEVICE void clear(float (&sum)[N / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[n][i] = 0.0f;
+}
+
+// Writes the lane's two rows, each times its factor; head_dim is even, so that pairs are whole.
+template <int D> DEVICE void store_rows(const float (&sum)[D / 8][4], T *target, i64 stride, int row, int last, int head_dim, float low, float high) {
+    int first = row + (int)(lane_of() >> 2);
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) {
+        int column = 8 * d + 2 * (int)(lane_of() & 3);
+        if (column >= head_dim) continue;
+        if (first < last) *(unsigned *)(target + first * stride + column) = pair_of(sum[d][0] * low, sum[d][1] * low);
+        if (first + 8 < last) *(unsigned *)(target + (first + 8) * stride + column) = pair_of(sum[d][2] * high, sum[d][3] * high);
+    }
+}
+
+// The left operands that are 16 columns of a result each.
+template <int N> DEVICE void to_operands(unsigned (&a)[N / 16][4], const float (&p)[N / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        a[k][0] = pair_of(p[2 * k][0], p[2 * k][1]);
+        a[k][1] = pair_of(p[2 * k][2], p[2 * k][3]);
+        a[k][2] = pair_of(p[2 * k + 1][0], p[2 * k + 1][1]);
+        a[k][3] = pair_of(p[2 * k + 1][2], p[2 * k + 1][3]);
+    }
+}
+
+// Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether they have all of it.
+struct Part {
+    bool none, all;
+};
+template <int N> DEVICE Part part_of(Bounds first_row, Bounds last_row, int column) {
+    return Part{column >= last_row.last || column + N <= first_row.first, column >= last_row.first && column + N <= first_row.last};
+}
+
+// Whether the column of element i of fragment n is outside of the row's bounds.
+DEVICE bool outside(Bounds b, int column, int n, int i) {
+    int at = column + 8 * n + 2 * (int)(lane_of() & 3) + (i & 1);
+    return at < b.first || at >= b.last;
+}
+
+// The softmax of a lane's two rows as far as they have been walked (Milakov and Gimelshein 2018): the largest score, in powers of two, and the sum of exponentials.
+struct Softmax {
+    float most[2], total[2];
+};
+
+// Turns a tile's scores into probabilities that are yet to be divided by `total`; what was summed before is to be multiplied by `keep`.
+template <int N>
+DEVICE void soften(Softmax &soft, float (&s)[N / 8][4], float (&keep)[2], float factor, bool all, const Bounds (&mine)[2], int column) {
+    float top[2] = {soft.most[0], soft.most[1]};
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] *= factor;
+            if (!all && outside(mine[i / 2], column, n, i)) s[n][i] = NEGATIVE_INFINITY;
+            top[i / 2] = larger(top[i / 2], s[n][i]);
+        }
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+        top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+        // A row that has seen nothing yet keeps zeros, and no NaN of infinities' difference.
+        shift[r] = top[r] == NEGATIVE_INFINITY ? 0.0f : top[r];
+        keep[r] = power_of_two(soft.most[r] - shift[r]);
+        soft.most[r] = top[r];
+        soft.total[r] *= keep[r];
+    }
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] = power_of_two(s[n][i] - shift[i / 2]);
+            soft.total[i / 2] += s[n][i];
+        }
+}
+
+template <int D> DEVICE void scale_rows(float (&sum)[D / 8][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[d][i] *= factor[i / 2];
+}
+
+// Writes the log-sum-exp of the lane's rows, of those from `row` on, and gives what their sums are to be multiplied by.
+DEVICE void finish(Softmax &soft, float (&inverse)[2], float *lse, const Bounds (&mine)[2], int row, int last) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        soft.total[r] += __shfl_xor_sync(FULL_WARP, soft.total[r], 1);
+        soft.total[r] += __shfl_xor_sync(FULL_WARP, soft.total[r], 2);
+        // A sum of 0 where something is seen is an infinite score: it shall not look like a result.
+        inverse[r] = mine[r].first < mine[r].last ? 1.0f / soft.total[r] : 0.0f;
+        int query = row + 8 * r + (int)(lane_of() >> 2);
+        if ((lane_of() & 3) == 0 && query < last) lse[query] = (soft.most[r] + log2f(soft.total[r])) * (1.0f / LOG2E);
+    }
+}
