@@ -56,16 +56,17 @@ template <int D, int N> DEVICE void multiply(float (&s)[N / 8][4], T *left, int 
 
 // sum += p (N rows of `tile`), p being 16 x N in the fragments of a result.
 template <int D, int N> DEVICE void add_product(float (&sum)[D / 8][4], const float (&p)[N / 8][4], T *tile) {
-    unsigned lane = lane_of(), a[N / 16][4];
-    to_operands<N>(a, p);
+    unsigned lane = lane_of();
 #pragma unroll
     for (int k = 0; k < N / 16; k++) {
+        unsigned a[4];
+        to_operand(a, p[2 * k], p[2 * k + 1]);
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
             unsigned b[4];
             load_matrices(b, place<D>(tile, 16 * k + (int)(lane & 15), 2 * d + (int)(lane >> 4)), true);
-            mma(sum[2 * d], a[k], b[0], b[1]);
-            mma(sum[2 * d + 1], a[k], b[2], b[3]);
+            mma(sum[2 * d], a, b[0], b[1]);
+            mma(sum[2 * d + 1], a, b[2], b[3]);
         }
     }
 }

@@ -29,15 +29,12 @@ template <int D> DEVICE void store_rows(const float (&sum)[D / 8][4], T *target,
     }
 }
 
-// The left operands that are 16 columns of a result each.
-template <int N> DEVICE void to_operands(unsigned (&a)[N / 16][4], const float (&p)[N / 8][4]) {
-#pragma unroll
-    for (int k = 0; k < N / 16; k++) {
-        a[k][0] = pair_of(p[2 * k][0], p[2 * k][1]);
-        a[k][1] = pair_of(p[2 * k][2], p[2 * k][3]);
-        a[k][2] = pair_of(p[2 * k + 1][0], p[2 * k + 1][1]);
-        a[k][3] = pair_of(p[2 * k + 1][2], p[2 * k + 1][3]);
-    }
+// The left operand that is 16 columns of a result: two fragments.
+DEVICE void to_operand(unsigned (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pair_of(left[0], left[1]);
+    a[1] = pair_of(left[2], left[3]);
+    a[2] = pair_of(right[0], right[1]);
+    a[3] = pair_of(right[2], right[3]);
 }
 
 // Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether they have all of it.

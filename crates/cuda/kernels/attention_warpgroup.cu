@@ -33,6 +33,11 @@ template <int D, int N> DEVICE void begin_scores(float (&s)[N / 8][4], const T *
     commit_products();
 }
 
+template <int N> DEVICE void to_operands(unsigned (&a)[N / 16][4], const float (&p)[N / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) to_operand(a[k], p[2 * k], p[2 * k + 1]);
+}
+
 // Begins sum += p (N rows of `tile`).
 template <int D, int N> DEVICE void begin_sum(float (&sum)[D / 8][4], const unsigned (&p)[N / 16][4], const T *tile) {
 #pragma unroll
@@ -263,10 +268,10 @@ KERNEL_BOUNDS(attention_backward_queries_warpgroup_64, THREADS, 1)(const T* qkv,
     backward_queries<64, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
 }
 KERNEL_BOUNDS(attention_backward_queries_warpgroup_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<128, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+    backward_queries<128, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
 }
 KERNEL_BOUNDS(attention_backward_keys_warpgroup_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<64, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+    backward_keys<64, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
 }
 KERNEL_BOUNDS(attention_backward_keys_warpgroup_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     backward_keys<128, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);

@@ -10,7 +10,7 @@ use trainyard_comm::{Communicator, Environment};
 use trainyard_tensor::cpu::Crew;
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
-use trainyard_tensor::{Computes, Device, Purpose};
+use trainyard_tensor::{Computes, DType, Device, Purpose};
 
 /// Whose kernels a configuration asks for.
 pub fn computes(resolved: &Resolved) -> Computes {
@@ -59,19 +59,30 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
             )));
         }
     }
-    let asked = resolved.config.compute.attention;
-    if asked == AttentionKernels::Wgmma && !cuda.has_attention(AttentionForm::Warpgroups) {
-        return Err(does_not_fit(format!(
-            "compute.attention = \"wgmma\", which Hopper alone has (compute capability 9.0), and this is {cuda:?}: leave it at \"auto\""
-        )));
-    }
+    choose_attention(&cuda, crate::shape::compute_dtype(resolved), resolved.config.compute.attention)?;
+    Ok(Device::cuda(cuda, limit))
+}
+
+/// Chooses how a GPU's attention multiplies.
+///
+/// # Errors
+/// `wgmma` on a GPU that lacks it, or a trial of it that fails.
+fn choose_attention(cuda: &Arc<Cuda>, dtype: DType, asked: AttentionKernels) -> Result<()> {
     let form = match asked {
         AttentionKernels::Auto => None,
         AttentionKernels::Mma => Some(AttentionForm::Warps),
         AttentionKernels::Wgmma => Some(AttentionForm::Warpgroups),
     };
-    cuda.choose_attention(crate::shape::compute_dtype(resolved), form)?;
-    Ok(Device::cuda(cuda, limit))
+    if form.is_some_and(|form| !cuda.has_attention(form)) {
+        return Err(does_not_fit(format!(
+            "compute.attention = \"{asked}\", which Hopper alone has (compute capability 9.0), and this is {cuda:?}: leave it at \"auto\""
+        )));
+    }
+    cuda.choose_attention(dtype, form).map_err(|error| {
+        does_not_fit(format!(
+            "attention by wgmma was tried on a small problem and failed; compute.attention = \"mma\" does without it: {error}"
+        ))
+    })
 }
 
 /// How a GPU's attention multiplies, in words, once that was chosen.
@@ -190,8 +201,8 @@ mod tests {
     use super::*;
     use crate::config::{Config, Inputs};
     use std::time::Duration;
+    use trainyard_tensor::Cost;
     use trainyard_tensor::cuda::fake::{Fake, Options};
-    use trainyard_tensor::{Cost, DType};
 
     #[test]
     fn a_gpu_without_products_of_eight_bits_is_said() {
@@ -199,6 +210,28 @@ mod tests {
         assert!([(8, 9), (9, 0), (10, 0)].into_iter().all(|capability| multiplies_fp8(&gpu(capability)).is_ok()));
         let error = multiplies_fp8(&gpu((8, 6))).unwrap_err().to_string();
         assert!(error.contains("capability 8.6: products of eight bits begin with 8.9"), "{error}");
+    }
+
+    #[test]
+    fn attention_that_a_gpu_lacks_or_fails_at_is_said() {
+        let gpu = |capability, failing| {
+            Arc::new(Cuda::new(Arc::new(Fake::new(Options { capability, failing, ..Options::default() })), 1))
+        };
+        for (capability, asked, form) in [
+            ((8, 0), AttentionKernels::Auto, AttentionForm::Warps),
+            ((9, 0), AttentionKernels::Mma, AttentionForm::Warps),
+            ((9, 0), AttentionKernels::Wgmma, AttentionForm::Warpgroups),
+            ((9, 0), AttentionKernels::Auto, AttentionForm::Warpgroups),
+        ] {
+            let gpu = gpu(capability, None);
+            choose_attention(&gpu, DType::BF16, asked).unwrap();
+            assert_eq!(gpu.attention().unwrap().form, form, "{capability:?} {asked}");
+        }
+        let error = |gpu, asked| choose_attention(&gpu, DType::BF16, asked).unwrap_err().to_string();
+        let lacks = error(gpu((8, 0), None), AttentionKernels::Wgmma);
+        assert!(lacks.contains("compute.attention = \"wgmma\", which Hopper alone has"), "{lacks}");
+        let fails = error(gpu((9, 0), Some("attention_warpgroup_64")), AttentionKernels::Auto);
+        assert!(fails.contains("compute.attention = \"mma\" does without it"), "{fails}");
     }
 
     #[test]

@@ -25,10 +25,10 @@ use trainyard_model::{Batch, BatchShape, BatchSlices, Forward, Model, ModelSpec,
 use trainyard_program::{Action, Lane, Mesh, Program, State, check, lower_rank};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::fake::{Fake, Options, Record};
 use trainyard_tensor::cuda::tested::Tested;
+use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::{Computes, DType, Device, Purpose};
 
 const LENGTH: usize = 16;
@@ -244,24 +244,40 @@ fn emulated_kernels_train_like_the_cpu() {
         (LLAMA, &["precision.compute=bf16", "optimizer.name=adafactor"], 2e-2),
     ] {
         let trial = Trial::new(model, sets);
-        let (tested, gpu) = device(0);
-        if trial.settings.fp8.is_some() && !has_fp8(&gpu) {
+        if trial.settings.fp8.is_some() && !has_fp8(&device(0).1) {
             continue;
         }
         let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
-        let (outcomes, weights) = trial.run(&gpu, 4);
-        assert_eq!(tested.problems(), [""; 0], "{sets:?}");
-        for (got, want) in outcomes.iter().zip(&expected) {
-            let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
-            assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
-            let norms = (got.gradient_norm, want.gradient_norm);
-            assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
+        for form in forms(&trial) {
+            let on = |seed| {
+                let (tested, gpu) = device(seed);
+                gpu.as_cuda().unwrap().choose_attention(trial.settings.compute, Some(form)).unwrap();
+                let result = trial.run(&gpu, 4);
+                assert_eq!(tested.problems(), [""; 0], "{sets:?}");
+                result
+            };
+            let (outcomes, weights) = on(0);
+            for (got, want) in outcomes.iter().zip(&expected) {
+                let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
+                assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
+                let norms = (got.gradient_norm, want.gradient_norm);
+                assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
+            }
+            // It learns, and whatever order the streams' heads are taken in, the bits are the same.
+            assert!(outcomes[3].loss < outcomes[0].loss);
+            assert!(on(7).1 == weights, "{sets:?}");
         }
-        // It learns, and whatever order the streams' heads are taken in, the bits are the same.
-        assert!(outcomes[3].loss < outcomes[0].loss);
-        let (_, other) = device(7);
-        assert!(trial.run(&other, 4).1 == weights, "{sets:?}");
     }
+}
+
+/// The ways in which attention of a trial can multiply on tensor cores, if it does at all.
+fn forms(trial: &Trial) -> Vec<AttentionForm> {
+    let gpu = device(0).1;
+    let mut forms = vec![AttentionForm::Warps];
+    if trial.settings.compute != DType::F32 && gpu.as_cuda().unwrap().has_attention(AttentionForm::Warpgroups) {
+        forms.push(AttentionForm::Warpgroups);
+    }
+    forms
 }
 
 /// A model that has seen some text, trained on the processor.

@@ -6,8 +6,10 @@
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_cuda::driver::Product;
-use trainyard_cuda::fake::{Fake, Options};
-use trainyard_cuda::tested::Tested;
+use trainyard_cuda::emulated::Emulated;
+use trainyard_cuda::fake::{Fake, Kernels, Options};
+use trainyard_cuda::kernels::{Argument, File, Float, Launch};
+use trainyard_cuda::tested::{self, Tested};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::elementwise::{Binary, Compare, Unary};
@@ -15,7 +17,7 @@ use trainyard_tensor::cpu::gemm::{Activation, Transpose};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::cpu::plain::mask::{Logic, Side};
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
-use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
 use trainyard_tensor::ops::plain::{self, Dims, Reduction};
 use trainyard_tensor::ops::{self, HeadLayout, Segments};
@@ -627,6 +629,44 @@ fn products_of_f32_round_to_tf32_where_that_is_wanted() {
     // 24 products of numbers below 1, each operand rounded to 11 bits.
     assert!(full.iter().zip(&rounded).all(|(a, b)| (a - b).abs() <= 24.0 * 2.0 * 2f32.powi(-11)));
     assert_eq!(run(false, DType::BF16), run(true, DType::BF16));
+}
+
+/// Emulated kernels but one, which does nothing.
+struct Without(&'static Emulated, &'static str);
+
+impl Kernels for Without {
+    fn run(
+        &self,
+        file: File,
+        float: Float,
+        name: &str,
+        launch: Launch,
+        arguments: &[Argument],
+    ) -> std::result::Result<(), String> {
+        if name == self.1 { Ok(()) } else { (&self.0).run(file, float, name, launch, arguments) }
+    }
+}
+
+#[test]
+fn attention_by_wgmma_is_tried_before_it_is_used() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let chosen = |without: &'static str, capability, dtype| {
+        let kernels = Without(tested::kernels(&folder).unwrap(), without);
+        let options = Options { capability, kernels: Some(Box::new(kernels)), ..Options::default() };
+        let cuda = Arc::new(Cuda::new(Arc::new(Fake::new(options)), 1));
+        cuda.choose_attention(dtype, None).unwrap();
+        cuda.attention().map(|choice| (choice.form, choice.because.clone()))
+    };
+    for dtype in [DType::BF16, DType::F16] {
+        let (form, because) = chosen("", (9, 0), dtype).unwrap();
+        assert!(form == AttentionForm::Warpgroups && because.starts_with("tried, within "), "{form:?}: {because}");
+    }
+    for without in ["attention_warpgroup_64", "attention_warpgroup_128", "attention_backward_keys_warpgroup_128"] {
+        let (form, because) = chosen(without, (9, 0), DType::BF16).unwrap();
+        assert!(form == AttentionForm::Warps && because.contains(" off: please report it"), "{form:?}: {because}");
+    }
+    assert_eq!(chosen("", (10, 0), DType::BF16).unwrap().0, AttentionForm::Warps);
+    assert_eq!(chosen("", (9, 0), DType::F32), None);
 }
 
 #[test]

@@ -98,6 +98,7 @@ pub fn run(root: &Path, executables: &Executables, python: Option<&Python>, pair
     };
     let bench = Bench { root, program, python, pairs, folder };
     bars.add("kernels", || bench.kernels(), kernels);
+    bars.add("mma.sync", || bench.attention_of_warps(), attention_of_warps);
     for training in &TRAININGS {
         bars.add(training.name, || bench.training(training), self::training);
     }
@@ -172,6 +173,13 @@ impl Bench<'_> {
         self.pairs("gpu-kernels", &["bench", "gpu", "--json"], &["kernels", "gpu-kernels.ours.json"])
     }
 
+    /// What attention reaches where it does not multiply by `wgmma`: the form of every other GPU, and what Hopper's is worth.
+    fn attention_of_warps(&self) -> Result<(Measured, Option<String>)> {
+        let arguments = ["bench", "gpu", "--only", "attention", "--attention", "mma", "--json"];
+        let ours = (0..self.pairs).map(|_| self.ours("gpu-mma", &arguments)).collect::<Result<_>>()?;
+        Ok((Measured { ours, theirs: Vec::new() }, None))
+    }
+
     fn training(&self, training: &Training) -> Result<(Measured, Option<String>)> {
         let Training { preset, rows, length, vocabulary, .. } = *training;
         let shape =
@@ -232,6 +240,11 @@ fn kernels(m: &Measured) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+fn attention_of_warps(m: &Measured) -> Result<Vec<Row>> {
+    let cases = m.cases(&[("kind", "attention")], "tflops")?;
+    Ok(cases.into_iter().map(|case| Row::new(case.name, "TFLOP/s", case.ours)).collect())
+}
+
 fn training(m: &Measured) -> Result<Vec<Row>> {
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     let (peak, predicted) = (m.ours("/mem_peak_bytes")?, m.ours("/mem_predicted_bytes")?);
@@ -264,6 +277,9 @@ mod tests {
         assert_eq!(verdicts[6..], [("a".to_owned(), Some(false)), ("rms_norm".to_owned(), Some(false))]);
         let alone = kernels(&Measured { ours: vec![kernels_printed(300.0, 0.85)], theirs: vec![] }).unwrap();
         assert_eq!((alone[6].passed(), alone[7].passed()), (None, Some(true)));
+
+        let rows = attention_of_warps(&Measured { ours: vec![kernels_printed(300.0, 0.7)], theirs: vec![] }).unwrap();
+        assert_eq!(rows.iter().map(|row| (row.name(), row.passed())).collect::<Vec<_>>(), [("a".to_owned(), None)]);
 
         let run = json!({"tokens_per_s": 900.0, "mfu": 0.5, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9});
         let checked =

@@ -74,10 +74,10 @@ kernels! {
     ATTENTION_BACKWARD_QUERIES_WARPGROUP_64 = "attention_backward_queries_warpgroup_64", AttentionWarpgroup, tiles(96 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_queries`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
-    ATTENTION_BACKWARD_QUERIES_WARPGROUP_128 = "attention_backward_queries_warpgroup_128", AttentionWarpgroup, tiles(128 << 10),
+    ATTENTION_BACKWARD_QUERIES_WARPGROUP_128 = "attention_backward_queries_warpgroup_128", AttentionWarpgroup, tiles(192 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_keys`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
-    ATTENTION_BACKWARD_KEYS_WARPGROUP_64 = "attention_backward_keys_warpgroup_64", AttentionWarpgroup, tiles(65 << 10),
+    ATTENTION_BACKWARD_KEYS_WARPGROUP_64 = "attention_backward_keys_warpgroup_64", AttentionWarpgroup, tiles(98 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention_backward_keys`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
     ATTENTION_BACKWARD_KEYS_WARPGROUP_128 = "attention_backward_keys_warpgroup_128", AttentionWarpgroup, tiles(129 << 10),

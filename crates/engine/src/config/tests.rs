@@ -451,6 +451,8 @@ fn impossible_ranks_are_refused() {
         (&["parallel.ranks=2", "parallel.collectives=nccl"], "exchanges the memory of GPUs"),
         (&["parallel.collectives=ncl"], "did you mean \"nccl\"?"),
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),
+        (&["compute.device=cpu", "compute.attention=wgmma"], "chooses among a GPU's kernels"),
+        (&["compute.attention=wgma"], "did you mean \"wgmma\"?"),
         (&["training.cuda_graphs=true"], "takes one of \"off\", \"auto\", \"on\""),
         (&["training.elastic_bits=true", "training.accumulation_steps=3"], "powers of two"),
         (
