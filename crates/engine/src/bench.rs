@@ -68,6 +68,8 @@ pub struct StepReport {
     pub mem_peak_bytes: u64,
     /// The same as predicted.
     pub mem_predicted_bytes: u64,
+    /// The most bytes that the pool held at once: those in use and those that it kept for reuse.
+    pub mem_reserved_bytes: u64,
     /// Peak bytes per purpose.
     pub memory: Vec<PurposeMemory>,
     /// Kernels of one step, the dearest first.
@@ -183,6 +185,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         loss: timed.last().map_or(f64::NAN, |t| t.loss),
         mem_peak_bytes: usage.peak_total() as u64,
         mem_predicted_bytes: predicted.peak_total() as u64,
+        mem_reserved_bytes: usage.reserved_peak() as u64,
         memory: memory.into_iter().filter(|m| m.measured + m.predicted > 0).collect(),
         kernels,
     })

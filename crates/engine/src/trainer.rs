@@ -357,6 +357,7 @@ impl<'s> Run<'s> {
             comm_exposed_s: outcome.comm_exposed.as_secs_f64(),
             mem_peak_bytes: usage.peak_total() as u64,
             mem_peak,
+            mem_reserved_bytes: usage.reserved_peak() as u64,
             predicted_step_s: session.time.as_ref().ok().map(|time| time.step_s),
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),

@@ -20,6 +20,7 @@ fn step(step: u64) -> StepMetrics {
         comm_exposed_s: 0.0,
         mem_peak_bytes: 1 << 20,
         mem_peak: [("params".to_owned(), 1 << 19)].into(),
+        mem_reserved_bytes: 9 << 17,
         predicted_step_s: Some(0.1),
         predicted_mem_peak_bytes: Some(1 << 20),
         loss_scale: None,

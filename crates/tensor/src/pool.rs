@@ -87,6 +87,8 @@ pub struct Usage {
     peak: [usize; Purpose::ALL.len()],
     peak_total: usize,
     reserved: usize,
+    reserved_peak: usize,
+    outside: usize,
 }
 
 impl Usage {
@@ -113,6 +115,15 @@ impl Usage {
     /// Bytes held from the operating system: live blocks and those kept for reuse.
     pub fn reserved(&self) -> usize {
         self.reserved
+    }
+
+    /// The most bytes ever held at once: blocks, in use and kept for reuse, and what is counted outside of the pool. Above [`Usage::peak_total`] is fragmentation.
+    pub fn reserved_peak(&self) -> usize {
+        self.reserved_peak
+    }
+
+    fn note_reserved(&mut self) {
+        self.reserved_peak = self.reserved_peak.max(self.reserved + self.outside);
     }
 }
 
@@ -206,7 +217,10 @@ impl MemoryPool {
 
     /// Counts memory that is held outside the pool for good, such as the per-thread panels of kernels.
     pub fn count_static(&self, bytes: usize, purpose: Purpose) {
-        self.lock().count(purpose, bytes);
+        let mut state = self.lock();
+        state.count(purpose, bytes);
+        state.usage.outside += bytes;
+        state.usage.note_reserved();
     }
 
     /// What is in use now, and the peaks.
@@ -219,6 +233,8 @@ impl MemoryPool {
         let mut state = self.lock();
         state.usage.peak = state.usage.live;
         state.usage.peak_total = state.usage.live_total();
+        state.usage.reserved_peak = 0;
+        state.usage.note_reserved();
     }
 
     /// Gives all unused blocks back to the operating system.
@@ -263,6 +279,7 @@ impl State {
             }
         };
         self.usage.reserved += capacity;
+        self.usage.note_reserved();
         let is_zero = !matches!(block, Block::Device(_));
         Ok((Some(block), is_zero))
     }
@@ -502,8 +519,23 @@ mod tests {
             assert_eq!(*reserved.get_or_insert(now), now);
         }
         assert_eq!(pool.usage().live_total(), 0);
+        let most = pool.usage();
+        assert_eq!((most.reserved_peak(), most.peak_total()), (reserved.unwrap(), reserved.unwrap()));
         pool.trim();
         assert_eq!(pool.usage().reserved(), 0);
+        pool.reset_peaks();
+        pool.count_static(640, Purpose::Workspace);
+        assert_eq!(pool.usage().reserved_peak(), 640);
+    }
+
+    #[test]
+    fn what_is_kept_for_reuse_is_held_above_the_peak() {
+        let pool = MemoryPool::new(true, None);
+        let _kept = pool.allocate(1 << 20, Purpose::Params).unwrap();
+        drop(pool.allocate(1 << 16, Purpose::Activations).unwrap());
+        drop(pool.allocate(3 << 14, Purpose::Activations).unwrap());
+        let usage = pool.usage();
+        assert_eq!(usage.reserved_peak() - usage.peak_total(), 3 << 14);
     }
 
     #[test]
@@ -534,6 +566,7 @@ mod tests {
                 }
                 let usage = real.usage();
                 prop_assert!(usage.reserved() <= usage.peak_total() + usage.peak_total() / 8);
+                prop_assert!(usage.reserved_peak() >= usage.peak_total());
             }
             drop(held);
             prop_assert_eq!(real.usage().live_total(), 0);

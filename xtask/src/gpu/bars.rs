@@ -252,6 +252,7 @@ fn training(m: &Measured) -> Result<Vec<Row>> {
         Row::new("speed", "tokens/s", m.ours("/tokens_per_s")?).against(m.theirs("/tokens_per_s")?).ratio_at_least(1.0),
         Row::new("utilisation of the measured bf16 peak", "", m.ours("/mfu")?).at_least(0.55),
         Row::new("peak memory", "GiB", gib(peak)).against(m.theirs("/peak_bytes")?.map(gib)),
+        Row::new("memory held above the peak", "", m.ours("/mem_reserved_bytes")? / peak - 1.0),
         Row::new("peak memory, off the prediction", "", (peak / predicted - 1.0).abs()).at_most(0.02),
     ])
 }
@@ -281,14 +282,14 @@ mod tests {
         let rows = attention_of_warps(&Measured { ours: vec![kernels_printed(300.0, 0.7)], theirs: vec![] }).unwrap();
         assert_eq!(rows.iter().map(|row| (row.name(), row.passed())).collect::<Vec<_>>(), [("a".to_owned(), None)]);
 
-        let run = json!({"tokens_per_s": 900.0, "mfu": 0.5, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9});
+        let run = json!({"tokens_per_s": 900.0, "mfu": 0.5, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9, "mem_reserved_bytes": 102e9});
         let checked =
             json!({"configurations": 12, "step_error_median": 0.06, "step_error_p90": 0.1, "memory_error_total": 0.0});
         let rows = planner(&Measured { ours: vec![checked], theirs: vec![] }).unwrap();
         assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [None, Some(false), None, Some(true)]);
         let peer = json!({"tokens_per_s": 800.0, "peak_bytes": 90e9});
         let rows = training(&Measured { ours: vec![run], theirs: vec![peer] }).unwrap();
-        assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [Some(true), Some(false), None, Some(true)]);
+        assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [Some(true), Some(false), None, None, Some(true)]);
     }
 
     #[test]

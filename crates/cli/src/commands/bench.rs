@@ -143,7 +143,8 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
     ))?;
     let rows: Vec<_> = report.memory.iter().map(|m| (m.purpose, m.measured, m.predicted)).collect();
     let total = (report.mem_peak_bytes, report.mem_predicted_bytes);
-    print(format_args!("memory             measured   predicted\n{}\n", memory(&rows, total)))?;
+    print(format_args!("memory             measured   predicted\n{}", memory(&rows, total)))?;
+    print(format_args!("held with what is kept for reuse: {}\n\n", size(report.mem_reserved_bytes)))?;
     print("kernels of one step                   calls         ms     GFLOP/s     GB/s\n")?;
     for kernel in &report.kernels {
         print(format_args!(

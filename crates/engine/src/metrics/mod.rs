@@ -54,6 +54,9 @@ pub struct StepMetrics {
     pub mem_peak_bytes: u64,
     /// The same for each purpose; each peaks when it does, so they add up to at least the total.
     pub mem_peak: BTreeMap<String, u64>,
+    /// The most bytes that the pool held at once: those in use and those that it kept for reuse.
+    #[serde(default)]
+    pub mem_reserved_bytes: u64,
     /// `step_s` as it was predicted from the machine's profile; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_step_s: Option<f64>,
@@ -255,6 +258,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
         ("time_metrics/data_loading(s)", m.data_wait_s),
         ("time_metrics/data_loading(%)", data_share),
         ("memory/max_active(GiB)", m.mem_peak_bytes as f64 / GIB),
+        ("memory/max_reserved(GiB)", m.mem_reserved_bytes as f64 / GIB),
         ("skipped", f64::from(u8::from(m.skipped))),
     ]
     .map(|(tag, value)| (tag.to_owned(), value))
@@ -286,6 +290,7 @@ pub(crate) mod tests {
             comm_exposed_s: 0.0,
             mem_peak_bytes: 3 << 29,
             mem_peak: BTreeMap::from([("params".to_owned(), 1 << 29), ("activations".to_owned(), 1 << 30)]),
+            mem_reserved_bytes: 13 << 27,
             predicted_step_s: Some(0.9),
             predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
@@ -313,7 +318,7 @@ pub(crate) mod tests {
     #[test]
     fn records_have_the_names_that_are_promised() {
         let record = serde_json::to_value(sample(3)).unwrap();
-        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak predicted_step_s predicted_mem_peak_bytes skipped";
+        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak mem_reserved_bytes predicted_step_s predicted_mem_peak_bytes skipped";
         let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
         assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));
