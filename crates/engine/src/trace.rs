@@ -1,4 +1,4 @@
-//! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane.
+//! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane, and one for what leaves a GPU for its host.
 //!
 //! The array form of the format is used, which viewers accept without its closing bracket, so that a killed run leaves a trace too; one that ends closes it.
 
@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use trainyard_program::{Lane, Program};
+use trainyard_program::{Lane, Program, Streams};
 
 /// Writes a rank's `trace/rank-N.json` of a run.
 pub struct TraceWriter {
@@ -27,8 +27,8 @@ impl TraceWriter {
         std::fs::create_dir_all(folder.join("trace")).map_err(error)?;
         let mut out = BufWriter::new(File::create(&path).map_err(error)?);
         out.write_all(b"[\n").map_err(error)?;
-        for lane in Lane::ALL {
-            let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane as u32, "args": {"name": lane.name()}});
+        for (track, name) in Lane::ALL.map(Lane::name).into_iter().chain(["to_host"]).enumerate() {
+            let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}});
             writeln!(out, "{name},").map_err(error)?;
         }
         Ok(TraceWriter { out, path, rank, origin: Instant::now() })
@@ -39,7 +39,8 @@ impl TraceWriter {
         let length = spans.iter().map(|span| span.end).max().unwrap_or_default();
         let began = self.origin.elapsed().saturating_sub(length);
         let micros = |time: Duration| time.as_secs_f64() * 1e6;
-        for (span, instruction) in spans.iter().zip(&program.instructions) {
+        let streams = Streams::new(program);
+        for (number, (span, instruction)) in spans.iter().zip(&program.instructions).enumerate() {
             let unit = instruction.action.unit().and_then(|unit| program.units.get(unit as usize));
             let name = unit.map_or_else(String::new, |unit| format!(" {unit}"));
             let name = format!("{}{name}", instruction.action.name());
@@ -50,7 +51,7 @@ impl TraceWriter {
                 "ts": micros(began + span.start),
                 "dur": micros(span.end - span.start),
                 "pid": program.rank,
-                "tid": instruction.action.lane() as u32,
+                "tid": streams.of(number),
                 "args": {"step": step, "waited_us": micros(span.waited), "bytes": instruction.bytes},
             });
             writeln!(self.out, "{event},").map_err(|source| self.error(source))?;
@@ -74,14 +75,16 @@ impl Drop for TraceWriter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
 
     #[test]
     fn a_trace_is_json_once_it_is_closed_and_has_every_instruction() {
         let folder = tempfile::tempdir().unwrap();
         let unit = UnitShape { name: "head".into(), flat_elements: 1, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit], ..ModelShape::default() };
-        let program = lower_rank(&model, &Mesh::default(), &Strategy::new(1), 0).unwrap();
+        let offload = Offload { optimizer: Some(Tier::Host), ..Offload::default() };
+        let strategy = Strategy { offload, ..Strategy::new(1) };
+        let program = lower_rank(&model, &Mesh::default(), &strategy, 0).unwrap();
         let mut trace = TraceWriter::create(folder.path(), 0).unwrap();
         let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
         trace.step(3, &program, &spans).unwrap();
@@ -94,5 +97,10 @@ mod tests {
         let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         assert_eq!(spans.len(), program.instructions.len());
         assert!(spans.iter().any(|e| e["name"] == "backward head" && e["dur"] == 5.0 && e["args"]["step"] == 3));
+        // Gradients go to the host, and what was updated comes from it.
+        for (name, track) in [("fetch head", "to_host"), ("evict head", "host_io")] {
+            let named = events.iter().find(|e| e["name"] == "thread_name" && e["args"]["name"] == track).unwrap();
+            assert!(spans.iter().any(|e| e["name"] == name && e["tid"] == named["tid"]), "{name}");
+        }
     }
 }

@@ -11,6 +11,7 @@ use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::open_text;
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
 use trainyard_engine::generate::{Sampling, generate};
+use trainyard_engine::lanes::Span;
 use trainyard_engine::links::Links;
 use trainyard_engine::metrics::Quiet;
 use trainyard_engine::predict::predict;
@@ -22,7 +23,7 @@ use trainyard_engine::tier::Tiers;
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::world;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Forward, Model, ModelSpec, Output};
-use trainyard_program::{Action, Lane, Mesh, Program, State, check, lower_rank};
+use trainyard_program::{Action, Lane, Mesh, Program, State, Strategy, check, lower_rank};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::cuda::driver::Product;
@@ -58,12 +59,16 @@ struct Trial {
 
 impl Trial {
     fn new(model: &str, sets: &[&str]) -> Trial {
+        Trial::lowered(model, sets, false)
+    }
+
+    fn lowered(model: &str, sets: &[&str], snapshot: bool) -> Trial {
         let resolved = resolved(model, sets);
         let spec = shape::model_spec(&resolved).unwrap();
         let model = Model::new(spec.clone()).unwrap();
         let dtype = shape::compute_dtype(&resolved);
         let model_shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
-        let strategy = shape::strategy(&resolved, model.units().len());
+        let strategy = Strategy { snapshot, ..shape::strategy(&resolved, model.units().len()) };
         let program = lower_rank(&model_shape, &Mesh::default(), &strategy, 0).unwrap();
         check(&program).unwrap();
         Trial { spec, settings: shape::rank_settings(&resolved), program }
@@ -97,20 +102,32 @@ impl Trial {
     }
 
     fn step(&self, rank: &mut Rank, step: u64) -> StepOutcome {
+        self.step_with(rank, step, |_| ())
+    }
+
+    fn step_with(&self, rank: &mut Rank, step: u64, mut snapshot: impl FnMut(&Rank) + Send) -> StepOutcome {
         let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
         let mut number = step as usize * self.program.micro_batches as usize;
         let load = |device: &Device, model: &Model| {
             number += 1;
             Ok(self.batch(device, model, number))
         };
-        rank.execute(&self.program, settings, load, |_, _| Ok(())).unwrap()
+        let snapshot = |rank: &Rank, _: &StepOutcome| {
+            snapshot(rank);
+            Ok(())
+        };
+        rank.execute(&self.program, settings, load, snapshot).unwrap()
+    }
+
+    fn masters(rank: &Rank) -> Vec<f32> {
+        let ids: Vec<_> = rank.model().parameters().map(|(id, _)| id).collect();
+        ids.into_iter().flat_map(|id| rank.read_masters(id).unwrap()).collect()
     }
 
     fn run(&self, device: &Device, steps: u64) -> (Vec<StepOutcome>, Vec<f32>) {
         let mut rank = self.rank(device);
         let outcomes = (0..steps).map(|step| self.step(&mut rank, step)).collect();
-        let ids: Vec<_> = rank.model().parameters().map(|(id, _)| id).collect();
-        (outcomes, ids.into_iter().flat_map(|id| rank.read_masters(id).unwrap()).collect())
+        (outcomes, Trial::masters(&rank))
     }
 }
 
@@ -459,6 +476,51 @@ fn what_lies_on_the_host_moves_beside_computing() {
         }
     }
     assert!(fetched >= 10 && evicted >= 5, "{fetched} {evicted}");
+}
+
+#[test]
+fn a_snapshot_has_what_was_just_moved_to_the_host() {
+    for seed in 0..4 {
+        let sets = ["device=cuda", "precision.compute=f32", PARAMETERS];
+        let trial = Trial::lowered(LLAMA, &sets, true);
+        let (tested, gpu) = device(seed);
+        let mut rank = trial.rank(&gpu);
+        let mut taken = Vec::new();
+        trial.step_with(&mut rank, 0, |rank| taken = Trial::masters(rank));
+        assert_eq!(tested.problems(), [""; 0]);
+        assert!(taken == Trial::masters(&rank), "some weight of the snapshot is that of the step before");
+    }
+}
+
+/// On the fake's clocks too: a link works in both directions at once.
+#[test]
+fn what_lies_on_the_host_comes_while_other_things_go() {
+    let model = LLAMA.replace("layers = 2", "layers = 6");
+    for (way, least) in [
+        (&[PARAMETERS, ACTIVATIONS][..], 4),
+        (&[OPTIMIZER, "memory.offload.chunk_elements=4096"], 10),
+        (&[OPTIMIZER, PARAMETERS, ACTIVATIONS], 6),
+    ] {
+        let trial = Trial::new(&model, &[&["device=cuda", "precision.compute=bf16"], way].concat());
+        let (fake, device) = fake(Options::default());
+        let mut rank = trial.rank(&device);
+        trial.step(&mut rank, 0);
+        let spans = trial.step(&mut rank, 1).spans;
+        assert_eq!(fake.problems(), [""; 0], "{way:?}");
+        let (to_host, to_device): (Vec<usize>, Vec<usize>) = trial
+            .program
+            .on_lane(Lane::HostIo)
+            .filter(|number| trial.program.instructions[*number].bytes > 0)
+            .partition(|number| trial.program.leaves_device(trial.program.instructions[*number].action));
+        let together = |a: &Span, b: &Span| a.start.max(b.start) < a.end.min(b.end);
+        let beside = |number: &&usize| to_device.iter().any(|other| together(&spans[**number], &spans[*other]));
+        let found = to_host.iter().filter(beside).count();
+        assert!(found >= least, "{found} of {} copies beside one of {}: {way:?}", to_host.len(), to_device.len());
+        // Those in one direction are one after the other.
+        for copies in [&to_host, &to_device] {
+            assert!(copies.windows(2).all(|pair| spans[pair[0]].end <= spans[pair[1]].start), "{way:?}");
+        }
+    }
 }
 
 /// A language in which every token is followed by one of two, as a coin falls: its loss comes down to ln 2 and not to nothing, so that curves can be compared

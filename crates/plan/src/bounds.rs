@@ -443,11 +443,11 @@ impl Prices<'_> {
                 Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
                 Extent::Full => 1.0,
             };
-            // Each unit's gradients go there after the last pass, and its copy comes back after the update.
+            // Each unit's gradients go there after the last pass, and its copy comes back after the update, beside the gradients of others.
             let moved = |width: u32| stage.elements / part * f64::from(width);
-            least = work
-                + self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything)
-                + self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
+            let down = self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything);
+            let up = self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
+            least = work + down.max(up);
         }
         if activations.is_some() && self.candidate.mesh.pp == 1 {
             // All but what the last few units keep, whose backward follows at once.

@@ -4,7 +4,7 @@
 //! instruction it waited for and that ended last; what follows the lane's last instruction, to what ended the step.
 
 use serde::Serialize;
-use trainyard_program::{Action, Axis, Lane, Program};
+use trainyard_program::{Action, Axis, Lane, Program, Streams};
 use trainyard_sim::{RankTime, Span};
 
 /// What time is spent on.
@@ -106,7 +106,7 @@ pub struct Breakdown(pub Vec<(Part, f64)>);
 impl Breakdown {
     /// Of one rank, from when each instruction of its program ran, in a step of `step_s`.
     pub fn of(program: &Program, time: &RankTime, step_s: f64) -> Breakdown {
-        let spans = &time.spans;
+        let (spans, streams) = (&time.spans, Streams::new(program));
         let mut seconds = [0.0; Part::ALL.len()];
         let mut now = 0.0;
         for (number, instruction) in program.instructions.iter().enumerate() {
@@ -115,12 +115,8 @@ impl Breakdown {
             }
             let Span { start_s: start, end_s: end } = spans[number];
             if start > now {
-                let last = instruction
-                    .after
-                    .iter()
-                    .copied()
-                    .max_by(|a, b| spans[*a as usize].end_s.total_cmp(&spans[*b as usize].end_s));
-                let part = last.map_or(Part::Beside, |last| waited_for(program, spans, last as usize));
+                let part = last_before(&streams, spans, number)
+                    .map_or(Part::Beside, |last| waited_for(program, &streams, spans, last));
                 seconds[part as usize] += start - now;
             }
             seconds[Part::of(&instruction.action) as usize] += end - start.max(now);
@@ -158,13 +154,17 @@ impl Breakdown {
     }
 }
 
+/// Of what an instruction waits for, what ended last.
+fn last_before(streams: &Streams<'_>, spans: &[Span], number: usize) -> Option<usize> {
+    let waits = streams.waits(number).map(|before| before as usize);
+    waits.max_by(|a, b| spans[*a].end_s.total_cmp(&spans[*b].end_s))
+}
+
 /// A collective that began late because of another lane is not to blame itself: a gather that waited for a fetch waited for the host.
-fn waited_for(program: &Program, spans: &[Span], number: usize) -> Part {
+fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> Part {
     let instruction = &program.instructions[number];
     let Span { start_s: start, end_s: end } = spans[number];
-    let before =
-        instruction.after.iter().map(|n| *n as usize).max_by(|a, b| spans[*a].end_s.total_cmp(&spans[*b].end_s));
-    match before {
+    match last_before(streams, spans, number) {
         Some(before)
             if program.instructions[before].action.lane() == Lane::HostIo
                 && spans[before].end_s >= start - 1e-12

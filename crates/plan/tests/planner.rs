@@ -54,7 +54,10 @@ fn reduced() -> Vec<(&'static str, Request)> {
         limits: Limits { memory_bytes: memory, ..Limits::default() },
         ..request(small(), cluster, 16, 2048)
     };
+    let mut far_host = small_on("1x2xA100-80GB", gib(2.6));
+    far_host.cluster.device.host_gb_s = 0.1;
     vec![
+        ("far from the host", far_host),
         ("one device", small_on("1x1xA100-80GB", None)),
         ("a node", small_on("1x4xA100-80GB", None)),
         ("a node, tight", small_on("1x4xA100-80GB", gib(2.6))),

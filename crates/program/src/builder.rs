@@ -1,7 +1,7 @@
 //! Instructions in order, each with exactly the dependencies that its lane and its other dependencies do not imply.
 
 use crate::Instruction;
-use crate::clocks::{Clock, LANES, merge};
+use crate::clocks::{Clock, STREAMS, merge};
 
 /// A program under construction.
 ///
@@ -13,7 +13,7 @@ pub struct Builder {
     /// What has finished when an instruction has.
     clocks: Vec<Clock>,
     /// What has finished when a lane's last instruction has.
-    lanes: [Clock; LANES],
+    lanes: [Clock; STREAMS],
 }
 
 impl Builder {

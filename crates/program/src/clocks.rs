@@ -1,12 +1,12 @@
-//! What must have finished when an instruction starts: vector clocks over lanes (Fidge 1988, Mattern 1989).
+//! What must have finished when an instruction starts: vector clocks over lanes or streams (Fidge 1988, Mattern 1989).
 
-use crate::{Lane, Program};
+use crate::{Program, Streams};
 
-/// How many lanes there are.
-pub const LANES: usize = Lane::ALL.len();
+/// How many streams there are; the first are the lanes.
+pub const STREAMS: usize = Streams::COUNT;
 
-/// Per lane, one more than the number of the last instruction that is known to have finished; 0: none is.
-pub type Clock = [u32; LANES];
+/// Per stream, one more than the number of the last instruction that is known to have finished; 0: none is.
+pub type Clock = [u32; STREAMS];
 
 /// Takes over all that `other` knows.
 pub fn merge(clock: &mut Clock, other: &Clock) {
@@ -17,31 +17,51 @@ pub fn merge(clock: &mut Clock, other: &Clock) {
 
 /// Which instructions of a program wait, directly or not, for which.
 pub struct HappensBefore {
-    lanes: Vec<Lane>,
+    streams: Vec<usize>,
     clocks: Vec<Clock>,
 }
 
 impl HappensBefore {
     /// Of a program whose dependencies point backwards.
     pub fn of(program: &Program) -> HappensBefore {
-        let mut lasts = [[0; LANES]; LANES];
-        let mut order = HappensBefore { lanes: Vec::new(), clocks: Vec::with_capacity(program.instructions.len()) };
-        for (number, instruction) in (1..).zip(&program.instructions) {
-            let lane = instruction.action.lane();
-            let mut clock = lasts[lane as usize];
-            for on in &instruction.after {
-                merge(&mut clock, &order.clocks[*on as usize]);
+        let instructions = &program.instructions;
+        let lane = |number: usize| instructions[number].action.lane() as usize;
+        HappensBefore::new(instructions.len(), lane, |number| instructions[number].after.iter().copied())
+    }
+
+    /// Of the same on streams.
+    pub fn on_streams(program: &Program, streams: &Streams<'_>) -> HappensBefore {
+        HappensBefore::new(program.instructions.len(), |number| streams.of(number), |number| streams.waits(number))
+    }
+
+    fn new<W: Iterator<Item = u32>>(
+        count: usize,
+        stream: impl Fn(usize) -> usize,
+        waits: impl Fn(usize) -> W,
+    ) -> HappensBefore {
+        let mut lasts = [[0; STREAMS]; STREAMS];
+        let mut order = HappensBefore { streams: Vec::with_capacity(count), clocks: Vec::with_capacity(count) };
+        for number in 0..count {
+            let stream = stream(number);
+            let mut clock = lasts[stream];
+            for on in waits(number) {
+                merge(&mut clock, &order.clocks[on as usize]);
             }
-            clock[lane as usize] = number;
-            lasts[lane as usize] = clock;
+            clock[stream] = number as u32 + 1;
+            lasts[stream] = clock;
             order.clocks.push(clock);
-            order.lanes.push(lane);
+            order.streams.push(stream);
         }
         order
     }
 
     /// Whether `earlier` has finished whenever `later` starts.
     pub fn holds(&self, earlier: u32, later: u32) -> bool {
-        earlier != later && self.clocks[later as usize][self.lanes[earlier as usize] as usize] > earlier
+        earlier != later && self.clocks[later as usize][self.stream(earlier)] > earlier
+    }
+
+    /// Which stream an instruction is on.
+    pub fn stream(&self, number: u32) -> usize {
+        self.streams[number as usize]
     }
 }

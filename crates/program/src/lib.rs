@@ -22,6 +22,7 @@ mod program;
 mod runnable;
 mod sizes;
 mod strategy;
+mod streams;
 mod update;
 mod windows;
 
@@ -37,3 +38,4 @@ pub use strategy::{
     Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
     StateBytes, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
 };
+pub use streams::Streams;

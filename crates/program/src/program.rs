@@ -1,6 +1,6 @@
 //! One rank's step.
 
-use crate::{Effect, Instruction, Lane, Mesh, Offload, Part, Phase, Placement};
+use crate::{Action, Effect, Instruction, Lane, Mesh, Offload, Part, Phase, Placement, State, Tier};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -77,6 +77,29 @@ impl Program {
     pub fn is_shared_between_stages(&self, unit: u32) -> bool {
         let borrows = |(by, from): (u32, &Vec<u32>)| from.contains(&unit) && self.runs(by) != self.runs(unit);
         (0..).zip(&self.borrows).any(borrows)
+    }
+
+    /// Where what an action fetches or evicts lies; None for others.
+    pub fn tier_of(&self, action: Action) -> Option<Tier> {
+        match action {
+            Action::Fetch { state, .. } | Action::Evict { state, .. } => match state {
+                State::Parameters => self.offload.parameters,
+                State::Optimizer { .. } => self.offload.optimizer,
+                State::Activations { .. } => self.offload.activations,
+            },
+            _ => None,
+        }
+    }
+
+    /// Whether an action copies from the device to the host: what is evicted, and the gradients that an optimizer there fetches, which evicts to the device.
+    pub fn leaves_device(&self, action: Action) -> bool {
+        let of_optimizer = |state| matches!(state, State::Optimizer { .. });
+        self.tier_of(action) == Some(Tier::Host)
+            && match action {
+                Action::Fetch { state, .. } => of_optimizer(state),
+                Action::Evict { state, .. } => !of_optimizer(state),
+                _ => false,
+            }
     }
 
     /// The unit that computes the loss.

@@ -1,7 +1,7 @@
 //! The event simulation: programs of several ranks, played against each other in time.
 //!
-//! Every lane of a rank runs its instructions in order; an instruction starts when its lane is free and what it waits for has ended. A receive ends no
-//! earlier than its send. Ranks that do the same are simulated once: a collective's price knows its group, so one rank per pipeline stage is
+//! Every lane of a rank runs its instructions in order, copies to the host and from it each in theirs ([`Streams`]); an instruction starts when its lane is free and
+//! what it waits for has ended. A receive ends no earlier than its send. Ranks that do the same are simulated once: a collective's price knows its group, so one rank per pipeline stage is
 //! enough, and 16,384 GPUs cost what 16 do.
 //!
 //! Three things make an instruction last longer than its price: the host, which launches kernels one after another and may be late; collectives beside
@@ -9,7 +9,7 @@
 
 use crate::costs::Costs;
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Part, Phase, Program};
+use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Part, Phase, Program, Streams};
 
 const LANES: usize = Lane::ALL.len();
 
@@ -117,13 +117,14 @@ const NOT_YET: Span = Span { start_s: -1.0, end_s: -1.0 };
 struct Player<'a> {
     program: &'a Program,
     costs: &'a Costs,
+    streams: Streams<'a>,
     time: RankTime,
-    /// Per lane, its instructions and how many of them have been played.
-    lanes: [(Vec<u32>, usize); LANES],
+    /// Per stream, its instructions and how many of them have been played.
+    lanes: [(Vec<u32>, usize); Streams::COUNT],
     /// The first instruction that has not been played.
     first: usize,
-    /// When each lane is free.
-    free: [f64; LANES],
+    /// When each stream is free.
+    free: [f64; Streams::COUNT],
     /// When the host has launched all so far.
     host: f64,
     /// Compute that collectives delayed and that is not yet paid.
@@ -146,17 +147,19 @@ impl<'a> Player<'a> {
             host_s: 0.0,
             interference_s: 0.0,
         };
-        let mut lanes: [(Vec<u32>, usize); LANES] = Default::default();
-        for (number, instruction) in (0..).zip(&program.instructions) {
-            lanes[instruction.action.lane() as usize].0.push(number);
+        let streams = Streams::new(program);
+        let mut lanes: [(Vec<u32>, usize); Streams::COUNT] = Default::default();
+        for number in 0..program.instructions.len() {
+            lanes[streams.of(number)].0.push(number as u32);
         }
         Player {
             program,
             costs,
+            streams,
             time,
             lanes,
             first: 0,
-            free: [0.0; LANES],
+            free: [0.0; Streams::COUNT],
             host: 0.0,
             debt: 0.0,
             keep: vec![(Keep::Everything, 0); program.units.len()],
@@ -182,12 +185,12 @@ impl<'a> Player<'a> {
     fn play(&mut self, sent: &mut Sent) -> bool {
         let Some((number, arrival)) = self.playable(sent) else { return false };
         let instruction = &self.program.instructions[number];
-        let span = self.time_of(instruction, arrival);
+        let span = self.time_of(number, arrival);
         if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
             sent.insert((self.stage(self.program.rank), self.stage(to), unit, micro_batch, phase), span.end_s);
         }
         self.time.spans[number] = span;
-        self.lanes[instruction.action.lane() as usize].1 += 1;
+        self.lanes[self.streams.of(number)].1 += 1;
         while self.time.spans.get(self.first).is_some_and(|span| *span != NOT_YET) {
             self.first += 1;
         }
@@ -209,7 +212,7 @@ impl<'a> Player<'a> {
     /// When the message arrives that an instruction receives, 0 for others; None while something that it waits for has not been played.
     fn arrival(&self, number: usize, sent: &Sent) -> Option<f64> {
         let instruction = &self.program.instructions[number];
-        if instruction.after.iter().any(|on| self.time.spans[*on as usize] == NOT_YET) {
+        if self.streams.waits(number).any(|on| self.time.spans[on as usize] == NOT_YET) {
             return None;
         }
         match instruction.action {
@@ -220,17 +223,18 @@ impl<'a> Player<'a> {
         }
     }
 
-    fn time_of(&mut self, instruction: &Instruction, arrival: f64) -> Span {
-        let lane = instruction.action.lane();
-        let (ready, waited_for) = self.ready(instruction);
-        let start = self.free[lane as usize].max(ready);
+    fn time_of(&mut self, number: usize, arrival: f64) -> Span {
+        let instruction = &self.program.instructions[number];
+        let (lane, stream) = (instruction.action.lane(), self.streams.of(number));
+        let (ready, waited_for) = self.ready(number);
+        let start = self.free[stream].max(ready);
         let keep = self.kept(instruction);
         if self.costs.stack.host_sync && waited_for == Lane::Receive {
             // The host looked at the message before it launched anything that uses it.
             self.host = self.host.max(ready);
         }
         let mut seconds = self.costs.device_s(self.program, instruction, keep);
-        if ready < self.free[lane as usize] {
+        if ready < self.free[stream] {
             // It was waiting when the one before it ended, so it went with that one.
             seconds -= self.costs.joined_s(self.program, instruction);
         }
@@ -263,17 +267,17 @@ impl<'a> Player<'a> {
             Lane::Input | Lane::HostIo => end = start + seconds,
         }
         self.time.busy_s[lane as usize] += end - start;
-        self.free[lane as usize] = end;
+        self.free[stream] = end;
         Span { start_s: start, end_s: end }
     }
 
-    /// When all that `instruction` waits for has ended, and on which lane the last of it ran.
-    fn ready(&self, instruction: &Instruction) -> (f64, Lane) {
+    /// When all that instruction `number` waits for has ended, and on which lane the last of it ran.
+    fn ready(&self, number: usize) -> (f64, Lane) {
         let mut ready = (0.0, Lane::Compute);
-        for on in &instruction.after {
-            let end = self.time.spans[*on as usize].end_s;
+        for on in self.streams.waits(number) {
+            let end = self.time.spans[on as usize].end_s;
             if end > ready.0 {
-                ready = (end, self.program.instructions[*on as usize].action.lane());
+                ready = (end, self.program.instructions[on as usize].action.lane());
             }
         }
         ready

@@ -1,8 +1,8 @@
 //! What published studies found, reproduced by lowering and simulation.
 
 use trainyard_program::{
-    Keep, MemoryKind, Mesh, ModelShape, PipelineSchedule, Placement, ReduceSchedule, StateBytes, Strategy, UnitShape,
-    lower_rank,
+    Keep, Lane, MemoryKind, Mesh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, StateBytes,
+    Strategy, Tier, UnitShape, lower_rank,
 };
 use trainyard_sim::measurement::{self, Case};
 use trainyard_sim::transformer::Workload;
@@ -178,4 +178,28 @@ fn stragglers_grow_in_proportion_beyond_what_was_measured() {
     assert_eq!(straggle(1), 0.0);
     assert!((straggle(64) / straggle(32) - 16.0).abs() < 1e-9);
     assert!((straggle(2048) / straggle(64) - 32.0).abs() < 1e-9);
+}
+
+/// A link works in both directions at once: where it is all that takes time, an update on the host takes what the gradients take to go there, and
+/// the last copy back. (Two buffers, and units of different sizes, cost a little more.)
+#[test]
+fn copies_to_the_host_and_from_it_run_beside_each_other() {
+    let mut case = published("pb-1047");
+    case.mesh = Mesh::default();
+    case.cluster.device.host_gb_s = 1e-3;
+    let offload = Offload { optimizer: Some(Tier::Host), ..Offload::default() };
+    case.strategy = Strategy { offload, ..Strategy::new(case.model.layers as usize + 2) };
+    let lowered = Lowered::new(&case).unwrap();
+    let simulated = lowered.predict(&Constants::builtin()).unwrap().simulated;
+    let (program, time) = (&lowered.programs[0], &simulated.ranks[0]);
+    let (mut to_host, mut last) = (0.0, 0.0);
+    for number in program.on_lane(Lane::HostIo) {
+        let seconds = time.spans[number].end_s - time.spans[number].start_s;
+        match program.leaves_device(program.instructions[number].action) {
+            true => to_host += seconds,
+            false => last = seconds,
+        }
+    }
+    let least = to_host + last;
+    assert!((least..1.05 * least).contains(&simulated.step_s), "{} s, at least {least}", simulated.step_s);
 }

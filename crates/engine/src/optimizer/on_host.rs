@@ -1,8 +1,8 @@
 //! State that lies on the host beside a GPU, where the update runs: gradients come down chunk by chunk, and the copy that forward reads goes up (ZeRO-Offload,
 //! Ren et al. 2021, section 4).
 //!
-//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one before is updated, and its copy goes up while the next is; all
-//! copies are the host lane's, one after the other, so whoever has waited for a chunk's gradients knows that the copies before them have gone.
+//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one before is updated, and its copy goes up while the next is and the one
+//! after that comes down: an update waits until its gradients are there, and the copy before it in its buffer is gone.
 
 use super::{Chunk, Optimizer};
 use crate::Result;
@@ -21,12 +21,15 @@ pub(super) struct Visit {
     copy: Tensor,
     /// When the gradient is there.
     fetched: Mark,
+    /// When the copy before it in this memory is gone.
+    gone: Mark,
 }
 
 impl Visit {
-    /// Waits until the gradient is there.
+    /// Waits until the gradient is there, and there is room for the copy.
     pub fn wait(&self) -> Result<()> {
-        Ok(self.fetched.wait()?)
+        self.fetched.wait()?;
+        Ok(self.gone.wait()?)
     }
 
     /// Gradient and copy of `elements` elements from `start` of the chunk on.
@@ -36,7 +39,6 @@ impl Visit {
 
     /// Writes the copy anew from the chunk's masters.
     pub fn refresh_copy(&self, masters: &Tensor) -> Result<()> {
-        // The copy before it in this memory may still be on its way.
         self.wait()?;
         Ok(ops::cast_into(masters, &mut self.copy.view(0, [masters.elements()])?)?)
     }
@@ -53,6 +55,7 @@ impl Optimizer {
                 gradient: host.empty([elements], DType::F32, Purpose::Grads)?,
                 copy: host.empty([elements], compute, Purpose::Params)?,
                 fetched: Mark::default(),
+                gone: Mark::default(),
             })
         };
         *lock(&self.visits) = (0..AT_ONCE.min(chunks().count())).map(visit).collect::<Result<_>>()?;
@@ -73,12 +76,13 @@ impl Optimizer {
 
     /// Brings what an update wrote of the copy that forward reads to the device.
     pub(super) fn evict_copy(&self, unit: usize, chunk: &Chunk, parameters: &ParameterState) -> Result<()> {
-        let visit = lock(&chunk.visit).take().expect("a program evicts what it fetched");
+        let mut visit = lock(&chunk.visit).take().expect("a program evicts what it fetched");
         for piece in &chunk.pieces {
             let (_, copy) = visit.part(piece.range.start - chunk.range.start, piece.range.len())?;
             let mut target = parameters.unit(unit).copy_of(piece.range.clone())?;
             target.transfer_from(&copy.expect("a visit has a copy"))?;
         }
+        visit.gone = self.device.mark()?;
         lock(&self.visits).push(visit);
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! Lanes on a device that works by itself: what an instruction has launched when it is finished on the host.
 //!
-//! There a lane is a stream, and "finished" means "launched". An instruction on another lane waits, on the device, for a mark at the end of what it depends on;
-//! the host waits for the device where it reads values, and at the end of a step, whose times come from the marks. On the CPU all of this is nothing.
+//! There a lane is a stream, or the host lane two ([`Streams`]), and "finished" means "launched". An instruction on another stream waits, on the device, for a mark
+//! at the end of what it depends on; the host waits for the device where it reads values, and at the end of a step, whose times come from the marks. On the CPU all
+//! of this is nothing.
 
 use crate::Result;
 use crate::lanes::Span;
@@ -11,7 +12,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use trainyard_program::{Instruction, Lane, Program};
+use trainyard_program::{Instruction, Program, Streams};
 use trainyard_tensor::Device;
 use trainyard_tensor::cuda::Mark;
 use trainyard_tensor::device::enter_lane;
@@ -20,6 +21,7 @@ use trainyard_tensor::device::enter_lane;
 pub struct Marks<'d> {
     /// None: work is done when a call returns.
     device: Option<&'d Device>,
+    streams: Streams<'d>,
     began: Mark,
     /// Before and after what each instruction has launched.
     instructions: Vec<Mutex<Option<Ends>>>,
@@ -32,21 +34,21 @@ pub type Ends = (Mark, Mark);
 
 impl<'d> Marks<'d> {
     /// For a step of `program` that begins now.
-    pub fn new(device: &'d Device, program: &Program) -> Result<Marks<'d>> {
+    pub fn new(device: &'d Device, program: &'d Program) -> Result<Marks<'d>> {
         let is_cuda = device.as_cuda().is_some();
         let began = device.mark()?;
         let count = if is_cuda { program.instructions.len() } else { 0 };
         let instructions = (0..count).map(|_| Mutex::default()).collect();
-        let captured = AtomicBool::new(false);
-        Ok(Marks { device: is_cuda.then_some(device), began, instructions, captured })
+        let (streams, captured) = (Streams::new(program), AtomicBool::new(false));
+        Ok(Marks { device: is_cuda.then_some(device), streams, began, instructions, captured })
     }
 
-    /// Runs an instruction on its lane's stream, after those it depends on.
+    /// Runs an instruction on its stream, after those it depends on.
     pub fn around(&self, number: usize, instruction: &Instruction, run: impl FnOnce() -> Result<()>) -> Result<()> {
         let Some(device) = self.device else { return run() };
-        enter_lane(instruction.action.lane() as usize);
+        enter_lane(self.streams.of(number));
         if !self.captured.load(Ordering::Relaxed) {
-            self.wait_before(device, instruction)?;
+            self.wait_before(device, number, instruction)?;
         }
         let start = device.mark()?;
         run()?;
@@ -54,14 +56,14 @@ impl<'d> Marks<'d> {
         Ok(())
     }
 
-    /// This lane comes after what the instruction depends on.
-    fn wait_before(&self, device: &Device, instruction: &Instruction) -> Result<()> {
+    /// This stream comes after what the instruction depends on.
+    fn wait_before(&self, device: &Device, number: usize, instruction: &Instruction) -> Result<()> {
         if instruction.after.is_empty() {
             // What was done before the step, on the lane that began it, and memory that is taken before it, maybe another lane's.
             device.wait_for(&self.began)?;
         }
-        for before in &instruction.after {
-            let marks = lock(&self.instructions[*before as usize]);
+        for before in self.streams.waits(number) {
+            let marks = lock(&self.instructions[before as usize]);
             let (_, end) = marks.as_ref().expect("the host runs it after what it depends on");
             device.wait_for(end)?;
         }
@@ -71,9 +73,8 @@ impl<'d> Marks<'d> {
     /// This lane comes after what the instructions of `stretch`, all its own, depend on outside of it.
     pub fn wait_before_all(&self, program: &Program, stretch: &Range<usize>) -> Result<()> {
         let Some(device) = self.device else { return Ok(()) };
-        enter_lane(program.instructions[stretch.start].action.lane() as usize);
-        let mut instructions = program.instructions[stretch.clone()].iter();
-        instructions.try_for_each(|instruction| self.wait_before(device, instruction))
+        enter_lane(self.streams.of(stretch.start));
+        stretch.clone().try_for_each(|number| self.wait_before(device, number, &program.instructions[number]))
     }
 
     /// Instructions that are run from now on are captured, or not any more: they wait for nothing, and their marks are places in the graph.
@@ -95,18 +96,18 @@ impl<'d> Marks<'d> {
     }
 
     /// Waits for the device, and tells when it ran what: instead of `spans`, when the host launched it.
-    pub fn end(&self, program: &Program, spans: Vec<Span>) -> Result<Vec<Span>> {
+    pub fn end(&self, spans: Vec<Span>) -> Result<Vec<Span>> {
         let Some(device) = self.device else { return Ok(spans) };
         device.synchronize_lanes()?;
         let mut spans: Vec<Span> = Vec::with_capacity(self.instructions.len());
-        let mut lanes: BTreeMap<Lane, Duration> = BTreeMap::new();
-        for (marks, instruction) in self.instructions.iter().zip(&program.instructions) {
+        let mut streams: BTreeMap<usize, Duration> = BTreeMap::new();
+        for (number, marks) in self.instructions.iter().enumerate() {
             let marks = lock(marks);
             let (start, end) = marks.as_ref().expect("every instruction of a step that succeeded was run");
             let since = |mark| self.began.seconds_to(mark).map(|s| Duration::from_secs_f64(s.max(0.0)));
             let (start, end) = (since(start)?, since(end)?);
-            let ready = lanes.insert(instruction.action.lane(), end).unwrap_or_default();
-            let last = instruction.after.iter().copied().max_by_key(|before| spans[*before as usize].end);
+            let ready = streams.insert(self.streams.of(number), end).unwrap_or_default();
+            let last = self.streams.waits(number).max_by_key(|before| spans[*before as usize].end);
             let waited_for = last.filter(|before| spans[*before as usize].end > ready);
             let waited = if waited_for.is_some() { start.saturating_sub(ready) } else { Duration::ZERO };
             spans.push(Span { waited, waited_for, start, end });

@@ -329,7 +329,7 @@ impl Rank {
         let host: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |_| match instruction.action {
                 Action::Snapshot => {
-                    // What this lane has moved to the host is read there.
+                    // What was moved to the host is read there.
                     rank.device.synchronize()?;
                     snapshot(rank, &step.outcome())
                 }
@@ -390,7 +390,7 @@ impl Rank {
         };
         enter_lane(Lane::Compute as usize);
         rank.end_step(step);
-        let ended = marks.end(program, spans);
+        let ended = marks.end(spans);
         lock(&rank.gather_links).forget();
         // What came over the wire when the others had failed is worth nothing, and what the device then says of itself is no news.
         if let Some(source) = rank.alarm.as_ref().filter(|_| rank.by_nccl).and_then(Communicator::failure) {

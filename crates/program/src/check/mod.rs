@@ -16,7 +16,7 @@ mod ranks;
 mod step;
 
 use crate::clocks::HappensBefore;
-use crate::{Action, Lane, Program, State};
+use crate::{Action, Lane, Program, State, Streams};
 pub use ranks::{Deadlock, check_ranks};
 
 /// A program that must not run.
@@ -117,6 +117,10 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
     operands(program)?;
     let order = HappensBefore::of(program);
     races::check(program, &order)?;
+    let streams = Streams::new(program);
+    if streams.are_apart() {
+        races::check(program, &HappensBefore::on_streams(program, &streams))?;
+    }
     step::check(program)?;
     early::check(program, &order)
 }

@@ -1,7 +1,7 @@
 //! Conflicts: instructions that touch the same thing, one of them changing it, must be ordered.
 
 use super::CheckError;
-use crate::clocks::{HappensBefore, LANES};
+use crate::clocks::{HappensBefore, STREAMS};
 use crate::{Action, Collective, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
 
 /// Something that instructions read and change.
@@ -69,8 +69,8 @@ impl Places {
 #[derive(Clone, Copy, Default)]
 struct Access {
     changed: Option<u32>,
-    /// Per lane, the last reader since.
-    read: [Option<u32>; LANES],
+    /// Per stream, the last reader since.
+    read: [Option<u32>; STREAMS],
 }
 
 /// Finds two instructions that conflict and are not ordered.
@@ -87,14 +87,14 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
         for thing in &touching.reads {
             let access = &mut accesses[places.of(*thing)];
             ordered(program, order, access.changed, number, *thing)?;
-            access.read[instruction.action.lane() as usize] = Some(number);
+            access.read[order.stream(number)] = Some(number);
         }
         for thing in &touching.changes {
             let access = &mut accesses[places.of(*thing)];
             for earlier in access.read.into_iter().chain([access.changed]) {
                 ordered(program, order, earlier, number, *thing)?;
             }
-            *access = Access { changed: Some(number), read: [None; LANES] };
+            *access = Access { changed: Some(number), read: [None; STREAMS] };
         }
     }
     Ok(())

@@ -8,7 +8,7 @@
 use super::{HostLayout, Priced};
 use crate::machine::MachineProfile;
 use crate::simulate::{RankTime, Simulated, Span};
-use trainyard_program::{Lane, Program};
+use trainyard_program::{Lane, Program, Streams};
 
 const LANES: usize = Lane::ALL.len();
 
@@ -63,9 +63,10 @@ struct Host<'a> {
     prices: &'a [Priced],
     layout: HostLayout,
     profile: &'a MachineProfile,
+    streams: Streams<'a>,
     now: f64,
     finished: Vec<bool>,
-    /// Per lane, its instructions, how many of them have begun, since when it is free, and what it runs.
+    /// Per stream, its instructions, how many of them have begun, since when it is free, and what it runs.
     lanes: Vec<(Vec<usize>, usize, f64, Option<Running>)>,
     time: RankTime,
 }
@@ -73,14 +74,20 @@ struct Host<'a> {
 impl<'a> Host<'a> {
     fn new(program: &'a Program, prices: &'a [Priced], layout: HostLayout, profile: &'a MachineProfile) -> Host<'a> {
         let count = program.instructions.len();
+        let streams = Streams::new(program);
+        let mut lanes = vec![(Vec::new(), 0, 0.0, None); Streams::COUNT];
+        for number in 0..count {
+            lanes[streams.of(number)].0.push(number);
+        }
         Host {
             program,
             prices,
             layout,
             profile,
+            streams,
             now: 0.0,
             finished: vec![false; count],
-            lanes: Lane::ALL.map(|lane| (program.on_lane(lane).collect(), 0, 0.0, None)).into(),
+            lanes,
             time: RankTime {
                 rank: program.rank,
                 spans: vec![Span::default(); count],
@@ -94,24 +101,23 @@ impl<'a> Host<'a> {
 
     /// Begins what can; whether anything runs.
     fn begin(&mut self) -> bool {
-        for lane in 0..LANES {
+        for lane in 0..Streams::COUNT {
             let (numbers, begun, free, running) = &self.lanes[lane];
             let Some(number) = numbers.get(*begun).copied().filter(|_| running.is_none()) else { continue };
-            let after = &self.program.instructions[number].after;
-            if !after.iter().all(|on| self.finished[*on as usize]) {
+            if !self.streams.waits(number).all(|on| self.finished[on as usize]) {
                 continue;
             }
             let idle = self.now - free;
-            let last = after.iter().max_by(|a, b| self.end_of(**a).total_cmp(&self.end_of(**b)));
-            let cause = last.map(|on| self.program.instructions[*on as usize].action.lane());
+            let last = self.streams.waits(number).max_by(|a, b| self.end_of(*a).total_cmp(&self.end_of(*b)));
+            let cause = last.map(|on| self.program.instructions[on as usize].action.lane());
             // A lane that slept until another finished is woken.
             let woken = cause.filter(|_| idle > 0.0);
-            if let (Some(cause), true) = (woken, Lane::ALL[lane] == Lane::Compute) {
+            if let (Some(cause), true) = (woken, lane == Lane::Compute as usize) {
                 self.time.waited_s[cause as usize] += idle;
             }
             let Priced { work_s, exchange_s, exchange_ranks } = self.prices[number];
             let wake = if woken.is_some() { self.profile.overheads.handover_s } else { 0.0 };
-            let queues = exchange_s > 0.0 && Lane::ALL[lane] != Lane::Compute && self.is_crowded();
+            let queues = exchange_s > 0.0 && lane != Lane::Compute as usize && self.is_crowded();
             let queue = if queues { self.profile.interference.start_s } else { 0.0 };
             let left = [wake, queue, work_s, exchange_s];
             let running = Running { number, start_s: self.now, left, exchange_ranks };
@@ -171,7 +177,7 @@ impl<'a> Host<'a> {
         let step = running.iter().map(until).fold(f64::INFINITY, f64::min);
         let speeds: Vec<Option<f64>> = self.lanes.iter().map(|lane| lane.3.as_ref().map(speed)).collect();
         self.now += step;
-        for lane in 0..LANES {
+        for lane in 0..Streams::COUNT {
             let (Some(running), Some(speed)) = (&mut self.lanes[lane].3, speeds[lane]) else { continue };
             if let Some(part) = running.part() {
                 let left = &mut running.left[part as usize];
@@ -188,7 +194,7 @@ impl<'a> Host<'a> {
         let Some(running) = self.lanes[lane].3.take() else { return };
         let Running { number, start_s, .. } = running;
         self.time.spans[number] = Span { start_s, end_s: self.now };
-        self.time.busy_s[lane] += self.now - start_s;
+        self.time.busy_s[self.program.instructions[number].action.lane() as usize] += self.now - start_s;
         let Priced { work_s, exchange_s, .. } = self.prices[number];
         self.time.interference_s += (self.now - start_s - work_s - exchange_s).max(0.0);
         self.finished[number] = true;
@@ -200,7 +206,7 @@ impl<'a> Host<'a> {
 mod tests {
     use super::*;
     use crate::machine::tests::small;
-    use trainyard_program::{Action, Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Action, Instruction, Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
 
     /// Two units on two replicas; every forward and backward costs 1, every reduction 1, the rest nothing.
     fn program() -> (Program, Vec<Priced>) {
@@ -268,6 +274,26 @@ mod tests {
             play(&program, &prices, layout, &MachineProfile { machine: profile(4).machine, ..queueing }),
         );
         assert_eq!(short.step_s, long.step_s);
+    }
+
+    #[test]
+    fn what_goes_to_the_host_goes_beside_what_comes_from_it_and_a_disk_does_one_thing_at_a_time() {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let step = |tier| {
+            let strategy =
+                Strategy { offload: Offload { optimizer: Some(tier), ..Offload::default() }, ..Strategy::new(2) };
+            let program = lower_rank(&model, &Mesh::data(1, 1), &strategy, 0).unwrap();
+            let moves = |action: &Action| matches!(action, Action::Fetch { .. } | Action::Evict { .. });
+            let price = |instruction: &Instruction| Priced {
+                work_s: if moves(&instruction.action) { 1.0 } else { 0.0 },
+                ..Priced::default()
+            };
+            let prices: Vec<Priced> = program.instructions.iter().map(price).collect();
+            play(&program, &prices, HostLayout { ranks: 1, threads: 1 }, &profile(4)).step_s
+        };
+        // The second unit's gradients go while the first one's copy comes; a disk is read twice, then written twice.
+        assert_eq!([step(Tier::Host), step(Tier::Disk)], [3.0, 4.0]);
     }
 
     #[test]

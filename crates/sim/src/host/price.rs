@@ -3,7 +3,7 @@
 use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Axis, Extent, Group, Instruction, Lane, Mesh, Program, State, Tier};
+use trainyard_program::{Action, Axis, Extent, Group, Instruction, Lane, Mesh, Program, Tier};
 use trainyard_tensor::{Call, Computes};
 
 /// The price of one instruction.
@@ -114,30 +114,21 @@ impl<'p> HostPrices<'p> {
                 instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum::<i64>() as f64
                     / transfers.unwrap_or(self.speeds.copy_bytes_per_s)
             }
-            Action::Fetch { state, .. } | Action::Evict { state, .. } => {
-                overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction, state)
+            Action::Fetch { .. } | Action::Evict { .. } => {
+                overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
         }
     }
 
-    /// Bytes a second at which `state` is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks of a host share.
-    fn offload_speed(&self, program: &Program, instruction: &Instruction, state: State) -> f64 {
-        let tier = match state {
-            State::Parameters => program.offload.parameters,
-            State::Optimizer { .. } => program.offload.optimizer,
-            State::Activations { .. } => program.offload.activations,
-        };
-        let is_fetch = matches!(instruction.action, Action::Fetch { .. });
+    /// Bytes a second at which state is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks of a host share.
+    fn offload_speed(&self, program: &Program, action: Action) -> f64 {
         let (disk, ranks) = (&self.profile.disk, f64::from(self.ranks));
-        match (tier, self.profile.transfers) {
-            // An optimizer on the host fetches gradients from the device and evicts to it; all else comes and goes the other way.
-            (Some(Tier::Host), Some(link)) if is_fetch == matches!(state, State::Optimizer { .. }) => {
-                link.to_host_bytes_per_s
-            }
+        match (program.tier_of(action), self.profile.transfers) {
+            (Some(Tier::Host), Some(link)) if program.leaves_device(action) => link.to_host_bytes_per_s,
             (Some(Tier::Host), Some(link)) => link.to_device_bytes_per_s,
-            _ if is_fetch => disk.read_bytes_per_s / ranks,
+            _ if matches!(action, Action::Fetch { .. }) => disk.read_bytes_per_s / ranks,
             _ => disk.write_bytes_per_s / ranks,
         }
     }
