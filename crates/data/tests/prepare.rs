@@ -94,14 +94,14 @@ fn one_document_is_divided_by_position() {
     let tokenizer = Tokenizer::characters_from(&text).unwrap();
     let options = PrepareOptions { validation_fraction: 0.1, ..PrepareOptions::new(folder.path().join("out")) };
     let done = run(&corpus, &tokenizer, &options);
-    assert_eq!(done.sidecar.split.by, "position");
+    assert_eq!((done.sidecar.split.by.as_str(), done.sidecar.documents()), ("position", 1));
     let (train, validation) = (all_tokens(&done.train), all_tokens(&done.validation.unwrap()));
     assert_eq!(train.len(), (1205.0 * 0.9) as usize);
     assert_eq!(tokenizer.decode(&[train, validation].concat()), text);
 
     let none = PrepareOptions { validation_fraction: 0.0, ..options };
     let done = run(&corpus, &tokenizer, &none);
-    assert!(done.validation.is_none() && !done.reused);
+    assert!(done.validation.is_none() && !done.reused && done.sidecar.documents() == 1);
     assert_eq!(tokenizer.decode(&all_tokens(&done.train)), text);
 }
 
@@ -113,6 +113,7 @@ fn a_small_corpus_fills_both_sides() {
         let out = folder.path().join(format!("out-{validation_fraction}"));
         let options = PrepareOptions { validation_fraction, ..PrepareOptions::new(out) };
         let sidecar = run(&corpus, &Tokenizer::bytes(), &options).sidecar;
+        assert_eq!(sidecar.documents(), 5);
         assert_eq!(sidecar.validation.unwrap().documents, validating);
         assert_eq!(sidecar.train.documents, 5 - validating);
     }

@@ -212,9 +212,10 @@ fn tokenize(
         }
     })?;
     let text = format!(
-        "{} {} documents, {} tokens for training, {} for validation ({})",
+        "{} {} document{}, {} tokens for training, {} for validation ({})",
         if made.reused { "found" } else { "tokenized" },
-        made.sidecar.train.documents + made.sidecar.validation.as_ref().map_or(0, |part| part.documents),
+        made.sidecar.documents(),
+        if made.sidecar.documents() == 1 { "" } else { "s" },
         made.sidecar.train.tokens,
         made.sidecar.validation.as_ref().map_or(0, |part| part.tokens),
         made.reason,

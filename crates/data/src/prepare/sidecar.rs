@@ -103,6 +103,14 @@ impl Sidecar {
         VERSION
     }
 
+    /// Documents of the text; the only one, where its end validates, is in both parts.
+    pub fn documents(&self) -> u64 {
+        match (&self.validation, self.split.by.as_str()) {
+            (None, _) | (_, "position") => self.train.documents,
+            (Some(validation), _) => self.train.documents + validation.documents,
+        }
+    }
+
     /// `PREFIX.json`.
     pub fn path(prefix: &Path) -> PathBuf {
         with_suffix(prefix, ".json")
