@@ -119,6 +119,24 @@ fn launched_ranks_that_fail_are_named_and_restarted() {
     }
 }
 
+/// Its trace's file takes nothing; whoever is told of that ends as it does, and nobody starts again.
+#[test]
+fn a_disk_that_is_full_for_one_rank_ends_all_of_them_for_good() {
+    let folder = Folder::new();
+    let sets = [&ZERO_3[..], &["metrics.profile=true", "training.steps=2"]].concat();
+    run(&folder, &launch(2, &[], &train("full", &sets)), "").ok();
+    let trace = folder.join("runs/full/trace/rank-1.json");
+    std::fs::remove_file(&trace).unwrap();
+    std::os::unix::fs::symlink("/dev/full", &trace).unwrap();
+    let resume = ["train", "--resume", "runs/full", "--set", "training.steps=6"].map(String::from);
+    let ran = run(&folder, &launch(2, &["--max-restarts", "1"], &resume), "");
+    assert_eq!(ran.code, Some(1), "{}", ran.stderr);
+    for said in ["No space left on device", "ranks 0, 1: exit status: 1"] {
+        assert!(ran.stderr.contains(said), "{said}: {}", ran.stderr);
+    }
+    assert!(!ran.stderr.contains("restart 1 of 1"), "{}", ran.stderr);
+}
+
 /// A process that is stopped answers nothing and obeys no signal but one.
 #[test]
 fn a_launched_rank_that_is_frozen_is_killed() {

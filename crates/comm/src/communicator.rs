@@ -129,7 +129,12 @@ impl Communicator {
     /// Fails the world: every rank's waiting and later operations return an error that names this rank and `reason`.
     /// Returns the world's first failure, which is this one unless there was one before.
     pub fn abort(&self, reason: impl Into<String>) -> CommError {
-        self.core.fail(ErrorKind::Aborted { reason: reason.into() }, &[self.rank()], None)
+        self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: false }, &[self.rank()], None)
+    }
+
+    /// As [`Communicator::abort`], for a reason that a restart would meet again: a full disk, a file that is wrong.
+    pub fn give_up(&self, reason: impl Into<String>) -> CommError {
+        self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: true }, &[self.rank()], None)
     }
 
     /// The world's first failure, if it has failed.

@@ -52,10 +52,12 @@ pub enum ErrorKind {
         /// How long it was waited.
         waited: Duration,
     },
-    /// The culprit called [`crate::Communicator::abort`].
+    /// The culprit called [`crate::Communicator::abort`] or [`crate::Communicator::give_up`].
     Aborted {
         /// What it said.
         reason: String,
+        /// Whether it would say so again: it gave up.
+        lasting: bool,
     },
     /// The culprit's thread panicked while it held a communicator.
     Panicked,
@@ -114,7 +116,7 @@ impl fmt::Display for CommError {
             ErrorKind::Deadline { waited } => {
                 write!(f, "no arrival within {:.1} s of {}", waited.as_secs_f64(), list(&self.culprits))?;
             }
-            ErrorKind::Aborted { reason } => write!(f, "{} aborted: {reason}", list(&self.culprits))?,
+            ErrorKind::Aborted { reason, .. } => write!(f, "{} aborted: {reason}", list(&self.culprits))?,
             ErrorKind::Panicked => write!(f, "{} panicked", list(&self.culprits))?,
             ErrorKind::Left => write!(f, "{} left while others still needed it", list(&self.culprits))?,
             ErrorKind::Died { evidence } => write!(f, "{} died: {evidence}", list(&self.culprits))?,

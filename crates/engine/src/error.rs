@@ -3,6 +3,7 @@
 use crate::checkpoint::CheckpointError;
 use std::io;
 use trainyard_autograd::AutogradError;
+use trainyard_comm::{CommError, ErrorKind};
 use trainyard_data::DataError;
 use trainyard_model::ModelError;
 use trainyard_tensor::TensorError;
@@ -36,7 +37,7 @@ pub enum EngineError {
     Environment(#[from] trainyard_comm::EnvironmentError),
     /// An exchange with other ranks failed.
     #[error(transparent)]
-    Comm(#[from] trainyard_comm::CommError),
+    Comm(#[from] CommError),
     /// The same inside a step.
     #[error("rank {rank} in step {step} at `{what}`: {source}")]
     Exchange {
@@ -47,7 +48,7 @@ pub enum EngineError {
         /// The instruction.
         what: String,
         /// What happened, and to whom.
-        source: trainyard_comm::CommError,
+        source: CommError,
     },
     /// The training ended on every rank: the first failure as this rank knows it, and where the ranks were.
     #[error("{source}\n{report}")]
@@ -115,16 +116,19 @@ pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 impl EngineError {
     /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a try: not so for what is wrong with the configuration, the
-    /// data or the model, which would be wrong again, nor for a disk that is full and stays so.
+    /// data or the model, which would be wrong again, nor for a disk that is full and stays so, be it another rank's.
     pub fn is_fault(&self) -> bool {
+        let gave_up = |failure: &CommError| matches!(failure.kind, ErrorKind::Aborted { lasting: true, .. });
         match self {
+            error if error.failure().is_some_and(gave_up) => false,
             EngineError::Fault { source, .. } => !source.is_of_a_full_disk(),
             EngineError::Panicked { .. } => true,
             _ => self.is_told(),
         }
     }
 
-    fn is_of_a_full_disk(&self) -> bool {
+    /// Whether it is about a disk that has no room.
+    pub(crate) fn is_of_a_full_disk(&self) -> bool {
         let first: &dyn std::error::Error = self;
         let mut causes = std::iter::successors(Some(first), |error| error.source());
         // What is transparent hands on its own cause, so the checkpoint's error is no cause of this one.
@@ -136,7 +140,7 @@ impl EngineError {
     }
 
     /// The failure of the world that this error is about, if it is about one.
-    pub fn failure(&self) -> Option<&trainyard_comm::CommError> {
+    pub fn failure(&self) -> Option<&CommError> {
         match self {
             EngineError::Comm(failure)
             | EngineError::Exchange { source: failure, .. }

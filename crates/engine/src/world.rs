@@ -109,7 +109,10 @@ pub fn run<T>(world: Communicator, body: impl Fn(Communicator) -> Result<T>) -> 
     if let Err(error) = &result
         && !error.is_told()
     {
-        alarm.abort(error.to_string());
+        match error.is_fault() {
+            true => alarm.abort(error.to_string()),
+            false => alarm.give_up(error.to_string()),
+        };
     }
     result
 }

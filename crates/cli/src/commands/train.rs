@@ -136,7 +136,7 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
         Some((folder, sets)) => {
             let config = Session::configuration(folder, sets);
             let config = config.with_context(|| format!("cannot resume {}", folder.display()));
-            config.inspect_err(|error| world.iter().for_each(|world| drop(world.abort(chain(error)))))?
+            config.inspect_err(|error| world.iter().for_each(|world| drop(world.give_up(chain(error)))))?
         }
         None => configuration(args, world.as_ref())?,
     };
@@ -252,7 +252,7 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let picked: Result<Vec<String>, String> = serde_json::from_slice(&picked).context("what rank 0 has picked")?;
     let picked = picked.map_err(|why| own.unwrap_or_else(|| anyhow::anyhow!("rank 0 could not pick a plan: {why}")))?;
     // The others would wait for a rank that cannot read its configuration.
-    load(&picked).inspect_err(|error| drop(world.abort(chain(error))))
+    load(&picked).inspect_err(|error| drop(world.give_up(chain(error))))
 }
 
 /// The settings of the fastest way to run what `load` makes of them on `machine`, whose ranks `inputs` hold for; it is printed with its reasons. The likeliest are tried for

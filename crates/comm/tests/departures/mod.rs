@@ -22,10 +22,12 @@ pub fn are_told_at_once(outcomes: impl Fn(Body<'_>) -> Vec<Option<Option<CommErr
     };
     let panicked = run(|_| panic!("for the test"));
     let aborted = run(|comm| drop(comm.abort("out of memory")));
+    let gave_up = run(|comm| drop(comm.give_up("the disk is full")));
     let left = run(|_| ());
     for (outcome, kind) in [
         (panicked, ErrorKind::Panicked),
-        (aborted, ErrorKind::Aborted { reason: "out of memory".into() }),
+        (aborted, ErrorKind::Aborted { reason: "out of memory".into(), lasting: false }),
+        (gave_up, ErrorKind::Aborted { reason: "the disk is full".into(), lasting: true }),
         (left, ErrorKind::Left),
     ] {
         for rank in [0, 2] {

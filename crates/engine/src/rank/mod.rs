@@ -427,9 +427,12 @@ impl Rank {
         if error.is_some_and(EngineError::is_told) {
             return;
         }
-        if let Some(comm) = &self.alarm {
-            comm.abort(error.map_or_else(|| self.panicked(), EngineError::to_string));
-        }
+        let Some(comm) = &self.alarm else { return };
+        match error {
+            Some(error) if error.is_of_a_full_disk() => comm.give_up(error.to_string()),
+            Some(error) => comm.abort(error.to_string()),
+            None => comm.abort(self.panicked()),
+        };
     }
 
     /// That a lane panicked, and where those were that had not finished.
