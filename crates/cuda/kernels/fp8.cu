@@ -1,6 +1,6 @@
 // Numbers of eight bits: operands of products, rounded with a tensor's scale, as they lie and transposed, with the largest magnitude in the same pass.
 //
-// The conversion is arithmetic on the bits of f32, the same on every architecture and in the emulation; newer ones have an instruction for it.
+// From sm_89 on the conversion is an instruction; before, and in the emulation, arithmetic on the bits of f32 that gives the same codes.
 // Magnitudes are compared as integers: their order is that of the numbers, with infinity and NaN above all, and the largest of a set does not depend on
 // the order, so that an atomic maximum is reproducible.
 
@@ -21,6 +21,20 @@ template <int MANTISSA, int BIAS, unsigned LARGEST> DEVICE unsigned code_of(floa
     unsigned rounded = (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped;
     unsigned code = rounded - ((127u - BIAS) << MANTISSA);
     return sign | (code < LARGEST ? code : LARGEST);
+}
+
+// Both codes, that of `low` below.
+template <int MANTISSA, int BIAS, unsigned LARGEST> DEVICE unsigned codes_of(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned short codes;
+    if (MANTISSA == 2)
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+#else
+    return code_of<MANTISSA, BIAS, LARGEST>(low) | code_of<MANTISSA, BIAS, LARGEST>(high) << 8;
+#endif
 }
 
 DEVICE unsigned magnitude(float x) { return (unsigned)__float_as_int(x) & 0x7fffffffu; }
@@ -62,8 +76,14 @@ DEVICE unsigned round_tile(const T *x, float scale, unsigned char *y, unsigned c
         for (int k = 0; k < PACK; k++) {
             unsigned m = magnitude(v[k]);
             most = m > most ? m : most;
-            codes[k] = (unsigned char)code_of<MANTISSA, BIAS, LARGEST>(v[k] * scale);
+        }
+#pragma unroll
+        for (int k = 0; k < PACK; k += 2) {
+            unsigned both = codes_of<MANTISSA, BIAS, LARGEST>(v[k] * scale, v[k + 1] * scale);
+            codes[k] = (unsigned char)both;
+            codes[k + 1] = (unsigned char)(both >> 8);
             tile[(place + k) * STRIDE + r] = codes[k];
+            tile[(place + k + 1) * STRIDE + r] = codes[k + 1];
         }
         if (!y) continue;
         if (vectors && first + PACK <= end) {

@@ -700,5 +700,11 @@ fn peaks_are_found_and_kernels_are_timed_after_their_check() {
         let names: std::collections::BTreeSet<&str> = streaming.iter().map(|timing| timing.form).collect();
         assert_eq!(names.len(), streaming.len());
     }
+    if tested.driver.properties().capability >= Product::FP8_CAPABILITY {
+        let peak = trainyard_tensor::cuda::peak::fp8(device.as_cuda().unwrap()).unwrap();
+        let timings = gpu::fp8(&device, &peaks, peak, &sizes, 0.0).unwrap();
+        assert!(peak > 1e6 && peak.is_finite() && timings.len() == 5 * sizes.layers.len());
+        assert!(timings.iter().all(|timing| timing.peak_share > 0.0 && timing.peak_share.is_finite()), "{timings:?}");
+    }
     assert_eq!(tested.problems(), [""; 0]);
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::python::Python;
 use super::suites::Executables;
-use crate::bench::measure::{self, Measured, Row, geometric_mean};
+use crate::bench::measure::{self, Case, Measured, Row, geometric_mean};
 use crate::bench::target_folder;
 
 /// What both sides train: a preset, sequences, their length, rows of the embedding.
@@ -99,6 +99,7 @@ pub fn run(root: &Path, executables: &Executables, python: Option<&Python>, pair
     let bench = Bench { root, program, python, pairs, folder };
     bars.add("kernels", || bench.kernels(), kernels);
     bars.add("mma.sync", || bench.attention_of_warps(), attention_of_warps);
+    bars.add("fp8", || bench.eight_bits(), eight_bits);
     for training in &TRAININGS {
         bars.add(training.name, || bench.training(training), self::training);
     }
@@ -175,8 +176,16 @@ impl Bench<'_> {
 
     /// What attention reaches where it does not multiply by `wgmma`: the form of every other GPU, and what Hopper's is worth.
     fn attention_of_warps(&self) -> Result<(Measured, Option<String>)> {
-        let arguments = ["bench", "gpu", "--only", "attention", "--attention", "mma", "--json"];
-        let ours = (0..self.pairs).map(|_| self.ours("gpu-mma", &arguments)).collect::<Result<_>>()?;
+        self.alone("gpu-mma", &["bench", "gpu", "--only", "attention", "--attention", "mma", "--json"])
+    }
+
+    fn eight_bits(&self) -> Result<(Measured, Option<String>)> {
+        self.alone("gpu-fp8", &["bench", "gpu", "--only", "fp8", "--json"])
+    }
+
+    /// Ours as often as in pairs.
+    fn alone(&self, log: &str, arguments: &[&str]) -> Result<(Measured, Option<String>)> {
+        let ours = (0..self.pairs).map(|_| self.ours(log, arguments)).collect::<Result<_>>()?;
         Ok((Measured { ours, theirs: Vec::new() }, None))
     }
 
@@ -245,6 +254,17 @@ fn attention_of_warps(m: &Measured) -> Result<Vec<Row>> {
     Ok(cases.into_iter().map(|case| Row::new(case.name, "TFLOP/s", case.ours)).collect())
 }
 
+/// Products by their rate, rounding by its share of a copy.
+fn eight_bits(m: &Measured) -> Result<Vec<Row>> {
+    let shares = m.cases(&[("kind", "fp8")], "peak_share")?;
+    let rates = m.cases(&[("kind", "fp8")], "tflops")?;
+    let row = |(rate, share): (Case, Case)| match rate.ours > 0.0 {
+        true => Row::new(rate.name, "TFLOP/s", rate.ours),
+        false => Row::new(share.name, "of a copy", share.ours),
+    };
+    Ok(rates.into_iter().zip(shares).map(row).collect())
+}
+
 fn training(m: &Measured) -> Result<Vec<Row>> {
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     let (peak, predicted) = (m.ours("/mem_peak_bytes")?, m.ours("/mem_predicted_bytes")?);
@@ -281,6 +301,12 @@ mod tests {
 
         let rows = attention_of_warps(&Measured { ours: vec![kernels_printed(300.0, 0.7)], theirs: vec![] }).unwrap();
         assert_eq!(rows.iter().map(|row| (row.name(), row.passed())).collect::<Vec<_>>(), [("a".to_owned(), None)]);
+
+        let case = |name: &str, tflops: f64, share: f64| json!({"name": name, "kind": "fp8", "tflops": tflops, "peak_share": share});
+        let printed = json!({"cases": [case("p", 1200.0, 0.9), case("rounding", 0.0, 0.7)]});
+        let rows = eight_bits(&Measured { ours: vec![printed], theirs: vec![] }).unwrap();
+        let rows = serde_json::to_value(&rows).unwrap();
+        assert_eq!((&rows[0]["unit"], &rows[1]["unit"]), (&json!("TFLOP/s"), &json!("of a copy")));
 
         let run = json!({"tokens_per_s": 900.0, "mfu": 0.5, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9, "mem_reserved_bytes": 102e9});
         let checked =

@@ -6,7 +6,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use trainyard_tensor::Device;
-use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, products, streaming};
+use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, fp8, products, streaming};
+use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda, peak};
 
 /// Products in the three forms of training, attention, and kernels that stream, on a GPU; results are checked before they are timed.
@@ -41,6 +42,8 @@ enum What {
     Attention,
     /// Kernels that are bound by memory.
     Streaming,
+    /// Products of eight bits, in percent of the fastest of them, and the rounding of their operands: Ada, Hopper and later.
+    Fp8,
 }
 
 /// What `--attention` can name.
@@ -74,6 +77,14 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     if let Some(form) = asked.filter(|form| !cuda.has_attention(*form)) {
         bail!("--attention {} is Hopper's alone, and this is {cuda:?}", form.name());
     }
+    let (needed, capability) = (Product::FP8_CAPABILITY, cuda.properties().capability);
+    if args.only.contains(&What::Fp8) && capability < needed {
+        bail!(
+            "--only fp8: products of eight bits begin with compute capability {}.{}, and this is {cuda:?}",
+            needed.0,
+            needed.1
+        );
+    }
     cuda.choose_attention(dtype, asked)?;
     let by = match cuda.attention() {
         Some(choice) => format!("{} ({})", choice.form.name(), choice.because),
@@ -94,6 +105,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
             What::Products => products(&device, &peaks, &sizes, dtype, args.seconds)?,
             What::Attention => attention(&device, &peaks, &sizes, dtype, args.seconds)?,
             What::Streaming => streaming(&device, &peaks, &sizes, dtype, args.seconds)?,
+            What::Fp8 => fp8(&device, &peaks, peak::fp8(&cuda)?, &sizes, args.seconds)?,
         };
         for timing in timings {
             if !args.json {

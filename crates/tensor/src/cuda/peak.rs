@@ -6,6 +6,7 @@
 
 use super::{Cuda, linear};
 use crate::error::Result;
+use crate::ops::fp8::{Fp8, Slot};
 use crate::{DType, Device, Element, Purpose, Tensor, bf16, f16};
 use std::sync::Arc;
 
@@ -57,16 +58,48 @@ pub fn measure(cuda: &Arc<Cuda>) -> Result<Peaks> {
     })
 }
 
+/// Measures the peak, operations a second, of products of eight bits (E4M3, f32 sums, results in bf16), as [`measure`] does the others.
+///
+/// # Errors
+/// Of the driver, on a GPU that has none among them.
+pub fn fp8(cuda: &Arc<Cuda>) -> Result<f64> {
+    let device = Device::cuda(Arc::clone(cuda), None);
+    let number = |x: f32| device.tensor([1], &[x], Purpose::Workspace);
+    let amax = device.zeros([1], DType::U32, Purpose::Workspace)?;
+    // Numbers in [-1, 1).
+    let slot = Slot { scale: number(256.0)?, inverse: number(1.0 / 256.0)?, amax };
+    let workspace = device.empty([super::PRODUCT_WORKSPACE / 4], DType::F32, Purpose::Workspace)?;
+    of_squares(DType::BF16, cuda.memory()?.0 / 4, |side| {
+        let codes = |seed| -> Result<Tensor> {
+            let wide = random(&device, &[side, side], DType::BF16, seed)?;
+            let codes = device.empty([side, side], DType::U8, Purpose::Workspace)?;
+            super::fp8::round(cuda, &wide, Fp8::E4M3, &slot, Some(&codes), None)?;
+            Ok(codes)
+        };
+        let (a, b) = (codes(1)?, codes(2)?);
+        let d = device.empty([side, side], DType::BF16, Purpose::Workspace)?;
+        let factors = [&a, &b].map(|codes| (codes, Fp8::E4M3, &slot));
+        fastest(&device, || super::fp8::input_gradient(cuda, factors, &d, &workspace))
+    })
+}
+
 fn product(device: &Device, dtype: DType, bytes_max: usize) -> Result<f64> {
-    let (mut side, mut rate) = (*SIDES.start(), 0.0f64);
-    loop {
+    of_squares(dtype, bytes_max, |side| {
         let operand = |seed| random(device, &[side, side], dtype, seed);
         let (a, b, d) = (operand(1)?, operand(2)?, device.empty([side, side], dtype, Purpose::Workspace)?);
         let workspace = device.empty([super::PRODUCT_WORKSPACE / 4], DType::F32, Purpose::Workspace)?;
         let cuda = device.as_cuda().expect("a GPU");
         let form = linear::plain("peak", [side; 3], dtype, dtype)?;
         let operands = linear::operands(a.region(false), b.region(false), d.region(true), &workspace);
-        let seconds = fastest(device, || cuda.product(&form, &operands))?;
+        fastest(device, || cuda.product(&form, &operands))
+    })
+}
+
+/// The best rate of square products, of which one of a side takes so many seconds; none is larger than three matrices of `dtype` in `bytes_max`.
+fn of_squares(dtype: DType, bytes_max: usize, product: impl Fn(usize) -> Result<f64>) -> Result<f64> {
+    let (mut side, mut rate) = (*SIDES.start(), 0.0f64);
+    loop {
+        let seconds = product(side)?;
         rate = (2.0 * (side as f64).powi(3) / seconds).max(rate);
         let next = 3 * dtype.size() * (2 * side).pow(2);
         if seconds >= LONG_S || 2 * side > *SIDES.end() || next > bytes_max {

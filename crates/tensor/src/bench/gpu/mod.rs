@@ -5,10 +5,12 @@
 //! operands are random numbers, because zeros draw less power.
 
 mod attention;
+mod fp8;
 mod products;
 mod streaming;
 
 pub use attention::attention;
+pub use fp8::fp8;
 pub use products::products;
 pub use streaming::streaming;
 
@@ -74,7 +76,7 @@ impl Sizes {
     /// Everything once, tiny: to test the timing itself where a GPU is emulated.
     pub fn tiny() -> Sizes {
         Sizes {
-            layers: vec![[24, 16, 32]],
+            layers: vec![[32, 16, 48]],
             attention: vec![[8, 2, 1, 16], [16, 2, 2, 32]],
             tokens: 32,
             rows: [6, 16],
@@ -89,7 +91,7 @@ impl Sizes {
 pub struct Timing {
     /// Unique among all.
     pub name: String,
-    /// `product`, `attention` or `streaming`.
+    /// `product`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of their operands.
     pub kind: &'static str,
     /// `forward`, `input-gradient`, `weight-gradient`, `backward`, or the name of a streaming kernel.
     pub form: &'static str,

@@ -6,9 +6,9 @@ use crate::cuda::peak::{Peaks, random, random_value};
 use crate::{DType, Device, Purpose, Tensor, bf16, f16, ops};
 
 /// Seeds of the operands.
-const X: u64 = 1;
-const W: u64 = 2;
-const DY: u64 = 3;
+pub(super) const X: u64 = 1;
+pub(super) const W: u64 = 2;
+pub(super) const DY: u64 = 3;
 /// Elements of a result that are checked.
 const CHECKED: usize = 48;
 
@@ -80,7 +80,6 @@ fn check(
     factors: impl Fn(usize, usize, usize) -> (u64, usize, u64, usize),
     depth: usize,
 ) -> Result<()> {
-    let (columns, found) = (result.last_dim(), result.to_f32_vec()?);
     let round = |seed, at| -> f64 {
         let value = random_value(seed, at);
         f64::from(match dtype {
@@ -89,15 +88,25 @@ fn check(
             _ => value,
         })
     };
+    let term = |row, column, k| {
+        let (a, i, b, j) = factors(row, column, k);
+        round(a, i) * round(b, j)
+    };
+    check_elements(result, &format!("the {form} product of {layer:?} in {dtype}"), tolerance(dtype), depth, term)
+}
+
+/// Compares sampled elements with sums in f64; `term` is what element (row, column) adds at k, below `depth`.
+pub(super) fn check_elements(
+    result: &Tensor,
+    what: &str,
+    tolerance: f64,
+    depth: usize,
+    term: impl Fn(usize, usize, usize) -> f64,
+) -> Result<()> {
+    let (columns, found) = (result.last_dim(), result.to_f32_vec()?);
     let checked = places(found.len(), CHECKED);
-    let wanted = checked.iter().map(|at| {
-        let product = |k| {
-            let (a, i, b, j) = factors(at / columns, at % columns, k);
-            round(a, i) * round(b, j)
-        };
-        (0..depth).map(product).sum::<f64>()
-    });
+    let wanted = checked.iter().map(|at| (0..depth).map(|k| term(at / columns, at % columns, k)).sum::<f64>());
     let (wanted, found): (Vec<f64>, Vec<f64>) =
         (wanted.collect(), checked.iter().map(|at| f64::from(found[*at])).collect());
-    near(|| format!("the {form} product of {layer:?} in {dtype}"), &found, &wanted, tolerance(dtype))
+    near(|| what.to_owned(), &found, &wanted, tolerance)
 }
