@@ -20,6 +20,7 @@ use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{FORMAT, Gpu, Interference, Machine, Speeds, Transfers, median};
 use trainyard_tensor::bench::gpu::time;
 use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::peak::random;
 use trainyard_tensor::cuda::{Cuda, link};
 use trainyard_tensor::ops::optim::{AdamW, OptimizerOperands, adamw};
@@ -71,7 +72,7 @@ impl Sizes {
         Sizes {
             dims: vec![32],
             // Two, so that both families come in bf16.
-            batches: vec![(2, 8), (3, 8)],
+            batches: vec![(2, 8), (4, 8)],
             vocabularies: vec![64],
             head_dims: vec![16],
             sums: 8..10,
@@ -112,13 +113,13 @@ impl Sizes {
         cases
     }
 
-    fn models(&self) -> Vec<Model> {
+    fn models(&self, has_fp8: bool) -> Vec<Model> {
         let mut models = Vec::new();
         for (wide, dim) in self.dims.iter().enumerate() {
             for (long, (rows, length)) in self.batches.iter().enumerate() {
-                for (number, dtype) in ["bf16", "f32"].into_iter().enumerate() {
+                for (number, dtype) in ["bf16", "f32", "fp8"].into_iter().enumerate() {
                     // In f32 the shorter half only: nobody trains the others so.
-                    if dtype == "f32" && 2 * long >= self.batches.len().max(2) {
+                    if dtype == "f32" && 2 * long >= self.batches.len().max(2) || dtype == "fp8" && !has_fp8 {
                         continue;
                     }
                     let turn = wide + long + number;
@@ -163,7 +164,7 @@ pub fn calibrate(
     let disk = disk::measure(folder)
         .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
     let mut collector = Collector::default();
-    let models = sizes.models();
+    let models = sizes.models(cuda.properties().capability >= Product::FP8_CAPABILITY);
     for round in 0..sizes.rounds {
         for at in 0..models.len() {
             // Every other round backwards, as on the processor.
@@ -306,6 +307,7 @@ fn steps(cuda: &Arc<Cuda>, model: &Model, sampler: &Sampler, collector: &mut Col
     // Its memory is given back with it.
     let device = Device::cuda(Arc::clone(cuda), None);
     let mut stepper = Stepper::on(&device, &resolved, None)?;
+    // In fp8 the first computes in bf16.
     stepper.step()?;
     let before = sampler.sample()?;
     let timed = stepper.step()?;

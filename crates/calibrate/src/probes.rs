@@ -56,7 +56,7 @@ pub enum Probe {
 pub struct Model {
     /// `gpt2` or `llama`.
     pub family: &'static str,
-    /// `f32` or `bf16`.
+    /// `f32`, `bf16`, or `fp8` for bf16 with the products of blocks in eight bits.
     pub dtype: &'static str,
     /// Width.
     pub dim: u32,
@@ -111,6 +111,7 @@ impl Model {
     /// The keys of its configuration.
     pub(crate) fn sets(&self, threads: u32) -> Vec<String> {
         let Model { family, dtype, dim, head_dim, vocab, rows, length, accumulation } = *self;
+        let (compute, fp8) = if dtype == "fp8" { ("bf16", "hybrid") } else { (dtype, "off") };
         vec![
             format!("model.family='{family}'"),
             format!("model.dim={dim}"),
@@ -121,7 +122,8 @@ impl Model {
             format!("training.micro_batch_size={rows}"),
             format!("training.accumulation_steps={accumulation}"),
             "training.steps=1".to_owned(),
-            format!("precision.compute='{dtype}'"),
+            format!("precision.compute='{compute}'"),
+            format!("precision.fp8='{fp8}'"),
             format!("compute.threads={threads}"),
         ]
     }

@@ -8,6 +8,7 @@ use trainyard_calibrate::{forecast, layout};
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_sim::MachineProfile;
 use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::fake::{Fake, Kernels, Network, Options};
 use trainyard_tensor::cuda::tested::{self, Tested};
 
@@ -36,8 +37,12 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     let text = profile.to_toml();
     assert!(!text.contains("nan") && !text.contains("inf\n"), "{text}");
 
-    // A model of neither width nor length that was measured, on one rank and on four.
-    for ranks in [1, 4] {
+    // A model of neither width nor length that was measured, on one rank and on four; in eight bits, where the GPU has them.
+    let has_fp8 = tested.driver.properties().capability >= Product::FP8_CAPABILITY;
+    for (ranks, fp8) in [(1, "off"), (4, "off"), (1, "hybrid")] {
+        if fp8 != "off" && !has_fp8 {
+            continue;
+        }
         let sets: Vec<String> = [
             "model.family='llama'",
             "model.dim=48",
@@ -45,7 +50,7 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
             "model.heads=2",
             "model.vocab_size=90",
             "model.max_sequence_length=12",
-            "training.micro_batch_size=3",
+            "training.micro_batch_size=4",
             "training.steps=1",
             "precision.compute='bf16'",
             "compute.device='cuda'",
@@ -53,6 +58,7 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
         .iter()
         .map(|set| (*set).to_owned())
         .chain([
+            format!("precision.fp8='{fp8}'"),
             format!("parallel.ranks={ranks}"),
             format!("parallel.data_parallel_shard_degree={ranks}"),
             format!("parallel.zero_stage={}", if ranks == 1 { 0 } else { 2 }),
@@ -64,7 +70,7 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
         let step = forecast(&resolved, &read.machine).unwrap().step(&read, &read.speeds);
         assert!(step.simulated.step_s > 0.0 && step.simulated.step_s.is_finite());
         // Sums over ranks come with ranks, and are measured too.
-        assert_eq!(step.unpriced.into_keys().collect::<Vec<_>>(), [""; 0], "on {ranks} ranks");
+        assert_eq!(step.unpriced.into_keys().collect::<Vec<_>>(), [""; 0], "on {ranks} ranks, fp8 {fp8}");
     }
 }
 

@@ -1,8 +1,13 @@
 // Numbers of eight bits: operands of products, rounded with a tensor's scale, as they lie and transposed, with the largest magnitude in the same pass.
 //
-// From sm_89 on the conversion is an instruction; before, and in the emulation, arithmetic on the bits of f32 that gives the same codes.
+// From sm_89 on the conversion is an instruction, which on sm_89 NVRTC knows since 12.1; before, and in the emulation, it is arithmetic on the bits of f32 that gives
+// the same codes.
 // Magnitudes are compared as integers: their order is that of the numbers, with infinity and NaN above all, and the largest of a set does not depend on
 // the order, so that an atomic maximum is reproducible.
+
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201))
+#define TRAINYARD_CONVERTS
+#endif
 
 // Sides of a block's tile, and bytes from one of its transposed rows to the next: a multiple of 8, and not of 128.
 #define TILE 64
@@ -25,7 +30,7 @@ template <int MANTISSA, int BIAS, unsigned LARGEST> DEVICE unsigned code_of(floa
 
 // Both codes, that of `low` below.
 template <int MANTISSA, int BIAS, unsigned LARGEST> DEVICE unsigned codes_of(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(TRAINYARD_CONVERTS)
     unsigned short codes;
     if (MANTISSA == 2)
         asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));

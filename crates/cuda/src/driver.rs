@@ -219,7 +219,9 @@ impl Operands {
 
     /// The form's [`Product::alignment`] for these addresses.
     pub fn alignment(&self) -> u32 {
-        let bits = [self.a, self.b, self.c, self.d].iter().fold(Product::ALIGNMENT as u64, |bits, r| bits | r.address);
+        // What is not there has address 0. The library looks at the bias and the argument too when it proposes algorithms.
+        let read = [self.a, self.b, self.c, self.d, self.bias, self.argument];
+        let bits = read.iter().fold(Product::ALIGNMENT as u64, |bits, region| bits | region.address);
         1 << bits.trailing_zeros()
     }
 }

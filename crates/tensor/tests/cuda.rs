@@ -613,6 +613,12 @@ fn products_of_views_say_how_they_are_aligned() {
         let products: Vec<_> = fake.take_records().into_iter().filter_map(|record| record.product).collect();
         assert_eq!(products.iter().map(|form| form.alignment).collect::<Vec<_>>(), [alignment]);
     }
+    let (w, biases) = (device.zeros([6, 6], DType::BF16, Purpose::Params).unwrap(), x.view(0, [24]).unwrap());
+    let bias = biases.view(1, [6]).unwrap();
+    fake.take_records();
+    ops::linear(&x, &w, Some(&bias), Activation::None, None, false).unwrap();
+    let products: Vec<_> = fake.take_records().into_iter().filter_map(|record| record.product).collect();
+    assert_eq!(products.iter().map(|form| form.alignment).collect::<Vec<_>>(), [2]);
 }
 
 #[test]

@@ -34,6 +34,10 @@ const DESC_B_SCALE_POINTER: c_int = 18;
 const LAYOUT_BATCH_COUNT: c_int = 5;
 const LAYOUT_BATCH_STRIDE: c_int = 6;
 const PREFERENCE_WORKSPACE: c_int = 1;
+/// Which ways there may be to sum what parts of a product give, beside none: those that sum in f32. By default the library also sums parts that are rounded to the
+/// result's dtype.
+const PREFERENCE_REDUCTION: c_int = 3;
+const REDUCTION_IN_F32: u32 = 2;
 /// Of A, B, C and D.
 const PREFERENCE_ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
 const OP_TRANSPOSE: c_int = 1;
@@ -408,6 +412,7 @@ impl Lt {
         // SAFETY: writes a handle.
         called("cublasLtMatmulPreferenceCreate", unsafe { (self.functions.create_preference)(&mut preference) })?;
         self.set(self.functions.set_preference, preference, PREFERENCE_WORKSPACE, &workspace)?;
+        self.set(self.functions.set_preference, preference, PREFERENCE_REDUCTION, &REDUCTION_IN_F32)?;
         for attribute in PREFERENCE_ALIGNMENTS {
             self.set(self.functions.set_preference, preference, attribute, &form.alignment)?;
         }

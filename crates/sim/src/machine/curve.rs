@@ -122,7 +122,7 @@ fn speeds_of(point: &Point) -> [f64; 2] {
 fn parts(kernel: &str, dims: &[f64], flops: f64, bytes: f64, [product, copy]: &[f64; 2]) -> Parts {
     let elements = match kernel.split(' ').next() {
         // Results, with their bias, activation and residual.
-        Some("linear") => dims.iter().take(2).product(),
+        Some("linear" | "linear_fp8") => dims.iter().take(2).product(),
         // Scores: tokens, keys that each sees, heads.
         Some("attention" | "attention_backward") => dims.iter().take(3).product(),
         _ => 0.0,

@@ -22,8 +22,9 @@ pub struct AttentionChoice {
     pub because: String,
 }
 
-/// Bounds of segments, heads and key heads of the problems that forms are compared on: more rows than the largest tile has.
-const COMPARED: (&[i32], usize, usize) = (&[0, 77, 150], 2, 1);
+/// Bounds of segments, heads and key heads of the problems that forms are compared on: rows with one, two and three of the largest tiles, so that every buffer of
+/// a kernel is filled again.
+const COMPARED: (&[i32], usize, usize) = (&[0, 77, 340], 2, 1);
 /// Columns of their heads: each form has kernels for up to 64 and for up to 128.
 const HEADS_COMPARED: [usize; 2] = [64, 128];
 
