@@ -90,13 +90,16 @@ struct Sharing {
 const SAVINGS: [(&str, bool); 6] =
     [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
 
-/// What lies on disk while a step does not use it: the least first that has to move. Gradients stay in memory.
-const OFFLOADS: [&[&str]; 5] = [
+/// What lies on disk while a step does not use it: the least first that has to move.
+const OFFLOADS: [&[&str]; 8] = [
     &["optimizer"],
     &["activations"],
     &["optimizer", "activations"],
+    &["optimizer", "gradients"],
     &["optimizer", "parameters"],
-    &["optimizer", "parameters", "activations"],
+    &["optimizer", "gradients", "activations"],
+    &["optimizer", "gradients", "parameters"],
+    &["optimizer", "gradients", "parameters", "activations"],
 ];
 
 /// Of those that were tried beside the best, as many are spoken of.
@@ -227,8 +230,12 @@ fn savings(resolved: &Resolved) -> String {
         text += ", sums per micro-batch";
     }
     let offload = &resolved.config.offload;
-    let tiers =
-        [("optimizer", offload.optimizer), ("parameters", offload.parameters), ("activations", offload.activations)];
+    let tiers = [
+        ("optimizer", offload.optimizer),
+        ("gradients", offload.gradients),
+        ("parameters", offload.parameters),
+        ("activations", offload.activations),
+    ];
     let on_disk = tiers.iter().filter(|(_, tier)| *tier == OffloadTier::Disk).map(|(what, _)| *what);
     let on_disk: Vec<&str> = on_disk.collect();
     if !on_disk.is_empty() {

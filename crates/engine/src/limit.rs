@@ -124,6 +124,8 @@ enum Change {
     /// Over all ranks that hold the same now.
     ZeroStage(usize),
     Optimizer(OffloadTier),
+    /// Where the optimizer's state is.
+    Gradients(OffloadTier),
     Parameters(OffloadTier),
     Activations(OffloadTier),
 }
@@ -135,6 +137,7 @@ impl Change {
             Change::MicroBatch(rows) => format!("training.micro_batch_size = {rows}"),
             Change::ZeroStage(stage) => format!("parallel.zero_stage = {stage}"),
             Change::Optimizer(tier) => format!("memory.offload.optimizer = \"{tier}\""),
+            Change::Gradients(tier) => format!("memory.offload.gradients = \"{tier}\""),
             Change::Parameters(tier) => format!("memory.offload.parameters = \"{tier}\""),
             Change::Activations(tier) => format!("memory.offload.activations = \"{tier}\""),
         }
@@ -158,6 +161,7 @@ impl Change {
                 parallel.zero_stage = stage;
             }
             Change::Optimizer(tier) => resolved.config.offload.optimizer = tier,
+            Change::Gradients(tier) => resolved.config.offload.gradients = tier,
             Change::Parameters(tier) => resolved.config.offload.parameters = tier,
             Change::Activations(tier) => resolved.config.offload.activations = tier,
         }
@@ -184,12 +188,16 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
     let tiers = [
         (Change::Activations(lower), offload.activations),
         (Change::Optimizer(lower), offload.optimizer),
+        (Change::Gradients(lower), offload.gradients),
         (Change::Parameters(lower), offload.parameters),
     ];
     let tiers: Vec<Change> =
         tiers.into_iter().filter(|(_, tier)| *tier == OffloadTier::None).map(|(change, _)| change).collect();
 
-    let one_by_one = [&checkpointing, &rows, &stages, &tiers].into_iter().flatten().map(|change| vec![*change]);
+    // Gradients follow the optimizer's state.
+    let alone = |change: &&Change| !matches!(change, Change::Gradients(lower) if *lower != offload.optimizer);
+    let one_by_one = [&checkpointing, &rows, &stages, &tiers].into_iter().flatten().filter(alone);
+    let one_by_one = one_by_one.map(|change| vec![*change]);
     let mut all: Vec<Vec<Change>> = one_by_one.collect();
     // Together: what recomputes and sums most, then with ever more ranks and tiers.
     let mut together: Vec<Change> = checkpointing.last().into_iter().chain(rows.last()).copied().collect();

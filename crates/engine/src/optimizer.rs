@@ -31,6 +31,8 @@ pub struct Optimizer {
     lower: Option<Lower>,
     /// Whether it comes with f32 masters, because forward reads another dtype or they are not on the device.
     with_masters: bool,
+    /// Whether the gradients that an update reads lie in a tier too.
+    with_gradients: bool,
     /// Buffers that no chunk is in.
     staging: Mutex<Vec<Staged>>,
     /// Buffers that no chunk's gradient is in; where the state lies on the host.
@@ -63,11 +65,12 @@ struct Chunk {
     visit: Mutex<Option<Visit>>,
 }
 
-/// Memory for a chunk, or for a larger one: masters and state, as far as there are any.
+/// Memory for a chunk, or for a larger one: masters and state, as far as there are any, and gradients that come with them from a store.
 #[derive(Clone)]
 pub struct Staged {
     masters: Option<Tensor>,
     state: Option<Tensor>,
+    gradient: Option<Tensor>,
 }
 
 /// What a rank holds of one state tensor of one parameter.
@@ -126,6 +129,7 @@ impl Optimizer {
             units: Vec::new(),
             lower: tiers.optimizer.clone(),
             with_masters: tiers.has_masters(compute),
+            with_gradients: tiers.gradients.is_some(),
             staging: Mutex::default(),
             visits: Mutex::default(),
         };
@@ -157,6 +161,7 @@ impl Optimizer {
             units: Vec::new(),
             lower: None,
             with_masters: false,
+            with_gradients: false,
             staging: Mutex::default(),
             visits: Mutex::default(),
         }
@@ -190,8 +195,12 @@ impl Optimizer {
         let chunks = || self.units.iter().flatten();
         let elements = chunks().map(|chunk| chunk.range.len()).max().unwrap_or(0);
         let state_elements = chunks().map(|chunk| chunk.state_elements).max().unwrap_or(0);
-        let buffers = (0..count).map(|_| self.buffers(elements, state_elements)).collect::<Result<Vec<_>>>()?;
-        *lock(&self.staging) = buffers;
+        let buffer = |_| -> Result<Staged> {
+            let gradient = || self.device.empty([elements], DType::F32, Purpose::Grads);
+            let gradient = self.with_gradients.then(gradient).transpose()?;
+            Ok(Staged { gradient, ..self.buffers(elements, state_elements)? })
+        };
+        *lock(&self.staging) = (0..count).map(buffer).collect::<Result<_>>()?;
         Ok(())
     }
 
@@ -206,10 +215,10 @@ impl Optimizer {
         let masters = self.with_masters.then(|| device.zeros([elements], DType::F32, Purpose::Params)).transpose()?;
         let state =
             (state_elements > 0).then(|| device.zeros([state_elements], DType::F32, Purpose::Optimizer)).transpose()?;
-        Ok(Staged { masters, state })
+        Ok(Staged { masters, state, gradient: None })
     }
 
-    /// Reads a chunk from the store into a staging buffer; or brings its gradients to the host.
+    /// Reads a chunk from the store into a staging buffer, with its gradients where they are in one too; or brings its gradients to the host.
     pub fn fetch(&self, unit: usize, chunk: u32, gradients: &GradientState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let Some(store) = self.store() else { return self.fetch_gradients(unit, chunk, gradients) };
@@ -223,6 +232,11 @@ impl Optimizer {
             if let Some(state) = &mut staged.state {
                 let offset = chunk.offset + self.masters_bytes(chunk);
                 state.overwrite_bytes(|bytes| store.read(offset, bytes))??;
+            }
+            if let (Some(gradient), Some(Stored::Away(store, offset))) =
+                (&mut staged.gradient, gradients.in_tier(unit, &chunk.range)?)
+            {
+                gradient.overwrite_bytes(|bytes| store.read(offset, bytes))??;
             }
         }
         // The whole buffer stays known through its parts, which share it.
@@ -286,11 +300,14 @@ impl Optimizer {
                 Some(masters) => masters.view(within, [piece.range.len()])?,
                 None => parameters.unit(unit).master_range(piece.range.clone())?,
             };
-            let (gradient, mut copy) = match &visit {
-                Some(visit) => visit.part(within, piece.range.len())?,
-                None => {
-                    let copy = parameters.unit(unit).copy_range(piece.range.clone())?;
-                    (gradients.range(unit, piece.range.clone())?, copy)
+            let (gradient, mut copy) = match (&visit, &staged.gradient) {
+                (Some(visit), _) => visit.part(within, piece.range.len())?,
+                (None, fetched) => {
+                    let gradient = match fetched {
+                        Some(fetched) => fetched.view(within, [piece.range.len()])?,
+                        None => gradients.range(unit, piece.range.clone())?,
+                    };
+                    (gradient, parameters.unit(unit).copy_range(piece.range.clone())?)
                 }
             };
             let operands = OptimizerOperands {
@@ -397,7 +414,8 @@ impl Staged {
         let first = |tensor: &Option<Tensor>, n: usize| -> Result<Option<Tensor>> {
             Ok(tensor.as_ref().filter(|_| n > 0).map(|tensor| tensor.view(0, [n])).transpose()?)
         };
-        Ok(Staged { masters: first(&self.masters, elements)?, state: first(&self.state, state_elements)? })
+        let (masters, gradient) = (first(&self.masters, elements)?, first(&self.gradient, elements)?);
+        Ok(Staged { masters, state: first(&self.state, state_elements)?, gradient })
     }
 }
 

@@ -210,6 +210,7 @@ fn offload(resolved: &Resolved) -> Offload {
         optimizer: tier(section.optimizer),
         parameters: tier(section.parameters),
         activations: tier(section.activations),
+        gradients: tier(section.gradients),
     }
 }
 

@@ -31,7 +31,8 @@ fn resolved(sets: &[&str]) -> Resolved {
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
     let mut resolved = Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap();
     let offload = &mut resolved.config.offload;
-    for tier in [&mut offload.optimizer, &mut offload.parameters, &mut offload.activations] {
+    let tiers = [&mut offload.optimizer, &mut offload.parameters, &mut offload.activations, &mut offload.gradients];
+    for tier in tiers {
         if on_host && *tier == OffloadTier::Disk {
             *tier = OffloadTier::Host;
         }
@@ -154,6 +155,21 @@ const WAYS: &[&[&str]] = &[
         "memory.offload.chunk_elements=8192",
     ],
     &["memory.offload.optimizer='disk'", "memory.offload.parameters='disk'", "parallel.prefetch=0"],
+    &["memory.offload.optimizer='disk'", "memory.offload.gradients='disk'"],
+    &[
+        "memory.offload.optimizer='disk'",
+        "memory.offload.gradients='disk'",
+        "memory.offload.chunk_elements=4096",
+        "parallel.prefetch=2",
+    ],
+    &[
+        "memory.offload.optimizer='disk'",
+        "memory.offload.gradients='disk'",
+        "memory.offload.parameters='disk'",
+        "memory.offload.activations='disk'",
+        "memory.offload.chunk_elements=8192",
+        "parallel.prefetch=0",
+    ],
 ];
 
 /// Every way, on disk and on the host.
@@ -191,10 +207,11 @@ fn check_memory(end: &End, sets: &[&str]) {
         let effects = end.program.resident.iter().filter(|effect| kinds.contains(&effect.kind));
         effects.map(|effect| effect.bytes).sum()
     };
-    let kinds: [(Purpose, &[MemoryKind]); 3] = [
+    let kinds: [(Purpose, &[MemoryKind]); 4] = [
         (Purpose::Params, &[MemoryKind::Parameters, MemoryKind::Masters]),
         (Purpose::Optimizer, &[MemoryKind::Optimizer]),
         (Purpose::Activations, &[]),
+        (Purpose::Grads, &[MemoryKind::Gradients]),
     ];
     for (purpose, kinds) in kinds {
         let (measured, formula) = (end.memory.live(purpose) as f64, resident(kinds) as f64);
@@ -223,6 +240,12 @@ fn two_ranks_train_the_same_bits_from_disk_and_host() {
         &["parallel.ranks=2", "parallel.zero_stage=2", "parallel.reduce_schedule='micro_batch'", full],
         12,
     );
+    for stage in ["parallel.zero_stage=0", "parallel.zero_stage=2"] {
+        let each = "parallel.reduce_schedule='micro_batch'";
+        all_ways_agree(GPT2, &["parallel.ranks=2", "training.micro_batch_size=1", stage, each], 6);
+        let elastic = "training.elastic_bits=true";
+        all_ways_agree(GPT2, &["parallel.ranks=2", "training.micro_batch_size=1", stage, elastic], 6);
+    }
 }
 
 #[test]
@@ -232,7 +255,7 @@ fn rules_that_look_at_whole_matrices_have_their_state_on_disk_and_host_too() {
         let sets = [LLAMA, &[set.as_str()]].concat();
         let folder = tempfile::tempdir().unwrap();
         let reference = weights(&train(folder.path(), &sets, 6));
-        for (way, place) in [(WAYS[1], &[][..]), (WAYS[5], &[]), (WAYS[1], &[ON_THE_HOST]), (WAYS[5], &[ON_THE_HOST])] {
+        for (way, place) in [1, 5, 9].iter().flat_map(|way| [(WAYS[*way], &[][..]), (WAYS[*way], &[ON_THE_HOST])]) {
             let ends = train(folder.path(), &[&sets, way, place].concat(), 6);
             assert!(weights(&ends) == reference, "{name} {way:?} {place:?}");
         }

@@ -23,6 +23,7 @@ const ON_DISK: &[&str] = &[
     "memory.offload.activations=disk",
     "memory.offload.chunk_elements=4096",
 ];
+const GRADIENTS: &[&str] = &["memory.offload.optimizer=disk", "memory.offload.gradients=disk"];
 const OPTIMIZER: &[&str] = &["memory.offload.optimizer=disk", "memory.offload.chunk_elements=8192"];
 const PARAMETERS: &[&str] = &["memory.offload.parameters=disk"];
 const ONE: &[&str] = &["parallel.ranks=1"];
@@ -65,7 +66,7 @@ fn start(folder: &Path, name: &str, sets: &[&[&str]]) -> Result<Summary> {
 fn go_on(folder: &Path, name: &str, sets: &[&[&str]]) -> Result<Summary> {
     let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"];
     let mut all: Vec<String> = auto.iter().map(|key| format!("parallel.{key}=auto")).collect();
-    all.push("memory.offload.activations=none".to_owned());
+    all.extend(["activations", "gradients"].map(|what| format!("memory.offload.{what}=none")));
     all.extend(sets.concat().iter().map(|set| (*set).to_owned()));
     let run_folder = folder.join(name);
     let config = Session::configuration(&run_folder, &all)?;
@@ -88,11 +89,12 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
             let whole = name("whole");
             start(folder, &whole, &[dtype, ranks, &["training.steps=6"]]).unwrap();
             let whole = last(folder, &whole);
-            let cases: [[&[&str]; 4]; 4] = [
+            let cases: [[&[&str]; 4]; 5] = [
                 [ranks, IN_MEMORY, others[0], ON_DISK],
                 [others[0], ON_DISK, ranks, IN_MEMORY],
                 [others[1], OPTIMIZER, others[0], PARAMETERS],
                 [others[0], ON_DISK, others[1], ON_DISK],
+                [ranks, GRADIENTS, others[1], GRADIENTS],
             ];
             for (number, [first_ranks, first, second_ranks, second]) in cases.into_iter().enumerate() {
                 let name = name(&number.to_string());
@@ -111,9 +113,9 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
     }
 }
 
-/// Under a limit of a quarter of the training state, and no more memory than that at any time.
+/// Under a limit of a part of the training state, and no more memory than that at any time.
 #[test]
-fn a_model_of_four_times_the_limit_trains_within_it() {
+fn a_model_of_four_and_sixteen_times_the_limit_trains_within_it() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let model = &["model.dim=128", "model.layers=80", "model.heads=4", "precision.compute=bf16", "training.steps=2"];
@@ -125,15 +127,17 @@ fn a_model_of_four_times_the_limit_trains_within_it() {
     std::fs::remove_dir_all(folder.join("memory")).unwrap();
     // bf16 copy, f32 master, f32 gradient, two f32 moments.
     let state = 18 * parameters;
-    let limit = format!("memory.limit={}", state / 4);
     let offload =
         &["memory.offload.optimizer=disk", "memory.offload.parameters=disk", "memory.offload.activations=disk"];
-    let summary = start(folder, "quarter", &[&model[..], small, offload, &[&limit]]).unwrap();
-    let (measured, predicted) = summary.memory_total;
-    assert!(measured <= state / 4, "{measured} of {}", state / 4);
-    assert_eq!(measured, predicted);
     start(folder, "memory", &[&model[..]]).unwrap();
-    assert!(last(folder, "quarter") == last(folder, "memory"));
+    for (part, gradients) in [(4, "memory.offload.gradients=none"), (16, "memory.offload.gradients=disk")] {
+        let (name, limit) = (format!("part-{part}"), format!("memory.limit={}", state / part));
+        let summary = start(folder, &name, &[&model[..], small, offload, &[gradients, &limit]]).unwrap();
+        let (measured, predicted) = summary.memory_total;
+        assert!(measured <= state / part, "{measured} of {}", state / part);
+        assert_eq!(measured, predicted);
+        assert!(last(folder, &name) == last(folder, "memory"), "a part of {part}");
+    }
 }
 
 #[test]

@@ -430,7 +430,7 @@ impl Prices<'_> {
 
     /// What the host's link takes at least, when state or activations lie there; `work` is when the last pass ends.
     fn host_seconds(&self, stage: &Stage, work: f64) -> f64 {
-        let Offload { optimizer, activations, .. } = self.candidate.offload;
+        let Offload { optimizer, activations, gradients, .. } = self.candidate.offload;
         let (unit, state) = (stage.kinds[0].0, State::Optimizer { chunk: 0 });
         let trip = |bytes: f64| {
             self.price(Action::Fetch { unit, state }, bytes, Keep::Everything)
@@ -443,11 +443,11 @@ impl Prices<'_> {
                 Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
                 Extent::Full => 1.0,
             };
-            // Each unit's gradients go there after the last pass, and its copy comes back after the update, beside the gradients of others.
+            // Each unit's gradients go there after the last pass, or beside the passes, and its copy comes back after the update, beside the gradients of others.
             let moved = |width: u32| stage.elements / part * f64::from(width);
             let down = self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything);
             let up = self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
-            least = work + down.max(up);
+            least = if gradients.is_some() { down.max(work + up) } else { work + down.max(up) };
         }
         if activations.is_some() && self.candidate.mesh.pp == 1 {
             // All but what the last few units keep, whose backward follows at once.
@@ -476,7 +476,7 @@ impl Prices<'_> {
         };
         let mut per_element = held(placement.parameters, bytes.parameter, offload.parameters.is_none())
             + held(placement.masters, bytes.master + bytes.optimizer, offload.optimizer.is_none())
-            + held(placement.gradients, bytes.gradient, true);
+            + held(placement.gradients, bytes.gradient, offload.gradients.is_none());
         let Mesh { pp, .. } = candidate.mesh;
         let begun = match candidate.pipeline {
             // A turn is one stretch on one micro-batch: those of the warm-up and the next (Narayanan et al. 2021, section 2.2).

@@ -197,6 +197,7 @@ pub fn details(candidate: &Candidate) -> Vec<String> {
         ("optimizer", candidate.offload.optimizer),
         ("parameters", candidate.offload.parameters),
         ("activations", candidate.offload.activations),
+        ("gradients", candidate.offload.gradients),
     ] {
         match tier {
             Some(Tier::Host) => parts.push(format!("{what} on host")),

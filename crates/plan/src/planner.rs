@@ -105,13 +105,13 @@ impl<'a> Planner<'a> {
                 family += 1;
             }
             let Checkpointing { full, selective } = candidate.checkpointing;
-            let Offload { optimizer, activations, parameters } = candidate.offload;
+            let Offload { optimizer, activations, parameters, gradients } = candidate.offload;
             let bit = |tier: Option<Tier>, bit: u8| if tier.is_some() { 1 << bit } else { 0 };
             Saving {
                 family,
                 // A block that keeps only its input costs more than all that keep a selection.
                 level: full * (self.blocks() + 1) + selective,
-                tier: bit(optimizer, 0) | bit(activations, 1) | bit(parameters, 2),
+                tier: bit(optimizer, 0) | bit(activations, 1) | bit(parameters, 2) | bit(gradients, 3),
             }
         };
         self.candidates.iter().map(saving).collect()

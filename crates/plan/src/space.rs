@@ -271,8 +271,10 @@ fn offloads(base: &Candidate, extent: &Extent, fixed: &Fixed) -> Vec<Offload> {
         return vec![none];
     }
     let host = Some(Tier::Host);
-    let some = [Offload { optimizer: host, ..none }, Offload { activations: host, ..none }];
-    if fixed.offload == Some(true) { some.to_vec() } else { vec![none, some[0], some[1]] }
+    let optimizer = Offload { optimizer: host, ..none };
+    let some = [optimizer, Offload { gradients: host, ..optimizer }, Offload { activations: host, ..none }];
+    let nothing = (fixed.offload != Some(true)).then_some(none);
+    nothing.into_iter().chain(some).collect()
 }
 
 #[cfg(test)]

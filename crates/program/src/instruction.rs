@@ -45,12 +45,14 @@ pub enum Phase {
 pub enum State {
     /// The copy that forward reads, in its resident extent.
     Parameters,
-    /// Masters and optimizer state of a chunk of what the rank holds of the unit. Where they lie on the host, what is fetched are its gradients, and what is
-    /// evicted is the copy that the update wrote: the update runs where the state is.
+    /// Masters and optimizer state of a chunk of what the rank holds of the unit; with them come its gradients, where those lie in the tier too. Where the state
+    /// lies on the host, what is fetched are the gradients alone, and what is evicted is the copy that the update wrote: the update runs where the state is.
     Optimizer {
         /// Which chunk.
         chunk: u32,
     },
+    /// The sum of gradients that the update reads, as far as it has come.
+    Gradients,
     /// What a forward kept.
     Activations {
         /// Of which micro-batch.

@@ -5,7 +5,7 @@
 //!
 //! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers, fetches, receives;
 //! - after it, what is not needed any more: releases, evictions; and what others need: sends, collectives inside the unit;
-//! - after the pass that completes a gradient: its fold and its reduction.
+//! - after the pass that completes a gradient: its fold, its reduction, and its way to its tier.
 //!
 //! Then come the norm and the [updates](crate::update). With one rank nothing is gathered and nothing reduced; the walk is the same.
 
@@ -13,7 +13,7 @@ use crate::builder::Builder;
 use crate::order::{self, Pass};
 use crate::sizes::Sizes;
 use crate::strategy::validate;
-use crate::windows::{GradientSpan, Window, activation_trips, gradient_spans, parameter_windows};
+use crate::windows::{GradientSpan, Stay, Window, activation_trips, gradient_spans, gradient_stays, parameter_windows};
 use crate::{
     Action, Axis, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Part, Phase, Placement, Program,
     ReduceSchedule, Reshard, State, Strategy, StrategyError,
@@ -108,8 +108,16 @@ pub(crate) struct Lowering<'a> {
     gradients: Vec<GradientSpan>,
     begins: Vec<Vec<usize>>,
     completes: Vec<Vec<usize>>,
-    /// Every eviction so far that gives back what the compute lane takes: of activations, and of updated parameters.
+    /// Where sums of gradients lie in a tier: when they are on the device, by the first and by the last pass; those before `next_stay` that come from there have been
+    /// fetched; and per unit, what fetched its sum.
+    stays: Vec<Stay>,
+    next_stay: usize,
+    stay_begins: Vec<Vec<usize>>,
+    stay_ends: Vec<Vec<usize>>,
+    sum_fetched: Vec<Option<u32>>,
+    /// Every eviction so far that gives back what the compute lane takes: of activations, of sums of gradients, and of updated parameters.
     evictions: Vec<u32>,
+    pub(crate) sums_evicted: Vec<u32>,
     pub(crate) copies_evicted: Vec<u32>,
     /// Every reduction so far, and which units have been reduced.
     pub(crate) reduces: Vec<u32>,
@@ -162,6 +170,13 @@ impl<'a> Lowering<'a> {
             false => Vec::new(),
         };
         let gradients = gradient_spans(&passes, units, accumulation, adds_to, apart);
+        let stays = match strategy.offload.gradients {
+            Some(_) => {
+                let of_micro_batches = gradient_spans(&passes, units, accumulation, adds_to, true);
+                gradient_stays(sums_needed(of_micro_batches, strategy, &placement), units, prefetch.max(1))
+            }
+            None => Vec::new(),
+        };
         let trips = match strategy.offload.activations {
             Some(_) => activation_trips(&passes, accumulation, prefetch.max(1)),
             None => vec![None; passes.len()],
@@ -192,7 +207,13 @@ impl<'a> Lowering<'a> {
             begins: by_pass(passes.len(), gradients.iter().map(|span| span.first)),
             completes: by_pass(passes.len(), gradients.iter().map(|span| span.last)),
             gradients,
+            stay_begins: by_pass(passes.len(), stays.iter().map(|stay| stay.first)),
+            stay_ends: by_pass(passes.len(), stays.iter().map(|stay| stay.last)),
+            stays,
+            next_stay: 0,
+            sum_fetched: vec![None; units],
             evictions: Vec::new(),
+            sums_evicted: Vec::new(),
             copies_evicted: Vec::new(),
             reduces: Vec::new(),
             reduced: vec![false; units],
@@ -256,6 +277,15 @@ impl<'a> Lowering<'a> {
         while let Some(window) = self.windows.get(self.next_window).copied().filter(|w| w.first <= horizon) {
             self.next_window += 1;
             self.present[window.unit as usize] = Some(self.bring_parameters(&window, before));
+        }
+        while let Some(stay) = self.stays.get(self.next_stay).copied().filter(|stay| stay.first <= horizon) {
+            self.next_stay += 1;
+            if !stay.begins {
+                let bytes = self.sum(stay.unit);
+                let fetch = Instruction::new(Action::Fetch { unit: stay.unit, state: State::Gradients }).moving(bytes);
+                self.sum_fetched[stay.unit as usize] =
+                    Some(self.builder.push(fetch.taking(MemoryKind::Gradients, bytes), before));
+            }
         }
         while let Some(pass) = self.returns.get(self.next_return).copied().filter(|pass| *pass <= horizon) {
             self.next_return += 1;
@@ -321,11 +351,20 @@ impl<'a> Lowering<'a> {
         if phase == Phase::Backward && part != Part::Input && unit == lowest {
             pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
         }
+        if self.sizes.placement.fresh_gradients == Fresh::InPlace {
+            for Stay { unit, begins, .. } in self.stays_from(at) {
+                pass = pass.taking(MemoryKind::Gradients, if begins { self.sum(unit) } else { 0 });
+                needs.extend(self.room_for_sum(unit));
+            }
+        }
         for gradient in std::mem::take(&mut self.begins[at]) {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
             if self.begins_in_a_buffer(micro_batch) {
                 pass = pass.taking(MemoryKind::Gradients, self.sizes.gradient(unit));
                 needs.extend(self.room(&self.reduces));
+                if self.sizes.placement.fresh_gradients == Fresh::InPlace {
+                    needs.extend(self.room(&self.sums_evicted));
+                }
             }
         }
         self.ran.push(self.builder.push(pass, needs));
@@ -439,14 +478,42 @@ impl<'a> Lowering<'a> {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.full(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate }).moving(message);
+                let mut needs = vec![complete];
                 if self.sizes.placement.fresh_gradients == Fresh::Transient {
                     reduce = reduce.giving_back(MemoryKind::Gradients, bytes);
+                    if let Some(stay) = self.stays_from(at).into_iter().find(|stay| stay.unit == unit) {
+                        reduce = reduce.taking(MemoryKind::Gradients, if stay.begins { self.sum(unit) } else { 0 });
+                        needs.extend(self.room_for_sum(unit));
+                    }
                 }
-                complete = self.builder.push(reduce, [complete]);
+                complete = self.builder.push(reduce, needs);
                 self.reduces.push(complete);
             }
             self.summed[unit as usize] = Some(complete);
         }
+        for stay in std::mem::take(&mut self.stay_ends[at]) {
+            let unit = self.stays[stay].unit;
+            let (bytes, sum) = (self.sum(unit), self.summed[unit as usize]);
+            let evict = Instruction::new(Action::Evict { unit, state: State::Gradients, write: true }).moving(bytes);
+            let evict = evict.giving_back(MemoryKind::Gradients, bytes);
+            let evicted = self.builder.push(evict, [self.ran[at]].into_iter().chain(sum));
+            self.sums_evicted.push(evicted);
+        }
+    }
+
+    /// The sums in tiers that have to be on the device from pass `at` on.
+    fn stays_from(&self, at: usize) -> Vec<Stay> {
+        self.stay_begins[at].iter().map(|stay| self.stays[*stay]).collect()
+    }
+
+    /// Bytes of the sum of a unit's gradients that the update reads.
+    fn sum(&self, unit: u32) -> u64 {
+        self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient)
+    }
+
+    /// What adding to a unit's sum waits for where sums lie in a tier: that it is fetched, or that there is room for it.
+    fn room_for_sum(&self, unit: u32) -> Option<u32> {
+        self.sum_fetched[unit as usize].or_else(|| self.room(&self.sums_evicted))
     }
 
     /// Whether a gradient starts in a buffer of its own: always a transient one, and in elastic sums that of every micro-batch but the first.
@@ -470,6 +537,28 @@ fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::wind
         },
         prefetch: strategy.prefetch as usize,
     }
+}
+
+/// When each unit's sum of gradients is needed: in place while a micro-batch adds to it, apart when a reduction does. Folding needs it all the time.
+fn sums_needed<'a>(
+    of_micro_batches: Vec<GradientSpan>,
+    strategy: &'a Strategy,
+    placement: &Placement,
+) -> impl Iterator<Item = GradientSpan> + 'a {
+    let transient = placement.fresh_gradients == Fresh::Transient;
+    let per_step = strategy.reduce_schedule == ReduceSchedule::PerStep;
+    let last = strategy.accumulation_steps - 1;
+    let first = |unit: u32| of_micro_batches.iter().find(|span| span.unit == unit).map(|span| span.first);
+    let spans: Vec<GradientSpan> = of_micro_batches
+        .iter()
+        .map(|span| match transient {
+            true => GradientSpan { first: span.last, ..*span },
+            false if strategy.elastic => GradientSpan { first: first(span.unit).unwrap_or(span.first), ..*span },
+            false => *span,
+        })
+        .collect();
+    let whole = strategy.elastic || transient && per_step;
+    spans.into_iter().filter(move |span| !whole || span.micro_batch == last)
 }
 
 /// Whether a pass's input comes from another stage.

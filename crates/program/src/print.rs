@@ -152,6 +152,7 @@ fn state_name(program: &Program, unit: u32, state: State) -> String {
         State::Parameters => format!("parameters of {name}"),
         State::Optimizer { chunk } => format!("optimizer of {name}{}", part(program, unit, chunk)),
         State::Activations { micro_batch } => format!("activations {micro_batch} of {name}"),
+        State::Gradients => format!("gradients of {name}"),
     }
 }
 

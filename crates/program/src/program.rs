@@ -86,6 +86,7 @@ impl Program {
                 State::Parameters => self.offload.parameters,
                 State::Optimizer { .. } => self.offload.optimizer,
                 State::Activations { .. } => self.offload.activations,
+                State::Gradients => self.offload.gradients,
             },
             _ => None,
         }

@@ -116,6 +116,10 @@ pub struct Offload {
     pub parameters: Option<Tier>,
     /// What forward keeps for backward.
     pub activations: Option<Tier>,
+    /// Gradients, from when all that a micro-batch adds to them is added until it is the next one's turn, or the update's. They lie where the optimizer's state
+    /// lies, whose update reads them there.
+    #[serde(default)]
+    pub gradients: Option<Tier>,
 }
 
 /// The order of forwards and backwards of a pipeline.
@@ -354,6 +358,12 @@ pub enum StrategyError {
         /// Units of the model.
         units: u32,
     },
+    /// Gradients that lie in a tier are read there, by the update of a state that is there too.
+    #[error("gradients lie in the tier of the optimizer's state, or on the device: offload both to one tier")]
+    GradientsApart,
+    /// Stages sum what they share where it is.
+    #[error("in a pipeline gradients stay on the device: leave out their offload, or use one stage")]
+    GradientsOfStages,
     /// Chunks of nothing.
     #[error("update_chunk is 0: a chunk has at least one element")]
     NoChunk,
@@ -389,6 +399,14 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     }
     if strategy.update_chunk == Some(0) {
         return Err(StrategyError::NoChunk);
+    }
+    if strategy.offload.gradients.is_some() {
+        if strategy.offload.gradients != strategy.offload.optimizer {
+            return Err(StrategyError::GradientsApart);
+        }
+        if mesh.pp > 1 {
+            return Err(StrategyError::GradientsOfStages);
+        }
     }
     if strategy.zero_stage > 3 {
         return Err(StrategyError::ZeroStage(strategy.zero_stage));

@@ -24,7 +24,7 @@ impl<'p> Streams<'p> {
     pub fn new(program: &'p Program) -> Streams<'p> {
         let offload = &program.offload;
         let mut streams = Streams { program, outward: Vec::new(), also: BTreeMap::new() };
-        if [offload.optimizer, offload.parameters, offload.activations].contains(&Some(Tier::Host)) {
+        if [offload.optimizer, offload.parameters, offload.activations, offload.gradients].contains(&Some(Tier::Host)) {
             streams.outward =
                 program.instructions.iter().map(|instruction| program.leaves_device(instruction.action)).collect();
             streams.order();

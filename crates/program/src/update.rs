@@ -5,19 +5,21 @@ use crate::{Action, Axis, Effect, Instruction, MemoryKind, State, Tier};
 
 impl Lowering<'_> {
     /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others hold too, evict. Gradients are complete once their norm is
-    /// known, so an update that runs on the host has them fetched after it.
+    /// known, so an update that runs on the host has them fetched after it, unless they are there.
     pub(crate) fn update(&mut self) {
         let last_pass = self.ran.last().copied();
         let tied = self.tie();
         let chunks = |unit: &u32| (0..self.sizes.chunks(*unit)).map(|chunk| (*unit, chunk)).collect::<Vec<_>>();
         self.pieces = self.trains.iter().flat_map(chunks).collect();
-        if !self.updates_on_host() {
+        let fetches_gradients = self.updates_on_host() && self.strategy.offload.gradients.is_none();
+        if !fetches_gradients {
             self.fetch_state(0, last_pass);
         }
         let norm = self.sizes.norm(&self.trains);
         let clip = Instruction::new(Action::Clip).moving(self.sizes.message(Axis::World, norm));
-        let clip = self.builder.push(clip, self.reduces.last().copied().into_iter().chain(tied));
-        if self.updates_on_host() {
+        let sums = [self.reduces.last().copied(), self.sums_evicted.last().copied(), tied];
+        let clip = self.builder.push(clip, sums.into_iter().flatten());
+        if fetches_gradients {
             self.fetch_state(0, Some(clip));
         }
         let mut updated = None;
@@ -66,14 +68,23 @@ impl Lowering<'_> {
         let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer { chunk } });
         let fetch = match self.strategy.offload.optimizer {
             None => return,
+            // They are there already.
+            Some(Tier::Host) if self.strategy.offload.gradients.is_some() => fetch,
             Some(Tier::Host) => fetch.moving(self.sizes.of_chunk(unit, chunk, self.strategy.bytes.gradient)),
             Some(Tier::Disk) => {
                 let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
-                let fetch = fetch.moving(masters + optimizer);
-                fetch.taking(MemoryKind::Masters, masters).taking(MemoryKind::Optimizer, optimizer)
+                let gradients = self.gradients_with(unit, chunk);
+                let fetch = fetch.moving(masters + optimizer + gradients).taking(MemoryKind::Masters, masters);
+                fetch.taking(MemoryKind::Optimizer, optimizer).taking(MemoryKind::Gradients, gradients)
             }
         };
         self.fetched.push(self.builder.push(fetch, before));
+    }
+
+    /// Bytes of gradients that come from a disk with a chunk of optimizer state.
+    fn gradients_with(&self, unit: u32, chunk: u32) -> u64 {
+        let width = if self.strategy.offload.gradients.is_some() { self.strategy.bytes.gradient } else { 0 };
+        self.sizes.of_chunk(unit, chunk, width)
     }
 
     fn update_piece(&mut self, (unit, chunk): (u32, u32)) -> u32 {
@@ -100,7 +111,9 @@ impl Lowering<'_> {
             Some(Tier::Disk) => {
                 let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
                 let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
-                self.builder.push(evict.giving_back(MemoryKind::Optimizer, optimizer), [update]);
+                let evict = evict.giving_back(MemoryKind::Optimizer, optimizer);
+                let evict = evict.giving_back(MemoryKind::Gradients, self.gradients_with(unit, chunk));
+                self.builder.push(evict, [update]);
             }
         }
         if chunk + 1 == self.sizes.chunks(unit) {
@@ -131,7 +144,7 @@ impl Lowering<'_> {
         let effects = [
             (MemoryKind::Parameters, offload.parameters, sum(&|unit| self.sizes.parameters(unit))),
             (MemoryKind::Masters, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[0])),
-            (MemoryKind::Gradients, None, sum(&gradient)),
+            (MemoryKind::Gradients, offload.gradients, sum(&gradient)),
             (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[1])),
         ];
         let here = effects.into_iter().filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);

@@ -106,6 +106,37 @@ pub fn gradient_spans(
     spans.into_iter().flatten().collect()
 }
 
+/// From when a unit's sum of gradients has to be on the device until it may leave.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stay {
+    /// Whose.
+    pub unit: u32,
+    /// Index of the pass that first adds to it, or completes what a reduction adds to it.
+    pub first: usize,
+    /// Index of the last one.
+    pub last: usize,
+    /// Whether it begins there; otherwise it comes from its tier.
+    pub begins: bool,
+}
+
+/// When sums of gradients are on the device, in order of their first pass: while a micro-batch adds to them. `needed` is the first and the last pass of each of these
+/// times, ascending for every unit. Two times no further apart than `reach` passes are one: the sum would be fetched before it is gone.
+pub fn gradient_stays(needed: impl Iterator<Item = GradientSpan>, units: usize, reach: usize) -> Vec<Stay> {
+    let mut open: Vec<Option<usize>> = vec![None; units];
+    let mut stays: Vec<Stay> = Vec::new();
+    for GradientSpan { unit, first, last, .. } in needed {
+        match open[unit as usize] {
+            Some(stay) if first - stays[stay].last <= reach => stays[stay].last = last,
+            before => {
+                open[unit as usize] = Some(stays.len());
+                stays.push(Stay { unit, first, last, begins: before.is_none() });
+            }
+        }
+    }
+    stays.sort_by_key(|stay| stay.first);
+    stays
+}
+
 /// Per forward pass, the backward pass that its activations can be away until: one more than `reach` passes later.
 pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Vec<Option<usize>> {
     let place = |pass: &Pass| pass.unit as usize * micro_batches as usize + pass.micro_batch as usize;

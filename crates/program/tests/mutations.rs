@@ -10,7 +10,9 @@ use common::{Case, data_parallel_cases};
 use interpreter::{Order, Outcome, run};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-use trainyard_program::{Lane, Mesh, ModelShape, Offload, Program, Strategy as How, Tier, check_ranks, lower};
+use trainyard_program::{
+    Lane, Mesh, ModelShape, Offload, Program, ReduceSchedule, Strategy as How, Tier, check_ranks, lower,
+};
 
 fn runner() -> TestRunner {
     let config = Config { failure_persistence: None, ..Config::default() };
@@ -194,11 +196,14 @@ fn no_dependency_is_superfluous() {
         let strategy = How { zero_stage, accumulation_steps: 2, snapshot: true, ..How::new(5) };
         every_dependency_is_needed(&model, &strategy);
         for tier in [Some(Tier::Disk), Some(Tier::Host)] {
-            let [one, all] = [[tier, None, None], [tier, tier, tier]].map(|[optimizer, parameters, activations]| {
-                let offload = Offload { optimizer, parameters, activations };
-                How { offload, update_chunk: Some(16 * 4096), ..strategy.clone() }
-            });
-            [one, all].iter().for_each(|strategy| every_dependency_is_needed(&model, strategy));
+            let of = [[tier, None, None, None], [tier, tier, tier, None], [tier, None, None, tier], [tier; 4]];
+            for [optimizer, parameters, activations, gradients] in of {
+                let offload = Offload { optimizer, parameters, activations, gradients };
+                let strategy = How { offload, update_chunk: Some(16 * 4096), ..strategy.clone() };
+                every_dependency_is_needed(&model, &strategy);
+                let reduce_schedule = ReduceSchedule::PerMicroBatch;
+                every_dependency_is_needed(&model, &How { reduce_schedule, accumulation_steps: 3, ..strategy });
+            }
         }
     }
 }

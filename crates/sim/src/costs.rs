@@ -131,7 +131,9 @@ impl Costs {
                     trainyard_program::Extent::Full => 1.0,
                     trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
                 };
-                self.stream_s(f64::from(self.stack.state.gradient) * elements / held)
+                // What lies in a tier was squared on its way there.
+                let read = if program.offload.gradients.is_none() { elements / held } else { 0.0 };
+                self.stream_s(f64::from(self.stack.state.gradient) * read)
                     + self.collective(Operation::AllReduce, 8.0, mesh.ranks(), 1)
             }
             Action::Fetch { .. } | Action::Evict { .. } => bytes / (self.cluster.device.host_gb_s * 1e9),

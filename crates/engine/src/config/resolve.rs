@@ -673,6 +673,7 @@ impl Resolver {
             ("optimizer", offload.optimizer),
             ("parameters", offload.parameters),
             ("activations", offload.activations),
+            ("gradients", offload.gradients),
         ];
         for (name, tier) in tiers {
             if tier == OffloadTier::Host && self.config.compute.device == DeviceKind::Cpu {
@@ -682,6 +683,14 @@ impl Resolver {
                 );
                 self.problem(&key, message);
             }
+        }
+        if offload.gradients != OffloadTier::None && offload.gradients != offload.optimizer {
+            let (gradients, optimizer) = (offload.gradients, offload.optimizer);
+            let message = format!(
+                "memory.offload.gradients = \"{gradients}\" with memory.offload.optimizer = \"{optimizer}\": gradients lie where the optimizer's state does; set \
+                 both to \"{gradients}\", or leave gradients out"
+            );
+            self.problem("memory.offload.gradients", message);
         }
         if tiers.iter().all(|(_, tier)| *tier != OffloadTier::Disk) {
             self.unused("memory.offload.directory", &offload.directory, "nothing lies on disk");

@@ -176,7 +176,8 @@ impl Resolver {
     fn gathers(&mut self, section: &ParallelSection, parallel: &mut Parallel) {
         let because = format!("parameters stay whole with zero_stage {}", parallel.zero_stage);
         let offload = &self.config.offload;
-        let fetches = [offload.parameters, offload.activations].iter().any(|tier| *tier != OffloadTier::None);
+        let fetches =
+            [offload.parameters, offload.activations, offload.gradients].iter().any(|tier| *tier != OffloadTier::None);
         if parallel.zero_stage == 3 || fetches {
             let because = "one unit ahead hides a gather or a fetch";
             parallel.prefetch = self.settle("parallel.prefetch", &section.prefetch, 1, because);

@@ -566,7 +566,7 @@ section! {
         /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true), kept for backward (false), or kept on groups of this many neighbouring ranks (a number). Unset: true.
         #[elsewhere("fsdp_reshard_after_forward")]
         reshard_after_forward: Option<Reshard> = None;
-        /// zero_stage 3, and where parameters or activations are offloaded: how many units are gathered and fetched ahead of the one that computes. Unset: 1.
+        /// zero_stage 3, and where parameters, activations or gradients are offloaded: how many units are gathered and fetched ahead of the one that computes. Unset: 1.
         #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
         prefetch: Option<usize> = None;
         /// When gradients are summed over ranks.
@@ -618,6 +618,10 @@ section! {
         /// What forward keeps for backward: written after a unit's forward, fetched ahead of its backward.
         #[elsewhere("activation_offload", "cpu_offloading", "offload_activations")]
         activations: OffloadTier = OffloadTier::None;
+        /// Sums of gradients: written as soon as a micro-batch has added all that it adds to a unit's, read by the update; fetched for the next micro-batch, where
+        /// there are several. The same tier as `optimizer`, or none.
+        #[elsewhere("offload_gradients", "offload_grads", "pin_gradients", "cpu_offload_gradients")]
+        gradients: OffloadTier = OffloadTier::None;
         /// Where the files are, one per rank and purpose, while the run lasts. Unset: `offload` in the run's folder.
         #[elsewhere("nvme_path", "offload_dir", "offload_folder")]
         directory: Option<PathBuf> = None;

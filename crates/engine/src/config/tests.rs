@@ -453,6 +453,11 @@ fn impossible_ranks_are_refused() {
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),
         (&["compute.device=cpu", "compute.attention=wgmma"], "chooses among a GPU's kernels"),
         (&["compute.attention=wgma"], "did you mean \"wgmma\"?"),
+        (&["memory.offload.gradients=disk"], "gradients lie where the optimizer's state does; set both to \"disk\""),
+        (
+            &["memory.offload.gradients=disk", "memory.offload.optimizer=host"],
+            "memory.offload.gradients = \"disk\" with memory.offload.optimizer = \"host\"",
+        ),
         (&["training.cuda_graphs=true"], "takes one of \"off\", \"auto\", \"on\""),
         (&["training.elastic_bits=true", "training.accumulation_steps=3"], "powers of two"),
         (

@@ -6,7 +6,7 @@
 //! it on the meta device predicts its memory to the byte, and a limit that a prediction keeps is kept.
 
 use std::collections::BTreeMap;
-use trainyard_program::{Action, Extent, Lane, Program, State};
+use trainyard_program::{Action, Extent, Instruction, Lane, MemoryKind, Program, State};
 
 /// Per lane, one more than the number of the last instruction; 0: none. As a vector clock: all that has finished.
 type Reach = [u32; Lane::ALL.len()];
@@ -17,7 +17,7 @@ fn merge(into: &mut Reach, other: &Reach) {
 
 /// What is to be taken and given back at the instructions of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers and fetches by the compute instruction after which their memory is taken; None: at the start.
+    /// Gathers, fetches, and reductions into sums that lie in a tier, by the compute instruction after which their memory is taken; None: at the start.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
     /// Releases and evictions that have not given back yet, and what must have finished.
     gives: Vec<(u32, Reach)>,
@@ -48,6 +48,7 @@ impl Ledger {
                 Action::Fetch { state: State::Optimizer { .. }, .. } => !std::mem::replace(&mut staged, true),
                 Action::Fetch { .. } => true,
                 Action::Gather { .. } => sharded,
+                Action::Reduce { .. } => takes_sum(instruction),
                 _ => false,
             };
             if take {
@@ -60,7 +61,7 @@ impl Ledger {
                     let user = if sharded { Lane::Gather } else { Lane::Compute };
                     Some(only(user, waited[user as usize]))
                 }
-                Action::Evict { state: State::Parameters | State::Activations { .. }, .. } => {
+                Action::Evict { state: State::Parameters | State::Activations { .. } | State::Gradients, .. } => {
                     Some(only(Lane::HostIo, number + 1))
                 }
                 _ => None,
@@ -95,6 +96,11 @@ impl Ledger {
         let is_due = |needed: &Reach| needed.iter().zip(&known).all(|(needed, known)| needed <= known);
         self.gives.extract_if(.., |(_, needed)| is_due(needed)).map(|(number, _)| number).collect()
     }
+}
+
+/// Whether a reduction's sum is not on the device before it.
+fn takes_sum(reduction: &Instruction) -> bool {
+    reduction.effects.iter().any(|effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0)
 }
 
 /// How many chunks of optimizer state `program` has on the device at once.

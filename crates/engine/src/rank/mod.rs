@@ -113,7 +113,7 @@ impl Rank {
     ) -> Result<Rank> {
         let parameters = ParameterState::zeros(device, &model, holding, settings.compute, &tiers)?;
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
-        let gradients = GradientState::new(device, &model, holding)?;
+        let gradients = GradientState::new(device, &model, holding, &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
         let core = Core { scaler: settings.scaler, updates: 0 };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);

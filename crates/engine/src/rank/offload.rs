@@ -119,6 +119,7 @@ impl Rank {
     /// Every lane has finished: what lies in tiers has no memory left.
     pub(super) fn end_step(&self, step: &Step<'_>) {
         self.optimizer.give_back_staging();
+        self.gradients.leave_all();
         if self.parameters.is_offloaded() {
             (0..step.program().units.len()).for_each(|unit| self.parameters.give_back(unit));
         }
@@ -142,11 +143,13 @@ impl Rank {
             Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
                 step.away().write(&self.tiers, (unit, micro_batch))
             }
+            Action::Fetch { unit, state: State::Gradients } => self.gradients.fetch(unit as usize),
+            Action::Evict { unit, state: State::Gradients, .. } => self.gradients.evict(unit as usize),
             other => Err(cannot(other)),
         }
     }
 
-    /// Takes memory for gathers and fetches.
+    /// Takes memory for gathers, fetches and reductions.
     pub(super) fn take_for(&self, numbers: &[u32], step: &Step<'_>) -> Result<()> {
         for number in numbers {
             match step.action(*number) {
@@ -157,6 +160,9 @@ impl Rank {
                 }
                 Action::Fetch { unit, state: State::Activations { micro_batch } } => {
                     step.away().take(&self.device, (unit, micro_batch))?;
+                }
+                Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
+                    self.gradients.take(unit as usize)?;
                 }
                 other => return Err(cannot(other)),
             }
@@ -173,6 +179,7 @@ impl Rank {
                 Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
                     step.away().give_back((unit, micro_batch));
                 }
+                Action::Evict { unit, state: State::Gradients, .. } => self.gradients.leave(unit as usize),
                 _ => {}
             }
         }

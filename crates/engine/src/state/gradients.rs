@@ -1,13 +1,17 @@
-//! Gradients: the resident sum that the update reads, and buffers in which fresh gradients gather before they are folded or reduced.
+//! Gradients: the sum that the update reads, which is resident or comes from a tier and goes there, and buffers in which fresh gradients gather before they are
+//! folded or reduced.
 
 use super::{Holding, lock, overlap};
 use crate::Result;
 use crate::links::{ReduceLinks, reduce};
+use crate::tier::{Lower, Stored, Tiers, aligned};
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, GradientTarget, Gradients, ParamId};
 use trainyard_model::{Model, UnitLayout};
 use trainyard_program::Fresh;
+use trainyard_tensor::ops::optim::ChunkSums;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
 /// The gradients of every unit, f32 and flat.
@@ -15,19 +19,39 @@ pub struct GradientState {
     device: Device,
     holding: Holding,
     units: Vec<UnitGradients>,
+    lowered: Option<Lowered>,
+}
+
+/// Where sums lie while nothing is added to them.
+struct Lowered {
+    lower: Lower,
+    /// The sums of squares of what the update reads, taken on the way there.
+    squares: Mutex<ChunkSums>,
 }
 
 /// One unit's gradients.
 struct UnitGradients {
     layout: UnitLayout,
     shapes: Vec<Vec<usize>>,
-    /// The elements of the flat buffer that the resident sum holds.
+    /// The elements of the flat buffer that the sum holds.
     range: Range<usize>,
+    /// Those of them that this rank's update reads.
+    read: Range<usize>,
+    /// Where the sum is in the store.
+    offset: u64,
+    /// The sum on the host, if it lies there.
+    on_host: Option<Tensor>,
     state: Mutex<State>,
 }
 
+#[derive(Default)]
 struct State {
-    resident: Tensor,
+    /// The sum; None while it is in its tier.
+    resident: Option<Tensor>,
+    /// Memory for the sum that is about to come from its tier, or to be reduced: more than one where computing is ahead.
+    coming: VecDeque<Tensor>,
+    /// Sums that have gone to the tier and come back elsewhere, oldest first, until the compute lane knows that they have gone.
+    gone: VecDeque<Tensor>,
     /// What backward has written and nothing has folded or reduced, oldest first.
     fresh: Vec<FreshSum>,
     /// Buffers that a reduction has emptied, with its number: the compute lane gives them back when it knows that the reduction is done, so
@@ -64,24 +88,37 @@ pub struct MicroBatchGradients<'g> {
 }
 
 impl GradientState {
-    /// Zero gradients for `model`.
-    pub fn new(device: &Device, model: &Model, holding: Holding) -> Result<GradientState> {
-        let unit = |unit: &dyn trainyard_model::Unit| {
+    /// Zero gradients for `model`, where `tiers` say.
+    pub fn new(device: &Device, model: &Model, holding: Holding, tiers: &Tiers) -> Result<GradientState> {
+        let lower = tiers.gradients.as_ref();
+        let mut offset = 0;
+        let mut unit = |unit: &dyn trainyard_model::Unit| {
             let specs = unit.parameters();
             let layout = UnitLayout::new(specs, holding.shards);
             let range = holding.range(holding.placement.gradients, &layout);
-            let resident = device.zeros([range.len()], DType::F32, Purpose::Grads)?;
+            let read = holding.range(holding.placement.masters, &layout);
+            let zeros = |device: &Device| device.zeros([range.len()], DType::F32, Purpose::Grads);
+            let resident = lower.is_none().then(|| zeros(device)).transpose()?;
+            let on_host = lower.and_then(Lower::host).map(zeros).transpose()?;
             let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
-            let state = Mutex::new(State { resident, fresh: Vec::new(), spent: Vec::new(), reduced: false });
-            Ok(UnitGradients { layout, shapes, range, state })
+            let state = Mutex::new(State { resident, ..State::default() });
+            let begin = offset;
+            offset += aligned(4 * range.len() as u64);
+            Ok(UnitGradients { layout, shapes, range, read, offset: begin, on_host, state })
         };
-        let units = model.units().iter().map(|u| unit(u.as_ref())).collect::<Result<_>>()?;
-        Ok(GradientState { device: device.clone(), holding, units })
+        let units = model.units().iter().map(|u| unit(u.as_ref())).collect::<Result<Vec<_>>>()?;
+        let lowered = |lower: &Lower| -> Result<Lowered> {
+            let read: Vec<usize> = units.iter().map(|unit| unit.read.len()).collect();
+            let squares = Mutex::new(ChunkSums::new(device, &read, UnitLayout::QUANTUM)?);
+            Ok(Lowered { lower: lower.clone(), squares })
+        };
+        let lowered = lower.map(lowered).transpose()?;
+        Ok(GradientState { device: device.clone(), holding, units, lowered })
     }
 
     /// No gradients, for what does not train.
     pub fn none(device: &Device) -> GradientState {
-        GradientState { device: device.clone(), holding: Holding::whole(), units: Vec::new() }
+        GradientState { device: device.clone(), holding: Holding::whole(), units: Vec::new(), lowered: None }
     }
 
     /// Begins a step: every gradient counts as zero.
@@ -92,6 +129,101 @@ impl GradientState {
             state.spent.clear();
             state.reduced = false;
         }
+        self.leave_all();
+    }
+
+    /// Whether sums lie in a tier while nothing is added to them.
+    fn is_offloaded(&self) -> bool {
+        self.lowered.is_some()
+    }
+
+    fn is_in_place(&self) -> bool {
+        self.holding.placement.fresh_gradients == Fresh::InPlace
+    }
+
+    /// Takes memory for a unit's sum that is about to come from its tier, or to be reduced.
+    pub fn take(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        let sum = self.device.empty([unit.range.len()], DType::F32, Purpose::Grads)?;
+        lock(&unit.state).coming.push_back(sum);
+        Ok(())
+    }
+
+    /// Brings a unit's sum from its tier.
+    pub fn fetch(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        let mut sum = {
+            let mut state = lock(&unit.state);
+            let sum = state.coming.pop_front().expect("memory is taken before a sum comes");
+            let gone = state.resident.replace(sum.clone());
+            state.gone.extend(gone);
+            if self.is_in_place() {
+                // Micro-batches go on adding to it.
+                let written = vec![true; unit.shapes.len()];
+                state.fresh = vec![FreshSum { flat: sum.clone(), written, micro_batch: 0, count: 1 }];
+            }
+            sum
+        };
+        match (&self.lowered, &unit.on_host) {
+            (_, Some(on_host)) => Ok(sum.transfer_from(on_host)?),
+            (Some(Lowered { lower: Lower::Disk(store), .. }), _) if !self.device.is_meta() => {
+                Ok(sum.overwrite_bytes(|bytes| store.read(unit.offset, bytes))??)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves a unit's sum to its tier, with the squares of what the update will read. What no backward has written of it is zero.
+    pub fn evict(&self, number: usize) -> Result<()> {
+        let unit = &self.units[number];
+        let sum = unit.sum();
+        if self.is_in_place()
+            && let Some(fresh) = lock(&unit.state).fresh.last_mut()
+        {
+            unit.complete(fresh)?;
+        }
+        let lowered = self.lowered.as_ref().expect("gradients lie in a tier");
+        let read = sum.view(unit.read.start - unit.range.start, [unit.read.len()])?;
+        lock(&lowered.squares).add_up(number, &read)?;
+        match (&lowered.lower, &unit.on_host) {
+            (_, Some(on_host)) => Ok(on_host.clone().transfer_from(&sum)?),
+            (Lower::Disk(store), _) if !self.device.is_meta() => {
+                Ok(sum.with_bytes(|bytes| store.write(unit.offset, bytes))??)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives back the memory of a unit's sum that has gone to its tier.
+    pub fn leave(&self, unit: usize) {
+        let mut state = lock(&self.units[unit].state);
+        if state.gone.pop_front().is_some() {
+            return;
+        }
+        state.resident = None;
+        if self.is_in_place() {
+            state.fresh.clear();
+        }
+    }
+
+    /// Gives back the memory of all sums that lie in a tier.
+    pub fn leave_all(&self) {
+        for unit in self.units.iter().filter(|_| self.is_offloaded()) {
+            *lock(&unit.state) = State::default();
+        }
+    }
+
+    /// Where elements `range` of a unit's sum are in the tier; None: sums are resident.
+    pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
+        let unit = &self.units[unit];
+        let within = range.start - unit.range.start;
+        Ok(match (&self.lowered, &unit.on_host) {
+            (_, Some(on_host)) => Some(Stored::Here(on_host.view(within, [range.len()])?)),
+            (Some(Lowered { lower: Lower::Disk(store), .. }), _) => {
+                Some(Stored::Away(Arc::clone(store), unit.offset + 4 * within as u64))
+            }
+            _ => None,
+        })
     }
 
     /// Where the gradients of every unit stand, to be put there again by [`GradientState::stand_at`] when the same work has been done without the host.
@@ -111,9 +243,9 @@ impl GradientState {
         }
     }
 
-    /// The step's sums, unit by unit.
+    /// The step's sums that are resident, unit by unit.
     pub fn residents(&self) -> Vec<Tensor> {
-        self.units.iter().map(|unit| lock(&unit.state).resident.clone()).collect()
+        self.units.iter().filter_map(|unit| lock(&unit.state).resident.clone()).collect()
     }
 
     /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its own, to be folded or reduced.
@@ -153,8 +285,12 @@ impl GradientState {
         let (mut fresh, resident) = {
             let mut state = lock(&unit.state);
             // The oldest: the next micro-batch may have begun. Without a contribution the gradient is zero.
-            let fresh = if state.fresh.is_empty() { self.begin(unit, &state, 0)? } else { state.fresh.remove(0) };
-            (fresh, state.resident.clone())
+            let fresh = if state.fresh.is_empty() { self.begin(unit, &mut state, 0)? } else { state.fresh.remove(0) };
+            if self.is_offloaded() && !self.is_in_place() && !accumulate {
+                state.resident = state.coming.pop_front();
+            }
+            let resident = state.resident.clone().expect("the program brings sums before it adds to them");
+            (fresh, resident)
         };
         unit.complete(&mut fresh)?;
         let own = self.holding.own(&unit.layout);
@@ -184,9 +320,9 @@ impl GradientState {
         for unit in &self.units {
             let mut state = lock(&unit.state);
             state.spent.clear();
-            let in_place = self.holding.placement.fresh_gradients == Fresh::InPlace;
-            if in_place && !state.reduced {
-                let fresh = state.fresh.pop().map_or_else(|| self.begin(unit, &state, 0), Ok)?;
+            if self.is_in_place() && !state.reduced && !self.is_offloaded() {
+                let before = state.fresh.pop();
+                let fresh = before.map_or_else(|| self.begin(unit, &mut state, 0), Ok)?;
                 unit.complete(&mut { fresh })?;
             }
             state.fresh.clear();
@@ -194,15 +330,19 @@ impl GradientState {
         Ok(())
     }
 
-    /// A new sum: the resident one where it is written in place and nothing is in it yet, else a buffer of its own.
-    fn begin(&self, unit: &UnitGradients, state: &State, micro_batch: u32) -> Result<FreshSum, TensorError> {
-        let in_place = self.holding.placement.fresh_gradients == Fresh::InPlace && state.fresh.is_empty();
-        let flat = if in_place {
-            state.resident.clone()
-        } else {
-            let mut flat = self.device.empty([unit.layout.elements()], DType::F32, Purpose::Grads)?;
-            unit.zero_gaps(&mut flat)?;
-            flat
+    /// A new sum: the unit's own where it is written in place and nothing is in it yet, else a buffer apart.
+    fn begin(&self, unit: &UnitGradients, state: &mut State, micro_batch: u32) -> Result<FreshSum, TensorError> {
+        let in_place = self.is_in_place() && state.fresh.is_empty();
+        let flat = match state.resident.clone().filter(|_| in_place) {
+            Some(resident) => resident,
+            None => {
+                let mut flat = self.device.empty([unit.layout.elements()], DType::F32, Purpose::Grads)?;
+                unit.zero_gaps(&mut flat)?;
+                if in_place {
+                    state.resident = Some(flat.clone());
+                }
+                flat
+            }
         };
         Ok(FreshSum { flat, written: vec![false; unit.shapes.len()], micro_batch, count: 1 })
     }
@@ -210,21 +350,26 @@ impl GradientState {
     /// Elements `range` of a unit's resident sum.
     pub fn range(&self, unit: usize, range: Range<usize>) -> Result<Tensor> {
         let unit = &self.units[unit];
-        Ok(lock(&unit.state).resident.view(range.start - unit.range.start, [range.len()])?)
+        Ok(unit.sum().view(range.start - unit.range.start, [range.len()])?)
     }
 
     /// The sums of squares of each chunk of the gradients that this rank's update reads, unit by unit.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
-        let unit = |(index, unit): (usize, &UnitGradients)| {
-            let read = self.holding.range(self.holding.placement.masters, &unit.layout);
-            self.range(index, read)
-        };
+        if let Some(lowered) = &self.lowered {
+            return Ok(lock(&lowered.squares).read()?);
+        }
+        let unit = |(index, unit): (usize, &UnitGradients)| self.range(index, unit.read.clone());
         let read = self.units.iter().enumerate().map(unit).collect::<Result<Vec<_>>>()?;
         Ok(ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?)
     }
 }
 
 impl UnitGradients {
+    /// The sum, which must not be in its tier.
+    fn sum(&self) -> Tensor {
+        lock(&self.state).resident.clone().expect("the program brings a sum before it is used")
+    }
+
     /// Zeroes the gradients that nothing has written.
     fn complete(&self, fresh: &mut FreshSum) -> Result<(), TensorError> {
         for (index, written) in fresh.written.iter_mut().enumerate() {
@@ -254,7 +399,7 @@ impl Gradients for MicroBatchGradients<'_> {
         let mut state = lock(&unit.state);
         let goes_on = |fresh: &FreshSum| !self.apart || fresh.micro_batch == self.micro_batch;
         if !state.fresh.last().is_some_and(goes_on) {
-            let fresh = self.gradients.begin(unit, &state, self.micro_batch)?;
+            let fresh = self.gradients.begin(unit, &mut state, self.micro_batch)?;
             state.fresh.push(fresh);
         }
         let fresh = state.fresh.last_mut().expect("one was just made sure of");

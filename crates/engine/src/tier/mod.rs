@@ -1,6 +1,6 @@
 //! The tiers below the device: where state lies that the program fetches and evicts.
 //!
-//! Each of optimizer state, parameters and activations that are offloaded has a [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a
+//! Each of optimizer state, parameters, activations and gradients that are offloaded has a [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a
 //! device like any other with a pool of its own. The program says when something comes and goes; this module knows nothing of what the bytes mean.
 
 mod store;
@@ -8,6 +8,7 @@ mod store;
 pub use store::{SECTOR, Store, aligned};
 
 use crate::Result;
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use trainyard_tensor::{Computes, DType, Device, Tensor, Usage};
 pub struct TierError {
     /// What was to be done.
     pub action: &'static str,
-    /// To what: optimizer, parameters, activations.
+    /// To what: optimizer, parameters, activations, gradients.
     pub what: &'static str,
     /// The file.
     pub path: String,
@@ -96,6 +97,8 @@ pub struct Tiers {
     pub parameters: Option<Lower>,
     /// What forward keeps for backward.
     pub activations: Option<Lower>,
+    /// The sums of gradients that the update reads, while nothing is added to them.
+    pub gradients: Option<Lower>,
     /// Per unit, in how many chunks its optimizer state comes; empty: each in one.
     chunks: Vec<u32>,
 }
@@ -132,12 +135,22 @@ impl Tiers {
                 Some(Tier::Host) => Some(Lower::Host(host.clone())),
             })
         };
+        // Every micro-batch writes a unit's to the same place.
+        let sums: BTreeMap<u32, u64> = program
+            .instructions
+            .iter()
+            .filter_map(|instruction| match instruction.action {
+                Action::Evict { unit, state: State::Gradients, .. } => Some((unit, aligned(instruction.bytes))),
+                _ => None,
+            })
+            .collect();
         let is_activations = |state| matches!(state, State::Activations { .. });
         let is_optimizer = |state| matches!(state, State::Optimizer { .. });
         Ok(Tiers {
             optimizer: one(offload.optimizer, "optimizer", written(is_optimizer))?,
             parameters: one(offload.parameters, "parameters", written(|s| s == State::Parameters))?,
             activations: one(offload.activations, "activations", written(is_activations))?,
+            gradients: one(offload.gradients, "gradients", sums.values().sum())?,
             chunks: program.chunks.clone(),
         })
     }
@@ -168,7 +181,7 @@ impl Tiers {
     }
 
     fn all(&self) -> impl Iterator<Item = &Lower> {
-        [&self.optimizer, &self.parameters, &self.activations].into_iter().flatten()
+        [&self.optimizer, &self.parameters, &self.activations, &self.gradients].into_iter().flatten()
     }
 
     /// The files.

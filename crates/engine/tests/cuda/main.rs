@@ -47,6 +47,7 @@ const GPT2: &str = "[model]\nfamily = 'gpt2'\ndim = 32\nlayers = 2\nheads = 4\nf
 const OPTIMIZER: &str = "memory.offload.optimizer=host";
 const PARAMETERS: &str = "memory.offload.parameters=host";
 const ACTIVATIONS: &str = "memory.offload.activations=host";
+const GRADIENTS: &str = "memory.offload.gradients=host";
 
 fn resolved(model: &str, sets: &[&str]) -> Resolved {
     let text = format!(

@@ -3,7 +3,7 @@
 use super::*;
 
 /// What can be offloaded, alone and together, with more chunks than one and other depths.
-const WAYS: [&[&str]; 7] = [
+const WAYS: [&[&str]; 10] = [
     &[OPTIMIZER],
     &[OPTIMIZER, "memory.offload.chunk_elements=4096"],
     &[PARAMETERS],
@@ -11,6 +11,9 @@ const WAYS: [&[&str]; 7] = [
     &[ACTIVATIONS, PARAMETERS, "parallel.prefetch=2"],
     &[OPTIMIZER, PARAMETERS, ACTIVATIONS, "memory.offload.chunk_elements=8192"],
     &[OPTIMIZER, PARAMETERS, "parallel.prefetch=0"],
+    &[OPTIMIZER, GRADIENTS],
+    &[OPTIMIZER, GRADIENTS, "memory.offload.chunk_elements=4096", "parallel.prefetch=2"],
+    &[OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS, "memory.offload.chunk_elements=8192"],
 ];
 
 #[test]
@@ -40,6 +43,7 @@ fn what_lies_on_the_host_comes_and_goes_in_order_and_takes_the_memory_that_meta_
             let optimizer = way.contains(&OPTIMIZER);
             assert_eq!(predicted.memory.peak(Purpose::Optimizer) == 0, optimizer, "{sets:?}");
             assert_eq!(predicted.host_memory.peak(Purpose::Optimizer) > 0, optimizer, "{sets:?}");
+            assert_eq!(predicted.memory.live(Purpose::Grads) == 0, way.contains(&GRADIENTS), "{sets:?}");
             assert_eq!(predicted.host_memory.peak(Purpose::Activations) > 0, way.contains(&ACTIVATIONS), "{sets:?}");
         }
     }
@@ -132,6 +136,7 @@ fn what_lies_on_the_host_comes_while_other_things_go() {
         (&[PARAMETERS, ACTIVATIONS][..], 4),
         (&[OPTIMIZER, "memory.offload.chunk_elements=4096"], 10),
         (&[OPTIMIZER, PARAMETERS, ACTIVATIONS], 6),
+        (&[OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS], 6),
     ] {
         let trial = Trial::new(&model, &[&["device=cuda", "precision.compute=bf16"], way].concat());
         let (fake, device) = fake(Options::default());

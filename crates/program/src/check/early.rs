@@ -2,7 +2,7 @@
 
 use super::CheckError;
 use crate::clocks::HappensBefore;
-use crate::{Action, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State};
+use crate::{Action, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State};
 
 /// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it has to.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
@@ -13,7 +13,7 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
     let passes: Vec<u32> = (0..program.instructions.len() as u32).filter(is_pass).collect();
     let under_way = program.prefetch.max(1) as usize;
     let stretch = program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
-    let (mut reduces, mut evictions, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut reduces, mut evictions, mut copies, mut sums) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let room = |giving_back: &[u32]| giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last]);
     let mut states = 0;
     for (number, instruction) in (0..).zip(&program.instructions) {
@@ -35,6 +35,10 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
                 evictions.push(number);
                 None
             }
+            Action::Evict { state: State::Gradients, .. } => {
+                sums.push(number);
+                None
+            }
             Action::Evict { state: State::Parameters, write: true, .. } => {
                 copies.push(number);
                 None
@@ -47,6 +51,11 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
         };
         if matches!(instruction.action, Action::Forward { .. })
             && let Some(earlier) = room(&evictions).filter(|earlier| !order.holds(*earlier, number))
+        {
+            return Err(early(number, instruction, earlier));
+        }
+        if begins_a_sum(program, instruction)
+            && let Some(earlier) = room(&sums).filter(|earlier| !order.holds(*earlier, number))
         {
             return Err(early(number, instruction, earlier));
         }
@@ -63,6 +72,16 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
 
 fn begins_a_buffer(program: &Program, instruction: &Instruction) -> bool {
     program.placement.fresh_gradients == Fresh::Transient && takes(instruction, MemoryKind::Gradients)
+}
+
+/// Whether an instruction takes memory for a sum of gradients that lies in a tier: a pass where they gather in place, and a reduction elsewhere.
+fn begins_a_sum(program: &Program, instruction: &Instruction) -> bool {
+    let begins = match instruction.action {
+        Action::Forward { .. } | Action::Backward { .. } => program.placement.fresh_gradients == Fresh::InPlace,
+        Action::Reduce { .. } => true,
+        _ => false,
+    };
+    program.offload.gradients.is_some() && begins && takes(instruction, MemoryKind::Gradients)
 }
 
 fn takes(instruction: &Instruction, kind: MemoryKind) -> bool {
@@ -87,6 +106,11 @@ fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Opt
     }
 }
 
+/// Whether a pass over `runs` adds to the gradient of `unit`.
+fn adds(program: &Program, runs: u32, phase: Phase, part: Part, unit: u32) -> bool {
+    program.adds_gradients(runs, phase, part) && program.reads(runs).any(|read| read == unit)
+}
+
 /// Whether `pass` uses what `brings` brings.
 fn uses(program: &Program, pass: Action, brings: Action) -> bool {
     let (Some(runs), Some(on)) = (pass.unit(), pass.micro_batch()) else { return false };
@@ -98,6 +122,11 @@ fn uses(program: &Program, pass: Action, brings: Action) -> bool {
         Action::Fetch { unit, state: State::Activations { micro_batch } } => {
             !forward && (runs, on) == (unit, micro_batch)
         }
+        Action::Fetch { unit, state: State::Gradients } => match pass {
+            Action::Forward { .. } => adds(program, runs, Phase::Forward, Part::Whole, unit),
+            Action::Backward { part, .. } => adds(program, runs, Phase::Backward, part, unit),
+            _ => false,
+        },
         Action::Recv { unit, micro_batch, phase, .. } => {
             let user = if phase == Phase::Forward { unit + 1 } else { unit };
             forward == (phase == Phase::Forward) && (runs, on) == (user, micro_batch)

@@ -122,6 +122,16 @@ impl Gradients {
         self.units[unit as usize].tied
     }
 
+    /// Every micro-batch has added all or nothing to the gradient of `unit`, in one buffer at most.
+    pub fn is_complete(&self, unit: u32) -> Result<(), String> {
+        let gradient = &self.units[unit as usize];
+        gradient.complete(unit)?;
+        match gradient.buffers.len() {
+            0 | 1 => Ok(()),
+            _ => Err(format!("the gradient of unit {unit} is not folded to one")),
+        }
+    }
+
     /// Nothing of `unit` is missing from its sum, and nothing lies beside it.
     pub fn is_sum(&self, unit: u32) -> Result<(), String> {
         let gradient = &self.units[unit as usize];

@@ -206,9 +206,11 @@ impl<'p> Touching<'p> {
                 }
                 self.changes.push(Thing::Completed(phase, unit, micro_batch));
             }
-            // What no backward wrote of a gradient becomes zero.
+            // What no backward wrote of a gradient becomes zero; before it goes to its tier, where it has one.
             Action::Clip => {
-                self.changes.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
+                let in_tiers = self.program.offload.gradients.is_some();
+                let touched = if in_tiers { &mut self.reads } else { &mut self.changes };
+                touched.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
                 self.changes.push(Thing::Norm);
             }
             Action::Update { unit, chunk } => {
@@ -223,16 +225,21 @@ impl<'p> Touching<'p> {
                 }
             }
             Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => {
-                if matches!(state, State::Optimizer { .. }) && self.updates_on_host() {
+                if matches!(state, State::Optimizer { .. }) {
+                    let on_host = self.updates_on_host();
                     match instruction.action {
-                        Action::Fetch { .. } => self.reads.push(Thing::Gradient(unit)),
-                        _ => self.changes.push(Thing::Parameters(unit)),
+                        Action::Fetch { .. } if on_host || self.program.offload.gradients.is_some() => {
+                            self.reads.push(Thing::Gradient(unit));
+                        }
+                        Action::Evict { .. } if on_host => self.changes.push(Thing::Parameters(unit)),
+                        _ => {}
                     }
                 }
                 self.changes.push(match state {
                     State::Parameters => Thing::Parameters(unit),
                     State::Optimizer { chunk } => Thing::Optimizer(unit, chunk),
                     State::Activations { micro_batch } => Thing::Activations(unit, micro_batch),
+                    State::Gradients => Thing::Gradient(unit),
                 });
             }
             // Where masters are apart from the copy that forward reads, they are what is snapshot, and the copy may be gathered meanwhile.

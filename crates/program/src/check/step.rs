@@ -2,7 +2,7 @@
 
 use super::CheckError;
 use super::gradients::Gradients;
-use crate::{Action, Collective, Effect, Extent, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
+use crate::{Action, Collective, Effect, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
 
 /// Runs through `program` and notes what is there.
 pub fn check(program: &Program) -> Result<(), CheckError> {
@@ -15,7 +15,7 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
     step.end().map_err(CheckError::Leftover)
 }
 
-/// What a unit's forward kept.
+/// What a unit's forward kept, or a sum of gradients that comes and goes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kept {
     Nothing,
@@ -52,6 +52,8 @@ struct Unit {
     updated: bool,
     /// Whether other ranks' parts of a whole copy are from before the update.
     stale: bool,
+    /// Where its sum of gradients is, if it has been begun; where sums lie in a tier.
+    sum: Kept,
 }
 
 struct Step<'p> {
@@ -92,6 +94,7 @@ impl<'p> Step<'p> {
             evicted: 0,
             updated: false,
             stale: false,
+            sum: Kept::Nothing,
         };
         Step {
             program,
@@ -115,9 +118,13 @@ impl<'p> Step<'p> {
             Action::Release { unit, keep } => self.release(unit, keep),
             Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
             Action::Backward { unit, micro_batch, part } => self.backward(unit, micro_batch, part),
-            Action::Fold { unit, micro_batch } => self.gradients.fold(unit, micro_batch),
+            Action::Fold { unit, micro_batch } => {
+                self.adds_to_sum(unit, Fresh::InPlace)?;
+                self.gradients.fold(unit, micro_batch)
+            }
             Action::Reduce { unit, accumulate } => {
                 must(!self.clipped, || "the norm is taken already".to_owned())?;
+                self.adds_to_sum(unit, self.program.placement.fresh_gradients)?;
                 self.gradients.reduce(unit, accumulate)
             }
             Action::Tie { unit } => {
@@ -249,10 +256,31 @@ impl<'p> Step<'p> {
     fn add_gradients(&mut self, unit: u32, micro_batch: u32, phase: Phase, part: Part) -> Verdict {
         if self.program.adds_gradients(unit, phase, part) {
             for unit in self.program.reads(unit) {
+                self.adds_to_sum(unit, Fresh::InPlace)?;
                 self.gradients.add(unit, micro_batch)?;
             }
         }
         Ok(())
+    }
+
+    /// Where gradients gather as `fresh` says, this adds to a unit's sum, which must not be in a lower tier.
+    fn adds_to_sum(&mut self, unit: u32, fresh: Fresh) -> Verdict {
+        if self.program.offload.gradients.is_none() || self.program.placement.fresh_gradients != fresh {
+            return Ok(());
+        }
+        let before = std::mem::replace(&mut self.units[unit as usize].sum, Kept::Here);
+        must(before != Kept::Away, || format!("the gradients of unit {unit} are in a lower tier"))
+    }
+
+    /// Where gradients lie in a tier, those of `unit` are there, all of them.
+    fn sum_is_in_its_tier(&self, unit: u32) -> Verdict {
+        if self.program.offload.gradients.is_none() {
+            return Ok(());
+        }
+        self.gradients.is_sum(unit)?;
+        must(self.units[unit as usize].sum == Kept::Away, || {
+            format!("the gradients of unit {unit} are not in their tier")
+        })
     }
 
     fn send(&mut self, unit: u32, micro_batch: u32, phase: Phase) -> Verdict {
@@ -284,6 +312,7 @@ impl<'p> Step<'p> {
             self.gradients.is_sum(*unit)?;
             let shared = self.program.is_shared_between_stages(*unit);
             must(shared == self.gradients.is_tied(*unit), || format!("unit {unit} is not summed over its stages"))?;
+            self.sum_is_in_its_tier(*unit)?;
         }
         Ok(())
     }
@@ -318,9 +347,11 @@ impl<'p> Step<'p> {
             }
             State::Optimizer { chunk } => {
                 must(offload.optimizer.is_some(), || "optimizer state does not lie in a tier".to_owned())?;
-                must(offload.optimizer != Some(Tier::Host) || self.clipped, || {
+                let complete = self.clipped || offload.gradients.is_some();
+                must(offload.optimizer != Some(Tier::Host) || complete, || {
                     "gradients are not complete before their norm is known".to_owned()
                 })?;
+                self.sum_is_in_its_tier(unit)?;
                 let (chunks, state) = (self.program.chunks_of(unit), &mut self.units[unit as usize]);
                 must(chunk == state.fetched && chunk < chunks, || {
                     format!("{} of {chunks} chunks of unit {unit} were fetched", state.fetched)
@@ -331,6 +362,11 @@ impl<'p> Step<'p> {
             State::Activations { micro_batch } => {
                 let kept = std::mem::replace(&mut self.run(unit, micro_batch).kept, Kept::Here);
                 must(kept == Kept::Away, here)
+            }
+            State::Gradients => {
+                must(!self.clipped, || "the norm is taken already".to_owned())?;
+                let before = std::mem::replace(&mut self.units[unit as usize].sum, Kept::Here);
+                must(before == Kept::Away, here)
             }
         }
     }
@@ -359,6 +395,13 @@ impl<'p> Step<'p> {
                 must(offload.activations.is_some() && write, || "activations do not lie in a tier".to_owned())?;
                 let kept = std::mem::replace(&mut self.run(unit, micro_batch).kept, Kept::Away);
                 must(kept == Kept::Here, || format!("unit {unit} has kept nothing of micro-batch {micro_batch}"))
+            }
+            State::Gradients => {
+                must(offload.gradients.is_some() && write, || "gradients do not lie in a tier".to_owned())?;
+                must(!self.clipped, || "the norm is taken already".to_owned())?;
+                let before = std::mem::replace(&mut state.sum, Kept::Away);
+                must(before == Kept::Here, || format!("the gradients of unit {unit} are not on the device"))?;
+                self.gradients.is_complete(unit)
             }
         }
     }

@@ -95,11 +95,12 @@ fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<Valu
     let tier = || prop::sample::select(vec![None, None, Some(Tier::Host), Some(Tier::Disk)]);
     let chunk = prop::sample::select(vec![None, Some(4096), Some(3 * 4096)]);
     let offload = (tier(), tier(), tier(), chunk);
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     (prop::collection::vec(keep, units), 0u8..4, reshard, 0u32..4, offload, switches).prop_map(
         move |(keep, zero_stage, reshard_after_forward, prefetch, offload, switches)| {
             let (optimizer, parameters, activations, update_chunk) = offload;
-            let (snapshot, per_micro_batch, elastic, mixed) = switches;
+            let (snapshot, per_micro_batch, elastic, mixed, sums) = switches;
+            let gradients = optimizer.filter(|_| sums && mesh.pp == 1);
             let even = accumulation.is_power_of_two() && mesh.data_parallel().is_power_of_two();
             How {
                 accumulation_steps: accumulation,
@@ -110,7 +111,7 @@ fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<Valu
                 prefetch,
                 reduce_schedule: if per_micro_batch { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep },
                 elastic: elastic && even && !per_micro_batch,
-                offload: Offload { optimizer, parameters, activations },
+                offload: Offload { optimizer, parameters, activations, gradients },
                 update_chunk,
                 bytes: if mixed { StateBytes::MIXED } else { StateBytes::F32 },
                 ..How::new(units)

@@ -41,6 +41,9 @@ struct UnitState {
     on_host: Vec<OnHost>,
     fresh: Vec<Buffer>,
     sum: Option<Vec<u64>>,
+    /// Where gradients lie in a tier: what is there, a buffer that is not reduced or a sum; and by chunk, what came with the optimizer's state.
+    sum_in_tier: Option<Buffer>,
+    with_state: Vec<Option<Vec<u64>>>,
 }
 
 #[derive(Clone, Default)]
@@ -266,6 +269,14 @@ impl<'p> World<'p> {
         for rank in ranks {
             let own = self.own(*rank);
             for (number, unit) in self.ranks[*rank].units.iter_mut().enumerate() {
+                if self.programs[0].offload.gradients.is_some() {
+                    if !unit.fresh.is_empty() || unit.sum.is_some() {
+                        return Err("a gradient is not in its tier".to_owned());
+                    }
+                    let sum = there(&unit.sum_in_tier, "the gradient in its tier")?.parts;
+                    norm = norm.wrapping_add(mix(&[number as u64, sum[own]]));
+                    continue;
+                }
                 if !many {
                     let [buffer] = &unit.fresh[..] else { return Err("there is not one gradient".to_owned()) };
                     unit.sum = Some(buffer.parts.clone());
@@ -313,7 +324,11 @@ impl<'p> World<'p> {
                 let norm = there(&state.norm, "the norm")?;
                 let (unit, chunk) = (&mut state.units[unit as usize], chunk as usize);
                 let on_host = updates_on_host(program);
-                let sum = if on_host { unit.on_host[chunk].gradient.take() } else { unit.sum.clone() };
+                let sum = match (on_host, program.offload.gradients) {
+                    (true, _) => unit.on_host[chunk].gradient.take(),
+                    (_, Some(_)) => unit.with_state[chunk].take(),
+                    _ => unit.sum.clone(),
+                };
                 let sum = there(&sum, "the gradient")?;
                 let mut masters = there(&unit.masters[chunk], "the optimizer state")?;
                 let writes = program.instructions[number].effects.iter().any(|effect| effect.bytes > 0);
@@ -404,6 +419,8 @@ impl Rank {
                 on_host: vec![OnHost::default(); chunks],
                 fresh: Vec::new(),
                 sum: None,
+                sum_in_tier: None,
+                with_state: vec![None; chunks],
             }
         };
         let places = program.units.len() * program.micro_batches as usize;
@@ -502,8 +519,23 @@ impl Rank {
             State::Optimizer { chunk } => {
                 let chunk = chunk as usize;
                 state.masters[chunk] = Some(state.masters_in_tier[chunk].clone());
-                if updates_on_host(program) {
-                    state.on_host[chunk].gradient = Some(there(&state.sum, "the gradient")?);
+                let in_tier = || there(&state.sum_in_tier, "the gradient in its tier").map(|buffer| buffer.parts);
+                match (updates_on_host(program), program.offload.gradients) {
+                    (true, Some(_)) => state.on_host[chunk].gradient = Some(in_tier()?),
+                    (true, None) => state.on_host[chunk].gradient = Some(there(&state.sum, "the gradient")?),
+                    (false, Some(_)) => state.with_state[chunk] = Some(in_tier()?),
+                    (false, None) => {}
+                }
+            }
+            State::Gradients => {
+                let buffer = there(&state.sum_in_tier.take(), "the gradient in its tier")?;
+                if !state.fresh.is_empty() && program.placement.fresh_gradients == Fresh::InPlace || state.sum.is_some()
+                {
+                    return Err("a gradient comes onto another".to_owned());
+                }
+                match program.placement.fresh_gradients {
+                    Fresh::InPlace => state.fresh.push(buffer),
+                    Fresh::Transient => state.sum = Some(buffer.parts),
                 }
             }
             State::Activations { micro_batch } => {
@@ -535,6 +567,16 @@ impl Rank {
                     let new = copy.into_iter().enumerate().filter(|(_, value)| value.is_some());
                     new.for_each(|(part, value)| parameters[part] = value);
                 }
+            }
+            State::Gradients => {
+                let many = program.mesh.degree(Axis::Data) > 1;
+                let sum = state.sum.take().map(|parts| Buffer { micro_batch: 0, count: 1, parts });
+                let buffer = match program.placement.fresh_gradients {
+                    Fresh::InPlace if sum.is_none() && state.fresh.len() == 1 => state.fresh.pop(),
+                    Fresh::InPlace if !many => None,
+                    _ => sum,
+                };
+                state.sum_in_tier = Some(there(&buffer, "the gradient that is to go")?);
             }
             State::Activations { micro_batch } => {
                 let place = Self::place(program, unit, micro_batch);

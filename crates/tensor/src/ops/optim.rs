@@ -5,7 +5,7 @@
 use crate::cpu::optim as kernels;
 use crate::cpu::reduce;
 use crate::error::{Result, TensorError};
-use crate::{Computes, Cost, DType, On, Tensor, bf16, cuda, ensure_shape, f16};
+use crate::{Computes, Cost, DType, Device, On, Tensor, bf16, cuda, ensure_shape, f16};
 
 pub use crate::cpu::muon::{Muon, MuonScale};
 pub use kernels::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
@@ -161,15 +161,15 @@ pub fn adafactor_vector(
 }
 
 /// Scratch for the sums of `chunks` chunks, in f64, on a GPU.
-fn sums_on_cuda(x: &Tensor, chunks: usize) -> Result<Option<Tensor>> {
-    (x.device().computes() == Computes::Cuda).then(|| super::workspace(x.device(), 2 * chunks)).transpose()
+fn sums_on_cuda(device: &Device, chunks: usize) -> Result<Option<Tensor>> {
+    (device.computes() == Computes::Cuda).then(|| super::workspace(device, 2 * chunks)).transpose()
 }
 
 /// The sum of squares in a fixed order; not finite exactly when an element is not. 0 on meta.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let mut sum = 0.0;
     let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
-    let scratch = sums_on_cuda(x, x.elements().div_ceil(cuda::SQUARES_CHUNK))?;
+    let scratch = sums_on_cuda(x.device(), x.elements().div_ceil(cuda::SQUARES_CHUNK))?;
     crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
         sum = match on {
             On::Cpu(cpu) => reduce::sum_of_squares(cpu, x.get::<T>()),
@@ -188,25 +188,62 @@ pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
 
 /// As [`chunk_sums_of_squares`], of several tensors of one device: a GPU is waited for once.
 pub fn chunk_sums_of_squares_of(tensors: &[Tensor], chunk: usize) -> Result<Vec<Vec<f64>>> {
-    let mut sums: Vec<Vec<f64>> = tensors.iter().map(|x| vec![0.0; x.elements().div_ceil(chunk)]).collect();
-    let Some(first) = tensors.first() else { return Ok(sums) };
-    let scratch = sums_on_cuda(first, sums.iter().map(Vec::len).sum())?;
-    let mut before = 0;
-    for (x, sums) in tensors.iter().zip(&mut sums) {
+    let Some(first) = tensors.first() else { return Ok(Vec::new()) };
+    let elements: Vec<usize> = tensors.iter().map(Tensor::elements).collect();
+    let mut sums = ChunkSums::new(first.device(), &elements, chunk)?;
+    tensors.iter().enumerate().try_for_each(|(index, x)| sums.add_up(index, x))?;
+    sums.read()
+}
+
+/// The sums of squares of the chunks of several tensors of one device, which need not be there at once: added up one tensor after the other, and read together, so that a
+/// GPU is waited for once.
+pub struct ChunkSums {
+    chunk: usize,
+    device: Device,
+    /// Per tensor; on a GPU they are in `on_device` until they are read.
+    sums: Vec<Vec<f64>>,
+    on_device: Option<Tensor>,
+}
+
+impl ChunkSums {
+    /// For tensors of so many elements on `device`; zeros until they are added up.
+    ///
+    /// # Errors
+    /// Of the device, when there is no memory.
+    pub fn new(device: &Device, elements: &[usize], chunk: usize) -> Result<ChunkSums> {
+        let sums: Vec<Vec<f64>> = elements.iter().map(|elements| vec![0.0; elements.div_ceil(chunk)]).collect();
+        let on_device = sums_on_cuda(device, sums.iter().map(Vec::len).sum())?;
+        Ok(ChunkSums { chunk, device: device.clone(), sums, on_device })
+    }
+
+    /// Those of the `index`-th tensor, each in a fixed order of its own; not finite exactly when an element is not. Zeros on meta.
+    ///
+    /// # Errors
+    /// A dtype without squares, and those of the device.
+    pub fn add_up(&mut self, index: usize, x: &Tensor) -> Result<()> {
+        let before = self.sums[..index].iter().map(Vec::len).sum();
+        let (chunk, sums, on_device) = (self.chunk, &mut self.sums[index], &self.on_device);
         let cost = Cost::streaming(2, &[x]).on(x.dtype(), [x.elements()]);
         crate::by_float!("sum_of_squares", x.dtype(), T => x.device().launch_on("sum_of_squares", cost, |on| {
             match on {
                 On::Cpu(cpu) => reduce::chunk_sums_of_squares(cpu, chunk, x.get::<T>(), sums),
-                On::Cuda(gpu) => cuda::chunk_squares(gpu, x, chunk, super::given(&scratch), before)?,
+                On::Cuda(gpu) => cuda::chunk_squares(gpu, x, chunk, super::given(on_device), before)?,
             }
             Ok(())
         })?);
-        before += sums.len();
+        Ok(())
     }
-    if let (Some(gpu), Some(scratch)) = (first.device().as_cuda(), &scratch) {
-        cuda::read_sums(gpu, scratch, &mut sums)?;
+
+    /// All of them, tensor by tensor. Waits for a GPU.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn read(&mut self) -> Result<Vec<Vec<f64>>> {
+        if let (Some(gpu), Some(on_device)) = (self.device.as_cuda(), &self.on_device) {
+            cuda::read_sums(gpu, on_device, &mut self.sums)?;
+        }
+        Ok(self.sums.clone())
     }
-    Ok(sums)
 }
 
 /// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else in f32.
