@@ -20,8 +20,20 @@ pub(crate) struct AtomicFile {
 static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 impl AtomicFile {
-    /// Starts a file that will appear at `destination`, creating missing folders above it.
+    /// Starts a file that will appear at `destination`, or where a link there leads, creating missing folders above it.
+    ///
+    /// # Errors
+    /// What is there and no file, such as a device, and those of the system.
     pub(crate) fn create(destination: &Path) -> Result<Self> {
+        let destination = &fs::canonicalize(destination).unwrap_or_else(|_| destination.to_path_buf());
+        if fs::metadata(destination).is_ok_and(|there| !there.is_file()) {
+            return Err(DataError::input(
+                destination,
+                None,
+                "is no regular file, and would be replaced",
+                "name another file",
+            ));
+        }
         let folder = folder_of(destination);
         fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
         let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();

@@ -145,6 +145,13 @@ fn a_few_books_give_their_share_to_validation_and_no_whole_book() {
     let (train, end) = (tokenizer.decode(&train), tokenizer.decode(&validation));
     assert!((1..=3).any(|n| book(n).ends_with(end.trim_end_matches(|c| c != ' '))), "{end}");
     assert!((1..=3).filter(|n| train.contains(&book(*n))).count() == 2);
+    // Whichever book the seed picks.
+    for seed in 0..24 {
+        let options = PrepareOptions { seed, validation_fraction: 0.1, ..options.clone() };
+        let validation = run(&corpus, &Tokenizer::bytes(), &options).sidecar.validation.unwrap();
+        let share = validation.text_bytes as f64 / bytes as f64;
+        assert!((0.05..0.25).contains(&share), "{share} with seed {seed}");
+    }
 }
 
 #[test]

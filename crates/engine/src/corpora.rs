@@ -160,7 +160,16 @@ impl Corpora {
 
     /// The validation text.
     pub fn validation(&self) -> Result<Vec<IndexedTokens>> {
-        Ok(self.validation.iter().map(|prefix| IndexedTokens::open(prefix)).collect::<Result<_, _>>()?)
+        let texts: Vec<_> =
+            self.validation.iter().map(|prefix| IndexedTokens::open(prefix)).collect::<Result<_, _>>()?;
+        match texts.iter().find(|text| text.tokens() < 2) {
+            Some(text) => Err(does_not_fit(format!(
+                "the validation text {} has {} tokens, and a loss takes 2: give more of it, or set data.validation_fraction = 0",
+                text.prefix().display(),
+                text.tokens()
+            ))),
+            None => Ok(texts),
+        }
     }
 }
 

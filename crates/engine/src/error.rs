@@ -116,27 +116,46 @@ pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 impl EngineError {
     /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a try: not so for what is wrong with the configuration, the
-    /// data or the model, which would be wrong again, nor for a disk that is full and stays so, be it another rank's.
+    /// data or the model, which would be wrong again, nor for a disk that is full and stays so or a folder that cannot be written to, be it another rank's.
     pub fn is_fault(&self) -> bool {
         let gave_up = |failure: &CommError| matches!(failure.kind, ErrorKind::Aborted { lasting: true, .. });
         match self {
             error if error.failure().is_some_and(gave_up) => false,
-            EngineError::Fault { source, .. } => !source.is_of_a_full_disk(),
+            EngineError::Fault { source, .. } => !source.comes_again(),
             EngineError::Panicked { .. } => true,
             _ => self.is_told(),
         }
     }
 
-    /// Whether it is about a disk that has no room.
-    pub(crate) fn is_of_a_full_disk(&self) -> bool {
+    /// Whether a restart would meet it again: a disk without room, a folder that is not there or may not be written to, a run that another process has, and data
+    /// that are wrong.
+    pub(crate) fn comes_again(&self) -> bool {
+        if self.is_told() {
+            return false;
+        }
         let first: &dyn std::error::Error = self;
         let mut causes = std::iter::successors(Some(first), |error| error.source());
-        // What is transparent hands on its own cause, so the checkpoint's error is no cause of this one.
-        matches!(self, EngineError::Checkpoint(CheckpointError::DiskFull { .. }))
-            || causes.any(|cause| {
-                let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
-                matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
-            })
+        let lasts = |kind: io::ErrorKind| {
+            matches!(
+                kind,
+                io::ErrorKind::StorageFull
+                    | io::ErrorKind::QuotaExceeded
+                    | io::ErrorKind::PermissionDenied
+                    | io::ErrorKind::ReadOnlyFilesystem
+                    | io::ErrorKind::NotFound
+                    | io::ErrorKind::NotADirectory
+            )
+        };
+        // What is transparent hands on its own cause, so these are no causes of this one.
+        match self {
+            EngineError::Checkpoint(CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. }) => true,
+            EngineError::Data(error)
+                if !matches!(error, DataError::Io { .. } | DataError::Worker { .. } | DataError::Stopped) =>
+            {
+                true
+            }
+            _ => causes.any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|error| lasts(error.kind()))),
+        }
     }
 
     /// The failure of the world that this error is about, if it is about one.
@@ -162,13 +181,17 @@ mod tests {
     use crate::metrics::MetricsError;
 
     #[test]
-    fn a_full_disk_is_no_reason_to_start_again_and_another_failure_while_running_is() {
+    fn what_comes_again_is_no_reason_to_start_again_and_another_failure_while_running_is() {
         let writing = |kind: io::ErrorKind| EngineError::from(MetricsError::io("append to", "m".as_ref())(kind.into()));
         let full = CheckpointError::DiskFull { path: "c".into(), needed: 7 };
         let ended = |source: EngineError| EngineError::Fault { source: Box::new(source), report: String::new() };
         assert!(!ended(writing(io::ErrorKind::StorageFull)).is_fault());
         assert!(!ended(writing(io::ErrorKind::QuotaExceeded)).is_fault());
         assert!(!ended(full.into()).is_fault());
+        assert!(!ended(writing(io::ErrorKind::PermissionDenied)).is_fault());
+        assert!(!ended(CheckpointError::Locked { path: "c".into() }.into()).is_fault());
+        let token = DataError::Vocabulary { origin: "t".into(), what: "token 9 of 5".into(), fix: "f".into() };
+        assert!(!ended(token.into()).is_fault());
         assert!(ended(writing(io::ErrorKind::BrokenPipe)).is_fault());
         // Before it runs nothing is a fault.
         assert!(!writing(io::ErrorKind::BrokenPipe).is_fault());

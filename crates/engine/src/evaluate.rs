@@ -56,6 +56,18 @@ pub fn evaluate(
     tokenizer: &Tokenizer,
     settings: EvaluationSettings,
 ) -> Result<Evaluation> {
+    let evaluation = evaluate_until(rank, texts, tokenizer, settings, &|| Ok(false))?;
+    Ok(evaluation.expect("nobody stops it"))
+}
+
+/// As [`evaluate`]. `stops` is asked by all ranks after every round of batches, and answers all of them alike: None once it says so.
+pub fn evaluate_until(
+    rank: &Rank,
+    texts: &[IndexedTokens],
+    tokenizer: &Tokenizer,
+    settings: EvaluationSettings,
+    stops: &dyn Fn() -> Result<bool>,
+) -> Result<Option<Evaluation>> {
     let (index, ranks) = rank.data_place();
     let mut total = Evaluation::default();
     let mut left = settings.batches_max.unwrap_or(usize::MAX);
@@ -83,6 +95,9 @@ pub fn evaluate(
             }
             number += 1;
             left -= 1;
+            if number.is_multiple_of(ranks) && stops()? {
+                return Ok(None);
+            }
         }
     }
     // The last round may have no batch for this rank, which still takes part in the others' gathers.
@@ -94,7 +109,7 @@ pub fn evaluate(
     let all = rank.gather_numbers(&own)?;
     total.loss_sum = (0..number).map(|number| all[number % ranks * rounds + number / ranks]).sum();
     total.text_bytes = bytes;
-    Ok(total)
+    Ok(Some(total))
 }
 
 fn loss_sum(rank: &Rank, batch: &MicroBatch) -> Result<f64> {

@@ -102,6 +102,9 @@ pub fn generate(
             pending = history[history.len() - (context / 2).max(1)..].to_vec();
         }
         let logits = next_logits(rank, &pending, &mut cache)?;
+        if logits.iter().any(|logit| logit.is_nan()) {
+            return Err(does_not_fit("the model's logits are not numbers: its weights hold NaN or infinities"));
+        }
         let uniform = random.below(draw, 1 << 53) as f64 / (1u64 << 53) as f64;
         let token = sampling.choose(&logits, uniform);
         history.push(token);

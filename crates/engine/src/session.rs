@@ -132,9 +132,15 @@ impl Session {
         let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
         let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
         let newest = from_first(&session.world, || {
-            let (_, repairs) = CheckpointStore::open(folder, retention)?;
+            let (mut store, repairs) = CheckpointStore::open(folder, retention)?;
             repairs.iter().for_each(|line| note(line));
             let found = find_checkpoint(folder, &mut note)?;
+            if let Some(best) = store.forget_best_after(found.as_ref().map_or(0, |found| found.step))? {
+                note(&format!(
+                    "the best so far, loss {:.4} at step {}, lies behind and is forgotten",
+                    best.loss, best.step
+                ));
+            }
             Ok(found.map_or_else(Vec::new, |found| found.step.to_le_bytes().to_vec()))
         })?;
         match newest.try_into().ok().map(u64::from_le_bytes) {
@@ -167,6 +173,7 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
+        crate::shape::model_notes(&resolved).iter().for_each(|line| note(line));
         if corpora.tokenizer.vocab_size() > spec.vocab_size {
             return Err(does_not_fit(format!(
                 "the tokenizer has {} tokens, but the model's vocabulary is {}: they belong to different models",
@@ -297,7 +304,8 @@ impl Session {
         // A schedule of another length that was asked for counts; one that was found by the clock is kept as long as its limit is.
         let found = state.schedule_steps.filter(|_| state.schedule_seconds == self.resolved.limits.seconds);
         let schedule_steps = self.resolved.schedule.steps.or(found);
-        self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, ..state };
+        // What was skipped before somebody looked at it counts no more.
+        self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
         note(&format!("resumed at step {}", self.state.step));
         if let Some(why) = resume::nothing_left(&self.resolved, &self.state) {
             note(&why);
@@ -546,7 +554,8 @@ fn open_hugging_face(
             files::MODEL
         ))
     })?;
-    let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
+    let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
+    notes.iter().for_each(|line| note(line));
     let tokenizer = Tokenizer::load(folder)?;
     let mut rank = bare_rank(device, &spec, dtype.unwrap_or(DType::F32))?;
     for line in load_weights(&mut rank, folder)? {

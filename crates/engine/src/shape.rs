@@ -114,6 +114,13 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
     })
 }
 
+/// What of the model's `config.json` is not used, where it has one.
+pub fn model_notes(resolved: &Resolved) -> Vec<String> {
+    let ModelSource::HuggingFace { path, .. } = &resolved.model else { return Vec::new() };
+    let text = std::fs::read_to_string(path.join("config.json")).unwrap_or_default();
+    hf::from_config_json(&text).map_or_else(|_| Vec::new(), |imported| imported.notes)
+}
+
 /// The dtype of forward and backward.
 pub fn compute_dtype(resolved: &Resolved) -> DType {
     use crate::config::Compute;

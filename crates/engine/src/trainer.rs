@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
 use crate::config::Limits;
-use crate::evaluate::{Evaluation, EvaluationSettings, evaluate, slices};
+use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::measured::{Kinds, Measured};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
@@ -130,6 +130,8 @@ struct Run<'s> {
     clock: Clock,
     /// The step of the last snapshot, and when it was taken.
     saved: (u64, Instant),
+    /// Whether one was due after a step that was skipped, and is to be taken after one that is not.
+    owed: bool,
     evaluated: Option<u64>,
     evaluation: Option<EvaluationMetrics>,
     steps: Vec<StepMetrics>,
@@ -219,6 +221,7 @@ impl<'s> Run<'s> {
             trace,
             clock,
             saved,
+            owed: false,
             evaluated: None,
             evaluation: None,
             steps: Vec::new(),
@@ -271,7 +274,7 @@ impl<'s> Run<'s> {
         let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
         let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
         // Before an evaluation, which takes its time and may fail; and what is the best so far has to be there to be kept.
-        by_steps || by_time || self.evaluates_after(self.session.state.step + 1)
+        by_steps || by_time || self.owed || self.evaluates_after(self.session.state.step + 1)
     }
 
     fn evaluation_due(&self) -> bool {
@@ -302,6 +305,10 @@ impl<'s> Run<'s> {
             |device, model| Ok(model.batch(device, &slices(&loader.next()?))?),
             |rank, outcome| {
                 state.advance(outcome, rank, samples);
+                if state.skipped_in_a_row > 0 {
+                    // These weights may be what is wrong: nothing good makes room for them.
+                    return Ok(());
+                }
                 report(writer.submit(snapshot::take(rank, &state)?)?, &mut *progress);
                 if rank.keeps_state_in_a_tier() {
                     report(writer.wait_for_it()?, &mut *progress);
@@ -311,7 +318,10 @@ impl<'s> Run<'s> {
         )?;
         session.state.advance(&outcome, &session.rank, samples);
         if snapshot {
-            self.saved = (session.state.step, Instant::now());
+            self.owed = session.state.skipped_in_a_row > 0;
+            if !self.owed {
+                self.saved = (session.state.step, Instant::now());
+            }
         }
         Ok(outcome)
     }
@@ -414,18 +424,20 @@ impl<'s> Run<'s> {
         }
         let (step, skipped, loss) = (state.step, state.skipped_in_a_row, outcome.loss);
         self.progress.end();
-        let folder = self.session.folder.clone();
         if let Some(recorder) = &mut self.recorder {
             recorder.sync()?;
         }
-        let kept = match crate::checkpoint::find_latest(&folder) {
-            Ok(Some(found)) => format!("The checkpoint of step {} is from before.", found.step),
-            _ => "There is no checkpoint from before.".to_owned(),
+        report(self.writer.wait_for_it()?, self.progress);
+        // The last update made the weights that every step since has found wanting.
+        let kept = match self.session.is_first() {
+            true => crate::checkpoint::set_aside(&self.session.folder, step - skipped)?.to_string(),
+            false => String::new(),
         };
         Err(EngineError::Diverged { step, skipped, loss, kept })
     }
 
-    fn evaluate(&mut self) -> Result<()> {
+    /// Whether it came to an end.
+    fn evaluate(&mut self) -> Result<bool> {
         let began = Instant::now();
         let session = &*self.session;
         let config = &session.resolved.config;
@@ -435,8 +447,18 @@ impl<'s> Run<'s> {
             respect_document_boundaries: config.data.respect_document_boundaries,
             batches_max: config.evaluation.batches_max,
         };
-        let Evaluation { loss_sum, targets, text_bytes } =
-            evaluate(&session.rank, &session.validation, &session.tokenizer, settings)?;
+        let stop = self.control.stop;
+        // Rank 0's word, as always.
+        let stops = || {
+            let mut word = [u64::from(stop.load(Ordering::Relaxed))];
+            session.world.broadcast(&mut word, 0)?;
+            Ok(word[0] == 1)
+        };
+        let evaluation = evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &stops)?;
+        let Some(Evaluation { loss_sum, targets, text_bytes }) = evaluation else {
+            self.progress.note("the evaluation was left off");
+            return Ok(false);
+        };
         let step = session.state.step;
         let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64());
         if let Some(recorder) = &mut self.recorder {
@@ -450,11 +472,11 @@ impl<'s> Run<'s> {
         self.evaluated = Some(step);
         // Evaluation is no part of the next step's time.
         self.clock.last_step_end = Instant::now();
-        Ok(())
+        Ok(true)
     }
 
     /// The last checkpoint, the last evaluation, and the figures of the sitting.
-    fn finish(mut self, ending: Ending) -> Result<Summary> {
+    fn finish(mut self, mut ending: Ending) -> Result<Summary> {
         let step = self.session.state.step;
         if self.saved.0 != step || step == 0 {
             let taken = snapshot::take(&self.session.rank, &self.session.state)?;
@@ -462,8 +484,8 @@ impl<'s> Run<'s> {
             self.saved = (step, Instant::now());
         }
         let evaluate = ending == Ending::Complete && self.evaluated != Some(step);
-        if evaluate && !self.session.validation.is_empty() {
-            self.evaluate()?;
+        if evaluate && !self.session.validation.is_empty() && !self.evaluate()? {
+            ending = Ending::Interrupted;
         }
         if let Some(recorder) = &mut self.recorder {
             recorder.sync()?;

@@ -69,6 +69,9 @@ pub fn run(args: &Args) -> Result<()> {
     if found.targets == 0 {
         bail!("the text has no token to predict: give at least two tokens, and --batches-max above 0");
     }
+    if !found.loss_sum.is_finite() {
+        bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
+    }
     let step = trained.step.unwrap_or(0);
     let seconds = began.elapsed().as_secs_f64();
     let metrics = EvaluationMetrics::new(step, found.loss_sum, found.targets, found.text_bytes, seconds);

@@ -39,6 +39,11 @@ pub fn run(args: &Args) -> Result<()> {
     if args.out.join(files::CONFIG).exists() {
         bail!("{} is the folder of a run: give --out a folder of its own", args.out.display());
     }
+    if let (Ok(model), Ok(out)) = (args.model.canonicalize(), args.out.canonicalize())
+        && model == out
+    {
+        bail!("{} is the model itself, and would be replaced: give --out a folder of its own", args.out.display());
+    }
     // The masters are exported, whatever the run computed in.
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
     let trained = open_trained(&args.model, &runtime, note)

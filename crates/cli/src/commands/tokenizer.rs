@@ -1,7 +1,7 @@
 //! `trainyard tokenizer`: byte-level BPE trained on text.
 
 use crate::output::{note, print, size};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 use trainyard_data::{Corpus, CorpusOptions, Tokenizer, TrainProgress};
 
@@ -37,6 +37,11 @@ pub fn run(command: &Command) -> Result<()> {
     let Command::Train(args) = command;
     let options = CorpusOptions { field: args.text_field.clone(), ..CorpusOptions::default() };
     let corpus = Corpus::open(&args.text, options)?;
+    if let Ok(out) = args.out.canonicalize()
+        && corpus.files().iter().any(|file| file.path.canonicalize().is_ok_and(|path| path == out))
+    {
+        bail!("--out {} is one of the texts, and would be replaced: give it a name of its own", args.out.display());
+    }
     let mut told = std::time::Instant::now();
     let progress = |progress: TrainProgress| match progress {
         TrainProgress::Merging { bytes } => note(&format!("{} of text counted, merging pairs", size(bytes))),

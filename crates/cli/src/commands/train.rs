@@ -9,8 +9,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 use trainyard_calibrate::crew;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Inputs, Limits};
@@ -144,9 +144,9 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     if let Some(faults) = &faults {
         note(&format!("{VARIABLE}: this run is going to fail on purpose: {}", faults.describe()));
     }
-    let stop = stop_on_signals()?;
-    let control = Control { stop: &stop, process_start, on_stuck: end_process };
-    let body = |world| train_rank(args, &config, world, control, faults.as_ref());
+    let signals = Signals::watch()?;
+    let control = Control { stop: &signals.stop, process_start, on_stuck: end_process };
+    let body = |world| train_rank(args, &config, world, control, &signals, faults.as_ref());
     Ok(match world {
         Some(world) => world::run(world, body)?,
         None => world::launch(&config, body)?,
@@ -165,6 +165,7 @@ fn train_rank(
     config: &Config,
     world: Communicator,
     control: Control<'_>,
+    signals: &Signals,
     faults: Option<&Arc<Faults>>,
 ) -> Result<Ending, EngineError> {
     let is_first = world.rank() == 0;
@@ -199,6 +200,7 @@ fn train_rank(
     show(session.resolved.to_toml())?;
     show(format!("\n{}", plan(&session)))?;
     let mut display = if is_first { progress::for_stderr() } else { Box::new(progress::Quiet) };
+    signals.begin_training(is_first);
     let summary = train(&mut session, &mut *display, control)?;
     // Ranks that hold shards are all needed to generate.
     if summary.ending == Ending::Complete && (is_first || session.rank.parameters.is_sharded()) {
@@ -338,17 +340,54 @@ fn plan(session: &Session) -> String {
     )
 }
 
-/// The first SIGINT or SIGTERM asks the run to stop; a second one ends the process at once.
-fn stop_on_signals() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // Order matters: the check of the flag comes before the flag is set.
-        signal_hook::flag::register_conditional_shutdown(signal, EXIT_INTERRUPTED.into(), Arc::clone(&stop))
-            .context("signal handling")?;
-        signal_hook::flag::register(signal, Arc::clone(&stop)).context("signal handling")?;
-    }
-    Ok(stop)
+/// What SIGINT and SIGTERM do.
+#[derive(Default)]
+struct Signals {
+    /// Whether the run was asked to stop.
+    stop: Arc<AtomicBool>,
+    /// Whether a signal ends the process at once: while there is nothing to be lost, and after a first one.
+    leave: Arc<AtomicBool>,
 }
+
+impl Signals {
+    /// Until training begins a signal ends the process.
+    fn watch() -> Result<Signals> {
+        let signals = Signals::default();
+        signals.leave.store(true, Ordering::Relaxed);
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            // Order matters: the check of the flag comes before the flag is set.
+            signal_hook::flag::register_conditional_shutdown(
+                signal,
+                EXIT_INTERRUPTED.into(),
+                Arc::clone(&signals.leave),
+            )
+            .context("signal handling")?;
+            for flag in [&signals.stop, &signals.leave] {
+                signal_hook::flag::register(signal, Arc::clone(flag)).context("signal handling")?;
+            }
+        }
+        Ok(signals)
+    }
+
+    /// From here on the first signal asks the run to stop, which is said when it comes if this process `speaks`, and a second one ends the process.
+    fn begin_training(&self, speaks: bool) {
+        self.leave.store(false, Ordering::Relaxed);
+        if !speaks {
+            return;
+        }
+        let stop = Arc::clone(&self.stop);
+        // It ends with the process; without it nothing is said.
+        let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+            note("stopping after what is being computed, with a checkpoint to go on from; a second signal ends the process at once");
+        });
+    }
+}
+
+/// How often a thread looks whether a signal came.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What the model writes after the beginning of a function, or else of the validation text. All ranks generate it together.
 fn sample(session: &Session) -> Result<String, EngineError> {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, Metadata};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -67,8 +68,17 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
         if path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b".")) {
             continue;
         }
-        let metadata = fs::metadata(&path).map_err(DataError::io("open", &path))?;
+        let is_link = fs::symlink_metadata(&path).is_ok_and(|about| about.is_symlink());
+        let metadata = match fs::metadata(&path) {
+            // A link to nothing is no file of this folder.
+            Err(reason) if is_link && reason.kind() == ErrorKind::NotFound => continue,
+            other => other.map_err(DataError::io("open", &path))?,
+        };
         if metadata.is_dir() {
+            if is_link && leads_back(&path, folder) {
+                let what = "is a link to a folder that it lies in";
+                return Err(DataError::input(&path, None, what, "remove it, or name the files themselves"));
+            }
             walk(&path, depth + 1, files)?;
         } else if metadata.is_file()
             && let Ok(Some((format, compression))) = classify(&path)
@@ -77,6 +87,10 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
         }
     }
     Ok(())
+}
+
+fn leads_back(link: &Path, folder: &Path) -> bool {
+    matches!((fs::canonicalize(link), fs::canonicalize(folder)), (Ok(to), Ok(from)) if from.starts_with(&to))
 }
 
 /// What a file's name says about it; `None` when it says nothing, an error when it says that it holds no text.

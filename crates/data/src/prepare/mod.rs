@@ -19,7 +19,7 @@ pub use sidecar::{Sidecar, SidecarPart, SidecarSource, SidecarSplit, SidecarToke
 use crate::atomic;
 use crate::corpus::{Corpus, OnInvalid};
 use crate::error::{DataError, Result};
-use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, idx_path, with_suffix};
+use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path, with_suffix};
 use crate::tokenizer::Tokenizer;
 use pipeline::{Encoded, Part, Split};
 
@@ -113,7 +113,7 @@ pub fn prepare(
         }
         Err(reason) => reason,
     };
-    let mut split = Split::new(options.validation_fraction, options.seed);
+    let mut split = Split::new(options.validation_fraction, options.seed, corpus.bytes());
     let sidecar = loop {
         match build(corpus, tokenizer, options, &key, split, &mut progress)? {
             (_, Some(sidecar)) => break sidecar,
@@ -266,7 +266,8 @@ fn build(
         Some(output) => Some(output.finish(&options.out, ".validation")?),
         None => {
             // Left from a run that had one.
-            atomic::remove_if_present(&idx_path(&validation_prefix(&options.out)))?;
+            let left = validation_prefix(&options.out);
+            [idx_path(&left), bin_path(&left)].iter().try_for_each(|path| atomic::remove_if_present(path))?;
             None
         }
     };

@@ -42,9 +42,11 @@ pub(super) struct Split {
     seed: u64,
     /// Documents with a hash below this validate.
     threshold: u64,
+    /// About the bytes of text that validate.
+    wanted: f64,
     /// Set once the threshold was moved to fill an empty side; it is not moved again.
     is_repaired: bool,
-    /// The hash of a document that is too large to validate whole, and the share of its characters that does.
+    /// The hash of a document, or of several equal ones, that cannot validate whole, and the share of its characters that does.
     divided: Option<(u64, f64)>,
 }
 
@@ -54,7 +56,9 @@ pub(super) struct Counts {
     pub(super) documents: u64,
     pub(super) by_position: bool,
     pub(super) skipped: Skipped,
+    /// Those that validate whole, and those whose end does.
     validation_documents: u64,
+    divided_documents: u64,
     text_bytes: u64,
     /// The lowest hash of a document, and its bytes of text.
     hash_min: Option<(u64, u64)>,
@@ -65,38 +69,52 @@ pub(super) struct Counts {
 const VALIDATION_BYTES_MIN: f64 = 256.0;
 
 impl Split {
-    pub(super) fn new(fraction: f64, seed: u64) -> Self {
+    /// For files of `bytes` bytes.
+    pub(super) fn new(fraction: f64, seed: u64, bytes: u64) -> Self {
+        let wanted = wanted(fraction, bytes);
         // 2^64 x fraction; the conversion saturates, and a fraction of 0 gives 0: nobody.
-        Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, is_repaired: false, divided: None }
+        Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, wanted, is_repaired: false, divided: None }
     }
 
-    /// Another threshold, when a side that was asked for stayed empty although there are several different documents. Where validation would get
-    /// over twice its share by a whole document, as it does when a corpus is a few books, the document's end goes there alone.
+    /// Another split, when a side that was asked for stayed empty although there are several documents: a document at the border goes over to it, or its end does where the
+    /// whole would be over twice what is wanted, as it is when a corpus is a few books. Equal documents all end there.
     pub(super) fn repaired(&self, counts: &Counts) -> Option<Self> {
         let ((low, bytes), high) = (counts.hash_min?, counts.hash_max?);
-        if self.is_repaired || self.fraction == 0.0 || counts.by_position || low == high {
+        if self.is_repaired || self.fraction == 0.0 || counts.by_position {
             return None;
         }
-        let wanted = self.fraction * counts.text_bytes as f64;
-        let threshold = match counts.validation_documents {
-            0 if bytes as f64 > 2.0 * wanted && wanted >= VALIDATION_BYTES_MIN => {
-                return Some(Self {
-                    threshold: 0,
-                    is_repaired: true,
-                    divided: Some((low, wanted / bytes as f64)),
-                    ..*self
-                });
-            }
-            0 => low + 1,
-            n if n == counts.documents => high,
-            _ => return None,
-        };
-        Some(Self { threshold, is_repaired: true, ..*self })
+        let all_validate = counts.validation_documents == counts.documents;
+        if !all_validate && counts.validation_documents + counts.divided_documents > 0 {
+            return None;
+        }
+        let repaired = Self { is_repaired: true, ..*self };
+        let wanted = wanted(self.fraction, counts.text_bytes);
+        Some(match bytes as f64 > 2.0 * wanted {
+            _ if low == high => Self { threshold: 0, divided: Some((low, self.fraction)), ..repaired },
+            _ if all_validate => Self { threshold: high, ..repaired },
+            true => Self { threshold: 0, divided: Some((low, wanted / bytes as f64)), ..repaired },
+            false => Self { threshold: low + 1, ..repaired },
+        })
+    }
+
+    /// The share of a document's characters that validates: none, all, or those at its end.
+    fn share(&self, hash: u64, bytes: u64) -> f64 {
+        match self.divided {
+            Some((of, share)) if of == hash => share,
+            _ if hash >= self.threshold => 0.0,
+            _ if bytes as f64 > 2.0 * self.wanted => self.wanted / bytes as f64,
+            _ => 1.0,
+        }
     }
 
     fn hash(&self, text: &str) -> u64 {
         xxh3_64_with_seed(text.as_bytes(), self.seed)
     }
+}
+
+/// Bytes of text that are to validate of `bytes`.
+fn wanted(fraction: f64, bytes: u64) -> f64 {
+    (fraction * bytes as f64).max(VALIDATION_BYTES_MIN)
 }
 
 /// A piece of text on its way to a worker.
@@ -179,17 +197,16 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             counts.text_bytes += bytes;
             counts.hash_min = Some(counts.hash_min.map_or((hash, bytes), |low| low.min((hash, bytes))));
             counts.hash_max = Some(counts.hash_max.map_or(hash, |high| high.max(hash)));
-            match split.divided {
-                Some((of, share)) if of == hash => {
-                    let (train, validation) = divide(&text, share)?;
-                    batch.add(tokenizer, Part::Train, file, train, false, outlet)
-                        && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
-                }
-                _ => {
-                    let part = if hash < split.threshold { Part::Validation } else { Part::Train };
-                    counts.validation_documents += u64::from(part == Part::Validation);
-                    batch.add(tokenizer, part, file, &text, true, outlet)
-                }
+            let share = split.share(hash, bytes);
+            if share > 0.0 && share < 1.0 {
+                counts.divided_documents += 1;
+                let (train, validation) = divide(&text, share)?;
+                batch.add(tokenizer, Part::Train, file, train, false, outlet)
+                    && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
+            } else {
+                let part = if share == 1.0 { Part::Validation } else { Part::Train };
+                counts.validation_documents += u64::from(part == Part::Validation);
+                batch.add(tokenizer, part, file, &text, true, outlet)
             }
         };
         if !going_on {

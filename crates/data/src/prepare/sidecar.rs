@@ -84,11 +84,17 @@ pub struct SidecarPart {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarSource {
     /// As given.
+    #[serde(serialize_with = "lossy")]
     pub path: PathBuf,
     /// On disk.
     pub bytes: u64,
     /// Last modification, nanoseconds since 1970.
     pub modified_ns: u64,
+}
+
+/// A name that is no Unicode is written as near to it as possible: it is there to be read.
+fn lossy<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&path.to_string_lossy())
 }
 
 impl Sidecar {

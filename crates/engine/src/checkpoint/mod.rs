@@ -37,7 +37,7 @@ pub use background::{BackgroundWriter, Event};
 pub use fault::{Fault, FaultKind};
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
-pub use store::{Best, CheckpointStore, Found, Retention, Skipped, find_latest, open_step};
+pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
 pub use write::Written;
 
 use crate::tier::{Store, TierError};

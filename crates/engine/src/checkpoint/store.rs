@@ -205,6 +205,10 @@ impl CheckpointStore {
         let old = self.hidden(snapshot.step, "old");
         let replacing = path.exists();
         if replacing {
+            // What was said of the old one is not true of this one.
+            if self.best().is_some_and(|best| best.step == snapshot.step) {
+                self.forget_best()?;
+            }
             // A crash between the two renames leaves the old one hidden and whole; `recover` brings it back.
             self.disk.rename(path, &old)?;
         }
@@ -228,6 +232,24 @@ impl CheckpointStore {
         let path = self.folder.join("best.json");
         self.disk.replace(&path, &text)?;
         Ok(true)
+    }
+
+    /// Forgets the best evaluation if it is of a later step than `step`, from which the run goes on: its checkpoint is damaged, or of another continuation.
+    ///
+    /// # Errors
+    ///
+    /// Refusals of the operating system.
+    pub fn forget_best_after(&mut self, step: u64) -> Result<Option<Best>, CheckpointError> {
+        let best = self.best().filter(|best| best.step > step);
+        if best.is_some() {
+            self.forget_best()?;
+        }
+        Ok(best)
+    }
+
+    fn forget_best(&mut self) -> Result<(), CheckpointError> {
+        let path = self.folder.join("best.json");
+        fs::remove_file(&path).map_err(CheckpointError::io("remove", &path))
     }
 
     /// The best evaluation whose checkpoint is still there.
@@ -317,6 +339,53 @@ pub fn open_step(run: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
 /// When there are checkpoints but none is whole.
 pub fn find_latest(run: &Path) -> Result<Option<Found>, CheckpointError> {
     latest_in(&run.join("checkpoints"))
+}
+
+/// What [`set_aside`] did.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SetAside {
+    /// The newest whole checkpoint from before.
+    pub before: Option<u64>,
+    /// Later ones, with the names that they have now.
+    pub moved: Vec<(u64, String)>,
+}
+
+impl fmt::Display for SetAside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(before) = self.before else {
+            return f.write_str("There is no checkpoint from before: begin anew, with other settings.");
+        };
+        write!(f, "The checkpoint of step {before} is from before, and `train --resume` goes on from it.")?;
+        for (step, name) in &self.moved {
+            write!(f, " That of step {step} has the weights that led here; it is kept as {name}.")?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the checkpoints of steps from `from` on out of the way of a resume, where there is a whole one before them.
+///
+/// # Errors
+///
+/// Refusals of the operating system.
+pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
+    let folder = run.join("checkpoints");
+    let (earlier, later): (Vec<u64>, Vec<u64>) = steps(&folder)?.into_iter().partition(|step| *step < from);
+    let is_whole =
+        |step: &u64| Checkpoint::open(&folder_of(&folder, *step)).and_then(|checkpoint| checkpoint.verify()).is_ok();
+    let before = earlier.into_iter().rev().find(is_whole);
+    let mut moved = Vec::new();
+    for step in later.into_iter().filter(|_| before.is_some()) {
+        let name = format!("diverged-step-{step:08}");
+        let (path, to) = (folder_of(&folder, step), folder.join(&name));
+        if to.exists() {
+            // Of an earlier attempt that came as far.
+            fs::remove_dir_all(&to).map_err(CheckpointError::io("remove", &to))?;
+        }
+        fs::rename(&path, &to).map_err(CheckpointError::io("rename", &path))?;
+        moved.push((step, name));
+    }
+    Ok(SetAside { before, moved })
 }
 
 fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {

@@ -58,6 +58,7 @@ impl Config {
         let named = entries.iter().rev().find(|entry| entry.path == ["model", "preset"]);
         if let Some(Entry { value: Value::String(name), origin, .. }) = named {
             match presets::find(name) {
+                None if name == "auto" && !self.origins.values().any(|origin| matches!(origin, Origin::Preset(_))) => {}
                 Some(keys) => {
                     self.model = Default::default();
                     self.origins.retain(|key, _| !key.starts_with("model."));
@@ -70,7 +71,7 @@ impl Config {
                     let hint = nearest(name, PRESETS.iter().copied());
                     let hint = hint.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
                     let known = PRESETS.join(", ");
-                    let message = format!("model.preset \"{name}\" is unknown{hint} Known presets: {known}");
+                    let message = format!("model.preset \"{name}\" is unknown{hint}; known presets: {known}");
                     problems.add(origin.clone(), message);
                 }
             }

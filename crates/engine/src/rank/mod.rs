@@ -429,7 +429,7 @@ impl Rank {
         }
         let Some(comm) = &self.alarm else { return };
         match error {
-            Some(error) if error.is_of_a_full_disk() => comm.give_up(error.to_string()),
+            Some(error) if error.comes_again() => comm.give_up(error.to_string()),
             Some(error) => comm.abort(error.to_string()),
             None => comm.abort(self.panicked()),
         };

@@ -98,15 +98,28 @@ where
     }
     written.push(put(folder, "generation_config.json", &generation_config_json(spec))?);
     written.push(put(folder, "config.json", &config)?);
-    // What an earlier export left would shadow this one.
-    let stale = if plan.names.len() > 1 { SINGLE } else { INDEX };
-    match fs::remove_file(folder.join(stale)) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(WeightsError::io("removing", folder.join(stale))(error).into());
-        }
-        _ => {}
+    // What an earlier export left would shadow this one, or be taken for a part of it.
+    for stale in stale(folder, &plan.names) {
+        fs::remove_file(&stale).map_err(WeightsError::io("removing", &stale))?;
     }
     Ok(Exported { files: written, bytes: plan.elements * plan.dtype.size() as u64 })
+}
+
+/// Files of weights in `folder`, by their names, that are not among `names`: of one file, or parts with their index.
+fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
+    let is_part = |name: &str| {
+        let middle = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
+        let numbers = middle.and_then(|middle| middle.split_once("-of-"));
+        numbers
+            .is_some_and(|(a, b)| [a, b].iter().all(|n| n.len() == 5 && n.bytes().all(|digit| digit.is_ascii_digit())))
+    };
+    let is_stale = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let of_weights = name == SINGLE || is_part(name) || name == INDEX && names.len() == 1;
+        of_weights && !names.iter().any(|written| written == name)
+    };
+    // What cannot be listed was written to a moment ago.
+    fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_stale).collect()
 }
 
 impl Plan {

@@ -1,0 +1,226 @@
+//! What goes wrong in a run and around it loses nothing: weights that diverge, checkpoints that are damaged, signals at any time, files that are named by mistake.
+
+mod common;
+
+use common::Folder;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn steps(folder: &Folder, run: &str) -> Vec<String> {
+    let names = fs::read_dir(folder.join(run).join("checkpoints")).unwrap();
+    let mut names: Vec<String> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.retain(|name| name.contains("step-"));
+    names.sort();
+    names
+}
+
+fn kill(child: u32, signal: &str) {
+    assert!(Command::new("kill").args([format!("-{signal}"), child.to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn a_run_that_diverges_keeps_the_checkpoint_from_before_and_goes_on_from_it() {
+    let folder = Folder::new();
+    let start = ["train", "tiny.toml", "--set", "data.validation_fraction=0", "--set", "optimizer.weight_decay=0"];
+    folder.run(&[&start[..], &["--set", "training.steps=20"]].concat()).ok();
+    assert_eq!(steps(&folder, "runs/tiny"), ["step-00000015", "step-00000020"]);
+    let go_on = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        folder.run(&["train", "--resume", "runs/tiny"].into_iter().chain(sets).collect::<Vec<_>>())
+    };
+    // The first update ruins the weights; a checkpoint is due right after it, and several times while steps are skipped.
+    let ruined = go_on(&[
+        "training.steps=60",
+        "optimizer.learning_rate=1e25",
+        "checkpoint.interval_steps=1",
+        "schedule.kind=constant",
+    ]);
+    assert_eq!(ruined.code, Some(1), "{}", ruined.stderr);
+    for says in [
+        "10 steps in a row",
+        "The checkpoint of step 20 is from before",
+        "step 21 has the weights that led here",
+        "diverged-step-00000021",
+    ] {
+        assert!(ruined.stderr.contains(says), "no `{says}` in {}", ruined.stderr);
+    }
+    assert_eq!(steps(&folder, "runs/tiny"), ["diverged-step-00000021", "step-00000020"]);
+    let again = go_on(&["optimizer.learning_rate=1e-3", "training.steps=40"]).ok();
+    assert!(again.stderr.contains("resumed at step 20"), "{}", again.stderr);
+    assert!(!again.stdout.contains("was not finite"), "{}", again.stdout);
+}
+
+#[test]
+fn a_best_checkpoint_that_is_damaged_is_best_no_more() {
+    let folder = Folder::new();
+    let sets = ["--set", "evaluation.interval_steps=10", "--set", "schedule.kind=constant"];
+    folder.run(&[&["train", "tiny.toml", "--set", "training.steps=40"], &sets[..]].concat()).ok();
+    let best = || fs::read_to_string(folder.join("runs/tiny/checkpoints/best.json")).unwrap();
+    assert!(best().contains("\"step\": 40"), "{}", best());
+    let weights = folder.join("runs/tiny/checkpoints/step-00000040/model.safetensors");
+    fs::OpenOptions::new().write(true).open(weights).unwrap().set_len(50).unwrap();
+    let worse =
+        ["--set", "training.steps=45", "--set", "evaluation.interval_steps=11", "--set", "optimizer.learning_rate=0.3"];
+    let resumed = folder.run(&[&["train", "--resume", "runs/tiny"], &worse[..]].concat()).ok();
+    assert!(resumed.stderr.contains("step 40, lies behind and is forgotten"), "{}", resumed.stderr);
+    assert!(!best().contains("\"step\": 40"), "{}", best());
+}
+
+#[test]
+fn an_evaluation_stops_at_the_first_signal() {
+    let folder = Folder::new();
+    let text = fs::read_to_string(folder.join("text.txt")).unwrap();
+    folder.write("long.txt", text.repeat(400));
+    let mut command = folder.command(&["train", "tiny.toml", "--set", "data.validation=['long.txt']"]);
+    command.args(["--set", "data.validation_fraction=auto", "--set", "evaluation.batches_max=auto"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let metrics = folder.join("runs/tiny/metrics.jsonl");
+    let began = Instant::now();
+    while fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < 12 {
+        assert!(child.try_wait().unwrap().is_none() && began.elapsed() < Duration::from_secs(60), "no steps");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    kill(child.id(), "INT");
+    let ran = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&ran.stderr);
+    assert_eq!(ran.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("the evaluation was left off"), "{stderr}");
+    assert_eq!(steps(&folder, "runs/tiny").last().unwrap(), "step-00000012");
+    // Nothing is lost: the evaluation is made up for.
+    let quick = ["--set", "evaluation.batches_max=2"];
+    let again = folder.run(&[&["train", "--resume", "runs/tiny"], &quick[..]].concat()).ok();
+    assert!(again.stdout.contains("validation   loss"), "{}", again.stdout);
+}
+
+#[test]
+fn a_signal_while_nothing_is_trained_yet_ends_the_program() {
+    let folder = Folder::new();
+    let text = fs::read_to_string(folder.join("text.txt")).unwrap();
+    folder.write("long.txt", text.repeat(4000));
+    let mut command =
+        folder.command(&["train", "tiny.toml", "--set", "data.train=['long.txt']", "--set", "tokenizer.kind=bpe"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(800));
+    assert!(child.try_wait().unwrap().is_none(), "it is over too soon for this test");
+    kill(child.id(), "TERM");
+    let began = Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+}
+
+#[test]
+fn copies_of_a_document_leave_something_to_validate_on() {
+    let folder = Folder::new();
+    fs::copy(folder.join("text.txt"), folder.join("copy.txt")).unwrap();
+    let ran = folder.run(&["train", "tiny.toml", "--set", "data.train=['text.txt', 'copy.txt']"]).ok();
+    assert!(ran.stdout.contains("validation   loss"), "{}", ran.stdout);
+    folder.write("empty.txt", "a");
+    let refused = folder.run(&[
+        "train",
+        "tiny.toml",
+        "--set",
+        "run.name=b",
+        "--set",
+        "data.validation=['empty.txt']",
+        "--set",
+        "data.validation_fraction=auto",
+        "--set",
+        "tokenizer.kind=characters",
+    ]);
+    assert_eq!(refused.code, Some(1), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("a loss takes 2") && !folder.join("runs/b/metrics.jsonl").exists(),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn what_is_written_replaces_no_input_and_no_device() {
+    let folder = Folder::new();
+    let text = fs::read(folder.join("text.txt")).unwrap();
+    let refused = folder.run(&["tokenizer", "train", "--vocab-size", "300", "--out", "text.txt", "text.txt"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("would be replaced"), "{}", refused.stderr);
+    assert_eq!(fs::read(folder.join("text.txt")).unwrap(), text);
+    // A pipe stands for devices: what is no file stays.
+    assert!(Command::new("mkfifo").arg(folder.join("pipe")).status().unwrap().success());
+    let refused = folder.run(&["tokenizer", "train", "--vocab-size", "300", "--out", "pipe", "text.txt"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("is no regular file"), "{}", refused.stderr);
+    // A link is followed.
+    folder.write("there.json", "{}");
+    std::os::unix::fs::symlink(folder.join("there.json"), folder.join("link.json")).unwrap();
+    folder.run(&["tokenizer", "train", "--vocab-size", "300", "--out", "link.json", "text.txt"]).ok();
+    assert!(fs::symlink_metadata(folder.join("link.json")).unwrap().is_symlink());
+    assert!(fs::metadata(folder.join("there.json")).unwrap().len() > 100);
+}
+
+#[test]
+fn exports_replace_no_source_and_leave_no_stale_parts() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml"]).ok();
+    let parts = |out: &str| {
+        let names =
+            fs::read_dir(folder.join(out)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.ends_with(".safetensors")).count()
+    };
+    folder.run(&["export", "runs/tiny", "--out", "hf", "--max-shard-size", "20KB"]).ok();
+    assert!(parts("hf") > 2, "{}", parts("hf"));
+    folder.run(&["export", "runs/tiny", "--out", "hf"]).ok();
+    assert_eq!(parts("hf"), 1);
+    let refused = folder.run(&["export", "hf", "--out", "hf"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("is the model itself"), "{}", refused.stderr);
+    // What of a configuration is not used is said.
+    let config = fs::read_to_string(folder.join("hf/config.json")).unwrap();
+    fs::write(folder.join("hf/config.json"), config.replacen('{', "{\"frobnicate\": 3,", 1)).unwrap();
+    let evaluated = folder.run(&["eval", "hf", "--data", "text.txt", "--batches-max", "1"]).ok();
+    assert!(evaluated.stderr.contains("frobnicate"), "{}", evaluated.stderr);
+    // Weights that are no numbers are no model.
+    let weights = folder.join("hf/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[start..].fill(0xff);
+    fs::write(&weights, bytes).unwrap();
+    for arguments in
+        [&["eval", "hf", "--data", "text.txt", "--batches-max", "1"][..], &["generate", "hf", "--prompt", "a"]]
+    {
+        let refused = folder.run(arguments);
+        assert!(refused.code == Some(1) && refused.stderr.contains("weights hold NaN"), "{}", refused.stderr);
+    }
+}
+
+#[test]
+fn folders_with_odd_names_and_links_are_read() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    fs::create_dir(folder.join("t")).unwrap();
+    fs::copy(folder.join("text.txt"), folder.join("t/a.txt")).unwrap();
+    fs::copy(folder.join("text.txt"), folder.path().join("t").join(std::ffi::OsStr::from_bytes(b"b\xe9.txt"))).unwrap();
+    std::os::unix::fs::symlink("nowhere", folder.join("t/dangling.txt")).unwrap();
+    folder.run(&["train", "tiny.toml", "--set", "data.train=['t']"]).ok();
+    std::os::unix::fs::symlink(".", folder.join("t/self")).unwrap();
+    let refused = folder.run(&["train", "tiny.toml", "--set", "run.name=b", "--set", "data.train=['t']"]);
+    assert!(
+        refused.code == Some(1) && refused.stderr.contains("is a link to a folder that it lies in"),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn the_quick_start_takes_few_steps() {
+    let folder = Folder::new();
+    let sets = [
+        "--set",
+        "training.steps=3",
+        "--set",
+        "training.seconds=auto",
+        "--set",
+        "compute.threads=1",
+        "--set",
+        "model.dim=32",
+        "--set",
+        "model.ffn_dim=64",
+    ];
+    folder.run(&[&["train", "--data", "text.txt"], &sets[..]].concat()).ok();
+}
