@@ -111,7 +111,7 @@ fn start(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Child {
         format!("processes-{name}"),
         env!("CARGO_BIN_EXE_trainyard").to_owned(),
     ];
-    let arguments = [supervise, Mpirun::launcher(ranks), rank.to_vec(), train(name, layout)].concat();
+    let arguments = [supervise, Mpirun::launcher(folder, ranks), rank.to_vec(), train(name, layout)].concat();
     fs::create_dir(folder.join(&format!("processes-{name}"))).expect("a temporary folder can be written");
     let mut command = folder.command(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     if let Blow::Fault(fault) = blow {

@@ -12,10 +12,13 @@ use std::process::{Command, Output, Stdio};
 /// Starts `ranks` workers and waits for them.
 fn mpirun(ranks: usize, case: &str) -> Output {
     let exe = std::env::current_exe().unwrap();
+    // Launchers at the same time make and remove a folder that they share; each has its own here.
+    let own = tempfile::tempdir().unwrap();
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "--tag-output", "--timeout", "120"]);
     // Without it the launcher would end the survivors before they report.
     command.args(["--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0"]);
+    command.args(["--mca", "orte_tmpdir_base"]).arg(own.path());
     command.args(["-np", &ranks.to_string()]).arg(exe).args(["worker", "--exact", "--nocapture", "--test-threads=1"]);
     command.env(CASE, case).stdin(Stdio::null()).output().expect("mpirun can be started")
 }
