@@ -228,7 +228,7 @@ fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mu
         let fix = if utf16 {
             "it looks like UTF-16: convert it to UTF-8, for instance with iconv"
         } else {
-            "convert it to UTF-8, for instance with iconv, or pass over it with `data prepare --skip-invalid`"
+            "convert it to UTF-8, for instance with iconv; `data prepare --skip-invalid` passes over such documents"
         };
         DataError::input(path, Some(line), format!("is not UTF-8 (byte {at} of the document)"), fix)
     })

@@ -78,6 +78,8 @@ impl Resolver {
         } else {
             (self.needed("model.dim", None, 1), 1, 1)
         };
+        // One that is missing is a problem by itself, and no other.
+        let dim = if m.dim.is_some() { dim } else { heads.saturating_mul(2) };
         let family = self.settle("model.family", &m.family, Family::Llama, "the usual today");
         let gpt2 = family == Family::Gpt2;
         let usual = if gpt2 { "as GPT-2 has it" } else { "as Llama has it" };
