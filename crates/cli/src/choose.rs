@@ -14,7 +14,8 @@ use crate::output::size;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use trainyard_calibrate::forecast;
-use trainyard_engine::config::{Config, DeviceKind, Inputs, Resolved};
+use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Resolved};
+use trainyard_engine::host;
 use trainyard_engine::shape::is_offloaded;
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
@@ -35,8 +36,12 @@ pub struct Way {
     pub step_s: f64,
     /// Predicted peak of a rank.
     pub bytes: u64,
-    /// What `memory.limit` is compared with: the peak, and the staging of reductions, whose lane may meet it at any time.
+    /// What the limit is compared with: the peak, and the staging of reductions, whose lane may meet it at any time.
     pub bytes_max: u64,
+    /// The most that a rank of it may hold, where there is a limit.
+    pub limit: Option<Limit>,
+    /// What a rank holds of the host's memory beside a GPU.
+    pub pinned_bytes: u64,
     /// Seconds of a rank's instructions by kind.
     pub kinds: BTreeMap<String, f64>,
     /// Seconds that computing waits for other lanes.
@@ -63,10 +68,60 @@ pub struct Ways {
     pub fitting: Vec<Way>,
     /// Those that are not, the smallest first.
     pub too_large: Vec<Way>,
-    /// Bytes of a rank that may be used.
-    pub limit: Option<u64>,
-    /// Whether that is what a GPU has, and not what `memory.limit` says.
-    pub limit_is_gpus: bool,
+}
+
+/// The most that a rank may hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limit {
+    /// Bytes.
+    pub bytes: u64,
+    /// Who says so.
+    pub of: Bound,
+}
+
+/// Where a limit comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Bound {
+    /// `memory.limit`.
+    Asked,
+    /// What a GPU has.
+    Gpu,
+    /// A rank's share of what this host has, or of what it gives this process.
+    Host,
+}
+
+/// What there is for ranks to hold.
+#[derive(Clone, Copy, Default)]
+struct Room {
+    asked: Option<u64>,
+    gpu: Option<u64>,
+    /// Of the host, for all of its ranks: everything on processors, beside GPUs what is offloaded to it.
+    host: Option<u64>,
+    /// Hosts that ranks are spread over.
+    hosts: u64,
+}
+
+impl Room {
+    fn of(base: &Resolved, profile: &MachineProfile) -> Room {
+        Room {
+            asked: base.config.memory.limit.map(|limit| limit.0),
+            gpu: profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes),
+            host: host::memory().map(|memory| memory.for_steps() as u64),
+            hosts: profile.machine.processes.as_ref().map_or(1, |processes| u64::from(processes.hosts.max(1))),
+        }
+    }
+
+    /// Each rank's share of its host.
+    fn share(&self, ranks: usize) -> Option<u64> {
+        Some(self.host? / (ranks as u64).div_ceil(self.hosts).max(1))
+    }
+
+    /// The most that each of `ranks` ranks may hold where it computes.
+    fn limit(&self, ranks: usize) -> Option<Limit> {
+        let host = if self.gpu.is_some() { None } else { self.share(ranks) };
+        let bounds = [(self.asked, Bound::Asked), (self.gpu, Bound::Gpu), (host, Bound::Host)];
+        bounds.into_iter().filter_map(|(bytes, of)| Some(Limit { bytes: bytes?, of })).min_by_key(|limit| limit.bytes)
+    }
 }
 
 /// What is asked: the configuration that settings make, as it is without any, and the machine.
@@ -75,6 +130,7 @@ struct Question<'a> {
     base: &'a Resolved,
     profile: &'a MachineProfile,
     inputs: &'a Inputs,
+    room: Room,
 }
 
 /// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether parameters are gathered again.
@@ -90,7 +146,7 @@ struct Sharing {
 const SAVINGS: [(&str, bool); 6] =
     [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
 
-/// What lies on disk while a step does not use it: the least first that has to move.
+/// What lies on disk, or beside a GPU on the host, while a step does not use it: the least first that has to move.
 const OFFLOADS: [&[&str]; 8] = [
     &["optimizer"],
     &["activations"],
@@ -118,14 +174,16 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
-    let asked = base.config.memory.limit.map(|limit| limit.0);
-    let gpu = profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes);
-    let limit = asked.into_iter().chain(gpu).min();
-    let mut ways = Ways { limit, limit_is_gpus: limit != asked, ..Ways::default() };
-    let question = Question { load, base: &base, profile, inputs };
-    ways.look(&question, &[&[]])?;
-    if ways.fitting.is_empty() && !ways.too_large.is_empty() {
-        ways.look(&question, &OFFLOADS)?;
+    let mut ways = Ways::default();
+    let question = Question { load, base: &base, profile, inputs, room: Room::of(&base, profile) };
+    ways.look(&question, &[&[]], OffloadTier::None)?;
+    // A GPU's host is faster than a disk.
+    let tiers =
+        if question.room.gpu.is_some() { &[OffloadTier::Host, OffloadTier::Disk][..] } else { &[OffloadTier::Disk] };
+    for tier in tiers {
+        if ways.fitting.is_empty() && !ways.too_large.is_empty() {
+            ways.look(&question, &OFFLOADS, *tier)?;
+        }
     }
     ways.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     ways.too_large.sort_by_key(|way| way.bytes_max);
@@ -176,7 +234,7 @@ fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: b
     sets
 }
 
-fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Result<Way> {
+fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room: &Room) -> Result<Way> {
     let forecast = forecast(resolved, &profile.machine).context("cannot price a way of running the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
@@ -190,6 +248,8 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile) -> Re
         step_s: step.simulated.step_s,
         bytes,
         bytes_max: bytes + memory.peak(Purpose::Comm) as u64,
+        limit: room.limit(resolved.parallel.ranks),
+        pinned_bytes: forecast.needs.host_memory.peak_total() as u64,
         kinds: by_kind(&forecast.program, &step),
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
         offloaded: is_offloaded(resolved),
@@ -219,7 +279,7 @@ fn layout(resolved: &Resolved) -> String {
 }
 
 fn savings(resolved: &Resolved) -> String {
-    use trainyard_engine::config::{CheckpointMode, OffloadTier, ReduceSchedule};
+    use trainyard_engine::config::{CheckpointMode, ReduceSchedule};
     let mode = match resolved.config.activation_checkpointing.mode {
         CheckpointMode::None => "none",
         CheckpointMode::Selective => "selective",
@@ -236,10 +296,12 @@ fn savings(resolved: &Resolved) -> String {
         ("parameters", offload.parameters),
         ("activations", offload.activations),
     ];
-    let on_disk = tiers.iter().filter(|(_, tier)| *tier == OffloadTier::Disk).map(|(what, _)| *what);
-    let on_disk: Vec<&str> = on_disk.collect();
-    if !on_disk.is_empty() {
-        text += &format!(", {} on disk", on_disk.join(" and "));
+    for (lower, place) in [(OffloadTier::Host, "on the host"), (OffloadTier::Disk, "on disk")] {
+        let there = tiers.iter().filter(|(_, tier)| *tier == lower).map(|(what, _)| *what);
+        let there: Vec<&str> = there.collect();
+        if !there.is_empty() {
+            text += &format!(", {} {place}", there.join(" and "));
+        }
     }
     text
 }
@@ -258,11 +320,11 @@ impl Way {
 }
 
 impl Ways {
-    /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` on disk.
-    fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]]) -> Result<()> {
+    /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` in `tier`.
+    fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]], tier: OffloadTier) -> Result<()> {
         for sharing in sharings(question.base, question.profile) {
             for micro in micro_batches(question.base, sharing.ranks) {
-                self.first_that_fits(question, sharing, micro, offloads)?;
+                self.first_that_fits(question, sharing, micro, offloads, tier)?;
             }
         }
         Ok(())
@@ -274,6 +336,7 @@ impl Ways {
         sharing: Sharing,
         micro: usize,
         offloads: &[&[&str]],
+        tier: OffloadTier,
     ) -> Result<()> {
         let accumulation = question.base.batch.global / sharing.ranks / micro;
         for (mode, each) in SAVINGS {
@@ -283,15 +346,16 @@ impl Ways {
             }
             for offload in offloads {
                 let mut sets = settings(question.base, sharing, micro, mode, each);
-                sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='disk'")));
+                sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='{tier}'")));
                 // Settings that contradict what is given by hand are no way.
                 let Some(resolved) =
                     (question.load)(&sets).and_then(|config| resolve_for(&config, question.inputs.clone())).ok()
                 else {
                     continue;
                 };
-                let way = price(sets, &resolved, question.profile)?;
-                let fits = self.limit.is_none_or(|limit| way.bytes_max <= limit);
+                let way = price(sets, &resolved, question.profile, &question.room)?;
+                let on_host = question.room.share(sharing.ranks).is_none_or(|share| way.pinned_bytes <= share);
+                let fits = on_host && way.limit.is_none_or(|limit| way.bytes_max <= limit.bytes);
                 let list = if fits { &mut self.fitting } else { &mut self.too_large };
                 if !list.iter().any(|known| known.says_the_same(&way)) {
                     list.push(way);
@@ -313,14 +377,18 @@ impl Ways {
         if let Some(best) = self.fitting.first() {
             return Ok(best);
         }
-        let limit = size(self.limit.unwrap_or(0));
         match self.too_large.first() {
             Some(least) => {
-                let (limit, nearest) = if self.limit_is_gpus {
-                    (format!("a GPU here has {limit}"), "more GPUs, a larger one".to_owned())
-                } else {
-                    let mebibytes = least.bytes_max.div_ceil(1 << 20);
-                    (format!("memory.limit is {limit}"), format!("memory.limit = \"{mebibytes}MiB\""))
+                let limit = size(least.limit.map_or(0, |limit| limit.bytes));
+                let (limit, nearest) = match least.limit.map(|limit| limit.of) {
+                    Some(Bound::Gpu) => (format!("a GPU here has {limit}"), "more GPUs, a larger one".to_owned()),
+                    Some(Bound::Host) | None => {
+                        (format!("a rank's share of this machine's memory is {limit}"), "more memory".to_owned())
+                    }
+                    Some(Bound::Asked) => {
+                        let mebibytes = least.bytes_max.div_ceil(1 << 20);
+                        (format!("memory.limit is {limit}"), format!("memory.limit = \"{mebibytes}MiB\""))
+                    }
                 };
                 bail!(
                     "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and {limit}; the nearest that would: \
@@ -349,8 +417,8 @@ impl Ways {
             100.0 - waits,
             dearest.join(", ")
         )];
-        if let Some(limit) = self.limit {
-            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes_max), size(limit)));
+        if let Some(limit) = best.limit {
+            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes_max), size(limit.bytes)));
         }
         if let Some(faster) =
             self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))
@@ -406,4 +474,23 @@ fn loses(best: &Way, next: &Way) -> String {
     let worse = 100.0 * (next.step_s / best.step_s - 1.0);
     let why = if grown.is_empty() { String::new() } else { format!(": {}", grown.join(", ")) };
     format!("takes {worse:.1} % longer{why}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_may_hold_what_is_asked_or_its_gpu_or_its_share_of_the_host() {
+        let room = Room { asked: None, gpu: None, host: Some(1200), hosts: 1 };
+        assert_eq!(room.limit(4), Some(Limit { bytes: 300, of: Bound::Host }));
+        assert_eq!(Room { hosts: 2, ..room }.limit(4), Some(Limit { bytes: 600, of: Bound::Host }));
+        let asked = Room { asked: Some(500), ..room };
+        assert_eq!(asked.limit(2), Some(Limit { bytes: 500, of: Bound::Asked }));
+        assert_eq!(asked.limit(4), Some(Limit { bytes: 300, of: Bound::Host }));
+        // Beside a GPU the host holds what is offloaded, and no more.
+        let gpu = Room { gpu: Some(400), ..asked };
+        assert_eq!((gpu.limit(8), gpu.share(8)), (Some(Limit { bytes: 400, of: Bound::Gpu }), Some(150)));
+        assert_eq!(Room { host: None, ..room }.limit(1), None);
+    }
 }

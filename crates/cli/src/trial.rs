@@ -238,6 +238,8 @@ mod tests {
             step_s,
             bytes: 1,
             bytes_max: 1,
+            limit: None,
+            pinned_bytes: 0,
             kinds: BTreeMap::new(),
             waits_s: 0.0,
             tried: None,

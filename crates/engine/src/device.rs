@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::config::{AttentionKernels, DeviceKind, Resolved};
+use crate::host;
 use crate::limit::mebibytes;
 use crate::predict::Prediction;
 use crate::state::does_not_fit;
@@ -136,7 +137,7 @@ fn cores() -> usize {
 /// By how much it does not, for what, and what to do.
 pub fn check_host(prediction: &Prediction, ranks: usize) -> Result<()> {
     let each = prediction.host_memory.peak_total();
-    match (each > 0).then(host_memory).flatten() {
+    match (each > 0).then(host::memory).flatten() {
         Some(memory) => fits_on_host(prediction, ranks, memory.available),
         // Nothing lies there; or the system does not say, and pinning more than it has will.
         None => Ok(()),
@@ -164,27 +165,6 @@ pub fn pinned(prediction: &Prediction) -> String {
     let purposes = purposes.into_iter().filter(|(_, bytes)| *bytes > 0);
     let purposes: Vec<String> = purposes.map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(bytes))).collect();
     format!("{} of pinned memory ({})", mebibytes(prediction.host_memory.peak_total()), purposes.join(", "))
-}
-
-/// The host's memory, in bytes.
-pub struct HostMemory {
-    /// What is built in.
-    pub total: usize,
-    /// What the system can write to disk beyond that.
-    pub swap: usize,
-    /// What the system can give without swapping.
-    pub available: usize,
-}
-
-/// The host's memory, where the system says: Linux does.
-pub fn host_memory() -> Option<HostMemory> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let bytes = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        Some(line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()? << 10)
-    };
-    let swap = bytes("SwapTotal").unwrap_or(0);
-    Some(HostMemory { total: bytes("MemTotal")?, swap, available: bytes("MemAvailable")? })
 }
 
 /// The rank's place among those on its host, which is that of its GPU.
@@ -254,7 +234,7 @@ mod tests {
         let _state = host.zeros([3 << 20], DType::F32, Purpose::Optimizer).unwrap();
         let (memory, host_memory) = (Device::meta().pool().usage(), host.pool().usage());
         let prediction =
-            Prediction { memory, host_memory, cost: Cost::default(), calls: Vec::new(), took: Duration::ZERO };
+            Prediction { memory, host_memory, copy: 0, cost: Cost::default(), calls: Vec::new(), took: Duration::ZERO };
         assert!(fits_on_host(&prediction, 2, 24 << 20).is_ok() && check_host(&prediction, 1).is_ok());
         let error = fits_on_host(&prediction, 2, 20 << 20).unwrap_err().to_string();
         for part in [

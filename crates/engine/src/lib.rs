@@ -9,7 +9,7 @@
 //! | [`corpora`], [`session`], [`trainer`], [`world`] | a run: set up, and trained, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
-//! | [`predict`], [`limit`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
+//! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
 //! | [`bench`] | a step's time, by executing it on random tokens |
 //!
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
@@ -27,6 +27,7 @@ mod exchange;
 pub mod faults;
 pub mod fp8;
 pub mod generate;
+pub mod host;
 pub mod lanes;
 pub mod limit;
 pub mod links;

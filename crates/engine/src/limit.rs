@@ -5,6 +5,7 @@
 
 use crate::Result;
 use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
+use crate::host::{self, ASIDE};
 use crate::predict::{Prediction, predict};
 use crate::shape;
 use crate::state::does_not_fit;
@@ -37,21 +38,53 @@ pub fn check_machine(
     prediction: &Prediction,
     ranks: usize,
 ) -> Result<Option<String>> {
-    let Some(memory) = crate::device::host_memory().filter(|_| resolved.config.compute.device == DeviceKind::Cpu)
-    else {
+    let Some(memory) = host::memory().filter(|_| resolved.config.compute.device == DeviceKind::Cpu) else {
         return Ok(None);
     };
-    let what = if ranks > 1 { "a rank's share of this machine's memory" } else { "this machine's memory" };
-    keeps(resolved, spec, rank, prediction, (memory.total + memory.swap) / ranks, what)?;
-    let needed = ranks * at_most(prediction);
+    let share = if ranks > 1 { "a rank's share of " } else { "" };
+    let what = format!("{share}{} less {} for the process", memory.name(), mebibytes(ASIDE));
+    keeps(resolved, spec, rank, prediction, (memory.for_steps() + memory.swap) / ranks, &what)?;
+    let needed = ranks * at_most(prediction) + ASIDE;
     Ok((needed > memory.available).then(|| {
         format!(
-            "a step needs {} of memory{}, and {} are free: the system may swap, or end the run",
+            "a run needs {} of memory{}, and {} are free: the system may swap, or end the run",
             mebibytes(needed),
             if ranks > 1 { " on all ranks here" } else { "" },
             mebibytes(memory.available)
         )
     }))
+}
+
+/// Whether checkpoints can be written from a copy of the state.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Copies {
+    /// The copy fits beside the step.
+    Fit,
+    /// Why they cannot, in a sentence.
+    No(String),
+}
+
+/// Whether all of `ranks_here` ranks of this host can each keep a copy of their state beside the step, in `memory.limit` and in what the host has to give.
+pub fn copies(resolved: &Resolved, prediction: &Prediction, ranks_here: usize) -> Copies {
+    let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
+    let step = if on_cpu { at_most(prediction) } else { prediction.host_memory.peak_total() };
+    let needed = step + prediction.copy;
+    let asked = resolved.config.memory.limit.filter(|_| on_cpu).map(|limit| limit.0 as usize);
+    let host = host::memory().map(|memory| memory.available.saturating_sub(ASIDE) / ranks_here.max(1));
+    let (room, what) = match (asked, host) {
+        (Some(asked), host) if host.is_none_or(|host| asked <= host) => (asked, "memory.limit is"),
+        (_, Some(host)) => (host, "what a rank can have of this host is"),
+        (_, None) => return Copies::Fit,
+    };
+    if prediction.copy == 0 || needed <= room {
+        return Copies::Fit;
+    }
+    Copies::No(format!(
+        "training waits while a checkpoint is written: a copy of the state, {}, would make {}, and {what} {}",
+        mebibytes(prediction.copy),
+        mebibytes(needed),
+        mebibytes(room)
+    ))
 }
 
 /// An error when `prediction` exceeds `limit`, which is called `what`.

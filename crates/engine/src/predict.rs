@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::links::Links;
 use crate::rank::{self, Rank, RankSettings, StepSettings};
+use crate::snapshot;
 use crate::state::Holding;
 use crate::tier::Tiers;
 use serde::Serialize;
@@ -19,6 +20,8 @@ pub struct Prediction {
     pub memory: Usage,
     /// The same of the host's memory beside a GPU, for what is offloaded to it; nothing elsewhere.
     pub host_memory: Usage,
+    /// Bytes of the host's memory that a copy of the state takes while a checkpoint is written beside the training.
+    pub copy: usize,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
     /// Every kernel call of the step, tagged with the number of its instruction; those of the host beside a GPU last.
@@ -43,10 +46,11 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
+    let copy = snapshot::bytes_copied(&rank)?;
     let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
     let calls = [Some(device), host].into_iter().flatten().flat_map(|device| device.take_calls()).collect();
-    Ok(Prediction { memory, host_memory, cost, calls, took: began.elapsed() })
+    Ok(Prediction { memory, host_memory, copy, cost, calls, took: began.elapsed() })
 }
 
 /// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.

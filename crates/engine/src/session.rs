@@ -5,7 +5,7 @@ use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
-use crate::limit::{self, mebibytes};
+use crate::limit::{self, Copies, mebibytes};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
@@ -66,6 +66,8 @@ pub struct Session {
     pub programs: [Program; 2],
     /// What a step will need.
     pub prediction: Prediction,
+    /// Whether checkpoints are written from a copy, while training goes on.
+    pub copies_state: bool,
     /// What this host reaches on the threads of all its ranks, or rank 0's GPU; rank 0's to know.
     pub peaks: Option<Peaks>,
     /// Model FLOPs of a token, forward and backward.
@@ -227,6 +229,14 @@ impl Session {
         if let Some(line) = graphs(&resolved, &programs[0])? {
             note(&line);
         }
+        let copies = limit::copies(&resolved, &prediction, ranks_here(&world));
+        if let Copies::No(why) = &copies {
+            note(why);
+        }
+        // All or none: who waits holds the others up.
+        let mut fit = vec![0; world.size()];
+        world.all_gather(&[u32::from(copies == Copies::Fit)], &mut fit)?;
+        let copies_state = fit.iter().all(|fit| *fit == 1);
         if prediction.host_memory.peak_total() > 0 {
             note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
         }
@@ -266,6 +276,7 @@ impl Session {
             rank,
             programs,
             prediction,
+            copies_state,
             peaks,
             flops_per_token,
             time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
@@ -379,6 +390,7 @@ impl Session {
                 "bytes": self.prediction.cost.bytes,
                 "mem_peak_bytes": self.prediction.memory.peak_total(),
                 "mem_peak": purposes,
+                "checkpoint_copy_bytes": if self.copies_state { self.prediction.copy } else { 0 },
                 "time": match &self.time {
                     Ok(time) => json!(time),
                     Err(why) => json!({"not_predicted": why}),

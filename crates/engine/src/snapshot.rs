@@ -56,10 +56,23 @@ pub struct RunState {
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// Copies what `rank` writes of the state; training may go on while the copy is written. What lies in a tier is not copied: it must be written before
-/// the next step ([`Rank::keeps_state_in_a_tier`]). What replicas hold alike they share, so that
-/// every element is written once.
-pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
+/// What `rank` writes of the state. Where it `copies`, training may go on while the copy is written; else, and with state in a tier, which is never copied
+/// ([`Rank::keeps_state_in_a_tier`]), it must be written before the next step. What replicas hold alike they share, so that every element is written once.
+pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'static>> {
+    if !copies {
+        // Whoever writes reads what the lanes have made.
+        rank.device().synchronize_lanes()?;
+    }
+    Ok(Snapshot {
+        step: state.step,
+        parts: parts(rank, copies)?,
+        state: serde_json::to_value(RunState { amax_history: rank.amax_history(), ..state.clone() })
+            .expect("plain data is JSON"),
+        attachments: Vec::new(),
+    })
+}
+
+fn parts(rank: &Rank, copies: bool) -> Result<Vec<Part<'static>>> {
     let (replica, replicas) = rank.replica();
     let share = |range: &Range<usize>| {
         let cut = |part: usize| range.len() * part / replicas;
@@ -70,23 +83,24 @@ pub fn take(rank: &Rank, state: &RunState) -> Result<Snapshot<'static>> {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
         let range = rank.parameters.master_part_range(id);
         let share = share(&range);
-        let bytes = bytes(rank.masters(id)?, &share)?;
+        let bytes = bytes(rank.masters(id)?, &share, copies)?;
         model.extend(region(name, &spec.shape, share, range, bytes));
     }
     let mut optimizer = Vec::new();
     for (name, elements, range, parts) in optimizer_tensors(rank)? {
         let share = share(&range);
-        let bytes = bytes(parts, &share)?;
+        let bytes = bytes(parts, &share, copies)?;
         optimizer.extend(region(name, &[elements], share, range, bytes));
     }
     let parts = [(MODEL, model), (OPTIMIZER, optimizer)];
-    Ok(Snapshot {
-        step: state.step,
-        parts: parts.into_iter().map(|(name, regions)| Part { name: name.into(), regions }).collect(),
-        state: serde_json::to_value(RunState { amax_history: rank.amax_history(), ..state.clone() })
-            .expect("plain data is JSON"),
-        attachments: Vec::new(),
-    })
+    Ok(parts.into_iter().map(|(name, regions)| Part { name: name.into(), regions }).collect())
+}
+
+/// Bytes of the copy that [`take`] makes.
+pub(crate) fn bytes_copied(rank: &Rank) -> Result<usize> {
+    let parts = parts(rank, false)?;
+    let regions = parts.iter().flat_map(|part| &part.regions);
+    Ok(regions.filter(|region| matches!(region.bytes, Bytes::Live(_))).map(|region| region.bytes.len()).sum())
 }
 
 /// Bytes of tensors that this rank holds of a checkpoint.
@@ -109,13 +123,13 @@ fn region(
 }
 
 /// The elements `share` of what lies in `parts`, one after the other.
-fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'static>> {
-    let (mut start, mut here, mut stored) = (0, Vec::new(), Vec::new());
+fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Result<Bytes<'static>> {
+    let (mut start, mut live, mut stored) = (0, Vec::new(), Vec::new());
     for (part, elements) in parts {
         let held = overlap(share, &(start..start + elements));
         match part {
             Stored::Here(values) if !held.is_empty() => {
-                values.view(held.start - start, [held.len()])?.with_bytes(|bytes| here.extend_from_slice(bytes))?;
+                live.push(values.view(held.start - start, [held.len()])?);
             }
             Stored::Here(_) => {}
             Stored::Away(store, offset) if !held.is_empty() => {
@@ -126,7 +140,17 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>) -> Result<Bytes<'sta
         start += elements;
     }
     // All of it is in memory, or all in files.
-    Ok(if stored.is_empty() { Bytes::from(here) } else { Bytes::Stored(stored) })
+    if !stored.is_empty() {
+        return Ok(Bytes::Stored(stored));
+    }
+    if !copies {
+        return Ok(Bytes::Live(live));
+    }
+    let mut copy = Vec::with_capacity(live.iter().map(Tensor::bytes).sum());
+    for values in live {
+        values.with_bytes(|bytes| copy.extend_from_slice(bytes))?;
+    }
+    Ok(Bytes::from(copy))
 }
 
 /// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this together.

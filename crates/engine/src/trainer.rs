@@ -296,6 +296,7 @@ impl<'s> Run<'s> {
         };
         let program = &session.programs[usize::from(snapshot)];
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
+        let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
         let mut state = session.state.clone();
         state.seconds = self.clock.elapsed();
@@ -309,8 +310,10 @@ impl<'s> Run<'s> {
                     // These weights may be what is wrong: nothing good makes room for them.
                     return Ok(());
                 }
-                report(writer.submit(snapshot::take(rank, &state)?)?, &mut *progress);
-                if rank.keeps_state_in_a_tier() {
+                // The one before first: two copies of the state are one too many.
+                report(writer.wait_for_it()?, &mut *progress);
+                report(writer.submit(snapshot::take(rank, &state, copies)?)?, &mut *progress);
+                if !copies || rank.keeps_state_in_a_tier() {
                     report(writer.wait_for_it()?, &mut *progress);
                 }
                 Ok(())
@@ -479,8 +482,12 @@ impl<'s> Run<'s> {
     fn finish(mut self, mut ending: Ending) -> Result<Summary> {
         let step = self.session.state.step;
         if self.saved.0 != step || step == 0 {
-            let taken = snapshot::take(&self.session.rank, &self.session.state)?;
+            report(self.writer.wait_for_it()?, self.progress);
+            let taken = snapshot::take(&self.session.rank, &self.session.state, self.session.copies_state)?;
             report(self.writer.submit(taken)?, self.progress);
+            if !self.session.copies_state {
+                report(self.writer.wait_for_it()?, self.progress);
+            }
             self.saved = (step, Instant::now());
         }
         let evaluate = ending == Ending::Complete && self.evaluated != Some(step);

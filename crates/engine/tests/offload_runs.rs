@@ -5,6 +5,7 @@ mod tensors;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use tensors::tensors;
@@ -13,8 +14,10 @@ use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::Quiet;
 use trainyard_engine::session::Session;
+use trainyard_engine::snapshot::take;
 use trainyard_engine::trainer::{Control, Summary, train};
 use trainyard_engine::world;
+use trainyard_tensor::Purpose;
 
 const IN_MEMORY: &[&str] = &["memory.offload.optimizer=none", "memory.offload.parameters=none"];
 const ON_DISK: &[&str] = &[
@@ -165,6 +168,45 @@ fn a_step_that_does_not_fit_is_refused_with_what_would() {
     }
     let error = start(folder, "never", &[model, &["memory.limit=1MiB"]]).err().unwrap().to_string();
     assert!(error.contains("none of") && error.contains("the least"), "{error}");
+}
+
+/// A copy of the state is as large as masters and moments: where it does not fit beside the step, training waits and nothing is copied.
+#[test]
+fn a_checkpoint_is_written_from_the_state_itself_where_no_copy_fits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for (number, ranks) in [ONE, REPLICAS, STAGE_3].into_iter().enumerate() {
+        let sets = [ranks, &["training.steps=4", "checkpoint.interval_steps=1", "precision.compute=bf16"]].concat();
+        let asked = config(folder, "asked", &sets);
+        let needs = |world| {
+            let session = Session::create(&asked, world, |_| ())?;
+            let (memory, copy) = (session.prediction.memory, session.prediction.copy);
+            let taken = take(&session.rank, &session.state, false)?;
+            let regions = taken.parts.iter().flat_map(|part| &part.regions);
+            assert_eq!(copy, regions.map(|region| region.bytes.len()).sum::<usize>(), "rank {}", session.world.rank());
+            Ok(memory.peak_total() + memory.peak(Purpose::Comm) + copy)
+        };
+        let needed = world::on_threads(world::ranks(&asked).unwrap(), needs).unwrap();
+        std::fs::remove_dir_all(folder.join("asked")).unwrap();
+        let mut ends = Vec::new();
+        for (what, limit) in [("copied", needed), ("in-place", needed - 1)] {
+            let name = format!("{what}-{number}");
+            let limit = format!("memory.limit={limit}");
+            let config = config(folder, &name, &[&sets[..], &[&limit]].concat());
+            let said = Mutex::new(Vec::new());
+            run(&config, |world| {
+                let session = Session::create(&config, world, |line| said.lock().unwrap().push(line.to_owned()))?;
+                assert_eq!(session.copies_state, what == "copied");
+                Ok(session)
+            })
+            .unwrap();
+            let said =
+                said.into_inner().unwrap().iter().any(|line| line.starts_with("training waits while a checkpoint"));
+            assert_eq!(said, what != "copied");
+            ends.push(last(folder, &name));
+        }
+        assert!(ends[0] == ends[1], "{ranks:?}");
+    }
 }
 
 #[test]

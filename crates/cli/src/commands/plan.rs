@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainyard_calibrate::crew::inputs;
 use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, Fp8Recipe};
-use trainyard_engine::device::host_memory;
+use trainyard_engine::host;
 use trainyard_engine::session::Runtime;
 use trainyard_engine::shape::model_spec;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
@@ -283,7 +283,7 @@ fn ways_json(ways: &choose::Ways, tokens: u64) -> Value {
     };
     json!({
         "tokens": tokens,
-        "memory_bytes_max": ways.limit,
+        "memory_bytes_max": ways.fitting.first().and_then(|way| way.limit).map(|limit| limit.bytes),
         "plans": ways.fitting.iter().map(way).collect::<Vec<_>>(),
         "too_large": ways.too_large.iter().map(way).collect::<Vec<_>>(),
         "reasons": ways.reasons(),
@@ -387,7 +387,7 @@ fn this_machine() -> Result<Cluster> {
     let device = trainyard_tensor::Device::cpu(runtime.isa, runtime.threads, None);
     let cpu = device.as_cpu().context("a CPU device")?;
     let peaks = trainyard_tensor::cpu::peak::measure(cpu);
-    let memory = host_memory().context("the system does not say how much memory it has: name a --cluster")?;
+    let memory = host::memory().context("the system does not say how much memory it has: name a --cluster")?;
     let tflops = |flops: f64| flops / 1e12;
     let profile = trainyard_sim::Device {
         name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),

@@ -323,11 +323,15 @@ fn plan(session: &Session) -> String {
         1 => String::new(),
         _ => format!("ranks        {}; what follows is each one's\n", resolved.parallel),
     };
+    let copy = match session.prediction.copy as u64 {
+        copy if copy > 0 && session.copies_state => format!("; {} more while a checkpoint is written", size(copy)),
+        _ => String::new(),
+    };
     format!(
         "model        {} parameters, {} tokens a step\n\
          {kernels}{ranks}\
          step         {:.3} TFLOP in {}; {} instructions\n\
-         memory       {} predicted: {}\n\
+         memory       {} predicted: {}{copy}\n\
          run folder   {}\n\n",
         count(session.rank.model().parameter_count() as u64),
         count(resolved.tokens_per_step()),

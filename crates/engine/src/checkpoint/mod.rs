@@ -45,7 +45,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trainyard_tensor::DType;
+use trainyard_tensor::{DType, Tensor, TensorError};
 
 /// Everything of one moment of a run.
 #[derive(Clone, Debug, Default)]
@@ -100,6 +100,8 @@ pub enum Bytes<'a> {
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
     /// In files of offloaded state: one after the other, each from its position on. Nobody changes them until the snapshot is written.
     Stored(Vec<(Arc<Store>, u64, usize)>),
+    /// In tensors of one dimension, one after the other. Nobody changes them until the snapshot is written.
+    Live(Vec<Tensor>),
 }
 
 impl Bytes<'_> {
@@ -109,6 +111,7 @@ impl Bytes<'_> {
             Bytes::Borrowed(bytes) => bytes.len(),
             Bytes::Shared(bytes) => (**bytes).as_ref().len(),
             Bytes::Stored(parts) => parts.iter().map(|(_, _, bytes)| bytes).sum(),
+            Bytes::Live(tensors) => tensors.iter().map(Tensor::bytes).sum(),
         }
     }
 
@@ -136,6 +139,15 @@ impl Bytes<'_> {
                         let read = &mut chunk[..size.min(bytes - start)];
                         store.read_anywhere(offset + start as u64, read)?;
                         to(read)?;
+                    }
+                }
+                Ok(())
+            }
+            Bytes::Live(tensors) => {
+                for tensor in tensors {
+                    let (elements, each) = (tensor.elements(), (size / tensor.dtype().size()).max(1));
+                    for start in (0..elements).step_by(each) {
+                        tensor.view(start, [each.min(elements - start)])?.with_bytes(&mut to)??;
                     }
                 }
                 Ok(())
@@ -230,6 +242,9 @@ pub enum CheckpointError {
     /// What is to be written lies in a tier and cannot be read.
     #[error(transparent)]
     Tier(#[from] TierError),
+    /// What is to be written cannot be read from the device.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
     /// The background thread has ended.
     #[error("the checkpoint writer has stopped; its reason was reported before")]
     WriterGone,

@@ -600,7 +600,8 @@ section! {
 section! {
     /// Limits on memory.
     MemorySection = "memory" {
-        /// The most bytes that the run's pool may hold: "2GiB" or a number. Unset: no limit.
+        /// The most bytes that the run's pool may hold: "2GiB" or a number; a copy of the state for a checkpoint is only made where both fit. Unset: what the
+        /// machine has, or what a container or a job is limited to.
         #[elsewhere("max_memory", "memory_limit")]
         limit: Option<ByteSize> = None;
     }

@@ -1,6 +1,9 @@
 //! What is offloaded to the host beside a GPU.
 
 use super::*;
+use trainyard_engine::checkpoint::Snapshot;
+use trainyard_engine::precision::LossScaler;
+use trainyard_engine::snapshot::{RunState, take};
 
 /// What can be offloaded, alone and together, with more chunks than one and other depths.
 const WAYS: [&[&str]; 10] = [
@@ -125,6 +128,50 @@ fn a_snapshot_has_what_was_just_moved_to_the_host() {
         trial.step_with(&mut rank, 0, |rank| taken = Trial::masters(rank));
         assert_eq!(tested.problems(), [""; 0]);
         assert!(taken == Trial::masters(&rank), "some weight of the snapshot is that of the step before");
+    }
+}
+
+/// What a checkpoint is written from, copied or not, is the same, whoever reads it.
+#[test]
+fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
+    for way in [&[][..], &[OPTIMIZER], &[OPTIMIZER, GRADIENTS, PARAMETERS]] {
+        let trial = Trial::lowered(LLAMA, &[&["device=cuda", "precision.compute=bf16"], way].concat(), true);
+        let (tested, gpu) = device(1);
+        let mut rank = trial.rank(&gpu);
+        let state = RunState {
+            step: 1,
+            updates: 1,
+            skipped_in_a_row: 0,
+            skipped: 0,
+            samples: 1,
+            tokens: 1,
+            seconds: 0.0,
+            schedule_steps: None,
+            schedule_seconds: None,
+            scaler: LossScaler::none(),
+            amax_history: None,
+            dataset: String::new(),
+            tokenizer: String::new(),
+        };
+        let bytes = |snapshot: &Snapshot<'_>| -> Vec<u8> {
+            let mut all = Vec::new();
+            for region in snapshot.parts.iter().flat_map(|part| &part.regions) {
+                let to = |bytes: &[u8]| {
+                    all.extend_from_slice(bytes);
+                    Ok(())
+                };
+                region.bytes.chunks(1000, to).unwrap();
+            }
+            all
+        };
+        let mut taken = Vec::new();
+        trial.step_with(&mut rank, 0, |rank| {
+            let live = take(rank, &state, false).unwrap();
+            let live = std::thread::scope(|scope| scope.spawn(|| bytes(&live)).join().unwrap());
+            taken = vec![live, bytes(&take(rank, &state, true).unwrap())];
+        });
+        assert_eq!(tested.problems(), [""; 0]);
+        assert!(!taken[0].is_empty() && taken[0] == taken[1], "{way:?}");
     }
 }
 
