@@ -6,7 +6,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 24] = [
+    let commands: [&[&str]; 25] = [
         &[],
         &["train"],
         &["launch"],
@@ -29,6 +29,7 @@ fn help_texts_are_as_agreed() {
         &["bench", "train"],
         &["bench", "kernels"],
         &["bench", "memory"],
+        &["bench", "largest"],
         &["bench", "collectives"],
         &["bench", "gpu"],
     ];

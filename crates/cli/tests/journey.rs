@@ -190,3 +190,30 @@ fn a_step_is_benchmarked() {
     assert!(line["mfu"].as_f64().unwrap() <= 1.0 && line["data_wait_s"].is_number());
     assert!(bench(&[]).contains("kernels of one step"));
 }
+
+#[test]
+fn the_largest_model_within_a_limit_is_found_and_trained() {
+    let folder = Folder::new();
+    let small =
+        ["--preset", "shakespeare-char", "--vocab-size", "128", "--rows", "1", "--length", "32", "--steps", "1"];
+    let bench = |more: &[&str]| -> serde_json::Value {
+        let limit = ["--set", "memory.limit=24MiB", "--json"];
+        serde_json::from_str(&folder.run(&[&["bench", "largest"], &small[..], &limit, more].concat()).ok().stdout)
+            .unwrap()
+    };
+    let predicted = bench(&["--predict"]);
+    let trained = bench(&[]);
+    assert_eq!((&predicted["layers"], &predicted["parameters"]), (&trained["layers"], &trained["parameters"]));
+    assert_eq!(trained["mem_peak_bytes"], trained["mem_predicted_bytes"]);
+    let bytes = trained["mem_peak_bytes"].as_u64().unwrap();
+    assert!((20 << 20..=24 << 20).contains(&bytes), "{bytes}");
+    let on_disk = bench(&["--set", "memory.offload.optimizer=disk"]);
+    assert!(on_disk["layers"].as_u64() > trained["layers"].as_u64() && on_disk["disk_bytes"].as_u64().unwrap() > 0);
+    for (set, said) in
+        [("memory.limit=1MiB", "not even one layer fits in 1.0 MiB"), ("model.layers=2", "leave model.layers out")]
+    {
+        let ran = folder.run(&[&["bench", "largest"], &small[..], &["--set", set]].concat());
+        assert_eq!(ran.code, Some(1));
+        assert!(ran.stderr.contains(said), "{}", ran.stderr);
+    }
+}

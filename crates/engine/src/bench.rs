@@ -14,9 +14,12 @@ use crate::peaks::Peaks;
 use crate::precision::LossScaler;
 use crate::predict::{Prediction, predict};
 use crate::rank::{Launches, Rank, RankSettings, StepSettings};
+use crate::session;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::state::{Holding, does_not_fit};
 use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
@@ -68,6 +71,12 @@ pub struct StepReport {
     pub mem_peak_bytes: u64,
     /// The same as predicted.
     pub mem_predicted_bytes: u64,
+    /// Peak bytes of the host's memory beside a GPU, for what is offloaded to it; 0 where nothing is.
+    pub host_peak_bytes: u64,
+    /// The same as predicted.
+    pub host_predicted_bytes: u64,
+    /// Bytes of disk that offloaded state took; 0 where there was none.
+    pub disk_bytes: u64,
     /// The most bytes that the pool held at once: those in use and those that it kept for reuse.
     pub mem_reserved_bytes: u64,
     /// Peak bytes per purpose.
@@ -138,7 +147,8 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
     let first_step_system_s = system_s();
-    let predicted = stepper.predict()?.memory;
+    let prediction = stepper.predict()?;
+    let predicted = prediction.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
@@ -185,6 +195,9 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         loss: timed.last().map_or(f64::NAN, |t| t.loss),
         mem_peak_bytes: usage.peak_total() as u64,
         mem_predicted_bytes: predicted.peak_total() as u64,
+        host_peak_bytes: stepper.rank.host_memory().peak_total() as u64,
+        host_predicted_bytes: prediction.host_memory.peak_total() as u64,
+        disk_bytes: prediction.disk,
         mem_reserved_bytes: usage.reserved_peak() as u64,
         memory: memory.into_iter().filter(|m| m.measured + m.predicted > 0).collect(),
         kernels,
@@ -209,6 +222,8 @@ pub struct Timed {
 /// A rank that trains on random tokens, and the steps that it has made.
 pub struct Stepper {
     rank: Rank,
+    /// After the rank, whose files lie in it.
+    _folder: OffloadFolder,
     program: Program,
     resolved: Resolved,
     vocabulary: u64,
@@ -231,9 +246,6 @@ impl Stepper {
     ///
     /// As [`Stepper::new`].
     pub fn on(device: &Device, resolved: &Resolved, world: Option<&Communicator>) -> Result<Stepper> {
-        if shape::is_offloaded(resolved) {
-            return Err(does_not_fit("a step in memory is measured here: leave [memory.offload] out, or use train"));
-        }
         let spec = model_spec(resolved)?;
         let model = Model::new(spec.clone())?;
         let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
@@ -241,8 +253,17 @@ impl Stepper {
             Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, device)?,
             None => Links::default(),
         };
-        let rank = Rank::new(device, model, Holding::of(&program), links, &settings(resolved))?;
-        Ok(Stepper { rank, program, resolved: resolved.clone(), vocabulary: spec.vocab_size as u64, step: 0 })
+        let folder = OffloadFolder::new(&resolved.config.run.directory, program.rank);
+        let tiers = session::tiers(resolved, &program, device, &folder.folder)?;
+        let rank = Rank::with_tiers(device, model, Holding::of(&program), tiers, links, &settings(resolved))?;
+        Ok(Stepper {
+            rank,
+            _folder: folder,
+            program,
+            resolved: resolved.clone(),
+            vocabulary: spec.vocab_size as u64,
+            step: 0,
+        })
     }
 
     /// Where its kernels run.
@@ -311,6 +332,33 @@ impl Stepper {
             launches: outcome.launches,
             spans: outcome.spans,
         })
+    }
+}
+
+/// Where offloaded state lies while steps are measured, and nothing afterwards.
+struct OffloadFolder {
+    folder: PathBuf,
+    /// Whether the folder of runs was there before.
+    in_runs: bool,
+}
+
+impl OffloadFolder {
+    fn new(runs: &Path, rank: u32) -> OffloadFolder {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = runs.join(format!("bench-{}-{number}-rank-{rank:05}", std::process::id()));
+        OffloadFolder { folder, in_runs: runs.exists() }
+    }
+}
+
+impl Drop for OffloadFolder {
+    fn drop(&mut self) {
+        // There where something was offloaded to disk.
+        let _ = std::fs::remove_dir(self.folder.join(session::files::OFFLOAD));
+        let _ = std::fs::remove_dir(&self.folder);
+        if !self.in_runs {
+            let _ = self.folder.parent().map(std::fs::remove_dir);
+        }
     }
 }
 
@@ -395,9 +443,8 @@ mod tests {
     use crate::config::{Config, Inputs};
     use std::path::Path;
 
-    #[test]
-    fn a_small_step_is_measured_and_its_memory_is_as_predicted() {
-        let sets = [
+    fn small(sets: &[&str]) -> Resolved {
+        let small = [
             "model.family='llama'",
             "model.dim=64",
             "model.layers=2",
@@ -410,13 +457,32 @@ mod tests {
             "precision.compute='f32'",
         ];
         let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-        let config = Config::parse(Path::new("bench"), "", &sets.map(String::from)).unwrap();
-        let report = steps(&config.resolve(&inputs).unwrap(), 2, Instant::now()).unwrap();
+        let sets: Vec<String> = small.iter().chain(sets).map(|set| (*set).to_owned()).collect();
+        Config::parse(Path::new("bench"), "", &sets).unwrap().resolve(&inputs).unwrap()
+    }
+
+    #[test]
+    fn a_small_step_is_measured_and_its_memory_is_as_predicted() {
+        let report = steps(&small(&[]), 2, Instant::now()).unwrap();
         assert_eq!((report.tokens, report.steps), (128, 2));
         assert!((report.loss - 96f64.ln()).abs() < 0.5, "{}", report.loss);
         assert!(!report.kernels.is_empty() && report.mfu <= 1.0);
         let activations = report.memory.iter().find(|m| m.purpose == "activations").unwrap();
         assert!(activations.error().abs() <= 0.02, "{activations:?}");
+    }
+
+    #[test]
+    fn a_step_with_state_on_disk_is_measured_and_leaves_nothing_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let runs = folder.path().join("runs");
+        let sets = ["memory.offload.optimizer='disk'", "memory.offload.gradients='disk'"];
+        let report =
+            steps(&small(&[&format!("run.directory='{}'", runs.display()), sets[0], sets[1]]), 1, Instant::now());
+        let report = report.unwrap();
+        // Two moments, and sums: masters lie with the weights in f32.
+        assert!(report.disk_bytes >= 12 * report.parameters && report.disk_bytes < 14 * report.parameters);
+        assert_eq!(report.mem_peak_bytes, report.mem_predicted_bytes);
+        assert!(!runs.exists(), "files stay behind");
     }
 
     #[test]

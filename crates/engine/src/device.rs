@@ -233,8 +233,15 @@ mod tests {
         let host = Device::meta();
         let _state = host.zeros([3 << 20], DType::F32, Purpose::Optimizer).unwrap();
         let (memory, host_memory) = (Device::meta().pool().usage(), host.pool().usage());
-        let prediction =
-            Prediction { memory, host_memory, copy: 0, cost: Cost::default(), calls: Vec::new(), took: Duration::ZERO };
+        let prediction = Prediction {
+            memory,
+            host_memory,
+            disk: 0,
+            copy: 0,
+            cost: Cost::default(),
+            calls: Vec::new(),
+            took: Duration::ZERO,
+        };
         assert!(fits_on_host(&prediction, 2, 24 << 20).is_ok() && check_host(&prediction, 1).is_ok());
         let error = fits_on_host(&prediction, 2, 20 << 20).unwrap_err().to_string();
         for part in [

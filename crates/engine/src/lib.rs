@@ -10,7 +10,7 @@
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
 //! | [`evaluate`], [`generate`] | what a trained model is used for |
 //! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
-//! | [`bench`] | a step's time, by executing it on random tokens |
+//! | [`bench`], [`largest`] | a step's time, by executing it on random tokens; the largest model that fits |
 //!
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
 
@@ -29,6 +29,7 @@ pub mod fp8;
 pub mod generate;
 pub mod host;
 pub mod lanes;
+pub mod largest;
 pub mod limit;
 pub mod links;
 pub mod measured;

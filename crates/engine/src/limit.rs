@@ -114,7 +114,7 @@ fn keeps(
 }
 
 /// The most that a step holds: its peak in the program's order, and the staging of reductions, whose lane may meet that peak at any time.
-fn at_most(prediction: &Prediction) -> usize {
+pub(crate) fn at_most(prediction: &Prediction) -> usize {
     prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
 }
 

@@ -20,6 +20,8 @@ pub struct Prediction {
     pub memory: Usage,
     /// The same of the host's memory beside a GPU, for what is offloaded to it; nothing elsewhere.
     pub host_memory: Usage,
+    /// Bytes of disk that offloaded state takes.
+    pub disk: u64,
     /// Bytes of the host's memory that a copy of the state takes while a checkpoint is written beside the training.
     pub copy: usize,
     /// FLOPs and bytes of the whole step, recomputation included.
@@ -35,6 +37,7 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let began = std::time::Instant::now();
     let device = Device::meta_for(settings.computes);
     let tiers = Tiers::nowhere(program);
+    let disk = tiers.disk_bytes();
     let links = Links::predicted(program, settings.way)?;
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
     device.take_profile();
@@ -50,7 +53,7 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
     let calls = [Some(device), host].into_iter().flatten().flat_map(|device| device.take_calls()).collect();
-    Ok(Prediction { memory, host_memory, copy, cost, calls, took: began.elapsed() })
+    Ok(Prediction { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
 }
 
 /// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.

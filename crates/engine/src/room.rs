@@ -36,9 +36,11 @@ fn judge(each: u64, free: u64, kept: u64, is_new: bool, folder: &Path) -> Result
     }))
 }
 
-/// Bytes that are free where `folder` is; None where the system does not say.
-fn free(folder: &Path) -> Option<u64> {
-    let disk = rustix::fs::statvfs(folder).ok().filter(|disk| disk.f_blocks > 0)?;
+/// Bytes that are free where `folder` is or will be; None where the system does not say.
+pub(crate) fn free(folder: &Path) -> Option<u64> {
+    let absolute = std::path::absolute(folder).ok()?;
+    let there = absolute.ancestors().find(|folder| folder.exists())?;
+    let disk = rustix::fs::statvfs(there).ok().filter(|disk| disk.f_blocks > 0)?;
     Some(disk.f_bavail.saturating_mul(disk.f_frsize))
 }
 

@@ -627,7 +627,8 @@ fn measure_peaks(world: &Communicator, resolved: &Resolved, device: &Device) -> 
 }
 
 /// What is offloaded: to the host, or to files in the run's folder or where the configuration says.
-fn tiers(resolved: &Resolved, program: &Program, device: &Device, folder: &Path) -> Result<Tiers> {
+/// The tiers of a run in `folder`.
+pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, folder: &Path) -> Result<Tiers> {
     match &resolved.config.offload.directory {
         Some(directory) => Tiers::create(program, device, directory),
         None => Tiers::create(program, device, &folder.join(files::OFFLOAD)),

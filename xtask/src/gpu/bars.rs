@@ -27,6 +27,28 @@ const TRAININGS: [Training; 2] = [
 /// Timed steps of a run.
 const STEPS: &str = "10";
 
+/// Whose blocks the largest model is made of, as in `torch_largest.py`, and how it is trained.
+const LARGEST: [&str; 15] = [
+    "bench",
+    "largest",
+    "--preset",
+    "llama-8b",
+    "--rows",
+    "1",
+    "--length",
+    "2048",
+    "--vocab-size",
+    "32768",
+    "--checkpointing",
+    "full",
+    "--steps",
+    "1",
+    "--json",
+];
+/// What lies on the host in it: the way that trains most is taken.
+const OFFLOADS: [&[&str]; 4] =
+    [&[], &["optimizer"], &["optimizer", "gradients"], &["optimizer", "gradients", "parameters", "activations"]];
+
 /// What was measured.
 #[derive(Serialize)]
 pub struct Bars {
@@ -103,6 +125,7 @@ pub fn run(root: &Path, executables: &Executables, python: Option<&Python>, pair
     for training in &TRAININGS {
         bars.add(training.name, || bench.training(training), self::training);
     }
+    bars.add("largest", || bench.largest(), largest);
     bars.add("planner", || bench.planner(), planner);
     bars
 }
@@ -145,16 +168,26 @@ impl Bench<'_> {
 
     /// Ours and theirs in turn; ours alone once theirs has failed, with what it said.
     fn pairs(&self, log: &str, ours: &[&str], theirs: &[&str]) -> Result<(Measured, Option<String>)> {
+        self.turns(self.pairs, log, ours, ("torch_gpu.py", theirs))
+    }
+
+    fn turns(
+        &self,
+        pairs: usize,
+        log: &str,
+        ours: &[&str],
+        (script, theirs): (&str, &[&str]),
+    ) -> Result<(Measured, Option<String>)> {
         let mut measured = Measured { ours: Vec::new(), theirs: Vec::new() };
         let (mut peer, mut problem) = (self.python, None);
-        for pair in 1..=self.pairs {
+        for pair in 1..=pairs {
             measured.ours.push(self.ours(log, ours)?);
             if let Some(python) = peer {
                 // What the peer is to run: what ours ran.
                 let file = self.folder.join(format!("{log}.ours.json"));
                 std::fs::write(&file, measured.ours[0].to_string())
                     .with_context(|| format!("cannot write {}", file.display()))?;
-                let mut command = python.command(self.root, "torch_gpu.py", theirs);
+                let mut command = python.command(self.root, script, theirs);
                 let log = self.folder.join(format!("{log}.peer.log"));
                 match measure::last_json_line(command.current_dir(&self.folder), &log) {
                     Ok(printed) => measured.theirs.push(printed),
@@ -165,7 +198,7 @@ impl Bench<'_> {
                     }
                 }
             }
-            println!("  pair {pair} of {}", self.pairs);
+            println!("  pair {pair} of {pairs}");
         }
         Ok((measured, problem))
     }
@@ -199,6 +232,25 @@ impl Bench<'_> {
 }
 
 impl Bench<'_> {
+    /// The largest model that ours trains, and then the largest that PyTorch's FSDP does: once each, as they take minutes.
+    fn largest(&self) -> Result<(Measured, Option<String>)> {
+        let mut best: Option<(f64, Vec<String>)> = None;
+        for offload in OFFLOADS {
+            let mut arguments = LARGEST.map(str::to_owned).to_vec();
+            let sets = offload.iter().map(|what| format!("memory.offload.{what}=host"));
+            let sets = [String::from("compute.device=cuda")].into_iter().chain(sets);
+            arguments.extend(sets.flat_map(|set| ["--set".to_owned(), set]));
+            let predicted: Vec<&str> = arguments.iter().map(String::as_str).chain(["--predict"]).collect();
+            let parameters = measure::figure(&self.ours("gpu-largest-predicted", &predicted)?, "/parameters")?;
+            if best.as_ref().is_none_or(|(most, _)| parameters > *most) {
+                best = Some((parameters, arguments));
+            }
+        }
+        let (_, arguments) = best.context("nothing was tried")?;
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        self.turns(1, "gpu-largest", &arguments, ("torch_largest.py", &["search", "gpu-largest.ours.json"]))
+    }
+
     /// Calibrates, and trains what it then predicts.
     fn planner(&self) -> Result<(Measured, Option<String>)> {
         let profile = self.folder.join("gpu-profile.toml");
@@ -277,6 +329,24 @@ fn training(m: &Measured) -> Result<Vec<Row>> {
     ])
 }
 
+fn largest(m: &Measured) -> Result<Vec<Row>> {
+    let off = |measured: &str, predicted: &str| -> Result<f64> {
+        let predicted = m.ours(predicted)?;
+        Ok(if predicted > 0.0 { (m.ours(measured)? / predicted - 1.0).abs() } else { 0.0 })
+    };
+    let theirs = m.theirs("/parameters")?.map(|parameters| parameters / 1e9);
+    Ok(vec![
+        Row::new("parameters of the largest model", "1e9", m.ours("/parameters")? / 1e9)
+            .against(theirs)
+            .ratio_at_least(1.0),
+        Row::new("its step", "s", m.ours("/step_s")?).against(m.theirs("/step_s")?),
+        Row::new("its peak memory, off the prediction", "", off("/mem_peak_bytes", "/mem_predicted_bytes")?)
+            .at_most(0.02),
+        Row::new("on the host, off the prediction", "", off("/host_peak_bytes", "/host_predicted_bytes")?)
+            .at_most(0.02),
+    ])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -313,6 +383,11 @@ mod tests {
             json!({"configurations": 12, "step_error_median": 0.06, "step_error_p90": 0.1, "memory_error_total": 0.0});
         let rows = planner(&Measured { ours: vec![checked], theirs: vec![] }).unwrap();
         assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [None, Some(false), None, Some(true)]);
+        let run_largest = json!({"parameters": 9.5e9, "step_s": 6.0, "mem_peak_bytes": 101e9, "mem_predicted_bytes": 100e9, "host_peak_bytes": 103e9, "host_predicted_bytes": 100e9});
+        let fsdp = json!({"parameters": 8.0e9, "step_s": 9.0});
+        let rows = largest(&Measured { ours: vec![run_largest], theirs: vec![fsdp] }).unwrap();
+        assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [Some(true), None, Some(true), Some(false)]);
+
         let peer = json!({"tokens_per_s": 800.0, "peak_bytes": 90e9});
         let rows = training(&Measured { ours: vec![run], theirs: vec![peer] }).unwrap();
         assert_eq!(rows.iter().map(Row::passed).collect::<Vec<_>>(), [Some(true), Some(false), None, None, Some(true)]);

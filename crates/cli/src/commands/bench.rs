@@ -3,13 +3,14 @@
 use super::Precision;
 use super::bench_gpu::{self, GpuArgs};
 use super::collectives::{self, CollectivesArgs};
+use super::largest::{self, LargestArgs};
 use crate::output::{count, memory, note, print, size};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
 use trainyard_engine::bench::{PurposeMemory, StepReport, steps};
-use trainyard_engine::config::{Config, Inputs};
+use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::session::Runtime;
 use trainyard_tensor::bench::attention::{BenchError, Case, Measured, measure as time_attention};
 use trainyard_tensor::bench::gemm::{LAYERS, geometric_mean, time_layer};
@@ -26,6 +27,7 @@ pub enum Command {
     Kernels(KernelsArgs),
     /// Peak memory against its prediction: three models, three checkpointing modes.
     Memory(MemoryArgs),
+    Largest(LargestArgs),
     /// Collectives between ranks, in percent of plain copies; fits latency and bandwidth.
     Collectives(CollectivesArgs),
     Gpu(GpuArgs),
@@ -51,7 +53,7 @@ pub struct TrainArgs {
     dtype: Precision,
     /// Timed steps.
     #[arg(long, default_value_t = 5)]
-    steps: u64,
+    pub(super) steps: u64,
     /// Micro-batches of a step.
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
@@ -63,7 +65,7 @@ pub struct TrainArgs {
     sets: Vec<String>,
     /// Print one JSON line.
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 /// Arguments of `bench kernels`.
@@ -100,6 +102,7 @@ pub fn run(command: &Command, process_start: Instant) -> Result<()> {
         Command::Train(args) => train(args, process_start),
         Command::Kernels(args) => kernels(args),
         Command::Memory(args) => memory_table(args),
+        Command::Largest(args) => largest::run(args, process_start),
         Command::Collectives(args) => collectives::run(args),
         Command::Gpu(args) => bench_gpu::run(args),
     }
@@ -107,9 +110,11 @@ pub fn run(command: &Command, process_start: Instant) -> Result<()> {
 
 fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
     let report = measure(args, process_start)?;
-    if args.json {
-        return print(format_args!("{}\n", serde_json::to_string(&report)?));
-    }
+    if args.json { print(format_args!("{}\n", serde_json::to_string(&report)?)) } else { show(args, &report) }
+}
+
+/// What a step was like, in words.
+pub(super) fn show(args: &TrainArgs, report: &StepReport) -> Result<()> {
     print(format_args!(
         "{}, {} parameters, {} x {} x {} tokens, {}, {} on {} threads\n\n",
         args.preset,
@@ -141,6 +146,13 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
         size(report.peak_rss_bytes),
         report.loss
     ))?;
+    if report.host_peak_bytes > 0 {
+        let [measured, predicted] = [report.host_peak_bytes, report.host_predicted_bytes].map(size);
+        print(format_args!("on the host   {measured} of pinned memory, {predicted} predicted\n\n"))?;
+    }
+    if report.disk_bytes > 0 {
+        print(format_args!("on disk       {}\n\n", size(report.disk_bytes)))?;
+    }
     let rows: Vec<_> = report.memory.iter().map(|m| (m.purpose, m.measured, m.predicted)).collect();
     let total = (report.mem_peak_bytes, report.mem_predicted_bytes);
     print(format_args!("memory             measured   predicted\n{}", memory(&rows, total)))?;
@@ -160,6 +172,11 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
 }
 
 fn measure(args: &TrainArgs, process_start: Instant) -> Result<StepReport> {
+    Ok(steps(&configuration(args, &[])?, args.steps, process_start)?)
+}
+
+/// The configuration of steps on random tokens, with `more` settings before those that were given by hand.
+pub(super) fn configuration(args: &TrainArgs, more: &[String]) -> Result<Resolved> {
     let string = |text: &str| toml::Value::String(text.to_owned());
     let dtype = args.dtype.dtype();
     let mut sets = vec![
@@ -172,10 +189,9 @@ fn measure(args: &TrainArgs, process_start: Instant) -> Result<StepReport> {
         format!("precision.compute={}", string(dtype.name())),
         format!("activation_checkpointing.mode={}", string(&args.checkpointing)),
     ];
-    sets.extend(args.sets.iter().cloned());
+    sets.extend(more.iter().chain(&args.sets).cloned());
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    let config = Config::parse(Path::new("bench"), "", &sets)?;
-    Ok(steps(&config.resolve(&inputs)?, args.steps, process_start)?)
+    Ok(Config::parse(Path::new("bench"), "", &sets)?.resolve(&inputs)?)
 }
 
 fn kernels(args: &KernelsArgs) -> Result<()> {

@@ -107,7 +107,7 @@ impl Tiers {
     /// What `program` needs, without files or memory: for predictions.
     pub fn nowhere(program: &Program) -> Tiers {
         let host = Device::meta_for(Computes::Cpu);
-        Tiers::with(program, &host, |what, _| Ok(Store::nowhere(what))).expect("nothing is made")
+        Tiers::with(program, &host, |what, bytes| Ok(Store::nowhere(what, bytes))).expect("nothing is made")
     }
 
     /// What `program` needs: files in `folder`, and the host beside `device`.
@@ -182,6 +182,11 @@ impl Tiers {
 
     fn all(&self) -> impl Iterator<Item = &Lower> {
         [&self.optimizer, &self.parameters, &self.activations, &self.gradients].into_iter().flatten()
+    }
+
+    /// Bytes of disk that the files take.
+    pub fn disk_bytes(&self) -> u64 {
+        self.stores().map(Store::bytes).sum()
     }
 
     /// The files.

@@ -25,6 +25,7 @@ pub const fn aligned(bytes: u64) -> u64 {
 /// A file of one rank and purpose, removed when it is dropped. On the meta device there is none, and nothing is moved.
 pub struct Store {
     what: &'static str,
+    bytes: u64,
     disk: Option<Disk>,
 }
 
@@ -42,9 +43,14 @@ struct Bounce {
 }
 
 impl Store {
-    /// A store without a file, for predictions.
-    pub fn nowhere(what: &'static str) -> Store {
-        Store { what, disk: None }
+    /// A store of `bytes` bytes without a file, for predictions.
+    pub fn nowhere(what: &'static str, bytes: u64) -> Store {
+        Store { what, bytes: aligned(bytes), disk: None }
+    }
+
+    /// The room that it has.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// `FOLDER/WHAT-rank-RANK.bin` with room for `bytes` bytes; what a killed run left there is replaced.
@@ -68,7 +74,7 @@ impl Store {
         };
         let disk = Disk { file, path: path.clone(), direct, bounce: Mutex::new(Bounce::new()) };
         // Dropping it removes the file.
-        let store = Store { what, disk: Some(disk) };
+        let store = Store { what, bytes: aligned(bytes), disk: Some(disk) };
         store.reserve(bytes).map_err(|source| trouble("take room on disk for", source))?;
         Ok(store)
     }

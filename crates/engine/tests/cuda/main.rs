@@ -10,11 +10,13 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use trainyard_autograd::{Policy, Tape};
 use trainyard_data::{IndexedTokens, PrepareOptions, prepare};
+use trainyard_engine::EngineError;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::open_text;
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::lanes::Span;
+use trainyard_engine::largest::{Room, largest};
 use trainyard_engine::links::Links;
 use trainyard_engine::metrics::Quiet;
 use trainyard_engine::predict::predict;
@@ -422,13 +424,26 @@ fn bf16_loss_curves_are_those_of_the_cpu() {
 
 #[test]
 fn a_step_is_timed_and_its_utilisation_is_of_the_measured_peak() {
-    let resolved = resolved(LLAMA, &["precision.compute=bf16", "compute.device=cuda"]);
+    let small = resolved(LLAMA, &["precision.compute=bf16", "compute.device=cuda"]);
     let (tested, gpu) = device(0);
-    let report = trainyard_engine::bench::steps_on(&gpu, &resolved, 1, std::time::Instant::now()).unwrap();
+    let report = trainyard_engine::bench::steps_on(&gpu, &small, 1, std::time::Instant::now()).unwrap();
     assert_eq!(report.isa, gpu.as_cuda().unwrap().properties().architecture());
     assert!(report.step_s > 0.0 && report.mfu > 0.0 && report.mfu <= 1.0 && report.peak_tflops > 0.0, "{report:?}");
     let off = report.mem_peak_bytes as f64 / report.mem_predicted_bytes as f64 - 1.0;
     assert!(off.abs() <= 0.02, "{off}: {:?}", report.memory);
     assert!(report.kernels.iter().any(|kernel| kernel.name == "attention_backward" && kernel.seconds > 0.0));
+    assert_eq!(tested.problems(), [""; 0]);
+
+    // And with state on the host; blocks are added as long as they fit.
+    let sets = ["compute.device=cuda", "activation_checkpointing.mode=full", OPTIMIZER, GRADIENTS];
+    let room = Room { device: 3 << 20, host: 1 << 20, disk: 0 };
+    let blocks = |layers: usize| {
+        Ok::<_, EngineError>(resolved(&LLAMA.replace("layers = 2", &format!("layers = {layers}")), &sets))
+    };
+    let found = largest(&room, blocks).unwrap().unwrap();
+    let report = trainyard_engine::bench::steps_on(&gpu, &found.resolved, 1, std::time::Instant::now()).unwrap();
+    assert_eq!(report.parameters, found.parameters);
+    assert_eq!(report.host_peak_bytes, found.prediction.host_memory.peak_total() as u64);
+    assert!(report.host_peak_bytes > 1 << 19 && report.host_peak_bytes <= 1 << 20, "{}", report.host_peak_bytes);
     assert_eq!(tested.problems(), [""; 0]);
 }
