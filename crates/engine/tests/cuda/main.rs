@@ -436,7 +436,7 @@ fn a_step_is_timed_and_its_utilisation_is_of_the_measured_peak() {
 
     // And with state on the host; blocks are added as long as they fit.
     let sets = ["compute.device=cuda", "activation_checkpointing.mode=full", OPTIMIZER, GRADIENTS];
-    let room = Room { device: 3 << 20, host: 1 << 20, disk: 0 };
+    let room = Room { device: 256 << 20, host: 1 << 20, disk: 0 };
     let blocks = |layers: usize| {
         Ok::<_, EngineError>(resolved(&LLAMA.replace("layers = 2", &format!("layers = {layers}")), &sets))
     };
