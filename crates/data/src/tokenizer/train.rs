@@ -72,7 +72,15 @@ where
                 }
             }
         })
-        .flat_map(|text| cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::to_owned).collect::<Vec<_>>());
+        .flat_map(|text| {
+            // One at a time: a text may be a gigabyte, and so would be all of its pieces.
+            let lengths: Vec<usize> = cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::len).collect();
+            let mut start = 0;
+            lengths.into_iter().map(move |length| {
+                start += length;
+                text[start - length..start].to_owned()
+            })
+        });
     // Words as the pre-tokenizer would cut them, in the printable characters that stand for bytes.
     let characters = byte_characters();
     let in_characters = |word: &str| word.bytes().map(|byte| characters[usize::from(byte)]).collect();
