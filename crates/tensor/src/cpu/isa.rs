@@ -139,6 +139,18 @@ fn amx_bf16() -> bool {
     false
 }
 
+/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do, Intel's do not.
+pub(super) fn pairs_are_fast() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::sync::OnceLock;
+        static AMD: OnceLock<bool> = OnceLock::new();
+        *AMD.get_or_init(|| std::arch::x86_64::__cpuid(0).ebx == u32::from_le_bytes(*b"Auth"))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

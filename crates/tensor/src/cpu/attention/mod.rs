@@ -8,28 +8,28 @@
 //! own segment only. Masks are causal, causal with a sliding window, or none. Grouped-query attention: `heads / kv_heads`
 //! consecutive query heads share one key/value head.
 //!
-//! The vector form and the tile form's backward compute the *transposed* scores, keys down and queries along the vector lanes.
+//! The vector form and the tiled form's backward compute the *transposed* scores, keys down and queries along the vector lanes.
 //! The softmax of sixteen queries is then elementwise (no horizontal reductions), and the causal mask of a key is one lane
-//! mask. The tile form's forward has queries down, which spares it transposes: see `amx::forward`.
+//! mask. The tiled form's forward has queries down, which spares it transposes: see `tiled::forward`.
 //!
 //! | rung | form |
 //! |---|---|
-//! | portable, AVX2, AVX-512, AVX-512 BF16 | `vector`: operands widened to f32, products by broadcast and fused multiply-add |
-//! | AMX bf16, for bf16 operands | `amx`: all products on bf16 operands with f32 sums; P and dS are rounded to bf16 |
+//! | portable, AVX2, AVX-512, on Intel's CPUs AVX-512 BF16 | `vector`: operands widened to f32, products by broadcast and fused multiply-add |
+//! | for bf16 operands AMX bf16, on AMD's CPUs AVX-512 BF16 | `tiled`: all products on bf16 operands with f32 sums, by `tdpbf16ps` or `vdpbf16ps`; P and dS are rounded to bf16 |
 //!
-//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. `vdpbf16ps` is not used: two
+//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. Intel's `vdpbf16ps` is not used: two
 //! multiply-adds per lane, but measured on Emerald Rapids it issues once in two cycles or slower, against two f32 multiply-adds a
-//! cycle: half the arithmetic per second.
+//! cycle: half the arithmetic per second. On Zen 4 it is the other way round.
 //!
 //! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of scores returned to the caller.
 
-#[cfg(target_arch = "x86_64")]
-mod amx;
 mod backward;
 mod forward;
 mod plan;
 mod rows;
 mod scratch;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 mod vector;
@@ -39,6 +39,9 @@ mod tests;
 
 pub use rows::{Rows, RowsMut};
 
+#[cfg(target_arch = "x86_64")]
+use super::amx::Tiles;
+use super::isa::pairs_are_fast;
 use super::{Cpu, Isa};
 use crate::cpu::threads::Shares;
 use crate::dtype::{DType, Element};
@@ -197,9 +200,26 @@ pub fn bytes_backward(spec: &AttentionSpec, tokens: usize, dtype: DType) -> u64 
     (tokens * ((4 * spec.q_cols() + 4 * spec.kv_cols()) * dtype.size() + 4 * spec.heads)) as u64
 }
 
-/// Whether operands of `dtype` on the rung `isa` take the tile form.
-fn on_tiles(isa: Isa, dtype: DType) -> bool {
-    cfg!(target_arch = "x86_64") && isa >= Isa::AmxBf16 && dtype == DType::BF16
+/// How attention is computed; see the table above.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Form {
+    Vector,
+    /// Tiled, by `vdpbf16ps`.
+    Pairs,
+    /// Tiled, by `tdpbf16ps`.
+    Tiles,
+}
+
+impl Form {
+    /// That of operands of `dtype` on the rung `isa`.
+    fn of(isa: Isa, dtype: DType) -> Form {
+        match (isa, dtype) {
+            _ if cfg!(not(target_arch = "x86_64")) => Form::Vector,
+            (Isa::AmxBf16, DType::BF16) => Form::Tiles,
+            (Isa::Avx512Bf16, DType::BF16) if pairs_are_fast() => Form::Pairs,
+            _ => Form::Vector,
+        }
+    }
 }
 
 /// Bytes of workspace that each thread keeps for [`forward`] with segments of up to `segment_max` tokens. Bounded: it does
@@ -207,8 +227,8 @@ fn on_tiles(isa: Isa, dtype: DType) -> bool {
 pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
     let _ = segment_max;
     #[cfg(target_arch = "x86_64")]
-    if on_tiles(isa, dtype) {
-        return 4 * amx::forward_floats(spec);
+    if Form::of(isa, dtype) != Form::Vector {
+        return 4 * tiled::forward_floats(spec);
     }
     let _ = (isa, dtype);
     4 * forward::floats(spec)
@@ -218,8 +238,8 @@ pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_m
 /// for the f32 sums of dK and dV of one head.
 pub fn workspace_backward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
     #[cfg(target_arch = "x86_64")]
-    if on_tiles(isa, dtype) {
-        return 4 * amx::backward_floats(spec, segment_max);
+    if Form::of(isa, dtype) != Form::Vector {
+        return 4 * tiled::backward_floats(spec, segment_max);
     }
     let _ = (isa, dtype);
     4 * backward::floats(spec, segment_max)
@@ -322,10 +342,14 @@ pub fn forward_cross<T: Element>(
     }
     let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(lse) };
     #[cfg(target_arch = "x86_64")]
-    if on_tiles(cpu.isa, T::DTYPE) {
-        let tasks = plan::tasks(spec, cu_q, cu_k, amx::CHUNK, amx::UNIT);
+    if let form @ (Form::Pairs | Form::Tiles) = Form::of(cpu.isa, T::DTYPE) {
+        let tasks = plan::tasks(spec, cu_q, cu_k, tiled::CHUNK, tiled::UNIT);
         cpu.threads.for_each(tasks.len(), |task| {
-            amx::forward(&job, &tasks[task], tasks.get(task + cpu.threads.count()));
+            let (task, next) = (&tasks[task], tasks.get(task + cpu.threads.count()));
+            match form {
+                Form::Pairs => tiled::forward::<T, tiled::Vectors>(&job, task, next),
+                _ => tiled::forward::<T, Tiles>(&job, task, next),
+            }
         });
         return Ok(());
     }
@@ -377,9 +401,13 @@ pub fn backward<T: Element>(
     let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv };
     let tasks = plan::tasks(spec, cu_seqlens, cu_seqlens, usize::MAX / 2, 1);
     #[cfg(target_arch = "x86_64")]
-    if on_tiles(cpu.isa, T::DTYPE) {
+    if let form @ (Form::Pairs | Form::Tiles) = Form::of(cpu.isa, T::DTYPE) {
         cpu.threads.for_each(tasks.len(), |task| {
-            amx::backward(&job, &tasks[task], tasks.get(task + cpu.threads.count()));
+            let (task, next) = (&tasks[task], tasks.get(task + cpu.threads.count()));
+            match form {
+                Form::Pairs => tiled::backward::<T, tiled::Vectors>(&job, task, next),
+                _ => tiled::backward::<T, Tiles>(&job, task, next),
+            }
         });
         return Ok(());
     }

@@ -18,7 +18,7 @@ fn rungs() -> Vec<Isa> {
 
 /// Whether operands of `dtype` can be tested on a rung of [`rungs`]: on emulated tiles only what goes to tiles.
 fn runs(isa: Isa, dtype: DType) -> bool {
-    isa <= Isa::detect() || on_tiles(isa, dtype)
+    isa <= Isa::detect() || Form::of(isa, dtype) == Form::Tiles
 }
 
 /// Deterministic values in (-1, 1), different for each stream.
@@ -64,7 +64,7 @@ impl Tolerance {
     /// Tiles round probabilities to bf16 besides.
     fn of(isa: Isa, dtype: DType, spec: &AttentionSpec, score: f64, keys: usize) -> Tolerance {
         let u = unit(DType::F32);
-        let tiles = on_tiles(isa, dtype);
+        let tiles = Form::of(isa, dtype) != Form::Vector;
         let exponential = if tiles { 3e-6 } else { 4e-7 };
         let probability = 2.0 * ((spec.head_dim as f64 + 4.0) * u * score + exponential) + (2 * keys + 4) as f64 * u;
         let tiles = if tiles { unit(DType::BF16) } else { 0.0 };

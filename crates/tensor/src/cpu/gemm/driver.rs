@@ -32,6 +32,7 @@ use super::MatRef;
 use super::epilogue::{Sink, finish};
 use super::pack;
 use super::workspace::{HUGE_PAGE, WORKSPACE, Workspace};
+use crate::cpu::isa::pairs_are_fast;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
 #[cfg(test)]
@@ -104,18 +105,6 @@ impl Rung {
             Rung::AmxBf16 => unreachable!("tiles have their own loop nest"),
         }
     }
-}
-
-/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do, Intel's do not.
-fn pairs_are_fast() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::sync::OnceLock;
-        static AMD: OnceLock<bool> = OnceLock::new();
-        *AMD.get_or_init(|| std::arch::x86_64::__cpuid(0).ebx == u32::from_le_bytes(*b"Auth"))
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
 }
 
 /// A product's operand: a matrix of outer (row or column of the result) by shared index.

@@ -1,7 +1,7 @@
-//! The tile form, for bf16 operands on AMX: every product on tiles, everything between them in AVX-512.
+//! The tiled form, for bf16 operands: every product on tiles of pairs, by AMX or by `vdpbf16ps`, everything between them in AVX-512.
 //!
 //! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head): a product of two units is two by two tiles
-//! ([`Tiles::quad`](crate::cpu::amx::Tiles::quad)). Operands are packed once per task into tiles without gaps; where a pack holds units of rows and of
+//! ([`Quads`]). Operands are packed once per task into tiles without gaps; where a pack holds units of rows and of
 //! columns, pair `(row unit r, column unit c)` of a head of `D` column units is pair `r * D + c`.
 //!
 //! | pack | tile contents | used as |
@@ -17,12 +17,16 @@
 mod backward;
 mod forward;
 mod pack;
+mod vectors;
 
 pub(super) use backward::{floats as backward_floats, task as backward};
 pub(super) use forward::{floats as forward_floats, task as forward};
 
+pub(super) use vectors::Vectors;
+
 use super::plan::Segment;
 use super::{AttentionSpec, Rows};
+use crate::cpu::amx::{Pairs, Tiles};
 use crate::dtype::{Scalar, bf16};
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -45,6 +49,46 @@ const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// Units that hold `len` rows or columns.
 const fn units(len: usize) -> usize {
     len.div_ceil(UNIT)
+}
+
+/// What multiplies two by two tiles. A left pair is two tiles one below the other, a right pair two tiles side by side.
+pub(super) trait Quads {
+    /// Gets ready; dropping the value ends it.
+    ///
+    /// # Safety
+    /// The CPU must have what it multiplies with, and the thread use no other configuration of tiles while the value lives.
+    unsafe fn begin() -> Self;
+
+    /// `C = A B` over `steps > 0` pairs; `C` is the tiles (0, 0), (0, 1), (1, 0), (1, 1), 4 KiB.
+    ///
+    /// # Safety
+    /// All pairs of `a` and `b` must be readable, `c` writable, all aligned to 64 bytes, and `c` overlap neither.
+    unsafe fn quad(&self, c: *mut f32, a: Pairs, b: Pairs, steps: usize);
+
+    /// `C += A B`, otherwise as [`quad`](Quads::quad).
+    ///
+    /// # Safety
+    /// As [`quad`](Quads::quad), and `c` must be readable.
+    unsafe fn quad_add(&self, c: *mut f32, a: Pairs, b: Pairs, steps: usize);
+}
+
+impl Quads for Tiles {
+    unsafe fn begin() -> Tiles {
+        // SAFETY: by the contract.
+        unsafe { Tiles::configure() }
+    }
+
+    #[inline(always)]
+    unsafe fn quad(&self, c: *mut f32, a: Pairs, b: Pairs, steps: usize) {
+        // SAFETY: by the contract.
+        unsafe { Tiles::quad(self, c, a, b, steps) }
+    }
+
+    #[inline(always)]
+    unsafe fn quad_add(&self, c: *mut f32, a: Pairs, b: Pairs, steps: usize) {
+        // SAFETY: by the contract.
+        unsafe { Tiles::quad_add(self, c, a, b, steps) }
+    }
 }
 
 /// `x`, whose elements are known to be bf16, as such.

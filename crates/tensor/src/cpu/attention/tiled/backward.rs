@@ -13,8 +13,8 @@
 //! dQ^T is f32 for the queries at hand, dK and dV for the whole segment. dS^T by pairs of keys is made by the two cheap in-lane
 //! interleaves, which leaves its queries in another order along the lanes ([`lane_query`]); dQ^T undoes that once, at the end.
 
-use super::{LOG2_E, PAIR, QUAD, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
-use crate::cpu::amx::{Pairs, Tiles};
+use super::{LOG2_E, PAIR, QUAD, Quads, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
+use crate::cpu::amx::Pairs;
 use crate::cpu::attention::plan::{Segment, Task};
 use crate::cpu::attention::scratch::{carve, total, with};
 use crate::cpu::attention::{AttentionSpec, Backward};
@@ -45,9 +45,9 @@ pub(in crate::cpu::attention) fn floats(spec: &AttentionSpec, keys: usize) -> us
 }
 
 /// One segment and key/value head: all its queries and keys. `next` is what this thread will probably do next.
-pub(in crate::cpu::attention) fn task<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>) {
-    // SAFETY: jobs come here only on the AMX rung, which no CPU without these features detects.
-    with(floats(job.spec, task.segment.keys.len()), |space| unsafe { run(job, task, next, space) });
+pub(in crate::cpu::attention) fn task<T: Element, Q: Quads>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>) {
+    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these features detects.
+    with(floats(job.spec, task.segment.keys.len()), |space| unsafe { run::<T, Q>(job, task, next, space) });
 }
 
 /// Fetches part `part` of `parts` of what a task reads first into the L2 cache, as forward does.
@@ -92,7 +92,7 @@ struct Space {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn run<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, space: &mut [f32]) {
+fn run<T: Element, Q: Quads>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, space: &mut [f32]) {
     let (spec, segment) = (job.spec, &task.segment);
     let (d, dims) = (spec.head_dim, units(spec.head_dim));
     let sums = units(segment.keys.len()) * dims * QUAD;
@@ -122,8 +122,8 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, spac
         dims,
         scale: spec.scale.abs() * LOG2_E,
     };
-    // SAFETY: the AMX rung was detected; this task uses no other configuration.
-    let tiles = unsafe { Tiles::configure() };
+    // SAFETY: what the products need was detected; this task uses no other configuration of tiles.
+    let quads = unsafe { Q::begin() };
     let all = units(task.chunk.len());
     let heads = task.kv_head * spec.group()..(task.kv_head + 1) * spec.group();
     let mut packed_keys = 0..0;
@@ -158,7 +158,7 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, spac
                         for block in key_units.clone().step_by(KEY_BLOCK) {
                             let keys = block..key_units.end.min(block + KEY_BLOCK);
                             // SAFETY: queries and keys of these units were packed.
-                            unsafe { space.block(&tiles, spec, segment, &queries, query_units.start, &keys, first) };
+                            unsafe { space.block(&quads, spec, segment, &queries, query_units.start, &keys, first) };
                         }
                     }
                 }
@@ -167,7 +167,7 @@ fn run<T: Element>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>, spac
             unsafe { space.store_queries(job, segment, head, &query_units) };
         }
     }
-    drop(tiles);
+    drop(quads);
     let rows = |unit: usize| {
         let row = segment.keys.start + unit * UNIT;
         row.min(segment.keys.end)..segment.keys.end.min(row + UNIT)
@@ -269,7 +269,7 @@ impl Space {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     unsafe fn block(
         &self,
-        tiles: &Tiles,
+        quads: &impl Quads,
         spec: &AttentionSpec,
         segment: &Segment,
         queries: &Range<usize>,
@@ -295,9 +295,9 @@ impl Space {
                 unsafe {
                     let key_at = (key - keys_from) * row;
                     let q_t = Pairs { first: self.q_t.add(at * row), step: PAIR };
-                    tiles.quad(self.scores, Pairs { first: self.k.add(key_at), step: PAIR }, q_t, self.dims);
+                    quads.quad(self.scores, Pairs { first: self.k.add(key_at), step: PAIR }, q_t, self.dims);
                     let dout_t = Pairs { first: self.dout_t.add(at * row), step: PAIR };
-                    tiles.quad(self.dp, Pairs { first: self.v.add(key_at), step: PAIR }, dout_t, self.dims);
+                    quads.quad(self.dp, Pairs { first: self.v.add(key_at), step: PAIR }, dout_t, self.dims);
                     match UnitMask::of(spec, segment, &queries, key * UNIT) {
                         None => self.gradients(i, j, at, |_| u32::MAX),
                         Some(mask) => self.gradients(i, j, at, |key| mask.queries(key)),
@@ -316,9 +316,9 @@ impl Space {
                 unsafe {
                     let left = (i * QUERY_BLOCK + first) * PAIR;
                     let dout = Pairs { first: self.dout.add(at + dim * PAIR), step: row };
-                    tiles.quad_add(self.dv.add(sums), Pairs { first: self.p.add(left), step: PAIR }, dout, steps);
+                    quads.quad_add(self.dv.add(sums), Pairs { first: self.p.add(left), step: PAIR }, dout, steps);
                     let q = Pairs { first: self.q.add(at + dim * PAIR), step: row };
-                    tiles.quad_add(self.dk.add(sums), Pairs { first: self.ds.add(left), step: PAIR }, q, steps);
+                    quads.quad_add(self.dk.add(sums), Pairs { first: self.ds.add(left), step: PAIR }, q, steps);
                 }
             }
         }
@@ -331,7 +331,7 @@ impl Space {
                     let k_t = Pairs { first: self.k_t.add(keys), step: row };
                     let first = self.ds_pairs.add((j * KEY_BLOCK + seen.start) * PAIR);
                     let sums = self.dq_t.add((at * self.dims + dim) * QUAD);
-                    tiles.quad_add(sums, k_t, Pairs { first, step: PAIR }, seen.len());
+                    quads.quad_add(sums, k_t, Pairs { first, step: PAIR }, seen.len());
                 }
             }
         }

@@ -8,8 +8,8 @@
 //! as soon as they are rounded, and V needs no transpose. What this costs is horizontal maxima and sums, sixteen queries at
 //! once and once per block ([`fold`]).
 
-use super::{CHUNK, LOG2_E, PAIR, QUAD, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
-use crate::cpu::amx::{Pairs, Tiles};
+use super::{CHUNK, LOG2_E, PAIR, QUAD, Quads, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
+use crate::cpu::amx::Pairs;
 use crate::cpu::attention::plan::{self, Task};
 use crate::cpu::attention::scratch::{carve, total, with};
 use crate::cpu::attention::vector::FLOOR;
@@ -50,9 +50,9 @@ pub(in crate::cpu::attention) fn floats(spec: &AttentionSpec) -> usize {
 }
 
 /// One chunk of the queries of the heads of one key/value head. `next` is what this thread will probably do next.
-pub(in crate::cpu::attention) fn task<T: Element>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>) {
-    // SAFETY: jobs come here only on the AMX rung, which no CPU without these features detects.
-    with(floats(job.spec), |space| unsafe { run(job, task, next, space) });
+pub(in crate::cpu::attention) fn task<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>) {
+    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these features detects.
+    with(floats(job.spec), |space| unsafe { run::<T, Q>(job, task, next, space) });
 }
 
 /// Fetches part `part` of `parts` of what a task reads first into the L2 cache. A head's rows lie on different pages, where no
@@ -75,7 +75,7 @@ fn fetch<T: Element>(job: &Forward<'_, T>, task: &Task, part: usize, parts: usiz
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-fn run<T: Element>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>, space: &mut [f32]) {
+fn run<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>, space: &mut [f32]) {
     let (spec, segment) = (job.spec, &task.segment);
     let (d, group) = (spec.head_dim, spec.group());
     let dims = units(d);
@@ -118,8 +118,8 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>, space
         }
     }
 
-    // SAFETY: the AMX rung was detected; this task uses no other configuration.
-    let tiles = unsafe { Tiles::configure() };
+    // SAFETY: what the products need was detected; this task uses no other configuration of tiles.
+    let quads = unsafe { Q::begin() };
     let visible = segment.visible_to_any(spec, &task.chunk);
     let key_units = visible.start / UNIT..units(visible.end);
     // Blocks lie on a grid from the segment's start, so that a query's arithmetic does not depend on its chunk.
@@ -173,7 +173,7 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>, space
                         starts: key_units.start == seen.start,
                     };
                     let mask = |i: usize| UnitMask::of(spec, segment, &queries, (key_units.start + i) * UNIT);
-                    operands.run(&tiles, key_units.len(), mask, &mut max[lanes.clone()], &mut sum[lanes.clone()]);
+                    operands.run(&quads, key_units.len(), mask, &mut max[lanes.clone()], &mut sum[lanes.clone()]);
                 }
             }
             if seen.end <= end {
@@ -233,7 +233,7 @@ impl Block {
     #[inline]
     unsafe fn run(
         &self,
-        tiles: &Tiles,
+        quads: &impl Quads,
         count: usize,
         mask: impl Fn(usize) -> Option<UnitMask>,
         max: &mut [f32],
@@ -244,7 +244,7 @@ impl Block {
         unsafe {
             for i in 0..count {
                 let keys = Pairs { first: self.k_t.add(i * row), step: PAIR };
-                tiles.quad(self.scores.add(i * QUAD), Pairs { first: self.q, step: PAIR }, keys, self.dims);
+                quads.quad(self.scores.add(i * QUAD), Pairs { first: self.q, step: PAIR }, keys, self.dims);
             }
             for half in 0..2 {
                 self.softmax(half, count, &mask, &mut max[half * 16..], &mut sum[half * 16..]);
@@ -253,9 +253,9 @@ impl Block {
                 let (sums, left) = (self.o.add(dim * QUAD), Pairs { first: self.p, step: PAIR });
                 let values = Pairs { first: self.v.add(dim * PAIR), step: row };
                 if self.starts {
-                    tiles.quad(sums, left, values, count);
+                    quads.quad(sums, left, values, count);
                 } else {
-                    tiles.quad_add(sums, left, values, count);
+                    quads.quad_add(sums, left, values, count);
                 }
             }
         }
