@@ -59,6 +59,7 @@ const CASES: &[Case] = &[
     case(&["config", "check", "gone.toml"], 1, &["gone.toml"]),
     case(&["config", "check", "tiny.toml", "--set", "tokenizer.path='gone.json'"], 1, &["gone.json"]),
     case(&["bench", "train", "--preset", "gpt3"], 1, &["gpt3"]),
+    case(&["bench", "train", "--set", "memory.limit='1MiB'"], 1, &["over memory.limit"]),
     case(&["bench", "train", "--steps", "0"], 1, &["0 steps measure nothing"]),
     // Text and tokenizers.
     case(&["train"], 1, &["no Rust sources", "--data"]),

@@ -8,6 +8,7 @@ use crate::Result;
 use crate::collectives;
 use crate::config::Resolved;
 use crate::lanes::Span;
+use crate::limit;
 use crate::links::Links;
 use crate::metrics::{MetricsError, Throughput};
 use crate::peaks::Peaks;
@@ -141,13 +142,15 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     }
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
+    let (_, prediction) = forecast(resolved)?;
+    limit::check(resolved, &spec, 0, &prediction)?;
+    limit::check_machine(resolved, &spec, 0, &prediction, 1)?;
     let mut stepper = Stepper::on(device, resolved, None)?;
     let parameters = stepper.rank.model().parameter_count() as u64;
 
     stepper.step()?;
     let first_step_s = process_start.elapsed().as_secs_f64();
     let first_step_system_s = system_s();
-    let prediction = stepper.predict()?;
     let predicted = prediction.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
@@ -274,20 +277,6 @@ impl Stepper {
     /// What it executes.
     pub fn program(&self) -> &Program {
         &self.program
-    }
-
-    /// What a step will need, from executing the program without data.
-    ///
-    /// # Errors
-    ///
-    /// A model that does not fit.
-    pub fn predict(&self) -> Result<Prediction> {
-        predict(
-            Model::new(model_spec(&self.resolved)?)?,
-            &self.program,
-            &batch_shape(&self.resolved),
-            &settings(&self.resolved),
-        )
     }
 
     /// Makes a step.
