@@ -15,8 +15,8 @@ use trainyard_tensor::Device;
 /// Models with more blocks are not looked at.
 pub const LAYERS_MAX: usize = 4096;
 
-/// The share of a GPU's free memory that is left to its libraries, and to the gaps between allocations.
-const GPU_SPARE: usize = 32;
+/// The share of free memory that is left to the gaps between allocations, on a GPU to its libraries too.
+const SPARE: usize = 32;
 
 /// What a machine has to give to one rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,9 +35,10 @@ impl Room {
     /// # Errors
     /// A GPU that does not say.
     pub fn of(resolved: &Resolved, device: &Device) -> Result<Room> {
-        let host = host::memory().map_or(usize::MAX, |memory| memory.available.saturating_sub(ASIDE));
+        let but_spare = |bytes: usize| bytes / SPARE * (SPARE - 1);
+        let host = host::memory().map_or(usize::MAX, |memory| but_spare(memory.available.saturating_sub(ASIDE)));
         let free = match device.as_cuda() {
-            Some(cuda) => cuda.memory()?.0 / GPU_SPARE * (GPU_SPARE - 1),
+            Some(cuda) => but_spare(cuda.memory()?.0),
             None => host,
         };
         let limit = resolved.config.memory.limit.map_or(usize::MAX, |limit| limit.0 as usize);
