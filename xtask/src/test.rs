@@ -13,6 +13,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use trainyard_cuda::stand_in::StandIn;
+
 use crate::{gpu, tidy};
 
 /// What the `test result:` lines said, summed.
@@ -71,6 +73,17 @@ pub fn run(root: &Path) -> Result<bool> {
             println!("no test ran");
         }
         Ok(success && counts.failed == 0 && counts.passed > 0)
+    })?;
+
+    checked("kernels of GPUs, as NVIDIA's driver runs them", &mut || {
+        let folder = root.join("target/stand-in");
+        let stand_in = StandIn::new(&folder).map_err(anyhow::Error::msg)?;
+        let mut tests = cargo(root, "test", &["--workspace", "--locked", "--no-fail-fast", "--test", "kernels"]);
+        tests.envs(stand_in.variables(&folder)).env("TRAINYARD_TEST_DEVICE", "cuda");
+        let (success, read) = count_tests(&mut tests, &mut std::io::stdout())?;
+        counts.passed += read.passed;
+        counts.failed += read.failed;
+        Ok(success && read.failed == 0 && read.passed > 0)
     })?;
 
     checked("mpi", &mut || {

@@ -120,10 +120,14 @@ pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
 pub fn inputs(profile: &MachineProfile) -> Inputs {
     let here = Inputs::of_this_machine();
     let Some(processes) = &profile.machine.processes else { return here };
+    let all = Some(processes.count as usize);
+    if profile.machine.gpu.is_some() {
+        return Inputs { processes: all, ..here };
+    }
     Inputs {
         cores: profile.kernels.first().map_or(1, |curve| curve.threads as usize),
         cores_because: "threads that each process was measured with".to_owned(),
-        processes: Some(processes.count as usize),
+        processes: all,
         ..here
     }
 }

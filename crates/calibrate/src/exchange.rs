@@ -23,12 +23,12 @@ pub(crate) const OPERATIONS: [&str; 3] = ["all_gather", "reduce_scatter", "all_r
 
 /// Ranks that exchange with each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Group {
-    ranks: u32,
+pub(crate) struct Group {
+    pub ranks: u32,
     /// From one of them to the next.
-    stride: u32,
+    pub stride: u32,
     /// That they are on.
-    hosts: u32,
+    pub hosts: u32,
 }
 
 /// Curves of the groups that the crew's ranks can make.
@@ -70,7 +70,7 @@ fn groups_of_threads(cores: u32) -> Vec<Group> {
 }
 
 /// Neighbours: powers of two, a host, and all processes; and those at the same place on every host. Groups that leave nobody out, for all exchange at once.
-fn groups(processes: &Processes) -> Vec<Group> {
+pub(crate) fn groups(processes: &Processes) -> Vec<Group> {
     let (count, here) = (processes.count, processes.on_a_host());
     let powers = (1..31).map(|power| 1 << power).filter(|ranks| *ranks < count && count.is_multiple_of(*ranks));
     let mut sizes: Vec<u32> = powers.chain([here, count]).filter(|ranks| *ranks > 1).collect();
@@ -84,7 +84,7 @@ fn groups(processes: &Processes) -> Vec<Group> {
 }
 
 /// The group of this process.
-fn members(world: &Communicator, group: Group) -> Result<Communicator> {
+pub(crate) fn members(world: &Communicator, group: Group) -> Result<Communicator> {
     let (rank, Group { ranks, stride, .. }) = (world.rank() as u32, group);
     // Groups of neighbours follow each other; of those at a stride as many are interleaved.
     let color = rank / (ranks * stride) * stride + rank % stride;

@@ -13,11 +13,12 @@ use crate::{CalibrateError, disk, gpu_exchange, sample, utc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
+use trainyard_comm::Communicator;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Stepper;
 use trainyard_engine::config::Inputs;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::{FORMAT, Gpu, Interference, Machine, Speeds, Transfers, median};
+use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Processes, Speeds, Transfers, median};
 use trainyard_tensor::bench::gpu::time;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::driver::Product;
@@ -140,6 +141,9 @@ impl Sizes {
     }
 }
 
+/// How collectives were measured, for people who read the file.
+const BY_NCCL: &str = "collectives are NCCL's, on buffers that nobody has just written";
+
 /// Measures the first of `gpus`, which are those of this host and of one kind, what they exchange by NCCL where they are several, and the host's disk in `folder`.
 /// `progress` is told the share that is done, and what comes next.
 ///
@@ -156,13 +160,62 @@ pub fn calibrate(
     folder: &Path,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<MachineProfile, CalibrateError> {
+    progress(0.0, "disk");
+    let (profile, exchanged) = one(&gpus[0], sizes, disk_in(folder)?, progress)?;
+    let (collectives, how) = match (gpus.len(), gpus[0].driver().nccl()) {
+        (1, _) => (Vec::new(), "there is one GPU, so nothing between GPUs is measured".to_owned()),
+        (_, Err(error)) => (Vec::new(), format!("nothing between GPUs is measured, for want of NCCL: {error}")),
+        (_, Ok(_)) => (gpu_exchange::collectives(gpus, &exchanged)?, BY_NCCL.to_owned()),
+    };
+    let gpu = profile.machine.gpu.map(|gpu| Gpu { count: gpus.len() as u32, ..gpu });
+    let method = format!("{}; {how}", profile.method);
+    Ok(MachineProfile { method, machine: Machine { gpu, ..profile.machine }, collectives, ..profile })
+}
+
+/// The same of the GPUs of all processes of `world`, which are dealt to hosts as `processes` says: each measures its own, `cuda`, at the same time as the others; rank 0's stands for all. What they
+/// exchange is measured among neighbours, among all, and among those at the same place on every host. The profile counts on rank 0.
+///
+/// # Errors
+///
+/// As [`calibrate`]; there is no NCCL.
+pub fn calibrate_together(
+    world: &Communicator,
+    processes: &Processes,
+    cuda: &Arc<Cuda>,
+    sizes: &Sizes,
+    folder: &Path,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<MachineProfile, CalibrateError> {
+    progress(0.0, "disk");
+    // One at a time: ranks share it, and predictions divide it among them.
+    let own = if world.rank() == 0 { Some(disk_in(folder)?) } else { None };
+    let mut disk = own.map_or([0.0; 2], |disk| [disk.write_bytes_per_s, disk.read_bytes_per_s]);
+    world.broadcast(&mut disk, 0)?;
+    let disk = Disk { write_bytes_per_s: disk[0], read_bytes_per_s: disk[1] };
+    let (profile, exchanged) = one(cuda, sizes, disk, progress)?;
+    // Who is done first waits here, and not for NCCL.
+    world.barrier()?;
+    let collectives = gpu_exchange::among(world, processes, cuda, &exchanged)?;
+    let processes = Some(Processes { backend: "nccl".to_owned(), ..processes.clone() });
+    let method = format!("{}, each process on its own GPU while the others are on theirs; {BY_NCCL}", profile.method);
+    Ok(MachineProfile { method, machine: Machine { processes, ..profile.machine }, collectives, ..profile })
+}
+
+fn disk_in(folder: &Path) -> Result<Disk, CalibrateError> {
+    disk::measure(folder).map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })
+}
+
+/// What one GPU does by itself, beside a host with `disk`, and the bytes that GPUs exchange.
+fn one(
+    cuda: &Arc<Cuda>,
+    sizes: &Sizes,
+    disk: Disk,
+    progress: &mut dyn FnMut(f64, &str),
+) -> Result<(MachineProfile, Vec<usize>), CalibrateError> {
     progress(0.0, "speeds");
-    let cuda = &gpus[0];
     // As in a run that leaves it open; the models compute in bf16, or in f32.
     cuda.choose_attention(DType::BF16, None)?;
     let sampler = Sampler::new(cuda, sizes)?;
-    let disk = disk::measure(folder)
-        .map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
     let mut collector = Collector::default();
     let models = sizes.models(cuda.properties().capability >= Product::FP8_CAPABILITY);
     for round in 0..sizes.rounds {
@@ -188,28 +241,20 @@ pub fn calibrate(
     let (side, bytes) = sizes.reference;
     let found = link::measure(cuda, bytes, side)?;
     progress(0.97, "collectives between GPUs");
-    let exchanged: Vec<usize> = sizes.exchanges.clone().step_by(2).map(|power| 1 << power).collect();
-    let (collectives, how) = match (gpus.len(), cuda.driver().nccl()) {
-        (1, _) => (Vec::new(), "there is one GPU, so nothing between GPUs is measured".to_owned()),
-        (_, Err(error)) => (Vec::new(), format!("nothing between GPUs is measured, for want of NCCL: {error}")),
-        (_, Ok(_)) => {
-            let how = "collectives are NCCL's, on buffers that nobody has just written".to_owned();
-            (gpu_exchange::collectives(gpus, &exchanged)?, how)
-        }
-    };
+    let exchanged = sizes.exchanges.clone().step_by(2).map(|power| 1 << power).collect();
     let properties = cuda.properties();
     let gpu = Gpu {
         name: properties.name.clone(),
         architecture: properties.architecture(),
         multiprocessors: properties.multiprocessors,
         memory_bytes: properties.memory as u64,
-        count: gpus.len() as u32,
+        count: 1,
     };
-    Ok(MachineProfile {
+    let profile = MachineProfile {
         format: FORMAT,
         measured: utc(SystemTime::now()),
         method: format!(
-            "by the GPU's clock, medians of {} rounds over {} models; interference is that of products and copies to the GPU; {how}",
+            "by the GPU's clock, medians of {} rounds over {} models; interference is that of products and copies to the GPU",
             sizes.rounds,
             models.len()
         ),
@@ -223,9 +268,10 @@ pub fn calibrate(
             to_host_bytes_per_s: found.to_host_bytes_per_s,
             host_update_bytes_per_s: host_update(bytes)?,
         }),
-        collectives,
+        collectives: Vec::new(),
         kernels: collector.curves(),
-    })
+    };
+    Ok((profile, exchanged))
 }
 
 /// Bytes a second of AdamW on the host, with all its cores, on tensors of `bytes`.

@@ -1,11 +1,11 @@
-//! Collectives between the GPUs of a host, by NCCL, on each GPU's own clock.
+//! Collectives between GPUs, of one host or of several, by NCCL, on each GPU's own clock.
 
 use crate::CalibrateError;
-use crate::exchange::{OPERATIONS, curve};
+use crate::exchange::{OPERATIONS, curve, groups, members};
 use std::sync::Arc;
 use trainyard_comm::nccl::{Circle, Nccl};
 use trainyard_comm::{Communicator, local};
-use trainyard_sim::machine::CollectiveCurve;
+use trainyard_sim::machine::{CollectiveCurve, Processes};
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::nccl::Element;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
@@ -23,33 +23,77 @@ pub fn collectives(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Collective
     let groups = powers.chain((gpus.len() > 1).then_some(gpus.len()));
     let mut curves = Vec::new();
     for ranks in groups {
-        // Whole packs of every rank's part.
-        let bytes: Vec<usize> = bytes.iter().map(|bytes| bytes.next_multiple_of(256 * ranks)).collect();
-        let seconds = between(&gpus[..ranks], &bytes)?;
-        for (operation, seconds) in OPERATIONS.into_iter().zip(seconds) {
-            let points = bytes.iter().zip(seconds).map(|(bytes, seconds)| [*bytes as f64, seconds]).collect();
-            curves.push(curve(operation, ranks as u32, points));
-        }
+        let bytes = packs(bytes, ranks);
+        curves.extend(curves_of(ranks, 1, &bytes, between(&gpus[..ranks], &bytes)?));
     }
     Ok(curves)
+}
+
+/// The same of the groups that the processes of `world` can make, each of which has `cuda` to itself. All groups of a kind exchange at once, and the slowest counts; all
+/// processes get all curves.
+///
+/// # Errors
+///
+/// As [`collectives`].
+pub fn among(
+    world: &Communicator,
+    processes: &Processes,
+    cuda: &Arc<Cuda>,
+    bytes: &[usize],
+) -> Result<Vec<CollectiveCurve>, CalibrateError> {
+    let nccl = Nccl::new(Arc::clone(cuda.driver()), world, || ())?;
+    let mut curves = Vec::new();
+    for group in groups(processes) {
+        let bytes = packs(bytes, group.ranks as usize);
+        let circle = nccl.circle(&members(world, group)?)?;
+        let seconds = on_rank(world, cuda, &circle, &bytes)?;
+        curves.extend(curves_of(group.ranks as usize, group.hosts, &bytes, seconds));
+    }
+    Ok(curves)
+}
+
+/// `bytes` in whole packs of the part of every one of `ranks`.
+fn packs(bytes: &[usize], ranks: usize) -> Vec<usize> {
+    bytes.iter().map(|bytes| bytes.next_multiple_of(256 * ranks)).collect()
+}
+
+/// A curve an operation, through `seconds` by operation and size.
+fn curves_of(
+    ranks: usize,
+    hosts: u32,
+    bytes: &[usize],
+    seconds: Vec<Vec<f64>>,
+) -> impl Iterator<Item = CollectiveCurve> {
+    OPERATIONS.into_iter().zip(seconds).map(move |(operation, seconds)| {
+        let points = bytes.iter().zip(seconds).map(|(bytes, seconds)| [*bytes as f64, seconds]).collect();
+        CollectiveCurve { hosts, ..curve(operation, ranks as u32, points) }
+    })
 }
 
 /// Seconds by operation and size of the slowest rank.
 fn between(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Vec<f64>>, CalibrateError> {
     let results: Vec<Result<Vec<Vec<f64>>, CalibrateError>> = std::thread::scope(|scope| {
         let ranks = local::World::new(gpus.len()).into_iter().zip(gpus);
-        let ranks: Vec<_> = ranks.map(|(world, cuda)| scope.spawn(move || on_rank(world, cuda, bytes))).collect();
+        let on = |world: Communicator, cuda: &Arc<Cuda>| {
+            let circle = Nccl::new(Arc::clone(cuda.driver()), &world, || ())?.circle(&world)?;
+            on_rank(&world, cuda, &circle, bytes)
+        };
+        let ranks: Vec<_> = ranks.map(|(world, cuda)| scope.spawn(move || on(world, cuda))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
     });
     results.into_iter().next().expect("a group has ranks")
 }
 
-fn on_rank(world: Communicator, cuda: &Arc<Cuda>, bytes: &[usize]) -> Result<Vec<Vec<f64>>, CalibrateError> {
+/// Seconds by operation and size of the slowest rank of `world`, whose ranks exchange over circles like `circle` at the same time.
+fn on_rank(
+    world: &Communicator,
+    cuda: &Arc<Cuda>,
+    circle: &Circle,
+    bytes: &[usize],
+) -> Result<Vec<Vec<f64>>, CalibrateError> {
     let device = Device::cuda(Arc::clone(cuda), None);
-    let nccl = Nccl::new(Arc::clone(cuda.driver()), &world, || ())?;
-    let circle = nccl.circle(&world)?;
     let case = |operation: &str, bytes: usize| -> Result<f64, CalibrateError> {
-        let own = once(&device, &circle, operation, bytes);
+        let own = once(&device, circle, operation, bytes);
         // The others wait for a rank that has failed.
         let own = own.inspect_err(|error| drop(world.abort(error.to_string())))?;
         // What the device has done is worth nothing where the world has failed meanwhile.

@@ -3,10 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_calibrate::check::summary;
-use trainyard_calibrate::gpu::{Sizes, calibrate, check};
+use trainyard_calibrate::crew::inputs;
+use trainyard_calibrate::gpu::{Sizes, calibrate, calibrate_together, check};
 use trainyard_calibrate::{forecast, layout};
+use trainyard_comm::local;
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_sim::MachineProfile;
+use trainyard_sim::machine::Processes;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::fake::{Fake, Kernels, Network, Options};
@@ -74,20 +77,85 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     }
 }
 
-#[test]
-fn gpus_that_exchange_have_curves_for_every_number_of_them() {
-    let network = Arc::new(Network::new(&[]));
+/// Devices that reach each other over `network`.
+fn fakes_on(network: &Arc<Network>, count: u64) -> Vec<Arc<Fake>> {
     let fake = |seed| {
         let kernels = tested::kernels(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
         let kernels: Box<dyn Kernels> = Box::new(kernels.unwrap_or_else(|problem| panic!("{problem}")));
-        Arc::new(Fake::new(Options {
-            seed,
-            kernels: Some(kernels),
-            network: Some(network.clone()),
-            ..Options::default()
-        }))
+        let (kernels, network) = (Some(kernels), Some(Arc::clone(network)));
+        Arc::new(Fake::new(Options { seed, kernels, network, ..Options::default() }))
     };
-    let fakes: Vec<Arc<Fake>> = (0..3).map(fake).collect();
+    (0..count).map(fake).collect()
+}
+
+/// Four processes on two hosts: neighbours are on one, all are on both, and so are those at the same place.
+#[test]
+fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts() {
+    let network = Arc::new(Network::new(&[]));
+    let fakes = fakes_on(&network, 4);
+    let folder = tempfile::tempdir().unwrap();
+    let processes = Processes { backend: "tcp".into(), count: 4, hosts: 2 };
+    let profiles: Vec<MachineProfile> = std::thread::scope(|scope| {
+        let ranks = local::World::new(4).into_iter().zip(&fakes).map(|(world, fake)| {
+            let (processes, folder, cuda) = (&processes, folder.path(), Arc::new(Cuda::new(fake.clone(), 1)));
+            scope.spawn(move || {
+                calibrate_together(&world, processes, &cuda, &Sizes::tiny(), folder, &mut |_, _| {}).unwrap()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert_eq!(network.problems(), [""; 0]);
+    fakes.iter().for_each(|fake| assert_eq!(fake.problems(), [""; 0]));
+
+    let profile = &profiles[0];
+    let curves: Vec<_> = profile.collectives.iter().map(|c| (c.operation.as_str(), c.ranks, c.hosts)).collect();
+    let operations = ["all_gather", "reduce_scatter", "all_reduce"];
+    let groups = [(2, 1), (4, 2), (2, 2)];
+    assert_eq!(curves, groups.map(|(ranks, hosts)| operations.map(|name| (name, ranks, hosts))).concat());
+    // Everybody has seen the slowest, and the disk that rank 0 measured.
+    assert!(profiles.iter().all(|other| other.collectives == profile.collectives && other.disk == profile.disk));
+    assert_eq!(profile.machine.to_string(), "4 x fake, sm_90a, on 2 hosts");
+    let path = folder.path().join("gpu-processes.toml");
+    profile.save(&path).unwrap();
+    let read = MachineProfile::read(&path).unwrap();
+    assert_eq!(&read, profile);
+
+    // Replicas at the same place on both hosts, shards on one: as if what crosses took a second for each reduction.
+    let mut slow = read.clone();
+    for curve in slow.collectives.iter_mut().filter(|curve| (curve.ranks, curve.hosts) == (2, 2)) {
+        curve.points.iter_mut().for_each(|point| point[1] += 1.0);
+    }
+    let step_s = |profile: &MachineProfile, replicas: usize| {
+        let sets: Vec<String> = [
+            "model.family='gpt2'",
+            "model.dim=32",
+            "model.layers=1",
+            "model.heads=2",
+            "model.vocab_size=64",
+            "model.max_sequence_length=8",
+            "training.micro_batch_size=2",
+            "training.steps=1",
+            "compute.device='cuda'",
+            "parallel.zero_stage=2",
+        ]
+        .iter()
+        .map(|set| (*set).to_owned())
+        .chain([format!("parallel.data_parallel_replicate_degree={replicas}")])
+        .collect();
+        let inputs = Inputs { batches_supplied: true, ..inputs(profile) };
+        let resolved = Config::parse(Path::new("test"), "", &sets).unwrap().resolve(&inputs).unwrap();
+        assert_eq!((resolved.parallel.ranks, layout(&resolved, &profile.machine).ranks), (4, 2));
+        forecast(&resolved, &profile.machine).unwrap().step(profile, &profile.speeds).simulated.step_s
+    };
+    assert!(step_s(&slow, 2) > step_s(&read, 2) + 1.0, "replicas are on two hosts");
+    assert_eq!(step_s(&slow, 1), step_s(&read, 1), "all four share what all four were measured with");
+}
+
+#[test]
+fn gpus_that_exchange_have_curves_for_every_number_of_them() {
+    let network = Arc::new(Network::new(&[]));
+    let fakes = fakes_on(&network, 3);
     let gpus: Vec<Arc<Cuda>> = fakes.iter().map(|fake| Arc::new(Cuda::new(fake.clone(), 1))).collect();
     let folder = tempfile::tempdir().unwrap();
     let profile = calibrate(&gpus, &Sizes::tiny(), folder.path(), &mut |_, _| {}).unwrap();

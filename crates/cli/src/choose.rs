@@ -191,9 +191,9 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
 }
 
 /// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch; processes are as many as they are.
-fn sharings(base: &Resolved, profile: &MachineProfile) -> Vec<Sharing> {
-    let numbers = match (&profile.machine.processes, &profile.machine.gpu) {
-        (Some(processes), _) => processes.count as usize..=processes.count as usize,
+fn sharings(base: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Vec<Sharing> {
+    let numbers = match (inputs.processes, &profile.machine.gpu) {
+        (Some(count), _) => count..=count,
         (None, Some(gpu)) => 1..=gpu.count as usize,
         (None, None) => 1..=Inputs::of_this_machine().cores,
     };
@@ -225,8 +225,8 @@ fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: b
         format!("parallel.data_parallel_replicate_degree={}", ranks / shard),
         format!("parallel.data_parallel_shard_degree={shard}"),
         format!("parallel.zero_stage={stage}"),
-        format!("parallel.reduce_schedule='{}'", if each { "micro_batch" } else { "step" }),
-        format!("activation_checkpointing.mode='{mode}'"),
+        format!("parallel.reduce_schedule={}", if each { "micro_batch" } else { "step" }),
+        format!("activation_checkpointing.mode={mode}"),
     ];
     if stage == 3 {
         sets.push(format!("parallel.reshard_after_forward={reshard}"));
@@ -322,7 +322,7 @@ impl Way {
 impl Ways {
     /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` in `tier`.
     fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]], tier: OffloadTier) -> Result<()> {
-        for sharing in sharings(question.base, question.profile) {
+        for sharing in sharings(question.base, question.profile, question.inputs) {
             for micro in micro_batches(question.base, sharing.ranks) {
                 self.first_that_fits(question, sharing, micro, offloads, tier)?;
             }
@@ -346,7 +346,7 @@ impl Ways {
             }
             for offload in offloads {
                 let mut sets = settings(question.base, sharing, micro, mode, each);
-                sets.extend(offload.iter().map(|what| format!("memory.offload.{what}='{tier}'")));
+                sets.extend(offload.iter().map(|what| format!("memory.offload.{what}={tier}")));
                 // Settings that contradict what is given by hand are no way.
                 let Some(resolved) =
                     (question.load)(&sets).and_then(|config| resolve_for(&config, question.inputs.clone())).ok()

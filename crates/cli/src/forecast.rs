@@ -15,6 +15,8 @@ use trainyard_sim::{MachineProfile, ProfileKind, load_local_profile};
 const NO_PROFILE: &str = "no profile of this machine: run `trainyard calibrate`";
 const NO_GPU_PROFILE: &str = "no profile of a GPU: run `trainyard calibrate --device cuda` where there is one";
 
+const NO_GPU_PROCESSES_PROFILE: &str = "no profile of these GPUs: run `trainyard calibrate --device cuda` in place of `train`, under the launcher and on as many ranks";
+
 const NO_PROCESSES_PROFILE: &str =
     "no profile of processes: run `trainyard calibrate` in place of `train`, under the launcher and on as many ranks";
 
@@ -26,18 +28,26 @@ pub fn profile_kind(config: &Config) -> ProfileKind {
     }
 }
 
+/// The same of runs on `machine`, which may be processes.
+pub fn profile_kind_on(config: &Config, machine: &Machine) -> ProfileKind {
+    match (profile_kind(config), &machine.processes) {
+        (ProfileKind::Cpu, Some(_)) => ProfileKind::Processes,
+        (ProfileKind::Gpu, Some(processes)) if processes.hosts > 1 => ProfileKind::GpuProcesses,
+        (kind, _) => kind,
+    }
+}
+
 /// What a run of `config` on `world` runs on, and the profile that prices it; or why there is none.
 pub fn place(config: &Config, world: &Communicator) -> Result<(ProfileKind, Machine), String> {
-    let kind = profile_kind(config);
     if world.backend() == "local" {
-        return Ok((kind, Machine::here()));
+        return Ok((profile_kind(config), Machine::here()));
     }
     let machine = crew::machine(world).map_err(|error| error.to_string())?;
-    match (kind, machine.processes.as_ref().map_or(1, |processes| processes.hosts)) {
-        (ProfileKind::Gpu, 1) => Ok((kind, Machine::here())),
-        (ProfileKind::Gpu, hosts) => Err(format!("GPUs of one host are measured, and ranks are on {hosts}")),
-        _ => Ok((ProfileKind::Processes, machine)),
-    }
+    Ok(match profile_kind_on(config, &machine) {
+        // Whoever starts its ranks, a host's GPUs were measured by one process.
+        ProfileKind::Gpu => (ProfileKind::Gpu, Machine::here()),
+        kind => (kind, machine),
+    })
 }
 
 /// Seconds of the session's step and of its instructions by kind, at the speeds of the calibration (sampling those of the moment would delay the start); or why
@@ -80,6 +90,7 @@ pub fn profile(of: ProfileKind, here: &Machine) -> Result<MachineProfile, String
             ProfileKind::Cpu => NO_PROFILE,
             ProfileKind::Processes => NO_PROCESSES_PROFILE,
             ProfileKind::Gpu => NO_GPU_PROFILE,
+            ProfileKind::GpuProcesses => NO_GPU_PROCESSES_PROFILE,
         }
         .to_owned()),
         Err(error) => Err(error.to_string()),

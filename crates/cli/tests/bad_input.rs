@@ -29,6 +29,21 @@ const CASES: &[Case] = &[
     // Configurations.
     case(&["train", "gone.toml"], 1, &["cannot read gone.toml"]),
     case(&["train", "broken.toml"], 1, &["broken.toml", "2"]),
+    case(
+        &["train", "ds_config.json"],
+        1,
+        &[
+            "ds_config.json:1: this is JSON, of DeepSpeed: a configuration is TOML",
+            "\n    training.micro_batch_size = 4\n",
+            "\n    parallel.zero_stage = 2\n",
+            "\n    memory.offload.optimizer = \"host\"\n",
+            "\n    precision.compute = \"bf16\"\n",
+            "not taken over: steps_per_print",
+        ],
+    ),
+    case(&["config", "check", "ds_config.json"], 1, &["this is JSON, of DeepSpeed"]),
+    case(&["config", "check", "liar/config.json"], 1, &["this is JSON, of a Hugging Face model", "model.path"]),
+    case(&["config", "check", "broken.json"], 1, &["broken.json:1: this begins like JSON (EOF"]),
     case(&["train", "tiny.toml", "--set", "optimizer.lr=1"], 1, &["optimizer.lr", "optimizer.learning_rate"]),
     case(&["train", "tiny.toml", "--set", "optimiser.learning_rate=1"], 1, &["optimizer.learning_rate"]),
     case(&["train", "tiny.toml", "--set", "training.steps=many"], 1, &["training.steps"]),
@@ -52,6 +67,22 @@ const CASES: &[Case] = &[
         ],
         1,
         &["over this machine's memory", "it fits with", "training.micro_batch_size = "],
+    ),
+    // A batch of 256 GB was once made to predict what it takes, and a program of a billion micro-batches lowered.
+    case(
+        &["train", "tiny.toml", "--set", "training.micro_batch_size=100000000"],
+        1,
+        &["3200000000 tokens", "16777216"],
+    ),
+    case(
+        &["plan", "tiny.toml", "--set", "training.global_batch_size=1000000000"],
+        1,
+        &["250000000 micro-batches", "16384"],
+    ),
+    case(
+        &["config", "check", "tiny.toml", "--set", "training.accumulation_steps=16385"],
+        1,
+        &["training.accumulation_steps", "a larger training.micro_batch_size"],
     ),
     case(&["train", "tiny.toml", "--set", "device=gpu"], 1, &["compute.device", "cuda:N"]),
     // No driver here, or not so many GPUs.
@@ -91,6 +122,11 @@ fn wrong_input_is_said_clearly() {
     let folder = Folder::new();
     folder.write("broken.toml", "[model]\ndim = = 3\n");
     folder.write("broken.json", "{\"model\":");
+    folder.write(
+        "ds_config.json",
+        r#"{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 100, "bf16": {"enabled": true},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}"#,
+    );
     folder.write("empty.txt", "");
     folder.write("short.txt", "ab");
     folder.write("latin.txt", b"caf\xe9 au lait");

@@ -5,7 +5,7 @@ mod common;
 use common::{Folder, Ran};
 use serde_json::Value;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Overheads, Speeds, Transfers};
+use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Overheads, Processes, Speeds, Transfers};
 
 /// A profile of this machine without a curve: every kernel is priced as a copy of its bytes.
 fn profile() -> MachineProfile {
@@ -130,10 +130,7 @@ fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run()
         assert!(ran.stderr.contains(part), "no {part:?} in {}", ran.stderr);
     };
     failed(&["plan", "c.toml", "--trial-seconds=-1"], "it is a number of seconds, 0 or more");
-    failed(
-        &["plan", "c.toml", "--trial-seconds", "1", "--what-if", "gpus=2"],
-        "leave out what only a cluster is asked",
-    );
+    failed(&["plan", "c.toml", "--trial-seconds", "1", "--what-if", "gpus=2"], "neither reads --profile nor tries");
     failed(&["train", "c.toml", "--trial-seconds", "1"], "--plan");
 }
 
@@ -263,6 +260,15 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
     MachineProfile { machine, transfers, ..profile() }.save(&folder.join("small.toml")).unwrap();
     let full = failed(ask(&["--profile", "small.toml"]));
     assert!(full.stderr.contains("a GPU here has 1.0 MiB; the nearest that would: more GPUs"), "{}", full.stderr);
+    // Measured on two hosts: as many as there were.
+    let processes = Some(Processes { backend: "nccl".into(), count: 4, hosts: 2 });
+    let machine = Machine { processes, ..elsewhere.clone() };
+    MachineProfile { machine, transfers, ..profile() }.save(&folder.join("hosts.toml")).unwrap();
+    let shown = ask(&["--profile", "hosts.toml"]).ok();
+    for part in ["4 x NVIDIA H200, sm_90a, on 2 hosts", "  4 GPUs", "4 GPUs, 2 replicas, shard 2, ZeRO-1"] {
+        assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
+    }
+    assert!(!shown.stdout.contains(" 2 GPUs") && !shown.stdout.contains(" 1 GPU"), "{}", shown.stdout);
     let missing = failed(ask(&[]));
     assert!(missing.stderr.contains("none.toml") && missing.stderr.contains("--profile"), "{}", missing.stderr);
     let wrong = failed(ask(&["--profile", "machine.toml"]));
@@ -280,4 +286,41 @@ fn a_machine_without_a_gpu_has_none_to_calibrate() {
     assert!(ran.stderr.contains("there is no GPU to measure: no NVIDIA driver"), "{}", ran.stderr);
     let ran = failed(run(&folder(), &["calibrate", "--device", "gpu"]));
     assert!(ran.stderr.contains("cpu, cuda or cuda:N"), "{}", ran.stderr);
+}
+
+/// `--show`, `--fix` and `--what-if` once priced a calibrated machine by other numbers, without a word.
+#[test]
+fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_that_it_is_not() {
+    let folder = folder();
+    let shown = run(&folder, &["plan", "c.toml", "--show", "2", "--timeline", "step.json"]).ok();
+    for part in ["runnable ways fit", "\nway 2: ", "--set training.global_batch_size=4", "backward", "activations"] {
+        assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
+    }
+    let names = json(&folder, "step.json")["traceEvents"].as_array().unwrap().clone();
+    assert!(names.iter().any(|event| event["cat"] == "forward" && event["dur"].as_f64() > Some(0.0)));
+    let refused = run(&folder, &["plan", "c.toml", "--show", "99"]);
+    assert!(failed(refused).stderr.contains("there are ways 1 to"));
+
+    let held = ["--fix", "micro_batch=2,checkpointing=full,offload=false", "--precision", "bf16", "--json"];
+    let plans: Value =
+        serde_json::from_str(&run(&folder, &[&["plan", "c.toml"][..], &held].concat()).ok().stdout).unwrap();
+    let plans = plans["plans"].as_array().unwrap();
+    assert!(!plans.is_empty());
+    assert!(plans.iter().all(|plan| plan["micro_batch_size"] == 2 && plan["recomputation"] == "full"));
+    for (fixed, says) in [
+        (["--fix", "tp=2"], "runs with tp 1 as yet"),
+        (["--fix", "offload=true"], "memory.offload.optimizer=disk"),
+        (["--precision", "bf16,f32"], "one format on this machine"),
+    ] {
+        let ran = failed(run(&folder, &[&["plan", "c.toml"][..], &fixed].concat()));
+        assert!(ran.stderr.contains(says), "{fixed:?}: {}", ran.stderr);
+    }
+
+    let asked = run(&folder, &["plan", "c.toml", "--what-if", "compute=2x"]).ok();
+    assert!(asked.stdout.contains("what if compute=2x"), "{}", asked.stdout);
+    assert!(asked.stderr.contains("--what-if is for the planner of clusters"), "{}", asked.stderr);
+    let gpu = failed(run(&folder, &["plan", "c.toml", "--price", "2", "--set", "device=cuda"]));
+    assert!(gpu.stderr.contains("--price is for the planner of clusters: name one"), "{}", gpu.stderr);
+    let tried = failed(run(&folder, &["plan", "c.toml", "--price", "2", "--trial-seconds", "2"]));
+    assert!(tried.stderr.contains("neither reads --profile nor tries"), "{}", tried.stderr);
 }

@@ -43,6 +43,34 @@ fn faults_that_make_no_sense_are_refused() {
     assert!(ran.stderr.contains("TRAINYARD_FAULTS: `explode"), "{}", ran.stderr);
 }
 
+/// A drill that never took place ended like one that was survived.
+#[test]
+fn faults_that_do_not_strike_are_named() {
+    let folder = Folder::new();
+    let ran = train(&folder, "nobody", &[], "delay:1 rank=0 step=1 instruction=4; kill rank=2 step=7 instruction=4");
+    assert_eq!(ran.code, Some(1), "{}", ran.stderr);
+    let says = "`kill rank=2 step=7 instruction=4` can never strike: this run has ranks 0 to 1";
+    assert!(ran.stderr.contains(says), "{}", ran.stderr);
+    assert!(!folder.join("runs/nobody").exists());
+
+    // The last of 12 steps is 11.
+    let vain = [
+        "kill rank=1 step=12 instruction=4",
+        "refuse rank=0 step=3 instruction=900",
+        "corrupt rank=1 step=3 instruction=900",
+        "refuse rank=1 operation=3 group=none",
+    ];
+    let faults = ["delay:1 rank=1 step=11 instruction=4", &vain.join("; ")].join("; ");
+    let processes = ["launch", "--nproc-per-node", "2", "train", "tiny.toml", "--set", "run.name='processes'"];
+    let processes = folder.command(&processes).env("TRAINYARD_FAULTS", &faults).output().expect("the program starts");
+    for ran in [train(&folder, "vain", &[], &faults), Ran::new(processes)].map(Ran::ok) {
+        for fault in vain {
+            assert_eq!(ran.stderr.matches(&format!("`{fault}` did not strike")).count(), 1, "{fault}: {}", ran.stderr);
+        }
+        assert!(!ran.stderr.contains("`delay"), "{}", ran.stderr);
+    }
+}
+
 #[test]
 fn restarts_end_with_the_same_bits() {
     let folder = Folder::new();

@@ -217,3 +217,37 @@ fn the_largest_model_within_a_limit_is_found_and_trained() {
         assert!(ran.stderr.contains(said), "{}", ran.stderr);
     }
 }
+
+/// `config check` once called valid, without a word, what `train` refuses on the same machine.
+#[test]
+fn a_configuration_that_this_machine_has_no_memory_for_is_said_to_be_valid_elsewhere() {
+    let folder = Folder::new();
+    let large = ["--set", "model.dim=4096", "--set", "model.heads=32", "--set", "training.micro_batch_size=100000"];
+    let checked = folder.run(&[&["config", "check", "tiny.toml"][..], &large].concat()).ok();
+    let says = "the configuration is valid, and cannot be trained on this machine: a step needs";
+    assert!(
+        checked.stdout.contains(says) && checked.stdout.contains("over this machine's memory"),
+        "{}",
+        checked.stdout
+    );
+    assert!(folder.run(&["config", "check", "tiny.toml"]).ok().stdout.ends_with("\nthe configuration is valid\n"));
+}
+
+/// One of them validates in part, and was counted on both sides.
+#[test]
+fn a_document_that_is_divided_counts_once() {
+    let folder = Folder::new();
+    let line = |i: usize| format!("{{\"text\": \"{}\"}}\n", format!("line {i} of the text. ").repeat(100));
+    folder.write("lines.jsonl", (0..50).map(line).collect::<String>());
+    let sets = ["--set", "data.validation_fraction=0.004", "--set", "training.steps=2"];
+    for (name, says) in [("first", "tokenized"), ("second", "found")] {
+        let name = format!("run.name='{name}'");
+        let arguments = [&["train", "tiny.toml", "--data", "lines.jsonl", "--set", &name], &sets[..]].concat();
+        let ran = folder.run(&arguments).ok();
+        let says = format!("{says} 50 documents (1 of them divided between training and validation), ");
+        assert!(ran.stderr.contains(&says), "{says}\n{}", ran.stderr);
+    }
+    let prepare = ["data", "prepare", "--tokenizer", "bytes", "--validation-fraction", "0.004", "--out", "d"];
+    let ran = folder.run(&[&prepare[..], &["lines.jsonl"]].concat()).ok();
+    assert!(ran.stdout.contains("divided     1 of the documents in both: only the end validates"), "{}", ran.stdout);
+}

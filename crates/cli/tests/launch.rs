@@ -190,6 +190,30 @@ fn processes_with_different_configurations_do_not_begin() {
     assert!(!folder.join("runs").exists());
 }
 
+/// What torchrun's and deepspeed's users type: taken where it means what happens anyway, else answered with what to type.
+#[test]
+fn options_of_other_launchers_are_taken_or_answered() {
+    let folder = Folder::new();
+    run(&folder, &launch(2, &["--standalone", "--nnodes=1"], &train("alone", &["parallel.ranks=2"])), "").ok();
+    for (option, code, says) in [
+        ("--rdzv-endpoint=node0:29400", 2, "say --master-addr HOST --master-port PORT"),
+        ("--rdzv_backend=c10d", 2, "ranks meet at host 0: on one host leave it out"),
+        ("--rdzv-id=7", 2, "different values of --master-port"),
+        ("--nnodes=1:2", 2, "the number of hosts does not change while a run lasts"),
+        ("--nproc-per-node=gpu", 2, "a number from 1 to 4096 is wanted"),
+        ("--hostfile=hosts", 2, "launch reaches no other host: start it once on each"),
+        ("--include=node0:0,1", 2, "CUDA_VISIBLE_DEVICES"),
+        ("--num_gpus=8", 2, "it is called --nproc-per-node here"),
+        ("--num_nodes=2", 2, "it is called --nnodes here"),
+        ("--tee=3", 1, "`--tee=3` is no option of launch"),
+    ] {
+        let line = ["launch", option, "train", "tiny.toml"].map(str::to_owned);
+        let ran = run(&folder, &line, "");
+        assert_eq!(ran.code, Some(code), "{option}: {}", ran.stderr);
+        assert!(ran.stderr.contains(says), "{option}: {}", ran.stderr);
+    }
+}
+
 #[test]
 fn what_cannot_be_launched_says_why() {
     let folder = Folder::new();

@@ -55,6 +55,18 @@ fn a_configuration_is_planned_for_this_machine() {
     assert!(!ran.stdout.contains("not runnable"), "{}", ran.stdout);
 }
 
+/// A configuration with a degree that is priced and not run was refused without a word of how a cluster's plan is asked for it.
+#[test]
+fn a_degree_that_cannot_be_run_is_priced_on_a_cluster_as_the_refusal_says() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let plan = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--global-batch", "8"];
+    let refused = folder.run(&[&plan[..], &["--set", "parallel.tensor_parallel_degree=2"]].concat());
+    assert!(refused.code == Some(1) && refused.stderr.contains("--fix tp=2"), "{}", refused.stderr);
+    let ran = folder.run(&[&plan[..], &["--fix", "tp=2"]].concat()).ok();
+    assert!(ran.stdout.contains("  1  tp 2, "), "{}", ran.stdout);
+}
+
 #[test]
 fn offload_to_the_host_of_gpus_is_planned_and_can_be_run() {
     let folder = Folder::new();
@@ -112,4 +124,41 @@ fn bad_requests_are_refused_with_what_would_do() {
         assert_eq!(ran.code, Some(1), "{arguments:?}: {}", ran.stdout);
         assert!(ran.stderr.contains(says), "{arguments:?}: {} does not say {says}", ran.stderr);
     }
+}
+
+#[test]
+fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let asked = ["plan", "c.toml", "--set", "training.global_batch_size=8", "--cluster", "1x2xA100-80GB", "--runnable"];
+    let fixed = ["--fix", "zero=3,dp_shard=2,micro_batch=2,checkpointing=full", "--precision", "bf16"];
+    let shown = folder.run(&[&asked[..], &fixed, &["--show", "1"]].concat()).ok();
+    assert!(shown.stdout.contains("to run it on 2 ranks:\n  --set parallel.ranks=2\n"), "{}", shown.stdout);
+    let json = folder.run(&[&asked[..], &fixed, &["--json"]].concat()).ok();
+    let plans: serde_json::Value = serde_json::from_str(&json.stdout).unwrap();
+    let sets = plans["plans"][0]["sets"].as_array().unwrap();
+    let sets: Vec<&str> = sets.iter().map(|set| set.as_str().unwrap()).collect();
+    assert!(sets.contains(&"parallel.zero_stage=3") && sets.contains(&"compute.device=cuda"), "{sets:?}");
+    // The same on processors, as there is no GPU here.
+    let here = sets.iter().filter(|set| **set != "compute.device=cuda").flat_map(|set| ["--set", *set]);
+    let ran = folder
+        .run(&["train", "c.toml"].into_iter().chain(here).chain(["--set", "training.steps=1"]).collect::<Vec<_>>());
+    ran.ok();
+
+    let priced = ["plan", "c.toml", "--cluster", "1x2xA100-80GB", "--fix", "tp=2", "--show", "1"];
+    let priced = folder.run(&priced).ok();
+    assert!(priced.stdout.contains("it cannot be run yet: tensor, pipeline"), "{}", priced.stdout);
+}
+
+/// The planner of clusters once left out the configuration's limit of memory and priced any optimizer as AdamW without a word.
+#[test]
+fn a_configurations_limit_counts_on_clusters_and_another_optimizer_is_said() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let asked = ["plan", "c.toml", "--cluster", "1x2xA100-80GB"];
+    let limited = folder.run(&[&asked[..], &["--set", "memory.limit=1MiB"]].concat());
+    assert!(limited.code == Some(1) && limited.stderr.contains("1.0 MiB may be used"), "{}", limited.stderr);
+    let lion = folder.run(&[&asked[..], &["--set", "optimizer.name=lion"]].concat()).ok();
+    assert!(lion.stderr.contains("not those of lion"), "{}", lion.stderr);
+    assert_eq!(folder.run(&asked).ok().stderr, "");
 }

@@ -216,6 +216,10 @@ pub(crate) trait Backend: Send + Sync {
     fn ask(&self, _: &[usize]) -> bool {
         false
     }
+    /// Members that are known to have died, with the evidence of the first; whoever shares this process has not.
+    fn dead(&self) -> Option<(Vec<usize>, String)> {
+        None
+    }
     /// Makes this rank's position known.
     fn post(&self, position: Position);
 

@@ -278,6 +278,12 @@ impl Communicator {
         self.core.backend.ask(members)
     }
 
+    /// Members that have died, for whom nobody need wait: the world's failure then.
+    pub(crate) fn bury(&self, operation: Option<(Operation, u64)>) -> Option<CommError> {
+        let (dead, evidence) = self.core.backend.dead()?;
+        Some(self.accuse(ErrorKind::Died { evidence }, &dead, operation))
+    }
+
     /// Fails the world because of something that all ranks asked for and cannot have.
     pub(crate) fn refuse(&self, what: String) -> CommError {
         self.core.fail(ErrorKind::Argument { what }, &[self.rank()], None)

@@ -70,6 +70,11 @@ impl FaultPlan {
         self.faults.iter().map(|(fault, _)| fault)
     }
 
+    /// Those that have not struck yet, in order.
+    pub fn to_come(&self) -> impl Iterator<Item = &Fault> {
+        self.faults.iter().filter(|(_, struck)| !struck.load(Ordering::Relaxed)).map(|(fault, _)| fault)
+    }
+
     /// The fault that strikes `rank` now, if one does; it will not strike again.
     pub(crate) fn strike(&self, rank: u32, group: &str, number: u64, posted: Option<(u64, u32)>) -> Option<Action> {
         let here = |at: &At| match at {

@@ -19,6 +19,8 @@ pub mod nccl;
 #[cfg(feature = "nvidia")]
 pub mod nvidia;
 #[cfg(feature = "emulation")]
+pub mod stand_in;
+#[cfg(feature = "emulation")]
 pub mod tested;
 
 pub use error::{CudaError, Result};

@@ -137,6 +137,7 @@ fn a_few_books_give_their_share_to_validation_and_no_whole_book() {
     let done = run(&corpus, &Tokenizer::bytes(), &options);
     let (train, validation) = (&done.sidecar.train, done.sidecar.validation.as_ref().unwrap());
     assert_eq!((train.documents, validation.documents), (3, 1));
+    assert_eq!((done.sidecar.documents(), done.sidecar.split.divided_documents), (3, 1), "a divided book counts once");
     assert_eq!(train.text_bytes + validation.text_bytes, bytes as u64);
     assert!(validation.text_bytes.abs_diff(bytes as u64 / 100) <= 1, "{} of {bytes}", validation.text_bytes);
     // One book's beginning and end are the whole book.

@@ -1,7 +1,7 @@
 //! A training step on random tokens: how fast, in percent of the measured peak, how much memory against the prediction.
 //!
 //! The step is the one that training runs: the same lowering, the same lanes, the same optimizer. Only the text is missing, because what
-//! a step costs does not depend on it. The peak is measured after the first step, so that it is no part of the time to it, and a
+//! a step costs does not depend on it. Measuring the peak is no part of the time to the first step, and a
 //! utilisation above one is an error. Kernels are timed one by one in one more step, which is not among the timed ones.
 
 use crate::Result;
@@ -145,17 +145,21 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     let (_, prediction) = forecast(resolved)?;
     limit::check(resolved, &spec, 0, &prediction)?;
     limit::check_machine(resolved, &spec, 0, &prediction, 1)?;
+    // A GPU's while there is memory to measure with.
+    let measuring = Instant::now();
+    let gpu_peaks = device.as_cuda().map(|_| Peaks::of(device)).transpose()?;
+    let measured_s = measuring.elapsed().as_secs_f64();
     let mut stepper = Stepper::on(device, resolved, None)?;
     let parameters = stepper.rank.model().parameter_count() as u64;
 
     stepper.step()?;
-    let first_step_s = process_start.elapsed().as_secs_f64();
+    let first_step_s = process_start.elapsed().as_secs_f64() - measured_s;
     let first_step_system_s = system_s();
     let predicted = prediction.memory;
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
-    let peaks = Peaks::of(device)?;
+    let peaks = gpu_peaks.map_or_else(|| Peaks::of(device), Ok)?;
     let peak = peaks.flops(dtype);
     let mut timed = Vec::new();
     for _ in 0..steps {

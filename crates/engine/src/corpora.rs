@@ -220,11 +220,14 @@ fn tokenize(
             note(&format!("tokenizing: {} of {} MiB of files", mib(progress.text_bytes), mib(total)));
         }
     })?;
+    let documents = match (made.sidecar.documents(), made.sidecar.split.divided_documents) {
+        (1, _) => "1 document".to_owned(),
+        (all, 0) => format!("{all} documents"),
+        (all, divided) => format!("{all} documents ({divided} of them divided between training and validation)"),
+    };
     let text = format!(
-        "{} {} document{}, {} tokens for training, {} for validation ({})",
+        "{} {documents}, {} tokens for training, {} for validation ({})",
         if made.reused { "found" } else { "tokenized" },
-        made.sidecar.documents(),
-        if made.sidecar.documents() == 1 { "" } else { "s" },
         made.sidecar.train.tokens,
         made.sidecar.validation.as_ref().map_or(0, |part| part.tokens),
         made.reason,

@@ -108,14 +108,14 @@ fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
     )))
 }
 
-/// A sentence where a rank has more threads than this process has cores.
-pub fn crowding(resolved: &Resolved) -> Option<String> {
-    let cores = cores();
-    let crowded = resolved.config.compute.device == DeviceKind::Cpu && resolved.threads > cores;
+/// A sentence where the `ranks` that are threads of this process have more threads than it has cores.
+pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
+    let (cores, threads) = (cores(), resolved.threads);
+    let crowded = resolved.config.compute.device == DeviceKind::Cpu && ranks.saturating_mul(threads) > cores;
     crowded.then(|| {
+        let of_ranks = if ranks > 1 { format!("{ranks} ranks with ") } else { String::new() };
         format!(
-            "compute.threads = {}, and this process may use {cores} of the machine's cores: threads will take turns",
-            resolved.threads
+            "{of_ranks}compute.threads = {threads}, and this process may use {cores} of the machine's cores: threads will take turns"
         )
     })
 }
@@ -168,7 +168,10 @@ pub fn pinned(prediction: &Prediction) -> String {
 }
 
 /// The rank's place among those on its host, which is that of its GPU.
-pub(crate) fn place(world: Option<&Communicator>) -> Result<usize> {
+///
+/// # Errors
+/// Variables of a launcher that contradict each other.
+pub fn place(world: Option<&Communicator>) -> Result<usize> {
     let Some(world) = world else { return Ok(0) };
     match Environment::detect()?.local_rank {
         Some(local) => Ok(local as usize),
@@ -216,15 +219,17 @@ mod tests {
 
     #[test]
     fn more_threads_than_cores_are_said() {
-        let doubt = |threads: usize| {
+        let doubt = |threads: usize, ranks: usize| {
             let sets = ["model.preset=quickstart", "training.steps=1", &format!("compute.threads={threads}")];
             let sets = sets.map(String::from);
             let config = Config::parse("here".as_ref(), "", &sets).unwrap();
             let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-            crowding(&config.resolve(&inputs).unwrap())
+            crowding(&config.resolve(&inputs).unwrap(), ranks)
         };
-        assert_eq!(doubt(cores()), None);
-        let (more, said) = (cores() + 1, doubt(cores() + 1).unwrap());
+        assert_eq!((doubt(cores(), 1), doubt(1, cores())), (None, None));
+        let ranks = doubt(1, cores() + 1).unwrap();
+        assert!(ranks.starts_with(&format!("{} ranks with compute.threads = 1, and", cores() + 1)), "{ranks}");
+        let (more, said) = (cores() + 1, doubt(cores() + 1, 1).unwrap());
         assert!(said.starts_with(&format!("compute.threads = {more}, and this process may use {}", cores())), "{said}");
     }
 

@@ -50,6 +50,16 @@ pub enum EngineError {
         /// What happened, and to whom.
         source: CommError,
     },
+    /// A rank's GPU failed.
+    #[error("rank {rank} on {device}: {source}")]
+    Device {
+        /// This rank.
+        rank: usize,
+        /// Which GPU it has.
+        device: String,
+        /// What the driver says.
+        source: Box<TensorError>,
+    },
     /// The training ended on every rank: the first failure as this rank knows it, and where the ranks were.
     #[error("{source}\n{report}")]
     Fault {

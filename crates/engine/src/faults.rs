@@ -58,8 +58,35 @@ impl Faults {
 
     /// All of them, as text.
     pub fn describe(&self) -> String {
-        let own = self.in_programs.iter().map(|(fault, _)| fault);
-        own.chain(self.in_exchanges.faults()).map(Fault::to_string).collect::<Vec<_>>().join("; ")
+        self.all().map(Fault::to_string).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Refuses a fault of a rank that a world of `ranks` does not have.
+    ///
+    /// # Errors
+    /// Naming the first such fault.
+    pub fn check(&self, ranks: usize) -> Result<()> {
+        match self.all().find(|fault| fault.rank as usize >= ranks) {
+            None => Ok(()),
+            Some(fault) => Err(EngineError::DoesNotFit(format!(
+                "{VARIABLE}: `{fault}` can never strike: this run has {} (parallel.ranks, or the processes of a launcher)",
+                match ranks {
+                    1 => "rank 0 alone".to_owned(),
+                    _ => format!("ranks 0 to {}", ranks - 1),
+                }
+            ))),
+        }
+    }
+
+    /// Those that have not struck, of `rank` or, without one, of all ranks.
+    pub fn to_come(&self, rank: Option<u32>) -> Vec<&Fault> {
+        let own = self.in_programs.iter().filter(|(_, struck)| !struck.load(Ordering::Relaxed));
+        let all = own.map(|(fault, _)| fault).chain(self.in_exchanges.to_come());
+        all.filter(|fault| rank.is_none_or(|rank| fault.rank == rank)).collect()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Fault> {
+        self.in_programs.iter().map(|(fault, _)| fault).chain(self.in_exchanges.faults())
     }
 
     /// Lets those that strike in exchanges strike on `world` and all communicators made of it afterwards.

@@ -200,7 +200,9 @@ impl Session {
         {
             note(&doubt);
         }
-        if let Some(doubt) = crate::device::crowding(&resolved) {
+        if let Some(doubt) =
+            crate::device::crowding(&resolved, if world.backend() == "local" { world.size() } else { 1 })
+        {
             note(&doubt);
         }
 

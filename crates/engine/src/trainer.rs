@@ -4,6 +4,7 @@ use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
 use crate::config::Limits;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::measured::{Kinds, Measured};
+use crate::metrics::beaten::{Beaten, Work};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
 use crate::schedule::Schedule;
@@ -17,7 +18,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use trainyard_data::{Loader, LoaderConfig};
-use trainyard_tensor::Purpose;
+use trainyard_tensor::{Purpose, TensorError};
 
 /// How a run ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -88,9 +89,15 @@ pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Contro
     let deadline = world::deadline(&session.resolved.config);
     let positions = session.rank.positions();
     let watch = Watch::start(&session.world, positions, &session.folder, deadline, control.on_stuck)?;
-    train_steps(session, progress, control).map_err(|error| match error {
-        EngineError::Diverged { .. } => error,
-        error => watch.report(error),
+    let ended = train_steps(session, progress, control);
+    ended.map_err(|error| match (error, session.rank.device().as_cuda()) {
+        (error @ EngineError::Diverged { .. }, _) => error,
+        (EngineError::Tensor(source @ TensorError::Cuda(_)), Some(cuda)) => watch.report(EngineError::Device {
+            rank: session.world.rank(),
+            device: format!("{cuda:?}"),
+            source: source.into(),
+        }),
+        (error, _) => watch.report(error),
     })
 }
 
@@ -136,6 +143,7 @@ struct Run<'s> {
     evaluation: Option<EvaluationMetrics>,
     steps: Vec<StepMetrics>,
     kinds: Kinds,
+    beaten: Beaten,
     last_loss: f64,
     first_step_done_s: Option<f64>,
 }
@@ -226,6 +234,7 @@ impl<'s> Run<'s> {
             evaluation: None,
             steps: Vec::new(),
             kinds: Kinds::default(),
+            beaten: Beaten::default(),
             last_loss: f64::NAN,
             first_step_done_s: None,
         })
@@ -347,7 +356,8 @@ impl<'s> Run<'s> {
         }
         let dtype = compute_dtype(&session.resolved);
         let flops = session.flops_per_token * outcome.tokens as f64;
-        let Throughput { tps, tflops, mfu } = self.throughput(outcome.tokens, flops, step_s);
+        let work = Work { tokens: outcome.tokens, flops, seconds: step_s };
+        let Throughput { tps, tflops, mfu } = self.throughput(work);
         let session = &mut *self.session;
         let usage = session.rank.device().pool().usage();
         let mem_peak: BTreeMap<String, u64> = Purpose::ALL
@@ -395,27 +405,19 @@ impl<'s> Run<'s> {
         Ok(())
     }
 
-    /// Rates of a step. A utilisation above one means that the peak was measured while the machine was busy: it is measured again, and
-    /// if that does not explain it, none is stated for this step. A training does not end for a figure.
-    fn throughput(&mut self, tokens: u64, flops: f64, step_s: f64) -> Throughput {
+    fn throughput(&mut self, work: Work) -> Throughput {
         let dtype = compute_dtype(&self.session.resolved);
-        let rates = |peak: Option<f64>| Throughput::new(tokens, flops, step_s, peak);
-        rates(self.session.peak_flops(dtype)).unwrap_or_else(|impossible| {
-            match self.session.measure_peaks_again() {
-                Ok(again) => {
-                    let peak = again.flops(dtype);
-                    self.progress.note(&format!("{impossible}; measured again: {:.3} TFLOP/s", peak / 1e12));
-                    if self.session.peaks.as_ref().is_some_and(|before| peak > before.flops(dtype)) {
-                        self.session.peaks = Some(again);
-                    }
-                }
-                Err(error) => self.progress.note(&format!("{impossible}; it cannot be measured again: {error}")),
+        let Run { session, progress, clock, beaten, .. } = self;
+        let peak = session.peak_flops(dtype);
+        let measure = || {
+            let again = session.measure_peaks_again()?;
+            if session.peaks.as_ref().is_some_and(|before| again.flops(dtype) > before.flops(dtype)) {
+                session.peaks = Some(again);
             }
-            self.clock.last_step_end = Instant::now();
-            let per_second = if step_s > 0.0 { 1.0 / step_s } else { 0.0 };
-            let without = Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None };
-            rates(self.session.peak_flops(dtype)).unwrap_or(without)
-        })
+            clock.last_step_end = Instant::now();
+            Ok(session.peak_flops(dtype))
+        };
+        beaten.rates(work, peak, measure, |text| progress.note(text))
     }
 
     /// Stops a run whose steps are skipped one after another, leaving the checkpoint from before.

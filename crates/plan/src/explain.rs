@@ -1,6 +1,6 @@
 //! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the best would do.
 
-use crate::{Memory, Part, Plan};
+use crate::{Memory, Objective, Part, Plan};
 
 /// A change of one choice of the best plan, simulated.
 #[derive(Clone, PartialEq, Debug)]
@@ -13,14 +13,14 @@ pub struct Neighbour {
     pub bytes: u64,
 }
 
-/// Sentences about `plans`, best first, of which each device may use `bytes_max`.
-pub fn reasons(plans: &[Plan], neighbours: &[Neighbour], bytes_max: u64) -> Vec<String> {
+/// Sentences about `plans`, best first by `objective`, of which each device may use `bytes_max`.
+pub fn reasons(plans: &[Plan], neighbours: &[Neighbour], bytes_max: u64, objective: Objective) -> Vec<String> {
     let Some(best) = plans.first() else { return Vec::new() };
     let mut reasons = vec![bound(best), memory(&best.memory, bytes_max)];
-    reasons.extend(too_large(neighbours, bytes_max));
+    reasons.extend(too_large(neighbours, bytes_max, objective));
     reasons.extend(slower(neighbours, bytes_max));
     if let Some(next) = plans.get(1) {
-        reasons.push(loses(best, next));
+        reasons.push(loses(best, next, objective));
     }
     reasons
 }
@@ -98,11 +98,12 @@ fn memory(memory: &Memory, bytes_max: u64) -> String {
     )
 }
 
-fn too_large(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
-    // Only what would be faster is worth a word.
+fn too_large(neighbours: &[Neighbour], bytes_max: u64, objective: Objective) -> Option<String> {
+    // Only what would be better is worth a word.
     let large = neighbours.iter().filter(|n| n.bytes > bytes_max && n.relative < 1.0);
     let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, size(n.bytes))).collect();
-    (!said.is_empty()).then(|| format!("Faster, but too large: {}.", said.join("; ")))
+    let better = if objective == Objective::Cost { "Cheaper" } else { "Faster" };
+    (!said.is_empty()).then(|| format!("{better}, but too large: {}.", said.join("; ")))
 }
 
 fn slower(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
@@ -120,12 +121,19 @@ fn slower(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
     (!said.is_empty()).then(|| format!("Of its choices, {}.", said.join("; ")))
 }
 
-/// What the next best one loses, by the parts that grew most.
-fn loses(best: &Plan, next: &Plan) -> String {
+/// What the next best one loses, by the parts that grew most: in seconds of a step, or of its devices together where cost is minimised.
+fn loses(best: &Plan, next: &Plan, objective: Objective) -> String {
+    // All plans train on the same tokens in a step.
+    let devices = |plan: &Plan| match objective {
+        Objective::Speed => 1.0,
+        Objective::Cost => f64::from(plan.candidate.mesh.ranks()),
+    };
+    let price = |plan: &Plan| devices(plan) * plan.step_s;
+    let spent = |plan: &Plan, part: Part| devices(plan) * plan.breakdown.seconds(part);
     let mut parts: Vec<(Part, f64)> = Part::ALL
         .into_iter()
-        .map(|part| (part, next.breakdown.seconds(part) - best.breakdown.seconds(part)))
-        .filter(|(_, seconds)| seconds.abs() > 0.002 * best.step_s)
+        .map(|part| (part, spent(next, part) - spent(best, part)))
+        .filter(|(_, seconds)| seconds.abs() > 0.002 * price(best))
         .collect();
     parts.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
     let words: Vec<String> = parts
@@ -136,12 +144,15 @@ fn loses(best: &Plan, next: &Plan) -> String {
             format!("{} {more} {}", duration(seconds.abs()), part.words())
         })
         .collect();
-    let worse = 100.0 * (next.step_s / best.step_s - 1.0);
-    let verdict = match worse {
-        worse if worse < 0.05 => "takes as long".to_owned(),
-        worse => format!("takes {worse:.1} % longer"),
+    let worse = 100.0 * (price(next) / price(best) - 1.0);
+    let verdict = match (objective, worse) {
+        (Objective::Speed, worse) if worse < 0.05 => "takes as long".to_owned(),
+        (Objective::Speed, worse) => format!("takes {worse:.1} % longer"),
+        (Objective::Cost, worse) if worse < 0.05 => "costs as much a token".to_owned(),
+        (Objective::Cost, worse) => format!("costs {worse:.1} % more a token"),
     };
-    let why = if words.is_empty() { String::new() } else { format!(": {}", words.join(", ")) };
+    let of = if objective == Objective::Cost { "in device time " } else { "" };
+    let why = if words.is_empty() { String::new() } else { format!(": {of}{}", words.join(", ")) };
     format!("The next best layout ({}) {verdict}{why}.", next.layout)
 }
 
@@ -181,7 +192,7 @@ mod tests {
             Neighbour { words: "no checkpointing".into(), relative: 0.9, bytes: 100 << 30 },
             Neighbour { words: "micro-batch 2".into(), relative: 1.021, bytes: 72 << 30 },
         ];
-        let said = reasons(&[best.clone(), next], &neighbours, 79 << 30);
+        let said = reasons(&[best.clone(), next], &neighbours, 79 << 30, Objective::Speed);
         assert_eq!(
             said,
             [
@@ -195,10 +206,25 @@ mod tests {
         );
         let slow = plan("dp", &[(Part::Forward, 1.0), (Part::Reduce, 3.0)]);
         assert!(
-            reasons(&[slow], &[], 1 << 30)[0]
+            reasons(&[slow], &[], 1 << 30, Objective::Speed)[0]
                 .starts_with("It is bound by communication: 75 % of the step go into waiting for grad")
         );
-        assert!(reasons(&[], &[], 0).is_empty());
+        assert!(reasons(&[], &[], 0, Objective::Speed).is_empty());
+    }
+
+    /// A next best of twice the devices that took half the time was said to take as long.
+    #[test]
+    fn the_next_best_of_the_cheapest_loses_money_not_time() {
+        let best = plan("dp 1", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Beside, 1.0)]);
+        let mut next = plan("shard 2", &[(Part::Forward, 1.5), (Part::Backward, 3.0), (Part::Beside, 1.0)]);
+        next.candidate.mesh = Mesh::data(1, 2);
+        let neighbours = [Neighbour { words: "no offload".into(), relative: 0.9, bytes: 100 << 30 }];
+        let said = reasons(&[best, next], &neighbours, 79 << 30, Objective::Cost);
+        assert_eq!(said[2], "Cheaper, but too large: no offload needs 100.0 GiB.");
+        assert_eq!(
+            said[3],
+            "The next best layout (shard 2) costs 10.0 % more a token: in device time 1.00 s more starting and ending the step."
+        );
     }
 
     #[test]

@@ -70,10 +70,11 @@ pub fn page(page: &Page<'_>) -> String {
     html += &table(request, answer);
     let _ = writeln!(
         html,
-        "<p>{} candidates considered: {} too large, {} cannot be faster, {} simulated.</p>\n<h2>Why</h2>\n<ul>",
+        "<p>{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p>\n<h2>Why</h2>\n<ul>",
         count(counts.considered as f64),
         count(counts.too_large as f64),
         count(counts.too_slow as f64),
+        answer.objective.better(),
         count(counts.simulated as f64)
     );
     for reason in &answer.reasons {

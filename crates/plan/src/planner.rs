@@ -184,7 +184,7 @@ impl<'a> Planner<'a> {
             bytes: found.results[index].bytes,
         };
         Answer {
-            reasons: reasons(&plans, &neighbours, self.request.bytes_max()),
+            reasons: reasons(&plans, &neighbours, self.request.bytes_max(), self.request.objective),
             plans,
             search: Counts {
                 considered: found.considered,

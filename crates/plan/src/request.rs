@@ -57,6 +57,16 @@ pub enum Objective {
     Cost,
 }
 
+impl Objective {
+    /// What a better plan is.
+    pub fn better(self) -> &'static str {
+        match self {
+            Objective::Speed => "faster",
+            Objective::Cost => "cheaper",
+        }
+    }
+}
+
 impl Request {
     /// The numbers of devices that are searched, most first: whole nodes within the limits. For speed the few largest that divide the batch in some
     /// way; for cost also halves, quarters and so on.

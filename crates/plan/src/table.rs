@@ -41,10 +41,11 @@ pub fn table(request: &Request, answer: &Answer) -> String {
     let counts = &answer.search;
     let _ = writeln!(
         text,
-        "{} candidates considered: {} too large, {} cannot be faster, {} simulated{}",
+        "{} candidates considered: {} too large, {} cannot be {}, {} simulated{}",
         count(counts.considered as f64),
         count(counts.too_large as f64),
         count(counts.too_slow as f64),
+        answer.objective.better(),
         count(counts.simulated as f64),
         match counts.out_of_memory {
             0 => String::new(),

@@ -36,6 +36,8 @@ pub struct UnitCost {
     pub selective_s: f64,
     /// Launches of forward and backward.
     pub launches: [f64; 2],
+    /// Launches of what selective recomputation repeats.
+    pub selective_launches: f64,
     /// Bytes held while forward and backward run, beyond what is kept.
     pub working: [f64; 2],
     /// Elements of parameters that the rank computes with.
@@ -180,7 +182,12 @@ impl Costs {
             Action::Forward { unit, .. } => each * self.unit(unit).launches[0],
             Action::Backward { unit, part, .. } => {
                 let [forward, backward] = self.unit(unit).launches;
-                let again = if keep == Keep::InputOnly && part != Part::Weights { forward } else { 0.0 };
+                let again = match keep {
+                    _ if part == Part::Weights => 0.0,
+                    Keep::Everything => 0.0,
+                    Keep::Selective => self.unit(unit).selective_launches,
+                    Keep::InputOnly => forward,
+                };
                 each * (again + backward * if part == Part::Whole { 1.0 } else { 0.5 })
             }
             Action::Exchange { collective, axis: Axis::Tensor, times, .. } => {
@@ -285,6 +292,7 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
             launches(&[&unit.forward]) + unit.extra_launches[0],
             launches(&[&unit.backward_input, &unit.backward_weights]) + unit.extra_launches[1],
         ],
+        selective_launches: launches(&[&unit.selective]),
         working: unit.working,
         elements,
         tensors: f64::from(unit.tensors),
@@ -318,6 +326,32 @@ impl Units {
         ModelShape {
             units: self.order.iter().enumerate().map(unit).collect(),
             batch_bytes: 16 * u64::from(work.micro_batch) * u64::from(work.sequence),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Profiles, model};
+
+    /// Selective recomputation cost nothing where attention was fused, whatever it repeated.
+    #[test]
+    fn recomputing_more_takes_longer_and_keeps_less_in_every_software() {
+        let constants = Constants::builtin();
+        let cluster = Cluster::parse("1x8xH100", &Profiles::builtin()).unwrap();
+        for stack in Stack::builtin() {
+            for (name, tensor) in [("llama-8b", 1), ("llama-8b", 8), ("gpt3-175b", 8), ("qwen3-30b-a3b", 1)] {
+                let work =
+                    Workload { sequence: 4096, micro_batch: 2, tensor, context: 1, expert: 1, operand_bytes: 2.0 };
+                let units = model(name).unwrap().units(&work, &stack);
+                let costs = Costs::new(&units, &work, &cluster, &stack, &constants, Format::Bf16);
+                let (cost, saved) = (&costs.kinds[1], units.kinds[1].saved);
+                let what = format!("{name} on {tensor} by {}: {cost:?}, {saved:?}", stack.name);
+                assert!(0.0 < cost.selective_s && cost.selective_s < cost.forward_s, "{what}");
+                assert!(0.0 < cost.selective_launches && cost.selective_launches <= cost.launches[0], "{what}");
+                assert!(saved[0] >= saved[1] && saved[1] > saved[2], "{what}");
+            }
         }
     }
 }

@@ -71,6 +71,34 @@ mod tests {
         }
     }
 
+    /// Selective recomputation cost no time: it was taken for attention's scores, of which fused attention keeps none.
+    #[test]
+    fn selective_recomputation_is_that_of_the_models_own_code() {
+        let stack = Stack::named("trainyard").unwrap();
+        for name in ["gpt2-124m", "llama-1b", "qwen2.5-0.5b"] {
+            let spec = trainyard_model::preset(name).unwrap();
+            let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
+            let block = &Architecture::from(&spec).units(&work, &stack).kinds[1];
+            let one = Model::new(ModelSpec { layers: 1, ..spec.clone() }).unwrap();
+            let shape = BatchShape::uniform(2, 512);
+            let cost = |policy| unit_costs(&one, &shape, DType::BF16, policy).unwrap().swap_remove(1);
+            let [everything, selective] = [Policy::Everything, Policy::Selective].map(cost);
+            let again: f64 = block
+                .selective
+                .iter()
+                .map(|kernel| match kernel {
+                    Kernel::Stream { bytes, .. } => *bytes,
+                    other => panic!("{name}: {other:?}"),
+                })
+                .sum();
+            let moved = (selective.backward.bytes - everything.backward.bytes) as f64;
+            assert!((0.9..=1.1).contains(&(again / moved)), "{name} moves {again:.3e} of {moved:.3e}");
+            let spared = (everything.saved_bytes - selective.saved_bytes) as f64;
+            let said = block.saved[0] - block.saved[1];
+            assert!((0.95..=1.05).contains(&(said / spared)), "{name} spares {said:.3e} of {spared:.3e}");
+        }
+    }
+
     #[test]
     fn blocks_are_run_once_however_many_there_are() {
         let stack = Stack::named("trainyard").unwrap();

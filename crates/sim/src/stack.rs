@@ -25,6 +25,8 @@ pub enum Selective {
     CoreAttention,
     /// All but attention and every other product (torchtitan's `op`).
     PerOp,
+    /// Norms and gates (this project's `selective`); without a gate the activation is in a product's epilogue, and its result is kept.
+    NormsAndGates,
 }
 
 /// How layers are dealt to pipeline stages.

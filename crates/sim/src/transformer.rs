@@ -260,6 +260,13 @@ impl Builder<'_> {
         }
     }
 
+    /// Norms and gates of `bytes` read and written, repeated where selective recomputation is of these.
+    fn recomputed(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
+        if self.stack.selective == Selective::NormsAndGates {
+            unit.selective.push(Kernel::Stream { bytes, launches });
+        }
+    }
+
     /// Norm, products, scores and residual of one attention.
     fn attention(&self, unit: &mut UnitWork, causal: bool) {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
@@ -285,7 +292,10 @@ impl Builder<'_> {
             Selective::CoreAttention => whole + eager,
             // Inputs of norms, attention's operands and result.
             Selective::PerOp => stream + m * (2.0 * q + 2.0 * kv) * HALF,
+            // All but the norm's result.
+            Selective::NormsAndGates => whole + eager + scores - stream,
         };
+        self.recomputed(unit, 2.0 * stream, 1.0);
         // Of unfused scores forward holds one more form, backward two gradients.
         let pairs = if scores > 0.0 { self.score_pairs() * HALF } else { 0.0 };
         unit.working[0] = unit.working[0].max(pairs + stream);
@@ -322,6 +332,9 @@ impl Builder<'_> {
                 |backward| Kernel::Attention { kind, heads, queries, keys: s, head_dim: c, causal, backward };
             unit.forward.push(attention(false));
             unit.backward_input.push(attention(true));
+            if self.stack.selective == Selective::CoreAttention {
+                unit.selective.push(attention(false));
+            }
             return;
         }
         let batched = |m, n, k| Kernel::Batched { batch: heads, m, n, k, head_dim: c };
@@ -358,7 +371,8 @@ impl Builder<'_> {
         let activation = if self.model.gated { 3.0 } else { 2.5 } * inner * HALF;
         self.stream(unit, (5.0 + dropout) * stream + activation, 2.0);
         // Norm's input, the product's input; the activation's inputs and its result, and one more where the gate is a kernel of its own.
-        let extra = if self.model.gated && !self.stack.fused { 1.0 } else { 0.0 };
+        let gate = self.model.gated;
+        let extra = if gate && !self.stack.fused { 1.0 } else { 0.0 };
         let mask = if self.stack.dropout { stream / 2.0 } else { 0.0 };
         let operand = self.work.operand_bytes.min(HALF) / HALF;
         let whole = (1.0 + operand) * stream + mask + (up + operand + extra) * inner * HALF;
@@ -366,7 +380,10 @@ impl Builder<'_> {
         unit.saved[1] += match self.stack.selective {
             Selective::CoreAttention => whole,
             Selective::PerOp => stream + 0.5 * up * inner * HALF,
+            // All but the norm's result and the gate's.
+            Selective::NormsAndGates => whole - operand * (stream + if gate { inner * HALF } else { 0.0 }),
         };
+        self.recomputed(unit, 2.0 * stream + if gate { activation } else { 0.0 }, if gate { 2.0 } else { 1.0 });
         unit.working[0] = unit.working[0].max((up + 1.0) * inner * HALF);
         unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
     }

@@ -8,11 +8,11 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_calibrate::check::{self, BARS, Pair, Row};
-use trainyard_calibrate::crew::Crew;
+use trainyard_calibrate::crew::{self, Crew};
 use trainyard_calibrate::{Thoroughness, calibrate, gpu};
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::DeviceKind;
-use trainyard_engine::world;
+use trainyard_engine::{device, world};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, local_profile_path};
 use trainyard_tensor::cuda::Cuda;
@@ -26,6 +26,9 @@ use trainyard_tensor::cuda::Cuda;
 /// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it measures the processes together, on one host or several: what each
 /// computes while the others do, and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile goes to
 /// $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host. One process is measured as if it were alone.
+///
+/// With --device cuda one process measures all GPUs of its host, without a launcher. On several hosts the launcher's processes, one a GPU, measure theirs together, and NCCL
+/// between them; that profile goes to $TRAINYARD_GPU_PROCESSES_PROFILE, else to gpu-processes.toml.
 #[derive(clap::Args)]
 pub struct Args {
     /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own: $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same
@@ -70,10 +73,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// What one of several processes does: rank 0 alone speaks, and keeps the profile.
 fn run_together(args: &Args, world: Communicator) -> Result<()> {
-    if args.device != DeviceKind::Cpu {
-        bail!(
-            "the GPUs of a host are measured by one process: start `trainyard calibrate --device cuda` without a launcher"
-        );
+    if let DeviceKind::Cuda(ordinal) = args.device {
+        return run_on_gpus(args, &world, ordinal);
     }
     if args.compare.is_some() {
         bail!("--compare runs nothing: start it without a launcher, with --out for the profile of the processes");
@@ -97,6 +98,41 @@ fn run_together(args: &Args, world: Communicator) -> Result<()> {
     let profile = MachineProfile::parse(&String::from_utf8_lossy(&text)).map_err(anyhow::Error::msg)?;
     let rows = rows_on(args, &crew, &path, &profile)?;
     if crew.is_first() { show_check(args, &rows) } else { Ok(()) }
+}
+
+/// What one of several processes on several hosts does, which have a GPU each.
+fn run_on_gpus(args: &Args, world: &Communicator, ordinal: Option<usize>) -> Result<()> {
+    let machine = crew::machine(world)?;
+    let processes = machine.processes.context("processes that a launcher started")?;
+    if processes.hosts == 1 {
+        bail!(
+            "the GPUs of one host are measured by one process: start `trainyard calibrate --device cuda` without a launcher"
+        );
+    }
+    if args.check || args.compare.is_some() {
+        bail!("--check and --compare are for one GPU or for processors: leave the launcher, or --device, out");
+    }
+    if ordinal.is_some() {
+        bail!("each process takes the GPU of its place on its host: say --device cuda");
+    }
+    let path = profile_path(args, ProfileKind::GpuProcesses)?;
+    let is_first = world.rank() == 0;
+    let cuda = Arc::new(Cuda::open(device::place(Some(world))?, 1).context("there is no GPU to measure")?);
+    // What one is measured to do counts for all.
+    let kind = cuda.properties().name.clone();
+    let first = world::from_first(world, || Ok(kind.clone().into_bytes()))?;
+    if first != kind.as_bytes() {
+        bail!("this is a {kind}, and rank 0 has a {}: GPUs of one kind are measured", String::from_utf8_lossy(&first));
+    }
+    if is_first {
+        note(&format!("measuring {cuda:?} on {} ranks; nothing else should run meanwhile", processes.count));
+    }
+    let sizes = if args.quick { gpu::Sizes::quick() } else { gpu::Sizes::of_a_gpu() };
+    let bar = is_first.then(bar);
+    let progress = &mut |done: f64, what: &str| bar.iter().for_each(|bar| show(bar, done, what));
+    let profile = gpu::calibrate_together(world, &processes, &cuda, &sizes, folder(&path), progress)?;
+    bar.iter().for_each(ProgressBar::finish_and_clear);
+    if is_first { keep(&profile, &path) } else { Ok(()) }
 }
 
 fn run_alone(args: &Args) -> Result<()> {

@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
 use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
+use trainyard_engine::limit;
 use trainyard_engine::predict::{Prediction, predict};
 use trainyard_engine::session::inputs_for;
 use trainyard_engine::shape::{compute_dtype, mesh, model_shape, model_spec, programs, rank_settings, strategy};
@@ -18,6 +19,8 @@ pub const QUICKSTART: &str = include_str!("../quickstart.toml");
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Check a configuration: every derived value with its derivation, the step's memory, or every problem at once. Reads no text.
+    ///
+    /// That this machine has too little memory for it is said, and is no mistake: the configuration may be another machine's.
     Check(ConfigArgs),
     /// Print a configuration as resolved, usable as a file again; without FILE, the quick start's.
     Print(ConfigArgs),
@@ -98,11 +101,15 @@ pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
 
 fn check(args: &ConfigArgs) -> Result<()> {
     let resolved = args.resolve()?;
+    let mut refused = None;
     print(resolved.to_toml())?;
     print(format_args!("\nderived:\n{}", indented(&resolved.explain())))?;
     match plan(&resolved, 0)? {
         Some((model, programs, prediction)) => {
-            trainyard_engine::limit::check(&resolved, &model_spec(&resolved)?, 0, &prediction)?;
+            let (spec, all) = (model_spec(&resolved)?, resolved.parallel.ranks);
+            limit::check(&resolved, &spec, 0, &prediction)?;
+            // Another machine may have what this one has not.
+            refused = limit::check_machine(&resolved, &spec, 0, &prediction, all).err();
             let ranks = if resolved.parallel.ranks > 1 { " on each rank" } else { "" };
             let flops = prediction.cost.flops as f64 / 1e12;
             print(format_args!(
@@ -120,7 +127,12 @@ fn check(args: &ConfigArgs) -> Result<()> {
             print("\nthe vocabulary is that of the text's characters, so the model's size is known once it is read\n")?
         }
     }
-    print("\nthe configuration is valid\n")
+    match refused {
+        None => print("\nthe configuration is valid\n"),
+        Some(why) => {
+            print(format_args!("\nthe configuration is valid, and cannot be trained on this machine: {why}\n"))
+        }
+    }
 }
 
 fn indented(text: &str) -> String {

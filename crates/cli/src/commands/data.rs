@@ -96,7 +96,7 @@ pub fn run(command: &Command) -> Result<()> {
 }
 
 fn report(made: &Prepared, out: &Path, tokenizer: &Path) -> Result<()> {
-    let Sidecar { train, validation, empty_documents, invalid_documents, .. } = &made.sidecar;
+    let Sidecar { train, validation, empty_documents, invalid_documents, split, .. } = &made.sidecar;
     print(format_args!("{}: {}\n", if made.reused { "kept" } else { "made" }, made.reason))?;
     for (what, prefix, part) in
         [("training", Some(&made.train), Some(train)), ("validation", made.validation.as_ref(), validation.as_ref())]
@@ -109,6 +109,12 @@ fn report(made: &Prepared, out: &Path, tokenizer: &Path) -> Result<()> {
             count(part.tokens),
             part.token_type,
             size(part.text_bytes)
+        ))?;
+    }
+    if split.divided_documents > 0 {
+        print(format_args!(
+            "divided     {} of the documents in both: only the end validates\n",
+            count(split.divided_documents)
         ))?;
     }
     if empty_documents + invalid_documents > 0 {

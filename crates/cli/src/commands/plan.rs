@@ -1,26 +1,26 @@
 //! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and why.
 
-use super::config::{resolve, resolve_for};
-use crate::output::{count, note, print, size as size_words};
-use crate::{choose, forecast, trial};
+mod here;
+
+use super::config::resolve;
+use crate::output::{note, print};
+use crate::{forecast, trial};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use trainyard_calibrate::crew::inputs;
-use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, Fp8Recipe};
+use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, DeviceKind, Fp8Recipe, OptimizerName};
 use trainyard_engine::host;
 use trainyard_engine::session::Runtime;
 use trainyard_engine::shape::model_spec;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
 use trainyard_plan::{
-    Answer, Budget, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step, table,
-    timeline,
+    Answer, Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step,
+    table, timeline,
 };
-use trainyard_program::MemoryKind;
-use trainyard_sim::machine::Machine;
+use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Family, Format, MachineProfile, ProfileKind, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Family, Format, ProfileKind, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
@@ -56,7 +56,7 @@ pub struct Args {
     /// Tokens of a sequence.
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<u64>,
-    /// Number formats to choose among. Default: bf16, or what the configuration says.
+    /// Number formats to choose among; one, for a configuration on this machine. Default: bf16, or what the configuration says.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',')]
     precision: Vec<String>,
     /// What is best: the shortest step, or the cheapest token (then fewer devices may win).
@@ -88,10 +88,10 @@ pub struct Args {
     /// How many layouts to show.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=100))]
     top: u16,
-    /// Show everything about plan N of the table.
+    /// Show everything about plan N of the table, and the settings that run it.
     #[arg(long, value_name = "N")]
     show: Option<usize>,
-    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto, with memory as counters.
+    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto; of a cluster's with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
     /// Of a configuration on this machine: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects
@@ -128,28 +128,15 @@ pub fn run(args: &Args) -> Result<()> {
         let folder = folder.display();
         bail!("{folder} is a folder, and a configuration is a file in TOML: for a model's folder say --model {folder}");
     }
-    if let (Some(path), true) = (&args.config, args.is_for_this_machine()) {
-        let kind = forecast::profile_kind(&Config::load(Some(path.as_path()), &args.sets)?);
-        let profile = match &args.profile {
-            Some(file) => Ok(measured_profile(file, kind)?),
-            None => forecast::profile(kind, &Machine::here()),
-        };
-        match profile {
-            Ok(profile) => return ways_here(args, path, &profile),
-            // Nothing else here knows how fast a GPU is.
-            Err(why) if kind == ProfileKind::Gpu => {
-                bail!("{why}, name its file with --profile, or name a cluster of known GPUs with --cluster")
+    if let (Some(path), None) = (&args.config, &args.cluster) {
+        match args.asks_of_clusters() {
+            None => {
+                if let Some(profile) = here::profile(args, path)? {
+                    return here::ways(args, path, &profile);
+                }
             }
-            Err(why) if args.trial_seconds > 0.0 => bail!("--trial-seconds: {why}"),
-            Err(why) => {
-                note(&format!("{why}; until then one rank on all cores, at measured peaks, stands for this machine"))
-            }
+            Some(option) => is_a_cluster(args, path, option)?,
         }
-    }
-    if args.trial_seconds > 0.0 {
-        bail!(
-            "--trial-seconds tries what runs here: leave out what only a cluster is asked (--show, --timeline, --html, --fix, --what-if, --precision, --objective)"
-        );
     }
     let profiles = profiles(args)?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
@@ -175,6 +162,13 @@ pub fn run(args: &Args) -> Result<()> {
     let mut text = table::table(&request, &answer);
     if args.show.is_some() {
         text += &format!("\n{}", table::details_of(&request, shown, number, answer.bytes_max));
+        text += &match settings(&request, &shown.candidate) {
+            Ok(sets) => {
+                let sets = sets.iter().map(|set| format!("  --set {}\n", quoted(set)));
+                format!("\nto run it on {} ranks:\n{}", shown.candidate.mesh.ranks(), sets.collect::<String>())
+            }
+            Err(why) => format!("\nit cannot be run yet: {why}\n"),
+        };
     }
     for (what, answer_then) in &different {
         text += "\n";
@@ -187,107 +181,102 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// Whether nothing is asked that only a cluster's profile can answer.
-    fn is_for_this_machine(&self) -> bool {
-        let asked = [self.cluster.is_some(), self.html.is_some(), self.timeline.is_some(), self.show.is_some()];
-        let searched = [self.fix.is_empty(), self.what_if.is_empty(), self.precision.is_empty()];
-        !asked.contains(&true) && !searched.contains(&false) && self.objective == Best::Speed
-    }
-}
-
-/// A profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this machine's cores.
-fn measured_profile(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
-    let profile = MachineProfile::read(file)?;
-    if kind == ProfileKind::Cpu && profile.machine.processes.is_none() {
-        return Ok(MachineProfile::load(file, &Machine::here())?);
-    }
-    if kind == ProfileKind::Gpu && profile.machine.gpu.is_none() {
-        bail!(
-            "{} is of a processor, and the configuration computes on a GPU: `trainyard calibrate --device cuda` measures one",
-            file.display()
-        );
-    }
-    Ok(profile)
-}
-
-/// The ways of running the configuration `path` on this machine, priced from its profile.
-fn ways_here(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
-    let mut sets = args.sets.clone();
-    sets.extend(args.memory_limit.iter().map(|limit| format!("memory.limit='{limit}'")));
-    sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
-    sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
-    let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[chosen, &sets[..]].concat())?) };
-    let inputs = inputs(profile);
-    let base = resolve_for(&load(&[])?, inputs.clone())?;
-    let mut ways = choose::ways(&load, profile, &inputs)?;
-    trial::try_out(&mut ways, &load, args.trial_seconds)?;
-    let tokens = base.tokens_per_step();
-    if args.json {
-        return print(format_args!("{:#}\n", ways_json(&ways, tokens)));
-    }
-    ways.best()?;
-    let spec = model_spec(&base)?;
-    let mut text = format!(
-        "{} parameters; {} tokens a step; {}\n\n",
-        table::parameters(Architecture::from(&spec).parameters()),
-        count(tokens),
-        profile.machine
-    );
-    let is_tried = ways.fitting.first().is_some_and(|way| way.tried.is_some());
-    let rows = ways.fitting.iter().take(usize::from(args.top)).map(|way| {
-        let [micro, steps] = way.batch;
-        let tried_s = way.tried.map(|tried| tried.seconds);
-        let seconds = tried_s.unwrap_or(way.step_s);
-        let mut row = vec![
-            way.layout.clone(),
-            format!("{micro} x {steps}"),
-            way.savings.clone(),
-            format!("{:.2} ms", 1e3 * way.step_s),
-            count((tokens as f64 / seconds) as u64),
-            size_words(way.bytes),
+    /// An option that only the planner of clusters knows.
+    fn asks_of_clusters(&self) -> Option<&'static str> {
+        let asked = [
+            ("--what-if", !self.what_if.is_empty()),
+            ("--objective cost", self.objective == Best::Cost),
+            ("--html", self.html.is_some()),
+            ("--profiles", self.profiles.is_some()),
+            ("--max-gpus", self.max_gpus.is_some()),
+            ("--max-cost-per-hour", self.max_cost_per_hour.is_some()),
+            ("--price", self.price.is_some()),
+            ("--budget-seconds", self.budget_seconds.is_some()),
         ];
-        if is_tried {
-            row.insert(4, tried_s.map_or("-".to_owned(), |seconds| format!("{:.2} ms", 1e3 * seconds)));
-        }
-        row
-    });
-    let mut heads = vec!["layout", "batch", "recompute", "step", "tokens/s", "memory"];
-    if is_tried {
-        heads.insert(4, "tried");
+        asked.into_iter().find_map(|(option, is_asked)| is_asked.then_some(option))
     }
-    text += &table::lines(&heads, rows);
-    let (fit, large) = (ways.fitting.len(), ways.too_large.len());
-    text +=
-        &format!("\n{fit} runnable ways fit, {large} do not; times are predicted at the speeds of the calibration\n");
-    for (number, reason) in ways.reasons().iter().enumerate() {
-        text += &format!("{:<5}{reason}\n", if number == 0 { "why" } else { "" });
-    }
-    text += "tensor, pipeline and context parallelism are not priced for this machine: with --cluster they are, and marked \"priced, not runnable yet\"\n";
-    print(text)
 }
 
-fn ways_json(ways: &choose::Ways, tokens: u64) -> Value {
-    let way = |way: &choose::Way| {
-        json!({
-            "layout": way.layout,
-            "micro_batch_size": way.batch[0],
-            "accumulation_steps": way.batch[1],
-            "recomputation": way.savings,
-            "sets": way.sets,
-            "step_s": way.step_s,
-            "tried_s": way.tried.map(|tried| tried.seconds),
-            "tokens_per_s": tokens as f64 / way.tried.map_or(way.step_s, |tried| tried.seconds),
-            "memory_bytes": way.bytes,
-            "runnable": true,
-        })
-    };
-    json!({
-        "tokens": tokens,
-        "memory_bytes_max": ways.fitting.first().and_then(|way| way.limit).map(|limit| limit.bytes),
-        "plans": ways.fitting.iter().map(way).collect::<Vec<_>>(),
-        "too_large": ways.too_large.iter().map(way).collect::<Vec<_>>(),
-        "reasons": ways.reasons(),
-    })
+/// Says what stands for this machine where `option` asks the planner of clusters about it.
+fn is_a_cluster(args: &Args, path: &Path, option: &str) -> Result<()> {
+    if args.profile.is_some() || args.trial_seconds > 0.0 {
+        bail!("{option} is for the planner of clusters, which neither reads --profile nor tries: leave one out");
+    }
+    if forecast::profile_kind(&Config::load(Some(path), &args.sets)?) == ProfileKind::Gpu {
+        bail!("{option} is for the planner of clusters: name one of known GPUs with --cluster, e.g. 1x8xH100");
+    }
+    note(&format!(
+        "{option} is for the planner of clusters: there this machine is one rank on all cores, at measured peaks, whatever was calibrated"
+    ));
+    Ok(())
+}
+
+/// What makes a configuration run as `candidate`, as `--set` takes it; or what stands in the way.
+fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
+    if let Some(why) = candidate.not_runnable() {
+        bail!("{why}");
+    }
+    let Candidate { mesh, micro_batch, accumulation, checkpointing, offload, .. } = *candidate;
+    let mut sets = vec![
+        format!("parallel.ranks={}", mesh.ranks()),
+        format!("parallel.data_parallel_replicate_degree={}", mesh.dp_replicate),
+        format!("parallel.data_parallel_shard_degree={}", mesh.dp_shard),
+        format!("parallel.zero_stage={}", candidate.layout().zero_stage),
+        format!("training.global_batch_size={}", candidate.global_batch()),
+        format!("training.micro_batch_size={micro_batch}"),
+        format!("training.accumulation_steps={accumulation}"),
+        format!("training.sequence_length={}", request.sequence_length),
+    ];
+    if candidate.layout().zero_stage == 3 {
+        let reshard = match candidate.reshard {
+            Reshard::Always => "true".to_owned(),
+            Reshard::Never => "false".to_owned(),
+            Reshard::To(ranks) => ranks.to_string(),
+        };
+        sets.push(format!("parallel.reshard_after_forward={reshard}"));
+        sets.push(format!("parallel.prefetch={}", candidate.prefetch));
+    }
+    if candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
+        sets.push("parallel.reduce_schedule=micro_batch".to_owned());
+    }
+    let blocks = request.model.layers;
+    let (full, selective) = (checkpointing.full, checkpointing.selective);
+    match (full, selective) {
+        (0, 0) => {}
+        (full, 0) if full >= blocks => sets.push("activation_checkpointing.mode=full".to_owned()),
+        (0, selective) if selective >= blocks => sets.push("activation_checkpointing.mode=selective".to_owned()),
+        _ => {
+            let stretches = [("full", 0, full), ("selective", full, full + selective)];
+            let stretches = stretches.into_iter().filter(|(_, from, to)| to > from);
+            let overrides = stretches
+                .map(|(mode, from, to)| format!("{{ blocks = '{from}-{}', mode = '{mode}' }}", to.min(blocks) - 1))
+                .collect::<Vec<_>>();
+            sets.push(format!("activation_checkpointing.overrides=[{}]", overrides.join(", ")));
+        }
+    }
+    let parts = [
+        ("optimizer", offload.optimizer),
+        ("gradients", offload.gradients),
+        ("parameters", offload.parameters),
+        ("activations", offload.activations),
+    ];
+    sets.extend(parts.into_iter().filter_map(|(part, tier)| {
+        let tier = match tier? {
+            Tier::Host => "host",
+            Tier::Disk => "disk",
+        };
+        Some(format!("memory.offload.{part}={tier}"))
+    }));
+    sets.extend(here::precision(&[candidate.format])?);
+    if request.cluster.device.family != Family::Cpu {
+        sets.push("compute.device=cuda".to_owned());
+    }
+    Ok(sets)
+}
+
+/// `set` as a shell takes it for one word.
+fn quoted(set: &str) -> String {
+    if set.contains([' ', '[', '{']) { format!("\"{set}\"") } else { set.to_owned() }
 }
 
 fn known_models() -> String {
@@ -317,11 +306,11 @@ pub fn facts() -> Result<Facts> {
 }
 
 fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
-    let (model, own, batch, length, format) = match (&args.config, &args.model) {
+    let Asked { model, own, batch, length, format, memory_bytes } = match (&args.config, &args.model) {
         (Some(path), _) => configured(path, &args.sets)?,
         (None, Some(name)) => {
             let (model, own) = named_model(name)?;
-            (model, own, None, None, Format::Bf16)
+            Asked { model, own, batch: None, length: None, format: Format::Bf16, memory_bytes: None }
         }
         (None, None) => {
             bail!("say what to plan: a configuration, or --model with --global-batch and --sequence-length")
@@ -342,7 +331,7 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         sequence_length: needed(args.sequence_length, length, "--sequence-length")?,
         formats: if args.precision.is_empty() { vec![format] } else { formats(&args.precision)? },
         limits: Limits {
-            memory_bytes: args.memory_limit.as_deref().map(size).transpose()?,
+            memory_bytes: args.memory_limit.as_deref().map(size).transpose()?.or(memory_bytes),
             devices: args.max_gpus,
             usd_per_hour: args.max_cost_per_hour,
         },
@@ -413,25 +402,42 @@ fn this_machine() -> Result<Cluster> {
     Ok(Cluster { device: profile, devices_per_node: 1, nodes: 1, network })
 }
 
-type Configured = (Architecture, Option<ModelSpec>, Option<u64>, Option<u64>, Format);
+/// What is to be trained, where a configuration or a model's name says it.
+struct Asked {
+    model: Architecture,
+    own: Option<ModelSpec>,
+    batch: Option<u64>,
+    length: Option<u64>,
+    format: Format,
+    memory_bytes: Option<u64>,
+}
 
-/// Model, batch, sequence length and number format of a configuration.
-fn configured(path: &Path, sets: &[String]) -> Result<Configured> {
+/// What a configuration asks.
+fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
     let resolved = resolve(&Config::load(Some(path), sets)?)?;
     let spec = model_spec(&resolved)?;
-    let format = match resolved.config.precision.compute {
-        Compute::Bf16 if resolved.config.precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
+    let config = &resolved.config;
+    let format = match config.precision.compute {
+        Compute::Bf16 if config.precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
+        Compute::F32 if config.precision.tf32 && config.compute.device != DeviceKind::Cpu => Format::Tf32,
         Compute::F32 => Format::Fp32,
         Compute::Bf16 => Format::Bf16,
         Compute::F16 => Format::Fp16,
     };
-    Ok((
-        Architecture::from(&spec),
-        Some(spec),
-        Some(resolved.batch.global as u64),
-        Some(resolved.sequence_length as u64),
+    let optimizer = config.optimizer.name;
+    if optimizer != OptimizerName::AdamW {
+        note(&format!(
+            "the planner of clusters counts the state and the update of AdamW, not those of {optimizer}: 8 bytes a parameter"
+        ));
+    }
+    Ok(Asked {
+        model: Architecture::from(&spec),
+        own: Some(spec),
+        batch: Some(resolved.batch.global as u64),
+        length: Some(resolved.sequence_length as u64),
         format,
-    ))
+        memory_bytes: config.memory.limit.map(|limit| limit.0),
+    })
 }
 
 /// A name, or a folder or file of Hugging Face.
@@ -581,7 +587,11 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
         "objective": answer.objective,
         "search": answer.search,
         "gap": answer.gap,
-        "plans": answer.plans.iter().map(plan_json).collect::<Vec<_>>(),
+        "plans": answer.plans.iter().map(|plan| {
+            let mut value = plan_json(plan);
+            value["sets"] = settings(request, &plan.candidate).ok().into();
+            value
+        }).collect::<Vec<_>>(),
         "reasons": answer.reasons,
         "what_if": differences.collect::<Vec<_>>(),
     })

@@ -21,7 +21,6 @@ use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{EngineError, world};
-use trainyard_sim::ProfileKind;
 use trainyard_sim::machine::Machine;
 use trainyard_tensor::DType;
 
@@ -142,15 +141,37 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     };
     let faults = Faults::from_environment()?.map(Arc::new);
     if let Some(faults) = &faults {
-        note(&format!("{VARIABLE}: this run is going to fail on purpose: {}", faults.describe()));
+        note(&format!(
+            "{VARIABLE}: this run is going to fail on purpose: {} (steps count from 0 here and in reports of failures, from 1 in metrics)",
+            faults.describe()
+        ));
     }
     let signals = Signals::watch()?;
     let control = Control { stop: &signals.stop, process_start, on_stuck: end_process };
     let body = |world| train_rank(args, &config, world, control, &signals, faults.as_ref());
-    Ok(match world {
-        Some(world) => world::run(world, body)?,
-        None => world::launch(&config, body)?,
-    })
+    let result = match world {
+        Some(world) => world::run(world, body),
+        None => world::launch(&config, body),
+    };
+    // An error of before any step leaves no fault time to strike.
+    if let Some(faults) = faults.filter(|_| result.as_ref().map_or_else(EngineError::is_fault, |_| true)) {
+        say_what_did_not_strike(&faults)?;
+    }
+    Ok(result?)
+}
+
+/// Names the faults of this process's ranks that were asked for in vain: a drill that did not take place must not pass for one that was survived.
+fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
+    let environment = Environment::detect()?;
+    let own = (environment.world > 1).then_some(environment.rank);
+    for fault in faults.to_come(own) {
+        note(&format!(
+            "{VARIABLE}: `{fault}` did not strike: the run did not come to this place of rank {}, or sent nothing there to corrupt (steps count from 0, \
+             `trainyard program` numbers the instructions)",
+            fault.rank
+        ));
+    }
+    Ok(())
 }
 
 /// Ends the process when a rank's threads do not.
@@ -174,6 +195,9 @@ fn train_rank(
             note(line);
         }
     };
+    if let Some(faults) = faults {
+        faults.check(world.size())?;
+    }
     world::prepare(&world, config, faults.map(Arc::as_ref));
     if world.backend() != "local" {
         say(&processes(&world, &Environment::detect()?));
@@ -265,23 +289,16 @@ fn choose(
     inputs: &Inputs,
     trial_seconds: Option<f64>,
 ) -> Result<Vec<String>> {
-    let kind = match (&machine.processes, forecast::profile_kind(&load(&[])?)) {
-        (Some(_), ProfileKind::Gpu) => {
-            bail!(
-                "--plan auto picks GPUs of one process: start it without a launcher, or say the degrees in [parallel]"
-            )
-        }
-        (Some(_), _) => ProfileKind::Processes,
-        (None, kind) => kind,
-    };
-    if kind == ProfileKind::Processes && trial_seconds.is_some_and(|seconds| seconds > 0.0) {
+    let kind = forecast::profile_kind_on(&load(&[])?, machine);
+    let are_processes = machine.processes.is_some();
+    if are_processes && trial_seconds.is_some_and(|seconds| seconds > 0.0) {
         bail!("--trial-seconds tries ranks that are threads: leave it out under a launcher")
     }
     let profile = forecast::profile(kind, machine);
     let profile = profile.map_err(|why| anyhow::anyhow!("--plan auto needs to know this machine: {why}"))?;
     let mut ways = choose::ways(load, &profile, inputs)?;
     let seconds = match trial_seconds {
-        _ if kind == ProfileKind::Processes => 0.0,
+        _ if are_processes => 0.0,
         Some(seconds) => seconds,
         None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
     };

@@ -108,8 +108,8 @@ impl Folder {
         // A machine without cargo's registry, and of which nothing was measured.
         command.env("CARGO_HOME", self.join("no-cargo")).env("XDG_CACHE_HOME", self.join("cache"));
         command.env_remove("OMP_NUM_THREADS");
-        for profile in ["TRAINYARD_PROFILE", "TRAINYARD_PROCESSES_PROFILE", "TRAINYARD_GPU_PROFILE"] {
-            command.env_remove(profile);
+        for profile in ["", "PROCESSES_", "GPU_", "GPU_PROCESSES_"] {
+            command.env_remove(format!("TRAINYARD_{profile}PROFILE"));
         }
     }
 

@@ -79,7 +79,7 @@ impl Member {
             {
                 self.host.post(position);
             }
-            if let Some(failure) = self.host.failure() {
+            if let Some(failure) = self.host.failure().or_else(|| self.host.bury(at)) {
                 return Err(failure);
             }
             let waited = self.host.deadline();
@@ -266,7 +266,7 @@ impl Shared {
     /// Exchanges that have ended are forgotten, those that have begun are told, and those that take too long fail the world.
     fn flights(&self) -> Option<CommError> {
         let mut overdue = None;
-        let mut waits = false;
+        let mut waiting = Vec::new();
         let mut busy: Vec<*const Member> = Vec::new();
         let passed = |event| self.driver.is_passed(event);
         lock(&self.flights).retain_mut(|flight| {
@@ -288,17 +288,21 @@ impl Shared {
                 }
             }
             if let Some(since) = flight.since {
-                waits = true;
+                let at = (flight.operation, flight.number);
+                waiting.push((Arc::clone(&flight.member), at));
                 let deadline = flight.member.host.deadline();
                 if since.elapsed() > deadline {
-                    let at = (flight.operation, flight.number);
                     overdue = Some((Arc::clone(&flight.member), deadline, flight.position.clone(), at));
                 }
             }
             true
         });
-        if waits {
+        if !waiting.is_empty() {
             (self.waiting)();
+        }
+        // NCCL may not notice: what it waits for within a host is memory.
+        if let Some(failure) = waiting.iter().find_map(|(member, at)| member.host.bury(Some(*at))) {
+            return Some(failure);
         }
         overdue.map(|(member, waited, position, at)| member.overdue(waited, position.as_ref(), Some(at)))
     }

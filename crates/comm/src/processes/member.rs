@@ -375,6 +375,13 @@ impl<T: Transport> Backend for Member<T> {
         true
     }
 
+    fn dead(&self) -> Option<(Vec<usize>, String)> {
+        let death = |member| Some((member, self.process().death_of(self.members[member] as usize)?));
+        let mut dead = self.others().filter_map(death);
+        let (first, evidence) = dead.next()?;
+        Some((std::iter::once(first).chain(dead.map(|(member, _)| member)).collect(), evidence))
+    }
+
     fn post(&self, position: Position) {
         self.process().post(self.context, self.process().rank(), position);
     }

@@ -282,7 +282,12 @@ fn build(
             vocab_size: tokenizer.vocab_size(),
             eos: tokenizer.eos(),
         },
-        split: SidecarSplit { by: by.into(), validation_fraction: options.validation_fraction, seed: options.seed },
+        split: SidecarSplit {
+            by: by.into(),
+            validation_fraction: options.validation_fraction,
+            seed: options.seed,
+            divided_documents: counts.divided_documents,
+        },
         train,
         validation,
         empty_documents: counts.skipped.empty,

@@ -58,7 +58,7 @@ pub(super) struct Counts {
     pub(super) skipped: Skipped,
     /// Those that validate whole, and those whose end does.
     validation_documents: u64,
-    divided_documents: u64,
+    pub(super) divided_documents: u64,
     text_bytes: u64,
     /// The lowest hash of a document, and its bytes of text.
     hash_min: Option<(u64, u64)>,
@@ -188,6 +188,7 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
         counts.documents += 1;
         let going_on = if is_single && split.fraction > 0.0 {
             counts.by_position = true;
+            counts.divided_documents += 1;
             let (train, validation) = divide(&text, split.fraction)?;
             batch.add(tokenizer, Part::Train, file, train, false, outlet)
                 && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)

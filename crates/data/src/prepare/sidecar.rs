@@ -61,6 +61,9 @@ pub struct SidecarSplit {
     pub validation_fraction: f64,
     /// Of the hash.
     pub seed: u64,
+    /// Documents whose end validates, so that they are in both parts; 0 in files from before it was counted.
+    #[serde(default)]
+    pub divided_documents: u64,
 }
 
 /// One pair of token files.
@@ -109,11 +112,13 @@ impl Sidecar {
         VERSION
     }
 
-    /// Documents of the text; the only one, where its end validates, is in both parts.
+    /// Documents of the text; one whose end validates is in both parts and counts once.
     pub fn documents(&self) -> u64 {
         match (&self.validation, self.split.by.as_str()) {
             (None, _) | (_, "position") => self.train.documents,
-            (Some(validation), _) => self.train.documents + validation.documents,
+            (Some(validation), _) => {
+                (self.train.documents + validation.documents).saturating_sub(self.split.divided_documents)
+            }
         }
     }
 

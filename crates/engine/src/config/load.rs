@@ -150,8 +150,14 @@ fn read_file(path: &Path, text: &str, problems: &mut Problems) -> Vec<Entry> {
     let values = match text.parse::<Table>() {
         Ok(values) => values,
         Err(error) => {
-            let line = error.span().map_or(1, |span| line_of(text, span.start));
-            problems.add(Origin::File { path: path.to_owned(), line }, error.message().trim().replace('\n', ", "));
+            let (line, message) = match super::json::problem(text) {
+                Some(message) => (1, message),
+                None => {
+                    let line = error.span().map_or(1, |span| line_of(text, span.start));
+                    (line, error.message().trim().replace('\n', ", "))
+                }
+            };
+            problems.add(Origin::File { path: path.to_owned(), line }, message);
             return Vec::new();
         }
     };

@@ -15,6 +15,7 @@
 mod batch;
 mod device;
 mod error;
+mod json;
 mod load;
 mod nearest;
 mod presets;

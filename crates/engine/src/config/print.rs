@@ -50,7 +50,7 @@ pub fn documentation() -> String {
          later ones winning. A key that is unset is derived; `\"auto\"` unsets one. Unknown keys, keys that would have no effect, and\n\
          combinations that cannot work are errors, reported together before anything is allocated.\n\
          `trainyard config check FILE` prints the resolved configuration with every derived value and its derivation.\n\n\
-         \"Elsewhere\" lists what other programs call a key: those names are not accepted, but the error names the right one.\n",
+         \"Elsewhere\" lists what other programs call a key: those names are not accepted, but the error names the right one. Given a JSON file of DeepSpeed's, the error has the lines that say the same.\n",
     );
     for section in Config::default().sections() {
         let _ = write!(text, "\n## [{}]\n\n{}\n\n", section.name(), paragraph(section.about()));

@@ -10,6 +10,11 @@ use std::path::PathBuf;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 use trainyard_tensor::cpu::Isa;
 
+/// The most tokens of a micro-batch on a rank.
+const TOKENS_MAX: usize = 1 << 24;
+/// The most micro-batches of a rank's step: its program has some instructions for each of them and each of the model's units.
+const ACCUMULATION_MAX: usize = 1 << 14;
+
 /// What the configuration depends on and does not contain.
 #[derive(Clone, Debug)]
 pub struct Inputs {
@@ -232,6 +237,7 @@ impl Config {
         let sequence_length = r.sequence_length(inputs);
         let parallel = r.parallel(inputs);
         let batch = r.batch(parallel.data_degree());
+        r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
         let limits = r.limits(batch, sequence_length);
         let optimizer = r.optimizer();
@@ -489,6 +495,26 @@ impl Resolver {
                 self.problem(&format!("training.{key}"), error.to_string());
                 Batch { micro: 1, accumulation: 1, data_parallel_degree: degree.max(1), global: degree.max(1) }
             }
+        }
+    }
+
+    /// Whether a step is of a size that can be written down and predicted.
+    fn extent(&mut self, batch: Batch, sequence_length: usize) {
+        let Batch { micro, accumulation, .. } = batch;
+        let tokens = micro.saturating_mul(sequence_length);
+        if tokens > TOKENS_MAX {
+            let message = format!(
+                "a micro-batch of {micro} sequences of {sequence_length} tokens is {tokens} tokens on each rank, and {TOKENS_MAX} are the most: a smaller \
+                 training.micro_batch_size, with more training.accumulation_steps for the same training.global_batch_size"
+            );
+            self.problem("training.micro_batch_size", message);
+        }
+        if accumulation > ACCUMULATION_MAX {
+            let message = format!(
+                "{accumulation} micro-batches in a step of each rank, each of which has its instructions in the step's program, and {ACCUMULATION_MAX} are the most: a \
+                 larger training.micro_batch_size, a smaller training.global_batch_size, or more ranks"
+            );
+            self.problem("training.accumulation_steps", message);
         }
     }
 

@@ -48,13 +48,16 @@ impl Resolver {
     /// Degrees, stage and what goes with them.
     pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
         let section = self.config.parallel.clone();
-        for (key, degree) in [
-            ("pipeline_parallel_degree", section.pipeline_parallel_degree),
-            ("tensor_parallel_degree", section.tensor_parallel_degree),
-            ("context_parallel_degree", section.context_parallel_degree),
+        for (key, degree, choice) in [
+            ("pipeline_parallel_degree", section.pipeline_parallel_degree, "pp"),
+            ("tensor_parallel_degree", section.tensor_parallel_degree, "tp"),
+            ("context_parallel_degree", section.context_parallel_degree, "cp"),
         ] {
             if degree != 1 {
-                let message = format!("parallel.{key} = {degree} cannot be run yet: leave it at 1");
+                let message = format!(
+                    "parallel.{key} = {degree} cannot be run yet: leave it at 1; what it would do on a cluster `trainyard plan --cluster` \
+                     says of a configuration without it (--fix {choice}={degree} holds it there)"
+                );
                 self.problem(&format!("parallel.{key}"), message);
             }
         }

@@ -447,7 +447,7 @@ fn impossible_ranks_are_refused() {
         (&["parallel.ranks=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
         (&["parallel.ranks=2", "parallel.prefetch=2"], "no effect"),
         (&["parallel.ranks=4", "parallel.zero_stage=3", "parallel.reshard_after_forward=3"], "must divide"),
-        (&["parallel.tensor_parallel_degree=2"], "cannot be run yet"),
+        (&["parallel.tensor_parallel_degree=2"], "--fix tp=2"),
         (&["parallel.ranks=2", "parallel.collectives=nccl"], "exchanges the memory of GPUs"),
         (&["parallel.collectives=ncl"], "did you mean \"nccl\"?"),
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),

@@ -28,7 +28,7 @@ pub struct Machine {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Processes {
-    /// How they talk: `mpi` or `tcp`.
+    /// How they talk: `mpi` or `tcp`, and `nccl` between GPUs.
     pub backend: String,
     /// How many they are.
     pub count: u32,
@@ -92,8 +92,10 @@ impl Machine {
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(Gpu { name, architecture, count, .. }) = &self.gpu {
-            let many = if *count == 1 { String::new() } else { format!("{count} x ") };
-            return write!(f, "{many}{name}, {architecture}");
+            let (count, hosts) = self.processes.as_ref().map_or((*count, 1), |all| (all.count, all.hosts));
+            let many = if count == 1 { String::new() } else { format!("{count} x ") };
+            write!(f, "{many}{name}, {architecture}")?;
+            return if hosts > 1 { write!(f, ", on {hosts} hosts") } else { Ok(()) };
         }
         let Machine { cpu, cores, threads, isa, .. } = self;
         write!(f, "{cpu}, {cores} cores of {threads} threads, {isa}")?;
@@ -140,6 +142,8 @@ mod tests {
         let elsewhere = Machine { cpu: "another".into(), cores: 1, ..gpu("NVIDIA H200", 8) };
         assert!(one.is(&elsewhere) && !one.is(&gpu("NVIDIA H100", 1)) && !one.is(&Machine::here()));
         assert_eq!(elsewhere.to_string(), "8 x NVIDIA H200, sm_90a");
+        let processes = Some(Processes { backend: "nccl".into(), count: 16, hosts: 2 });
+        assert_eq!(Machine { processes, ..one.clone() }.to_string(), "16 x NVIDIA H200, sm_90a, on 2 hosts");
         assert_eq!((one.shared_cores(), Machine { cores: 3, gpu: None, ..one }.shared_cores()), (f64::INFINITY, 3.0));
     }
 

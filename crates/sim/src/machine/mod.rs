@@ -22,6 +22,8 @@ pub const PROFILE_VARIABLE: &str = "TRAINYARD_PROFILE";
 pub const PROCESSES_PROFILE_VARIABLE: &str = "TRAINYARD_PROCESSES_PROFILE";
 /// The same for a GPU's.
 pub const GPU_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROFILE";
+/// The same for the GPUs of several hosts.
+pub const GPU_PROCESSES_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROCESSES_PROFILE";
 
 /// What a profile is of; each kind has a file of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,8 +32,10 @@ pub enum ProfileKind {
     Cpu,
     /// The cores of one host or several, whose ranks are processes.
     Processes,
-    /// A GPU, one for each rank.
+    /// A GPU, one for each rank, on one host.
     Gpu,
+    /// A GPU, one for each of the processes on several hosts.
+    GpuProcesses,
 }
 
 impl ProfileKind {
@@ -40,6 +44,7 @@ impl ProfileKind {
             ProfileKind::Cpu => PROFILE_VARIABLE,
             ProfileKind::Processes => PROCESSES_PROFILE_VARIABLE,
             ProfileKind::Gpu => GPU_PROFILE_VARIABLE,
+            ProfileKind::GpuProcesses => GPU_PROCESSES_PROFILE_VARIABLE,
         }
     }
 
@@ -48,6 +53,7 @@ impl ProfileKind {
             ProfileKind::Cpu => "machine.toml",
             ProfileKind::Processes => "processes.toml",
             ProfileKind::Gpu => "gpu.toml",
+            ProfileKind::GpuProcesses => "gpu-processes.toml",
         }
     }
 }
@@ -209,7 +215,8 @@ pub enum MachineError {
 }
 
 /// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`; of processes
-/// `$TRAINYARD_PROCESSES_PROFILE`, else `processes.toml` there, and of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`.
+/// `$TRAINYARD_PROCESSES_PROFILE`, else `processes.toml` there, of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`, and of the GPUs of several hosts
+/// `$TRAINYARD_GPU_PROCESSES_PROFILE`, else `gpu-processes.toml`.
 ///
 /// # Errors
 ///
@@ -224,7 +231,7 @@ fn profile_path(of: ProfileKind, variable: impl Fn(&str) -> Option<OsString>) ->
     set(of.variable()).or_else(|| Some(cache()?.join("trainyard").join(of.file())))
 }
 
-/// The profile of `here`, or of its GPU; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
+/// The profile of `here`, or of its GPUs; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
 /// have.
 ///
 /// # Errors
@@ -236,6 +243,7 @@ pub fn load_local_profile(of: ProfileKind, here: &Machine) -> Result<Option<Mach
     let found = match of {
         ProfileKind::Cpu | ProfileKind::Processes => MachineProfile::load(&path, here),
         ProfileKind::Gpu => MachineProfile::read(&path),
+        ProfileKind::GpuProcesses => MachineProfile::read(&path).and_then(|profile| profile.of_processes(&path, here)),
     };
     match found {
         Err(MachineError::File { source, .. }) if !named && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -249,6 +257,16 @@ fn how(here: &Machine) -> &'static str {
 }
 
 impl MachineProfile {
+    /// Itself, read from the file `path`, where it is of GPUs that are dealt to hosts as the processes of `here`.
+    fn of_processes(self, path: &Path, here: &Machine) -> Result<MachineProfile, MachineError> {
+        let dealt = |machine: &Machine| machine.processes.as_ref().map(|processes| (processes.count, processes.hosts));
+        if self.machine.gpu.is_some() && dealt(&self.machine) == dealt(here) {
+            return Ok(self);
+        }
+        let (there, here) = (Box::new(self.machine), Box::new(here.clone()));
+        Err(MachineError::OtherMachine { path: path.to_owned(), there, here })
+    }
+
     /// The profile in the file `path`, which must be of the machine `here`.
     ///
     /// # Errors
@@ -412,21 +430,47 @@ pub(crate) mod tests {
         assert_eq!(place(&[("XDG_CACHE_HOME", ""), home]).unwrap(), "/h/.cache/trainyard/machine.toml");
         assert_eq!(place(&[]), None);
         let home = |name: &str| (name == "HOME").then(|| OsString::from("/h"));
-        for (kind, file) in [(ProfileKind::Gpu, "gpu.toml"), (ProfileKind::Processes, "processes.toml")] {
+        for (kind, file) in [
+            (ProfileKind::Gpu, "gpu.toml"),
+            (ProfileKind::Processes, "processes.toml"),
+            (ProfileKind::GpuProcesses, "gpu-processes.toml"),
+        ] {
             assert_eq!(profile_path(kind, home).unwrap(), Path::new("/h/.cache/trainyard").join(file));
         }
     }
 
-    #[test]
-    fn a_gpus_profile_keeps_what_a_processors_has_not() {
-        let gpu = Gpu {
+    fn h200() -> Gpu {
+        Gpu {
             name: "NVIDIA H200".into(),
             architecture: "sm_90a".into(),
             multiprocessors: 132,
             memory_bytes: 141 << 30,
             count: 1,
+        }
+    }
+
+    #[test]
+    fn gpus_of_several_hosts_are_those_that_are_dealt_to_them_alike() {
+        let dealt = |backend: &str, count, hosts| {
+            let processes = Some(Processes { backend: backend.into(), count, hosts });
+            Machine { processes, ..small().machine }
         };
-        let machine = Machine { gpu: Some(gpu), ..small().machine };
+        let measured = |gpu| MachineProfile { machine: Machine { gpu, ..dealt("nccl", 16, 2) }, ..small() };
+        let path = Path::new("gpu-processes.toml");
+        let fits = |gpu, here: &Machine| measured(gpu).of_processes(path, here).is_ok();
+        // Whoever starts them, and whatever processors they have.
+        assert!(fits(Some(h200()), &Machine { cpu: "another".into(), ..dealt("tcp", 16, 2) }));
+        for other in [dealt("tcp", 16, 4), dealt("tcp", 8, 2), small().machine] {
+            assert!(!fits(Some(h200()), &other), "{other}");
+        }
+        assert!(!fits(None, &dealt("tcp", 16, 2)), "a profile of processors");
+        let error = measured(Some(h200())).of_processes(path, &dealt("tcp", 8, 2)).unwrap_err().to_string();
+        assert!(error.contains("16 x NVIDIA H200, sm_90a, on 2 hosts") && error.contains("8 processes"), "{error}");
+    }
+
+    #[test]
+    fn a_gpus_profile_keeps_what_a_processors_has_not() {
+        let machine = Machine { gpu: Some(h200()), ..small().machine };
         let transfers =
             Some(Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 });
         let profile = MachineProfile { machine, transfers, ..small() };

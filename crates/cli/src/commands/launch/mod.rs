@@ -3,6 +3,7 @@
 //! It sets the variables that torchrun sets, so that a rank cannot tell the two apart, and watches over its ranks ([`ranks`]). On several hosts it is started once on each.
 //! Restarts are the supervisor's ([`super::supervise`]): it starts this very command again, without `--max-restarts`.
 
+mod elsewhere;
 mod ranks;
 
 use super::supervise::{self, RunFile, Supervised};
@@ -26,11 +27,14 @@ const MAX_RESTARTS: &str = "--max-restarts";
 #[derive(clap::Args)]
 pub struct Args {
     /// Ranks to start on this host.
-    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value_t = 1, value_parser = elsewhere::ranks_here)]
     nproc_per_node: u32,
     /// Hosts of the run; this command is started once on each. Unset: what Slurm says, else 1.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, value_name = "N", value_parser = elsewhere::hosts)]
     nnodes: Option<u32>,
+    /// This host alone, whatever Slurm says: `--nnodes 1`, at a free port.
+    #[arg(long)]
+    standalone: bool,
     /// Which of the hosts this is, from 0. Unset: what Slurm says.
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<u32>,
@@ -43,6 +47,8 @@ pub struct Args {
     /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host alike.
     #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
     max_restarts: u32,
+    #[command(flatten)]
+    elsewhere: elsewhere::Args,
     /// What every rank is to do: `train`, `calibrate` or `bench collectives`, with its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -110,6 +116,12 @@ fn check(command: &[OsString]) -> Result<bool> {
     let words: Vec<&OsStr> = command.iter().map(OsString::as_os_str).collect();
     let is_training = words[0] == "train";
     let is_bench = words.len() > 1 && words[0] == "bench" && words[1] == "collectives";
+    if words[0].as_encoded_bytes().starts_with(b"-") {
+        bail!(
+            "`{}` is no option of launch: `trainyard launch --help` lists them; those of the command stand behind it, e.g. `trainyard launch --nproc-per-node 8 train c.toml --set training.steps=100`",
+            words[0].display()
+        );
+    }
     if !is_training && !is_bench && words[0] != "calibrate" {
         bail!(
             "`{}` is nothing that ranks do together: launch `train`, `calibrate` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
@@ -126,6 +138,10 @@ fn check(command: &[OsString]) -> Result<bool> {
 /// What the options and Slurm's variables say together.
 fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<String>) -> Result<Layout> {
     let slurm = slurm(environment, &get)?;
+    if let (true, Some(nodes @ 2..)) = (args.standalone, args.nnodes) {
+        bail!("--standalone is a run of this host alone, and --nnodes {nodes} one of several: leave one of them out");
+    }
+    let slurm = slurm.filter(|_| !args.standalone);
     let nodes = args.nnodes.or(slurm.map(|(nodes, _)| nodes)).unwrap_or(1);
     let node = args.node_rank.or(slurm.map(|(_, node)| node));
     let ranks_here = args.nproc_per_node;
@@ -229,7 +245,9 @@ mod tests {
     fn options_and_slurm_make_a_layout() {
         let layout =
             |nodes, node, ranks_here, host: &str, port| Layout { nodes, node, ranks_here, host: host.into(), port };
-        let cases: [(&str, Variables, Layout); 5] = [
+        let cases: [(&str, Variables, Layout); 7] = [
+            ("--standalone --nnodes=1 --nproc_per_node=2", &[], layout(1, 0, 2, "127.0.0.1", None)),
+            ("--standalone --nproc-per-node 8", &STEP, layout(1, 0, 8, "127.0.0.1", None)),
             ("--nproc-per-node 4", &[], layout(1, 0, 4, "127.0.0.1", None)),
             ("--nproc_per_node=2 --master_port 77", &[], layout(1, 0, 2, "127.0.0.1", Some(77))),
             (
@@ -251,7 +269,8 @@ mod tests {
             .iter()
             .map(|&(name, value)| (name, if name == "SLURM_STEP_NUM_TASKS" { "4" } else { value }))
             .collect();
-        let cases: [(&str, Variables, &str); 7] = [
+        let cases: [(&str, Variables, &str); 8] = [
+            ("--standalone --nnodes 2", &[], "--standalone is a run of this host alone"),
             ("--nnodes 2", &[], "--nnodes 2 needs --node-rank, from 0 to 1"),
             ("--nnodes 2 --node-rank 2", &[], "numbered from 0 to 1"),
             ("--nnodes 2 --node-rank 0", &[], "needs --master-addr"),
@@ -275,9 +294,13 @@ mod tests {
         let check = |words: &[&str]| check(&words.iter().map(OsString::from).collect::<Vec<_>>());
         assert!(check(&["train", "c.toml"]).unwrap());
         assert!(!check(&["bench", "collectives"]).unwrap() && !check(&["calibrate", "--quick"]).unwrap());
-        for bad in
-            [&["plan"][..], &["bench", "kernels"], &["train", "--max-restarts", "2"], &["train", "--max-restarts=2"]]
-        {
+        for bad in [
+            &["plan"][..],
+            &["--tee", "3", "train"],
+            &["bench", "kernels"],
+            &["train", "--max-restarts", "2"],
+            &["train", "--max-restarts=2"],
+        ] {
             assert!(check(bad).is_err(), "{bad:?}");
         }
     }

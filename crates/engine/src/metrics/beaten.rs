@@ -1,0 +1,95 @@
+//! The rates of steps against a peak that one of them may beat.
+
+use super::Throughput;
+use crate::Result;
+
+/// How often a run measures its peak again. Once is enough where the machine was busy when it was measured; what beats it three times more is
+/// not explained by that, and a measurement takes longer than many a step.
+const AGAIN_MAX: u32 = 3;
+
+/// What a step computed.
+#[derive(Clone, Copy)]
+pub(crate) struct Work {
+    /// Tokens that it trained on.
+    pub tokens: u64,
+    /// Model FLOPs.
+    pub flops: f64,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
+/// Counts how often a run's peak was beaten.
+#[derive(Default)]
+pub(crate) struct Beaten(u32);
+
+impl Beaten {
+    /// Rates of a step against `peak`, FLOP/s. A step that beats it has `measure` tell the peak anew, a few times in a run; where that does not
+    /// explain it the step has no utilisation: a training does not end for a figure. `note` is told what was done about it.
+    pub(crate) fn rates(
+        &mut self,
+        work: Work,
+        peak: Option<f64>,
+        measure: impl FnOnce() -> Result<Option<f64>>,
+        note: impl FnOnce(&str),
+    ) -> Throughput {
+        let Work { tokens, flops, seconds } = work;
+        let against = |peak| Throughput::new(tokens, flops, seconds, peak);
+        let impossible = match against(peak) {
+            Ok(rates) => return rates,
+            Err(impossible) => impossible,
+        };
+        self.0 = self.0.saturating_add(1);
+        let mut rates = None;
+        if self.0 <= AGAIN_MAX {
+            match measure() {
+                Ok(again) => {
+                    rates = against(again).ok();
+                    note(&format!("{impossible}; measured again: {:.3} TFLOP/s", again.unwrap_or(0.0) / 1e12));
+                }
+                Err(error) => note(&format!("{impossible}; it cannot be measured again: {error}")),
+            }
+        } else if self.0 == AGAIN_MAX + 1 {
+            note(&format!(
+                "{impossible}. It was measured again {AGAIN_MAX} times: from here on steps that beat it have no utilisation"
+            ));
+        }
+        let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
+        let without = Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None };
+        rates.unwrap_or(without)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run of 100 steps measured it 100 times, longer than it trained.
+    #[test]
+    fn a_peak_that_every_step_beats_is_measured_again_a_few_times() {
+        let (mut beaten, mut measured, mut notes) = (Beaten::default(), 0, Vec::new());
+        let work = Work { tokens: 10, flops: 2e12, seconds: 1.0 };
+        for _ in 0..100 {
+            let measure = || {
+                measured += 1;
+                Ok(Some(1e12))
+            };
+            let rates = beaten.rates(work, Some(1e12), measure, |text| notes.push(text.to_owned()));
+            assert_eq!(rates, Throughput { tps: 10.0, tflops: 2.0, mfu: None });
+        }
+        assert_eq!((measured, notes.len()), (3, 4));
+        assert!(notes[2].ends_with("measured again: 1.000 TFLOP/s"), "{}", notes[2]);
+        assert!(notes[3].ends_with("from here on steps that beat it have no utilisation"), "{}", notes[3]);
+        let slower = Work { seconds: 4.0, ..work };
+        let rates = beaten.rates(slower, Some(1e12), || unreachable!("it is possible"), |_| unreachable!());
+        assert_eq!(rates.mfu, Some(0.5));
+    }
+
+    #[test]
+    fn a_peak_that_was_measured_on_a_busy_machine_is_mended_by_the_next() {
+        let work = Work { tokens: 10, flops: 2e12, seconds: 1.0 };
+        let mut said = String::new();
+        let rates = Beaten::default().rates(work, Some(1e12), || Ok(Some(4e12)), |text| said = text.to_owned());
+        assert_eq!(rates.mfu, Some(0.5));
+        assert!(said.ends_with("measured again: 4.000 TFLOP/s"), "{said}");
+    }
+}
