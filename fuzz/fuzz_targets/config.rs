@@ -1,5 +1,6 @@
 #![no_main]
-//! A configuration is rejected with reasons or resolved; what a resolved one prints must resolve to itself.
+//! A configuration is rejected with reasons or resolved; what a resolved one prints must resolve to
+//! itself.
 //!
 //! The text is the file; `--set` overrides, a line each, may follow behind the first byte 0x1e.
 

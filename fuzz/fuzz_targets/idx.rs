@@ -1,5 +1,6 @@
 #![no_main]
-//! An accepted index must be safe to use: every range lies inside the token file, in order and without gaps.
+//! An accepted index must be safe to use: every range lies inside the token file, in order and
+//! without gaps.
 
 use libfuzzer_sys::fuzz_target;
 use trainyard_data::parse_idx;

@@ -8,8 +8,8 @@ fuzz_target!(|line: &[u8]| {
     let ours = parse_jsonl_line(line, "text");
     let theirs = serde_json::from_slice::<serde_json::Value>(line);
     let theirs = theirs.as_ref().ok().and_then(|value| value.as_object()?.get("text")?.as_str());
-    // A field that we skip is checked less than one that is built into a value (a number out of range, for example), so
-    // ours may accept more, but never other text.
+    // A field that we skip is checked less than one that is built into a value (a number out of
+    // range, for example), so ours may accept more, but never other text.
     if let (Ok(ours), Some(theirs)) = (&ours, theirs) {
         assert_eq!(ours, theirs);
     }

@@ -1,12 +1,14 @@
 //! `cargo xtask bench`: the release build against its bars and its peers.
 //!
-//! A benchmark is a row of the table in [`table`]: what to run of ours, what to run of theirs, how the JSON line that each prints
-//! becomes figures, and the bar that each figure has to reach. This module runs them: it builds, finds the peer's Python and
-//! its allocator, picks the fastest of the peer's ways, then runs ours and theirs in turn, because a machine's speed drifts
-//! by a third from hour to hour and only neighbours compare. Medians are compared with the bars, everything is printed as one table, and all that was
-//! measured goes to `target/bench/NAME.json`.
+//! A benchmark is a row of the table in [`table`]: what to run of ours, what to run of theirs, how
+//! the JSON line that each prints becomes figures, and the bar that each figure has to reach. This
+//! module runs them: it builds, finds the peer's Python and its allocator, picks the fastest of the
+//! peer's ways, then runs ours and theirs in turn, because a machine's speed drifts by a third from
+//! hour to hour and only neighbours compare. Medians are compared with the bars, everything is
+//! printed as one table, and all that was measured goes to `target/bench/NAME.json`.
 //!
-//! It does not judge noise: on a machine that does something else at the same time the figures mean nothing.
+//! It does not judge noise: on a machine that does something else at the same time the figures mean
+//! nothing.
 
 pub mod measure;
 mod peers;
@@ -33,7 +35,8 @@ pub struct Options {
     /// How often ours and theirs run in turn; medians are compared.
     #[arg(long, default_value_t = 3)]
     pairs: usize,
-    /// The text of the character-level recipe (tiny Shakespeare, 1.1 MB); without it those benchmarks are skipped.
+    /// The text of the character-level recipe (tiny Shakespeare, 1.1 MB); without it those
+    /// benchmarks are skipped.
     #[arg(long, default_value = "data/shakespeare.txt")]
     text: PathBuf,
     /// Run ours alone; bars that are ratios are not judged then.
@@ -118,7 +121,8 @@ struct Bench {
 
 impl Bench {
     fn run(&self, benchmark: &Benchmark) -> Result<Vec<Row>> {
-        // A first run of ours is not counted: it warms the page cache, and its output tells the peer which cases to run.
+        // A first run of ours is not counted: it warms the page cache, and its output tells the
+        // peer which cases to run.
         let first = self.ours(benchmark)?;
         let ours_file = self.folder.join(format!("{}.ours.json", benchmark.name));
         fs::write(&ours_file, first.to_string()).with_context(|| format!("cannot write {}", ours_file.display()))?;
@@ -176,7 +180,8 @@ impl Bench {
         measure::last_json_line(&mut command, &self.log(benchmark, "peer"))
     }
 
-    /// Runs each way of the peer once (that also fills the compiler's caches) and takes the one with the best figure.
+    /// Runs each way of the peer once (that also fills the compiler's caches) and takes the one
+    /// with the best figure.
     fn fastest_peer<'a>(&'a self, benchmark: &'a Benchmark, ours: &Path) -> Result<Option<(&'a Peers, &'a Peer)>> {
         let Some(peers) = &self.peers else { return Ok(None) };
         let mut best: Option<(f64, &Peer)> = None;
@@ -241,7 +246,8 @@ fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).with_context(|| format!("cannot resolve {}", path.display()))
 }
 
-/// What the figures depend on: the processor, how many of its threads we may use, and its matrix instructions.
+/// What the figures depend on: the processor, how many of its threads we may use, and its matrix
+/// instructions.
 fn machine() -> Value {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {

@@ -1,8 +1,12 @@
-//! Whether `--plan auto` picks rightly: small models and limits of memory, of each of which every runnable way is trained for a few steps.
+//! Whether `--plan auto` picks rightly: small models and limits of memory, of each of which every
+//! runnable way is trained for a few steps.
 //!
-//! The ways, their predictions and the pick are those of `trainyard plan c.toml --json --trial-seconds 20`; each way is trained by the settings that stand there, so what is
-//! measured is what would run. The machine's speed drifts, and only ever down from what it can do, so the pick, what prediction alone would have picked, and the fastest few are trained
-//! again in turn, and the best of those rounds are compared. The bar: the pick is within 5 % of the fastest. Needs a profile of the machine (`trainyard calibrate`).
+//! The ways, their predictions and the pick are those of
+//! `trainyard plan c.toml --json --trial-seconds 20`; each way is trained by the settings that
+//! stand there, so what is measured is what would run. The machine's speed drifts, and only ever
+//! down from what it can do, so the pick, what prediction alone would have picked, and the fastest
+//! few are trained again in turn, and the best of those rounds are compared. The bar: the pick is
+//! within 5 % of the fastest. Needs a profile of the machine (`trainyard calibrate`).
 
 use crate::bench::measure::{figure, output, records};
 use crate::bench::program;
@@ -27,7 +31,8 @@ pub struct Options {
     /// Rounds in which the pick and the fastest few are trained in turn.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Seconds for which the likeliest ways are tried before one is picked; 0: picked by prediction alone.
+    /// Seconds for which the likeliest ways are tried before one is picked; 0: picked by prediction
+    /// alone.
     #[arg(long, default_value_t = 20.0)]
     trial_seconds: f64,
     /// The program. Default: the release build, made first.
@@ -40,8 +45,8 @@ const BAR: f64 = 0.05;
 /// Ways that are trained again in turn, with the picks.
 const FINALISTS: usize = 3;
 
-/// Family, width, blocks, heads, sequence, global batch, dtype, and where the limit of memory lies between what the leanest way needs (0) and the fastest; 1: no
-/// limit.
+/// Family, width, blocks, heads, sequence, global batch, dtype, and where the limit of memory lies
+/// between what the leanest way needs (0) and the fastest; 1: no limit.
 type Case = (&'static str, u32, u32, u32, u32, u32, &'static str, f64);
 
 const CASES: [Case; 12] = [
@@ -76,7 +81,8 @@ impl Way {
 
 /// Trains them all; false when a pick misses the bar.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    // Both commands run in the folder of the text, because paths in a configuration are seen from where a command runs.
+    // Both commands run in the folder of the text, because paths in a configuration are seen from
+    // where a command runs.
     let program = options.program.clone().map_or_else(|| program(root), Ok)?;
     let program = std::path::absolute(&program).with_context(|| format!("cannot resolve {}", program.display()))?;
     let folder = std::env::temp_dir().join(format!("trainyard-choices-{}", std::process::id()));
@@ -124,7 +130,8 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
         way.measured_s.push(train(program, &config, &way.sets)?);
     }
     let count = ways.len();
-    // The pick stays first, and what prediction alone picks second where that is another; of the others the fastest few follow.
+    // The pick stays first, and what prediction alone picks second where that is another; of the
+    // others the fastest few follow.
     let predicted =
         (0..count).min_by(|a, b| ways[*a].predicted_s.total_cmp(&ways[*b].predicted_s)).expect("there are ways");
     let mut picks = 1;

@@ -1,14 +1,19 @@
-//! `cargo xtask gpu`: everything that needs a GPU, in one command of some minutes, so that whoever has one for half an hour learns everything at once.
+//! `cargo xtask gpu`: everything that needs a GPU, in one command of some minutes, so that whoever
+//! has one for half an hour learns everything at once.
 //!
 //! It says what the machine is, then runs three parts, each whatever became of the others:
 //!
-//! 1. conformance: every kernel against the oracles in f64, every operation and training itself against the CPU;
+//! 1. conformance: every kernel against the oracles in f64, every operation and training itself
+//!    against the CPU;
 //! 2. accuracy: logits and gradients against transformers, a loss curve in bf16 against the CPU's;
-//! 3. bars: whole steps, attention, products and streaming kernels, in percent of the measured peaks and beside PyTorch where there is one.
+//! 3. bars: whole steps, attention, products and streaming kernels, in percent of the measured
+//!    peaks and beside PyTorch where there is one.
 //!
-//! The first two are the suites of `cargo test`, told to run on the GPU by a variable; with `--emulated` they run as in `cargo test`, which is how this chore is
-//! tested without a GPU. On a machine without cargo they come from a folder that `--pack` has filled elsewhere. A bar that is missed is said and no
-//! failure; a result that is wrong is one. Without a GPU the chore says why there is none, and passes.
+//! The first two are the suites of `cargo test`, told to run on the GPU by a variable; with
+//! `--emulated` they run as in `cargo test`, which is how this chore is tested without a GPU. On a
+//! machine without cargo they come from a folder that `--pack` has filled elsewhere. A bar that is
+//! missed is said and no failure; a result that is wrong is one. Without a GPU the chore says why
+//! there is none, and passes.
 
 mod bars;
 mod compile;
@@ -43,14 +48,15 @@ pub struct Options {
     /// How often ours and PyTorch run in turn; medians are compared.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pairs: u16,
-    /// Build what the chore runs into a folder, to be carried to a machine without cargo, and stop: there, FOLDER/xtask gpu --prebuilt FOLDER in the
-    /// root of the sources.
+    /// Build what the chore runs into a folder, to be carried to a machine without cargo, and stop:
+    /// there, FOLDER/xtask gpu --prebuilt FOLDER in the root of the sources.
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["compile", "prebuilt", "emulated"])]
     pack: Option<PathBuf>,
     /// Take what is run from a folder that --pack has filled.
     #[arg(long, value_name = "FOLDER", conflicts_with = "compile")]
     prebuilt: Option<PathBuf>,
-    /// Run the suites on emulated kernels, and the measuring of bars with tiny sizes: a test of this chore, which needs no GPU and measures nothing.
+    /// Run the suites on emulated kernels, and the measuring of bars with tiny sizes: a test of
+    /// this chore, which needs no GPU and measures nothing.
     #[arg(long, conflicts_with = "compile")]
     emulated: bool,
 }

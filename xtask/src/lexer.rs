@@ -1,9 +1,9 @@
 //! Splits Rust source into code, string contents and comments, line by line.
 //!
-//! The rules of [`tidy`](crate::tidy) ask questions such as "does `unsafe` appear in code?", which a search through the text
-//! answers wrongly as soon as the word stands in a comment or a string. This is the part of Rust's lexical
-//! grammar that decides it: comments (nested), plain, raw, byte and C strings, character literals against lifetimes. It does
-//! not parse.
+//! The rules of [`tidy`](crate::tidy) ask questions such as "does `unsafe` appear in code?", which
+//! a search through the text answers wrongly as soon as the word stands in a comment or a string.
+//! This is the part of Rust's lexical grammar that decides it: comments (nested), plain, raw, byte
+//! and C strings, character literals against lifetimes. It does not parse.
 
 /// One line of source, its bytes handed out to three strings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,9 +1,11 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | gpu | overlap | validate`.
+//! Every chore of the project:
+//! `cargo xtask test | tidy | bench | choices | gpu | overlap | validate`.
 //!
-//! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and is compiled,
-//! formatted and linted with the rest. `test` is what continuous integration calls (`.ci/run`); `tidy` holds the rules of the
-//! house that no compiler checks; `bench` measures the program against its peers and writes what it found.
-//! Nothing here is needed to build or to use Trainyard.
+//! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
+//! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
+//! (`.ci/run`); `tidy` holds the rules of the house that no compiler checks; `bench` measures the
+//! program against its peers and writes what it found. Nothing here is needed to build or to use
+//! Trainyard.
 
 mod bench;
 mod choices;
@@ -29,19 +31,26 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// Run everything that must hold: tidy, rustfmt, clippy, unit, integration and documentation tests.
+    /// Run everything that must hold: tidy, rustfmt, clippy, unit, integration and documentation
+    /// tests.
     Test,
-    /// Check the rules that no compiler checks: module essays, file length, unsafe code, crate arrows, dependencies, links.
+    /// Check the rules that no compiler checks: module essays, file length, unsafe code, crate
+    /// arrows, dependencies, links.
     Tidy,
-    /// Measure the release build against its bars and peers; prints a table and writes target/bench/NAME.json.
+    /// Measure the release build against its bars and peers; prints a table and writes
+    /// target/bench/NAME.json.
     Bench(bench::Options),
-    /// Measure how much communication over a slow link hides behind computing: two network namespaces, MPI over TCP.
+    /// Measure how much communication over a slow link hides behind computing: two network
+    /// namespaces, MPI over TCP.
     Overlap(overlap::Options),
-    /// Train every runnable way of small models and compare the fastest with what `--plan auto` picks.
+    /// Train every runnable way of small models and compare the fastest with what `--plan auto`
+    /// picks.
     Choices(choices::Options),
-    /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by NVRTC, without one.
+    /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by
+    /// NVRTC, without one.
     Gpu(gpu::Options),
-    /// Compare the simulator with published measurements: a table per source, the error of every row, the bars.
+    /// Compare the simulator with published measurements: a table per source, the error of every
+    /// row, the bars.
     Validate(validate::Options),
 }
 

@@ -1,7 +1,7 @@
 //! The little of Markdown that the chores read: links, headings and fenced blocks.
 //!
-//! Code, fenced or between backticks, is left out of links and headings. Reference-style links are not read, because the project does not use
-//! them.
+//! Code, fenced or between backticks, is left out of links and headings. Reference-style links are
+//! not read, because the project does not use them.
 
 /// A link with the line that it stands on, counted from 1.
 #[derive(Debug, PartialEq, Eq)]
@@ -52,7 +52,8 @@ pub fn links(text: &str) -> Vec<Link> {
     found
 }
 
-/// The anchors of the headings, made as GitHub makes them: lower case, punctuation dropped, spaces to hyphens.
+/// The anchors of the headings, made as GitHub makes them: lower case, punctuation dropped, spaces
+/// to hyphens.
 pub fn anchors(text: &str) -> Vec<String> {
     let mut slugs: Vec<String> = Vec::new();
     let mut anchors = Vec::new();

@@ -1,11 +1,15 @@
 //! `cargo xtask overlap`: how much of the communication over a slow link hides behind computing.
 //!
-//! Two network namespaces are joined by a virtual cable (veth). Each holds one rank, a process of its own; MPI runs over TCP between them. First the cable is as fast as the kernel
-//! makes it, which tells a step's compute time and the bytes that it sends. Then `tc … tbf` gives it the rate at which those bytes take `--share` of that time, and the run is
-//! measured again. Hidden is `1 - comm_exposed_s / comm_s`, both of rank 0 and summed over the steps but the first two. `comm_s` also holds the time for which a
-//! reduction waits for the slower of the two ranks, so it is more than the time on the cable, which is shown beside it.
+//! Two network namespaces are joined by a virtual cable (veth). Each holds one rank, a process of
+//! its own; MPI runs over TCP between them. First the cable is as fast as the kernel makes it,
+//! which tells a step's compute time and the bytes that it sends. Then `tc … tbf` gives it the rate
+//! at which those bytes take `--share` of that time, and the run is measured again. Hidden is
+//! `1 - comm_exposed_s / comm_s`, both of rank 0 and summed over the steps but the first two.
+//! `comm_s` also holds the time for which a reduction waits for the slower of the two ranks, so it
+//! is more than the time on the cable, which is shown beside it.
 //!
-//! Needs root on Linux, the programs `ip` and `tc` (iproute2), `unshare`, and Open MPI with its headers. Nothing else should run meanwhile.
+//! Needs root on Linux, the programs `ip` and `tc` (iproute2), `unshare`, and Open MPI with its
+//! headers. Nothing else should run meanwhile.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +18,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// GPT-2's blocks on bytes: with a vocabulary of 50,304 the last reduction of a step would be a third of all, which no schedule can hide.
+/// GPT-2's blocks on bytes: with a vocabulary of 50,304 the last reduction of a step would be a
+/// third of all, which no schedule can hide.
 const CONFIG: &str = "\
 [run]
 name = 'overlap'
@@ -177,7 +182,8 @@ fn address(end: usize) -> String {
     format!("{NETWORK}.{}", end + 1)
 }
 
-/// What mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs too, so that nothing is shared through memory.
+/// What mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs too, so
+/// that nothing is shared through memory.
 fn agent_script() -> String {
     format!(
         "#!/bin/sh\nwhile [ \"${{1#-}}\" != \"$1\" ]; do shift; done\nshift\n\

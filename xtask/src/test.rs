@@ -1,10 +1,12 @@
 //! `cargo xtask test`: everything that must hold, in one command.
 //!
-//! The order is by cost: a forgotten module essay is said in a second and not after the tests. A failed check does not stop the later ones,
-//! so that one run shows everything. The commands of the documentation are among the tests (`crates/cli/tests/docs.rs`).
+//! The order is by cost: a forgotten module essay is said in a second and not after the tests. A
+//! failed check does not stop the later ones, so that one run shows everything. The commands of the
+//! documentation are among the tests (`crates/cli/tests/docs.rs`).
 //!
-//! Output streams through while the `test result:` lines are read from it; their sums stand alone on the last
-//! line. A run in which no test ran has failed, whatever cargo said: that is how a broken test setup looks.
+//! Output streams through while the `test result:` lines are read from it; their sums stand alone
+//! on the last line. A run in which no test ran has failed, whatever cargo said: that is how a
+//! broken test setup looks.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -25,7 +27,8 @@ struct Counts {
 }
 
 impl Counts {
-    /// Adds what `line` says, if it is a result line: `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
+    /// Adds what `line` says, if it is a result line:
+    /// `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
     fn read(&mut self, line: &str) {
         let Some((_, figures)) = line.split_once("test result:") else { return };
         for part in figures.split([';', '.']) {
@@ -118,7 +121,8 @@ fn may_install() -> bool {
     std::env::var_os("CI").is_some() && runs("id", &["-u"]).as_deref() == Some("0")
 }
 
-/// The kernels of GPUs are tested by the host's C++ compiler; where there is none and this fails, their tests say so.
+/// The kernels of GPUs are tested by the host's C++ compiler; where there is none and this fails,
+/// their tests say so.
 fn install_cpp_compiler() {
     let given = std::env::var("CXX").ok();
     let none = given
@@ -131,7 +135,8 @@ fn install_cpp_compiler() {
     }
 }
 
-/// What keeps the feature `mpi` from being tested here, after an attempt to install it where that is ours to do.
+/// What keeps the feature `mpi` from being tested here, after an attempt to install it where that
+/// is ours to do.
 fn missing_for_mpi() -> Option<&'static str> {
     if lacks_for_mpi().is_some() && may_install() {
         let packages = ["install", "-y", "-q", "libopenmpi-dev", "openmpi-bin", "libclang-dev"];
@@ -185,7 +190,8 @@ fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<bool> {
     Ok(status.success())
 }
 
-/// Runs `command` with its output passed to `out`; whether it succeeded, and the sums of its result lines.
+/// Runs `command` with its output passed to `out`; whether it succeeded, and the sums of its result
+/// lines.
 fn count_tests(command: &mut Command, out: &mut dyn Write) -> Result<(bool, Counts)> {
     let mut child = command.stdout(Stdio::piped()).spawn().context("cannot run cargo test")?;
     let mut counts = Counts::default();

@@ -1,8 +1,9 @@
 //! `cargo xtask tidy`: the rules of the house that no compiler checks.
 //!
-//! Each rule is a function from the sources to complaints; a complaint names a file, a line and what to do. The rules are
-//! run on this repository by a test, and each has tests of its own that show it failing, because a rule that cannot fail protects
-//! nothing. There is no list of exceptions: a rule that needs one is changed here, in sight of review.
+//! Each rule is a function from the sources to complaints; a complaint names a file, a line and
+//! what to do. The rules are run on this repository by a test, and each has tests of its own that
+//! show it failing, because a rule that cannot fail protects nothing. There is no list of
+//! exceptions: a rule that needs one is changed here, in sight of review.
 
 mod manifests;
 mod sources;
@@ -87,8 +88,8 @@ const NOT_SOURCES: [&str; 3] = ["target", "runs", "data"];
 const FUZZING: [&str; 3] = ["fuzz/corpus", "fuzz/artifacts", "fuzz/coverage"];
 /// Hidden folders that are sources all the same.
 const HIDDEN_SOURCES: [&str; 3] = [".ci", ".cargo", ".github"];
-/// Extensions of files that the rules read; a file without one (licences, `.ci/run`) is read as well. Of the others only
-/// the path is known, so that links to them resolve.
+/// Extensions of files that the rules read; a file without one (licences, `.ci/run`) is read as
+/// well. Of the others only the path is known, so that links to them resolve.
 const TEXT: [&str; 14] =
     ["rs", "toml", "md", "py", "sh", "txt", "json", "yml", "yaml", "html", "css", "js", "lock", "cu"];
 

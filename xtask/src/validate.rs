@@ -1,7 +1,8 @@
 //! The simulator against published measurements, in the open.
 //!
-//! For every source: how many rows, median and 90th percentile of the errors of speed and memory, wrong verdicts; with `--rows`
-//! the error of every row, worst first. Sources that the constants were fitted on are marked. The bars judge dense models in 16 bits, grades A and B.
+//! For every source: how many rows, median and 90th percentile of the errors of speed and memory,
+//! wrong verdicts; with `--rows` the error of every row, worst first. Sources that the constants
+//! were fitted on are marked. The bars judge dense models in 16 bits, grades A and B.
 
 use clap::Args;
 use trainyard_sim::validate::{Outcome, compare, fit, quantiles};
@@ -16,7 +17,8 @@ pub struct Options {
     /// Only rows whose id begins so, e.g. `bloom`.
     #[arg(long, default_value = "")]
     only: String,
-    /// First fit the constants on the sources that data/constants.toml names, this many rounds, and print them.
+    /// First fit the constants on the sources that data/constants.toml names, this many rounds, and
+    /// print them.
     #[arg(long, value_name = "ROUNDS")]
     fit: Option<u32>,
 }

@@ -6,7 +6,8 @@ use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Res
 use std::collections::BTreeMap;
 use trainyard_tensor::{Tensor, ops};
 
-/// What the backward of one function sees: its saved tensors, its outputs' gradients, and where its inputs' gradients go.
+/// What the backward of one function sees: its saved tensors, its outputs' gradients, and where its
+/// inputs' gradients go.
 pub struct Backward<'a> {
     parameters: &'a dyn Parameters,
     gradients: &'a mut dyn Gradients,
@@ -26,8 +27,9 @@ struct Flow {
 }
 
 impl Recording {
-    /// Runs backward from `outputs` (each with its gradient) and returns the gradients of `inputs`, None where nothing
-    /// flowed. Parameters' gradients go to `gradients`. What the recording kept is freed as it is used.
+    /// Runs backward from `outputs` (each with its gradient) and returns the gradients of `inputs`,
+    /// None where nothing flowed. Parameters' gradients go to `gradients`. What the recording kept
+    /// is freed as it is used.
     pub fn backward(
         self,
         outputs: &[(&Var, Tensor)],
@@ -40,13 +42,15 @@ impl Recording {
         self.backward_at(&outputs, &inputs, parameters, gradients)
     }
 
-    /// Says that `one` is a scalar with the value 1, so that backward need not read it: on a GPU the host would wait.
+    /// Says that `one` is a scalar with the value 1, so that backward need not read it: on a GPU
+    /// the host would wait.
     pub fn with_one(mut self, one: &Tensor) -> Recording {
         self.one = Some(one.clone());
         self
     }
 
-    /// As [`Recording::backward`], from and to places in the graph, whose values need not be there any more.
+    /// As [`Recording::backward`], from and to places in the graph, whose values need not be there
+    /// any more.
     pub fn backward_at(
         mut self,
         outputs: &[(Place, Tensor)],
@@ -101,7 +105,8 @@ impl Flow {
 }
 
 impl Backward<'_> {
-    /// The gradient of output `index`; None where nothing flowed into it. Owned, so it may be worked on in place if unique.
+    /// The gradient of output `index`; None where nothing flowed into it. Owned, so it may be
+    /// worked on in place if unique.
     pub fn output_gradient(&mut self, index: usize) -> Option<Tensor> {
         self.flow.gradients[self.node.first_output + index].take()
     }
@@ -163,8 +168,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Takes what has so far flowed into input `index`, for kernels that add to it as they write; to be given back
-    /// through [`Backward::add_gradient`].
+    /// Takes what has so far flowed into input `index`, for kernels that add to it as they write;
+    /// to be given back through [`Backward::add_gradient`].
     pub fn take_gradient(&mut self, index: usize) -> Option<Tensor> {
         match self.node.inputs[index] {
             Operand::Value(id) => self.flow.gradients.get_mut(id).and_then(Option::take),
@@ -180,7 +185,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Where the gradient of input `index`, a parameter, is to be summed; None when it is not trained.
+    /// Where the gradient of input `index`, a parameter, is to be summed; None when it is not
+    /// trained.
     pub fn gradient_target(&mut self, index: usize) -> Result<Option<GradientTarget>> {
         match self.node.inputs[index] {
             Operand::Param(id) if self.parameters.parameter(id)?.trained => self.gradients.target(id),

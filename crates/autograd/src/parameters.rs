@@ -36,7 +36,8 @@ pub struct Parameter {
     pub trained: bool,
 }
 
-/// Gives parameters by slot. What it gives may change between forward and backward (released, gathered again), the values may not.
+/// Gives parameters by slot. What it gives may change between forward and backward (released,
+/// gathered again), the values may not.
 pub trait Parameters {
     /// The parameter, or [`AutogradError::NoParameter`].
     fn parameter(&self, id: ParamId) -> Result<Parameter>;
@@ -47,17 +48,20 @@ pub trait Parameters {
 pub struct GradientTarget {
     /// f32, of the parameter's shape.
     pub tensor: Tensor,
-    /// True at the first contribution of a step: the old contents are to be overwritten, not added to.
+    /// True at the first contribution of a step: the old contents are to be overwritten, not added
+    /// to.
     pub overwrite: bool,
 }
 
 /// Takes gradients of parameters.
 pub trait Gradients {
-    /// Where the gradient of `id` goes; None when it is not wanted (frozen). Each call is followed by one contribution.
+    /// Where the gradient of `id` goes; None when it is not wanted (frozen). Each call is followed
+    /// by one contribution.
     fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>>;
 }
 
-/// A simple holder of parameters and gradients, for tests and small programs; the engine has its own, over flat unit buffers.
+/// A simple holder of parameters and gradients, for tests and small programs; the engine has its
+/// own, over flat unit buffers.
 #[derive(Debug, Default)]
 pub struct Store {
     values: BTreeMap<ParamId, Tensor>,

@@ -14,8 +14,9 @@ pub enum Policy {
     Nothing,
     /// Everything that backward asks for.
     Everything,
-    /// Everything but the results of cheap functions (norms, activations, dropout), which backward recomputes from
-    /// what those functions keep themselves. Matrix products and attention are never repeated.
+    /// Everything but the results of cheap functions (norms, activations, dropout), which backward
+    /// recomputes from what those functions keep themselves. Matrix products and attention are
+    /// never repeated.
     Selective,
 }
 
@@ -121,9 +122,10 @@ pub struct Recording {
 }
 
 impl<'a> Tape<'a> {
-    /// A tape on `device` that reads `parameters`. `random` keys its random functions: `site` tells where in the step this
-    /// tape is (unit and micro-batch, at most 16 bits), and each random function on the tape adds its own ordinal, so that a forward
-    /// repeated under the same key draws the same numbers.
+    /// A tape on `device` that reads `parameters`. `random` keys its random functions: `site` tells
+    /// where in the step this tape is (unit and micro-batch, at most 16 bits), and each random
+    /// function on the tape adds its own ordinal, so that a forward repeated under the same key
+    /// draws the same numbers.
     pub fn new(device: &Device, parameters: &'a dyn Parameters, policy: Policy, random: RandomKey) -> Tape<'a> {
         Tape {
             device: device.clone(),
@@ -137,15 +139,17 @@ impl<'a> Tape<'a> {
         }
     }
 
-    /// Lets a loss take its parameters' gradients while its forward has the logits at hand, instead of computing the
-    /// logits twice. Backward must then start with a gradient of exactly 1 for the loss.
+    /// Lets a loss take its parameters' gradients while its forward has the logits at hand, instead
+    /// of computing the logits twice. Backward must then start with a gradient of exactly 1 for the
+    /// loss.
     pub fn with_gradients(mut self, gradients: &'a mut dyn Gradients) -> Tape<'a> {
         self.gradients = Some(gradients);
         self
     }
 
-    /// Lets products with these weights in [`Tape::linear`] round their operands to eight bits. A function keeps its scaling: its backward rounds with the scales
-    /// that stand in the same memory then.
+    /// Lets products with these weights in [`Tape::linear`] round their operands to eight bits. A
+    /// function keeps its scaling: its backward rounds with the scales that stand in the same
+    /// memory then.
     pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
         self.fp8 = Some(layers);
         self
@@ -195,7 +199,8 @@ impl<'a> Tape<'a> {
         RandomKey { site: (self.random.site << 16) | self.sites, ..self.random }
     }
 
-    /// What backward needs of `x`: the tensor, or under [`Policy::Selective`] a note to recompute it.
+    /// What backward needs of `x`: the tensor, or under [`Policy::Selective`] a note to recompute
+    /// it.
     pub fn save(&self, x: &Var) -> Saved {
         let cheap = self.policy == Policy::Selective
             && self
@@ -207,7 +212,8 @@ impl<'a> Tape<'a> {
         if cheap { Saved::Recompute(x.id) } else { Saved::Tensor(x.tensor.clone()) }
     }
 
-    /// Records `function` and gives its outputs their place in the graph. `saved` is called only when backward will want it.
+    /// Records `function` and gives its outputs their place in the graph. `saved` is called only
+    /// when backward will want it.
     pub fn record(
         &mut self,
         function: impl Into<Function>,
@@ -281,7 +287,8 @@ impl Recording {
         .sum()
     }
 
-    /// Takes out the activations that are kept for backward, each region of memory once. Until [`Recording::put_back`] they can be anywhere.
+    /// Takes out the activations that are kept for backward, each region of memory once. Until
+    /// [`Recording::put_back`] they can be anywhere.
     pub fn take_saved(&mut self) -> Vec<Tensor> {
         let mut taken: Vec<Tensor> = Vec::new();
         for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
@@ -299,7 +306,8 @@ impl Recording {
         taken
     }
 
-    /// Puts back what [`Recording::take_saved`] took out, in the same order; the memory may be another.
+    /// Puts back what [`Recording::take_saved`] took out, in the same order; the memory may be
+    /// another.
     pub fn put_back(&mut self, tensors: Vec<Tensor>) -> Result<()> {
         for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
             if let Saved::Away(index, shape) = *saved {

@@ -1,4 +1,5 @@
-//! The plain functions together: as graphs that differ from step to step, as random programs, on every dtype and on meta.
+//! The plain functions together: as graphs that differ from step to step, as random programs, on
+//! every dtype and on meta.
 
 mod common;
 
@@ -105,8 +106,8 @@ fn half_precision_follows_f32() {
     }
 }
 
-/// A model that is another graph each time: as many turns as `depth` says, another branch by the value at hand, and a recursion
-/// over halves of its input.
+/// A model that is another graph each time: as many turns as `depth` says, another branch by the
+/// value at hand, and a recursion over halves of its input.
 fn recursive(t: &mut Tape<'_>, x: &Var, w: &Var, depth: usize) -> Result<Var> {
     let width = x.tensor().shape()[0];
     let mut h = t.matmul(x, w)?;
@@ -264,7 +265,8 @@ fn tensors_without_elements_pass_through() {
     assert_eq!(zeros[0].tensor().shape()[..], [5, 5]);
 }
 
-/// One step of a random program on values of shape [3, 4]: which function, and which earlier values it takes.
+/// One step of a random program on values of shape [3, 4]: which function, and which earlier values
+/// it takes.
 fn apply(t: &mut Tape<'_>, function: usize, a: &Var, b: &Var) -> Result<Var> {
     match function {
         0 => t.add(a, b),
@@ -329,7 +331,8 @@ fn plain_dims(dim: i32) -> trainyard_tensor::ops::plain::Dims {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
-    /// A random program's directional derivative, by central differences of two widths extrapolated to none.
+    /// A random program's directional derivative, by central differences of two widths extrapolated
+    /// to none.
     #[test]
     fn random_programs_differentiate_right(
         steps in prop::collection::vec((0..FUNCTIONS, any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1..9),
@@ -364,7 +367,8 @@ proptest! {
         let (wide, narrow) = (slope(2e-2), slope(1e-2));
         let change: Vec<f32> = narrow.iter().zip(&wide).map(|(n, w)| (4.0 * n - w) / 3.0).collect();
         let (numeric, analytic) = (dot(&g, &change), dot(&gradients[0], &u[0]) + dot(&gradients[1], &u[1]));
-        // What the extrapolation moved bounds what it left; a program that bends more than that is beyond finite differences.
+        // What the extrapolation moved bounds what it left; a program that bends more than that is
+        // beyond finite differences.
         let bend: f64 = narrow.iter().zip(&wide).map(|(n, w)| f64::from((n - w).abs())).sum();
         let scale = dot(&g, &g).sqrt() * dot(&change, &change).sqrt();
         prop_assert!(

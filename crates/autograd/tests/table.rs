@@ -1,4 +1,5 @@
-//! Walks the table: every function's backward against finite differences of its forward, and what the policies keep.
+//! Walks the table: every function's backward against finite differences of its forward, and what
+//! the policies keep.
 
 mod common;
 

@@ -1,8 +1,11 @@
-//! Predictions against the engine: configurations are trained for a handful of steps and predicted in the same run.
+//! Predictions against the engine: configurations are trained for a handful of steps and predicted
+//! in the same run.
 //!
-//! The table of [`cases`] has both families, four sizes that no probe has, several micro-batches, one to four ranks, ZeRO 0 to 3, the modes of
-//! checkpointing, and both dtypes. A step's prediction is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory is compared per
-//! purpose. Beside the errors a row keeps where they are: seconds by kind of instruction and, of one more step with the calls recorded, by kernel.
+//! The table of [`cases`] has both families, four sizes that no probe has, several micro-batches,
+//! one to four ranks, ZeRO 0 to 3, the modes of checkpointing, and both dtypes. A step's prediction
+//! is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory
+//! is compared per purpose. Beside the errors a row keeps where they are: seconds by kind of
+//! instruction and, of one more step with the calls recorded, by kernel.
 
 use crate::crew::{Crew, inputs};
 use crate::forecast::{Forecast, forecast};
@@ -50,7 +53,8 @@ impl Pair {
 pub struct Row {
     /// Which one.
     pub name: String,
-    /// Seconds of a step: the median, and the median of the steps' ratios to their own predictions times it.
+    /// Seconds of a step: the median, and the median of the steps' ratios to their own predictions
+    /// times it.
     pub step_s: Pair,
     /// Peak bytes of rank 0, by purpose.
     pub memory: Vec<(&'static str, Pair)>,
@@ -79,7 +83,8 @@ pub const BARS: [f64; 4] = [0.05, 0.12, 0.02, 0.03];
 /// Width, blocks, heads, vocabulary.
 const SIZES: [(u32, u32, u32, u32); 4] = [(96, 3, 3, 1000), (192, 4, 6, 4000), (384, 4, 6, 6000), (640, 2, 10, 12000)];
 
-/// One family and size: dtype, sequences, their length, ranks, (replicas), ZeRO stage, checkpointing, accumulation.
+/// One family and size: dtype, sequences, their length, ranks, (replicas), ZeRO stage,
+/// checkpointing, accumulation.
 type Variation = (&'static str, u32, u32, u32, u32, u32, &'static str, u32);
 
 const VARIATIONS: [Variation; 12] = [
@@ -97,7 +102,8 @@ const VARIATIONS: [Variation; 12] = [
     ("bf16", 2, 128, 4, 2, 3, "full", 1),
 ];
 
-/// All configurations: every family and size in half of the variations, the other half for the other family.
+/// All configurations: every family and size in half of the variations, the other half for the
+/// other family.
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (size, shape) in SIZES.into_iter().enumerate() {
@@ -163,11 +169,13 @@ pub fn rows(
     Ok(rows)
 }
 
-/// Steps that are counted, and the seconds that they take where that leaves a choice: more where the machine is unsteady.
+/// Steps that are counted, and the seconds that they take where that leaves a choice: more where
+/// the machine is unsteady.
 const STEPS: std::ops::RangeInclusive<usize> = 5..=25;
 const CASE_S: std::ops::RangeInclusive<f64> = 1.2..=4.0;
-/// By what factor a speed may change during a step that counts, and be off the profile's, as long as enough such steps are found: a step that began on
-/// a faster machine than it ended on is no measurement of either, and a profile is of the machine undisturbed.
+/// By what factor a speed may change during a step that counts, and be off the profile's, as long
+/// as enough such steps are found: a step that began on a faster machine than it ended on is no
+/// measurement of either, and a profile is of the machine undisturbed.
 const CHANGE_MAX: f64 = 1.1;
 const OFF_MAX: f64 = 1.3;
 
@@ -241,7 +249,8 @@ struct Step {
     predicted_s: f64,
 }
 
-/// The steady steps, as long as there are enough; else those during which the machine was steadiest.
+/// The steady steps, as long as there are enough; else those during which the machine was
+/// steadiest.
 fn steady(mut steps: Vec<Step>) -> Vec<Step> {
     steps.sort_by(|a, b| a.unsteadiness.total_cmp(&b.unsteadiness));
     let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
@@ -306,7 +315,8 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
     })
 }
 
-/// The relative difference of two profiles' predictions for every case that the first one's machine can run, at the speeds that it kept.
+/// The relative difference of two profiles' predictions for every case that the first one's machine
+/// can run, at the speeds that it kept.
 ///
 /// # Errors
 ///

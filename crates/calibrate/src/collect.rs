@@ -39,7 +39,8 @@ impl Collector {
         &self.speeds
     }
 
-    /// Adds calls that `ranks` ranks of `threads` threads made at once while the machine had `speeds`.
+    /// Adds calls that `ranks` ranks of `threads` threads made at once while the machine had
+    /// `speeds`.
     pub fn calls(&mut self, calls: &[Call], ranks: u32, threads: u32, speeds: Speeds) {
         for call in calls {
             let name = match call.work.variant {
@@ -101,8 +102,9 @@ impl Collector {
     }
 }
 
-/// The median of the samples of one shape. Times and speeds are paired, so that a spell in which both were slow counts for itself: of all
-/// samples the one is taken whose arithmetic, in units of its own moment's peak, took the median time.
+/// The median of the samples of one shape. Times and speeds are paired, so that a spell in which
+/// both were slow counts for itself: of all samples the one is taken whose arithmetic, in units of
+/// its own moment's peak, took the median time.
 fn point(dtype: &str, dims: &Dims, samples: &Samples) -> Option<Point> {
     let mut order: Vec<usize> = (0..samples.seconds.len()).filter(|at| samples.seconds[*at] > 0.0).collect();
     let scaled = |at: usize| {
@@ -125,7 +127,8 @@ fn point(dtype: &str, dims: &Dims, samples: &Samples) -> Option<Point> {
     })
 }
 
-/// Seconds per launch and per instruction: by the medians of the instructions of each number of launches, least squares, neither negative.
+/// Seconds per launch and per instruction: by the medians of the instructions of each number of
+/// launches, least squares, neither negative.
 fn line(around: &[(f64, f64)]) -> (f64, f64) {
     let mut groups: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     for (count, seconds) in around {

@@ -1,6 +1,8 @@
-//! Who measures: this process alone, whose ranks are threads, or the processes that a launcher started, each of them one rank.
+//! Who measures: this process alone, whose ranks are threads, or the processes that a launcher
+//! started, each of them one rank.
 //!
-//! Processes do everything at the same time, as the ranks of a run do: they meet before each step, and rank 0 decides when a loop ends.
+//! Processes do everything at the same time, as the ranks of a run do: they meet before each step,
+//! and rank 0 decides when a loop ends.
 
 use crate::CalibrateError;
 use crate::probes::Layout;
@@ -116,7 +118,8 @@ pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
     Ok(Machine { cores: world::cores_here(world) as u32, processes: Some(processes), ..Machine::here() })
 }
 
-/// What a configuration depends on where its ranks run on what was measured: this machine, or processes of as many threads as they had then.
+/// What a configuration depends on where its ranks run on what was measured: this machine, or
+/// processes of as many threads as they had then.
 pub fn inputs(profile: &MachineProfile) -> Inputs {
     let here = Inputs::of_this_machine();
     let Some(processes) = &profile.machine.processes else { return here };

@@ -9,7 +9,8 @@ use trainyard_sim::machine::Disk;
 /// Bytes written and read.
 const BYTES: usize = 64 << 20;
 
-/// Writes a file in `folder`, which is made where it is missing, until it is on the disk; and reads it back.
+/// Writes a file in `folder`, which is made where it is missing, until it is on the disk; and reads
+/// it back.
 pub fn measure(folder: &Path) -> Result<Disk> {
     fs::create_dir_all(folder)?;
     let path = folder.join(format!("disk-{}.tmp", std::process::id()));

@@ -1,4 +1,5 @@
-//! Collectives between ranks, threads or processes, and what compute and communication cost each other when they run at once.
+//! Collectives between ranks, threads or processes, and what compute and communication cost each
+//! other when they run at once.
 
 use crate::CalibrateError;
 use crate::crew::Crew;
@@ -69,7 +70,8 @@ fn groups_of_threads(cores: u32) -> Vec<Group> {
     sizes.map(|ranks| Group { ranks, stride: 1, hosts: 1 }).collect()
 }
 
-/// Neighbours: powers of two, a host, and all processes; and those at the same place on every host. Groups that leave nobody out, for all exchange at once.
+/// Neighbours: powers of two, a host, and all processes; and those at the same place on every host.
+/// Groups that leave nobody out, for all exchange at once.
 pub(crate) fn groups(processes: &Processes) -> Vec<Group> {
     let (count, here) = (processes.count, processes.on_a_host());
     let powers = (1..31).map(|power| 1 << power).filter(|ranks| *ranks < count && count.is_multiple_of(*ranks));
@@ -91,7 +93,8 @@ pub(crate) fn members(world: &Communicator, group: Group) -> Result<Communicator
     world.split(color, rank, format!("{ranks} ranks"))
 }
 
-/// A curve through `points` of bytes and seconds on one host, with the straight line that people read.
+/// A curve through `points` of bytes and seconds on one host, with the straight line that people
+/// read.
 pub(crate) fn curve(operation: &str, ranks: u32, points: Vec<[f64; 2]>) -> CollectiveCurve {
     let line = fit(&points.iter().map(|point| (point[0], point[1])).collect::<Vec<_>>());
     let (alpha_s, beta_s_per_byte) = line.map_or((0.0, 0.0), |line| (line.alpha, line.beta));
@@ -120,11 +123,13 @@ fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
     })
 }
 
-/// Bytes of the buffers that a case uses in turn, so that no exchange finds in its caches what it exchanged last; at most [`IN_TURN`] of them.
+/// Bytes of the buffers that a case uses in turn, so that no exchange finds in its caches what it
+/// exchanged last; at most [`IN_TURN`] of them.
 const IN_TURN_BYTES: usize = 24 << 20;
 const IN_TURN: usize = 12;
 
-/// So many elements in memory as the engine gives it to what is exchanged: on huge pages where they are many, which decides how fast a transport copies them.
+/// So many elements in memory as the engine gives it to what is exchanged: on huge pages where they
+/// are many, which decides how fast a transport copies them.
 fn buffer(elements: usize) -> Tensor {
     let device = Device::cpu(Isa::detect(), 1, None);
     device.zeros([elements], DType::F32, Purpose::Comm).expect("memory without a limit")
@@ -143,7 +148,8 @@ fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
     let mut run = |exchanges: bool| {
         time(comm, CASE_S, || {
             next = (next + 1) % count;
-            // What is exchanged was just written by its owner, as parameters by an update and gradients by a backward.
+            // What is exchanged was just written by its owner, as parameters by an update and
+            // gradients by a backward.
             let (part, whole) = (data(&mut parts[next]), data(&mut wholes[next]));
             let gathers = operation == "all_gather";
             if gathers {
@@ -166,10 +172,12 @@ fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
 
 /// Seconds that each part of the measurement of interference lasts.
 const PART: Duration = Duration::from_millis(250);
-/// Elements of a rank's buffer in exchanges of which the start decides, and the bytes. Smaller ones go through MPI without a handshake, and do not wait for one.
+/// Elements of a rank's buffer in exchanges of which the start decides, and the bytes. Smaller ones
+/// go through MPI without a handshake, and do not wait for one.
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 2 << 20;
-/// Compute is believed to be slowed by so much beyond its share of the cores: more is a measurement of an exchange that hardly worked.
+/// Compute is believed to be slowed by so much beyond its share of the cores: more is a measurement
+/// of an exchange that hardly worked.
 const COMPUTE_MAX: f64 = 2.0;
 
 /// What ranks do in a part of the measurement.
@@ -206,7 +214,8 @@ pub fn interference(crew: &Crew) -> Result<Interference> {
         small_s: [small_alone_s, small_s],
         large_s: [large_alone_s, 1.0 / exchanges],
     };
-    // What fair shares of the cores leave of each: all threads that want to run, and those of the exchange alone.
+    // What fair shares of the cores leave of each: all threads that want to run, and those of the
+    // exchange alone.
     let share = |threads: u32| (f64::from(cores) / f64::from(threads)).min(1.0);
     let fair = share(ranks * threads + ranks);
     Ok(seen.explained(fair / share(ranks * threads), fair / share(ranks)))
@@ -224,10 +233,12 @@ struct Seen {
 }
 
 impl Seen {
-    /// What of it goes beyond fair shares of the cores, which leave these parts of compute and of exchanges.
+    /// What of it goes beyond fair shares of the cores, which leave these parts of compute and of
+    /// exchanges.
     fn explained(&self, compute_share: f64, exchange_share: f64) -> Interference {
         let ([small_alone, small], [large_alone, large]) = (self.small_s, self.large_s);
-        // What a small exchange takes longer than its share of the cores says is waking threads on busy cores, once or for every handshake. A large one takes that too.
+        // What a small exchange takes longer than its share of the cores says is waking threads on
+        // busy cores, once or for every handshake. A large one takes that too.
         let start_s = (small - small_alone / exchange_share).clamp(0.0, 0.9 * large);
         let communication = (large - start_s) / large_alone * exchange_share;
         // What compute lost it lost while the exchange worked and did not wait for a core.
@@ -238,7 +249,8 @@ impl Seen {
     }
 }
 
-/// Products and exchanges per second of each rank of this process, which exchange with those of other processes over `comms`.
+/// Products and exchanges per second of each rank of this process, which exchange with those of
+/// other processes over `comms`.
 fn during(doing: Doing, comms: Vec<Communicator>, threads: u32) -> Result<(f64, f64)> {
     // Processes begin together; threads do anyway.
     if let [comm] = &comms[..] {
@@ -315,7 +327,8 @@ mod tests {
         // Both lose beyond that.
         let dear = Seen { products_left: 0.4, large_s: [1e-3, 3e-3], ..fair };
         near(dear.explained(0.5, 0.5), [1.25, 1.5, 0.0]);
-        // Every exchange waits 10 ms for a core, in which products lose nothing: of 12 ms they lose half of two.
+        // Every exchange waits 10 ms for a core, in which products lose nothing: of 12 ms they lose
+        // half of two.
         let waiting = Seen { products_left: 1.0 - 1.0 / 12.0, small_s: [1e-5, 1.002e-2], large_s: [1e-3, 1.2e-2] };
         near(waiting.explained(0.5, 0.5), [1.0, 1.0, 1e-2]);
         // Chance: faster than alone, and products that vanish.

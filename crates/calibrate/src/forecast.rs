@@ -19,7 +19,8 @@ pub struct Forecast {
     pub layout: HostLayout,
 }
 
-/// Lowers `resolved` and executes the program without data: all that does not depend on how fast `machine` is.
+/// Lowers `resolved` and executes the program without data: all that does not depend on how fast
+/// `machine` is.
 ///
 /// # Errors
 ///
@@ -29,8 +30,9 @@ pub fn forecast(resolved: &Resolved, machine: &Machine) -> Result<Forecast, Engi
     Ok(Forecast { program, needs, layout: layout(resolved, machine) })
 }
 
-/// How the ranks on a host share what computes: its cores, or a GPU each, which profiles know as a rank of one thread. Ranks are on one host, where they are not processes that
-/// `machine` knows on several.
+/// How the ranks on a host share what computes: its cores, or a GPU each, which profiles know as a
+/// rank of one thread. Ranks are on one host, where they are not processes that `machine` knows on
+/// several.
 pub fn layout(resolved: &Resolved, machine: &Machine) -> HostLayout {
     let ranks = machine.processes.as_ref().map_or(resolved.parallel.ranks as u32, Processes::on_a_host);
     let threads = match resolved.config.compute.device {
@@ -41,7 +43,8 @@ pub fn layout(resolved: &Resolved, machine: &Machine) -> HostLayout {
 }
 
 impl Forecast {
-    /// Seconds of the step and of each instruction on the machine of `profile` when it is as fast as `speeds` say (`profile.speeds` if nothing better is known).
+    /// Seconds of the step and of each instruction on the machine of `profile` when it is as fast
+    /// as `speeds` say (`profile.speeds` if nothing better is known).
     pub fn step(&self, profile: &MachineProfile, speeds: &Speeds) -> HostStep {
         host_step(&self.program, &self.needs.calls, profile, self.layout, speeds)
     }

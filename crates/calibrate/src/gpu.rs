@@ -1,8 +1,9 @@
 //! Measures a GPU into a profile of the same format.
 //!
-//! As on the processor, small models are trained and every kernel call is recorded, here by the device's clock. Two steps are made of each: one in which nothing
-//! is recorded, whose instructions tell what launching costs beside the kernels, and one in which the host waits for every kernel, which tells the
-//! kernels' own times. Ranks have a GPU each, so there is one layout.
+//! As on the processor, small models are trained and every kernel call is recorded, here by the
+//! device's clock. Two steps are made of each: one in which nothing is recorded, whose instructions
+//! tell what launching costs beside the kernels, and one in which the host waits for every kernel,
+//! which tells the kernels' own times. Ranks have a GPU each, so there is one layout.
 
 use crate::check::{Case, Pair, Row};
 use crate::collect::Collector;
@@ -83,8 +84,9 @@ impl Sizes {
         }
     }
 
-    /// Twelve configurations, or fewer where fewer sizes are measured: both families, half as wide again as what is measured and two blocks deep, every mode of
-    /// recomputation, with and without accumulation.
+    /// Twelve configurations, or fewer where fewer sizes are measured: both families, half as wide
+    /// again as what is measured and two blocks deep, every mode of recomputation, with and without
+    /// accumulation.
     fn cases(&self) -> Vec<Case> {
         let modes = ["none", "selective", "full"];
         let mut cases = Vec::new();
@@ -144,8 +146,9 @@ impl Sizes {
 /// How collectives were measured, for people who read the file.
 const BY_NCCL: &str = "collectives are NCCL's, on buffers that nobody has just written";
 
-/// Measures the first of `gpus`, which are those of this host and of one kind, what they exchange by NCCL where they are several, and the host's disk in `folder`.
-/// `progress` is told the share that is done, and what comes next.
+/// Measures the first of `gpus`, which are those of this host and of one kind, what they exchange
+/// by NCCL where they are several, and the host's disk in `folder`. `progress` is told the share
+/// that is done, and what comes next.
 ///
 /// # Errors
 ///
@@ -172,8 +175,10 @@ pub fn calibrate(
     Ok(MachineProfile { method, machine: Machine { gpu, ..profile.machine }, collectives, ..profile })
 }
 
-/// The same of the GPUs of all processes of `world`, which are dealt to hosts as `processes` says: each measures its own, `cuda`, at the same time as the others; rank 0's stands for all. What they
-/// exchange is measured among neighbours, among all, and among those at the same place on every host. The profile counts on rank 0.
+/// The same of the GPUs of all processes of `world`, which are dealt to hosts as `processes` says:
+/// each measures its own, `cuda`, at the same time as the others; rank 0's stands for all. What
+/// they exchange is measured among neighbours, among all, and among those at the same place on
+/// every host. The profile counts on rank 0.
 ///
 /// # Errors
 ///
@@ -296,8 +301,9 @@ fn host_update(bytes: usize) -> Result<f64, TensorError> {
 /// Steps of a configuration that count; their median does.
 const STEPS: usize = 5;
 
-/// Trains the configurations of `sizes` that are no probes, wider, longer or deeper, on the GPU behind `cuda`, and compares steps and memory with what `profile`
-/// predicts. `progress` is told the share that is done, and what comes next.
+/// Trains the configurations of `sizes` that are no probes, wider, longer or deeper, on the GPU
+/// behind `cuda`, and compares steps and memory with what `profile` predicts. `progress` is told
+/// the share that is done, and what comes next.
 ///
 /// # Errors
 ///

@@ -13,7 +13,8 @@ use trainyard_tensor::{DType, Device, Purpose, Tensor};
 /// Exchanges between two marks.
 const ROUNDS: usize = 10;
 
-/// Curves of groups of two, four, eight … of `gpus`, and of all of them, on buffers of `bytes`. Nothing of a single GPU.
+/// Curves of groups of two, four, eight … of `gpus`, and of all of them, on buffers of `bytes`.
+/// Nothing of a single GPU.
 ///
 /// # Errors
 ///
@@ -29,8 +30,9 @@ pub fn collectives(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Collective
     Ok(curves)
 }
 
-/// The same of the groups that the processes of `world` can make, each of which has `cuda` to itself. All groups of a kind exchange at once, and the slowest counts; all
-/// processes get all curves.
+/// The same of the groups that the processes of `world` can make, each of which has `cuda` to
+/// itself. All groups of a kind exchange at once, and the slowest counts; all processes get all
+/// curves.
 ///
 /// # Errors
 ///
@@ -84,7 +86,8 @@ fn between(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Vec<f64>>, Calibra
     results.into_iter().next().expect("a group has ranks")
 }
 
-/// Seconds by operation and size of the slowest rank of `world`, whose ranks exchange over circles like `circle` at the same time.
+/// Seconds by operation and size of the slowest rank of `world`, whose ranks exchange over circles
+/// like `circle` at the same time.
 fn on_rank(
     world: &Communicator,
     cuda: &Arc<Cuda>,

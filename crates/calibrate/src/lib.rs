@@ -1,14 +1,18 @@
 //! Measures this machine, predicts runs on it, and compares the two.
 //!
-//! There is no benchmark of kernels here. [`calibrate`] trains small models with the engine ([`probes`]), one rank on all cores or several on a part
-//! each, and records every kernel call with its shape and time: in the order, the memory and the caches of a real step. What a step spends outside of kernels is
-//! what its instructions took beyond them. Exchanges, their interference with compute, and the disk are measured apart. The result is a
+//! There is no benchmark of kernels here. [`calibrate`] trains small models with the engine
+//! ([`probes`]), one rank on all cores or several on a part each, and records every kernel call
+//! with its shape and time: in the order, the memory and the caches of a real step. What a step
+//! spends outside of kernels is what its instructions took beyond them. Exchanges, their
+//! interference with compute, and the disk are measured apart. The result is a
 //! [`MachineProfile`](trainyard_sim::MachineProfile).
 //!
-//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of them, in turn with samples of its
-//! speeds ([`Sampler`]); every time is kept with the speeds of its moment, and a curve is made of medians.
+//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of
+//! them, in turn with samples of its speeds ([`Sampler`]); every time is kept with the speeds of
+//! its moment, and a curve is made of medians.
 //!
-//! [`forecast`] predicts a configuration's step from a profile, and [`check`] trains configurations and compares.
+//! [`forecast`] predicts a configuration's step from a profile, and [`check`] trains configurations
+//! and compares.
 
 #![forbid(unsafe_code)]
 
@@ -95,8 +99,9 @@ pub enum CalibrateError {
     },
 }
 
-/// Measures what `crew` runs on; the disk in `folder`. `progress` is told the share that is done, and what comes next. Of processes all do this together; rank 0 gets the
-/// profile, in which its kernels stand for those of all, and the others None.
+/// Measures what `crew` runs on; the disk in `folder`. `progress` is told the share that is done,
+/// and what comes next. Of processes all do this together; rank 0 gets the profile, in which its
+/// kernels stand for those of all, and the others None.
 ///
 /// # Errors
 ///
@@ -155,7 +160,8 @@ pub fn calibrate(
 fn utc(time: SystemTime) -> String {
     let seconds = time.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Civil from days: eras of 400 years that begin on the first of March (Hinnant, "chrono-compatible low-level date algorithms").
+    // Civil from days: eras of 400 years that begin on the first of March (Hinnant,
+    // "chrono-compatible low-level date algorithms").
     let shifted = days + 719_468;
     let (era, of_era) = (shifted / 146_097, shifted % 146_097);
     let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;

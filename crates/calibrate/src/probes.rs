@@ -1,7 +1,9 @@
-//! What is trained to measure kernels: one block of many widths, on few and many tokens, in both families and dtypes.
+//! What is trained to measure kernels: one block of many widths, on few and many tokens, in both
+//! families and dtypes.
 //!
-//! A probe runs on every core: one rank with all of them, or several with their parts, which is how ranks of a run find their memory. Probes of few
-//! tokens take two micro-batches, of which the second adds its gradients to the first's.
+//! A probe runs on every core: one rank with all of them, or several with their parts, which is how
+//! ranks of a run find their memory. Probes of few tokens take two micro-batches, of which the
+//! second adds its gradients to the first's.
 
 use crate::collect::Collector;
 use crate::crew::Crew;
@@ -25,7 +27,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layouts that are measured on `cores` cores: one rank, two, and four where there are cores for them.
+    /// The layouts that are measured on `cores` cores: one rank, two, and four where there are
+    /// cores for them.
     pub fn of(cores: u32) -> Vec<Layout> {
         let all = [1, 2, 4].into_iter().filter(|ranks| *ranks <= cores.max(1));
         all.map(|ranks| Layout { ranks, threads: cores / ranks }).collect()
@@ -143,7 +146,8 @@ impl Probe {
         }
     }
 
-    /// Runs it once to settle and a few times to be counted, in turn with samples of the machine's speeds.
+    /// Runs it once to settle and a few times to be counted, in turn with samples of the machine's
+    /// speeds.
     pub(crate) fn run(&self, crew: &Crew, sampler: &Sampler, collector: &mut Collector) -> Result<(), CalibrateError> {
         match self {
             Probe::Steps { layout, model } => {

@@ -50,7 +50,8 @@ impl Ranks {
         Ranks::of(resolved, worlds.collect())
     }
 
-    /// The one rank of a run of `resolved` that is in this process; the others are in the other processes of `world`.
+    /// The one rank of a run of `resolved` that is in this process; the others are in the other
+    /// processes of `world`.
     ///
     /// # Errors
     ///

@@ -1,7 +1,9 @@
 //! The machine's speeds, now.
 //!
-//! A peak on registers is a poor measure of a moment: what a neighbour on the same core, on the memory or in the last-level cache takes shows in products and not there. So
-//! the unit of arithmetic is a product of a middling shape, by the kernel that training calls, and of memory a copy; each is a median.
+//! A peak on registers is a poor measure of a moment: what a neighbour on the same core, on the
+//! memory or in the last-level cache takes shows in products and not there. So the unit of
+//! arithmetic is a product of a middling shape, by the kernel that training calls, and of memory a
+//! copy; each is a median.
 
 use crate::CalibrateError;
 use crate::crew::Crew;
@@ -21,8 +23,9 @@ const WEIGHTS: usize = 4;
 /// Seconds of each of the three parts of a sample, which has at least three repetitions.
 const PART_S: f64 = 3e-3;
 
-/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during which nothing else should run. Processes sample at the same time, each
-/// on its share of the cores, and each knows its own speeds.
+/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during
+/// which nothing else should run. Processes sample at the same time, each on its share of the
+/// cores, and each knows its own speeds.
 pub struct Sampler<'c> {
     crew: &'c Crew,
     device: Device,

@@ -1,4 +1,5 @@
-//! A GPU's profile, of emulated kernels or of a GPU (`TRAINYARD_TEST_DEVICE`): valid, read again, and enough to price a run.
+//! A GPU's profile, of emulated kernels or of a GPU (`TRAINYARD_TEST_DEVICE`): valid, read again,
+//! and enough to price a run.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -40,7 +41,8 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     let text = profile.to_toml();
     assert!(!text.contains("nan") && !text.contains("inf\n"), "{text}");
 
-    // A model of neither width nor length that was measured, on one rank and on four; in eight bits, where the GPU has them.
+    // A model of neither width nor length that was measured, on one rank and on four; in eight
+    // bits, where the GPU has them.
     let has_fp8 = tested.driver.properties().capability >= Product::FP8_CAPABILITY;
     for (ranks, fp8) in [(1, "off"), (4, "off"), (1, "hybrid")] {
         if fp8 != "off" && !has_fp8 {
@@ -88,7 +90,8 @@ fn fakes_on(network: &Arc<Network>, count: u64) -> Vec<Arc<Fake>> {
     (0..count).map(fake).collect()
 }
 
-/// Four processes on two hosts: neighbours are on one, all are on both, and so are those at the same place.
+/// Four processes on two hosts: neighbours are on one, all are on both, and so are those at the
+/// same place.
 #[test]
 fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts() {
     let network = Arc::new(Network::new(&[]));
@@ -121,7 +124,8 @@ fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts
     let read = MachineProfile::read(&path).unwrap();
     assert_eq!(&read, profile);
 
-    // Replicas at the same place on both hosts, shards on one: as if what crosses took a second for each reduction.
+    // Replicas at the same place on both hosts, shards on one: as if what crosses took a second for
+    // each reduction.
     let mut slow = read.clone();
     for curve in slow.collectives.iter_mut().filter(|curve| (curve.ranks, curve.hosts) == (2, 2)) {
         curve.points.iter_mut().for_each(|point| point[1] += 1.0);
@@ -186,7 +190,8 @@ fn predictions_are_compared_with_steps_of_models_that_no_probe_was() {
     let rows = check(&cuda, &profile, &Sizes::tiny(), &mut |_, _| {}).unwrap();
     assert_eq!(rows.len(), 3);
     for row in &rows {
-        // Emulated steps take the host's time and are predicted by the fake's clock: neither says anything of the other.
+        // Emulated steps take the host's time and are predicted by the fake's clock: neither says
+        // anything of the other.
         assert!(row.step_s.measured > 0.0 && row.step_s.predicted > 0.0, "{row:?}");
         assert_eq!(row.unpriced, [""; 0], "{}", row.name);
     }

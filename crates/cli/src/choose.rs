@@ -1,12 +1,16 @@
-//! The ways of running a configuration on this machine, priced from its profile: what `trainyard train --plan auto` chooses among, and what
-//! `trainyard plan c.toml` shows.
+//! The ways of running a configuration on this machine, priced from its profile: what
+//! `trainyard train --plan auto` chooses among, and what `trainyard plan c.toml` shows.
 //!
-//! The global batch stays; ranks and their threads, what they share (ZeRO stage, gathered parameters), micro-batch and accumulation, recomputation and
-//! when gradients are summed are searched. A way is a handful of settings over the configuration, so what is priced is what runs: each is resolved, lowered and
-//! executed on the `meta` device like a run, which gives its memory to the byte, and its kernel calls are priced from the profile.
+//! The global batch stays; ranks and their threads, what they share (ZeRO stage, gathered
+//! parameters), micro-batch and accumulation, recomputation and when gradients are summed are
+//! searched. A way is a handful of settings over the configuration, so what is priced is what runs:
+//! each is resolved, lowered and executed on the `meta` device like a run, which gives its memory
+//! to the byte, and its kernel calls are priced from the profile.
 //!
-//! What only saves memory is tried where it is needed: recomputation costs time, summing per micro-batch costs exchanges, a disk costs both, and nothing is
-//! won by them where the same way fits without. A disk is slower than all of those, so offload is tried where nothing fits without it.
+//! What only saves memory is tried where it is needed: recomputation costs time, summing per
+//! micro-batch costs exchanges, a disk costs both, and nothing is won by them where the same way
+//! fits without. A disk is slower than all of those, so offload is tried where nothing fits without
+//! it.
 
 use crate::commands::config::resolve_for;
 use crate::forecast::by_kind;
@@ -36,7 +40,8 @@ pub struct Way {
     pub step_s: f64,
     /// Predicted peak of a rank.
     pub bytes: u64,
-    /// What the limit is compared with: the peak, and the staging of reductions, whose lane may meet it at any time.
+    /// What the limit is compared with: the peak, and the staging of reductions, whose lane may
+    /// meet it at any time.
     pub bytes_max: u64,
     /// The most that a rank of it may hold, where there is a limit.
     pub limit: Option<Limit>,
@@ -64,7 +69,8 @@ pub struct Tried {
 /// All that were looked at.
 #[derive(Clone, Debug, Default)]
 pub struct Ways {
-    /// Those within the limit of memory, the fastest first: those that were tried, then the others by prediction.
+    /// Those within the limit of memory, the fastest first: those that were tried, then the others
+    /// by prediction.
     pub fitting: Vec<Way>,
     /// Those that are not, the smallest first.
     pub too_large: Vec<Way>,
@@ -95,7 +101,8 @@ pub enum Bound {
 struct Room {
     asked: Option<u64>,
     gpu: Option<u64>,
-    /// Of the host, for all of its ranks: everything on processors, beside GPUs what is offloaded to it.
+    /// Of the host, for all of its ranks: everything on processors, beside GPUs what is offloaded
+    /// to it.
     host: Option<u64>,
     /// Hosts that ranks are spread over.
     hosts: u64,
@@ -133,7 +140,8 @@ struct Question<'a> {
     room: Room,
 }
 
-/// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether parameters are gathered again.
+/// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether
+/// parameters are gathered again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Sharing {
     ranks: usize,
@@ -146,7 +154,8 @@ struct Sharing {
 const SAVINGS: [(&str, bool); 6] =
     [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
 
-/// What lies on disk, or beside a GPU on the host, while a step does not use it: the least first that has to move.
+/// What lies on disk, or beside a GPU on the host, while a step does not use it: the least first
+/// that has to move.
 const OFFLOADS: [&[&str]; 8] = [
     &["optimizer"],
     &["activations"],
@@ -164,7 +173,8 @@ const TRIED_SHOWN: usize = 3;
 /// Micro-batches of a rank at most: more are no faster, and take long to price.
 const ACCUMULATION_MAX: usize = 32;
 
-/// Prices the ways of running what `load` makes of settings, on ranks for which `inputs` hold. Settings that are given by hand stay as they are: `load` puts them over those that are tried.
+/// Prices the ways of running what `load` makes of settings, on ranks for which `inputs` hold.
+/// Settings that are given by hand stay as they are: `load` puts them over those that are tried.
 ///
 /// # Errors
 ///
@@ -190,7 +200,8 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     Ok(ways)
 }
 
-/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the batch; processes are as many as they are.
+/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the
+/// batch; processes are as many as they are.
 fn sharings(base: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Vec<Sharing> {
     let numbers = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
@@ -320,7 +331,8 @@ impl Way {
 }
 
 impl Ways {
-    /// Of every sharing and micro-batch the first way to save memory that fits, with one of `offloads` in `tier`.
+    /// Of every sharing and micro-batch the first way to save memory that fits, with one of
+    /// `offloads` in `tier`.
     fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]], tier: OffloadTier) -> Result<()> {
         for sharing in sharings(question.base, question.profile, question.inputs) {
             for micro in micro_batches(question.base, sharing.ranks) {

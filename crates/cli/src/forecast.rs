@@ -50,8 +50,8 @@ pub fn place(config: &Config, world: &Communicator) -> Result<(ProfileKind, Mach
     })
 }
 
-/// Seconds of the session's step and of its instructions by kind, at the speeds of the calibration (sampling those of the moment would delay the start); or why
-/// they are not known.
+/// Seconds of the session's step and of its instructions by kind, at the speeds of the calibration
+/// (sampling those of the moment would delay the start); or why they are not known.
 pub fn time(session: &Session) -> Result<TimePrediction, String> {
     let (kind, here) = place(&session.resolved.config, &session.world)?;
     let profile = profile(kind, &here)?;
@@ -82,7 +82,8 @@ pub fn by_kind(program: &Program, step: &HostStep) -> BTreeMap<String, f64> {
     kinds
 }
 
-/// The profile of `here`, or of its GPU, if there is one that can be used; what is wrong with it otherwise.
+/// The profile of `here`, or of its GPU, if there is one that can be used; what is wrong with it
+/// otherwise.
 pub fn profile(of: ProfileKind, here: &Machine) -> Result<MachineProfile, String> {
     match load_local_profile(of, here) {
         Ok(Some(profile)) => Ok(profile),

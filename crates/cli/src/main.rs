@@ -1,8 +1,10 @@
 //! The trainyard program: plans, runs and explains the training of large models.
 //!
-//! This crate parses arguments, calls the engine and prints; it decides nothing about training. Results go to standard output, what is
-//! going on to standard error. Exit codes: 0 done, 1 an error (said once, as a chain from what was attempted to why it
-//! failed), 2 wrong usage, 70 a rank failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to go on from.
+//! This crate parses arguments, calls the engine and prints; it decides nothing about training.
+//! Results go to standard output, what is going on to standard error. Exit codes: 0 done, 1 an
+//! error (said once, as a chain from what was attempted to why it failed), 2 wrong usage, 70 a rank
+//! failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to go on
+//! from.
 
 mod choose;
 mod commands;

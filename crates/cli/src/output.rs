@@ -17,7 +17,8 @@ pub fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Whether the error is only that the reader of our output has left (`trainyard config docs | head`).
+/// Whether the error is only that the reader of our output has left
+/// (`trainyard config docs | head`).
 pub fn reader_left(error: &anyhow::Error) -> bool {
     let broken = |cause: &std::io::Error| cause.kind() == std::io::ErrorKind::BrokenPipe;
     error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(broken))
@@ -28,7 +29,8 @@ pub fn is_fault(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.downcast_ref::<EngineError>().is_some_and(EngineError::is_fault))
 }
 
-/// The chain from what was attempted to why it failed; a cause that the text before already says is not repeated.
+/// The chain from what was attempted to why it failed; a cause that the text before already says is
+/// not repeated.
 pub fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {

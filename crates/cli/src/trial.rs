@@ -1,13 +1,19 @@
-//! Trials: ways of running a configuration whose predictions lie too close together to tell are run for a few steps each, in turn.
+//! Trials: ways of running a configuration whose predictions lie too close together to tell are run
+//! for a few steps each, in turn.
 //!
-//! A prediction is off by several percent, and the best ways differ by less. A visit makes the ranks of a way anew on random tokens, as `trainyard calibrate
-//! --check` does, and takes the median of a few steps. A round visits every contender once, so that a spell in which the machine is slow meets them all. Steps with
-//! state on disk are not tried: they would write whole states for a few steps.
+//! A prediction is off by several percent, and the best ways differ by less. A visit makes the
+//! ranks of a way anew on random tokens, as `trainyard calibrate --check` does, and takes the
+//! median of a few steps. A round visits every contender once, so that a spell in which the machine
+//! is slow meets them all. Steps with state on disk are not tried: they would write whole states
+//! for a few steps.
 //!
-//! On a machine that others use too, visits of one way differ by more than the ways do, and who seems fastest is lucky. So a trial corrects the prediction by as much as it is
-//! worth: of what a way took more or less than was predicted, beside the others of its rounds, the part `p / (p + v / n)` is believed, for predictions of variance
-//! `p` ([`PREDICTION_ERROR`]), `n` visits and their variance `v`, which the visits themselves show (the posterior mean of a normal error, Gelman et al., "Bayesian
-//! Data Analysis", section 2.5). A steady machine's trials decide, an unsteady one's give way to the predictions.
+//! On a machine that others use too, visits of one way differ by more than the ways do, and who
+//! seems fastest is lucky. So a trial corrects the prediction by as much as it is worth: of what a
+//! way took more or less than was predicted, beside the others of its rounds, the part
+//! `p / (p + v / n)` is believed, for predictions of variance `p` ([`PREDICTION_ERROR`]), `n`
+//! visits and their variance `v`, which the visits themselves show (the posterior mean of a normal
+//! error, Gelman et al., "Bayesian Data Analysis", section 2.5). A steady machine's trials decide,
+//! an unsteady one's give way to the predictions.
 
 use crate::choose::{Tried, Way, Ways};
 use crate::commands::config::resolve;
@@ -20,13 +26,15 @@ use trainyard_sim::machine::median;
 
 /// Contenders at most.
 const CONTENDERS_MAX: usize = 10;
-/// Contenders are predicted to take so many times the best at most: beyond that the prediction is believed.
+/// Contenders are predicted to take so many times the best at most: beyond that the prediction is
+/// believed.
 const NEAR: f64 = 1.3;
 /// Rounds: as many as the time allows, within these.
 const ROUNDS: std::ops::RangeInclusive<usize> = 2..=5;
 /// Who is expected to take so many times what the fastest does is out.
 const BEHIND: f64 = 1.12;
-/// Standard deviation of predictions relative to one another, in logarithms: what `trainyard calibrate --check` shows.
+/// Standard deviation of predictions relative to one another, in logarithms: what
+/// `trainyard calibrate --check` shows.
 const PREDICTION_ERROR: f64 = 0.08;
 /// The same of visits, as long as there are too few to tell: a machine that others use too.
 const VISIT_ERROR: f64 = 0.15;
@@ -39,7 +47,8 @@ const UNTIMED_STEPS: f64 = 3.0;
 const SHARE_OF_RUN: f64 = 0.03;
 const TRIAL_S_MAX: f64 = 120.0;
 
-/// Seconds that may be spent on trials when nothing else is said: before a run within `limits` whose steps take `step_s` seconds.
+/// Seconds that may be spent on trials when nothing else is said: before a run within `limits`
+/// whose steps take `step_s` seconds.
 pub fn default_seconds(limits: &Limits, step_s: f64) -> f64 {
     let by_steps = limits.steps.map(|steps| steps as f64 * step_s);
     let run_s = by_steps.into_iter().chain(limits.seconds).fold(f64::INFINITY, f64::min);
@@ -62,12 +71,13 @@ struct Standing {
     expected: f64,
 }
 
-/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried first, at the head which is expected to be the fastest then. Says on the way what
-/// it does.
+/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried
+/// first, at the head which is expected to be the fastest then. Says on the way what it does.
 ///
 /// # Errors
 ///
-/// Settings that do not resolve any more. A way that fails when it is run is no error: it is said, and it is out.
+/// Settings that do not resolve any more. A way that fails when it is run is no error: it is said,
+/// and it is out.
 pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seconds: f64) -> Result<()> {
     let contenders = match contenders(&ways.fitting, seconds) {
         Ok(contenders) => contenders,
@@ -104,8 +114,9 @@ pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seco
     Ok(())
 }
 
-/// The ways to try, of those that `fitting` holds, the fastest first: as many as a race of `seconds` has room for. Of every layout its fastest comes
-/// before any layout's second. Or why there is no race.
+/// The ways to try, of those that `fitting` holds, the fastest first: as many as a race of
+/// `seconds` has room for. Of every layout its fastest comes before any layout's second. Or why
+/// there is no race.
 fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
     let near = |way: &usize| fitting[*way].step_s <= NEAR * fitting[0].step_s && !fitting[*way].offloaded;
     let near: Vec<usize> = (0..fitting.len()).filter(near).collect();
@@ -153,8 +164,9 @@ fn visit(resolved: &Resolved) -> Result<f64> {
     median(steps).context("no step was timed")
 }
 
-/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing takes its contender out of the standings. The one that is expected to be the fastest
-/// comes first.
+/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing
+/// takes its contender out of the standings. The one that is expected to be the fastest comes
+/// first.
 fn race(
     predicted: &[f64],
     budget: Duration,
@@ -194,12 +206,14 @@ fn race(
     standings
 }
 
-/// What steps are expected to take after the visits: predictions, corrected by as much as the visits are worth. Only their ratios mean something.
+/// What steps are expected to take after the visits: predictions, corrected by as much as the
+/// visits are worth. Only their ratios mean something.
 fn expect(predicted: &[f64], seconds: &[Vec<f64>]) -> Vec<f64> {
     let rounds = seconds.iter().map(Vec::len).max().unwrap_or(0);
     let mean = |over: &[f64]| over.iter().sum::<f64>() / over.len().max(1) as f64;
-    // What a visit took more than was predicted, beside the others of its round: nothing is left of the spell that they met. Those who are still racing are beside
-    // one another alone: their spell is what they took more than in the rounds before, so that those who are out stay comparable.
+    // What a visit took more than was predicted, beside the others of its round: nothing is left of
+    // the spell that they met. Those who are still racing are beside one another alone: their spell
+    // is what they took more than in the rounds before, so that those who are out stay comparable.
     let mut over: Vec<Vec<f64>> = vec![Vec::new(); predicted.len()];
     for round in 0..rounds {
         let visits: Vec<(usize, f64)> = (0..predicted.len())
@@ -247,7 +261,8 @@ mod tests {
         }
     }
 
-    /// A race against a clock of its own, in which a step takes what `step` says of contender and round.
+    /// A race against a clock of its own, in which a step takes what `step` says of contender and
+    /// round.
     fn raced(predicted: &[f64], budget_s: u64, step: &dyn Fn(usize, usize) -> Option<f64>) -> Vec<Standing> {
         let clock = Cell::new(Duration::ZERO);
         let mut rounds = vec![0; predicted.len()];
@@ -290,7 +305,8 @@ mod tests {
 
     #[test]
     fn who_is_out_is_not_ahead_because_those_left_are_only_compared_with_one_another() {
-        // The first three are out after two rounds; what is seen of the others later speaks for these, not against.
+        // The first three are out after two rounds; what is seen of the others later speaks for
+        // these, not against.
         let behind = |budget_s| {
             let step = |contender: usize, _| Some([0.1, 0.1, 0.1, 0.07, 0.072][contender]);
             let standings = raced(&[0.1; 5], budget_s, &step);

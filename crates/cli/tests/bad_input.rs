@@ -1,4 +1,5 @@
-//! Wrong input through the program: the message says what and where, the exit code is right, nothing panics, nothing is lost.
+//! Wrong input through the program: the message says what and where, the exit code is right,
+//! nothing panics, nothing is lost.
 
 mod common;
 
@@ -68,7 +69,8 @@ const CASES: &[Case] = &[
         1,
         &["over this machine's memory", "it fits with", "training.micro_batch_size = "],
     ),
-    // A batch of 256 GB was once made to predict what it takes, and a program of a billion micro-batches lowered.
+    // A batch of 256 GB was once made to predict what it takes, and a program of a billion
+    // micro-batches lowered.
     case(
         &["train", "tiny.toml", "--set", "training.micro_batch_size=100000000"],
         1,

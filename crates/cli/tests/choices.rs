@@ -1,4 +1,5 @@
-//! Plans of a configuration for this machine, from a profile of it: shown, picked, run, and kept beside what was measured.
+//! Plans of a configuration for this machine, from a profile of it: shown, picked, run, and kept
+//! beside what was measured.
 
 mod common;
 
@@ -90,7 +91,8 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     assert_eq!(last["predicted_mem_peak_bytes"], last["mem_peak_bytes"]);
 }
 
-/// Which way wins depends on the machine; that those are tried which may, that the winner is run, and that all is said, does not.
+/// Which way wins depends on the machine; that those are tried which may, that the winner is run,
+/// and that all is said, does not.
 #[test]
 fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run() {
     let folder = folder();
@@ -180,7 +182,8 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
     assert!(ran.stderr.contains("global_batch_size"), "{}", ran.stderr);
 }
 
-/// Under limits one byte below the least that is left, ways that recompute take over, and at last ways that keep state on disk. Such a run keeps its limit.
+/// Under limits one byte below the least that is left, ways that recompute take over, and at last
+/// ways that keep state on disk. Such a run keeps its limit.
 #[test]
 fn a_limit_that_nothing_else_keeps_is_kept_from_disk() {
     let folder = folder();
@@ -288,7 +291,8 @@ fn a_machine_without_a_gpu_has_none_to_calibrate() {
     assert!(ran.stderr.contains("cpu, cuda or cuda:N"), "{}", ran.stderr);
 }
 
-/// `--show`, `--fix` and `--what-if` once priced a calibrated machine by other numbers, without a word.
+/// `--show`, `--fix` and `--what-if` once priced a calibrated machine by other numbers, without a
+/// word.
 #[test]
 fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_that_it_is_not() {
     let folder = folder();

@@ -1,15 +1,21 @@
-//! The documentation's commands are run as they stand there, and what it shows is compared with what they print.
+//! The documentation's commands are run as they stand there, and what it shows is compared with
+//! what they print.
 //!
-//! Of README.md and docs/*.md, fenced blocks whose info word is `console` or `sh` are read. Lines that begin with `$ ` are
-//! commands (`\` at the end continues one), the lines below it are its output:
+//! Of README.md and docs/*.md, fenced blocks whose info word is `console` or `sh` are read. Lines
+//! that begin with `$ ` are commands (`\` at the end continues one), the lines below it are its
+//! output:
 //!
-//! - A page's commands run in order in one temporary folder, which holds `text/a.txt`, `text/b.txt` and `posts.jsonl`.
-//! - `trainyard` is the program under test; `cargo run --release --` means the same. Small shell commands may stand beside it.
+//! - A page's commands run in order in one temporary folder, which holds `text/a.txt`, `text/b.txt`
+//!   and `posts.jsonl`.
+//! - `trainyard` is the program under test; `cargo run --release --` means the same. Small shell
+//!   commands may stand beside it.
 //! - A command must succeed; one whose shown output ends with a line `error: ...` must fail.
-//! - Shown output must be printed. Numbers may differ and so may the width of white space; `...` stands for any text inside a
-//!   line and, alone on a line, for any lines. A command that shows nothing is only run.
-//! - A block that cannot run here (another machine, a download, minutes of training) says so with the info word `ignore`:
-//!   "```console ignore". A block that speaks of `trainyard` without `$ ` is refused, so that none is skipped by accident.
+//! - Shown output must be printed. Numbers may differ and so may the width of white space; `...`
+//!   stands for any text inside a line and, alone on a line, for any lines. A command that shows
+//!   nothing is only run.
+//! - A block that cannot run here (another machine, a download, minutes of training) says so with
+//!   the info word `ignore`: "```console ignore". A block that speaks of `trainyard` without `$
+//!   ` is refused, so that none is skipped by accident.
 
 use std::fs;
 use std::io::Read;
@@ -77,7 +83,8 @@ fn normalised(line: &str) -> String {
     let mut chars = line.trim().chars().peekable();
     while let Some(c) = chars.next() {
         if c.is_ascii_digit() {
-            // Digits with separators between them; a full stop or comma behind the number belongs to the sentence.
+            // Digits with separators between them; a full stop or comma behind the number belongs
+            // to the sentence.
             out.push('#');
             while let Some(&next) = chars.peek() {
                 let mut ahead = chars.clone();
@@ -104,7 +111,8 @@ fn line_matches(pattern: &str, line: &str) -> bool {
     (0..=rest.len()).filter(|&at| rest.is_char_boundary(at)).any(|at| line_matches(after, &rest[at..]))
 }
 
-/// The first difference between what a page shows and what was printed; lines beyond the shown ones are one too.
+/// The first difference between what a page shows and what was printed; lines beyond the shown ones
+/// are one too.
 fn difference(shown: &[String], printed: &[String]) -> Option<String> {
     match (shown, printed) {
         ([], []) => None,
@@ -200,7 +208,8 @@ fn check_page(name: &str, page: &str, programs: &Path) -> Vec<String> {
     complaints
 }
 
-/// About 60 kB of text with some structure in it, so that a tokenizer and a model find something to learn.
+/// About 60 kB of text with some structure in it, so that a tokenizer and a model find something to
+/// learn.
 fn write_corpora(folder: &Path) {
     const SUBJECTS: [&str; 6] = ["The engine", "A rank", "The loader", "Every shard", "One unit", "The planner"];
     const VERBS: [&str; 5] = ["gathers", "reduces", "prefetches", "releases", "writes"];

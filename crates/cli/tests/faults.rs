@@ -1,4 +1,5 @@
-//! Ranks that fail under the program: exit code 70, reports in the run's folder, restarts that end with the bits of an undisturbed run.
+//! Ranks that fail under the program: exit code 70, reports in the run's folder, restarts that end
+//! with the bits of an undisturbed run.
 
 mod common;
 
@@ -77,7 +78,8 @@ fn restarts_end_with_the_same_bits() {
     train(&folder, "whole", &[], "").ok();
     let whole = tensors(&folder.join("runs/whole"));
     let deadline = ["--set", "parallel.deadline_seconds=2", "--set", "parallel.verify=true", "--max-restarts", "2"];
-    // The thread that hangs never comes back, so the process has to be ended; a rank that fails before the first checkpoint begins anew.
+    // The thread that hangs never comes back, so the process has to be ended; a rank that fails
+    // before the first checkpoint begins anew.
     for (name, fault) in [
         ("killed", "kill rank=1 step=7 instruction=4"),
         ("early", "refuse rank=0 step=1 instruction=2"),

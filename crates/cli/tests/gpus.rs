@@ -1,5 +1,6 @@
-//! The program on GPUs, of which there are none: the driver and the libraries that it loads are the stand-in, whose kernels are those of the GPU, compiled by the host's compiler.
-//! What runs here is all that runs on a GPU, but for the GPU itself.
+//! The program on GPUs, of which there are none: the driver and the libraries that it loads are the
+//! stand-in, whose kernels are those of the GPU, compiled by the host's compiler. What runs here is
+//! all that runs on a GPU, but for the GPU itself.
 
 mod common;
 
@@ -130,7 +131,8 @@ fn gpus_exchange_by_nccl_between_threads_and_between_processes() {
         assert!(ran.stderr.contains("from GPU to GPU by NCCL 2.27.3"), "{}", ran.stderr);
         expect_near(&metrics(&folder, name, "loss"), &losses, 1e-4);
     }
-    // The fixed order has the bits of the exchange through the host, and processes have those of threads.
+    // The fixed order has the bits of the exchange through the host, and processes have those of
+    // threads.
     let sharded = [&of_two[..], &["parallel.zero_stage=2"]].concat();
     train(&folder, 2, "host", &[&sharded[..], &["parallel.collectives=host"]].concat()).ok();
     train(&folder, 2, "fixed", &[&sharded[..], &["training.deterministic=true"]].concat()).ok();
@@ -144,7 +146,8 @@ fn gpus_exchange_by_nccl_between_threads_and_between_processes() {
     assert!(bits[0] == bits[1] && bits[0] == bits[2]);
 }
 
-/// The others once waited for the deadline, ten minutes, because only exchanges of the host looked whether their peers live.
+/// The others once waited for the deadline, ten minutes, because only exchanges of the host looked
+/// whether their peers live.
 #[test]
 fn a_rank_that_dies_is_named_though_nccl_says_nothing() {
     let folder = Folder::new();

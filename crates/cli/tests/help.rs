@@ -1,4 +1,5 @@
-//! The help texts, as they were when they were last agreed to: `INSTA_UPDATE=always cargo test -p trainyard --test help` accepts new ones.
+//! The help texts, as they were when they were last agreed to:
+//! `INSTA_UPDATE=always cargo test -p trainyard --test help` accepts new ones.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Ranks that are processes over TCP, started by `trainyard launch`: the bits of threads, faults that are named and survived, signals, restarts.
+//! Ranks that are processes over TCP, started by `trainyard launch`: the bits of threads, faults
+//! that are named and survived, signals, restarts.
 
 mod common;
 
@@ -79,7 +80,8 @@ fn runs_go_on_from_threads_to_launched_processes_and_back() {
     run(&folder, &train("whole", &ZERO_3), "").ok();
     for threads_first in [true, false] {
         let name = if threads_first { "threads" } else { "processes" };
-        // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is there; then by itself.
+        // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is
+        // there; then by itself.
         let fault = |rank| format!("kill rank={rank} step=5 instruction=5");
         for (sitting, fault) in [fault(1), fault(0), String::new()].iter().enumerate() {
             let own = match sitting {
@@ -119,7 +121,8 @@ fn launched_ranks_that_fail_are_named_and_restarted() {
     }
 }
 
-/// Its trace's file takes nothing; whoever is told of that ends as it does, and nobody starts again.
+/// Its trace's file takes nothing; whoever is told of that ends as it does, and nobody starts
+/// again.
 #[test]
 fn a_disk_that_is_full_for_one_rank_ends_all_of_them_for_good() {
     let folder = Folder::new();
@@ -190,7 +193,8 @@ fn processes_with_different_configurations_do_not_begin() {
     assert!(!folder.join("runs").exists());
 }
 
-/// What torchrun's and deepspeed's users type: taken where it means what happens anyway, else answered with what to type.
+/// What torchrun's and deepspeed's users type: taken where it means what happens anyway, else
+/// answered with what to type.
 #[test]
 fn options_of_other_launchers_are_taken_or_answered() {
     let folder = Folder::new();

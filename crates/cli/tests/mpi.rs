@@ -1,6 +1,8 @@
-//! Ranks that are processes: the program under `mpirun`, from the command line to the last checkpoint.
+//! Ranks that are processes: the program under `mpirun`, from the command line to the last
+//! checkpoint.
 //!
-//! Ignored unless the program is built with the feature `mpi`; `cargo xtask test` does that where it finds an MPI. The flags are Open MPI's.
+//! Ignored unless the program is built with the feature `mpi`; `cargo xtask test` does that where
+//! it finds an MPI. The flags are Open MPI's.
 
 mod common;
 mod mpirun;
@@ -125,7 +127,8 @@ fn runs_go_on_from_threads_to_processes_and_back() {
         for threads_first in [true, false] {
             let run = format!("{name}-{}", if threads_first { "threads" } else { "processes" });
             let mut on_threads_now = threads_first;
-            // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is there; then by itself.
+            // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is
+            // there; then by itself.
             let fault = |rank| format!("kill rank={rank} step=5 instruction=5");
             for (sitting, fault) in [fault(1), fault(0), String::new()].iter().enumerate() {
                 let arguments = match sitting {

@@ -1,8 +1,11 @@
-//! Ranks that are processes and fail: each is named on every other rank within the deadline, nothing wrong is written, and the supervised run ends with the bits
-//! of one that nobody disturbed.
+//! Ranks that are processes and fail: each is named on every other rank within the deadline,
+//! nothing wrong is written, and the supervised run ends with the bits of one that nobody
+//! disturbed.
 //!
-//! Faults are drawn from seeds; processes are killed and stopped from outside too. Ignored unless the program is built with the feature `mpi`.
-//! `TRAINYARD_FAULT_SEEDS=0..60 cargo test -p trainyard --features mpi --test mpi_faults` draws others.
+//! Faults are drawn from seeds; processes are killed and stopped from outside too. Ignored unless
+//! the program is built with the feature `mpi`.
+//! `TRAINYARD_FAULT_SEEDS=0..60 cargo test -p trainyard --features mpi --test mpi_faults` draws
+//! others.
 
 mod common;
 mod mpirun;
@@ -25,7 +28,8 @@ const STEPS: u64 = 6;
 const DEADLINE_S: f64 = 4.0;
 /// Runs at once; most of their time is waiting for deadlines.
 const AT_ONCE: usize = 3;
-/// Between a failure and the moment a rank has written its report, on a machine with more processes than cores.
+/// Between a failure and the moment a rank has written its report, on a machine with more processes
+/// than cores.
 const REPORT_S: f64 = 2.0;
 
 /// Layouts with their number of ranks.
@@ -87,7 +91,8 @@ fn train(name: &str, layout: usize) -> Vec<String> {
     ["train".to_owned(), "tiny.toml".to_owned()].into_iter().chain(sets).collect()
 }
 
-/// Each layout's undisturbed run, and its ranks' programs. Data-parallel ranks have the same instructions.
+/// Each layout's undisturbed run, and its ranks' programs. Data-parallel ranks have the same
+/// instructions.
 fn prepare(folder: &Folder) -> Vec<Vec<Program>> {
     let whole = |(layout, (ranks, _)): (usize, &(usize, &[&str]))| {
         let name = format!("whole-{layout}");
@@ -101,7 +106,8 @@ fn prepare(folder: &Folder) -> Vec<Vec<Program>> {
     LAYOUTS.iter().enumerate().map(whole).collect()
 }
 
-/// Starts the run under the supervisor, every rank by a script that leaves its process's number and its first exit code.
+/// Starts the run under the supervisor, every rank by a script that leaves its process's number and
+/// its first exit code.
 fn start(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Child {
     let ranks = LAYOUTS[layout].0;
     let supervise = ["supervise", "--max-restarts", "1", "--"].map(str::to_owned).to_vec();
@@ -173,7 +179,8 @@ fn trouble(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Option<St
     }
 }
 
-/// What is wrong with what a rank of the first attempt reported and how it ended; None when nothing is.
+/// What is wrong with what a rank of the first attempt reported and how it ended; None when nothing
+/// is.
 fn misnamed(folder: &Folder, name: &str, rank: usize, blow: &Blow) -> Option<String> {
     let is_victim = rank == blow.victim() as usize;
     if is_victim && !blow.reports() {

@@ -55,7 +55,8 @@ fn a_configuration_is_planned_for_this_machine() {
     assert!(!ran.stdout.contains("not runnable"), "{}", ran.stdout);
 }
 
-/// A configuration with a degree that is priced and not run was refused without a word of how a cluster's plan is asked for it.
+/// A configuration with a degree that is priced and not run was refused without a word of how a
+/// cluster's plan is asked for it.
 #[test]
 fn a_degree_that_cannot_be_run_is_priced_on_a_cluster_as_the_refusal_says() {
     let folder = Folder::new();
@@ -150,7 +151,8 @@ fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
     assert!(priced.stdout.contains("it cannot be run yet: tensor, pipeline"), "{}", priced.stdout);
 }
 
-/// The planner of clusters once left out the configuration's limit of memory and priced any optimizer as AdamW without a word.
+/// The planner of clusters once left out the configuration's limit of memory and priced any
+/// optimizer as AdamW without a word.
 #[test]
 fn a_configurations_limit_counts_on_clusters_and_another_optimizer_is_said() {
     let folder = Folder::new();

@@ -1,4 +1,5 @@
-//! Processes that a launcher starts together: measured, planned for, picked for, and their predictions kept.
+//! Processes that a launcher starts together: measured, planned for, picked for, and their
+//! predictions kept.
 
 mod common;
 
@@ -45,7 +46,8 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     assert_eq!(exchanges, [("all_gather", 2, 1), ("reduce_scatter", 2, 1), ("all_reduce", 2, 1)]);
     assert!(profile.kernels.iter().all(|curve| curve.ranks == 2) && profile.kernels.len() > 30);
 
-    // Without a launcher their ways can be looked at: all with as many ranks as there are processes.
+    // Without a launcher their ways can be looked at: all with as many ranks as there are
+    // processes.
     let shown = run(&folder, &["plan", "c.toml", "--profile", "processes.toml", "--json"]).ok();
     let shown: Value = serde_json::from_str(&shown.stdout).unwrap();
     let plans = shown["plans"].as_array().unwrap();

@@ -1,4 +1,5 @@
-//! What goes wrong in a run and around it loses nothing: weights that diverge, checkpoints that are damaged, signals at any time, files that are named by mistake.
+//! What goes wrong in a run and around it loses nothing: weights that diverge, checkpoints that are
+//! damaged, signals at any time, files that are named by mistake.
 
 mod common;
 
@@ -29,7 +30,8 @@ fn a_run_that_diverges_keeps_the_checkpoint_from_before_and_goes_on_from_it() {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
         folder.run(&["train", "--resume", "runs/tiny"].into_iter().chain(sets).collect::<Vec<_>>())
     };
-    // The first update ruins the weights; a checkpoint is due right after it, and several times while steps are skipped.
+    // The first update ruins the weights; a checkpoint is due right after it, and several times
+    // while steps are skipped.
     let ruined = go_on(&[
         "training.steps=60",
         "optimizer.learning_rate=1e25",

@@ -1,5 +1,5 @@
-//! Prints what all-reduces reach, alone between threads or under `mpirun` between processes (feature `mpi`):
-//! `cargo run --release -p trainyard-comm --example collectives`.
+//! Prints what all-reduces reach, alone between threads or under `mpirun` between processes
+//! (feature `mpi`): `cargo run --release -p trainyard-comm --example collectives`.
 
 use trainyard_comm::bench::{OPERATIONS, Timing, measure};
 use trainyard_comm::{Communicator, Environment, local};

@@ -1,7 +1,8 @@
 //! What a backend does: run one [`Call`] at a time, in order, with a deadline.
 //!
-//! The public methods of a communicator check their slices and turn them into a `Call` without types; a backend moves bytes and
-//! adds numbers by [`Dtype`]. Collectives differ only in which part of whose input ends up where, so one descriptor serves all.
+//! The public methods of a communicator check their slices and turn them into a `Call` without
+//! types; a backend moves bytes and adds numbers by [`Dtype`]. Collectives differ only in which
+//! part of whose input ends up where, so one descriptor serves all.
 
 use crate::error::{CommError, ErrorKind, Failure, Peer, Result};
 use crate::number::Dtype;
@@ -73,7 +74,8 @@ pub struct Signature {
     pub operation: Operation,
     /// Type of the elements.
     pub dtype: Dtype,
-    /// Elements of one part: the whole data of an all-reduce or a broadcast, one rank's share of the others.
+    /// Elements of one part: the whole data of an all-reduce or a broadcast, one rank's share of
+    /// the others.
     pub elements: usize,
     /// The root's rank in the group, 0 where there is none.
     pub root: usize,
@@ -91,10 +93,11 @@ impl fmt::Display for Signature {
 
 /// A collective operation with one rank's memory.
 ///
-/// Sizes follow from the signature and the group: `input` and `output` are `elements` long for all-reduce and broadcast (where only the
-/// root's input is read); one of the two is `size` parts long for reduce-scatter (input), all-gather and gather (output), both for all-to-all.
-/// They may be one buffer where the result of the operation does not overwrite what peers still read: all-reduce and broadcast in full,
-/// reduce-scatter and all-gather with the own part in its place.
+/// Sizes follow from the signature and the group: `input` and `output` are `elements` long for
+/// all-reduce and broadcast (where only the root's input is read); one of the two is `size` parts
+/// long for reduce-scatter (input), all-gather and gather (output), both for all-to-all. They may
+/// be one buffer where the result of the operation does not overwrite what peers still read:
+/// all-reduce and broadcast in full, reduce-scatter and all-gather with the own part in its place.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call {
     pub signature: Signature,
@@ -102,7 +105,8 @@ pub(crate) struct Call {
     pub output: *mut u8,
 }
 
-// SAFETY: a call is a description; the pointers are only followed under the promise of `Backend::collective`.
+// SAFETY: a call is a description; the pointers are only followed under the promise of
+// `Backend::collective`.
 unsafe impl Send for Call {}
 // SAFETY: as above.
 unsafe impl Sync for Call {}
@@ -143,7 +147,8 @@ impl Signature {
 const LINE_BYTES: usize = 64;
 
 impl Signature {
-    /// The elements of an all-reduce or a broadcast that `rank` of `size` works on: start and length.
+    /// The elements of an all-reduce or a broadcast that `rank` of `size` works on: start and
+    /// length.
     pub(crate) fn share(&self, size: usize, rank: usize) -> (usize, usize) {
         let quantum = (LINE_BYTES / self.dtype.size().max(1)).max(1);
         let lines = self.elements.div_ceil(quantum);
@@ -165,7 +170,8 @@ impl Signature {
     }
 }
 
-/// Checksums of an input: one for each reader where readers work on different bytes, else one for all of them.
+/// Checksums of an input: one for each reader where readers work on different bytes, else one for
+/// all of them.
 pub(crate) fn checksums(signature: &Signature, size: usize, input: &[u8]) -> Vec<u64> {
     let readers = match signature.operation {
         Operation::AllGather | Operation::Gather => 1,
@@ -178,7 +184,8 @@ pub(crate) fn checksums(signature: &Signature, size: usize, input: &[u8]) -> Vec
     (0..readers).map(sum).collect()
 }
 
-/// Whether `segment`, which is what `reader` works on of an input, is what its owner summed; true where nothing was summed.
+/// Whether `segment`, which is what `reader` works on of an input, is what its owner summed; true
+/// where nothing was summed.
 pub(crate) fn intact(sums: &[u64], reader: usize, segment: &[u8]) -> bool {
     let index = if sums.len() == 1 { 0 } else { reader };
     sums.get(index).is_none_or(|&sum| xxh3_64(segment) == sum)
@@ -212,28 +219,32 @@ pub(crate) trait Backend: Send + Sync {
     fn place(&self, world_rank: u32) -> Place;
     /// What a member last posted, and how long ago.
     fn position_of(&self, member: usize) -> Option<(Position, Duration)>;
-    /// Asks members for their positions, where those are not known at once; whether answers are to come.
+    /// Asks members for their positions, where those are not known at once; whether answers are to
+    /// come.
     fn ask(&self, _: &[usize]) -> bool {
         false
     }
-    /// Members that are known to have died, with the evidence of the first; whoever shares this process has not.
+    /// Members that are known to have died, with the evidence of the first; whoever shares this
+    /// process has not.
     fn dead(&self) -> Option<(Vec<usize>, String)> {
         None
     }
     /// Makes this rank's position known.
     fn post(&self, position: Position);
 
-    /// Runs a collective and returns when the output is complete and nobody reads the input any more, also on failure.
+    /// Runs a collective and returns when the output is complete and nobody reads the input any
+    /// more, also on failure.
     ///
     /// # Safety
-    /// The pointers of `call` are valid for the bytes of [`Signature::extent`], aligned to the element, and nobody else touches
-    /// that memory until this returns.
+    /// The pointers of `call` are valid for the bytes of [`Signature::extent`], aligned to the
+    /// element, and nobody else touches that memory until this returns.
     unsafe fn collective(&self, call: &Call, terms: &Terms) -> Result<()>;
 
     /// Sends `data` to one member and receives `into` from another, either of which may be absent.
     fn exchange(&self, send: Option<(usize, &[u8])>, receive: Option<(usize, &mut [u8])>, terms: &Terms) -> Result<()>;
 
-    /// One group for each color, its members ordered by key, then by rank here; `keys` are those of all members of this group.
+    /// One group for each color, its members ordered by key, then by rank here; `keys` are those of
+    /// all members of this group.
     fn split(&self, keys: &[(u32, u32)], terms: &Terms) -> Result<Arc<dyn Backend>>;
 
     /// What the ranks of one process have in common; None where ranks are processes.
@@ -257,7 +268,8 @@ pub(crate) trait Backend: Send + Sync {
         members.iter().map(peer).collect()
     }
 
-    /// All members called the same; else the first whose call is not the first member's is named, by everybody alike.
+    /// All members called the same; else the first whose call is not the first member's is named,
+    /// by everybody alike.
     fn agree(&self, calls: &[Signature], terms: &Terms) -> Result<()> {
         let Some(odd) = calls.iter().position(|call| *call != calls[0]) else { return Ok(()) };
         Err(self.fail(Failure {

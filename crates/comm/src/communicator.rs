@@ -1,7 +1,8 @@
 //! The handle that a rank holds on a group: checked slices in, calls to the backend out.
 //!
-//! Collectives return when this rank's result is complete and its buffers are its own again. All ranks of a group call the same operations in the same order. Calls on one
-//! handle run one after the other; what is to run side by side uses handles of its own.
+//! Collectives return when this rank's result is complete and its buffers are its own again. All
+//! ranks of a group call the same operations in the same order. Calls on one handle run one after
+//! the other; what is to run side by side uses handles of its own.
 
 use crate::backend::{Backend, Call, Operation, Signature, Terms, checksums};
 use crate::error::{CommError, ErrorKind, Result};
@@ -21,7 +22,8 @@ pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
 
 /// One rank's handle on a group of ranks.
 ///
-/// Dropping it tells the others that this rank will not come again; dropping it in a panic fails the world.
+/// Dropping it tells the others that this rank will not come again; dropping it in a panic fails
+/// the world.
 pub struct Communicator {
     core: Arc<Core>,
     worker: OnceLock<Worker>,
@@ -87,7 +89,8 @@ impl Communicator {
         self.core.backend.place(self.members()[member])
     }
 
-    /// Where a member is in its program: what it last posted on this communicator, else anywhere, and how long ago.
+    /// Where a member is in its program: what it last posted on this communicator, else anywhere,
+    /// and how long ago.
     ///
     /// # Panics
     /// If the group has no such member.
@@ -96,7 +99,8 @@ impl Communicator {
         self.core.backend.position_of(member)
     }
 
-    /// A value that the ranks of this world share, made by the first that asks; None where ranks are processes, which share nothing.
+    /// A value that the ranks of this world share, made by the first that asks; None where ranks
+    /// are processes, which share nothing.
     pub fn common<T: Default + Send + Sync + 'static>(&self) -> Option<Arc<T>> {
         let common = self.core.backend.common()?;
         let mut common = common.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,13 +113,15 @@ impl Communicator {
         self.core.deadline_ms.store(deadline.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Whether later operations carry checksums, so that data which changes on its way is an error that names its sender.
-    /// Costs about one more pass over the data at each end. To be the same on all ranks; derived communicators inherit it.
+    /// Whether later operations carry checksums, so that data which changes on its way is an error
+    /// that names its sender. Costs about one more pass over the data at each end. To be the same
+    /// on all ranks; derived communicators inherit it.
     pub fn set_verify(&self, verify: bool) {
         self.core.verify.store(verify, Ordering::Relaxed);
     }
 
-    /// Lets the faults of a plan strike this rank's operations, here and on derived communicators. For tests.
+    /// Lets the faults of a plan strike this rank's operations, here and on derived communicators.
+    /// For tests.
     pub fn inject(&self, plan: Arc<FaultPlan>) {
         *lock(&self.core.faults) = Some(plan);
     }
@@ -126,13 +132,15 @@ impl Communicator {
         self.core.backend.post(position);
     }
 
-    /// Fails the world: every rank's waiting and later operations return an error that names this rank and `reason`.
-    /// Returns the world's first failure, which is this one unless there was one before.
+    /// Fails the world: every rank's waiting and later operations return an error that names this
+    /// rank and `reason`. Returns the world's first failure, which is this one unless there was one
+    /// before.
     pub fn abort(&self, reason: impl Into<String>) -> CommError {
         self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: false }, &[self.rank()], None)
     }
 
-    /// As [`Communicator::abort`], for a reason that a restart would meet again: a full disk, a file that is wrong.
+    /// As [`Communicator::abort`], for a reason that a restart would meet again: a full disk, a
+    /// file that is wrong.
     pub fn give_up(&self, reason: impl Into<String>) -> CommError {
         self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: true }, &[self.rank()], None)
     }
@@ -148,21 +156,25 @@ impl Communicator {
         self.core.all_reduce(data)
     }
 
-    /// Sums `input`, which is `size` parts, over the ranks; rank `r` gets part `r` of the sum in `output`.
+    /// Sums `input`, which is `size` parts, over the ranks; rank `r` gets part `r` of the sum in
+    /// `output`.
     pub fn reduce_scatter<T: Number>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.idle();
         self.core.scatter(Operation::ReduceScatter, input, output)
     }
 
-    /// As [`Communicator::reduce_scatter`], leaving the sum unrounded in the type it was added in (f32 for bf16).
+    /// As [`Communicator::reduce_scatter`], leaving the sum unrounded in the type it was added in
+    /// (f32 for bf16).
     ///
-    /// Sums over several groups one after the other keep the bits of one sum over all only if nothing is rounded in between.
+    /// Sums over several groups one after the other keep the bits of one sum over all only if
+    /// nothing is rounded in between.
     pub fn reduce_scatter_sums<T: Number>(&self, input: &[T], output: &mut [T::Sum]) -> Result<()> {
         self.idle();
         self.core.scatter(Operation::ReduceScatterSums, input, output)
     }
 
-    /// Sums `data`, which is `size` parts, over the ranks; afterwards the own part holds its sum, and the rest is what it was.
+    /// Sums `data`, which is `size` parts, over the ranks; afterwards the own part holds its sum,
+    /// and the rest is what it was.
     pub fn reduce_scatter_in_place<T: Number>(&self, data: &mut [T]) -> Result<()> {
         self.idle();
         self.core.scatter_in_place(data)
@@ -186,7 +198,8 @@ impl Communicator {
         self.core.broadcast(data, root)
     }
 
-    /// Everybody's `input`, in order of the ranks, in the `output` of `root`; the others' may be empty and is left alone.
+    /// Everybody's `input`, in order of the ranks, in the `output` of `root`; the others' may be
+    /// empty and is left alone.
     pub fn gather<T: Scalar>(&self, input: &[T], output: &mut [T], root: usize) -> Result<()> {
         self.idle();
         self.core.gather(Operation::Gather, input, output, root)
@@ -198,8 +211,8 @@ impl Communicator {
         self.core.all_to_all(input, output)
     }
 
-    /// Sends to one rank, which calls [`Communicator::recv`] with the same length. May wait until it does.
-    /// Messages from one rank to another arrive in the order sent.
+    /// Sends to one rank, which calls [`Communicator::recv`] with the same length. May wait until
+    /// it does. Messages from one rank to another arrive in the order sent.
     pub fn send<T: Scalar>(&self, data: &[T], to: usize) -> Result<()> {
         self.idle();
         self.core.exchange(Some((to, data)), None)
@@ -223,7 +236,8 @@ impl Communicator {
         self.core.barrier()
     }
 
-    /// A communicator for the ranks that gave the same `color`, ordered by `key` and among equals by rank; its `name` is for reports.
+    /// A communicator for the ranks that gave the same `color`, ordered by `key` and among equals
+    /// by rank; its `name` is for reports.
     pub fn split(&self, color: u32, key: u32, name: impl Into<String>) -> Result<Communicator> {
         self.idle();
         let mut keys = vec![[0u32; 2]; self.size()];
@@ -245,8 +259,8 @@ impl Communicator {
     /// Starts any of the operations on buffers that the operation owns meanwhile, e.g.
     /// `communicator.start(gradients, |c, data| c.all_reduce(data))`, and returns at once.
     ///
-    /// Operations started on one communicator run in the order of the calls, and blocking calls wait for them; `buffers` comes back from
-    /// [`Pending::wait`].
+    /// Operations started on one communicator run in the order of the calls, and blocking calls
+    /// wait for them; `buffers` comes back from [`Pending::wait`].
     pub fn start<B: Send + 'static>(
         &self,
         buffers: B,
@@ -324,7 +338,8 @@ impl Core {
         self.backend.rank()
     }
 
-    /// Counts an operation and lets the fault strike that is due; its number, and whether what it sends is to be corrupted.
+    /// Counts an operation and lets the fault strike that is due; its number, and whether what it
+    /// sends is to be corrupted.
     fn enter(&self, operation: Operation) -> Result<(u64, bool)> {
         let number = self.operations.fetch_add(1, Ordering::Relaxed);
         let Some(plan) = lock(&self.faults).clone() else { return Ok((number, false)) };
@@ -364,7 +379,8 @@ impl Core {
         self.backend.fail_with(kind, culprits, operation.map(|operation| (operation, number)), &self.name)
     }
 
-    /// An error in the caller's arguments fails the world too: the others wait for an operation that will not come.
+    /// An error in the caller's arguments fails the world too: the others wait for an operation
+    /// that will not come.
     fn argument<T>(&self, operation: Operation, what: String) -> Result<T> {
         Err(self.fail(ErrorKind::Argument { what }, &[self.rank()], Some(operation)))
     }
@@ -376,7 +392,8 @@ impl Core {
         let bytes = signature.extent(self.size(), self.rank()).input;
         let mut sums = Vec::new();
         if (self.verify.load(Ordering::Relaxed) || corrupt) && bytes > 0 {
-            // SAFETY: the caller promises as many readable bytes, and nobody writes them before the operation begins.
+            // SAFETY: the caller promises as many readable bytes, and nobody writes them before the
+            // operation begins.
             let input = unsafe { std::slice::from_raw_parts(input, bytes) };
             if self.verify.load(Ordering::Relaxed) {
                 sums = checksums(&signature, self.size(), input);
@@ -387,7 +404,8 @@ impl Core {
                 let sent = if length > 0 { start..start + length } else { 0..bytes };
                 let bad = corrupted(input, sent, number);
                 let call = Call { signature, input: bad.as_ptr().cast(), output };
-                // SAFETY: the caller's promise; the copy is as long as the input, aligned for every number, and outlives the operation.
+                // SAFETY: the caller's promise; the copy is as long as the input, aligned for every
+                // number, and outlives the operation.
                 return unsafe { self.backend.collective(&call, &self.terms(number, &sums)) };
             }
         }
@@ -447,7 +465,8 @@ impl Core {
         let elements = self.part(operation, data.len())?;
         let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
         let data: *mut u8 = data.as_mut_ptr().cast();
-        // SAFETY: `data` is ours for the call; the output is the own part, which no other rank reads.
+        // SAFETY: `data` is ours for the call; the output is the own part, which no other rank
+        // reads.
         unsafe { self.call(signature, data, data.add(self.rank() * signature.part_bytes())) }
     }
 
@@ -457,7 +476,8 @@ impl Core {
             self.parts(operation, output.len(), input.len())?;
         }
         let signature = Signature { operation, dtype: Dtype::of::<T>(), elements: input.len(), root };
-        // SAFETY: both slices are ours for the call, and their lengths fit each other where the output is used.
+        // SAFETY: both slices are ours for the call, and their lengths fit each other where the
+        // output is used.
         unsafe { self.call(signature, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
     }
 
@@ -466,7 +486,8 @@ impl Core {
         let elements = self.part(operation, data.len())?;
         let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
         let data: *mut u8 = data.as_mut_ptr().cast();
-        // SAFETY: `data` is ours for the call; the input is the own part, which the operation does not write.
+        // SAFETY: `data` is ours for the call; the input is the own part, which the operation does
+        // not write.
         unsafe { self.call(signature, data.add(self.rank() * signature.part_bytes()), data) }
     }
 
@@ -522,7 +543,8 @@ impl Core {
     }
 }
 
-/// A copy with one bit of the bytes `sent` flipped; in words, so that it is aligned for every number.
+/// A copy with one bit of the bytes `sent` flipped; in words, so that it is aligned for every
+/// number.
 fn corrupted(input: &[u8], sent: Range<usize>, number: u64) -> Vec<u64> {
     let mut copy = vec![0u64; input.len().div_ceil(8)];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut copy);

@@ -1,7 +1,9 @@
-//! Who started this process, and as which rank of how many: the variables of Open MPI, of PMI (MPICH, Intel MPI, Cray), of torchrun and of Slurm.
+//! Who started this process, and as which rank of how many: the variables of Open MPI, of PMI
+//! (MPICH, Intel MPI, Cray), of torchrun and of Slurm.
 //!
-//! Read in that order, because an MPI launcher also decides how messages travel: over MPI where this build has it, else over TCP, for which the host of rank 0
-//! must be known. Nothing is guessed: a rank without a world, or a number that is none, is an error that names the variable.
+//! Read in that order, because an MPI launcher also decides how messages travel: over MPI where
+//! this build has it, else over TCP, for which the host of rank 0 must be known. Nothing is
+//! guessed: a rank without a world, or a number that is none, is an error that names the variable.
 
 use crate::communicator::Communicator;
 use crate::slurm;
@@ -169,7 +171,8 @@ const NAMES: [Names; 4] = [
         local_rank: "LOCAL_RANK",
         local_world: "LOCAL_WORLD_SIZE",
     },
-    // `sbatch` sets SLURM_PROCID and SLURM_NTASKS for its script too, which is one process; only a step of `srun` has its own number of tasks.
+    // `sbatch` sets SLURM_PROCID and SLURM_NTASKS for its script too, which is one process; only a
+    // step of `srun` has its own number of tasks.
     Names {
         launcher: Launcher::Slurm,
         rank: "SLURM_PROCID",
@@ -218,7 +221,8 @@ impl Environment {
         })
     }
 
-    /// The variables by which launchers say which of how many a process is. Who starts processes of its own takes them away from these.
+    /// The variables by which launchers say which of how many a process is. Who starts processes of
+    /// its own takes them away from these.
     pub fn variables() -> impl Iterator<Item = &'static str> {
         let whole = NAMES.iter().flat_map(|names| [names.rank, names.world, names.local_rank, names.local_world]);
         whole.chain(["TORCHELASTIC_USE_AGENT_STORE"])
@@ -244,11 +248,12 @@ impl Environment {
         }
     }
 
-    /// The world of the processes that were started together, or `None` for a process alone, whose ranks are to be threads
-    /// ([`crate::local::World`]).
+    /// The world of the processes that were started together, or `None` for a process alone, whose
+    /// ranks are to be threads ([`crate::local::World`]).
     ///
     /// # Errors
-    /// When there are several processes and this build or MPI cannot join them: they never run as so many worlds of one.
+    /// When there are several processes and this build or MPI cannot join them: they never run as
+    /// so many worlds of one.
     pub fn connect(&self) -> Result<Option<Communicator>, EnvironmentError> {
         if self.world <= 1 {
             return Ok(None);

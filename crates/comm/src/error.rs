@@ -1,7 +1,8 @@
 //! What goes wrong between ranks, said so that one line names the culprit.
 //!
-//! A [`CommError`] is one allocation around a [`Failure`], cheap to clone, because the first failure of a world is handed to every rank. No failure is
-//! worth retrying on the same world: ranks no longer agree on what comes next. The way on is a restart from a checkpoint.
+//! A [`CommError`] is one allocation around a [`Failure`], cheap to clone, because the first
+//! failure of a world is handed to every rank. No failure is worth retrying on the same world:
+//! ranks no longer agree on what comes next. The way on is a restart from a checkpoint.
 
 use crate::backend::{Operation, Signature};
 use crate::place::{Place, Position};
@@ -40,7 +41,8 @@ pub struct Peer {
     pub rank: u32,
     /// Where it runs.
     pub place: Place,
-    /// The last position it posted, on this communicator if it ever did there, else anywhere; and how long ago.
+    /// The last position it posted, on this communicator if it ever did there, else anywhere; and
+    /// how long ago.
     pub position: Option<(Position, Duration)>,
 }
 

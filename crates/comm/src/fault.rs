@@ -1,7 +1,9 @@
-//! Faults on purpose: a rank is killed, hung, delayed, corrupted or refused at a chosen operation or program position.
+//! Faults on purpose: a rank is killed, hung, delayed, corrupted or refused at a chosen operation
+//! or program position.
 //!
-//! A [`FaultPlan`] is given to a communicator ([`crate::Communicator::inject`]) and inherited by those derived from it. Each
-//! fault strikes once per plan, so a plan that outlives a restart in the same process does not strike again. Without a plan nothing here runs.
+//! A [`FaultPlan`] is given to a communicator ([`crate::Communicator::inject`]) and inherited by
+//! those derived from it. Each fault strikes once per plan, so a plan that outlives a restart in
+//! the same process does not strike again. Without a plan nothing here runs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -90,12 +92,14 @@ impl FaultPlan {
 }
 
 impl Fault {
-    /// A fault drawn from `seed`: any rank of `ranks`, any operation below `operations` of the communicator `group`, any action but long delays.
+    /// A fault drawn from `seed`: any rank of `ranks`, any operation below `operations` of the
+    /// communicator `group`, any action but long delays.
     ///
     /// # Panics
     /// If there are no ranks or no operations.
     pub fn seeded(seed: u64, ranks: u32, group: &str, operations: u64) -> Self {
-        // Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64.
+        // Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the
+        // finaliser of SplitMix64.
         let draw = |stream: u64, below: u64| {
             let mut x = seed.wrapping_mul(4).wrapping_add(stream).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -143,8 +147,8 @@ pub struct FaultError {
 impl FromStr for Fault {
     type Err = FaultError;
 
-    /// `ACTION rank=R step=S instruction=I` or `ACTION rank=R operation=N group=NAME`, where `ACTION` is `kill`, `hang`, `delay:MILLISECONDS`,
-    /// `corrupt` or `refuse`.
+    /// `ACTION rank=R step=S instruction=I` or `ACTION rank=R operation=N group=NAME`, where
+    /// `ACTION` is `kill`, `hang`, `delay:MILLISECONDS`, `corrupt` or `refuse`.
     fn from_str(text: &str) -> Result<Self, FaultError> {
         let wrong = |why: String| FaultError { text: text.to_owned(), why };
         let (action, mut rest) = text.trim().split_once(' ').ok_or_else(|| wrong("it names no place".into()))?;

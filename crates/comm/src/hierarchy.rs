@@ -1,10 +1,12 @@
 //! Collectives in two steps, inside nodes and between them, with the bits of one step.
 //!
-//! Links inside a node are faster than those between nodes. So sums are scattered inside each node first; between nodes travels
-//! only what one rank holds of the node's sum; results are gathered inside again. The bytes between nodes fall by the number of ranks in a node.
+//! Links inside a node are faster than those between nodes. So sums are scattered inside each node
+//! first; between nodes travels only what one rank holds of the node's sum; results are gathered
+//! inside again. The bytes between nodes fall by the number of ranks in a node.
 //!
-//! **Why the bits stay.** Nodes are contiguous spans of `2^k` ranks, so a node's sum is a subtree of the tree over all ranks, and sums of
-//! nodes in order continue that tree. Partial sums travel in the type they are added in, so bf16 is still rounded once.
+//! **Why the bits stay.** Nodes are contiguous spans of `2^k` ranks, so a node's sum is a subtree
+//! of the tree over all ranks, and sums of nodes in order continue that tree. Partial sums travel
+//! in the type they are added in, so bf16 is still rounded once.
 
 use crate::communicator::Communicator;
 use crate::error::Result;
@@ -20,8 +22,8 @@ impl Communicator {
     /// This group as nodes, by the places of its ranks.
     ///
     /// # Errors
-    /// Unless every node holds the same power-of-two number of the group's ranks, one after the other: other
-    /// layouts would change the order of sums. All ranks get the same answer.
+    /// Unless every node holds the same power-of-two number of the group's ranks, one after the
+    /// other: other layouts would change the order of sums. All ranks get the same answer.
     pub fn hierarchy(&self) -> Result<Hierarchy> {
         let nodes: Vec<u32> = (0..self.size()).map(|member| self.place(member).node).collect();
         let inside = nodes.iter().take_while(|&&node| node == nodes[0]).count();
@@ -76,7 +78,8 @@ impl Hierarchy {
     /// As [`Communicator::reduce_scatter`].
     pub fn reduce_scatter<T: Number>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         let part = output.len();
-        // Parts in the order of (index inside the node, node), so that one scatter inside gives each rank what its peers on other nodes need.
+        // Parts in the order of (index inside the node, node), so that one scatter inside gives
+        // each rank what its peers on other nodes need.
         let order: Vec<T> = self.parts_by_index().flat_map(|at| part_of(input, at, part)).copied().collect();
         let mut node_sums = vec![T::Sum::default(); part * self.across.size()];
         self.inside.reduce_scatter_sums(&order, &mut node_sums)?;

@@ -1,4 +1,5 @@
-//! Small operations: every rank has everybody's whole input at hand and computes its own result alone.
+//! Small operations: every rank has everybody's whole input at hand and computes its own result
+//! alone.
 
 use crate::backend::{Call, Operation, Signature};
 use crate::number::sum_into;
@@ -6,8 +7,9 @@ use crate::number::sum_into;
 /// Computes this rank's result from all `inputs`, in order of the ranks.
 ///
 /// # Safety
-/// Each input is aligned and valid for what the signature of `call` says, or for nothing where its rank gives nothing; the output of `call` is valid for
-/// its extent. Inputs may be this rank's own memory, in place as [`Call`] allows.
+/// Each input is aligned and valid for what the signature of `call` says, or for nothing where its
+/// rank gives nothing; the output of `call` is valid for its extent. Inputs may be this rank's own
+/// memory, in place as [`Call`] allows.
 pub(crate) unsafe fn compute(all: &[*const u8], rank: usize, call: &Call) {
     let Signature { operation, dtype, elements, root } = call.signature;
     let part = call.signature.part_bytes();

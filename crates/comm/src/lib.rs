@@ -1,25 +1,33 @@
 //! Communicators: collectives between the ranks of a training run.
 //!
-//! A [`Communicator`] is one rank's handle on a group of ranks. Three backends stand behind it: [`local`], whose ranks are threads of
-//! one process that read each other's buffers in place; [`tcp`], one rank per process, over sockets; and MPI (feature `mpi`), one rank per process too. The latter two
-//! are one state machine over two transports. What backends promise is the same and is held by one conformance suite:
+//! A [`Communicator`] is one rank's handle on a group of ranks. Three backends stand behind it:
+//! [`local`], whose ranks are threads of one process that read each other's buffers in place;
+//! [`tcp`], one rank per process, over sockets; and MPI (feature `mpi`), one rank per process too.
+//! The latter two are one state machine over two transports. What backends promise is the same and
+//! is held by one conformance suite:
 //!
-//! - **One order of sums.** Every reduction adds element by element along the binary tree that pairs neighbouring ranks level by
-//!   level, `((0+1)+(2+3))+...`, whatever the backend, algorithm or message size ([`number`]). Bits therefore depend on the group
-//!   alone, and a contiguous aligned power-of-two part of a group is a subtree of it: reducing inside such parts first and
+//! - **One order of sums.** Every reduction adds element by element along the binary tree that
+//!   pairs neighbouring ranks level by level, `((0+1)+(2+3))+...`, whatever the backend, algorithm
+//!   or message size ([`number`]). Bits therefore depend on the group alone, and a contiguous
+//!   aligned power-of-two part of a group is a subtree of it: reducing inside such parts first and
 //!   across them afterwards gives the same bits ([`Hierarchy`]).
-//! - **No endless waiting.** Every operation has a deadline. When it passes, the error names the ranks that did not come, their host and
-//!   the position in the program that they last posted ([`Communicator::post`]).
-//! - **The first failure is everybody's.** A deadline, a mismatch, a panic or an abort fails the whole world: each later or
-//!   waiting operation of any rank on any communicator returns that same [`CommError`], so all ranks report one culprit.
+//! - **No endless waiting.** Every operation has a deadline. When it passes, the error names the
+//!   ranks that did not come, their host and the position in the program that they last posted
+//!   ([`Communicator::post`]).
+//! - **The first failure is everybody's.** A deadline, a mismatch, a panic or an abort fails the
+//!   whole world: each later or waiting operation of any rank on any communicator returns that same
+//!   [`CommError`], so all ranks report one culprit.
 //!
-//! The order of calls is the protocol: all ranks of a group call the same operations in the same order with the same counts, and a
-//! difference is an error that shows both sides. Lanes that run beside each other use communicators of their own
-//! ([`Communicator::duplicate`], [`Communicator::split`]).
+//! The order of calls is the protocol: all ranks of a group call the same operations in the same
+//! order with the same counts, and a difference is an error that shows both sides. Lanes that run
+//! beside each other use communicators of their own ([`Communicator::duplicate`],
+//! [`Communicator::split`]).
 //!
-//! Memory of GPUs is exchanged by NCCL beside a communicator ([`nccl`]): same groups, deadlines and reports, another order of sums.
+//! Memory of GPUs is exchanged by NCCL beside a communicator ([`nccl`]): same groups, deadlines and
+//! reports, another order of sums.
 //!
-//! What this crate does not do: it knows no tensors, programs or strategies, retries nothing, and moves only plain data.
+//! What this crate does not do: it knows no tensors, programs or strategies, retries nothing, and
+//! moves only plain data.
 
 mod backend;
 pub mod bench;

@@ -1,11 +1,14 @@
 //! What can be sent, what can be added, and the order in which it is added.
 //!
-//! The order is a binary tree over the ranks of a group that pairs neighbours level by level: `((0+1)+(2+3))+((4+5)+6)` for seven. Equivalently, a span of ranks
-//! is split after the largest power of two below its length. bf16 is added in f32 and rounded once, at the root; integers wrap.
+//! The order is a binary tree over the ranks of a group that pairs neighbours level by level:
+//! `((0+1)+(2+3))+((4+5)+6)` for seven. Equivalently, a span of ranks is split after the largest
+//! power of two below its length. bf16 is added in f32 and rounded once, at the root; integers
+//! wrap.
 //!
-//! Blocks of [`BLOCK`] elements go through the whole tree in a scratch that stays in the first cache level, so every input is read
-//! once and every output written once. A single large output that is no input gets the tree's last addition straight from registers, a cache line at a time and past
-//! the caches.
+//! Blocks of [`BLOCK`] elements go through the whole tree in a scratch that stays in the first
+//! cache level, so every input is read once and every output written once. A single large output
+//! that is no input gets the tree's last addition straight from registers, a cache line at a time
+//! and past the caches.
 
 use crate::stream::{self, STREAM_BYTES};
 use bytemuck::Pod;
@@ -138,7 +141,8 @@ impl Number for bf16 {
     fn round(sum: f32) -> bf16 {
         let bits = sum.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        // A NaN keeps its sign and upper bits and becomes quiet; rounding could carry it into infinity.
+        // A NaN keeps its sign and upper bits and becomes quiet; rounding could carry it into
+        // infinity.
         let quiet = (bits >> 16) | 0x0040;
         bf16::from_bits(if sum.is_nan() { quiet } else { rounded } as u16)
     }
@@ -148,10 +152,12 @@ impl Number for bf16 {
     }
 }
 
-/// Elements that go through the tree together: 2 KiB of f32, so that a scratch of all levels stays in the first cache level.
+/// Elements that go through the tree together: 2 KiB of f32, so that a scratch of all levels stays
+/// in the first cache level.
 const BLOCK: usize = 512;
 
-/// The scalar definition of the order: the sum of one element over all ranks, unrounded. What every backend is tested against.
+/// The scalar definition of the order: the sum of one element over all ranks, unrounded. What every
+/// backend is tested against.
 pub fn tree_sum<T: Number>(values: &[T]) -> T::Sum {
     match values {
         [] => T::Sum::default(),
@@ -168,13 +174,15 @@ pub fn left_span(ranks: usize) -> usize {
     ranks.next_power_of_two() / 2
 }
 
-/// Adds `inputs` along the tree and stores the sum, rounded, to each of `outputs`; both are pointers to `elements` of `dtype`.
+/// Adds `inputs` along the tree and stores the sum, rounded, to each of `outputs`; both are
+/// pointers to `elements` of `dtype`.
 ///
 /// With `wide`, outputs are of [`Dtype::sum`] and nothing is rounded.
 ///
 /// # Safety
-/// All pointers are valid for `elements` and aligned; an output is either one of the inputs or overlaps none; no other thread
-/// writes the inputs or touches the outputs meanwhile. `dtype` is a number, not [`Dtype::Plain`].
+/// All pointers are valid for `elements` and aligned; an output is either one of the inputs or
+/// overlaps none; no other thread writes the inputs or touches the outputs meanwhile. `dtype` is a
+/// number, not [`Dtype::Plain`].
 pub(crate) unsafe fn sum_into(dtype: Dtype, wide: bool, inputs: &[*const u8], outputs: &[*mut u8], elements: usize) {
     // SAFETY: the caller's promise, with the pointers cast to what `dtype` says they are.
     unsafe {
@@ -190,7 +198,8 @@ pub(crate) unsafe fn sum_into(dtype: Dtype, wide: bool, inputs: &[*const u8], ou
     }
 }
 
-/// Runs [`sum_blocks`] compiled for the widest vectors of this machine; the additions and their order are the same in all.
+/// Runs [`sum_blocks`] compiled for the widest vectors of this machine; the additions and their
+/// order are the same in all.
 ///
 /// # Safety
 /// As [`sum_into`].
@@ -242,7 +251,8 @@ unsafe fn sum_blocks<T: Number, O: Number<Sum = T::Sum>>(inputs: &[*const u8], o
     }
 }
 
-/// [`sum_blocks`] for two or more inputs and one large output that is none of them: the tree's last addition goes from registers past the caches.
+/// [`sum_blocks`] for two or more inputs and one large output that is none of them: the tree's last
+/// addition goes from registers past the caches.
 ///
 /// # Safety
 /// As [`sum_into`].
@@ -287,7 +297,8 @@ fn levels(inputs: usize) -> usize {
 /// A block of one input.
 ///
 /// # Safety
-/// As [`sum_into`], for the elements named; the slice lives no longer than the pass over the block, during which nobody writes the input.
+/// As [`sum_into`], for the elements named; the slice lives no longer than the pass over the block,
+/// during which nobody writes the input.
 #[inline(always)]
 unsafe fn read<'a, T: Number>(input: *const u8, start: usize, count: usize) -> &'a [T] {
     // SAFETY: the caller's promise.
@@ -296,8 +307,9 @@ unsafe fn read<'a, T: Number>(input: *const u8, start: usize, count: usize) -> &
 
 /// Sums elements `start..start + count` of all inputs into the first level of `scratch`.
 ///
-/// Levels of scratch are a stack of subtrees. Pairs of ranks are pushed in order, and after the `k`-th pair as many subtrees join as `k` has
-/// trailing zero bits, like the carries of a binary counter; what is left joins at the end from the right.
+/// Levels of scratch are a stack of subtrees. Pairs of ranks are pushed in order, and after the
+/// `k`-th pair as many subtrees join as `k` has trailing zero bits, like the carries of a binary
+/// counter; what is left joins at the end from the right.
 ///
 /// # Safety
 /// As [`sum_into`], for the elements named.
@@ -342,7 +354,8 @@ mod tests {
 
     #[test]
     fn the_tree_pairs_neighbours_level_by_level() {
-        // Powers that f32 cannot hold together show the order: 1 is lost beside 2^24 unless a neighbour joins it first.
+        // Powers that f32 cannot hold together show the order: 1 is lost beside 2^24 unless a
+        // neighbour joins it first.
         let big = 16_777_216.0f32;
         assert_eq!(tree_sum(&[big, 1.0, 1.0, -big]), (big + 1.0) + (1.0 - big));
         assert_eq!(tree_sum(&[1.0, big, 1.0]), (1.0 + big) + 1.0);

@@ -39,7 +39,8 @@ fn host_name() -> String {
         .unwrap_or_else(|| "localhost".to_owned())
 }
 
-/// A rank's position in its program, posted before it enters an operation so that others can name it when it does not come.
+/// A rank's position in its program, posted before it enters an operation so that others can name
+/// it when it does not come.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Position {
     /// Training step.

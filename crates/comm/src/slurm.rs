@@ -1,12 +1,14 @@
 //! What Slurm says about where the first task of a step runs.
 
-/// Ports given to steps: `PORT_FIRST + (job + STEP_STRIDE step) mod PORTS`, above those of services and below those that systems give to connections.
+/// Ports given to steps: `PORT_FIRST + (job + STEP_STRIDE step) mod PORTS`, above those of services
+/// and below those that systems give to connections.
 const PORT_FIRST: u64 = 10_000;
 const PORTS: u64 = 20_000;
 /// Steps of one job may run side by side, and jobs have neighbouring numbers.
 const STEP_STRIDE: u64 = 1_009;
 
-/// The first host of a list in Slurm's form: `node[03-07,12],gpu1` begins with `node03`. None of text that is no such list.
+/// The first host of a list in Slurm's form: `node[03-07,12],gpu1` begins with `node03`. None of
+/// text that is no such list.
 pub(crate) fn first_host(list: &str) -> Option<String> {
     let list = list.trim();
     let Some((prefix, rest)) = list.split_once('[').filter(|(prefix, _)| !prefix.contains(',')) else {

@@ -1,19 +1,23 @@
 //! Copies that leave the caches alone.
 //!
-//! An ordinary store to memory that is not cached reads the line first, so a copy moves three bytes for each one copied instead of two. Copies of many megabytes evict what
-//! they fetch anyway and are made with non-temporal stores, as the C library does for copies larger than its share of the last cache level; ours are
-//! cut into parts below that threshold, and so are made here.
+//! An ordinary store to memory that is not cached reads the line first, so a copy moves three bytes
+//! for each one copied instead of two. Copies of many megabytes evict what they fetch anyway and
+//! are made with non-temporal stores, as the C library does for copies larger than its share of the
+//! last cache level; ours are cut into parts below that threshold, and so are made here.
 
-/// From here on a destination is not expected to stay in a core's own caches (2 MiB and more on servers).
+/// From here on a destination is not expected to stay in a core's own caches (2 MiB and more on
+/// servers).
 pub(crate) const STREAM_BYTES: usize = 4 << 20;
 
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
-/// Stores `value(0..count)` from `to` on, past the caches where whole lines are written and the machine can; [`fence`] must follow before anybody is told.
+/// Stores `value(0..count)` from `to` on, past the caches where whole lines are written and the
+/// machine can; [`fence`] must follow before anybody is told.
 ///
 /// # Safety
-/// `to` is writable for `count` values, and nobody else uses that memory. A line holds a whole number of values.
+/// `to` is writable for `count` values, and nobody else uses that memory. A line holds a whole
+/// number of values.
 #[inline(always)]
 pub(crate) unsafe fn store<T: Copy + Default>(to: *mut T, count: usize, value: impl Fn(usize) -> T) {
     /// Of the smallest values, which have two bytes.
@@ -67,10 +71,12 @@ unsafe fn store_line(_: *const u8, _: *mut u8) {
     unreachable!("only where AVX2 was found");
 }
 
-/// Copies `bytes`; past the caches if `stream`, and then [`fence`] must follow before anybody is told.
+/// Copies `bytes`; past the caches if `stream`, and then [`fence`] must follow before anybody is
+/// told.
 ///
 /// # Safety
-/// `from` is readable and `to` writable for `bytes`, they do not overlap, and nobody else writes them.
+/// `from` is readable and `to` writable for `bytes`, they do not overlap, and nobody else writes
+/// them.
 #[inline]
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize, stream: bool) {
     #[cfg(target_arch = "x86_64")]
@@ -90,7 +96,8 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize, stream: bo
 unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
     let head = to.align_offset(LINE).min(bytes);
     let body = (bytes - head) / LINE * LINE;
-    // SAFETY: head, body and tail lie one after the other inside `bytes`; the body's destination is aligned to a line.
+    // SAFETY: head, body and tail lie one after the other inside `bytes`; the body's destination is
+    // aligned to a line.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, head);
         for at in (head..head + body).step_by(LINE) {
@@ -100,7 +107,8 @@ unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Orders copies past the caches before whatever tells others that they are done; other stores are ordered by that itself.
+/// Orders copies past the caches before whatever tells others that they are done; other stores are
+/// ordered by that itself.
 #[inline]
 pub(crate) fn fence() {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,5 @@
-//! What the ranks say when one of them fails: everybody names the same culprit, within the deadline.
+//! What the ranks say when one of them fails: everybody names the same culprit, within the
+//! deadline.
 
 mod departures;
 
@@ -187,8 +188,8 @@ fn corruption_is_noticed_and_named() {
     }
 }
 
-/// Faults drawn from seeds strike a sequence of operations on several groups; whatever happens, everybody who lives ends with the same report or with
-/// right results.
+/// Faults drawn from seeds strike a sequence of operations on several groups; whatever happens,
+/// everybody who lives ends with the same report or with right results.
 #[test]
 fn a_hundred_seeded_faults_are_named_correctly() {
     const RANKS: usize = 3;
@@ -238,7 +239,8 @@ fn a_hundred_seeded_faults_are_named_correctly() {
     }
 }
 
-/// A rank that gives up while others are still at work in its buffer returns only when they are done.
+/// A rank that gives up while others are still at work in its buffer returns only when they are
+/// done.
 #[test]
 fn buffers_outlive_their_readers() {
     for round in 0..200u64 {

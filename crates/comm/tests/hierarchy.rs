@@ -69,7 +69,8 @@ fn hierarchical_collectives_give_the_bits_of_flat_ones() {
     }
 }
 
-/// bf16 rounded once: scattering unrounded sums inside, then adding them across, is one all-reduce over all.
+/// bf16 rounded once: scattering unrounded sums inside, then adding them across, is one all-reduce
+/// over all.
 #[test]
 fn unrounded_sums_compose() {
     on_nodes(&[0, 0, 1, 1], |comm| {

@@ -43,7 +43,8 @@ fn case() -> impl Strategy<Value = Case> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any sequence of operations with any counts and roots, on the world and on groups of any split of it.
+    /// Any sequence of operations with any counts and roots, on the world and on groups of any
+    /// split of it.
     #[test]
     fn any_sequence_on_any_groups(
         ranks in 1usize..7,

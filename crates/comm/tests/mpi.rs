@@ -1,4 +1,5 @@
-//! The conformance suite and the failures over MPI. Each test starts this very program under `mpirun`, where `worker` plays one rank.
+//! The conformance suite and the failures over MPI. Each test starts this very program under
+//! `mpirun`, where `worker` plays one rank.
 //!
 //! Flags of `mpirun` are Open MPI's; other launchers are not started here.
 #![cfg(feature = "mpi")]

@@ -1,4 +1,5 @@
-//! Processes that come together over TCP, and what each of them says when they cannot. Here they are threads: nothing is shared between them but the port.
+//! Processes that come together over TCP, and what each of them says when they cannot. Here they
+//! are threads: nothing is shared between them but the port.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};

@@ -1,4 +1,5 @@
-//! The conformance suite and the failures over TCP. Each test starts this very program several times, where `worker` plays one rank.
+//! The conformance suite and the failures over TCP. Each test starts this very program several
+//! times, where `worker` plays one rank.
 
 mod conformance;
 mod departures;
@@ -23,7 +24,8 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Starts `ranks` workers; what each said, and whether it succeeded. Who does not end when the others have is killed.
+/// Starts `ranks` workers; what each said, and whether it succeeded. Who does not end when the
+/// others have is killed.
 fn start(ranks: usize, case: &str) -> Vec<(String, bool)> {
     let port = free_port().to_string();
     let spawn = |rank: usize| {
@@ -84,7 +86,8 @@ fn hierarchies_hold_over_tcp() {
 
 #[test]
 fn failures_over_tcp_name_their_culprit() {
-    // Few at once: most of their time is waiting for deadlines, which busy cores would make others miss.
+    // Few at once: most of their time is waiting for deadlines, which busy cores would make others
+    // miss.
     let cases: Vec<_> = FAULTS.into_iter().flat_map(|fault| [(fault, 10), (fault, 300_000)]).collect();
     let cases = Mutex::new(cases.into_iter());
     let next = || cases.lock().unwrap().next();
@@ -107,7 +110,8 @@ fn worker() {
     processes::worker("tcp", || Rendezvous::new("127.0.0.1", free_port(), 0, 1).join().unwrap());
 }
 
-/// Runs `body` on every rank of a world whose processes are one; what each returned, `None` for those that panicked.
+/// Runs `body` on every rank of a world whose processes are one; what each returned, `None` for
+/// those that panicked.
 fn outcomes<R: Send>(ranks: u32, body: impl Fn(&Communicator) -> R + Sync) -> Vec<Option<R>> {
     let (body, port) = (&body, free_port());
     let run = |rank| {
@@ -127,7 +131,8 @@ fn a_panic_an_abort_and_a_departure_are_told_at_once() {
 
 #[test]
 fn lanes_do_not_wait_for_each_other() {
-    // One lane's large message waits for a receiver that comes only after the other lane's exchange.
+    // One lane's large message waits for a receiver that comes only after the other lane's
+    // exchange.
     let results = outcomes(2, |comm| {
         let (first, second) = (comm.duplicate("first").unwrap(), comm.duplicate("second").unwrap());
         let peer = 1 - comm.rank();

@@ -1,6 +1,7 @@
 //! Compiled kernels and chosen algorithms on disk, under the hash of all that they depend on.
 //!
-//! A file is the content and its checksum, and appears by a rename: what another process has half written, or a disk has damaged, is not found.
+//! A file is the content and its checksum, and appears by a rename: what another process has half
+//! written, or a disk has damaged, is not found.
 
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
@@ -13,7 +14,8 @@ pub struct Cache(Option<PathBuf>);
 pub const VARIABLE: &str = "TRAINYARD_CUDA_CACHE";
 
 impl Cache {
-    /// `$TRAINYARD_CUDA_CACHE`, else `trainyard/cuda` below `$XDG_CACHE_HOME`, else below `~/.cache`.
+    /// `$TRAINYARD_CUDA_CACHE`, else `trainyard/cuda` below `$XDG_CACHE_HOME`, else below
+    /// `~/.cache`.
     pub fn of_this_process() -> Cache {
         let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let cache = || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));

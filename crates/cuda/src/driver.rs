@@ -1,8 +1,11 @@
-//! What a device is asked to do: memory, streams, events, launches, products. A trait, so that everything above it runs in tests
-//! without a GPU: [`crate::fake`] is the other implementation beside [`crate::nvidia`].
+//! What a device is asked to do: memory, streams, events, launches, products. A trait, so that
+//! everything above it runs in tests without a GPU: [`crate::fake`] is the other implementation
+//! beside [`crate::nvidia`].
 //!
-//! Work is put on streams and runs in order there; streams are ordered among each other by events alone. No call here waits for work but
-//! [`Driver::synchronize`] and [`Driver::wait_on_host`]. Work can be captured as a graph and launched again in one call. Arguments of kernels and products say which memory they read and write, which the device does not need and a test does.
+//! Work is put on streams and runs in order there; streams are ordered among each other by events
+//! alone. No call here waits for work but [`Driver::synchronize`] and [`Driver::wait_on_host`].
+//! Work can be captured as a graph and launched again in one call. Arguments of kernels and
+//! products say which memory they read and write, which the device does not need and a test does.
 
 use crate::error::Result;
 use crate::fp8::Fp8;
@@ -48,7 +51,8 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// What kernels are compiled for: `sm_90a` on Hopper, where the instructions of the tensor cores are of that chip alone.
+    /// What kernels are compiled for: `sm_90a` on Hopper, where the instructions of the tensor
+    /// cores are of that chip alone.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         let suffix = if major == 9 { "a" } else { "" };
@@ -109,8 +113,9 @@ pub enum Activation {
     Gelu,
 }
 
-/// The form of a product: what an algorithm is chosen for. `d = act(a b + bias) + c`, row-major: a is [m, k] or stored as [k, m], b is [k, n] or stored
-/// as [n, k], c and d are [m, n], bias is [n]. Sums are f32.
+/// The form of a product: what an algorithm is chosen for. `d = act(a b + bias) + c`, row-major: a
+/// is [m, k] or stored as [k, m], b is [k, n] or stored as [n, k], c and d are [m, n], bias is [n].
+/// Sums are f32.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Product {
     /// Rows of the result.
@@ -125,7 +130,8 @@ pub struct Product {
     pub b_transposed: bool,
     /// Of a and b.
     pub operands: Float,
-    /// Of a and b where they have eight bits, which `operands` then says nothing of: see [`Product::refused`] for what such a product can be.
+    /// Of a and b where they have eight bits, which `operands` then says nothing of: see
+    /// [`Product::refused`] for what such a product can be.
     pub fp8: Option<[Fp8; 2]>,
     /// Of bias, c and d.
     pub result: Float,
@@ -141,7 +147,8 @@ pub struct Product {
     pub adds: bool,
     /// How many such products lie one after the other in every operand.
     pub batch: usize,
-    /// A power of two, at most [`Product::ALIGNMENT`], of which the addresses of a, b, c and d are multiples: an algorithm may rely on it.
+    /// A power of two, at most [`Product::ALIGNMENT`], of which the addresses of a, b, c and d are
+    /// multiples: an algorithm may rely on it.
     pub alignment: u32,
 }
 
@@ -153,9 +160,11 @@ impl Product {
     /// The least compute capability that multiplies operands of eight bits.
     pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
 
-    /// Why cuBLASLt has no such product on a device of this capability, if that is so. Of operands of eight bits its documentation (`cublasLtMatmul`) asks
-    /// that they lie along what is summed over, which in its words is a transposed first and a plain second one; sizes and addresses that are multiples of 16;
-    /// not two of E5M2; a result of bf16 or f32. No activation is asked of it here.
+    /// Why cuBLASLt has no such product on a device of this capability, if that is so. Of operands
+    /// of eight bits its documentation (`cublasLtMatmul`) asks that they lie along what is summed
+    /// over, which in its words is a transposed first and a plain second one; sizes and addresses
+    /// that are multiples of 16; not two of E5M2; a result of bf16 or f32. No activation is asked
+    /// of it here.
     pub fn refused(&self, capability: (u32, u32)) -> Option<String> {
         let [a, b] = self.fp8?;
         let sizes = [self.m, self.n, self.k];
@@ -219,7 +228,8 @@ impl Operands {
 
     /// The form's [`Product::alignment`] for these addresses.
     pub fn alignment(&self) -> u32 {
-        // What is not there has address 0. The library looks at the bias and the argument too when it proposes algorithms.
+        // What is not there has address 0. The library looks at the bias and the argument too when
+        // it proposes algorithms.
         let read = [self.a, self.b, self.c, self.d, self.bias, self.argument];
         let bits = read.iter().fold(Product::ALIGNMENT as u64, |bits, region| bits | region.address);
         1 << bits.trailing_zeros()
@@ -285,13 +295,17 @@ pub trait Driver: Send + Sync {
     /// Seconds from one recorded mark to another, both passed.
     fn seconds_between(&self, start: Event, end: Event) -> Result<f64>;
 
-    /// Begins to capture: what this stream is given from now on is not done, but becomes a part of a graph, with what other streams are given after they wait for an
-    /// event that was recorded in the capture. Until [`Driver::end_capture`] this thread may not allocate, free or load, nobody may wait on the host for these streams or for
-    /// events recorded there, they may not wait for events from outside of the capture, and nothing may be copied from or to host memory that is not pinned. What is forbidden
-    /// fails, and the capture with it. (CUDA programming guide, "Stream Capture"; mode `THREAD_LOCAL`.)
+    /// Begins to capture: what this stream is given from now on is not done, but becomes a part of
+    /// a graph, with what other streams are given after they wait for an event that was recorded in
+    /// the capture. Until [`Driver::end_capture`] this thread may not allocate, free or load,
+    /// nobody may wait on the host for these streams or for events recorded there, they may not
+    /// wait for events from outside of the capture, and nothing may be copied from or to host
+    /// memory that is not pinned. What is forbidden fails, and the capture with it. (CUDA
+    /// programming guide, "Stream Capture"; mode `THREAD_LOCAL`.)
     fn begin_capture(&self, stream: Stream) -> Result<()>;
 
-    /// Ends the capture that this thread began on the stream. Every other stream in it must have been waited for.
+    /// Ends the capture that this thread began on the stream. Every other stream in it must have
+    /// been waited for.
     ///
     /// # Errors
     /// What made the capture invalid; it is over all the same.
@@ -303,11 +317,13 @@ pub trait Driver: Send + Sync {
     /// Gives a graph back, whose launches are done.
     fn destroy_graph(&self, graph: Graph);
 
-    /// Marks, in a capture, a place in the graph: each launch records the event there, for [`Driver::seconds_between`]. Unlike one that [`Driver::record`] records in a
-    /// capture it orders nothing.
+    /// Marks, in a capture, a place in the graph: each launch records the event there, for
+    /// [`Driver::seconds_between`]. Unlike one that [`Driver::record`] records in a capture it
+    /// orders nothing.
     fn record_in_graph(&self, event: Event, stream: Stream) -> Result<()>;
 
-    /// Copies host memory in. It may be changed on return, unless it is pinned: then once the stream is done.
+    /// Copies host memory in. It may be changed on return, unless it is pinned: then once the
+    /// stream is done.
     ///
     /// # Safety
     /// `from` has as many bytes.
@@ -325,13 +341,15 @@ pub trait Driver: Send + Sync {
     /// Sets every byte to zero.
     fn zero(&self, stream: Stream, to: Region) -> Result<()>;
 
-    /// Compiles a module, or finds it compiled, and loads its kernels, in the order of `File::kernels`.
+    /// Compiles a module, or finds it compiled, and loads its kernels, in the order of
+    /// `File::kernels`.
     fn load(&self, file: File, float: Float) -> Result<Vec<Function>>;
 
     /// Puts a kernel on a stream.
     ///
     /// # Safety
-    /// The arguments are those that the kernel takes, and what it reads and writes lies in the regions.
+    /// The arguments are those that the kernel takes, and what it reads and writes lies in the
+    /// regions.
     unsafe fn launch(&self, stream: Stream, call: &Call<'_>) -> Result<()>;
 
     /// Puts a product on a stream.

@@ -1,5 +1,6 @@
-//! The kernels compiled by the host's C++ compiler against `emulation/cuda.h`, for a [`Fake`](crate::fake::Fake) that is to compute. Tests alone use this: a
-//! kernel runs block by block, thread by thread, some thousand times slower than on a GPU.
+//! The kernels compiled by the host's C++ compiler against `emulation/cuda.h`, for a
+//! [`Fake`](crate::fake::Fake) that is to compute. Tests alone use this: a kernel runs block by
+//! block, thread by thread, some thousand times slower than on a GPU.
 
 use crate::fake::Kernels;
 use crate::kernels::{Argument, File, Float, Launch};
@@ -14,10 +15,12 @@ use xxhash_rust::xxh3::xxh3_64;
 
 const FLAGS: [&str; 8] = ["-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-x", "c++"];
 
-/// A module, once it is loaded: threads that ask for the same one wait for the first, others compile beside it.
+/// A module, once it is loaded: threads that ask for the same one wait for the first, others
+/// compile beside it.
 type Slot = Arc<Mutex<Option<Arc<Library>>>>;
 
-/// Kernels as shared objects in a folder, compiled when they are first launched and found again by the hash of their sources.
+/// Kernels as shared objects in a folder, compiled when they are first launched and found again by
+/// the hash of their sources.
 pub struct Emulated {
     folder: PathBuf,
     compiler: String,
@@ -25,7 +28,8 @@ pub struct Emulated {
 }
 
 impl Emulated {
-    /// Keeps shared objects in `folder`. None when there is no C++ compiler (`$CXX`, `c++`, `g++`, `clang++`).
+    /// Keeps shared objects in `folder`. None when there is no C++ compiler (`$CXX`, `c++`, `g++`,
+    /// `clang++`).
     pub fn new(folder: &Path) -> Option<Emulated> {
         let given = std::env::var("CXX").ok();
         let mut names = given.into_iter().chain(["c++", "g++", "clang++"].map(str::to_owned));
@@ -56,7 +60,8 @@ impl Emulated {
     /// As [`Emulated::module`].
     pub fn load(&self, name: &str, text: &str, kernels: &[&str]) -> Result<Library, String> {
         let path = self.compiled(name, text, kernels)?;
-        // SAFETY: what was compiled from this repository's sources has no initialisers beyond those of the C library.
+        // SAFETY: what was compiled from this repository's sources has no initialisers beyond those
+        // of the C library.
         unsafe { Library::new(&path) }.map_err(|error| format!("{}: {error}", path.display()))
     }
 
@@ -76,7 +81,8 @@ impl Emulated {
         }
         let io = |error: std::io::Error| format!("{}: {error}", self.folder.display());
         std::fs::create_dir_all(&self.folder).map_err(io)?;
-        // Others may be at the same, in this process or another: each writes files of its own, and the last rename stands.
+        // Others may be at the same, in this process or another: each writes files of its own, and
+        // the last rename stands.
         static COMPILED: AtomicU32 = AtomicU32::new(0);
         let number = COMPILED.fetch_add(1, Ordering::Relaxed);
         let own = self.folder.join(format!("{name}-{}-{number}", std::process::id()));
@@ -102,7 +108,8 @@ thread_local! {
     static FALLING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether kernels that this thread runs take the threads of a block in falling order; they begin with the rising one.
+/// Whether kernels that this thread runs take the threads of a block in falling order; they begin
+/// with the rising one.
 pub fn set_falling(falling: bool) {
     FALLING.set(falling);
 }
@@ -119,7 +126,8 @@ pub unsafe fn launch(library: &Library, kernel: &str, size: Launch, arguments: &
     type Launcher = unsafe extern "C" fn(*const u32, u32, u32, *mut *const std::ffi::c_void);
     let mut addresses: Vec<_> = arguments.iter().map(Argument::address).collect();
     let symbol = format!("launch_{kernel}");
-    // SAFETY: every module has the header's `emulation_order`; the launcher was generated for the kernel of this name; the rest is the caller's promise.
+    // SAFETY: every module has the header's `emulation_order`; the launcher was generated for the
+    // kernel of this name; the rest is the caller's promise.
     unsafe {
         let order = library.get::<Order>(b"emulation_order").map_err(|error| error.to_string())?;
         order(i32::from(FALLING.get()));
@@ -132,8 +140,8 @@ pub unsafe fn launch(library: &Library, kernel: &str, size: Launch, arguments: &
 impl Kernels for &'static Emulated {
     fn run(&self, file: File, float: Float, name: &str, size: Launch, arguments: &[Argument]) -> Result<(), String> {
         let library = self.module(file, float)?;
-        // SAFETY: the device compared the arguments with the table's parameters. What they point to is the memory of the fake, whose extents it has
-        // checked.
+        // SAFETY: the device compared the arguments with the table's parameters. What they point to
+        // is the memory of the fake, whose extents it has checked.
         unsafe { launch(&library, name, size, arguments) }
     }
 }

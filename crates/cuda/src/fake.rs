@@ -1,10 +1,14 @@
-//! A device without a GPU, for tests: host memory, streams that are run late and in any order that their events allow, and a check of that order.
+//! A device without a GPU, for tests: host memory, streams that are run late and in any order that
+//! their events allow, and a check of that order.
 //!
-//! Work is only queued until somebody waits for it. Then heads of streams are taken by a seeded choice, so that what was not ordered by an event
-//! runs in the wrong order for some seed. Beside that every access is checked as it is queued: memory must lie inside an allocation, and what
-//! conflicts with an earlier access of another stream must come after it by events (vector clocks, Lamport 1978, Mattern 1989). Products are computed;
-//! kernels are computed by what [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they have. Captures keep the driver's rules, and
-//! a graph that is launched is queued and checked like the work that was captured.
+//! Work is only queued until somebody waits for it. Then heads of streams are taken by a seeded
+//! choice, so that what was not ordered by an event runs in the wrong order for some seed. Beside
+//! that every access is checked as it is queued: memory must lie inside an allocation, and what
+//! conflicts with an earlier access of another stream must come after it by events (vector clocks,
+//! Lamport 1978, Mattern 1989). Products are computed; kernels are computed by what
+//! [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they
+//! have. Captures keep the driver's rules, and a graph that is launched is queued and checked like
+//! the work that was captured.
 
 mod capture;
 mod network;
@@ -54,7 +58,8 @@ impl Default for Options {
 pub struct Record {
     /// Where.
     pub stream: Stream,
-    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`, `nccl`, or `graph` for the launch of a whole graph.
+    /// A kernel's name, or `product`, `upload`, `download`, `copy`, `zero`, `nccl`, or `graph` for
+    /// the launch of a whole graph.
     pub name: &'static str,
     /// The float type of a kernel's module.
     pub float: Option<Float>,
@@ -119,7 +124,8 @@ struct Allocation {
 struct Mark {
     /// How often it was recorded.
     recorded: u64,
-    /// Which of those have not passed: an event that is recorded again on another stream may pass there first.
+    /// Which of those have not passed: an event that is recorded again on another stream may pass
+    /// there first.
     coming: BTreeSet<u64>,
     clock: Clock,
     time: f64,
@@ -169,15 +175,17 @@ enum Work {
     },
 }
 
-/// What every piece of work takes on the fake's clocks, and what each byte of its regions, each byte that comes from or goes to the host and each operation of a
-/// product adds: round numbers, so that times are the same everywhere and grow with the work, and mean nothing else. The host's bytes take little, so that small models
-/// hide them.
+/// What every piece of work takes on the fake's clocks, and what each byte of its regions, each
+/// byte that comes from or goes to the host and each operation of a product adds: round numbers, so
+/// that times are the same everywhere and grow with the work, and mean nothing else. The host's
+/// bytes take little, so that small models hide them.
 const SECONDS_OF_WORK: f64 = 1e-6;
 const SECONDS_OF_BYTE: f64 = 1e-9;
 const SECONDS_OF_HOST_BYTE: f64 = 1e-10;
 const SECONDS_OF_OPERATION: f64 = 1e-9;
 
-/// Seconds of what is recorded: of a product its operations alone, because its scratch is no measure of it.
+/// Seconds of what is recorded: of a product its operations alone, because its scratch is no
+/// measure of it.
 fn seconds_of(record: &Record) -> f64 {
     let bytes: usize = record.regions.iter().map(|region| region.bytes).sum();
     SECONDS_OF_WORK
@@ -361,13 +369,15 @@ impl Queues {
         (start as usize + bytes <= base + size_of_val::<[Chunk]>(memory)).then_some(*base as Address)
     }
 
-    /// Host memory as a region, where it is pinned: only then does a copy take part in the order of streams.
+    /// Host memory as a region, where it is pinned: only then does a copy take part in the order of
+    /// streams.
     fn pinned_region(&self, data: *const u8, bytes: usize, written: bool) -> Option<Region> {
         let region = Region { address: data as Address, bytes, written };
         self.pinned_base(region.address, bytes).map(|_| region)
     }
 
-    /// Runs what can be run until `done`; whether that was reached, or streams wait for other devices.
+    /// Runs what can be run until `done`; whether that was reached, or streams wait for other
+    /// devices.
     fn run(
         &mut self,
         kernels: Option<&dyn Kernels>,
@@ -409,7 +419,8 @@ impl Queues {
             Work::Upload { to, data } => bytes_mut(&to).copy_from_slice(&data),
             Work::UploadPinned { to, from } => bytes_mut(&to).copy_from_slice(bytes(&from)),
             Work::Download { to, from } => {
-                // SAFETY: the caller of `download` keeps the memory for itself until it has synchronised.
+                // SAFETY: the caller of `download` keeps the memory for itself until it has
+                // synchronised.
                 let to = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, from.bytes) };
                 to.copy_from_slice(bytes(&from));
             }
@@ -442,8 +453,8 @@ fn bytes(region: &Region) -> &[u8] {
     if region.bytes == 0 {
         return &[];
     }
-    // SAFETY: a region that was queued lies in an allocation of this fake, which is freed only when its streams are empty, and one
-    // piece of work runs at a time; tests look at `problems` first.
+    // SAFETY: a region that was queued lies in an allocation of this fake, which is freed only when
+    // its streams are empty, and one piece of work runs at a time; tests look at `problems` first.
     unsafe { std::slice::from_raw_parts(region.address as *const u8, region.bytes) }
 }
 

@@ -1,7 +1,8 @@
 //! Where NVIDIA's libraries lie: the toolkit, the system, Python's packages.
 //!
-//! In this order: what `CUDA_HOME` or `CUDA_PATH` names; what the loader finds by itself and the usual folders; the `nvidia-*` packages of
-//! the Python environment that is active, or whose `python3` is on the path. A library of a later major version than the driver's is taken last.
+//! In this order: what `CUDA_HOME` or `CUDA_PATH` names; what the loader finds by itself and the
+//! usual folders; the `nvidia-*` packages of the Python environment that is active, or whose
+//! `python3` is on the path. A library of a later major version than the driver's is taken last.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,8 @@ pub const NVRTC: Library =
 /// Products.
 pub const CUBLASLT: Library =
     Library { name: "cuBLASLt", stem: "cublasLt", package: "nvidia-cublas", shipped: TOOLKIT, majors: &[13, 12] };
-/// Collectives. Its versions are its own; each is built for one major version of CUDA, which its name does not say.
+/// Collectives. Its versions are its own; each is built for one major version of CUDA, which its
+/// name does not say.
 pub const NCCL: Library = Library {
     name: "NCCL",
     stem: "nccl",
@@ -80,7 +82,8 @@ impl Places {
         Places { toolkit: libraries_of(&homes), system, python }
     }
 
-    /// What to try for a library with a driver of major version `driver`, best first. A name without a folder is the loader's to find.
+    /// What to try for a library with a driver of major version `driver`, best first. A name
+    /// without a folder is the loader's to find.
     pub fn candidates(&self, library: &Library, driver: u32) -> Vec<PathBuf> {
         let within = |folders: &[PathBuf]| folders.iter().flat_map(|folder| files(folder, library)).collect::<Vec<_>>();
         let mut all = within(&self.toolkit);
@@ -124,7 +127,8 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// The library's files in a folder with their major versions, latest first; a file without one counts as the first.
+/// The library's files in a folder with their major versions, latest first; a file without one
+/// counts as the first.
 fn files(folder: &Path, library: &Library) -> Vec<(u32, PathBuf)> {
     let start = format!("lib{}.so", library.stem);
     let version = |path: &PathBuf| {

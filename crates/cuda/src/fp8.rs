@@ -1,14 +1,18 @@
-//! Numbers of eight bits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1): E4M3 for what needs precision, E5M2 for what needs range.
+//! Numbers of eight bits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1): E4M3
+//! for what needs precision, E5M2 for what needs range.
 //!
-//! Rounding is to nearest, ties to even, and saturates: beyond the largest number it gives the largest, as the conversions of GPUs do that end a
-//! tensor's scaling. NaN stays NaN. Codes are those of the hardware: sign, exponent, mantissa from the highest bit down.
+//! Rounding is to nearest, ties to even, and saturates: beyond the largest number it gives the
+//! largest, as the conversions of GPUs do that end a tensor's scaling. NaN stays NaN. Codes are
+//! those of the hardware: sign, exponent, mantissa from the highest bit down.
 
 /// A format of eight bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Fp8 {
-    /// Four bits of exponent with bias 7, three of mantissa; no infinities, so that the largest number is 448.
+    /// Four bits of exponent with bias 7, three of mantissa; no infinities, so that the largest
+    /// number is 448.
     E4M3,
-    /// Five bits of exponent with bias 15, two of mantissa, laid out like the upper half of an IEEE binary16; the largest number is 57344.
+    /// Five bits of exponent with bias 15, two of mantissa, laid out like the upper half of an IEEE
+    /// binary16; the largest number is 57344.
     E5M2,
 }
 
@@ -61,7 +65,8 @@ impl Fp8 {
         f32::from_bits((127 + 1 - self.bias()) << 23)
     }
 
-    /// A power of two whose neighbours in f32 are as far apart as the numbers below [`Fp8::least_normal`]: adding it to one of those rounds it.
+    /// A power of two whose neighbours in f32 are as far apart as the numbers below
+    /// [`Fp8::least_normal`]: adding it to one of those rounds it.
     pub const fn rounder(self) -> f32 {
         f32::from_bits((127 + 1 + 23 - self.bias() - self.mantissa_bits()) << 23)
     }
@@ -139,7 +144,8 @@ mod tests {
         assert_eq!((Fp8::E4M3.decode(8), Fp8::E5M2.decode(4)), (2f32.powi(-6), 2f32.powi(-14)));
     }
 
-    /// Between two neighbours: the nearer one, in the middle the even one, whichever neighbours and to the last bit of f32.
+    /// Between two neighbours: the nearer one, in the middle the even one, whichever neighbours and
+    /// to the last bit of f32.
     #[test]
     fn numbers_between_two_codes_become_the_nearest_and_ties_the_even_one() {
         for format in Fp8::ALL {

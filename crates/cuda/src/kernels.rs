@@ -1,12 +1,15 @@
 //! The table of kernels: name, source, parameters, and how large a launch is.
 //!
-//! A module is one source file compiled for one float dtype, `T` in the signatures below: [`File::source`] gives the whole text, for NVRTC as for the
-//! host's compiler. A kernel that takes no `T` is the same in every module of its file. Names carry no dtype.
+//! A module is one source file compiled for one float dtype, `T` in the signatures below:
+//! [`File::source`] gives the whole text, for NVRTC as for the host's compiler. A kernel that takes
+//! no `T` is the same in every module of its file. Names carry no dtype.
 //!
-//! Pointers are to dense row-major arrays of the shapes that stand with each kernel; `[x]?` may be null. Pointers to `T` that are read or written in
-//! runs of 16 bytes need not be aligned to 16: kernels look, and take the slower way where they are not (tensor cores ask for alignment, see
-//! [`attention`]). Reductions have a fixed order that depends on shapes alone: nothing here adds floats atomically.
-//! Indices are not checked by the kernels that use them beyond staying inside the memory: `check_indices` finds the first wrong one.
+//! Pointers are to dense row-major arrays of the shapes that stand with each kernel; `[x]?` may be
+//! null. Pointers to `T` that are read or written in runs of 16 bytes need not be aligned to 16:
+//! kernels look, and take the slower way where they are not (tensor cores ask for alignment, see
+//! [`attention`]). Reductions have a fixed order that depends on shapes alone: nothing here adds
+//! floats atomically. Indices are not checked by the kernels that use them beyond staying inside
+//! the memory: `check_indices` finds the first wrong one.
 
 mod launch;
 mod list;
@@ -63,7 +66,8 @@ pub enum File {
     AttentionWarpgroup,
     /// Norms.
     Norm,
-    /// What works element by element and belongs to transformers: activations, casts, sums, dropout, rotary positions.
+    /// What works element by element and belongs to transformers: activations, casts, sums,
+    /// dropout, rotary positions.
     Pointwise,
     /// Sums over columns and whole buffers, and what works on rows.
     Reduce,
@@ -183,7 +187,8 @@ pub struct Kernel {
 /// What a parameter is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parameter {
-    /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`, `unsigned char`, `double`), `written` unless const.
+    /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`,
+    /// `unsigned char`, `double`), `written` unless const.
     Pointer {
         /// The type pointed to.
         element: &'static str,
@@ -204,7 +209,8 @@ pub enum Parameter {
     Axes,
 }
 
-/// An argument of a launch. The axes are large beside the others and rare; launches make a few of these on the stack.
+/// An argument of a launch. The axes are large beside the others and rare; launches make a few of
+/// these on the stack.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Argument {
@@ -289,7 +295,8 @@ impl Kernel {
     }
 }
 
-/// `const T* x` and the like; the table is tested against the sources, so that anything else is a mistake here.
+/// `const T* x` and the like; the table is tested against the sources, so that anything else is a
+/// mistake here.
 fn parse(parameter: &'static str) -> (&'static str, Parameter) {
     let (kind, name) = parameter.rsplit_once(' ').unwrap_or((parameter, ""));
     let kind = match kind {
@@ -345,8 +352,9 @@ impl AttentionForm {
         }
     }
 
-    /// Whether it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to 128 columns that are a multiple of 8, and tensors that start at
-    /// multiples of 16 bytes (`aligned`); multiply-adds heads of up to [`HEAD_DIM_MAX`] columns.
+    /// Whether it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to
+    /// 128 columns that are a multiple of 8, and tensors that start at multiples of 16 bytes
+    /// (`aligned`); multiply-adds heads of up to [`HEAD_DIM_MAX`] columns.
     pub const fn takes(self, float: Float, head_dim: usize, aligned: bool) -> bool {
         match self {
             AttentionForm::MultiplyAdds => head_dim >= 1 && head_dim <= HEAD_DIM_MAX,

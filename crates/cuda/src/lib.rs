@@ -1,10 +1,12 @@
 //! CUDA: the kernels as sources and as a table, and what compiles and launches them.
 //!
-//! The sources in `kernels/` are CUDA C++ without any header but their own, so that NVRTC alone compiles them, for sm_80 and later; the same text is
-//! compiled by the host's C++ compiler against `emulation/` and checked there. [`kernels`] lists every entry point.
+//! The sources in `kernels/` are CUDA C++ without any header but their own, so that NVRTC alone
+//! compiles them, for sm_80 and later; the same text is compiled by the host's C++ compiler against
+//! `emulation/` and checked there. [`kernels`] lists every entry point.
 //!
-//! [`driver::Driver`] is what a device is asked to do, and [`nccl::Nccl`] what several are asked to do together; `nvidia` does it (feature `nvidia`), [`fake`] without a GPU, for
-//! tests. Nothing here knows tensors: `trainyard-tensor` launches.
+//! [`driver::Driver`] is what a device is asked to do, and [`nccl::Nccl`] what several are asked to
+//! do together; `nvidia` does it (feature `nvidia`), [`fake`] without a GPU, for tests. Nothing
+//! here knows tensors: `trainyard-tensor` launches.
 
 pub mod cache;
 pub mod driver;
@@ -61,7 +63,8 @@ pub fn open(ordinal: usize) -> Result<std::sync::Arc<dyn driver::Driver>> {
     }
 }
 
-/// Which GPU `ordinal` is, whatever this process calls it: its UUID, the same in every process of the host.
+/// Which GPU `ordinal` is, whatever this process calls it: its UUID, the same in every process of
+/// the host.
 ///
 /// # Errors
 /// What the machine or this build lacks for it, in a sentence.

@@ -1,9 +1,12 @@
-//! Collectives between the memories of several devices: what NCCL is asked to do. The sibling of [`Driver`](crate::driver::Driver), which hands it out:
+//! Collectives between the memories of several devices: what NCCL is asked to do. The sibling of
+//! [`Driver`](crate::driver::Driver), which hands it out:
 //! [`Driver::nccl`](crate::driver::Driver::nccl).
 //!
-//! Nothing here waits. A communicator is begun by every one of its ranks with the same [`UniqueId`] and is ready when [`Nccl::state`] says so; what is put on a stream
-//! runs there in order once all ranks have come to it, and whether anything failed on the way is again what `state` says. Deadlines, and whom to blame when they
-//! pass, are the business of whoever waits (`trainyard-comm`).
+//! Nothing here waits. A communicator is begun by every one of its ranks with the same [`UniqueId`]
+//! and is ready when [`Nccl::state`] says so; what is put on a stream runs there in order once all
+//! ranks have come to it, and whether anything failed on the way is again what `state` says.
+//! Deadlines, and whom to blame when they pass, are the business of whoever waits
+//! (`trainyard-comm`).
 
 use crate::driver::{Region, Stream};
 use crate::error::Result;
@@ -35,8 +38,9 @@ impl Element {
     }
 }
 
-/// One operation of one rank. All ranks of a communicator put the same collectives on their streams in the same order; a send meets the receive that its
-/// receiver made as many receives from the sender ago.
+/// One operation of one rank. All ranks of a communicator put the same collectives on their streams
+/// in the same order; a send meets the receive that its receiver made as many receives from the
+/// sender ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exchange {
     /// Everybody gets the sum of everybody's `from`; `to` is as long and may be the same memory.
@@ -57,7 +61,8 @@ pub enum Exchange {
         /// Of both.
         element: Element,
     },
-    /// Everybody gets everybody's part, in order of the ranks; `from` may be the rank's part of `to`.
+    /// Everybody gets everybody's part, in order of the ranks; `from` may be the rank's part of
+    /// `to`.
     AllGather {
         /// One part.
         from: Region,
@@ -114,8 +119,8 @@ pub enum State {
     Failed(String),
 }
 
-/// Collectives of one device. Calls can come from any thread; those on one communicator come one at a time, but for [`Nccl::state`] and
-/// [`Nccl::abort`].
+/// Collectives of one device. Calls can come from any thread; those on one communicator come one at
+/// a time, but for [`Nccl::state`] and [`Nccl::abort`].
 pub trait Nccl: Send + Sync {
     /// 10000 major + 100 minor + patch.
     fn version(&self) -> u32;
@@ -123,13 +128,15 @@ pub trait Nccl: Send + Sync {
     /// A new one, known to nobody yet.
     fn unique_id(&self) -> Result<UniqueId>;
 
-    /// Begins a communicator of `size` ranks, each of which calls this; it is [`State::Busy`] until all have.
+    /// Begins a communicator of `size` ranks, each of which calls this; it is [`State::Busy`] until
+    /// all have.
     fn init(&self, id: &UniqueId, rank: usize, size: usize) -> Result<Comm>;
 
     /// How it does.
     fn state(&self, comm: Comm) -> Result<State>;
 
-    /// Puts operations on a stream as one group: they progress together, and none ends before all have begun. The communicator is ready.
+    /// Puts operations on a stream as one group: they progress together, and none ends before all
+    /// have begun. The communicator is ready.
     fn enqueue(&self, comm: Comm, stream: Stream, exchanges: &[Exchange]) -> Result<()>;
 
     /// Begins its end, which is reached when [`Nccl::state`] is ready again. All ranks call this.

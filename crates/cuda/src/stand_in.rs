@@ -1,5 +1,6 @@
-//! A stand-in for NVIDIA's driver and libraries, which the loader finds in their place: programs under test take it for GPUs. What it is, what it checks and which variables
-//! choose its GPUs stands in `emulation/standin/standin.h`.
+//! A stand-in for NVIDIA's driver and libraries, which the loader finds in their place: programs
+//! under test take it for GPUs. What it is, what it checks and which variables choose its GPUs
+//! stands in `emulation/standin/standin.h`.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,8 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// Builds them below `folder`, where they are found again by the hash of their sources, once in a process.
+    /// Builds them below `folder`, where they are found again by the hash of their sources, once in
+    /// a process.
     ///
     /// # Errors
     /// There is no C++ compiler called `c++`, or what it says.
@@ -30,7 +32,8 @@ impl StandIn {
         BUILT.get_or_init(|| build(folder)).clone()
     }
 
-    /// Variables for a program that is to find them: of the loader, where kernels and their cache go, and the folder `meetings` for its ranks.
+    /// Variables for a program that is to find them: of the loader, where kernels and their cache
+    /// go, and the folder `meetings` for its ranks.
     pub fn variables(&self, meetings: &Path) -> [(&'static str, OsString); 4] {
         [
             ("LD_LIBRARY_PATH", self.libraries.clone().into()),
@@ -54,7 +57,8 @@ fn build(folder: &Path) -> Result<StandIn, String> {
     if libraries.exists() {
         return Ok(done);
     }
-    // Other processes may be at the same: each makes a folder of its own, and the first to rename its own stands.
+    // Other processes may be at the same: each makes a folder of its own, and the first to rename
+    // its own stands.
     let own = folder.join(format!("stand-in-{}", std::process::id()));
     std::fs::create_dir_all(&own).map_err(|error| say(&own, error))?;
     let mut command = Command::new("c++");

@@ -1,4 +1,5 @@
-//! Which device a suite of tests runs on: kernels emulated on the fake driver, or a GPU. The suites are the same.
+//! Which device a suite of tests runs on: kernels emulated on the fake driver, or a GPU. The suites
+//! are the same.
 
 use crate::driver::Driver;
 use crate::emulated::Emulated;
@@ -6,7 +7,8 @@ use crate::fake::{Fake, Options};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-/// The variable that says which: `emulated`, which is the default, or `cuda`, `cuda:1` for a GPU, which needs the feature `nvidia`.
+/// The variable that says which: `emulated`, which is the default, or `cuda`, `cuda:1` for a GPU,
+/// which needs the feature `nvidia`.
 pub const VARIABLE: &str = "TRAINYARD_TEST_DEVICE";
 
 /// A device under test.
@@ -19,8 +21,8 @@ pub struct Tested {
 }
 
 impl Tested {
-    /// The device that [`VARIABLE`] names. Emulated kernels are compiled into `folder`, once in a process, and `seed` chooses among the fake's streams; the tests
-    /// of a process share a GPU.
+    /// The device that [`VARIABLE`] names. Emulated kernels are compiled into `folder`, once in a
+    /// process, and `seed` chooses among the fake's streams; the tests of a process share a GPU.
     ///
     /// # Errors
     /// A value that names no device, no C++ compiler, no GPU: in a sentence.

@@ -1,7 +1,8 @@
-//! Measures this crate on the Rust sources of this machine: training a tokenizer, tokenizing, and the loader.
+//! Measures this crate on the Rust sources of this machine: training a tokenizer, tokenizing, and
+//! the loader.
 //!
-//! `cargo run --release -p trainyard-data --example speed -- [MEGABYTES [FOLDER]]`; with a folder, tokenizer and
-//! token files are left there, to be opened with other tools.
+//! `cargo run --release -p trainyard-data --example speed -- [MEGABYTES [FOLDER]]`; with a folder,
+//! tokenizer and token files are left there, to be opened with other tools.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -70,7 +71,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let config = LoaderConfig { workers, ..LoaderConfig::new(rows) };
             let mut loader = Loader::new(Arc::clone(&dataset), config, Position::default())?;
             loader.next()?;
-            // With a worker the consumer pauses as a training step would, so that `waited` shows what a step sees.
+            // With a worker the consumer pauses as a training step would, so that `waited` shows
+            // what a step sees.
             let batches = if workers == 0 { 20_000 } else { 500 };
             let before = loader.waited();
             let begin = Instant::now();

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use crate::error::{DataError, Result};
 
-/// A file being written beside its destination; dropped without [`AtomicFile::commit`] it leaves nothing behind.
+/// A file being written beside its destination; dropped without [`AtomicFile::commit`] it leaves
+/// nothing behind.
 pub(crate) struct AtomicFile {
     destination: PathBuf,
     temporary: PathBuf,
@@ -20,7 +21,8 @@ pub(crate) struct AtomicFile {
 static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 impl AtomicFile {
-    /// Starts a file that will appear at `destination`, or where a link there leads, creating missing folders above it.
+    /// Starts a file that will appear at `destination`, or where a link there leads, creating
+    /// missing folders above it.
     ///
     /// # Errors
     /// What is there and no file, such as a device, and those of the system.
@@ -41,7 +43,8 @@ impl AtomicFile {
         let temporary = folder.join(format!(".{name}.{}-{serial}.tmp", std::process::id()));
         clear_left_behind(folder, &name);
         let file = File::create(&temporary).map_err(DataError::io("create", &temporary))?;
-        // Held until this process ends, however it does. Where locks are not supported, what is left behind stays.
+        // Held until this process ends, however it does. Where locks are not supported, what is
+        // left behind stays.
         let _ = file.try_lock();
         let writer = BufWriter::with_capacity(1 << 18, file);
         Ok(Self { destination: destination.to_path_buf(), temporary, writer: Some(writer) })
@@ -85,7 +88,8 @@ impl Drop for AtomicFile {
 /// A file that was touched more recently may be another process's that has not locked it yet.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
-/// Removes what processes that were killed left of the file `name`: temporary files of its size, hidden by their names.
+/// Removes what processes that were killed left of the file `name`: temporary files of its size,
+/// hidden by their names.
 fn clear_left_behind(folder: &Path, name: &str) {
     let prefix = format!(".{name}.");
     // What cannot be looked at stays: a new file can be written beside it.
@@ -129,7 +133,8 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Makes a rename durable; folders that cannot be synced (some network file systems) are left to the system.
+/// Makes a rename durable; folders that cannot be synced (some network file systems) are left to
+/// the system.
 fn sync_folder(folder: &Path) -> Result<()> {
     if let Ok(handle) = File::open(folder) {
         let _ = handle.sync_all();

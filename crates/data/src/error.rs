@@ -1,4 +1,5 @@
-//! What can go wrong between a text on disk and a batch, said so that the reader knows which file, where, and what to do.
+//! What can go wrong between a text on disk and a batch, said so that the reader knows which file,
+//! where, and what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,8 @@ use std::path::{Path, PathBuf};
 /// Shorthand for results of this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
 
-/// Everything this crate reports. Every message names the object, what is wrong with it, and what to do.
+/// Everything this crate reports. Every message names the object, what is wrong with it, and what
+/// to do.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, permission, full disk.

@@ -29,8 +29,8 @@ pub struct EvalBatches<'t> {
     has_failed: bool,
 }
 
-/// Cuts a whole split into rows that lie back to back: every token but the first is the target of exactly one row (but
-/// the first of each document, where boundaries are respected).
+/// Cuts a whole split into rows that lie back to back: every token but the first is the target of
+/// exactly one row (but the first of each document, where boundaries are respected).
 ///
 /// The last batch may have fewer rows, and its last row ends in padding without targets.
 pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<EvalBatches<'_>> {
@@ -88,10 +88,11 @@ impl Iterator for EvalBatches<'_> {
     }
 }
 
-/// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte: from the description beside the
-/// files, else by decoding document for document.
+/// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte: from the
+/// description beside the files, else by decoding document for document.
 ///
-/// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens stand for no bytes.
+/// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens stand for
+/// no bytes.
 pub fn text_bytes(tokens: &IndexedTokens, tokenizer: &Tokenizer) -> Result<u64> {
     if let Some((sidecar, part)) = Sidecar::of_part(tokens.prefix())?
         && sidecar.tokenizer.fingerprint == tokenizer.fingerprint()

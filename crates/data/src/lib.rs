@@ -1,4 +1,5 @@
-//! Corpora, tokenizers, token files, packing and loaders: from text on disk to micro-batches of plain integers.
+//! Corpora, tokenizers, token files, packing and loaders: from text on disk to micro-batches of
+//! plain integers.
 //!
 //! The way of the data, one module per stop:
 //!
@@ -12,7 +13,8 @@
 //! evaluation token files              -> every token once   for losses and bits per byte
 //! ```
 //!
-//! What it does not do: it knows no tensors (a micro-batch is vectors), starts no training, downloads nothing.
+//! What it does not do: it knows no tensors (a micro-batch is vectors), starts no training,
+//! downloads nothing.
 
 mod atomic;
 pub mod corpus;

@@ -1,9 +1,11 @@
-//! Micro-batches ahead of time: worker threads fill a bounded queue, the consumer takes them in order.
+//! Micro-batches ahead of time: worker threads fill a bounded queue, the consumer takes them in
+//! order.
 //!
-//! A step of the whole job is a run of samples, cut into `world` x `accumulation_steps` micro-batches of which rank `r` takes the `r`-th
-//! `accumulation_steps`: the samples of a step, and their division into micro-batches, are the same whatever the number of ranks. A batch is some
-//! microseconds of copying from mapped files, so one worker is plenty and sleeps nearly always; what it hides is a disk
-//! that is slow now and then.
+//! A step of the whole job is a run of samples, cut into `world` x `accumulation_steps`
+//! micro-batches of which rank `r` takes the `r`-th `accumulation_steps`: the samples of a step,
+//! and their division into micro-batches, are the same whatever the number of ranks. A batch is
+//! some microseconds of copying from mapped files, so one worker is plenty and sleeps nearly
+//! always; what it hides is a disk that is slow now and then.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -79,8 +81,8 @@ impl Loader {
         Ok(loader)
     }
 
-    /// The next micro-batch of this rank. An error is given in its place in the order, once; after it the loader has
-    /// [`DataError::Stopped`].
+    /// The next micro-batch of this rank. An error is given in its place in the order, once; after
+    /// it the loader has [`DataError::Stopped`].
     #[expect(clippy::should_implement_trait, reason = "endless and fallible: `?` reads better than `transpose`")]
     pub fn next(&mut self) -> Result<MicroBatch> {
         if self.has_failed {
@@ -99,8 +101,8 @@ impl Loader {
         batch
     }
 
-    /// Where a loader must start to go on after what this one delivered. Exact once every rank has taken equally many,
-    /// as at the end of a step.
+    /// Where a loader must start to go on after what this one delivered. Exact once every rank has
+    /// taken equally many, as at the end of a step.
     pub fn position(&self) -> Position {
         Position {
             samples: self.start.samples + self.delivered * (self.config.micro_batch_size * self.config.world) as u64,

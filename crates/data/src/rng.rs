@@ -1,8 +1,10 @@
-//! Counter-based random numbers and permutations: the value at any index without the values before it.
+//! Counter-based random numbers and permutations: the value at any index without the values before
+//! it.
 //!
-//! Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), held by the known-answer
-//! tests of their Random123 library. A sample's content is then a pure function of (seed, index): any number of ranks
-//! and workers draws the same samples, and resuming costs nothing.
+//! Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), held by
+//! the known-answer tests of their Random123 library. A sample's content is then a pure function of
+//! (seed, index): any number of ranks and workers draws the same samples, and resuming costs
+//! nothing.
 
 /// One Philox4x32-10 block: 128 random bits for a 128-bit counter under a 64-bit key.
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
@@ -40,8 +42,8 @@ impl Stream {
         u64::from(block[0]) | u64::from(block[1]) << 32
     }
 
-    /// Uniform in `0..bound` for `index`, without bias (Lemire 2019: widening product, rejecting the short interval).
-    /// `bound` 0 is answered with 0.
+    /// Uniform in `0..bound` for `index`, without bias (Lemire 2019: widening product, rejecting
+    /// the short interval). `bound` 0 is answered with 0.
     pub fn below(&self, index: u64, bound: u64) -> u64 {
         if bound == 0 {
             return 0;
@@ -58,11 +60,13 @@ impl Stream {
     }
 }
 
-/// A seeded bijection of `0..n` that is computed per element, so that shuffling a trillion rows needs no memory.
+/// A seeded bijection of `0..n` that is computed per element, so that shuffling a trillion rows
+/// needs no memory.
 ///
-/// A balanced Feistel network over the smallest even number of bits that holds `n`, with Philox as round function;
-/// results outside the domain walk on along their cycle until they fall inside (Black and Rogaway, CT-RSA 2002). The
-/// network's domain is below 4 n, so four walks are expected at most.
+/// A balanced Feistel network over the smallest even number of bits that holds `n`, with Philox as
+/// round function; results outside the domain walk on along their cycle until they fall inside
+/// (Black and Rogaway, CT-RSA 2002). The network's domain is below 4 n, so four walks are expected
+/// at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     n: u64,
@@ -73,8 +77,8 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// Four rounds make a strong pseudo-random permutation (Luby and Rackoff 1988) of a large domain; tiny domains need
-    /// more before every arrangement is about equally likely.
+    /// Four rounds make a strong pseudo-random permutation (Luby and Rackoff 1988) of a large
+    /// domain; tiny domains need more before every arrangement is about equally likely.
     const ROUNDS: u32 = 8;
 
     /// The permutation of `0..n` for (`seed`, `stream`, `epoch`). Epochs repeat after 2^32.

@@ -1,4 +1,5 @@
-//! What people really hand in: each case a clear error of the right kind that names the object and says what to do.
+//! What people really hand in: each case a clear error of the right kind that names the object and
+//! says what to do.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,8 @@ use trainyard_data::{
     LoaderConfig, Position, PrepareOptions, Sampling, Source, Tokenizer, eval_batches, prepare,
 };
 
-/// A case: what is done in a fresh folder, the kind of error expected, and words that its message must contain.
+/// A case: what is done in a fresh folder, the kind of error expected, and words that its message
+/// must contain.
 struct Case {
     name: &'static str,
     run: fn(&Path) -> DataError,

@@ -1,4 +1,5 @@
-//! Megatron's `.bin/.idx`: a golden file made without our code, round trips, and every way of lying about it.
+//! Megatron's `.bin/.idx`: a golden file made without our code, round trips, and every way of lying
+//! about it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -70,7 +71,8 @@ fn every_truncation_and_every_flipped_byte_of_the_header_is_survived() {
             let mut lying = idx.clone();
             lying[at] ^= 1 << bit;
             if let Ok(layout) = parse_idx(&lying) {
-                // A changed type with consistent pointers, or a moved document border, is a valid file of its own.
+                // A changed type with consistent pointers, or a moved document border, is a valid
+                // file of its own.
                 assert!(layout != original || at >= HEADER_BYTES + 12 * 4, "byte {at} bit {bit}");
             }
         }

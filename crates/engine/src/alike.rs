@@ -1,7 +1,8 @@
 //! Whether all processes of a run were given the same configuration.
 //!
-//! Threads of one process share it; processes each read a file and arguments of their own. One that trains with another learning rate or seed would go
-//! unnoticed: the shapes agree, and every exchange succeeds.
+//! Threads of one process share it; processes each read a file and arguments of their own. One that
+//! trains with another learning rate or seed would go unnoticed: the shapes agree, and every
+//! exchange succeeds.
 
 use crate::Result;
 use crate::config::Config;

@@ -1,8 +1,10 @@
-//! A training step on random tokens: how fast, in percent of the measured peak, how much memory against the prediction.
+//! A training step on random tokens: how fast, in percent of the measured peak, how much memory
+//! against the prediction.
 //!
-//! The step is the one that training runs: the same lowering, the same lanes, the same optimizer. Only the text is missing, because what
-//! a step costs does not depend on it. Measuring the peak is no part of the time to the first step, and a
-//! utilisation above one is an error. Kernels are timed one by one in one more step, which is not among the timed ones.
+//! The step is the one that training runs: the same lowering, the same lanes, the same optimizer.
+//! Only the text is missing, because what a step costs does not depend on it. Measuring the peak is
+//! no part of the time to the first step, and a utilisation above one is an error. Kernels are
+//! timed one by one in one more step, which is not among the timed ones.
 
 use crate::Result;
 use crate::collectives;
@@ -50,7 +52,8 @@ pub struct StepReport {
     pub step_s: f64,
     /// Of the median step.
     pub tokens_per_s: f64,
-    /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention; recomputation does not count.
+    /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention;
+    /// recomputation does not count.
     pub tflops: f64,
     /// `tflops` as a share of the peak.
     pub mfu: f64,
@@ -58,21 +61,25 @@ pub struct StepReport {
     pub peak_tflops: f64,
     /// Seconds from the start of the process to the end of the first step.
     pub first_step_s: f64,
-    /// Processor seconds, over all threads, that the operating system took meanwhile, most of them to hand out memory; 0 where it does not say.
+    /// Processor seconds, over all threads, that the operating system took meanwhile, most of them
+    /// to hand out memory; 0 where it does not say.
     pub first_step_system_s: f64,
     /// Median seconds of a step in which computing waited for its batch.
     pub data_wait_s: f64,
-    /// The most memory that the process ever held, as the operating system counts it; 0 where it does not say.
+    /// The most memory that the process ever held, as the operating system counts it; 0 where it
+    /// does not say.
     pub peak_rss_bytes: u64,
     /// Whether the forwards and backwards of every timed step were replayed as a CUDA graph.
     pub replayed: bool,
-    /// The last step's loss: near the logarithm of the vocabulary, as it has to be on random tokens.
+    /// The last step's loss: near the logarithm of the vocabulary, as it has to be on random
+    /// tokens.
     pub loss: f64,
     /// Peak bytes in all, measured.
     pub mem_peak_bytes: u64,
     /// The same as predicted.
     pub mem_predicted_bytes: u64,
-    /// Peak bytes of the host's memory beside a GPU, for what is offloaded to it; 0 where nothing is.
+    /// Peak bytes of the host's memory beside a GPU, for what is offloaded to it; 0 where nothing
+    /// is.
     pub host_peak_bytes: u64,
     /// The same as predicted.
     pub host_predicted_bytes: u64,
@@ -98,7 +105,8 @@ pub struct PurposeMemory {
 }
 
 impl PurposeMemory {
-    /// Measured against predicted, relative to the prediction; infinite where nothing was predicted.
+    /// Measured against predicted, relative to the prediction; infinite where nothing was
+    /// predicted.
     pub fn error(&self) -> f64 {
         (self.measured as f64 - self.predicted as f64) / self.predicted as f64
     }
@@ -119,7 +127,8 @@ pub struct KernelTime {
     pub gbytes: f64,
 }
 
-/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model and batch that `resolved` describes, on its device.
+/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model
+/// and batch that `resolved` describes, on its device.
 ///
 /// # Errors
 ///
@@ -238,7 +247,8 @@ pub struct Stepper {
 }
 
 impl Stepper {
-    /// The rank of `resolved` that `world` makes it, else the only one. All ranks of a world do this together, and everything else too.
+    /// The rank of `resolved` that `world` makes it, else the only one. All ranks of a world do
+    /// this together, and everything else too.
     ///
     /// # Errors
     ///
@@ -372,7 +382,8 @@ fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
     Ok(program)
 }
 
-/// The program of rank 0 of `resolved` and what its step will need, from executing it without data: nothing is allocated.
+/// The program of rank 0 of `resolved` and what its step will need, from executing it without data:
+/// nothing is allocated.
 ///
 /// # Errors
 ///

@@ -1,5 +1,6 @@
-//! How tensors go from rank to rank: through host memory, by the communicator that the ranks have anyway, or by NCCL from GPU to GPU. Chosen once, by all ranks
-//! together, and said with its reason.
+//! How tensors go from rank to rank: through host memory, by the communicator that the ranks have
+//! anyway, or by NCCL from GPU to GPU. Chosen once, by all ranks together, and said with its
+//! reason.
 
 use crate::Result;
 use crate::config::{Collectives, DeviceKind, Resolved};
@@ -16,7 +17,8 @@ pub enum Way {
     Host,
     /// By NCCL.
     Nccl {
-        /// Whether it only moves what is summed, and each rank adds its share in the fixed order: the bits of [`Way::Host`].
+        /// Whether it only moves what is summed, and each rank adds its share in the fixed order:
+        /// the bits of [`Way::Host`].
         fixed_order: bool,
     },
 }
@@ -40,7 +42,8 @@ struct Candidate {
     nccl: u32,
 }
 
-/// What a configuration asks for, before anybody knows whether it can be had: what a prediction takes memory for.
+/// What a configuration asks for, before anybody knows whether it can be had: what a prediction
+/// takes memory for.
 pub fn asked(resolved: &Resolved) -> Way {
     match (resolved.config.parallel.collectives, resolved.config.compute.device) {
         (Collectives::Nccl, DeviceKind::Cuda(_)) => Way::Nccl { fixed_order: fixed_order(resolved).is_some() },

@@ -1,7 +1,8 @@
 //! From `[tokenizer]` and `[data]` to a tokenizer and token files.
 //!
-//! A source is a file or folder of text, a prefix of token files (`data prepare` writes them; other tools' Megatron files work too), or
-//! `rust-sources`, the Rust sources that cargo unpacked on this machine. Text is tokenized once into `data.cache` and found again.
+//! A source is a file or folder of text, a prefix of token files (`data prepare` writes them; other
+//! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
+//! machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{Config, Resolved, Sampling as ConfigSampling, TokenizerKind};
 use crate::state::does_not_fit;
@@ -18,13 +19,15 @@ use xxhash_rust::xxh3::xxh3_64;
 /// The source that stands for the Rust sources in cargo's registry.
 pub const RUST_SOURCES: &str = "rust-sources";
 
-/// Bytes of Rust sources that are taken: enough for minutes of training on a CPU, few enough to be tokenized in seconds.
+/// Bytes of Rust sources that are taken: enough for minutes of training on a CPU, few enough to be
+/// tokenized in seconds.
 const RUST_SOURCES_BYTES: u64 = 24 << 20;
 
 /// Bytes of text that a tokenizer is trained on; merges hardly change beyond.
 const TOKENIZER_BYTES: u64 = 8 << 20;
 
-/// Whether `path` can be a source: it exists, it is a prefix of token files, or it is [`RUST_SOURCES`].
+/// Whether `path` can be a source: it exists, it is a prefix of token files, or it is
+/// [`RUST_SOURCES`].
 pub fn source_exists(path: &Path) -> bool {
     path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
@@ -55,7 +58,8 @@ pub struct Corpora {
 }
 
 impl Corpora {
-    /// Finds or makes the tokenizer and the token files that `resolved` asks for. `note` is told what is going on.
+    /// Finds or makes the tokenizer and the token files that `resolved` asks for. `note` is told
+    /// what is going on.
     pub fn open(resolved: &Resolved, mut note: impl FnMut(&str)) -> Result<Corpora> {
         let config = &resolved.config;
         let data = &config.data;
@@ -188,7 +192,8 @@ pub fn open_text(paths: &[PathBuf], text_field: &str) -> Result<Corpus> {
     Ok(Corpus::open(paths, options)?)
 }
 
-/// A name for what is made of `paths`, readable and unlikely to clash; whether it is current is the sidecar's business.
+/// A name for what is made of `paths`, readable and unlikely to clash; whether it is current is the
+/// sidecar's business.
 fn cache_name(paths: &[PathBuf], more: &str) -> String {
     let mut all: Vec<u8> = more.as_bytes().to_vec();
     for path in paths {
@@ -246,14 +251,16 @@ fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
     Ok(is_bytes.then(Tokenizer::bytes))
 }
 
-/// An error when the token files `prefix` are known to hold other tokens than those of `tokenizer`; of files from elsewhere nothing is known.
+/// An error when the token files `prefix` are known to hold other tokens than those of `tokenizer`;
+/// of files from elsewhere nothing is known.
 pub fn check_made_by(tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
     let Some((sidecar, _)) = Sidecar::of_part(prefix)? else { return Ok(()) };
     let theirs = sidecar.tokenizer;
     if theirs.fingerprint == tokenizer.fingerprint() {
         return Ok(());
     }
-    // Another file of the same vocabulary will do: one that was exported, or saved by another program.
+    // Another file of the same vocabulary will do: one that was exported, or saved by another
+    // program.
     let same = |of: Tokenizer| {
         of.vocab_size() == tokenizer.vocab_size() && of.eos() == tokenizer.eos() && same_words(&of, tokenizer)
     };

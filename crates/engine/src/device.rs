@@ -21,7 +21,8 @@ pub fn computes(resolved: &Resolved) -> Computes {
     }
 }
 
-/// Whether a device that is asked for can be opened at all: asked before there is anything to wait for.
+/// Whether a device that is asked for can be opened at all: asked before there is anything to wait
+/// for.
 ///
 /// # Errors
 /// What the machine lacks for a GPU.
@@ -108,7 +109,8 @@ fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
     )))
 }
 
-/// A sentence where the `ranks` that are threads of this process have more threads than it has cores.
+/// A sentence where the `ranks` that are threads of this process have more threads than it has
+/// cores.
 pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
     let (cores, threads) = (cores(), resolved.threads);
     let crowded = resolved.config.compute.device == DeviceKind::Cpu && ranks.saturating_mul(threads) > cores;
@@ -120,7 +122,8 @@ pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
     })
 }
 
-/// The ranks that this one works for while it waits, and they for it: those of its process, where each of their threads has a core.
+/// The ranks that this one works for while it waits, and they for it: those of its process, where
+/// each of their threads has a core.
 fn crew(resolved: &Resolved, world: &Communicator) -> Option<Arc<Crew>> {
     let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores();
     lends.then(|| world.common()).flatten()

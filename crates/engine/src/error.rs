@@ -60,7 +60,8 @@ pub enum EngineError {
         /// What the driver says.
         source: Box<TensorError>,
     },
-    /// The training ended on every rank: the first failure as this rank knows it, and where the ranks were.
+    /// The training ended on every rank: the first failure as this rank knows it, and where the
+    /// ranks were.
     #[error("{source}\n{report}")]
     Fault {
         /// What ended it.
@@ -125,8 +126,10 @@ pub enum EngineError {
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 impl EngineError {
-    /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a try: not so for what is wrong with the configuration, the
-    /// data or the model, which would be wrong again, nor for a disk that is full and stays so or a folder that cannot be written to, be it another rank's.
+    /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a
+    /// try: not so for what is wrong with the configuration, the data or the model, which would be
+    /// wrong again, nor for a disk that is full and stays so or a folder that cannot be written to,
+    /// be it another rank's.
     pub fn is_fault(&self) -> bool {
         let gave_up = |failure: &CommError| matches!(failure.kind, ErrorKind::Aborted { lasting: true, .. });
         match self {
@@ -137,8 +140,8 @@ impl EngineError {
         }
     }
 
-    /// Whether a restart would meet it again: a disk without room, a folder that is not there or may not be written to, a run that another process has, and data
-    /// that are wrong.
+    /// Whether a restart would meet it again: a disk without room, a folder that is not there or
+    /// may not be written to, a run that another process has, and data that are wrong.
     pub(crate) fn comes_again(&self) -> bool {
         if self.is_told() {
             return false;

@@ -48,8 +48,9 @@ pub struct EvaluationSettings {
     pub batches_max: Option<usize>,
 }
 
-/// Evaluates the model on all of `texts`, or on the first batches. Data ranks call this together and share the batches: rank r of n takes every
-/// n-th; the losses are summed in the order of the batches, whatever n is.
+/// Evaluates the model on all of `texts`, or on the first batches. Data ranks call this together
+/// and share the batches: rank r of n takes every n-th; the losses are summed in the order of the
+/// batches, whatever n is.
 pub fn evaluate(
     rank: &Rank,
     texts: &[IndexedTokens],
@@ -60,7 +61,8 @@ pub fn evaluate(
     Ok(evaluation.expect("nobody stops it"))
 }
 
-/// As [`evaluate`]. `stops` is asked by all ranks after every round of batches, and answers all of them alike: None once it says so.
+/// As [`evaluate`]. `stops` is asked by all ranks after every round of batches, and answers all of
+/// them alike: None once it says so.
 pub fn evaluate_until(
     rank: &Rank,
     texts: &[IndexedTokens],
@@ -100,7 +102,8 @@ pub fn evaluate_until(
             }
         }
     }
-    // The last round may have no batch for this rank, which still takes part in the others' gathers.
+    // The last round may have no batch for this rank, which still takes part in the others'
+    // gathers.
     let rounds = number.div_ceil(ranks);
     if own.len() < rounds {
         rank.forward_nothing()?;

@@ -1,5 +1,5 @@
-//! A lane's way to a group of ranks, and what goes over it: through host memory, or by NCCL from GPU to GPU. The bits are those of one order of sums, unless
-//! NCCL may take its own.
+//! A lane's way to a group of ranks, and what goes over it: through host memory, or by NCCL from
+//! GPU to GPU. The bits are those of one order of sums, unless NCCL may take its own.
 
 use crate::Result;
 use crate::collectives::Way;
@@ -12,7 +12,8 @@ use trainyard_tensor::cuda::driver::{Region, Stream};
 use trainyard_tensor::cuda::nccl::Element;
 use trainyard_tensor::{DType, Purpose, Tensor, bf16, ops};
 
-/// A lane's way to one group of ranks. A group of one has nobody to talk to; on the meta device nobody is talked to.
+/// A lane's way to one group of ranks. A group of one has nobody to talk to; on the meta device
+/// nobody is talked to.
 pub struct Link {
     size: usize,
     index: usize,
@@ -29,7 +30,8 @@ impl Default for Link {
     }
 }
 
-/// Elements of a share of an all-reduce are a multiple of this, so that shares begin at whole packs of a kernel.
+/// Elements of a share of an all-reduce are a multiple of this, so that shares begin at whole packs
+/// of a kernel.
 const QUANTUM: usize = 64;
 
 /// The tensor's memory and this lane's stream.
@@ -42,7 +44,8 @@ fn element(dtype: DType) -> Element {
 }
 
 impl Link {
-    /// To the ranks of `group`, by what `host` and `nccl` are; neither where a prediction is made. All ranks of the world do this together.
+    /// To the ranks of `group`, by what `host` and `nccl` are; neither where a prediction is made.
+    /// All ranks of the world do this together.
     pub(crate) fn new(
         group: &Group,
         host: Option<Communicator>,
@@ -142,7 +145,8 @@ impl Link {
         }
     }
 
-    /// Sums f32 `flat`, which is a part for each rank, over the ranks into `own`, the view of it that is this rank's part; the rest is arbitrary.
+    /// Sums f32 `flat`, which is a part for each rank, over the ranks into `own`, the view of it
+    /// that is this rank's part; the rest is arbitrary.
     pub(crate) fn reduce_scatter(&self, flat: &mut Tensor, own: &mut Tensor) -> Result<()> {
         if self.size == 1 {
             return Ok(());
@@ -160,7 +164,8 @@ impl Link {
         }
     }
 
-    /// As [`Link::reduce_scatter`] for bf16; the sum is in `sum`, in f32. NCCL's own sums are of bf16, and what is left of them there is widened.
+    /// As [`Link::reduce_scatter`] for bf16; the sum is in `sum`, in f32. NCCL's own sums are of
+    /// bf16, and what is left of them there is widened.
     pub(crate) fn reduce_scatter_bf16(&self, flat: &mut Tensor, own: &Tensor, sum: &mut Tensor) -> Result<()> {
         if self.fixed_order {
             return Ok(sum.copy_from(&self.sum_of_part(flat)?)?);
@@ -230,8 +235,8 @@ impl Link {
         self.sum_of_share(flat, &|rank| rank * part..(rank + 1) * part)
     }
 
-    /// The sum over the ranks of this rank's share of `data`, in f32: everybody sends everybody their shares, and the owner adds them along the tree
-    /// of [`number`], as the host would.
+    /// The sum over the ranks of this rank's share of `data`, in f32: everybody sends everybody
+    /// their shares, and the owner adds them along the tree of [`number`], as the host would.
     fn sum_of_share(&self, data: &Tensor, share: &dyn Fn(usize) -> Range<usize>) -> Result<Tensor> {
         let own = share(self.index);
         let count = own.len();

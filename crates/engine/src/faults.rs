@@ -1,8 +1,10 @@
 //! Faults on purpose, for tests: at a rank, a step and an instruction, once.
 //!
-//! The environment variable [`VARIABLE`] holds faults in the form of [`Fault`], separated by `;`, e.g.
-//! `kill rank=1 step=3 instruction=7; delay:250 rank=0 step=4 instruction=2`. Without it nothing here runs. A fault at a program position strikes when
-//! that instruction begins, on whatever lane; one at an operation of a communicator, and every corruption, is struck by the communicator.
+//! The environment variable [`VARIABLE`] holds faults in the form of [`Fault`], separated by `;`,
+//! e.g. `kill rank=1 step=3 instruction=7; delay:250 rank=0 step=4 instruction=2`. Without it
+//! nothing here runs. A fault at a program position strikes when that instruction begins, on
+//! whatever lane; one at an operation of a communicator, and every corruption, is struck by the
+//! communicator.
 
 use crate::{EngineError, Result};
 use std::sync::Arc;
@@ -89,7 +91,8 @@ impl Faults {
         self.in_programs.iter().map(|(fault, _)| fault).chain(self.in_exchanges.faults())
     }
 
-    /// Lets those that strike in exchanges strike on `world` and all communicators made of it afterwards.
+    /// Lets those that strike in exchanges strike on `world` and all communicators made of it
+    /// afterwards.
     pub fn inject(&self, world: &Communicator) {
         world.inject(Arc::clone(&self.in_exchanges));
     }
@@ -120,13 +123,14 @@ impl Faults {
     }
 }
 
-/// A fault drawn from `seed`: any rank, any of the first `steps` steps, any instruction of that rank's program (a corruption: any that sends), any
-/// action. A delay is as long as `delay`.
+/// A fault drawn from `seed`: any rank, any of the first `steps` steps, any instruction of that
+/// rank's program (a corruption: any that sends), any action. A delay is as long as `delay`.
 ///
 /// # Panics
 /// If there are no programs or no steps.
 pub fn seeded(seed: u64, programs: &[Program], steps: u64, delay: Duration) -> Fault {
-    // Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64.
+    // Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser
+    // of SplitMix64.
     let draw = |stream: u64, below: usize| {
         let mut x = seed.wrapping_mul(8).wrapping_add(stream).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

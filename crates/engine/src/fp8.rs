@@ -1,11 +1,16 @@
-//! Scales of products with operands of eight bits, by the largest values of earlier steps ("delayed scaling", as NVIDIA's Transformer Engine has it).
+//! Scales of products with operands of eight bits, by the largest values of earlier steps ("delayed
+//! scaling", as NVIDIA's Transformer Engine has it).
 //!
-//! Three tensors of every linear layer of the blocks are rounded: its input and its weight to E4M3, the gradient of its output to E5M2. For each the largest
-//! magnitude of a step is kept for some steps. A step rounds with `scale = 2^floor(log2(largest of the format / largest in the history)) / 2^margin`: a power
-//! of two, so that what was scaled can be scaled back exactly. The history grows once per step, when the norm is known, by the largest value over all ranks;
-//! a step that is skipped leaves no trace in it. All micro-batches of a step, and forwards that are repeated, therefore round alike.
+//! Three tensors of every linear layer of the blocks are rounded: its input and its weight to E4M3,
+//! the gradient of its output to E5M2. For each the largest magnitude of a step is kept for some
+//! steps. A step rounds with
+//! `scale = 2^floor(log2(largest of the format / largest in the history)) / 2^margin`: a power of
+//! two, so that what was scaled can be scaled back exactly. The history grows once per step, when
+//! the norm is known, by the largest value over all ranks; a step that is skipped leaves no trace
+//! in it. All micro-batches of a step, and forwards that are repeated, therefore round alike.
 //!
-//! While there is no history, at the start of a run, products are computed in bf16 and magnitudes only noted: one step.
+//! While there is no history, at the start of a run, products are computed in bf16 and magnitudes
+//! only noted: one step.
 
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
@@ -31,17 +36,20 @@ pub struct Fp8Settings {
 pub struct AmaxHistory {
     /// The layers' weights by name, in the order of the numbers.
     pub layers: Vec<String>,
-    /// For each step, oldest first, the largest magnitudes of every layer's input, weight and output's gradient.
+    /// For each step, oldest first, the largest magnitudes of every layer's input, weight and
+    /// output's gradient.
     pub steps: VecDeque<Vec<f32>>,
 }
 
-/// Scales are kept within these powers of two: the product of two inverses is then a number of f32, and what is scaled back one of bf16.
+/// Scales are kept within these powers of two: the product of two inverses is then a number of f32,
+/// and what is scaled back one of bf16.
 const EXPONENT_MAX: i32 = 60;
 
 /// The formats of a layer's input, weight and output's gradient.
 const FORMATS: [Fp8; 3] = [Fp8::E4M3, Fp8::E4M3, Fp8::E5M2];
 
-/// The largest power of two by which a tensor with this largest magnitude can be multiplied before it is rounded; 1 for one that is all zero.
+/// The largest power of two by which a tensor with this largest magnitude can be multiplied before
+/// it is rounded; 1 for one that is all zero.
 fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
     if amax <= 0.0 {
         return 1.0;
@@ -52,7 +60,8 @@ fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
     2f32.powi((exponent - margin as i32).clamp(-EXPONENT_MAX, EXPONENT_MAX))
 }
 
-/// The linear layers of the blocks, by their weights: neither embeddings nor the head are among them.
+/// The linear layers of the blocks, by their weights: neither embeddings nor the head are among
+/// them.
 pub fn layers(model: &Model) -> Vec<ParamId> {
     let last = model.units().len() - 1;
     let inner = |id: &ParamId| (1..last).contains(&(id.unit as usize));
@@ -128,7 +137,8 @@ impl Fp8State {
         self.steps.is_empty()
     }
 
-    /// The largest magnitudes of this step on this rank, in order of the layers; zeros on meta. The host waits for the lane.
+    /// The largest magnitudes of this step on this rank, in order of the layers; zeros on meta. The
+    /// host waits for the lane.
     ///
     /// # Errors
     /// Of the device.
@@ -184,7 +194,8 @@ impl Fp8State {
     }
 }
 
-/// The largest of every tensor's magnitudes over the ranks, whose numbers stand one rank after the other; NaN where one is.
+/// The largest of every tensor's magnitudes over the ranks, whose numbers stand one rank after the
+/// other; NaN where one is.
 pub fn over_ranks(all: &[f64], tensors: usize) -> Vec<f32> {
     let mut most = vec![0.0; tensors];
     for rank in all.chunks(tensors.max(1)) {
@@ -198,7 +209,8 @@ pub fn over_ranks(all: &[f64], tensors: usize) -> Vec<f32> {
     most.into_iter().map(|most| most as f32).collect()
 }
 
-/// Whether a model's linear layers have sizes that products of eight bits take, with so many rows in a micro-batch.
+/// Whether a model's linear layers have sizes that products of eight bits take, with so many rows
+/// in a micro-batch.
 ///
 /// # Errors
 /// Which have not.
@@ -230,7 +242,8 @@ mod tests {
                 assert!(amax * s <= format.max() && 2.0 * amax * s > format.max(), "{format:?} {amax} {s}");
                 assert_eq!(scale(format, amax, 3), s / 8.0);
             }
-            // What is all zero is not scaled, and what is nearly so not beyond what can be scaled back.
+            // What is all zero is not scaled, and what is nearly so not beyond what can be scaled
+            // back.
             assert_eq!((scale(format, 0.0, 2), scale(format, 1e-40, 0)), (1.0, 2f32.powi(EXPONENT_MAX)));
         }
     }

@@ -15,7 +15,8 @@ pub struct Sampling {
     pub temperature: f64,
     /// Only the k most likely tokens; None: all.
     pub top_k: Option<usize>,
-    /// Only the fewest most likely tokens whose probabilities add up to this (Holtzman et al. 2020); None: all.
+    /// Only the fewest most likely tokens whose probabilities add up to this (Holtzman et al.
+    /// 2020); None: all.
     pub top_p: Option<f64>,
     /// Of the random choices.
     pub seed: u64,
@@ -75,8 +76,9 @@ impl Sampling {
     }
 }
 
-/// Continues `prompt` by up to `tokens_max` tokens; `each` is given every token and says whether to go on. Stops after a token of `stop`.
-/// The context slides when it is full: the cache is rebuilt from its second half.
+/// Continues `prompt` by up to `tokens_max` tokens; `each` is given every token and says whether to
+/// go on. Stops after a token of `stop`. The context slides when it is full: the cache is rebuilt
+/// from its second half.
 pub fn generate(
     rank: &Rank,
     prompt: &[u32],

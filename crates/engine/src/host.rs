@@ -1,12 +1,15 @@
-//! The memory of the host that this process may have: the machine's, or less where a container, a batch system or a service limits it.
+//! The memory of the host that this process may have: the machine's, or less where a container, a
+//! batch system or a service limits it.
 //!
-//! Linux alone says both: the machine's in `/proc/meminfo`, limits in the control groups that the process is in, each of whose ancestors limits it too. Of both
-//! versions of control groups, at the places where systems and containers mount them.
+//! Linux alone says both: the machine's in `/proc/meminfo`, limits in the control groups that the
+//! process is in, each of whose ancestors limits it too. Of both versions of control groups, at the
+//! places where systems and containers mount them.
 
 use std::path::Path;
 
-/// What a process holds of it beside what is predicted of a step, at most: itself, the tokenizer, panels of products, the loader's queue, and what the pool keeps for
-/// reuse; 80 to 130 MiB were measured (docs/LOG.md, 2026-11-23).
+/// What a process holds of it beside what is predicted of a step, at most: itself, the tokenizer,
+/// panels of products, the loader's queue, and what the pool keeps for reuse; 80 to 130 MiB were
+/// measured (docs/LOG.md, 2026-11-23).
 pub const ASIDE: usize = 192 << 20;
 
 /// The host's memory, in bytes.
@@ -92,7 +95,8 @@ fn groups(root: &Path) -> Vec<Group> {
             _ if controllers.split(',').any(|controller| controller == "memory") => ("sys/fs/cgroup/memory", V1),
             _ => continue,
         };
-        // Inside of a container the path may be the host's, and its own group is where the mount is.
+        // Inside of a container the path may be the host's, and its own group is where the mount
+        // is.
         for ancestor in Path::new(path.trim_start_matches('/')).ancestors() {
             groups.extend(group(&root.join(mount).join(ancestor), &files));
         }
@@ -168,7 +172,8 @@ mod tests {
 
     #[test]
     fn a_job_is_limited_by_every_group_above_it() {
-        // As Slurm nests them: the step's own group is unlimited, the job's is not, and the host's holds much.
+        // As Slurm nests them: the step's own group is unlimited, the job's is not, and the host's
+        // holds much.
         let limited = [
             ("proc/self/cgroup", "7:cpu,cpuacct:/\n4:memory:/slurm/job_1/step_0\n1:name=systemd:/\n".to_owned()),
             ("sys/fs/cgroup/memory/slurm/job_1/step_0/memory.limit_in_bytes", "9223372036854771712\n".to_owned()),

@@ -1,8 +1,9 @@
 //! Lanes: the instructions of a program on threads that wait for each other's results.
 //!
-//! Each lane runs its instructions in program order. Before one runs, every instruction it depends on must have finished; the time
-//! the lane stood waiting is recorded with the instruction, which is how exposed loading and exposed communication become
-//! numbers. The compute lane runs on the calling thread. The first error stops every lane.
+//! Each lane runs its instructions in program order. Before one runs, every instruction it depends
+//! on must have finished; the time the lane stood waiting is recorded with the instruction, which
+//! is how exposed loading and exposed communication become numbers. The compute lane runs on the
+//! calling thread. The first error stops every lane.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,10 +22,12 @@ pub struct Span {
     pub end: Duration,
 }
 
-/// Something to do while waiting, in pieces short enough for a wait to be looked at after each: false when there was nothing.
+/// Something to do while waiting, in pieces short enough for a wait to be looked at after each:
+/// false when there was nothing.
 pub type Meanwhile<'a> = &'a dyn Fn() -> bool;
 
-/// How long a lane waits, at first, before it asks again for something to do meanwhile; it doubles up to [`PAUSE_MAX`].
+/// How long a lane waits, at first, before it asks again for something to do meanwhile; it doubles
+/// up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 /// The longest of these times.
 const PAUSE_MAX: Duration = Duration::from_millis(1);
@@ -42,8 +45,10 @@ struct State {
     stopped: bool,
 }
 
-/// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs `compute` on this thread. `alarm` is told of the
-/// first failure at once, while other lanes may still run: of an error, or (None) a panic. While the compute lane has to wait, it does `meanwhile`.
+/// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs
+/// `compute` on this thread. `alarm` is told of the first failure at once, while other lanes may
+/// still run: of an error, or (None) a panic. While the compute lane has to wait, it does
+/// `meanwhile`.
 ///
 /// # Panics
 /// When a lane that the program uses has no handler.
@@ -108,7 +113,8 @@ pub fn run<E: Send>(
     }
 }
 
-/// Runs `program` in its order on this thread: what a prediction needs, so that no lane is ahead of another.
+/// Runs `program` in its order on this thread: what a prediction needs, so that no lane is ahead of
+/// another.
 ///
 /// # Errors
 /// Those of the handlers.
@@ -143,7 +149,8 @@ impl Drop for OnPanic<'_> {
 }
 
 impl Progress {
-    /// Returns once all are finished, with the one that was missing last, if any was; None when the step was stopped. Does `meanwhile` until then.
+    /// Returns once all are finished, with the one that was missing last, if any was; None when the
+    /// step was stopped. Does `meanwhile` until then.
     fn wait_for(&self, after: &[u32], meanwhile: Option<Meanwhile<'_>>) -> Option<Option<u32>> {
         let mut last = None;
         let (mut nothing_to_do, mut pause) = (false, PAUSE_MIN);

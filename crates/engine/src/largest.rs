@@ -1,6 +1,7 @@
 //! The largest model that a machine trains: as many blocks of one shape as its memory holds.
 //!
-//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), so the search takes nothing.
+//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), so the
+//! search takes nothing.
 
 use crate::bench::forecast;
 use crate::config::Resolved;
@@ -15,7 +16,8 @@ use trainyard_tensor::Device;
 /// Models with more blocks are not looked at.
 pub const LAYERS_MAX: usize = 4096;
 
-/// The share of free memory that is left to the gaps between allocations, on a GPU to its libraries too.
+/// The share of free memory that is left to the gaps between allocations, on a GPU to its libraries
+/// too.
 const SPARE: usize = 32;
 
 /// What a machine has to give to one rank.
@@ -30,7 +32,8 @@ pub struct Room {
 }
 
 impl Room {
-    /// What `device`, which a configuration names, its host and its disk can give now, within `memory.limit`.
+    /// What `device`, which a configuration names, its host and its disk can give now, within
+    /// `memory.limit`.
     ///
     /// # Errors
     /// A GPU that does not say.
@@ -66,7 +69,8 @@ pub struct Largest {
     pub prediction: Prediction,
 }
 
-/// The most blocks, up to [`LAYERS_MAX`], with which a step of what `configure` makes of a number of them fits in `room`; None where one does not.
+/// The most blocks, up to [`LAYERS_MAX`], with which a step of what `configure` makes of a number
+/// of them fits in `room`; None where one does not.
 ///
 /// # Errors
 /// A configuration that is none.

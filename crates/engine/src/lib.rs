@@ -12,7 +12,8 @@
 //! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
 //! | [`bench`], [`largest`] | a step's time, by executing it on random tokens; the largest model that fits |
 //!
-//! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in the program.
+//! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in
+//! the program.
 
 mod alike;
 pub mod bench;

@@ -1,7 +1,7 @@
 //! `memory.limit`: whether a step fits, and if not, which settings would.
 //!
-//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), and so is what it would need under other settings: nothing here is
-//! estimated.
+//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), and so
+//! is what it would need under other settings: nothing here is estimated.
 
 use crate::Result;
 use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
@@ -22,7 +22,8 @@ pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<
     predict(model, &program, &batch, &shape::rank_settings(resolved))
 }
 
-/// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings fit.
+/// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings
+/// fit.
 pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Prediction) -> Result<()> {
     match resolved.config.memory.limit {
         Some(limit) => keeps(resolved, spec, rank, prediction, limit.0 as usize, "memory.limit"),
@@ -30,7 +31,8 @@ pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Pred
     }
 }
 
-/// An error when the `ranks` of this host together need more than it has, with the settings that fit; a sentence when they need more than is free.
+/// An error when the `ranks` of this host together need more than it has, with the settings that
+/// fit; a sentence when they need more than is free.
 pub fn check_machine(
     resolved: &Resolved,
     spec: &ModelSpec,
@@ -64,7 +66,8 @@ pub enum Copies {
     No(String),
 }
 
-/// Whether all of `ranks_here` ranks of this host can each keep a copy of their state beside the step, in `memory.limit` and in what the host has to give.
+/// Whether all of `ranks_here` ranks of this host can each keep a copy of their state beside the
+/// step, in `memory.limit` and in what the host has to give.
 pub fn copies(resolved: &Resolved, prediction: &Prediction, ranks_here: usize) -> Copies {
     let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
     let step = if on_cpu { at_most(prediction) } else { prediction.host_memory.peak_total() };
@@ -113,7 +116,8 @@ fn keeps(
     )))
 }
 
-/// The most that a step holds: its peak in the program's order, and the staging of reductions, whose lane may meet that peak at any time.
+/// The most that a step holds: its peak in the program's order, and the staging of reductions,
+/// whose lane may meet that peak at any time.
 pub(crate) fn at_most(prediction: &Prediction) -> usize {
     prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
 }

@@ -1,4 +1,5 @@
-//! Whom a rank's lanes talk to: a communicator of its own for each lane and group, because lanes run beside each other.
+//! Whom a rank's lanes talk to: a communicator of its own for each lane and group, because lanes
+//! run beside each other.
 
 pub use crate::exchange::Link;
 
@@ -59,7 +60,8 @@ struct Maker<'a> {
 }
 
 impl Links {
-    /// The groups that `program` needs, through host memory. All ranks of `world` call this together, each with its own program.
+    /// The groups that `program` needs, through host memory. All ranks of `world` call this
+    /// together, each with its own program.
     pub fn new(world: &Communicator, program: &Program) -> Result<Links> {
         Maker { program, way: Way::Host, world: Some(world), nccl: None }.make()
     }
@@ -75,7 +77,8 @@ impl Links {
         }
     }
 
-    /// With NCCL between the GPUs of the ranks. With `fixed_order` sums have the bits of [`Links::new`].
+    /// With NCCL between the GPUs of the ranks. With `fixed_order` sums have the bits of
+    /// [`Links::new`].
     fn over_nccl(world: &Communicator, program: &Program, device: &Device, fixed_order: bool) -> Result<Links> {
         let cuda = device.as_cuda().ok_or_else(|| does_not_fit("NCCL exchanges the memory of GPUs: there is none"))?;
         let positions = Arc::<Positions>::default();
@@ -114,7 +117,8 @@ impl Maker<'_> {
             data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
         };
         let compute = ComputeLinks {
-            // Computing exchanges tensors outside of steps alone, when the gather lane does nothing.
+            // Computing exchanges tensors outside of steps alone, when the gather lane does
+            // nothing.
             shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
         };
@@ -162,8 +166,9 @@ impl ComputeLinks {
     }
 }
 
-/// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the rank's `own` part across the replicas. The result is
-/// that part of `flat`; the rest of it is arbitrary. Rounded to `dtype` on its way and again when it is complete, so that every division
+/// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
+/// rank's `own` part across the replicas. The result is that part of `flat`; the rest of it is
+/// arbitrary. Rounded to `dtype` on its way and again when it is complete, so that every division
 /// of the data ranks into shards and replicas gives the same bits.
 pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: &ReduceLinks) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;

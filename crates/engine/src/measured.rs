@@ -37,7 +37,8 @@ impl Kinds {
         }
     }
 
-    /// The median step's seconds by kind; the first step, which touches memory for the first time, counts only when there is no other.
+    /// The median step's seconds by kind; the first step, which touches memory for the first time,
+    /// counts only when there is no other.
     pub fn medians(&self) -> BTreeMap<String, f64> {
         let median = |seconds: &Vec<f64>| {
             let mut rest = seconds[usize::from(seconds.len() > 1)..].to_vec();

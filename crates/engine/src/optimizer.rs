@@ -1,8 +1,9 @@
 //! Update rules over a unit's flat buffers.
 //!
-//! A rule's state is a list of named tensors per unit. Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that
-//! share a weight decay, gaps included (they are zero and stay zero), cut to what the rank holds; rules that look at a matrix as a whole
-//! (Muon, Adafactor) run parameter by parameter and need all of it. Norms and biases do not decay.
+//! A rule's state is a list of named tensors per unit. Element-wise rules (AdamW, SGD, Lion) run
+//! over the longest ranges that share a weight decay, gaps included (they are zero and stay zero),
+//! cut to what the rank holds; rules that look at a matrix as a whole (Muon, Adafactor) run
+//! parameter by parameter and need all of it. Norms and biases do not decay.
 
 mod on_host;
 
@@ -20,8 +21,9 @@ use trainyard_tensor::ops::optim::{
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`], fetched one after the other into staging buffers; or several
-/// in the host's memory, where they stay and are updated.
+/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`],
+/// fetched one after the other into staging buffers; or several in the host's memory, where they
+/// stay and are updated.
 pub struct Optimizer {
     /// None for what does not train.
     settings: Option<OptimizerSettings>,
@@ -29,7 +31,8 @@ pub struct Optimizer {
     units: Vec<Vec<Chunk>>,
     /// Where the state lies; None: on the device.
     lower: Option<Lower>,
-    /// Whether it comes with f32 masters, because forward reads another dtype or they are not on the device.
+    /// Whether it comes with f32 masters, because forward reads another dtype or they are not on
+    /// the device.
     with_masters: bool,
     /// Whether the gradients that an update reads lie in a tier too.
     with_gradients: bool,
@@ -65,7 +68,8 @@ struct Chunk {
     visit: Mutex<Option<Visit>>,
 }
 
-/// Memory for a chunk, or for a larger one: masters and state, as far as there are any, and gradients that come with them from a store.
+/// Memory for a chunk, or for a larger one: masters and state, as far as there are any, and
+/// gradients that come with them from a store.
 #[derive(Clone)]
 pub struct Staged {
     masters: Option<Tensor>,
@@ -114,7 +118,8 @@ enum State {
 }
 
 impl Optimizer {
-    /// A fresh optimizer for `model`, its state zero, where `tiers` say. `compute`: what forward reads.
+    /// A fresh optimizer for `model`, its state zero, where `tiers` say. `compute`: what forward
+    /// reads.
     pub fn new(
         device: &Device,
         model: &Model,
@@ -187,7 +192,8 @@ impl Optimizer {
         self.units[unit].iter().map(|chunk| chunk.range.clone())
     }
 
-    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`]. Those on the host stay there.
+    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`].
+    /// Those on the host stay there.
     pub fn take_staging(&self, count: usize) -> Result<()> {
         if self.host().is_some() {
             return Ok(());
@@ -218,7 +224,8 @@ impl Optimizer {
         Ok(Staged { masters, state, gradient: None })
     }
 
-    /// Reads a chunk from the store into a staging buffer, with its gradients where they are in one too; or brings its gradients to the host.
+    /// Reads a chunk from the store into a staging buffer, with its gradients where they are in one
+    /// too; or brings its gradients to the host.
     pub fn fetch(&self, unit: usize, chunk: u32, gradients: &GradientState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let Some(store) = self.store() else { return self.fetch_gradients(unit, chunk, gradients) };
@@ -244,7 +251,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes a chunk to the store; or brings the copy that its update wrote from the host. Frees its buffer for another.
+    /// Writes a chunk to the store; or brings the copy that its update wrote from the host. Frees
+    /// its buffer for another.
     pub fn evict(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let Some(store) = self.store() else { return self.evict_copy(unit, chunk, parameters) };
@@ -321,7 +329,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the compute copy of a chunk anew from its masters: where an update is skipped and the copy was not kept.
+    /// Writes the compute copy of a chunk anew from its masters: where an update is skipped and the
+    /// copy was not kept.
     pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone();
@@ -335,7 +344,8 @@ impl Optimizer {
         parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
     }
 
-    /// Sets the masters of the chunks of a unit that lie in a tier: `set` is given each chunk's elements, zero, and their range.
+    /// Sets the masters of the chunks of a unit that lie in a tier: `set` is given each chunk's
+    /// elements, zero, and their range.
     pub fn set_masters(&self, unit: usize, mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         for chunk in &self.units[unit] {
             let here = lock(&chunk.here).clone();
@@ -349,7 +359,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// What is held of every state tensor, parameter by parameter and chunk by chunk, with how to read its bytes.
+    /// What is held of every state tensor, parameter by parameter and chunk by chunk, with how to
+    /// read its bytes.
     pub fn state(&self) -> Result<Vec<(StatePart, Stored)>> {
         let mut all = Vec::new();
         for (unit, chunks) in self.units.iter().enumerate() {
@@ -390,7 +401,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Where the masters of elements `range` of a unit are in their tier, chunk by chunk, and how many in each.
+    /// Where the masters of elements `range` of a unit are in their tier, chunk by chunk, and how
+    /// many in each.
     pub fn masters_in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Vec<(Stored, usize)>> {
         let part = |chunk: &Chunk| {
             let held = overlap(range, &chunk.range);
@@ -508,7 +520,8 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) 
     for (index, spec) in specs.iter().enumerate() {
         let exact = layout.range(index);
         let (rule, decays) = (Rule::of(name, spec), spec.kind.decays());
-        // An element-wise stretch reaches to the start of the next parameter, so that neighbours join.
+        // An element-wise stretch reaches to the start of the next parameter, so that neighbours
+        // join.
         let next = if index + 1 < specs.len() { layout.range(index + 1).start } else { layout.elements() };
         let range = exact.start..if rule.is_elementwise() { next } else { exact.end };
         let joins = |last: &&mut Stretch| {

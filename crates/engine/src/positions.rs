@@ -1,4 +1,5 @@
-//! Where a rank is in its program: one entry for each lane, kept while it runs and read by whoever reports a fault.
+//! Where a rank is in its program: one entry for each lane, kept while it runs and read by whoever
+//! reports a fault.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -57,7 +58,8 @@ impl Positions {
         }
     }
 
-    /// The device waits in an exchange for other ranks: a lane that waits for the device meanwhile is at no work of its own.
+    /// The device waits in an exchange for other ranks: a lane that waits for the device meanwhile
+    /// is at no work of its own.
     pub fn device_exchanges(&self) {
         let running = |position: &&mut LanePosition| position.doing == Doing::Running;
         self.lock().values_mut().filter(running).for_each(|position| position.since = Instant::now());
@@ -68,7 +70,8 @@ impl Positions {
         self.lock().iter().map(|(lane, position)| (*lane, position.clone())).collect()
     }
 
-    /// A lane that has been at its own work for longer than `limit`: the one that has been so longest.
+    /// A lane that has been at its own work for longer than `limit`: the one that has been so
+    /// longest.
     pub fn stuck(&self, limit: Duration) -> Option<(Lane, LanePosition)> {
         let is_stuck = |position: &LanePosition| position.doing == Doing::Running && position.since.elapsed() > limit;
         let stuck = self.lanes().into_iter().filter(|(_, position)| is_stuck(position));

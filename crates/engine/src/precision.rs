@@ -1,7 +1,8 @@
 //! Dynamic loss scaling for f16 (Micikevicius et al. 2018).
 //!
-//! The loss is multiplied by a power of two before backward so that small gradients do not vanish in f16; updates divide it out. A step whose
-//! gradients overflow is skipped and the scale halved; after `window` good steps in a row it is doubled.
+//! The loss is multiplied by a power of two before backward so that small gradients do not vanish
+//! in f16; updates divide it out. A step whose gradients overflow is skipped and the scale halved;
+//! after `window` good steps in a row it is doubled.
 
 use serde::{Deserialize, Serialize};
 
@@ -30,8 +31,9 @@ impl LossScaler {
         self.scale
     }
 
-    /// This scaler where a run goes on under `settings`: the scale that was found, in steps of `settings`; a fresh one where that scales and this
-    /// does not, or the reverse, because the precision was changed.
+    /// This scaler where a run goes on under `settings`: the scale that was found, in steps of
+    /// `settings`; a fresh one where that scales and this does not, or the reverse, because the
+    /// precision was changed.
     pub fn continued(self, settings: LossScaler) -> LossScaler {
         match (self.window, settings.window) {
             (Some(_), Some(_)) => LossScaler { window: settings.window, ..self },
@@ -39,7 +41,8 @@ impl LossScaler {
         }
     }
 
-    /// Whether an overflow is answered by a smaller scale, and so is no sign of divergence by itself.
+    /// Whether an overflow is answered by a smaller scale, and so is no sign of divergence by
+    /// itself.
     pub fn is_dynamic(&self) -> bool {
         self.window.is_some() && self.scale > 1.0
     }

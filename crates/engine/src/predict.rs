@@ -1,4 +1,5 @@
-//! What a rank's step will need and do, from executing it on the meta device: same model code, same engine, same pool, no data and nobody to talk to.
+//! What a rank's step will need and do, from executing it on the meta device: same model code, same
+//! engine, same pool, no data and nobody to talk to.
 
 use crate::Result;
 use crate::links::Links;
@@ -22,11 +23,13 @@ pub struct Prediction {
     pub host_memory: Usage,
     /// Bytes of disk that offloaded state takes.
     pub disk: u64,
-    /// Bytes of the host's memory that a copy of the state takes while a checkpoint is written beside the training.
+    /// Bytes of the host's memory that a copy of the state takes while a checkpoint is written
+    /// beside the training.
     pub copy: usize,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
-    /// Every kernel call of the step, tagged with the number of its instruction; those of the host beside a GPU last.
+    /// Every kernel call of the step, tagged with the number of its instruction; those of the host
+    /// beside a GPU last.
     pub calls: Vec<Call>,
     /// How long the prediction took.
     pub took: Duration,
@@ -56,7 +59,8 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     Ok(Prediction { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
 }
 
-/// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it beside what it measures.
+/// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it
+/// beside what it measures.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TimePrediction {
     /// Seconds of the step.

@@ -1,4 +1,5 @@
-//! What may be set over the configuration of a run that goes on, and keeping it: the run's folder says how it is trained, so that going on needs no flag.
+//! What may be set over the configuration of a run that goes on, and keeping it: the run's folder
+//! says how it is trained, so that going on needs no flag.
 
 use crate::Result;
 use crate::config::{Config, Origin, Resolved};
@@ -27,7 +28,8 @@ pub(crate) fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Writes the configuration that `sets` made into the run's `folder`, whole or not at all; says so where it changed.
+/// Writes the configuration that `sets` made into the run's `folder`, whole or not at all; says so
+/// where it changed.
 pub(crate) fn keep(folder: &Path, sets: &[String], resolved: &Resolved, note: &mut impl FnMut(&str)) -> Result<()> {
     let file = folder.join(files::CONFIG);
     let mut kept = resolved.clone();

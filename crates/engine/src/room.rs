@@ -1,4 +1,5 @@
-//! Whether the disk has room for checkpoints: asked before the first step, not found out after hours.
+//! Whether the disk has room for checkpoints: asked before the first step, not found out after
+//! hours.
 
 use crate::Result;
 use crate::limit::mebibytes;
@@ -7,7 +8,8 @@ use crate::snapshot;
 use crate::state::does_not_fit;
 use std::path::Path;
 
-/// Of rank 0: an error when not even one checkpoint fits where the run's folder is; a sentence when not all fit that a new run keeps.
+/// Of rank 0: an error when not even one checkpoint fits where the run's folder is; a sentence when
+/// not all fit that a new run keeps.
 pub(crate) fn check(session: &Session) -> Result<Option<String>> {
     let replicas = session.rank.replica().1;
     // What replicas hold alike is written once.

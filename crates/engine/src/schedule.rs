@@ -1,9 +1,9 @@
 //! The learning rate as a pure function of the step.
 //!
-//! Steps count from 0 and the value is the one that step s is taken with. The warmup is (s + 1) / (warmup + 1) of the peak, so that no
-//! step is wasted on a rate of zero and the peak is reached at s = warmup. The decay's progress is
-//! p = (s - start) / (end - start): the minimum would be reached at s = end, which for a decay to the end of the run is the step after
-//! the last.
+//! Steps count from 0 and the value is the one that step s is taken with. The warmup is (s + 1) /
+//! (warmup + 1) of the peak, so that no step is wasted on a rate of zero and the peak is reached at
+//! s = warmup. The decay's progress is p = (s - start) / (end - start): the minimum would be
+//! reached at s = end, which for a decay to the end of the run is the step after the last.
 //!
 //! | kind | start | end | value at progress p |
 //! |---|---|---|---|
@@ -12,7 +12,8 @@
 //! | cosine | warmup | start + decay_steps, or the end | min + (peak - min) (1 + cos(pi p)) / 2 |
 //! | wsd | end - decay_steps | the end | either of those, or min + (peak - min) (1 - sqrt(p)) |
 //!
-//! Cosine: Loshchilov & Hutter 2017. Warmup-stable-decay: Hu et al. 2024; its square-root form: Hägele et al. 2024.
+//! Cosine: Loshchilov & Hutter 2017. Warmup-stable-decay: Hu et al. 2024; its square-root form:
+//! Hägele et al. 2024.
 
 use crate::config::{DecayShape, ScheduleKind};
 use serde::Serialize;
@@ -42,7 +43,8 @@ impl Schedule {
         self.peak * self.factor(step)
     }
 
-    /// The learning rate of step `step` as a share of the peak, for parameters that have a peak of their own.
+    /// The learning rate of step `step` as a share of the peak, for parameters that have a peak of
+    /// their own.
     pub fn factor(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return (step + 1) as f64 / (self.warmup_steps + 1) as f64;

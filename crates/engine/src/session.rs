@@ -79,7 +79,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this together, as everything here.
+    /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this
+    /// together, as everything here.
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         alike::check(config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
@@ -123,13 +124,15 @@ impl Session {
         Ok(config)
     }
 
-    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over its configuration, which keeps them.
+    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over
+    /// its configuration, which keeps them.
     pub fn resume(folder: &Path, sets: &[String], world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let config = Session::configuration(folder, sets)?;
         alike::check(&config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
-        // Opening clears what a crash left behind, and brings back a checkpoint whose replacement was cut off.
+        // Opening clears what a crash left behind, and brings back a checkpoint whose replacement
+        // was cut off.
         let checkpoint = &session.resolved.config.checkpoint;
         let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
         let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
@@ -314,7 +317,8 @@ impl Session {
                 note(&format!("the {what} changed since the checkpoint: the run goes on, but not as it would have"));
             }
         }
-        // A schedule of another length that was asked for counts; one that was found by the clock is kept as long as its limit is.
+        // A schedule of another length that was asked for counts; one that was found by the clock
+        // is kept as long as its limit is.
         let found = state.schedule_steps.filter(|_| state.schedule_seconds == self.resolved.limits.seconds);
         let schedule_steps = self.resolved.schedule.steps.or(found);
         // What was skipped before somebody looked at it counts no more.
@@ -334,7 +338,8 @@ impl Session {
         self.world.rank() == 0
     }
 
-    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's, and every GPU like its.
+    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's, and
+    /// every GPU like its.
     pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
         let hosts = self.world.size() as f64 / ranks_here(&self.world) as f64;
         let devices = match self.resolved.config.compute.device {
@@ -367,7 +372,8 @@ impl Session {
         })
     }
 
-    /// Keeps what a step is expected to take, or why that is not known, and writes it into `plan.json`.
+    /// Keeps what a step is expected to take, or why that is not known, and writes it into
+    /// `plan.json`.
     ///
     /// # Errors
     ///
@@ -377,7 +383,8 @@ impl Session {
         self.write_plan(None)
     }
 
-    /// Writes `plan.json`: the program, what was predicted of it, and once it has run what was measured.
+    /// Writes `plan.json`: the program, what was predicted of it, and once it has run what was
+    /// measured.
     ///
     /// # Errors
     ///
@@ -415,7 +422,8 @@ impl Session {
     }
 }
 
-/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in use.
+/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in
+/// use.
 pub struct Trained {
     /// The model with its parameters.
     pub rank: Rank,
@@ -508,7 +516,8 @@ pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)
     open_trained_on(&device, folder, runtime.dtype, note)
 }
 
-/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's, or f32.
+/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's,
+/// or f32.
 pub fn open_trained_on(
     device: &Device,
     folder: &Path,
@@ -543,7 +552,8 @@ pub fn open_trained_on(
     let run_dtype = resolved.as_ref().map(compute_dtype);
     let is_shape = resolved.as_ref().is_some_and(|resolved| matches!(resolved.model, ModelSource::Shape(_)));
     if let Some(eos) = tokenizer.eos().filter(|eos| is_shape && !spec.eos_tokens.contains(eos)) {
-        // A shape knows no tokenizer, or that of the model it is named after; who loads an export is to stop where texts ended.
+        // A shape knows no tokenizer, or that of the model it is named after; who loads an export
+        // is to stop where texts ended.
         (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
     }
     let found = find_checkpoint(folder, &mut note)?.ok_or_else(|| {
@@ -587,7 +597,8 @@ fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
     let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
     let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
-    // One parameter at a time is whole here when the rank holds it in parts, and no longer than that.
+    // One parameter at a time is whole here when the rank holds it in parts, and no longer than
+    // that.
     let mut whole: Option<(ParamId, Vec<f32>)> = None;
     rank.set_masters(|id, range, values| {
         let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
@@ -646,7 +657,8 @@ pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Opt
     Ok(found)
 }
 
-/// Completes the configuration: first what the data needs, then, with the tokenizer known, the rest.
+/// Completes the configuration: first what the data needs, then, with the tokenizer known, the
+/// rest.
 pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
     let mut inputs = inputs_for(config, crate::world::inputs(world))?;
     let first = config.resolve(&inputs)?;

@@ -140,8 +140,8 @@ pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
     })
 }
 
-/// What each unit keeps for backward. The mode and its overrides are for blocks; the embedding has nothing to recompute, and
-/// the head's backward follows at once.
+/// What each unit keeps for backward. The mode and its overrides are for blocks; the embedding has
+/// nothing to recompute, and the head's backward follows at once.
 pub fn keep(resolved: &Resolved, units: usize) -> Vec<Keep> {
     (0..units)
         .map(|unit| match unit.checked_sub(1) {
@@ -263,7 +263,8 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     }
 }
 
-/// What an element of the state takes. Muon's and Adafactor's differ from parameter to parameter; theirs is that of most.
+/// What an element of the state takes. Muon's and Adafactor's differ from parameter to parameter;
+/// theirs is that of most.
 fn state_bytes(resolved: &Resolved) -> StateBytes {
     let compute = compute_dtype(resolved);
     let optimizer = match resolved.optimizer.name {

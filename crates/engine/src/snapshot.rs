@@ -1,8 +1,10 @@
 //! The state of a rank as a checkpoint, and back.
 //!
-//! A checkpoint holds the f32 masters under our parameter names (`block.3.attn.qkv.weight`) in part `model`, the optimizer's state per parameter in part
-//! `optimizer`, and the rest (updates, loss scale, position of the data) as JSON. Names and shapes are of whole parameters, and each rank writes the
-//! elements that it holds; so what reads them needs to know nothing of how the writers' buffers lay.
+//! A checkpoint holds the f32 masters under our parameter names (`block.3.attn.qkv.weight`) in part
+//! `model`, the optimizer's state per parameter in part `optimizer`, and the rest (updates, loss
+//! scale, position of the data) as JSON. Names and shapes are of whole parameters, and each rank
+//! writes the elements that it holds; so what reads them needs to know nothing of how the writers'
+//! buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Part, Region, Snapshot};
 use crate::fp8::AmaxHistory;
@@ -43,7 +45,8 @@ pub struct RunState {
     pub schedule_seconds: Option<f64>,
     /// The loss scale.
     pub scaler: LossScaler,
-    /// The largest magnitudes of earlier steps, with products of eight bits; set in a checkpoint alone.
+    /// The largest magnitudes of earlier steps, with products of eight bits; set in a checkpoint
+    /// alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub amax_history: Option<AmaxHistory>,
     /// Hash of the data's specification.
@@ -56,8 +59,10 @@ pub struct RunState {
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// What `rank` writes of the state. Where it `copies`, training may go on while the copy is written; else, and with state in a tier, which is never copied
-/// ([`Rank::keeps_state_in_a_tier`]), it must be written before the next step. What replicas hold alike they share, so that every element is written once.
+/// What `rank` writes of the state. Where it `copies`, training may go on while the copy is
+/// written; else, and with state in a tier, which is never copied
+/// ([`Rank::keeps_state_in_a_tier`]), it must be written before the next step. What replicas hold
+/// alike they share, so that every element is written once.
 pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'static>> {
     if !copies {
         // Whoever writes reads what the lanes have made.
@@ -153,7 +158,8 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Res
     Ok(Bytes::from(copy))
 }
 
-/// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this together.
+/// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this
+/// together.
 pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     let mut state = read_state(checkpoint)?;
     if let Some(history) = state.amax_history.take() {

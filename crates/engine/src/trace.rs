@@ -1,6 +1,8 @@
-//! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane, and one for what leaves a GPU for its host.
+//! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane,
+//! and one for what leaves a GPU for its host.
 //!
-//! The array form of the format is used, which viewers accept without its closing bracket, so that a killed run leaves a trace too; one that ends closes it.
+//! The array form of the format is used, which viewers accept without its closing bracket, so that
+//! a killed run leaves a trace too; one that ends closes it.
 
 use crate::lanes::Span;
 use crate::{EngineError, Result};

@@ -54,7 +54,8 @@ pub struct Summary {
     pub mfu_median: Option<f64>,
     /// Seconds spent waiting for data, as a share of the steps' time.
     pub data_wait_share: f64,
-    /// Seconds that rank 0's lanes spent in exchanges with other ranks, as a share of the steps' time.
+    /// Seconds that rank 0's lanes spent in exchanges with other ranks, as a share of the steps'
+    /// time.
     pub comm_share: f64,
     /// Those of them that computing waited for.
     pub comm_exposed_share: f64,
@@ -75,16 +76,19 @@ pub struct Control<'a> {
     pub stop: &'a AtomicBool,
     /// When the process began.
     pub process_start: Instant,
-    /// Called from another thread with what is to be said, when a rank does not end after a failure and its process has to be ended.
+    /// Called from another thread with what is to be said, when a rank does not end after a failure
+    /// and its process has to be ended.
     pub on_stuck: fn(&str),
 }
 
-/// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward, clip, update, and at times snapshot
-/// (the step program); then record, and at times evaluate. The checkpoint of a step is submitted before its evaluation. All ranks run this together; what depends on
-/// the clock or on `control` is rank 0's word, and rank 0 alone records and shows.
+/// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward,
+/// clip, update, and at times snapshot (the step program); then record, and at times evaluate. The
+/// checkpoint of a step is submitted before its evaluation. All ranks run this together; what
+/// depends on the clock or on `control` is rank 0's word, and rank 0 alone records and shows.
 ///
 /// # Errors
-/// [`EngineError::Diverged`]; everything else is an [`EngineError::Fault`], after which all ranks end.
+/// [`EngineError::Diverged`]; everything else is an [`EngineError::Fault`], after which all ranks
+/// end.
 pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
     let deadline = world::deadline(&session.resolved.config);
     let positions = session.rank.positions();
@@ -161,7 +165,8 @@ struct Clock {
     last_step_end: Instant,
 }
 
-/// Steps that a run limited by time alone makes at the peak rate before it fixes its schedule by their speed.
+/// Steps that a run limited by time alone makes at the peak rate before it fixes its schedule by
+/// their speed.
 const STEPS_TO_CALIBRATE: u64 = 20;
 
 impl<'s> Run<'s> {
@@ -271,7 +276,8 @@ impl<'s> Run<'s> {
 
     fn is_complete(&self) -> bool {
         let step = self.session.state.step;
-        // A run limited by time alone ends with the schedule that its speed fixed, or when the time is over.
+        // A run limited by time alone ends with the schedule that its speed fixed, or when the time
+        // is over.
         let by_steps = self.clock.limits.steps.or(self.clock.steps).is_some_and(|steps| step >= steps);
         let by_clock = self.clock.limits.seconds.is_some_and(|seconds| self.clock.elapsed() >= seconds);
         by_steps || by_clock
@@ -282,7 +288,8 @@ impl<'s> Run<'s> {
         let section = &self.session.resolved.config.checkpoint;
         let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
         let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
-        // Before an evaluation, which takes its time and may fail; and what is the best so far has to be there to be kept.
+        // Before an evaluation, which takes its time and may fail; and what is the best so far has
+        // to be there to be kept.
         by_steps || by_time || self.owed || self.evaluates_after(self.session.state.step + 1)
     }
 
@@ -564,7 +571,8 @@ impl Clock {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// A run limited by time alone fixes the length of its schedule by the speed of its first steps.
+    /// A run limited by time alone fixes the length of its schedule by the speed of its first
+    /// steps.
     fn calibrate(&mut self, state: &mut RunState) {
         let step = state.step;
         let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };

@@ -1,9 +1,11 @@
 //! The watch over a training rank: no rank waits for ever, and what ends says where it was.
 //!
-//! Each rank has a thread that looks at its lanes now and then. A lane that has been at its own work for longer than [`OWN_SHARE`] of the deadline
-//! makes the rank fail the world in its own name: it knows best where it stands, and it does so before the others' deadline passes, who might take a
-//! rank that waits for the culprit for the culprit itself. When the world has failed, every rank writes where its lanes are to `RUN/faults` and ends; a rank whose threads do
-//! not come back within [`GRACE`] is ended together with its process.
+//! Each rank has a thread that looks at its lanes now and then. A lane that has been at its own
+//! work for longer than [`OWN_SHARE`] of the deadline makes the rank fail the world in its own
+//! name: it knows best where it stands, and it does so before the others' deadline passes, who
+//! might take a rank that waits for the culprit for the culprit itself. When the world has failed,
+//! every rank writes where its lanes are to `RUN/faults` and ends; a rank whose threads do not come
+//! back within [`GRACE`] is ended together with its process.
 
 use crate::positions::Positions;
 use crate::{EngineError, Result};
@@ -21,7 +23,8 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The folder of reports in a run's folder.
 pub const FOLDER: &str = "faults";
 
-/// A thread that watches one rank. Dropping it ends the watch; in a panic it first writes where the rank was.
+/// A thread that watches one rank. Dropping it ends the watch; in a panic it first writes where the
+/// rank was.
 pub struct Watch {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -36,8 +39,8 @@ struct Shared {
 }
 
 impl Watch {
-    /// Watches the rank of `world` whose lanes are `positions`; reports go to `run`. `on_stuck` is told when the process has to be ended, with what is to be said. All ranks
-    /// do this together.
+    /// Watches the rank of `world` whose lanes are `positions`; reports go to `run`. `on_stuck` is
+    /// told when the process has to be ended, with what is to be said. All ranks do this together.
     pub fn start(
         world: &Communicator,
         positions: Arc<Positions>,
@@ -121,7 +124,8 @@ impl Shared {
         }
     }
 
-    /// Writes where this rank's lanes are; says it, and where the other ranks were when they were last heard of.
+    /// Writes where this rank's lanes are; says it, and where the other ranks were when they were
+    /// last heard of.
     fn report(&self, error: &str) -> String {
         let world = &self.world;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -1,6 +1,7 @@
 //! The ranks of a run: starting them as threads, and what they do together outside of steps.
 //!
-//! Every rank runs the same code, thread or process. Where one must go first (making token files, the run's folder) it is rank 0.
+//! Every rank runs the same code, thread or process. Where one must go first (making token files,
+//! the run's folder) it is rank 0.
 
 use crate::config::{Config, Inputs, omp_num_threads};
 use crate::faults::Faults;
@@ -19,10 +20,12 @@ pub fn ranks(config: &Config) -> Result<usize> {
     Ok(config.resolve(&inputs_for(config, Inputs::of_this_machine())?)?.parallel.ranks)
 }
 
-/// Runs `body` on every rank of `config`: this process is one of them where a launcher started several together, else they are its threads.
+/// Runs `body` on every rank of `config`: this process is one of them where a launcher started
+/// several together, else they are its threads.
 ///
 /// # Errors
-/// As [`on_threads`]; and variables of a launcher that make no sense, or one that this build cannot serve.
+/// As [`on_threads`]; and variables of a launcher that make no sense, or one that this build cannot
+/// serve.
 pub fn launch<T: Send>(config: &Config, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
     match Environment::detect()?.connect()? {
         Some(world) => run(world, body),
@@ -36,8 +39,8 @@ pub fn deadline(config: &Config) -> Duration {
     Duration::from_secs_f64(config.parallel.deadline_seconds.clamp(1e-3, 1e9))
 }
 
-/// Gives `world`, and the communicators that will be made of it, the deadline and the checksums that `config` asks for, and faults. All ranks do this alike,
-/// before anything else.
+/// Gives `world`, and the communicators that will be made of it, the deadline and the checksums
+/// that `config` asks for, and faults. All ranks do this alike, before anything else.
 pub fn prepare(world: &Communicator, config: &Config, faults: Option<&Faults>) {
     world.set_deadline(deadline(config));
     world.set_verify(config.parallel.verify);
@@ -46,10 +49,12 @@ pub fn prepare(world: &Communicator, config: &Config, faults: Option<&Faults>) {
     }
 }
 
-/// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread. Returns what rank 0 returned, once all have ended.
+/// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread.
+/// Returns what rank 0 returned, once all have ended.
 ///
 /// # Errors
-/// The first failure counts: a rank that fails wakes the others, whose errors name it. Rank 0's own error comes first, then that of the lowest rank.
+/// The first failure counts: a rank that fails wakes the others, whose errors name it. Rank 0's own
+/// error comes first, then that of the lowest rank.
 pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
     let mut worlds = local::World::new(ranks).into_iter();
     let first = worlds.next().expect("a world has at least one rank");
@@ -80,7 +85,8 @@ pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T
     })
 }
 
-/// Whether `error` of one rank says more about a failure than that of another: who fails knows more than who is told, but whose thread panics knows nothing.
+/// Whether `error` of one rank says more about a failure than that of another: who fails knows more
+/// than who is told, but whose thread panics knows nothing.
 fn knows_more(error: &EngineError, than: &EngineError) -> bool {
     let rank = |error: &EngineError| match error {
         EngineError::Panicked { .. } => 0,
@@ -144,7 +150,8 @@ pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -
     Ok(bytes)
 }
 
-/// What a configuration depends on where it runs on `world`: processes share their host's cores, unless the launcher bound each to its own.
+/// What a configuration depends on where it runs on `world`: processes share their host's cores,
+/// unless the launcher bound each to its own.
 pub fn inputs(world: &Communicator) -> Inputs {
     let mut inputs = Inputs::of_this_machine();
     if world.backend() != "local" {
@@ -183,7 +190,8 @@ fn cores_of_ranks_here(world: &Communicator) -> Vec<Cores> {
     places.filter(|place| place.host == here).map(|place| cores_of(place.pid)).collect()
 }
 
-/// How many of `all` may run on a core of `own`, itself among them. Of whom nothing is known it may be anywhere.
+/// How many of `all` may run on a core of `own`, itself among them. Of whom nothing is known it may
+/// be anywhere.
 fn sharing(own: &Cores, all: &[Cores]) -> usize {
     let meet = |other: &&Cores| match (own, other) {
         (Some(own), Some(other)) => !own.is_disjoint(other),
@@ -234,7 +242,8 @@ mod tests {
     #[test]
     fn processes_share_cores_that_they_have_in_common() {
         let lists = |lists: &[&str]| lists.iter().map(|list| numbers_of_list(list)).collect::<Vec<_>>();
-        // Bound to a core each; two to a socket each; all confined to the same cores; nothing is known of one.
+        // Bound to a core each; two to a socket each; all confined to the same cores; nothing is
+        // known of one.
         for (all, expected) in [
             (&["0", "1", "2"][..], 1),
             (&["0-3", "4-7", "0-3", "4-7"], 2),

@@ -1,7 +1,8 @@
-//! Ranks that fail: each is named on every other rank, nothing wrong is ever written, and the run that goes on ends with the bits of one that
-//! nobody disturbed.
+//! Ranks that fail: each is named on every other rank, nothing wrong is ever written, and the run
+//! that goes on ends with the bits of one that nobody disturbed.
 //!
-//! Faults are drawn from seeds. `TRAINYARD_FAULT_SEED=17 cargo test -p trainyard-engine --test faults` runs one of them again.
+//! Faults are drawn from seeds.
+//! `TRAINYARD_FAULT_SEED=17 cargo test -p trainyard-engine --test faults` runs one of them again.
 
 use std::collections::BTreeMap;
 use std::path::Path;

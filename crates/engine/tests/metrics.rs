@@ -28,7 +28,8 @@ fn step(step: u64) -> StepMetrics {
     }
 }
 
-/// To look at the event files with TensorBoard itself: set `TRAINYARD_KEEP` to a folder, then `scripts/golden/make_events.py FOLDER/tensorboard`.
+/// To look at the event files with TensorBoard itself: set `TRAINYARD_KEEP` to a folder, then
+/// `scripts/golden/make_events.py FOLDER/tensorboard`.
 #[test]
 fn a_resumed_run_has_each_step_once() {
     let temporary = tempfile::tempdir().unwrap();

@@ -1,5 +1,6 @@
-//! Ranks on GPUs of their own that exchange by NCCL, without any: on fake devices of one network, which moves the bytes and checks that the ranks' calls fit together, with
-//! emulated kernels, so that a small model really trains.
+//! Ranks on GPUs of their own that exchange by NCCL, without any: on fake devices of one network,
+//! which moves the bytes and checks that the ranks' calls fit together, with emulated kernels, so
+//! that a small model really trains.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -125,7 +126,8 @@ fn losses(ends: &[End]) -> Vec<f64> {
     ends[0].0.iter().map(|outcome| outcome.loss).collect()
 }
 
-/// NCCL in the fixed order has the bits of exchange through the host; in its own order it is within `tolerance` of them.
+/// NCCL in the fixed order has the bits of exchange through the host; in its own order it is within
+/// `tolerance` of them.
 fn agrees(sets: &[&str], tolerance: f64) {
     let [host, fixed, free] = [Way::Host, FIXED, FREE].map(|way| succeed(train(sets, way, &[], true)));
     let [expected, in_order, own_order] = [&host, &fixed, &free].map(|ends| losses(ends));

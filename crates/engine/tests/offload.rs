@@ -1,5 +1,6 @@
-//! State that lies on disk while a step does not use it, or on the host beside the device: the same bits as in memory, memory as predicted, and errors that say
-//! what to do. Here the host beside the device is the processor too, with a pool of its own, which no configuration can ask for.
+//! State that lies on disk while a step does not use it, or on the host beside the device: the same
+//! bits as in memory, memory as predicted, and errors that say what to do. Here the host beside the
+//! device is the processor too, with a pool of its own, which no configuration can ask for.
 
 use std::path::Path;
 use trainyard_comm::{Communicator, local};
@@ -192,7 +193,8 @@ fn all_ways_agree(base: &[&str], ranks: &[&str], steps: u64) {
     assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "files stay behind");
 }
 
-/// Meta predicts every purpose's peak and the total's to the byte; and what stays on the device is what the program says.
+/// Meta predicts every purpose's peak and the total's to the byte; and what stays on the device is
+/// what the program says.
 fn check_memory(end: &End, sets: &[&str]) {
     for purpose in Purpose::ALL {
         assert_eq!(end.predicted.peak(purpose), end.memory.peak(purpose), "{sets:?} {purpose}");
@@ -286,7 +288,8 @@ fn chunks_bound_what_an_update_holds() {
     assert!(whole.memory.peak(Purpose::Optimizer) > 4 * peak);
 }
 
-/// The table of `docs/parallelism.md`: what four ranks keep of the model's state in each stage, and what stage 3 gathers at once, in bytes of the pool.
+/// The table of `docs/parallelism.md`: what four ranks keep of the model's state in each stage, and
+/// what stage 3 gathers at once, in bytes of the pool.
 #[test]
 fn four_ranks_keep_what_the_formula_says() {
     let folder = tempfile::tempdir().unwrap();
@@ -317,7 +320,8 @@ fn four_ranks_keep_what_the_formula_says() {
             for (measured, formula) in state(&end.memory).into_iter().zip(formula) {
                 assert!((measured / formula - 1.0).abs() < 0.02, "stage {stage}: {measured} against {formula}");
             }
-            // Two neighbours and, while the head or the embedding is one of them, the embedding that the head borrows.
+            // Two neighbours and, while the head or the embedding is one of them, the embedding
+            // that the head borrows.
             let sizes: Vec<f64> = (0..count).map(|unit| elements(unit, 4)).collect();
             let window = sizes.windows(2).map(|pair| pair[0] + pair[1]).fold(0.0, f64::max) + sizes[0];
             let gathered = end.memory.peak(Purpose::Gathered) as f64;

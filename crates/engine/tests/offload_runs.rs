@@ -1,4 +1,5 @@
-//! Whole runs with state on disk: stopped and gone on with another offload and on other ranks, under a limit, and refused with what would fit.
+//! Whole runs with state on disk: stopped and gone on with another offload and on other ranks,
+//! under a limit, and refused with what would fit.
 
 #[path = "common/tensors.rs"]
 mod tensors;
@@ -170,7 +171,8 @@ fn a_step_that_does_not_fit_is_refused_with_what_would() {
     assert!(error.contains("none of") && error.contains("the least"), "{error}");
 }
 
-/// A copy of the state is as large as masters and moments: where it does not fit beside the step, training waits and nothing is copied.
+/// A copy of the state is as large as masters and moments: where it does not fit beside the step,
+/// training waits and nothing is copied.
 #[test]
 fn a_checkpoint_is_written_from_the_state_itself_where_no_copy_fits() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! One rank executing programs: equalities between strategies, predictions against measurements, faults, update rules.
+//! One rank executing programs: equalities between strategies, predictions against measurements,
+//! faults, update rules.
 
 use std::collections::VecDeque;
 use trainyard_engine::config::{Config, Inputs, OptimizerSettings, Resolved};
@@ -198,7 +199,8 @@ fn accumulation_gives_what_the_large_batch_gives() {
     }
 }
 
-/// Three models, two of them with products of eight bits too, in three modes: meta predicts every purpose's peak to the byte, and full checkpointing keeps at most a fifth.
+/// Three models, two of them with products of eight bits too, in three modes: meta predicts every
+/// purpose's peak to the byte, and full checkpointing keeps at most a fifth.
 #[test]
 fn memory_is_what_meta_predicts() {
     let models: [&[&str]; 5] = [
@@ -305,9 +307,11 @@ fn the_loss_of_a_fresh_model_is_that_of_guessing() {
     assert!((outcomes[0].loss - guessing).abs() < 0.1, "{} against {guessing}", outcomes[0].loss);
 }
 
-/// A number of E4M3 is off by up to 2^-4 of itself, one of E5M2 by up to 2^-3, of bf16 by 2^-9; errors of single numbers are independent and average out in a
-/// product, so that losses stay near. Micikevicius et al. (2022, figure 1 and table 3) report losses of language models within 0.3 % to 1 % of those of 16 bits.
-/// The same bound as between bf16 and f32 above, 1 % at every step, and half of it for what is learnt by the end.
+/// A number of E4M3 is off by up to 2^-4 of itself, one of E5M2 by up to 2^-3, of bf16 by 2^-9;
+/// errors of single numbers are independent and average out in a product, so that losses stay near.
+/// Micikevicius et al. (2022, figure 1 and table 3) report losses of language models within 0.3 %
+/// to 1 % of those of 16 bits. The same bound as between bf16 and f32 above, 1 % at every step, and
+/// half of it for what is learnt by the end.
 #[test]
 fn fp8_follows_bf16_for_150_steps() {
     for family in [&[][..], &["model.family='gpt2'", "model.kv_heads=4"]] {
@@ -355,7 +359,8 @@ fn a_skipped_step_leaves_no_trace_in_the_scales_and_history_is_forgotten_in_time
         };
         for number in 0..6 {
             if bad == Some(number) {
-                // Infinite in a gain: rounding to eight bits alone would make a large finite number of what follows.
+                // Infinite in a gain: rounding to eight bits alone would make a large finite number
+                // of what follows.
                 let mut master = rank.parameters.master(id, &shape).unwrap();
                 let good = std::mem::replace(&mut master.data_mut::<f32>().unwrap()[0], f32::INFINITY);
                 rank.refresh_copies().unwrap();

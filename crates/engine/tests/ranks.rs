@@ -1,4 +1,5 @@
-//! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed, whenever gradients are summed; memory by the formula.
+//! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed,
+//! whenever gradients are summed; memory by the formula.
 
 use std::time::Duration;
 use trainyard_comm::{Communicator, local};
@@ -37,7 +38,8 @@ struct End {
     amax: Option<AmaxHistory>,
 }
 
-/// Rows `first ..` of a step's global batch; every other token is anything, so that the loss has a floor.
+/// Rows `first ..` of a step's global batch; every other token is anything, so that the loss has a
+/// floor.
 fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
     let vocab = model.vocab_size() as u64;
     let row = |row: usize| -> Vec<i32> {
@@ -122,7 +124,8 @@ fn train_rank_with(
     Ok(End { outcomes, parts, memory: device.pool().usage(), predicted, program, amax })
 }
 
-/// Every parameter's bits, put together from what the ranks hold; where several hold the same, they must agree.
+/// Every parameter's bits, put together from what the ranks hold; where several hold the same, they
+/// must agree.
 fn weights(ends: &[End]) -> Vec<Vec<u32>> {
     let parameters = ends[0].parts.len();
     (0..parameters)
@@ -189,7 +192,8 @@ fn all_ways_agree(model: &[&str], degree: usize, more: &[&str], steps: u64) {
     }
 }
 
-/// What a rank keeps is what its program says, to within what the pool rounds up; and meta predicts every purpose's peak to the byte.
+/// What a rank keeps is what its program says, to within what the pool rounds up; and meta predicts
+/// every purpose's peak to the byte.
 fn check_memory(end: &End, sets: &[&str]) {
     let resident = |kinds: &[MemoryKind]| -> f64 {
         let effects = end.program.resident.iter().filter(|effect| kinds.contains(&effect.kind));
@@ -208,7 +212,8 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
-// Small steps: sixty of them on every way of two ranks, fewer on those of four, which take turns on two cores.
+// Small steps: sixty of them on every way of two ranks, fewer on those of four, which take turns on
+// two cores.
 
 #[test]
 fn two_ranks_train_the_same_bits_whatever_is_sharded() {
@@ -276,7 +281,8 @@ fn ranks_scale_eight_bits_alike() {
     let ends = train(&["parallel.ranks=2", "precision.fp8='hybrid'"], 3);
     let amax = |end: &End| end.amax.clone().unwrap();
     assert_eq!(amax(&ends[0]), amax(&ends[1]));
-    // The first step is in bf16, so what one rank with all the data sees in it is the same, but for the order of sums; either half of the data has less.
+    // The first step is in bf16, so what one rank with all the data sees in it is the same, but for
+    // the order of sums; either half of the data has less.
     let first = |sets: &[&str]| amax(&train(sets, 1)[0]).steps[0].clone();
     let both = first(&["parallel.ranks=2", "precision.fp8='hybrid'"]);
     let one = first(&["parallel.ranks=1", "training.accumulation_steps=2", "precision.fp8='hybrid'"]);
@@ -315,7 +321,8 @@ fn agrees(base: &[&str], sets: &[&str], steps: u64, reference: &mut Option<(Vec<
     assert!(result.1 == expected.1, "{sets:?}: some weight differs");
 }
 
-/// Every model, precision, strategy, checkpointing mode and schedule of reductions with every other: few steps, as the ways of sixty are above.
+/// Every model, precision, strategy, checkpointing mode and schedule of reductions with every
+/// other: few steps, as the ways of sixty are above.
 #[test]
 fn everything_crossed_with_everything_trains_the_same_bits() {
     for family in FAMILIES {
@@ -368,8 +375,9 @@ fn elastic_bits_are_those_of_any_number_of_ranks() {
     }
 }
 
-/// In f32, to the rounding of sums. In bf16 one rank that splits its batch otherwise already parts from itself, after some hundred
-/// steps by as much as four ranks do (1.6e-3 in one step): there it is the mean of the rest that must agree.
+/// In f32, to the rounding of sums. In bf16 one rank that splits its batch otherwise already parts
+/// from itself, after some hundred steps by as much as four ranks do (1.6e-3 in one step): there it
+/// is the mean of the rest that must agree.
 #[test]
 fn four_ranks_learn_what_one_learns() {
     let run = |ranks: &str, precision: &str| {
@@ -397,7 +405,8 @@ fn stage_three_keeps_a_share_and_the_largest_window() {
     };
     let (whole, _) = state(&["parallel.ranks=1"]);
     let (share, window) = state(&["parallel.ranks=4", "parallel.zero_stage=3"]);
-    // Every unit is padded to four times 4,096 elements, which in a model as tiny as this one is much: so the formula, not a quarter, is held above.
+    // Every unit is padded to four times 4,096 elements, which in a model as tiny as this one is
+    // much: so the formula, not a quarter, is held above.
     assert!(share < 0.6 * whole, "{share} of {whole}");
     assert!(window > 0.0 && window < 0.25 * whole, "{window} gathered at once, {whole} in all");
 }

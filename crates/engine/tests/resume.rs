@@ -1,4 +1,5 @@
-//! Runs that stop and go on, on the same ranks or on others: what a checkpoint of any layout holds, any other layout reads.
+//! Runs that stop and go on, on the same ranks or on others: what a checkpoint of any layout holds,
+//! any other layout reads.
 
 #[path = "common/tensors.rs"]
 mod tensors;
@@ -110,8 +111,9 @@ fn any_number_of_ranks_reads_what_any_other_wrote() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let four = start(folder, "four", STAGE_3, "training.steps=2");
-    // A resumed run that has nothing left to do writes nothing; one step of nothing would change the state. So each reads, trains
-    // a step and is compared with a run of the same ranks that read another layout's checkpoint of the same state.
+    // A resumed run that has nothing left to do writes nothing; one step of nothing would change
+    // the state. So each reads, trains a step and is compared with a run of the same ranks that
+    // read another layout's checkpoint of the same state.
     let one = go_on(folder, "four", "four-one", ONE, "training.steps=3");
     let three = go_on(folder, "four", "four-three", THREE, "training.steps=3");
     let elsewhere = start(folder, "ddp", DDP, "training.steps=2");

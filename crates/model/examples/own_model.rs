@@ -1,5 +1,6 @@
-//! A model of one's own in under a hundred lines of code: blocks whose attention and MLP run side by side from one norm, as in GPT-J
-//! and PaLM, which neither built-in family has. It learns to repeat the token before the current one.
+//! A model of one's own in under a hundred lines of code: blocks whose attention and MLP run side
+//! by side from one norm, as in GPT-J and PaLM, which neither built-in family has. It learns to
+//! repeat the token before the current one.
 //!
 //!     cargo run --release -p trainyard-model --example own_model
 

@@ -1,7 +1,8 @@
 //! What a unit runs on: the tokens of a micro-batch on the device.
 //!
-//! Sequences are packed one after another into one row of m tokens; `cu_seqlens` holds where each begins, `[0, …, m]`, and
-//! attention stays within them. There is no padding and no mask: unequal lengths cost nothing.
+//! Sequences are packed one after another into one row of m tokens; `cu_seqlens` holds where each
+//! begins, `[0, …, m]`, and attention stays within them. There is no padding and no mask: unequal
+//! lengths cost nothing.
 
 use crate::{ModelError, Result};
 use trainyard_tensor::ops::Segments;
@@ -41,7 +42,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Checks a batch and copies it to the device. `vocab_size` bounds tokens and targets, `positions_max` positions.
+    /// Checks a batch and copies it to the device. `vocab_size` bounds tokens and targets,
+    /// `positions_max` positions.
     pub fn new(
         device: &Device,
         slices: &BatchSlices<'_>,
@@ -94,8 +96,10 @@ impl Batch {
         })
     }
 
-    /// Writes what `other`, a batch of as many tokens, has on the device over what this one has there, which keeps its place: for work that was captured with this
-    /// batch. What the host knows of this one stays as it is; `shown` is what its kernels read as segments so far, and is kept.
+    /// Writes what `other`, a batch of as many tokens, has on the device over what this one has
+    /// there, which keeps its place: for work that was captured with this batch. What the host
+    /// knows of this one stays as it is; `shown` is what its kernels read as segments so far, and
+    /// is kept.
     pub fn overwrite(&mut self, other: &Batch, shown: &mut Segments) -> Result<()> {
         self.tokens.copy_from(&other.tokens)?;
         self.positions.copy_from(&other.positions)?;

@@ -5,7 +5,8 @@ use crate::{ModelError, Result};
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
-/// The cache of one sequence: for each layer keys and values, [capacity, h_kv c] each, of which the first [`KvCache::len`] rows are filled.
+/// The cache of one sequence: for each layer keys and values, [capacity, h_kv c] each, of which the
+/// first [`KvCache::len`] rows are filled.
 ///
 /// Keys are stored rotated. A sliding window masks older rows but does not free them.
 #[derive(Debug)]
@@ -44,7 +45,8 @@ impl KvCache {
         self.len = self.len.min(len);
     }
 
-    /// Appends the keys and values of `qkv` [n, (h + 2 h_kv) c] to `layer` and attends from its queries to all that is there: [n, h c].
+    /// Appends the keys and values of `qkv` [n, (h + 2 h_kv) c] to `layer` and attends from its
+    /// queries to all that is there: [n, h c].
     pub(crate) fn attend(&mut self, layer: usize, qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
         let new = qkv.rows();
         if self.len + new > self.capacity {

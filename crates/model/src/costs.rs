@@ -1,7 +1,8 @@
 //! What each unit of a model costs, from running its own code on a device without data.
 //!
-//! There is no formula per layer here: [`unit_costs`] runs forward and backward of every unit on [`Device::meta`], where each
-//! kernel states its FLOPs and bytes and every allocation is counted. A user's own unit is priced the same way.
+//! There is no formula per layer here: [`unit_costs`] runs forward and backward of every unit on
+//! [`Device::meta`], where each kernel states its FLOPs and bytes and every allocation is counted.
+//! A user's own unit is priced the same way.
 //!
 //! Beside it stands [`FlopsPerToken`], the figure that the field reports utilisation with.
 
@@ -23,7 +24,8 @@ pub struct UnitCost {
     pub forward: Cost,
     /// The same of backward, with what it repeats of forward under full checkpointing.
     pub backward: Cost,
-    /// Bytes that live from forward to backward: what the unit keeps and, for all but the first, its input. Each buffer once.
+    /// Bytes that live from forward to backward: what the unit keeps and, for all but the first,
+    /// its input. Each buffer once.
     pub saved_bytes: usize,
     /// Bytes of its output.
     pub output_bytes: usize,
@@ -35,14 +37,16 @@ pub struct UnitCost {
     pub workspace_bytes: usize,
 }
 
-/// Prices every unit of `model` for micro-batches of `shape` in `dtype`, with what is kept for backward given by `policy`:
-/// [`Policy::Nothing`] is full checkpointing, where a unit keeps its input and repeats its forward.
+/// Prices every unit of `model` for micro-batches of `shape` in `dtype`, with what is kept for
+/// backward given by `policy`: [`Policy::Nothing`] is full checkpointing, where a unit keeps its
+/// input and repeats its forward.
 pub fn unit_costs(model: &Model, shape: &BatchShape, dtype: DType, policy: Policy) -> Result<Vec<UnitCost>> {
     let device = Device::meta();
     unit_costs_on(&device, model, shape, dtype, policy)
 }
 
-/// [`unit_costs`] measured on `device`, which must be idle: on a real device what it launches is what is counted. All parameters are zero there.
+/// [`unit_costs`] measured on `device`, which must be idle: on a real device what it launches is
+/// what is counted. All parameters are zero there.
 pub fn unit_costs_on(
     device: &Device,
     model: &Model,
@@ -154,20 +158,22 @@ impl Run {
 
 /// FLOPs of training on one token, by two conventions.
 ///
-/// Utilisation (MFU) is reported with `convention`, so that figures compare with those of other systems; `causal` is what the
-/// mathematics needs. Neither counts what checkpointing repeats.
+/// Utilisation (MFU) is reported with `convention`, so that figures compare with those of other
+/// systems; `causal` is what the mathematics needs. Neither counts what checkpointing repeats.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlopsPerToken {
-    /// `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B): N the parameters that every token is multiplied by, that is all but
-    /// tables that are only looked up (an untied token table, learned positions); L layers, h c the width of all heads, s the sequence's
-    /// length. Attention as if every token saw all of its sequence.
+    /// `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B): N the parameters that every token is
+    /// multiplied by, that is all but tables that are only looked up (an untied token table,
+    /// learned positions); L layers, h c the width of all heads, s the sequence's length. Attention
+    /// as if every token saw all of its sequence.
     pub convention: f64,
     /// The same with attention only to what a token sees: half of the sequence, or its window.
     pub causal: f64,
 }
 
 impl ModelSpec {
-    /// Elements of all parameters that take part in a product for every token, gains and biases included.
+    /// Elements of all parameters that take part in a product for every token, gains and biases
+    /// included.
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());

@@ -1,4 +1,5 @@
-//! Initial values: a function of (seed, slot, element), so that a shard fills its part by itself and gets the same bits.
+//! Initial values: a function of (seed, slot, element), so that a shard fills its part by itself
+//! and gets the same bits.
 
 use crate::parameter::{Init, ParameterSpec};
 use trainyard_autograd::ParamId;

@@ -1,8 +1,8 @@
 //! Models: units, layers, the GPT-2 and Llama families, Hugging Face configurations and weights.
 //!
-//! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). A unit is what the rest of the system moves
-//! about (shards, gathers, checkpoints, cuts, freezes), so it states its parameters and runs on any tape, and holds no
-//! values. What is here:
+//! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). A unit is
+//! what the rest of the system moves about (shards, gathers, checkpoints, cuts, freezes), so it
+//! states its parameters and runs on any tape, and holds no values. What is here:
 //!
 //! | module | holds |
 //! |---|---|
@@ -13,7 +13,8 @@
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
 //!
-//! What it does not do: it holds no parameters and no optimizer, runs no training step, and samples no text.
+//! What it does not do: it holds no parameters and no optimizer, runs no training step, and samples
+//! no text.
 
 pub mod batch;
 pub mod cache;

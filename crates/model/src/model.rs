@@ -13,7 +13,8 @@ use std::sync::Arc;
 use trainyard_autograd::{ParamId, Store, Tape, Var};
 use trainyard_tensor::{DType, Device, Purpose};
 
-/// A chain of units. It holds no parameter values: those are the engine's, or a [`Store`](trainyard_autograd::Store)'s.
+/// A chain of units. It holds no parameter values: those are the engine's, or a
+/// [`Store`](trainyard_autograd::Store)'s.
 pub struct Model {
     spec: Option<ModelSpec>,
     units: Vec<Box<dyn Unit>>,
@@ -143,12 +144,14 @@ impl Model {
         Ok(store)
     }
 
-    /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs units one at a time.)
+    /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs
+    /// units one at a time.)
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
         self.forward_by_unit(tape, cx, |_, _| Ok(()))
     }
 
-    /// As [`Model::forward`]; `around` is told before and after each unit runs, and can bring its parameters and take them away.
+    /// As [`Model::forward`]; `around` is told before and after each unit runs, and can bring its
+    /// parameters and take them away.
     pub fn forward_by_unit<E: From<ModelError>>(
         &self,
         tape: &mut Tape<'_>,

@@ -1,7 +1,8 @@
 //! What a unit says of each of its parameters, and how they lie in its flat buffer.
 //!
-//! Fused projections are one parameter made of several tensors of the interchange format: query, key and value are
-//! rows of one matrix, gate and up of another, so that each is one product. [`Source`] says which rows come from where.
+//! Fused projections are one parameter made of several tensors of the interchange format: query,
+//! key and value are rows of one matrix, gate and up of another, so that each is one product.
+//! [`Source`] says which rows come from where.
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -78,7 +79,8 @@ pub struct ParameterSpec {
     pub init: Init,
     /// What it is to the optimizer.
     pub kind: ParameterKind,
-    /// What it is in files, in the order of rows and covering all of them; empty for a parameter that has no name there.
+    /// What it is in files, in the order of rows and covering all of them; empty for a parameter
+    /// that has no name there.
     pub sources: Vec<Source>,
 }
 
@@ -129,8 +131,9 @@ impl ParameterSpec {
 
 /// Where a unit's parameters lie in its one flat buffer.
 ///
-/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded so that it divides into equal
-/// shards of whole [`UnitLayout::QUANTUM`] elements: one collective moves a unit without copies. The elements of the gaps are zero and stay zero.
+/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded
+/// so that it divides into equal shards of whole [`UnitLayout::QUANTUM`] elements: one collective
+/// moves a unit without copies. The elements of the gaps are zero and stay zero.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitLayout {
     ranges: Vec<Range<usize>>,
@@ -143,8 +146,8 @@ impl UnitLayout {
     /// Elements: a cache line (and a widest vector) of the smallest dtype in use, two bytes.
     pub const ALIGN: usize = 32;
 
-    /// A shard is a whole number of chunks of so many elements, over which gradient norms are summed: their bits then depend on no
-    /// number of shards.
+    /// A shard is a whole number of chunks of so many elements, over which gradient norms are
+    /// summed: their bits then depend on no number of shards.
     pub const QUANTUM: usize = 4096;
 
     /// The layout of `parameters` in order, for `shards` shards.
@@ -185,7 +188,8 @@ impl UnitLayout {
         self.elements / self.shards
     }
 
-    /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty when none does.
+    /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty
+    /// when none does.
     pub fn part_in_shard(&self, index: usize, shard: usize) -> Range<usize> {
         let parameter = &self.ranges[index];
         let shard = shard * self.shard_elements()..(shard + 1) * self.shard_elements();
@@ -205,7 +209,8 @@ mod tests {
     }
 
     proptest! {
-        /// Design invariant 3: one flat buffer, aligned, padded to the shard count, every element in exactly one shard.
+        /// Design invariant 3: one flat buffer, aligned, padded to the shard count, every element
+        /// in exactly one shard.
         #[test]
         fn a_unit_is_one_flat_buffer_padded_to_the_shard_count(
             sizes in prop::collection::vec(1usize..500, 1..8), shards in 1usize..9,

@@ -1,6 +1,8 @@
-//! Models by name: published shapes, and the small ones that this project's own commands and tests use.
+//! Models by name: published shapes, and the small ones that this project's own commands and tests
+//! use.
 //!
-//! A preset gives shapes and hyper-parameters, not weights. Dropout is 0 everywhere: the field pre-trains without it.
+//! A preset gives shapes and hyper-parameters, not weights. Dropout is 0 everywhere: the field
+//! pre-trains without it.
 
 use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 use crate::{ModelError, Result};

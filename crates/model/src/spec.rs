@@ -1,12 +1,14 @@
 //! What a model is, as data: our configuration of it.
 //!
-//! A [`ModelSpec`] holds every choice that changes the function computed or its initial weights, resolved: nothing here is
-//! derived when it is read. [`presets`](crate::presets) fill it in by name, [`hf`](crate::hf) translates it from and to `config.json`.
+//! A [`ModelSpec`] holds every choice that changes the function computed or its initial weights,
+//! resolved: nothing here is derived when it is read. [`presets`](crate::presets) fill it in by
+//! name, [`hf`](crate::hf) translates it from and to `config.json`.
 
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
-/// The two shapes of block there are. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other fields.
+/// The two shapes of block there are. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other
+/// fields.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Family {
@@ -44,7 +46,8 @@ pub struct RopeSpec {
     pub scaling: Option<RopeScaling>,
 }
 
-/// Rules of stretching rotary wavelengths; the fields are those of Hugging Face's `rope_parameters`.
+/// Rules of stretching rotary wavelengths; the fields are those of Hugging Face's
+/// `rope_parameters`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "lowercase", deny_unknown_fields)]
 pub enum RopeScaling {
@@ -64,7 +67,8 @@ pub enum RopeScaling {
         /// Context of pre-training.
         original_max_positions: usize,
     },
-    /// YaRN (Peng et al. 2023): a blend by turns over the original context; cosines and sines are scaled too.
+    /// YaRN (Peng et al. 2023): a blend by turns over the original context; cosines and sines are
+    /// scaled too.
     Yarn {
         /// New context over old.
         factor: f64,
@@ -101,7 +105,8 @@ fn yes() -> bool {
     true
 }
 
-/// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f = `ffn_dim`, v = `vocab_size`.
+/// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f =
+/// `ffn_dim`, v = `vocab_size`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -115,7 +120,8 @@ pub struct ModelSpec {
     pub layers: usize,
     /// Query heads.
     pub heads: usize,
-    /// Key/value heads; divides `heads`. Fewer than `heads` is grouped-query attention (Ainslie et al. 2023).
+    /// Key/value heads; divides `heads`. Fewer than `heads` is grouped-query attention (Ainslie et
+    /// al. 2023).
     pub kv_heads: usize,
     /// Width of a head; `heads * head_dim` need not be `dim`.
     pub head_dim: usize,
@@ -154,7 +160,8 @@ pub struct ModelSpec {
     /// The layers with a sliding window; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_layers: Option<Vec<usize>>,
-    /// Probability of dropping an element of the embedding's and of each residual branch's output, in training.
+    /// Probability of dropping an element of the embedding's and of each residual branch's output,
+    /// in training.
     #[serde(default)]
     pub dropout: f64,
     /// Standard deviation of initial weights.
@@ -176,7 +183,8 @@ fn default_init_std() -> f64 {
 }
 
 impl ModelSpec {
-    /// A GPT-2 of these sizes: heads of `dim / heads`, MLP of `4 dim`, tied, with biases, no dropout.
+    /// A GPT-2 of these sizes: heads of `dim / heads`, MLP of `4 dim`, tied, with biases, no
+    /// dropout.
     pub fn gpt2(vocab_size: usize, dim: usize, layers: usize, heads: usize, max_positions: usize) -> ModelSpec {
         ModelSpec {
             family: Family::Gpt2,
@@ -207,7 +215,8 @@ impl ModelSpec {
         }
     }
 
-    /// A Llama of these sizes: as many key/value heads as query heads, heads of `dim / heads`, untied, plain rotary positions of base 10,000.
+    /// A Llama of these sizes: as many key/value heads as query heads, heads of `dim / heads`,
+    /// untied, plain rotary positions of base 10,000.
     pub fn llama(
         vocab_size: usize,
         dim: usize,
@@ -240,7 +249,8 @@ impl ModelSpec {
         self.sliding_window.filter(|_| self.sliding_layers.as_ref().is_none_or(|layers| layers.contains(&layer)))
     }
 
-    /// Columns of a head that are rotated; 0 without rotary positions. Rounded down as the field does.
+    /// Columns of a head that are rotated; 0 without rotary positions. Rounded down as the field
+    /// does.
     pub fn rotary_dim(&self) -> usize {
         self.rope.as_ref().map_or(0, |rope| (self.head_dim as f64 * rope.partial_factor) as usize)
     }

@@ -1,8 +1,10 @@
 //! The unit: the grain at which a model is sharded, gathered, checkpointed, cut and frozen.
 //!
-//! A model is a chain of units: the first takes tokens, each other one the output of the one before, the last gives the
-//! loss. A unit says what its parameters are ([`ParameterSpec`]) and runs them on a tape; it holds no values. To add a model
-//! of one's own, implement [`Unit`] and chain the units with [`Model::from_units`](crate::Model::from_units); see `examples/own_model.rs`.
+//! A model is a chain of units: the first takes tokens, each other one the output of the one
+//! before, the last gives the loss. A unit says what its parameters are ([`ParameterSpec`]) and
+//! runs them on a tape; it holds no values. To add a model of one's own, implement [`Unit`] and
+//! chain the units with [`Model::from_units`](crate::Model::from_units); see
+//! `examples/own_model.rs`.
 
 use crate::cache::KvCache;
 use crate::{Batch, ModelError, ParameterSpec, Result};
@@ -12,8 +14,9 @@ use trainyard_tensor::Tensor;
 /// What the last unit is to give.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Output {
-    /// `scale` times the sum of the losses of all targets that count: a scalar in f32. For the mean over a step, `scale` is
-    /// 1 / (targets that count in the whole step); under f16 times the loss scale.
+    /// `scale` times the sum of the losses of all targets that count: a scalar in f32. For the mean
+    /// over a step, `scale` is 1 / (targets that count in the whole step); under f16 times the loss
+    /// scale.
     Loss {
         /// What the sum is multiplied by.
         scale: f32,
@@ -32,7 +35,8 @@ pub struct Forward<'a> {
     pub training: bool,
     /// What the last unit is to give.
     pub output: Output,
-    /// Keys and values of earlier tokens, for generation. The batch then is one sequence that continues it.
+    /// Keys and values of earlier tokens, for generation. The batch then is one sequence that
+    /// continues it.
     pub cache: Option<&'a mut KvCache>,
 }
 
@@ -67,7 +71,8 @@ pub trait Unit: Send + Sync {
     /// Its parameters; their order is their index in [`ParamId`].
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Parameters of other units that forward or backward reads: a head tied to the embedding names the token table here.
+    /// Parameters of other units that forward or backward reads: a head tied to the embedding names
+    /// the token table here.
     fn borrowed(&self) -> &[ParamId] {
         &[]
     }

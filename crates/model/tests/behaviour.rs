@@ -111,7 +111,8 @@ fn packed_sequences_do_not_see_each_other() {
     }
 }
 
-/// Forward and backward unit by unit, as the engine runs them, under every policy: the bits of the whole on one tape.
+/// Forward and backward unit by unit, as the engine runs them, under every policy: the bits of the
+/// whole on one tape.
 #[test]
 fn units_one_at_a_time_give_the_bits_of_one_tape() {
     let device = cpu();
@@ -156,7 +157,8 @@ fn units_one_at_a_time_give_the_bits_of_one_tape() {
     }
 }
 
-/// With the same key a step with dropout is the same bits, whatever is kept and recomputed; with another it is not.
+/// With the same key a step with dropout is the same bits, whatever is kept and recomputed; with
+/// another it is not.
 #[test]
 fn dropout_replays_bit_exactly() {
     let device = cpu();
@@ -223,7 +225,8 @@ fn checkpointing_keeps_less_and_full_repeats_forward() {
     }
 }
 
-/// The two conventions against what the kernels count, for a model whose FLOPs are nearly all in products.
+/// The two conventions against what the kernels count, for a model whose FLOPs are nearly all in
+/// products.
 #[test]
 fn flops_per_token_agree_with_the_counted_ones() {
     let model = Model::new(ModelSpec::llama(4096, 512, 2, 8, 1408, 512)).unwrap();
@@ -233,7 +236,8 @@ fn flops_per_token_agree_with_the_counted_ones() {
     let counted: u64 = costs.iter().map(|cost| cost.forward.flops + cost.backward.flops).sum();
     let per_token = counted as f64 / shape.tokens() as f64;
     let expected = spec.flops_per_token(512);
-    // Counted beyond it: norms, rotations, activations, and the scores that attention's backward makes again.
+    // Counted beyond it: norms, rotations, activations, and the scores that attention's backward
+    // makes again.
     assert!(per_token > expected.causal && per_token < 1.02 * expected.causal, "{per_token} and {expected:?}");
     assert!(expected.convention > expected.causal);
     let untied = spec.multiplied_parameters() + spec.vocab_size * spec.dim;

@@ -1,4 +1,5 @@
-//! The functions computed on CUDA are those of transformers too: the goldens of `golden.rs`, on emulated kernels or on a GPU (`TRAINYARD_TEST_DEVICE`).
+//! The functions computed on CUDA are those of transformers too: the goldens of `golden.rs`, on
+//! emulated kernels or on a GPU (`TRAINYARD_TEST_DEVICE`).
 
 mod common;
 

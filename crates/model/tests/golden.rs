@@ -1,5 +1,5 @@
-//! The functions computed are those of transformers: logits and every gradient of tiny models of each family, as
-//! `scripts/golden/make_goldens.py` got them from transformers in f32.
+//! The functions computed are those of transformers: logits and every gradient of tiny models of
+//! each family, as `scripts/golden/make_goldens.py` got them from transformers in f32.
 
 mod common;
 
@@ -32,7 +32,8 @@ fn the_same_on_every_rung_of_this_machine() {
     }
 }
 
-/// In 16 bits the same functions, to their resolution: 2^-8 of each value in bf16, 2^-11 in f16, some of it at every layer.
+/// In 16 bits the same functions, to their resolution: 2^-8 of each value in bf16, 2^-11 in f16,
+/// some of it at every layer.
 #[test]
 fn half_precision_stays_near() {
     for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {

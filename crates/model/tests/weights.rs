@@ -368,7 +368,8 @@ fn export_errors_name_the_unit_or_the_file() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Whatever happens to a file's bytes, opening it is an answer and not a panic; what opens can be read.
+    /// Whatever happens to a file's bytes, opening it is an answer and not a panic; what opens can
+    /// be read.
     #[test]
     fn spoilt_bytes_never_panic(
         changes in prop::collection::vec((0usize..3000, any::<u8>()), 1..4), cut in 0usize..200_000,

@@ -1,5 +1,5 @@
-//! Times of a search and of its parts on the two requests that have a bar, and of simulating one step:
-//! `cargo run --release -p trainyard-plan --example search`.
+//! Times of a search and of its parts on the two requests that have a bar, and of simulating one
+//! step: `cargo run --release -p trainyard-plan --example search`.
 
 use std::time::Instant;
 use trainyard_plan::space::candidates;

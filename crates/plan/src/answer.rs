@@ -15,7 +15,8 @@ pub struct Plan {
     pub step_s: f64,
     /// Tokens per second of all devices together.
     pub tokens_per_s: f64,
-    /// Model FLOP/s per device: 6 N per token and 12 L h c s for attention, without what is computed twice (Chowdhery et al. 2022).
+    /// Model FLOP/s per device: 6 N per token and 12 L h c s for attention, without what is
+    /// computed twice (Chowdhery et al. 2022).
     pub model_flops_per_s: f64,
     /// The same over the device's peak.
     pub mfu: f64,

@@ -1,19 +1,25 @@
-//! Lower bounds of time and memory, from the prices of single instructions and facts that hold for every program of a candidate.
+//! Lower bounds of time and memory, from the prices of single instructions and facts that hold for
+//! every program of a candidate.
 //!
 //! Time, for each pipeline stage:
 //!
-//! - Its first forward waits for those of the stages before it, and for its first gather; its compute lane then does all of its passes, one after
-//!   another, and what tensor and expert parallelism exchange between the units of a stretch lies between them. After its last backward come those
-//!   of the stages before it. The last gradient that is completed is still to be summed, and then come the updates. Nothing of that can overlap.
-//! - Where parameters are gathered for every pass, no more than `prefetch` of them are under way ahead: the gathers of a stretch's pass, all but
-//!   the first few, lie inside it.
-//! - No gradient is summed before it is complete: without a pipeline, all sums but that of the last unit come after the last backward began.
+//! - Its first forward waits for those of the stages before it, and for its first gather; its
+//!   compute lane then does all of its passes, one after another, and what tensor and expert
+//!   parallelism exchange between the units of a stretch lies between them. After its last backward
+//!   come those of the stages before it. The last gradient that is completed is still to be summed,
+//!   and then come the updates. Nothing of that can overlap.
+//! - Where parameters are gathered for every pass, no more than `prefetch` of them are under way
+//!   ahead: the gathers of a stretch's pass, all but the first few, lie inside it.
+//! - No gradient is summed before it is complete: without a pipeline, all sums but that of the last
+//!   unit come after the last backward began.
 //!
 //! Of pipelines there is a closer bound, which takes longer: their [turns] are played.
 //!
-//! Memory: what is resident, and the activations of the micro-batches that a stage has begun when its first backward starts.
+//! Memory: what is resident, and the activations of the micro-batches that a stage has begun when
+//! its first backward starts.
 //!
-//! What a simulation adds to these is left out: interference, launches, norms, exchanges that could be hidden.
+//! What a simulation adds to these is left out: interference, launches, norms, exchanges that could
+//! be hidden.
 
 mod turns;
 
@@ -78,7 +84,8 @@ struct Passes {
     last_backward: f64,
 }
 
-/// What decides how units are dealt to stages and what they keep: pipeline degree, chunks, checkpointing.
+/// What decides how units are dealt to stages and what they keep: pipeline degree, chunks,
+/// checkpointing.
 type Dealt = (u32, u32, crate::Checkpointing);
 
 /// The bounds of candidates of one class.
@@ -111,14 +118,16 @@ impl<'a> Bounds<'a> {
         Bounds { known, dealt: HashMap::new(), program }
     }
 
-    /// Bytes of tensors that no simulation of `candidate` is below, and where `worth` says so of them seconds; otherwise 0 seconds.
+    /// Bytes of tensors that no simulation of `candidate` is below, and where `worth` says so of
+    /// them seconds; otherwise 0 seconds.
     pub fn of(&mut self, candidate: &Candidate, worth: impl Fn(f64) -> bool) -> (f64, f64) {
         let (prices, stages) = self.dealt(candidate);
         let bytes = prices.bytes(stages);
         (if worth(bytes) { prices.seconds(stages) } else { 0.0 }, bytes)
     }
 
-    /// Seconds that no simulation of `candidate` is below, closer than those of [`Bounds::of`] where it is a pipeline: its turns are played.
+    /// Seconds that no simulation of `candidate` is below, closer than those of [`Bounds::of`]
+    /// where it is a pipeline: its turns are played.
     pub fn closer(&mut self, candidate: &Candidate) -> f64 {
         let (prices, stages) = self.dealt(candidate);
         let seconds = prices.seconds(stages);
@@ -195,7 +204,8 @@ impl Prices<'_> {
             let keep = keep[unit as usize];
             let pass = |phase, part| self.pass_s(unit, phase, part, keep);
             let whole = [pass(Phase::Forward, Part::Whole), pass(Phase::Backward, Part::Whole)];
-            // What the pass's result goes through before the next unit has it; the last one's goes on to another stage, or another micro-batch comes next.
+            // What the pass's result goes through before the next unit has it; the last one's goes
+            // on to another stage, or another micro-batch comes next.
             let after = [Phase::Forward, Phase::Backward].map(|phase| {
                 let [ring, between] = self.exchanges_s(unit, phase, keep);
                 (ring - whole[phase as usize]).max(0.0) + between
@@ -320,7 +330,8 @@ impl Prices<'_> {
         costs.constants.step_s + costs.straggle_s()
     }
 
-    /// The first gather of a stage, and all of its passes: none is faster than what has to be gathered and summed meanwhile.
+    /// The first gather of a stage, and all of its passes: none is faster than what has to be
+    /// gathered and summed meanwhile.
     fn passes_seconds(&self, stage: &Stage) -> Passes {
         let candidate = self.candidate;
         let mut first = 0.0;
@@ -333,7 +344,8 @@ impl Prices<'_> {
         let again = if let Reshard::To(n) = candidate.reshard { n } else { shards };
         // In a pipeline a forward may follow another one, which kept a part.
         let forward_over = if candidate.mesh.pp == 1 { shards } else { again };
-        // As many gathers may have begun before a turn does, and as many sums be left when its last pass begins.
+        // As many gathers may have begun before a turn does, and as many sums be left when its last
+        // pass begins.
         let ahead = f64::from(candidate.prefetch.max(1) + 1);
         for stretch in &stage.stretches {
             let mut forward = stretch.forward_s;
@@ -368,8 +380,9 @@ impl Prices<'_> {
 
     /// All passes, with what communication costs that runs beside them.
     ///
-    /// The next unit's gather starts with a unit's pass, and so does the reduction of the unit before: what does not overlap the exchange before the pass
-    /// overlaps the pass and slows it, or lasts longer than it.
+    /// The next unit's gather starts with a unit's pass, and so does the reduction of the unit
+    /// before: what does not overlap the exchange before the pass overlaps the pass and slows it,
+    /// or lasts longer than it.
     fn slowed_seconds(&self, stage: &Stage) -> f64 {
         let candidate = self.candidate;
         let steps = f64::from(candidate.accumulation);
@@ -394,12 +407,13 @@ impl Prices<'_> {
             let reduces = if candidate.mesh.pp == 1 { reduces.max(1.0) } else { reduces };
             beside += reduces * count * overlap(self.reduce_s(unit), exchange_s[1], backward_s);
         }
-        // Two lanes of collectives may lie beside the same pass, which is longer then by what they slow it.
+        // Two lanes of collectives may lie beside the same pass, which is longer then by what they
+        // slow it.
         steps * plain + share / (1.0 + share) * beside
     }
 
-    /// From the end of a stage's passes to the end of the step: at least, and when all sums come after the last backward, of `last_backward` seconds,
-    /// began; and from the end of all sums.
+    /// From the end of a stage's passes to the end of the step: at least, and when all sums come
+    /// after the last backward, of `last_backward` seconds, began; and from the end of all sums.
     fn end_seconds(&self, stage: &Stage, last_backward: f64) -> [f64; 3] {
         let candidate = self.candidate;
         let (reduces, last_reduce, _) = self.over(&stage.kinds, |unit| self.reduce_s(unit));
@@ -428,7 +442,8 @@ impl Prices<'_> {
         f64::from(times) * self.over(&stage.kinds, |unit| self.reduce_s(unit)).0
     }
 
-    /// What the host's link takes at least, when state or activations lie there; `work` is when the last pass ends.
+    /// What the host's link takes at least, when state or activations lie there; `work` is when the
+    /// last pass ends.
     fn host_seconds(&self, stage: &Stage, work: f64) -> f64 {
         let Offload { optimizer, activations, gradients, .. } = self.candidate.offload;
         let (unit, state) = (stage.kinds[0].0, State::Optimizer { chunk: 0 });
@@ -443,7 +458,8 @@ impl Prices<'_> {
                 Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
                 Extent::Full => 1.0,
             };
-            // Each unit's gradients go there after the last pass, or beside the passes, and its copy comes back after the update, beside the gradients of others.
+            // Each unit's gradients go there after the last pass, or beside the passes, and its
+            // copy comes back after the update, beside the gradients of others.
             let moved = |width: u32| stage.elements / part * f64::from(width);
             let down = self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything);
             let up = self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
@@ -479,7 +495,8 @@ impl Prices<'_> {
             + held(placement.gradients, bytes.gradient, offload.gradients.is_none());
         let Mesh { pp, .. } = candidate.mesh;
         let begun = match candidate.pipeline {
-            // A turn is one stretch on one micro-batch: those of the warm-up and the next (Narayanan et al. 2021, section 2.2).
+            // A turn is one stretch on one micro-batch: those of the warm-up and the next
+            // (Narayanan et al. 2021, section 2.2).
             PipelineSchedule::Interleaved { chunks } => {
                 let turns = (2 * (pp - number - 1) + (chunks - 1) * pp + 1).min(candidate.accumulation * chunks);
                 let least = stage.stretches.iter().map(|stretch| stretch.saved_bytes).fold(f64::INFINITY, f64::min);
@@ -492,7 +509,8 @@ impl Prices<'_> {
         let begun_turns = if chunks == 1 { pp - number } else { 2 * (pp - number - 1) + (chunks - 1) * pp + 1 };
         let again = if chunks == 1 { turns > begun_turns } else { turns >= begun_turns + 2 * chunks * pp };
         let whole_gradients = f64::from(bytes.gradient) * stage.elements;
-        // The first backward is that of the last unit, which works on what it recomputes, and whose gradient begins.
+        // The first backward is that of the last unit, which works on what it recomputes, and whose
+        // gradient begins.
         let last = stage.stretches[stage.stretches.len() - 1].ends[1];
         let mut working = self.known.costs.unit(last).working[1] + stage.recomputed_bytes;
         let mut later_gradients = 0.0;
@@ -501,11 +519,13 @@ impl Prices<'_> {
             working += whole_gradients;
         } else if placement.gradients == Extent::Shard {
             working += f64::from(bytes.gradient) * self.elements(last);
-            // They are all there when the first backward is over, and with them the micro-batches begun after it.
+            // They are all there when the first backward is over, and with them the micro-batches
+            // begun after it.
             later_gradients = if per_step && candidate.accumulation > 1 && chunks == 1 { whole_gradients } else { 0.0 };
         }
         if placement.parameters == Extent::Shard {
-            // What stays after a forward is all there when the last unit's forward ends, and that unit is there as a whole.
+            // What stays after a forward is all there when the last unit's forward ends, and that
+            // unit is there as a whole.
             let shards = f64::from(candidate.mesh.shard_degree());
             let stays = match candidate.reshard {
                 Reshard::Never => 1.0 - 1.0 / shards,

@@ -1,7 +1,8 @@
 //! Where a step's time goes: the compute lane's work, and what each of its pauses waited for.
 //!
-//! The pauses of the compute lane are the exposed part of everything else. A pause before an instruction is put down to the lane whose
-//! instruction it waited for and that ended last; what follows the lane's last instruction, to what ended the step.
+//! The pauses of the compute lane are the exposed part of everything else. A pause before an
+//! instruction is put down to the lane whose instruction it waited for and that ended last; what
+//! follows the lane's last instruction, to what ended the step.
 
 use serde::Serialize;
 use trainyard_program::{Action, Axis, Lane, Program, Streams};
@@ -160,7 +161,8 @@ fn last_before(streams: &Streams<'_>, spans: &[Span], number: usize) -> Option<u
     waits.max_by(|a, b| spans[*a].end_s.total_cmp(&spans[*b].end_s))
 }
 
-/// A collective that began late because of another lane is not to blame itself: a gather that waited for a fetch waited for the host.
+/// A collective that began late because of another lane is not to blame itself: a gather that
+/// waited for a fetch waited for the host.
 fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> Part {
     let instruction = &program.instructions[number];
     let Span { start_s: start, end_s: end } = spans[number];

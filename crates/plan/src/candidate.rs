@@ -1,4 +1,5 @@
-//! A candidate: one way to run a step, as few numbers, and the mesh and strategy that it stands for.
+//! A candidate: one way to run a step, as few numbers, and the mesh and strategy that it stands
+//! for.
 
 use serde::Serialize;
 use std::fmt;
@@ -17,9 +18,10 @@ pub struct Checkpointing {
 }
 
 impl Checkpointing {
-    /// What each of `units` units keeps. The first and the last one, embedding and head, keep everything: they have nothing worth repeating.
-    /// Without a pipeline the first blocks are the ones that keep less, which a configuration says in one line; on a pipeline they are spread, so
-    /// that every stage has its share.
+    /// What each of `units` units keeps. The first and the last one, embedding and head, keep
+    /// everything: they have nothing worth repeating. Without a pipeline the first blocks are the
+    /// ones that keep less, which a configuration says in one line; on a pipeline they are spread,
+    /// so that every stage has its share.
     pub fn keep(self, units: usize, spread: bool) -> Vec<Keep> {
         let blocks = units.saturating_sub(2);
         let (full, selective) = (self.full as usize, self.selective as usize);
@@ -67,7 +69,8 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// The plainest way on `mesh`: nothing sharded, recomputed or put elsewhere, sums once a step, 1F1B.
+    /// The plainest way on `mesh`: nothing sharded, recomputed or put elsewhere, sums once a step,
+    /// 1F1B.
     pub fn plain(mesh: Mesh, micro_batch: u32, accumulation: u32, format: Format) -> Candidate {
         Candidate {
             mesh,

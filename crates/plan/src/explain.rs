@@ -1,4 +1,5 @@
-//! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the best would do.
+//! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the
+//! best would do.
 
 use crate::{Memory, Objective, Part, Plan};
 
@@ -121,7 +122,8 @@ fn slower(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
     (!said.is_empty()).then(|| format!("Of its choices, {}.", said.join("; ")))
 }
 
-/// What the next best one loses, by the parts that grew most: in seconds of a step, or of its devices together where cost is minimised.
+/// What the next best one loses, by the parts that grew most: in seconds of a step, or of its
+/// devices together where cost is minimised.
 fn loses(best: &Plan, next: &Plan, objective: Objective) -> String {
     // All plans train on the same tokens in a step.
     let devices = |plan: &Plan| match objective {

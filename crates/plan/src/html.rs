@@ -1,4 +1,5 @@
-//! The answer as one HTML page: table, plots, timeline, reasons. No scripts, nothing loaded from elsewhere.
+//! The answer as one HTML page: table, plots, timeline, reasons. No scripts, nothing loaded from
+//! elsewhere.
 
 use crate::explain::{duration, size};
 use crate::svg::{Mark, Point, Scatter, escaped, scatter};
@@ -16,7 +17,8 @@ pub struct Page<'a> {
     pub step: (&'a Step, usize),
     /// Memory of each of its programs.
     pub memory: &'a [MemorySeries],
-    /// The best plans of other numbers of devices, for cost against throughput: devices, tokens per second, dollars per million tokens.
+    /// The best plans of other numbers of devices, for cost against throughput: devices, tokens per
+    /// second, dollars per million tokens.
     pub scaling: &'a [Scaling],
 }
 
@@ -29,7 +31,8 @@ pub struct Scaling {
     pub layout: String,
     /// Tokens per second of all devices.
     pub tokens_per_s: f64,
-    /// US dollars per million tokens, or device seconds per million tokens where devices have no price.
+    /// US dollars per million tokens, or device seconds per million tokens where devices have no
+    /// price.
     pub cost: f64,
 }
 

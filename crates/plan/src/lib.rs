@@ -1,9 +1,10 @@
 //! The planner: which way to train a model on a cluster is best, and why.
 //!
-//! A [`Request`] says what is asked: model, cluster, batch, limits. [`space`] lists every [`Candidate`] that could run it, bounds and [`search`]
-//! choose which of them are simulated, [`Answer`] holds the plans with their prices and the reasons in words. Every plan that is
-//! reported was priced by simulating its programs; bounds serve only to leave out what cannot win, and a test holds them
-//! below the simulation.
+//! A [`Request`] says what is asked: model, cluster, batch, limits. [`space`] lists every
+//! [`Candidate`] that could run it, bounds and [`search`] choose which of them are simulated,
+//! [`Answer`] holds the plans with their prices and the reasons in words. Every plan that is
+//! reported was priced by simulating its programs; bounds serve only to leave out what cannot win,
+//! and a test holds them below the simulation.
 //!
 //! This crate neither runs anything nor reads files: the program's commands do.
 

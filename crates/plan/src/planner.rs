@@ -142,7 +142,8 @@ impl<'a> Planner<'a> {
         (0..self.bounds.len()).min_by_key(|index| self.bounds[*index].bytes).expect("there are candidates")
     }
 
-    /// Where the budget was over before anything was found that fits: the smallest candidate, if that does.
+    /// Where the budget was over before anything was found that fits: the smallest candidate, if
+    /// that does.
     fn take_the_smallest(&self, found: &mut Found) -> bool {
         let (least, bytes_max) = (self.least(), self.request.bytes_max());
         let simulated = self.pricer.simulated(&self.candidates[least]);
@@ -254,7 +255,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The step of `candidate`, with the memory of each of its programs over time; None when there is no lowering for it.
+/// The step of `candidate`, with the memory of each of its programs over time; None when there is
+/// no lowering for it.
 pub fn step(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<(Step, Vec<MemorySeries>)> {
     let pricer = Pricer::new(request, &[*candidate], &facts.stack, &facts.constants);
     let step = pricer.step(candidate)?;
@@ -326,7 +328,8 @@ impl Request {
         self.limits.memory_bytes.map_or(device, |bytes| bytes.min(device))
     }
 
-    /// FLOPs of training on one token by the field's convention, `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B).
+    /// FLOPs of training on one token by the field's convention, `6 N + 12 L h c s` (Chowdhery et
+    /// al. 2022, appendix B).
     pub fn flops_per_token(&self) -> f64 {
         let model = &self.model;
         let table = f64::from(model.vocab) * f64::from(model.dim);

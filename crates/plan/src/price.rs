@@ -1,6 +1,8 @@
-//! Prices of candidates: by lowering and simulating them, and before that by bounds that no simulation is below.
+//! Prices of candidates: by lowering and simulating them, and before that by bounds that no
+//! simulation is below.
 //!
-//! What depends only on micro-batch, tensor, context and expert degree and number format is worked out once per such class.
+//! What depends only on micro-batch, tensor, context and expert degree and number format is worked
+//! out once per such class.
 
 use crate::bounds::Bounds;
 use crate::candidate::state_bytes;
@@ -42,7 +44,8 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// The first unit of every stretch of `candidate`'s pipeline but the first: stretches of equal work, as near as whole units come to it.
+    /// The first unit of every stretch of `candidate`'s pipeline but the first: stretches of equal
+    /// work, as near as whole units come to it.
     pub(crate) fn cuts(&self, candidate: &Candidate) -> Vec<u32> {
         let count = candidate.mesh.pp * candidate.chunks();
         let units = self.shape.units.len() as u32;
@@ -67,7 +70,8 @@ impl Known {
         cuts
     }
 
-    /// The stretches of units that each stage of `candidate`'s pipeline runs: number chunk x pp + stage of the model's.
+    /// The stretches of units that each stage of `candidate`'s pipeline runs: number chunk x pp +
+    /// stage of the model's.
     pub(crate) fn stages(&self, candidate: &Candidate) -> Vec<Vec<Range<u32>>> {
         let cuts = self.cuts(candidate);
         let starts = std::iter::once(0).chain(cuts.iter().copied());
@@ -78,7 +82,8 @@ impl Known {
     }
 }
 
-/// A unit's kernels and bytes: of a model that this program trains, unsplit, those that its own code has; of others those of a transformer.
+/// A unit's kernels and bytes: of a model that this program trains, unsplit, those that its own
+/// code has; of others those of a transformer.
 fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Units {
     let dtype = match class.format {
         Format::Fp32 | Format::Tf32 => DType::F32,
@@ -96,7 +101,8 @@ pub struct Pricer<'a> {
     known: HashMap<Class, Known>,
 }
 
-/// A candidate's step: the programs of the ranks that differ, when their instructions ran, what they held.
+/// A candidate's step: the programs of the ranks that differ, when their instructions ran, what
+/// they held.
 pub struct Step {
     /// One per pipeline stage.
     pub programs: Vec<Program>,
@@ -113,7 +119,8 @@ pub struct Step {
 pub struct MemorySeries(pub Vec<(f64, [f64; MemoryKind::ALL.len()])>);
 
 impl MemorySeries {
-    /// Of one rank whose instructions ran as `time` says: the same changes that [`memory`] finds the peak of.
+    /// Of one rank whose instructions ran as `time` says: the same changes that [`memory`] finds
+    /// the peak of.
     fn of(program: &Program, time: &RankTime, costs: &Costs) -> MemorySeries {
         let mut now = [0.0; MemoryKind::ALL.len()];
         for effect in &program.resident {
@@ -208,7 +215,8 @@ impl<'a> Pricer<'a> {
         }
     }
 
-    /// What a device holds when tensors take `bytes`: the driver's and libraries' share comes on top, and what an allocator cannot use.
+    /// What a device holds when tensors take `bytes`: the driver's and libraries' share comes on
+    /// top, and what an allocator cannot use.
     pub fn with_overhead(&self, bytes: f64) -> u64 {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
@@ -227,7 +235,8 @@ impl<'a> Pricer<'a> {
         step.programs.iter().zip(&step.times).map(|(program, time)| MemorySeries::of(program, time, costs)).collect()
     }
 
-    /// What no simulation of each of `candidates` is below; no seconds of those whose bytes are above the limit.
+    /// What no simulation of each of `candidates` is below; no seconds of those whose bytes are
+    /// above the limit.
     pub fn bounds(&self, candidates: &[Candidate]) -> Vec<Bound> {
         let bytes_max = self.request.bytes_max();
         let some = |candidates: &[Candidate]| {

@@ -68,8 +68,9 @@ impl Objective {
 }
 
 impl Request {
-    /// The numbers of devices that are searched, most first: whole nodes within the limits. For speed the few largest that divide the batch in some
-    /// way; for cost also halves, quarters and so on.
+    /// The numbers of devices that are searched, most first: whole nodes within the limits. For
+    /// speed the few largest that divide the batch in some way; for cost also halves, quarters and
+    /// so on.
     pub fn device_counts(&self) -> Vec<u32> {
         let Cluster { devices_per_node, nodes, .. } = self.cluster;
         let mut devices = nodes * devices_per_node;

@@ -1,15 +1,19 @@
 //! The search: best first by lower bounds of time, ended when no bound can beat what was found.
 //!
-//! A candidate whose lower bound of memory is above the limit is dropped. The others are simulated in the order of their lower bounds of time
-//! until the next bound is above the best simulated time: then nothing that is left can be faster, and the best is that of an exhaustive search.
-//! On the way, what only saves memory (recomputing more, state on the host) is passed over where the same candidate fits without: see
-//! [`Saving`]. For the runners-up, candidates of layouts not seen yet are simulated until enough layouts are there; they are the best of
-//! what was simulated, while the best one is proven.
+//! A candidate whose lower bound of memory is above the limit is dropped. The others are simulated
+//! in the order of their lower bounds of time until the next bound is above the best simulated
+//! time: then nothing that is left can be faster, and the best is that of an exhaustive search. On
+//! the way, what only saves memory (recomputing more, state on the host) is passed over where the
+//! same candidate fits without: see [`Saving`]. For the runners-up, candidates of layouts not seen
+//! yet are simulated until enough layouts are there; they are the best of what was simulated, while
+//! the best one is proven.
 //!
-//! Bounds come in two kinds: cheap ones of every candidate, and closer ones, which take longer, of those whose cheap ones are below the best so far.
+//! Bounds come in two kinds: cheap ones of every candidate, and closer ones, which take longer, of
+//! those whose cheap ones are below the best so far.
 //!
-//! Work is bounded by a [`Budget`]: half of it looks at the most promising candidates of every kind, so that a good one is found early, the rest follows
-//! the bounds. When it runs out before the proof is complete, [`Found::gap`] says how much better than the best a plan could still be.
+//! Work is bounded by a [`Budget`]: half of it looks at the most promising candidates of every
+//! kind, so that a good one is found early, the rest follows the bounds. When it runs out before
+//! the proof is complete, [`Found::gap`] says how much better than the best a plan could still be.
 //!
 //! Rounds have a fixed size, so that the result does not depend on the number of threads.
 
@@ -22,7 +26,8 @@ use std::time::Instant;
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Budget {
-    /// So many simulated instructions, a few million a second: the answer is the same on every machine.
+    /// So many simulated instructions, a few million a second: the answer is the same on every
+    /// machine.
     Instructions(u64),
     /// So much time: where it runs out, the answer depends on the machine.
     Seconds(f64),
@@ -53,8 +58,8 @@ pub struct Simulated {
     pub bytes: u64,
 }
 
-/// How a candidate saves memory: of candidates with the same `family`, one that fits makes those pointless that save more at the same or
-/// a higher price.
+/// How a candidate saves memory: of candidates with the same `family`, one that fits makes those
+/// pointless that save more at the same or a higher price.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Saving {
     /// The candidate without what it saves.
@@ -80,7 +85,8 @@ pub struct Found {
     pub simulated: usize,
     /// Simulated, and above the limit of memory.
     pub out_of_memory: usize,
-    /// What part of its cost any candidate could be better than the best; 0 when the best is proven.
+    /// What part of its cost any candidate could be better than the best; 0 when the best is
+    /// proven.
     pub gap: f64,
     /// Simulated results by candidate.
     pub results: BTreeMap<usize, Simulated>,
@@ -116,8 +122,8 @@ const BOUNDS: usize = 256;
 const CHEAPER: u64 = 64;
 
 impl Search<'_> {
-    /// Searches. `simulate` may say None for a candidate that cannot be lowered; such ones count as too large. `closer` is a bound of cost like
-    /// those of [`Search::bounds`], and closer.
+    /// Searches. `simulate` may say None for a candidate that cannot be lowered; such ones count as
+    /// too large. `closer` is a bound of cost like those of [`Search::bounds`], and closer.
     pub fn run(
         &self,
         closer: impl Fn(usize) -> f64 + Sync,
@@ -159,7 +165,8 @@ impl Search<'_> {
         order.iter().filter(|index| wanted(index)).copied().collect()
     }
 
-    /// Those of `order` that could be the best, by the closer of their bounds; when `share` of the budget is spent, the others by their cheap ones.
+    /// Those of `order` that could be the best, by the closer of their bounds; when `share` of the
+    /// budget is spent, the others by their cheap ones.
     fn by_closer_bound(
         &self,
         order: &[usize],
@@ -187,7 +194,8 @@ impl Search<'_> {
         bounds
     }
 
-    /// Simulates in the order of bounds until the next one is above the best, or `share` of the budget is spent: then the next one is returned.
+    /// Simulates in the order of bounds until the next one is above the best, or `share` of the
+    /// budget is spent: then the next one is returned.
     fn follow(
         &self,
         order: &[(f64, usize)],
@@ -421,12 +429,14 @@ mod tests {
         let found = run(10_000, 1.0);
         assert!(found.simulated <= 3 + ROUND, "{}", found.simulated);
         assert_eq!((found.fitting[0], found.gap), (0, 0.0));
-        // Bounds far below the truth, and work for a part of the candidates: what could still be better is said.
+        // Bounds far below the truth, and work for a part of the candidates: what could still be
+        // better is said.
         let found = run(64, 500.0);
         assert!(found.simulated < 100 && found.gap > 0.8, "{} {}", found.simulated, found.gap);
     }
 
-    /// Levels 0 to 99 of one family, of which those from 40 fit: those above need not be looked at, and neither need tiers above what fits without.
+    /// Levels 0 to 99 of one family, of which those from 40 fit: those above need not be looked at,
+    /// and neither need tiers above what fits without.
     #[test]
     fn what_only_saves_memory_is_passed_over_where_it_is_not_needed() {
         let mut fitted = Fitted::default();

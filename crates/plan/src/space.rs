@@ -1,14 +1,17 @@
-//! The space: every candidate for a model, a batch and a number of devices that could be run at all.
+//! The space: every candidate for a model, a batch and a number of devices that could be run at
+//! all.
 //!
 //! What is left out, and why nothing is lost by it:
 //!
 //! - Tensor parallelism beyond a node: two collectives per block on the network.
 //! - GPipe: 1F1B has its bubble with fewer activations (Narayanan et al. 2019).
 //! - ZeRO-0 on a shard group: that is a replica, which the replicate degree says.
-//! - Summing gradients per micro-batch where they are kept whole anyway: the same result for more traffic.
-//! - Gathering parameters again in every pass of a pipeline, and state on the host beside one: each stage would move its weights for every
-//!   micro-batch.
-//! - Shard groups between a node's and all ranks other than in steps of four: prices change little from one to the next.
+//! - Summing gradients per micro-batch where they are kept whole anyway: the same result for more
+//!   traffic.
+//! - Gathering parameters again in every pass of a pipeline, and state on the host beside one: each
+//!   stage would move its weights for every micro-batch.
+//! - Shard groups between a node's and all ranks other than in steps of four: prices change little
+//!   from one to the next.
 
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
@@ -81,7 +84,8 @@ pub enum Mode {
     Full,
 }
 
-/// Tokens of a rank's micro-batch at most, beyond its first sequence: products with more rows are no faster.
+/// Tokens of a rank's micro-batch at most, beyond its first sequence: products with more rows are
+/// no faster.
 const MICRO_BATCH_TOKENS_MAX: u64 = 1 << 16;
 /// Stages of a pipeline at most.
 const STAGES_MAX: u32 = 64;
@@ -169,7 +173,8 @@ fn devices_of_node(extent: &Extent, width: u64) -> u64 {
     (u64::from(extent.devices_per_node) / width).max(1)
 }
 
-/// The divisors of `dp` that are worth a look: those inside a node, those at least four times apart, and all.
+/// The divisors of `dp` that are worth a look: those inside a node, those at least four times
+/// apart, and all.
 fn shard_degrees(dp: u64, node: u64) -> Vec<u64> {
     let mut all: Vec<u64> = Vec::new();
     for degree in divisors(dp, dp) {
@@ -236,7 +241,8 @@ fn schedules(base: &Candidate, extent: &Extent) -> Vec<PipelineSchedule> {
     let mut all = vec![PipelineSchedule::OneForwardOneBackward];
     if pp > 1 {
         all.push(PipelineSchedule::ZeroBubble);
-        // Micro-batches run in groups of pp (Narayanan et al. 2021), and chunks should be of one size.
+        // Micro-batches run in groups of pp (Narayanan et al. 2021), and chunks should be of one
+        // size.
         let even =
             |chunks: &u32| pp * chunks <= extent.blocks && (extent.blocks.is_multiple_of(pp * chunks) || *chunks == 2);
         let chunks = (2..=CHUNKS_MAX).filter(even).filter(|_| base.accumulation.is_multiple_of(pp));

@@ -1,4 +1,5 @@
-//! Plots as inline SVG: a scatter with axes and a frontier, and a timeline of lanes. Deterministic text, no scripts, readable in light and dark.
+//! Plots as inline SVG: a scatter with axes and a frontier, and a timeline of lanes. Deterministic
+//! text, no scripts, readable in light and dark.
 
 use std::fmt::Write as _;
 

@@ -132,7 +132,8 @@ fn rows(request: &Request, plans: &[Plan]) -> String {
     lines(&titles(request), plans.iter().map(|plan| cells(request, plan)))
 }
 
-/// Rows below their titles, numbered from 1. The first, the third and the last column are words, to the left; the others are numbers, to the right.
+/// Rows below their titles, numbered from 1. The first, the third and the last column are words, to
+/// the left; the others are numbers, to the right.
 pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item = Row>) -> String {
     let rows: Vec<Row> = rows.into_iter().collect();
     let width = |column: usize| {

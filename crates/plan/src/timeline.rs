@@ -1,4 +1,5 @@
-//! A simulated step over time: as a trace that Perfetto and chrome://tracing open, with memory as counters, and as an SVG of lanes.
+//! A simulated step over time: as a trace that Perfetto and chrome://tracing open, with memory as
+//! counters, and as an SVG of lanes.
 
 use crate::breakdown::Part;
 use crate::svg::{escaped, short, ticks};
@@ -8,8 +9,8 @@ use std::fmt::Write as _;
 use trainyard_program::{Action, Lane, MemoryKind, Program};
 use trainyard_sim::Span;
 
-/// The trace in Chrome's trace event format, times in microseconds: a process per pipeline stage, a thread per lane, a counter of memory by kind.
-/// `memory` is that of each program of `step`.
+/// The trace in Chrome's trace event format, times in microseconds: a process per pipeline stage, a
+/// thread per lane, a counter of memory by kind. `memory` is that of each program of `step`.
 pub fn trace(step: &Step, memory: &[MemorySeries]) -> Value {
     let mut events = Vec::new();
     for (stage, (program, time)) in step.programs.iter().zip(&step.times).enumerate() {
@@ -56,7 +57,8 @@ const MEMORY: f64 = 90.0;
 /// Stages that are drawn.
 const STAGES_MAX: usize = 16;
 
-/// The lanes of the rank that works longest, the compute lanes of other stages below them, and its memory.
+/// The lanes of the rank that works longest, the compute lanes of other stages below them, and its
+/// memory.
 pub fn svg(step: &Step, memory: &[MemorySeries]) -> String {
     let compute = Lane::Compute as usize;
     let Some(longest) = (0..step.times.len())
@@ -114,7 +116,8 @@ pub fn svg(step: &Step, memory: &[MemorySeries]) -> String {
     svg + "</svg>\n"
 }
 
-/// Spans of a lane as stretches of one colour; what is narrower than a third of a pixel goes with what is beside it.
+/// Spans of a lane as stretches of one colour; what is narrower than a third of a pixel goes with
+/// what is beside it.
 fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f64) -> Vec<(Part, f64, f64)> {
     const NARROW: f64 = 0.33;
     let mut blocks: Vec<(Part, f64, f64)> = Vec::new();

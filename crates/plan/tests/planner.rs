@@ -1,4 +1,5 @@
-//! The planner against exhaustive search, its bounds against the simulation, and its answers to what cannot be.
+//! The planner against exhaustive search, its bounds against the simulation, and its answers to
+//! what cannot be.
 
 use trainyard_plan::search::Simulated;
 use trainyard_plan::space::candidates;
@@ -131,7 +132,8 @@ fn recomputing_nothing_a_selection_and_all_are_in_order() {
             Pricer::new(&request, &[candidate], &facts.stack, &facts.constants).simulated(&candidate).unwrap()
         };
         let [nothing, selection, some, all] = [(0, 0), (0, 32), (16, 16), (32, 0)].map(|(f, s)| priced(f, s));
-        // A block is recomputed for a quarter of a step; of norms and gates 1 to 5 %, less where tensor parallelism waits.
+        // A block is recomputed for a quarter of a step; of norms and gates 1 to 5 %, less where
+        // tensor parallelism waits.
         let seconds = [nothing, selection, some, all].map(|priced| priced.cost / nothing.cost);
         assert!((1.005..1.05).contains(&seconds[1]) && (1.15..1.4).contains(&seconds[3]), "tp {tp}: {seconds:?}");
         assert!(seconds.is_sorted(), "tp {tp}: {seconds:?}");
@@ -176,7 +178,8 @@ fn a_large_cluster_has_many_candidates_and_the_threads_do_not_matter() {
     assert_eq!(layouts.len(), answer.plans.len());
 }
 
-/// With hardly any time something is found all the same, and the answer says how much better a plan could be.
+/// With hardly any time something is found all the same, and the answer says how much better a plan
+/// could be.
 #[test]
 fn a_budget_ends_the_search_and_the_gap_is_said() {
     let all = request(trainyard_sim::model("llama-7b").unwrap(), "4x8xH100", 128, 4096);
@@ -274,7 +277,8 @@ fn what_ifs_change_the_answer_as_they_should() {
     for slower in ["interconnect=0.1x", "sequence_length=8192", "global_batch=64"] {
         assert!(after(slower) > base, "{slower}");
     }
-    // Over Ethernet four devices of one node may beat eight of two; over NVLink alone half of them take longer.
+    // Over Ethernet four devices of one node may beat eight of two; over NVLink alone half of them
+    // take longer.
     let near = request(small(), "1x8xA100-80GB", 16, 2048);
     let half = seconds(&Change::parse("gpus=4").unwrap().apply(&near, &profiles).unwrap());
     assert!(half > seconds(&near), "gpus=4");

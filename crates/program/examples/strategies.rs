@@ -5,7 +5,8 @@ use trainyard_program::{
     lower_rank,
 };
 
-/// An embedding, two blocks and a head, of a quarter of a MiB in each whole copy at two bytes per element.
+/// An embedding, two blocks and a head, of a quarter of a MiB in each whole copy at two bytes per
+/// element.
 fn model() -> ModelShape {
     let unit = |name: &str| UnitShape {
         name: name.to_owned(),

@@ -1,12 +1,14 @@
-//! Instructions in order, each with exactly the dependencies that its lane and its other dependencies do not imply.
+//! Instructions in order, each with exactly the dependencies that its lane and its other
+//! dependencies do not imply.
 
 use crate::Instruction;
 use crate::clocks::{Clock, STREAMS, merge};
 
 /// A program under construction.
 ///
-/// A lowering states all that an instruction needs. What is implied is left out by vector clocks: when an instruction has
-/// finished, so have all before it on its lane and all that those waited for.
+/// A lowering states all that an instruction needs. What is implied is left out by vector clocks:
+/// when an instruction has finished, so have all before it on its lane and all that those waited
+/// for.
 #[derive(Default)]
 pub struct Builder {
     instructions: Vec<Instruction>,

@@ -1,11 +1,13 @@
-//! What must have finished when an instruction starts: vector clocks over lanes or streams (Fidge 1988, Mattern 1989).
+//! What must have finished when an instruction starts: vector clocks over lanes or streams (Fidge
+//! 1988, Mattern 1989).
 
 use crate::{Program, Streams};
 
 /// How many streams there are; the first are the lanes.
 pub const STREAMS: usize = Streams::COUNT;
 
-/// Per stream, one more than the number of the last instruction that is known to have finished; 0: none is.
+/// Per stream, one more than the number of the last instruction that is known to have finished; 0:
+/// none is.
 pub type Clock = [u32; STREAMS];
 
 /// Takes over all that `other` knows.

@@ -1,14 +1,17 @@
 //! The collectives inside units: tensor, context and expert parallelism.
 //!
-//! A unit is the grain of programs, so its collectives stand beside its pass: those of tensor and expert parallelism after it, since products wait for them
-//! and they for products; the ring of context parallelism beside it, since keys and values of the next part travel while those at hand are used.
+//! A unit is the grain of programs, so its collectives stand beside its pass: those of tensor and
+//! expert parallelism after it, since products wait for them and they for products; the ring of
+//! context parallelism beside it, since keys and values of the next part travel while those at hand
+//! are used.
 
 use crate::lower::Lowering;
 use crate::order::Pass;
 use crate::{Action, Axis, Collective, Instruction, Keep, Phase};
 
 impl Lowering<'_> {
-    /// Emits the collectives of pass `at`, and returns the last: what uses the pass's result waits for it.
+    /// Emits the collectives of pass `at`, and returns the last: what uses the pass's result waits
+    /// for it.
     pub(crate) fn exchange(&mut self, at: usize) -> Option<u32> {
         let Pass { phase, unit, micro_batch, .. } = self.passes[at];
         let shape = &self.sizes.model.units[unit as usize];

@@ -45,8 +45,10 @@ pub enum Phase {
 pub enum State {
     /// The copy that forward reads, in its resident extent.
     Parameters,
-    /// Masters and optimizer state of a chunk of what the rank holds of the unit; with them come its gradients, where those lie in the tier too. Where the state
-    /// lies on the host, what is fetched are the gradients alone, and what is evicted is the copy that the update wrote: the update runs where the state is.
+    /// Masters and optimizer state of a chunk of what the rank holds of the unit; with them come
+    /// its gradients, where those lie in the tier too. Where the state lies on the host, what is
+    /// fetched are the gradients alone, and what is evicted is the copy that the update wrote: the
+    /// update runs where the state is.
     Optimizer {
         /// Which chunk.
         chunk: u32,
@@ -66,7 +68,8 @@ pub enum State {
 pub enum Collective {
     /// Sums, whole on every rank.
     AllReduce,
-    /// Parts to wholes and wholes to summed parts, of the same bytes: an all-reduce in two steps with the sequence split between them.
+    /// Parts to wholes and wholes to summed parts, of the same bytes: an all-reduce in two steps
+    /// with the sequence split between them.
     GatherScatter,
     /// Every rank's keys and values pass by every other.
     Ring,
@@ -74,8 +77,8 @@ pub enum Collective {
     AllToAll,
 }
 
-/// One thing that a rank does. `unit` and `micro_batch` count from zero; a rank's micro-batch m of A is number
-/// (data-parallel rank) x A + m of the global batch.
+/// One thing that a rank does. `unit` and `micro_batch` count from zero; a rank's micro-batch m of
+/// A is number (data-parallel rank) x A + m of the global batch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
@@ -84,13 +87,15 @@ pub enum Action {
         /// Which of the rank's micro-batches.
         micro_batch: u32,
     },
-    /// Sums the step's tokens and targets over the data ranks: the loss is a mean over the targets of the whole global batch.
+    /// Sums the step's tokens and targets over the data ranks: the loss is a mean over the targets
+    /// of the whole global batch.
     Count,
     /// Gathers a unit's parameters from neighbours of the shard group.
     Gather {
         /// Which unit.
         unit: u32,
-        /// From how many neighbours, this rank included: the whole shard group, or the part of it that a release kept the unit in.
+        /// From how many neighbours, this rank included: the whole shard group, or the part of it
+        /// that a release kept the unit in.
         over: u32,
     },
     /// Drops a gathered copy.
@@ -118,23 +123,26 @@ pub enum Action {
         /// Which gradients.
         part: Part,
     },
-    /// Folds a micro-batch's gradient of a unit into those before it along a binary tree: while the lowest two buffers stand for equally many
-    /// micro-batches, the later is added to the earlier and given back.
+    /// Folds a micro-batch's gradient of a unit into those before it along a binary tree: while the
+    /// lowest two buffers stand for equally many micro-batches, the later is added to the earlier
+    /// and given back.
     Fold {
         /// Which unit.
         unit: u32,
-        /// The micro-batch just differentiated; odd, since even ones have nothing to be folded with.
+        /// The micro-batch just differentiated; odd, since even ones have nothing to be folded
+        /// with.
         micro_batch: u32,
     },
-    /// Sums a unit's gradient over the data ranks: reduce-scatter inside the shard group, then all-reduce of the shard across replicas. Each rank keeps
-    /// what its placement says.
+    /// Sums a unit's gradient over the data ranks: reduce-scatter inside the shard group, then
+    /// all-reduce of the shard across replicas. Each rank keeps what its placement says.
     Reduce {
         /// Which unit.
         unit: u32,
         /// Whether the sum is added to the resident one instead of taking its place.
         accumulate: bool,
     },
-    /// Sums the gradient of a unit that several stages of a pipeline hold (a tied embedding) over them.
+    /// Sums the gradient of a unit that several stages of a pipeline hold (a tied embedding) over
+    /// them.
     Tie {
         /// Which unit.
         unit: u32,
@@ -176,9 +184,11 @@ pub enum Action {
         /// How often, each of the instruction's bytes.
         times: u32,
     },
-    /// The global gradient norm, and from it the factor that updates multiply gradients by; and the step's loss.
+    /// The global gradient norm, and from it the factor that updates multiply gradients by; and the
+    /// step's loss.
     Clip,
-    /// The optimizer on a chunk of what the rank holds of a unit's masters; writes that part of the next compute copy.
+    /// The optimizer on a chunk of what the rank holds of a unit's masters; writes that part of the
+    /// next compute copy.
     Update {
         /// Which unit.
         unit: u32,
@@ -205,7 +215,8 @@ pub enum Action {
     Snapshot,
 }
 
-/// Where an instruction runs. The instructions of one lane run in program order; lanes run beside each other.
+/// Where an instruction runs. The instructions of one lane run in program order; lanes run beside
+/// each other.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
@@ -217,7 +228,8 @@ pub enum Lane {
     Reduce,
     /// Sends of a pipeline.
     Send,
-    /// Its receives; apart from the sends, so that neighbours that both send do not wait for each other.
+    /// Its receives; apart from the sends, so that neighbours that both send do not wait for each
+    /// other.
     Receive,
     /// Collectives inside units: tensor, context and expert parallelism.
     Inner,
@@ -326,7 +338,8 @@ impl Action {
     }
 }
 
-/// What memory is held for; the words of the engine's pool, which counts parameters and masters as one.
+/// What memory is held for; the words of the engine's pool, which counts parameters and masters as
+/// one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryKind {
@@ -381,8 +394,8 @@ impl MemoryKind {
 pub struct Effect {
     /// Of which kind.
     pub kind: MemoryKind,
-    /// Bytes taken (positive) or given back (negative). What an instruction takes it takes when it starts; what it gives back it
-    /// gives back when it ends.
+    /// Bytes taken (positive) or given back (negative). What an instruction takes it takes when it
+    /// starts; what it gives back it gives back when it ends.
     pub bytes: i64,
 }
 
@@ -392,12 +405,13 @@ pub struct Instruction {
     /// What is done.
     #[serde(flatten)]
     pub action: Action,
-    /// Instructions of other lanes that must have finished, by number, descending. Those that earlier ones of the same lane or these themselves
-    /// waited for are implied.
+    /// Instructions of other lanes that must have finished, by number, descending. Those that
+    /// earlier ones of the same lane or these themselves waited for are implied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u32>,
-    /// Bytes of the message: of the whole buffer that a collective works on (an all-gather's output, a reduce-scatter's input), of what a send,
-    /// fetch or evict moves. 0 for what stays on the rank, and for a group of one.
+    /// Bytes of the message: of the whole buffer that a collective works on (an all-gather's
+    /// output, a reduce-scatter's input), of what a send, fetch or evict moves. 0 for what stays on
+    /// the rank, and for a group of one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub bytes: u64,
     /// Bytes of activations that it holds while it runs and not after: what a backward recomputes.

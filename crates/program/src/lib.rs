@@ -1,12 +1,12 @@
 //! The step as a program: instructions, lanes, dependencies, lowerings, checker. Plain data.
 //!
-//! One training step of one rank is a [`Program`]: an ordered list of typed instructions, each on a lane, with what it must wait for,
-//! the bytes it moves and what it does to memory. A strategy is a *lowering*, `(model, mesh, strategy) -> programs`
-//! ([`lower`]). The engine executes a program, the simulator prices it, the doctor compares the two; none of them knows
-//! strategies.
+//! One training step of one rank is a [`Program`]: an ordered list of typed instructions, each on a
+//! lane, with what it must wait for, the bytes it moves and what it does to memory. A strategy is a
+//! *lowering*, `(model, mesh, strategy) -> programs` ([`lower`]). The engine executes a program,
+//! the simulator prices it, the doctor compares the two; none of them knows strategies.
 //!
-//! This crate knows no tensors, threads, files or clocks. Programs are serialisable, printable ([`Program`]'s `Display`) and checked ([`check`])
-//! before they run.
+//! This crate knows no tensors, threads, files or clocks. Programs are serialisable, printable
+//! ([`Program`]'s `Display`) and checked ([`check`]) before they run.
 
 mod builder;
 mod check;

@@ -1,13 +1,16 @@
 //! The lowering: from a model, a mesh and a strategy to the program of a rank.
 //!
-//! There is one for every strategy. It walks the rank's forwards and backwards in order, and around each it puts what the
-//! [`Placement`] asks for:
+//! There is one for every strategy. It walks the rank's forwards and backwards in order, and around
+//! each it puts what the [`Placement`] asks for:
 //!
-//! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers, fetches, receives;
-//! - after it, what is not needed any more: releases, evictions; and what others need: sends, collectives inside the unit;
+//! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers,
+//!   fetches, receives;
+//! - after it, what is not needed any more: releases, evictions; and what others need: sends,
+//!   collectives inside the unit;
 //! - after the pass that completes a gradient: its fold, its reduction, and its way to its tier.
 //!
-//! Then come the norm and the [updates](crate::update). With one rank nothing is gathered and nothing reduced; the walk is the same.
+//! Then come the norm and the [updates](crate::update). With one rank nothing is gathered and
+//! nothing reduced; the walk is the same.
 
 use crate::builder::Builder;
 use crate::order::{self, Pass};
@@ -34,7 +37,8 @@ pub fn lower(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec
     Ok(programs)
 }
 
-/// The program of one rank. All ranks of a pipeline stage have the same, but for their own numbers and those of the ranks they send to and receive from.
+/// The program of one rank. All ranks of a pipeline stage have the same, but for their own numbers
+/// and those of the ranks they send to and receive from.
 ///
 /// # Errors
 ///
@@ -70,7 +74,8 @@ fn at_rank(first: &Program, offset: u32) -> Program {
     program
 }
 
-/// A program under construction, with what later instructions must know of earlier ones. Instructions are known by number.
+/// A program under construction, with what later instructions must know of earlier ones.
+/// Instructions are known by number.
 pub(crate) struct Lowering<'a> {
     pub(crate) strategy: &'a Strategy,
     pub(crate) sizes: Sizes<'a>,
@@ -93,7 +98,8 @@ pub(crate) struct Lowering<'a> {
     pub(crate) present: Vec<Option<u32>>,
     /// Per unit, what gave back its parameters to their tier.
     pub(crate) dropped: Vec<Option<u32>>,
-    /// Per forward pass, the backward pass that its activations are away until; those backward passes, ascending; and what fetched for them.
+    /// Per forward pass, the backward pass that its activations are away until; those backward
+    /// passes, ascending; and what fetched for them.
     trips: Vec<Option<usize>>,
     returns: Vec<usize>,
     next_return: usize,
@@ -108,14 +114,16 @@ pub(crate) struct Lowering<'a> {
     gradients: Vec<GradientSpan>,
     begins: Vec<Vec<usize>>,
     completes: Vec<Vec<usize>>,
-    /// Where sums of gradients lie in a tier: when they are on the device, by the first and by the last pass; those before `next_stay` that come from there have been
-    /// fetched; and per unit, what fetched its sum.
+    /// Where sums of gradients lie in a tier: when they are on the device, by the first and by the
+    /// last pass; those before `next_stay` that come from there have been fetched; and per unit,
+    /// what fetched its sum.
     stays: Vec<Stay>,
     next_stay: usize,
     stay_begins: Vec<Vec<usize>>,
     stay_ends: Vec<Vec<usize>>,
     sum_fetched: Vec<Option<u32>>,
-    /// Every eviction so far that gives back what the compute lane takes: of activations, of sums of gradients, and of updated parameters.
+    /// Every eviction so far that gives back what the compute lane takes: of activations, of sums
+    /// of gradients, and of updated parameters.
     evictions: Vec<u32>,
     pub(crate) sums_evicted: Vec<u32>,
     pub(crate) copies_evicted: Vec<u32>,
@@ -124,7 +132,8 @@ pub(crate) struct Lowering<'a> {
     reduced: Vec<bool>,
     /// Per unit, what its gradient's sum waits for.
     pub(crate) summed: Vec<Option<u32>>,
-    /// Units and their chunks in the order of updates; what fetched their state, as far as it is in a tier; and how many are updated.
+    /// Units and their chunks in the order of updates; what fetched their state, as far as it is in
+    /// a tier; and how many are updated.
     pub(crate) pieces: Vec<(u32, u32)>,
     pub(crate) fetched: Vec<u32>,
     pub(crate) updated: usize,
@@ -236,8 +245,8 @@ impl<'a> Lowering<'a> {
         self.program
     }
 
-    /// All micro-batches are loaded first: the loss is a mean over the targets of the whole step, so their number must be
-    /// known before the first backward. A batch is a few kilobytes.
+    /// All micro-batches are loaded first: the loss is a mean over the targets of the whole step,
+    /// so their number must be known before the first backward. A batch is a few kilobytes.
     fn load(&mut self) {
         let mut last = 0;
         for micro_batch in 0..self.strategy.accumulation_steps {
@@ -370,7 +379,8 @@ impl<'a> Lowering<'a> {
         self.ran.push(self.builder.push(pass, needs));
     }
 
-    /// What must have given back its memory before more of the kind is taken: as many as are fetched ahead may be under way.
+    /// What must have given back its memory before more of the kind is taken: as many as are
+    /// fetched ahead may be under way.
     pub(crate) fn room(&self, giving_back: &[u32]) -> Option<u32> {
         let under_way = self.strategy.prefetch.max(1) as usize;
         giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last])
@@ -511,12 +521,14 @@ impl<'a> Lowering<'a> {
         self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient)
     }
 
-    /// What adding to a unit's sum waits for where sums lie in a tier: that it is fetched, or that there is room for it.
+    /// What adding to a unit's sum waits for where sums lie in a tier: that it is fetched, or that
+    /// there is room for it.
     fn room_for_sum(&self, unit: u32) -> Option<u32> {
         self.sum_fetched[unit as usize].or_else(|| self.room(&self.sums_evicted))
     }
 
-    /// Whether a gradient starts in a buffer of its own: always a transient one, and in elastic sums that of every micro-batch but the first.
+    /// Whether a gradient starts in a buffer of its own: always a transient one, and in elastic
+    /// sums that of every micro-batch but the first.
     fn begins_in_a_buffer(&self, micro_batch: u32) -> bool {
         self.sizes.placement.fresh_gradients == Fresh::Transient || self.strategy.elastic && micro_batch > 0
     }
@@ -539,7 +551,8 @@ fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::wind
     }
 }
 
-/// When each unit's sum of gradients is needed: in place while a micro-batch adds to it, apart when a reduction does. Folding needs it all the time.
+/// When each unit's sum of gradients is needed: in place while a micro-batch adds to it, apart when
+/// a reduction does. Folding needs it all the time.
 fn sums_needed<'a>(
     of_micro_batches: Vec<GradientSpan>,
     strategy: &'a Strategy,

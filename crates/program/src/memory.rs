@@ -3,13 +3,15 @@
 use crate::{Effect, Lane, MemoryKind, Program};
 use serde::Serialize;
 
-/// A rank's memory over its program, one instruction after the other. Lanes that run ahead of that order may hold a little more for a while; the
-/// program's dependencies bound it by what `prefetch` allows.
+/// A rank's memory over its program, one instruction after the other. Lanes that run ahead of that
+/// order may hold a little more for a while; the program's dependencies bound it by what `prefetch`
+/// allows.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Memory {
     /// Held from the first instruction to the last.
     pub resident_bytes: u64,
-    /// Per instruction, bytes held while it runs: what it takes and works with included, what it gives back still there.
+    /// Per instruction, bytes held while it runs: what it takes and works with included, what it
+    /// gives back still there.
     pub running_bytes: Vec<u64>,
     /// The most of them.
     pub peak_bytes: u64,

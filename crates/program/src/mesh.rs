@@ -1,9 +1,11 @@
-//! The mesh: how ranks are numbered along the axes of parallelism, and which ranks work together along each.
+//! The mesh: how ranks are numbered along the axes of parallelism, and which ranks work together
+//! along each.
 
 use serde::{Deserialize, Serialize};
 
-/// The degree along each axis. Ranks are numbered with `tp` innermost and `pp` outermost, as in torchtitan:
-/// rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, for R = `dp_replicate` and F = `dp_shard`.
+/// The degree along each axis. Ranks are numbered with `tp` innermost and `pp` outermost, as in
+/// torchtitan: rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, for R =
+/// `dp_replicate` and F = `dp_shard`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Mesh {
     /// Pipeline stages.
@@ -16,7 +18,8 @@ pub struct Mesh {
     pub cp: u32,
     /// Ranks that share every product.
     pub tp: u32,
-    /// Ranks that share the experts of a layer; they are neighbours of one shard group, so this divides `dp_shard` x `cp`.
+    /// Ranks that share the experts of a layer; they are neighbours of one shard group, so this
+    /// divides `dp_shard` x `cp`.
     pub ep: u32,
 }
 
@@ -28,7 +31,8 @@ pub enum Axis {
     Pipeline,
     /// The ranks with the same shard.
     Replicate,
-    /// The ranks that together hold one copy of the sharded state: `dp_shard` x `cp` (as torchtitan's `dp_shard_cp`).
+    /// The ranks that together hold one copy of the sharded state: `dp_shard` x `cp` (as
+    /// torchtitan's `dp_shard_cp`).
     Shard,
     /// All ranks over which gradients are summed: `dp_replicate` x `dp_shard` x `cp`.
     Data,
@@ -57,7 +61,8 @@ pub struct Coordinates {
     pub tp: u32,
 }
 
-/// Ranks that work together, in the order of their sums, and the place among them of the rank that asked.
+/// Ranks that work together, in the order of their sums, and the place among them of the rank that
+/// asked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Group {
     /// Ascending.
@@ -73,7 +78,8 @@ impl Default for Mesh {
 }
 
 impl Mesh {
-    /// `dp_replicate` x `dp_shard` ranks and nothing else: `data(n, 1)` is plain data parallelism, `data(1, n)` full sharding.
+    /// `dp_replicate` x `dp_shard` ranks and nothing else: `data(n, 1)` is plain data parallelism,
+    /// `data(1, n)` full sharding.
     pub fn data(dp_replicate: u32, dp_shard: u32) -> Mesh {
         Mesh { dp_replicate, dp_shard, ..Mesh::default() }
     }
@@ -88,7 +94,8 @@ impl Mesh {
         self.dp_replicate * self.dp_shard * self.cp * self.tp
     }
 
-    /// Ranks with different micro-batches: `dp_replicate` x `dp_shard`. The global batch is this x accumulation x micro-batch.
+    /// Ranks with different micro-batches: `dp_replicate` x `dp_shard`. The global batch is this x
+    /// accumulation x micro-batch.
     pub fn data_parallel(&self) -> u32 {
         self.dp_replicate * self.dp_shard
     }
@@ -128,7 +135,8 @@ impl Mesh {
         Group { ranks: (0..count).map(|i| first + i * stride).collect(), index: (rank - first) / stride }
     }
 
-    /// The first `over` neighbours, aligned, of `rank` in its group along `axis`: what a gather over a part of the shard group takes.
+    /// The first `over` neighbours, aligned, of `rank` in its group along `axis`: what a gather
+    /// over a part of the shard group takes.
     pub fn neighbours(&self, rank: u32, axis: Axis, over: u32) -> Group {
         let group = self.group(rank, axis);
         let start = group.index / over * over;

@@ -16,7 +16,8 @@ pub struct Pass {
     pub micro_batch: u32,
 }
 
-/// A forward or backward of a whole stretch of units on a micro-batch: what a pipeline's schedule puts in order.
+/// A forward or backward of a whole stretch of units on a micro-batch: what a pipeline's schedule
+/// puts in order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Turn {
     /// Forward or backward.
@@ -29,7 +30,8 @@ pub struct Turn {
     pub micro_batch: u32,
 }
 
-/// The stretches of units of every pipeline stage: stretch c of stage s is number c · pp + s of the model's.
+/// The stretches of units of every pipeline stage: stretch c of stage s is number c · pp + s of the
+/// model's.
 pub fn stages(units: u32, mesh: &Mesh, strategy: &Strategy) -> Vec<Vec<Range<u32>>> {
     let chunks = chunks(strategy);
     let count = mesh.pp * chunks;
@@ -50,7 +52,8 @@ pub fn chunks(strategy: &Strategy) -> u32 {
     }
 }
 
-/// Blocks in equal parts, those left over to the stretches in the middle; the first unit goes with the first, the last with the last.
+/// Blocks in equal parts, those left over to the stretches in the middle; the first unit goes with
+/// the first, the last with the last.
 fn even_cuts(units: u32, count: u32) -> Vec<u32> {
     if units < count + 2 {
         return (1..count).map(|cut| cut * units / count).collect();
@@ -114,8 +117,8 @@ fn warmed_up(total: u32, warm_up: u32, turn: impl Fn(Phase, u32) -> Turn) -> Vec
         .collect()
 }
 
-/// The `number`-th forward or backward of an interleaved schedule: `stages` micro-batches on one stretch, the same on the next (Narayanan et al. 2021,
-/// section 2.2).
+/// The `number`-th forward or backward of an interleaved schedule: `stages` micro-batches on one
+/// stretch, the same on the next (Narayanan et al. 2021, section 2.2).
 fn interleaved(phase: Phase, number: u32, stages: u32, chunks: u32) -> Turn {
     let (round, place) = (number / (stages * chunks), number % (stages * chunks));
     let chunk = match phase {
@@ -125,7 +128,8 @@ fn interleaved(phase: Phase, number: u32, stages: u32, chunks: u32) -> Turn {
     Turn { phase, part: Part::Whole, chunk: chunk as usize, micro_batch: round * stages + place % stages }
 }
 
-/// ZB-H1: gradients of weights come `late` backwards after those of inputs, which fills the stage's bubble (Qi et al. 2023, section 2.1).
+/// ZB-H1: gradients of weights come `late` backwards after those of inputs, which fills the stage's
+/// bubble (Qi et al. 2023, section 2.1).
 fn weights_later(turns: &[Turn], late: u32) -> Vec<Turn> {
     let mut all = Vec::new();
     let mut waiting = std::collections::VecDeque::new();

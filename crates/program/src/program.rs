@@ -26,11 +26,13 @@ pub struct Program {
     pub stages: Vec<Range<u32>>,
     /// How many micro-batches a rank's step has.
     pub micro_batches: u32,
-    /// Whether each micro-batch's gradient has buffers of its own, which are folded along a binary tree.
+    /// Whether each micro-batch's gradient has buffers of its own, which are folded along a binary
+    /// tree.
     pub folded: bool,
     /// Whether the state is handed to the checkpoint writer.
     pub snapshot: bool,
-    /// How many passes ahead of its use anything is brought, and how many reductions may be under way while gradients are computed.
+    /// How many passes ahead of its use anything is brought, and how many reductions may be under
+    /// way while gradients are computed.
     pub prefetch: u32,
     /// Bytes held for the whole step.
     pub resident: Vec<Effect>,
@@ -92,7 +94,8 @@ impl Program {
         }
     }
 
-    /// Whether an action copies from the device to the host: what is evicted, and the gradients that an optimizer there fetches, which evicts to the device.
+    /// Whether an action copies from the device to the host: what is evicted, and the gradients
+    /// that an optimizer there fetches, which evicts to the device.
     pub fn leaves_device(&self, action: Action) -> bool {
         let of_optimizer = |state| matches!(state, State::Optimizer { .. });
         self.tier_of(action) == Some(Tier::Host)
@@ -108,8 +111,9 @@ impl Program {
         self.units.len() as u32 - 1
     }
 
-    /// Whether a pass over `unit` adds to the gradients of the units it reads: a backward that differentiates weights, and the loss's forward, which
-    /// differentiates while it has the logits (in a pipeline, whose schedules part forwards from backwards, its backward does).
+    /// Whether a pass over `unit` adds to the gradients of the units it reads: a backward that
+    /// differentiates weights, and the loss's forward, which differentiates while it has the logits
+    /// (in a pipeline, whose schedules part forwards from backwards, its backward does).
     pub fn adds_gradients(&self, unit: u32, phase: Phase, part: Part) -> bool {
         match phase {
             Phase::Forward => unit == self.loss_unit() && self.mesh.pp == 1,

@@ -18,7 +18,8 @@ impl<'a> Sizes<'a> {
         let elements = |unit: &crate::UnitShape| {
             let experts = unit.expert_elements.min(unit.flat_elements);
             let [dense, experts] = [unit.flat_elements - experts, experts].map(|elements| elements.div_ceil(tp));
-            // Experts are split over `ep` neighbours of the shard group and sharded over what is left of it.
+            // Experts are split over `ep` neighbours of the shard group and sharded over what is
+            // left of it.
             let shard = padded(dense + experts, shards) / u64::from(shards);
             [padded(dense + experts.div_ceil(ep), shards), shard]
         };
@@ -97,8 +98,9 @@ impl<'a> Sizes<'a> {
     fn saved_under(&self, unit: u32, keep: Keep) -> u64 {
         let unit = &self.model.units[unit as usize];
         let saved = unit.saved_bytes[keep as usize] / u64::from(self.mesh.cp);
-        // Tensor parallelism alone leaves norms, dropout and their inputs whole: 10 of 34 bytes per token and channel in 16 bits (Korthikanti et al.
-        // 2022, equations 1 and 2), that is 5 outputs.
+        // Tensor parallelism alone leaves norms, dropout and their inputs whole: 10 of 34 bytes per
+        // token and channel in 16 bits (Korthikanti et al. 2022, equations 1 and 2), that is 5
+        // outputs.
         let whole = if self.strategy.sequence_parallel {
             0
         } else {
@@ -126,7 +128,8 @@ impl<'a> Sizes<'a> {
         self.model.batch_bytes / u64::from(self.mesh.cp)
     }
 
-    /// The norm's partial sums over `units`, one f64 per chunk, and a loss per micro-batch of the step.
+    /// The norm's partial sums over `units`, one f64 per chunk, and a loss per micro-batch of the
+    /// step.
     pub fn norm(&self, units: &[u32]) -> u64 {
         let chunks: u64 = units.iter().map(|unit| self.full(*unit, 1) / SHARD_QUANTUM).sum();
         8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))

@@ -1,10 +1,11 @@
-//! What a lowering is given: the model's units, how the step is to be run, and what follows for where state lies.
+//! What a lowering is given: the model's units, how the step is to be run, and what follows for
+//! where state lies.
 
 use crate::{Keep, Mesh};
 use serde::{Deserialize, Serialize};
 
-/// Shards divide into chunks of so many elements, over which gradient norms are summed: a rank's shard is a whole number of chunks, so the
-/// norm's bits depend on no sharding factor.
+/// Shards divide into chunks of so many elements, over which gradient norms are summed: a rank's
+/// shard is a whole number of chunks, so the norm's bits depend on no sharding factor.
 pub const SHARD_QUANTUM: u64 = 4096;
 
 /// Elements of a unit's flat buffer when it is padded to `shards` equal shards of whole chunks.
@@ -12,13 +13,14 @@ pub fn padded(flat_elements: u64, shards: u32) -> u64 {
     flat_elements.next_multiple_of(SHARD_QUANTUM * u64::from(shards.max(1)))
 }
 
-/// Elements of each of `chunks` parts of what a rank holds of a unit, `held` elements; the last may have fewer.
+/// Elements of each of `chunks` parts of what a rank holds of a unit, `held` elements; the last may
+/// have fewer.
 pub fn chunk_elements(held: u64, chunks: u32) -> u64 {
     held.div_ceil(u64::from(chunks.max(1))).next_multiple_of(SHARD_QUANTUM)
 }
 
-/// What a lowering knows of a unit. Sizes are those of one rank's micro-batch on an unsplit model; a lowering divides them by the degrees that split
-/// them.
+/// What a lowering knows of a unit. Sizes are those of one rank's micro-batch on an unsplit model;
+/// a lowering divides them by the degrees that split them.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct UnitShape {
     /// Its name, for prints and reports.
@@ -29,9 +31,11 @@ pub struct UnitShape {
     pub borrows: Vec<u32>,
     /// Bytes that a forward keeps, by [`Keep`]: everything, selective, input only.
     pub saved_bytes: [u64; 3],
-    /// Bytes of its output, which cross a pipeline cut and are what tensor parallelism exchanges; 0 for the loss.
+    /// Bytes of its output, which cross a pipeline cut and are what tensor parallelism exchanges; 0
+    /// for the loss.
     pub output_bytes: u64,
-    /// Collectives of `output_bytes` inside a forward under tensor parallelism, and as many inside a backward: 2 for a transformer block.
+    /// Collectives of `output_bytes` inside a forward under tensor parallelism, and as many inside
+    /// a backward: 2 for a transformer block.
     pub tensor_collectives: u32,
     /// Bytes of keys and values, which context parallelism passes around.
     pub kv_bytes: u64,
@@ -41,7 +45,8 @@ pub struct UnitShape {
     pub expert_bytes: u64,
 }
 
-/// What a lowering knows of a model: its units in order of execution. The last one computes the loss.
+/// What a lowering knows of a model: its units in order of execution. The last one computes the
+/// loss.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ModelShape {
     /// First to last.
@@ -72,7 +77,8 @@ impl StateBytes {
     pub const F32: StateBytes = StateBytes { parameter: 4, master: 0, gradient: 4, optimizer: 8, reduce: 4 };
 }
 
-/// When parameters that were gathered for a forward are given back (FSDP's `reshard_after_forward`).
+/// When parameters that were gathered for a forward are given back (FSDP's
+/// `reshard_after_forward`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reshard {
@@ -81,7 +87,8 @@ pub enum Reshard {
     Always,
     /// After the last backward: gathered once a step.
     Never,
-    /// After each forward down to 1 / n, so that backward gathers from n neighbours (of one node, say).
+    /// After each forward down to 1 / n, so that backward gathers from n neighbours (of one node,
+    /// say).
     To(u32),
 }
 
@@ -106,8 +113,9 @@ pub enum Tier {
     Disk,
 }
 
-/// What lies in a lower tier while it is not used; None: on the device. Optimizer state on the host is not brought to the device: the update runs there, on
-/// gradients that are fetched, and what is evicted is the copy that it wrote.
+/// What lies in a lower tier while it is not used; None: on the device. Optimizer state on the host
+/// is not brought to the device: the update runs there, on gradients that are fetched, and what is
+/// evicted is the copy that it wrote.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Offload {
     /// Masters and optimizer state.
@@ -116,8 +124,9 @@ pub struct Offload {
     pub parameters: Option<Tier>,
     /// What forward keeps for backward.
     pub activations: Option<Tier>,
-    /// Gradients, from when all that a micro-batch adds to them is added until it is the next one's turn, or the update's. They lie where the optimizer's state
-    /// lies, whose update reads them there.
+    /// Gradients, from when all that a micro-batch adds to them is added until it is the next one's
+    /// turn, or the update's. They lie where the optimizer's state lies, whose update reads them
+    /// there.
     #[serde(default)]
     pub gradients: Option<Tier>,
 }
@@ -145,32 +154,38 @@ pub enum PipelineSchedule {
 pub struct Strategy {
     /// Micro-batches of a rank that are summed before an update.
     pub accumulation_steps: u32,
-    /// Per unit, what forward keeps; the last unit's is always everything, since its backward follows at once.
+    /// Per unit, what forward keeps; the last unit's is always everything, since its backward
+    /// follows at once.
     pub keep: Vec<Keep>,
     /// Whether the state is handed to the checkpoint writer after the update.
     pub snapshot: bool,
-    /// What is sharded over the shard group (Rajbhandari et al. 2020): 0 nothing, 1 masters and optimizer, 2 also gradients, 3 also parameters.
+    /// What is sharded over the shard group (Rajbhandari et al. 2020): 0 nothing, 1 masters and
+    /// optimizer, 2 also gradients, 3 also parameters.
     pub zero_stage: u8,
     /// Stage 3: when gathered parameters are given back.
     pub reshard_after_forward: Reshard,
-    /// Units whose parameters are gathered, and state is fetched, ahead of their use; and reductions that may be under way while the next gradient
-    /// is computed (at least one).
+    /// Units whose parameters are gathered, and state is fetched, ahead of their use; and
+    /// reductions that may be under way while the next gradient is computed (at least one).
     pub prefetch: u32,
     /// When gradients are summed over ranks.
     pub reduce_schedule: ReduceSchedule,
-    /// Whether gradients are summed over micro-batches as they are over ranks, so that degrees 1, 2, 4 .. give the same bits at one global batch.
+    /// Whether gradients are summed over micro-batches as they are over ranks, so that degrees 1,
+    /// 2, 4 .. give the same bits at one global batch.
     pub elastic: bool,
     /// What lies in a lower tier.
     pub offload: Offload,
-    /// Elements whose optimizer state is fetched from its tier and updated at a time, at most, in whole quanta ([`SHARD_QUANTUM`]); None: a unit's.
+    /// Elements whose optimizer state is fetched from its tier and updated at a time, at most, in
+    /// whole quanta ([`SHARD_QUANTUM`]); None: a unit's.
     pub update_chunk: Option<u64>,
     /// Bytes per element of what is kept.
     pub bytes: StateBytes,
     /// The order of a pipeline's forwards and backwards.
     pub pipeline: PipelineSchedule,
-    /// The first unit of every stretch of the pipeline but the first, ascending; empty: blocks in equal parts.
+    /// The first unit of every stretch of the pipeline but the first, ascending; empty: blocks in
+    /// equal parts.
     pub cuts: Vec<u32>,
-    /// Whether tensor parallelism splits norms and residuals along the sequence too (Korthikanti et al. 2022).
+    /// Whether tensor parallelism splits norms and residuals along the sequence too (Korthikanti et
+    /// al. 2022).
     pub sequence_parallel: bool,
 }
 
@@ -212,12 +227,14 @@ pub enum Extent {
 pub enum Fresh {
     /// Into the resident sum.
     InPlace,
-    /// Into a buffer that lives from the unit's first contribution to its reduction. With one reduction per micro-batch the next buffer may begin
-    /// while the one before is still being reduced: a pass whose effects take gradient memory begins new ones.
+    /// Into a buffer that lives from the unit's first contribution to its reduction. With one
+    /// reduction per micro-batch the next buffer may begin while the one before is still being
+    /// reduced: a pass whose effects take gradient memory begins new ones.
     Transient,
 }
 
-/// What a rank keeps between steps, and where fresh gradients go. All that the engine learns of a strategy.
+/// What a rank keeps between steps, and where fresh gradients go. All that the engine learns of a
+/// strategy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Placement {
     /// The copy that forward reads; a shard is gathered when needed.
@@ -239,7 +256,8 @@ impl Placement {
         fresh_gradients: Fresh::InPlace,
     };
 
-    /// What `strategy` keeps where on `mesh`. A shard group of one holds everything whole, whatever the stage.
+    /// What `strategy` keeps where on `mesh`. A shard group of one holds everything whole, whatever
+    /// the stage.
     pub fn of(mesh: &Mesh, strategy: &Strategy) -> Placement {
         let stage = if mesh.shard_degree() == 1 { 0 } else { strategy.zero_stage };
         let from = |first: u8| if stage >= first { Extent::Shard } else { Extent::Full };

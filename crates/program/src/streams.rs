@@ -1,16 +1,21 @@
-//! What waits for what where a device copies to and from its host on two streams, one for each direction.
+//! What waits for what where a device copies to and from its host on two streams, one for each
+//! direction.
 //!
-//! The host lane has one order. A link works in both directions at once, so copies from the device have a stream of their own beside the host lane's, and of that order is
-//! kept: what moves the same, whichever way; what an instruction before waited for; and that whoever waits for a copy comes after all copies before it. State on disk is
-//! moved on the host lane's own stream, which what comes after it waits for.
+//! The host lane has one order. A link works in both directions at once, so copies from the device
+//! have a stream of their own beside the host lane's, and of that order is kept: what moves the
+//! same, whichever way; what an instruction before waited for; and that whoever waits for a copy
+//! comes after all copies before it. State on disk is moved on the host lane's own stream, which
+//! what comes after it waits for.
 
 use crate::{Action, Lane, Program, State, Tier};
 use std::collections::BTreeMap;
 
-/// The streams of a program's lanes. Where nothing lies on the host each lane is one, and nothing is waited for but dependencies.
+/// The streams of a program's lanes. Where nothing lies on the host each lane is one, and nothing
+/// is waited for but dependencies.
 pub struct Streams<'p> {
     program: &'p Program,
-    /// Per instruction, whether it is on the stream of copies from the device; empty: there is none.
+    /// Per instruction, whether it is on the stream of copies from the device; empty: there is
+    /// none.
     outward: Vec<bool>,
     /// What instructions wait for beside their dependencies.
     also: BTreeMap<usize, Vec<u32>>,
@@ -53,7 +58,8 @@ impl<'p> Streams<'p> {
 
     fn order(&mut self) {
         let instructions = &self.program.instructions;
-        // Of copies in each direction: the last one; what others waited for that those have not; and all that move a unit's state.
+        // Of copies in each direction: the last one; what others waited for that those have not;
+        // and all that move a unit's state.
         let mut last = [None; 2];
         let mut waited: [Vec<u32>; 2] = Default::default();
         let mut of_unit: [BTreeMap<u32, Vec<u32>>; 2] = Default::default();
@@ -92,7 +98,8 @@ impl<'p> Streams<'p> {
     }
 }
 
-/// Whether two copies of one unit move the same. The copy that forward reads is written by an optimizer that lies on the host.
+/// Whether two copies of one unit move the same. The copy that forward reads is written by an
+/// optimizer that lies on the host.
 fn is_the_same(a: Action, b: Action) -> bool {
     let state = |action| match action {
         Action::Fetch { state, .. } | Action::Evict { state, .. } => Some(state),

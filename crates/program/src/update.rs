@@ -1,11 +1,13 @@
-//! The end of a step: what several stages share, the norm, and unit by unit the update with the state that it needs.
+//! The end of a step: what several stages share, the norm, and unit by unit the update with the
+//! state that it needs.
 
 use crate::lower::Lowering;
 use crate::{Action, Axis, Effect, Instruction, MemoryKind, State, Tier};
 
 impl Lowering<'_> {
-    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others hold too, evict. Gradients are complete once their norm is
-    /// known, so an update that runs on the host has them fetched after it, unless they are there.
+    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others
+    /// hold too, evict. Gradients are complete once their norm is known, so an update that runs on
+    /// the host has them fetched after it, unless they are there.
     pub(crate) fn update(&mut self) {
         let last_pass = self.ran.last().copied();
         let tied = self.tie();
@@ -24,7 +26,8 @@ impl Lowering<'_> {
         }
         let mut updated = None;
         for at in 0..self.pieces.len() {
-            // The next piece of state comes while this one is updated; the one before has gone by then.
+            // The next piece of state comes while this one is updated; the one before has gone by
+            // then.
             self.fetch_state(at + 1, None);
             updated = Some(self.update_piece(self.pieces[at]));
         }
@@ -38,7 +41,8 @@ impl Lowering<'_> {
         self.strategy.offload.optimizer == Some(Tier::Host)
     }
 
-    /// Whether the copy that forward reads is apart from the masters, so that an update writes it without reading it.
+    /// Whether the copy that forward reads is apart from the masters, so that an update writes it
+    /// without reading it.
     fn writes_copy(&self) -> bool {
         self.strategy.bytes.master != 0 || self.updates_on_host()
     }

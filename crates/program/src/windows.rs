@@ -1,4 +1,5 @@
-//! Windows: the stretches of a step during which something that is not resident has to be there, and when gradients begin and end.
+//! Windows: the stretches of a step during which something that is not resident has to be there,
+//! and when gradients begin and end.
 
 use crate::order::Pass;
 use crate::{Part, Phase, Reshard};
@@ -30,8 +31,9 @@ pub struct Reach {
     pub prefetch: usize,
 }
 
-/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads. Two uses
-/// no further apart than `prefetch` passes share a window: the next gather would begin before the release.
+/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads. Two
+/// uses no further apart than `prefetch` passes share a window: the next gather would begin before
+/// the release.
 pub fn parameter_windows(passes: &[Pass], units: usize, uses: impl Fn(u32) -> Vec<u32>, reach: &Reach) -> Vec<Window> {
     if !reach.come_and_go {
         return Vec::new();
@@ -80,7 +82,8 @@ pub struct GradientSpan {
     pub last: usize,
 }
 
-/// The spans of all gradients, in no order that matters. With `apart`, every micro-batch has its own.
+/// The spans of all gradients, in no order that matters. With `apart`, every micro-batch has its
+/// own.
 pub fn gradient_spans(
     passes: &[Pass],
     units: usize,
@@ -119,8 +122,10 @@ pub struct Stay {
     pub begins: bool,
 }
 
-/// When sums of gradients are on the device, in order of their first pass: while a micro-batch adds to them. `needed` is the first and the last pass of each of these
-/// times, ascending for every unit. Two times no further apart than `reach` passes are one: the sum would be fetched before it is gone.
+/// When sums of gradients are on the device, in order of their first pass: while a micro-batch adds
+/// to them. `needed` is the first and the last pass of each of these times, ascending for every
+/// unit. Two times no further apart than `reach` passes are one: the sum would be fetched before it
+/// is gone.
 pub fn gradient_stays(needed: impl Iterator<Item = GradientSpan>, units: usize, reach: usize) -> Vec<Stay> {
     let mut open: Vec<Option<usize>> = vec![None; units];
     let mut stays: Vec<Stay> = Vec::new();
@@ -137,7 +142,8 @@ pub fn gradient_stays(needed: impl Iterator<Item = GradientSpan>, units: usize, 
     stays
 }
 
-/// Per forward pass, the backward pass that its activations can be away until: one more than `reach` passes later.
+/// Per forward pass, the backward pass that its activations can be away until: one more than
+/// `reach` passes later.
 pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Vec<Option<usize>> {
     let place = |pass: &Pass| pass.unit as usize * micro_batches as usize + pass.micro_batch as usize;
     let mut forwards = vec![0; passes.iter().map(place).max().map_or(0, |last| last + 1)];

@@ -28,7 +28,8 @@ fn ten_thousand_random_lowerings_pass_the_checker() {
     checked.unwrap();
 }
 
-/// ZeRO (Rajbhandari et al. 2020, figure 1): 7.5 billion parameters on 64 ranks, 2 + 2 + 12 bytes per parameter.
+/// ZeRO (Rajbhandari et al. 2020, figure 1): 7.5 billion parameters on 64 ranks, 2 + 2 + 12 bytes
+/// per parameter.
 #[test]
 fn the_memory_table_of_zero() {
     let unit = |name: &str, flat_elements| UnitShape { name: name.to_owned(), flat_elements, ..UnitShape::default() };
@@ -43,7 +44,8 @@ fn the_memory_table_of_zero() {
     assert_eq!(table, ["120.0", "31.4", "16.6", "1.9"]);
 }
 
-/// A program of a step that 16,384 ranks run is made for one rank of each stage; the others' differ in ranks' numbers alone.
+/// A program of a step that 16,384 ranks run is made for one rank of each stage; the others' differ
+/// in ranks' numbers alone.
 #[test]
 fn ranks_of_a_stage_have_the_same_program() {
     let mesh = Mesh { pp: 4, dp_shard: 2, tp: 2, ..Mesh::default() };
@@ -55,8 +57,9 @@ fn ranks_of_a_stage_have_the_same_program() {
     assert!(programs[4].on_lane(Lane::Send).count() == 16 && programs[4].on_lane(Lane::Receive).count() == 16);
 }
 
-/// 1F1B keeps the activations of as many micro-batches as there are stages from a stage to the last, ZB-H1 on all stages those of as many as 1F1B on the
-/// first (Qi et al. 2023, table 1), GPipe those of all.
+/// 1F1B keeps the activations of as many micro-batches as there are stages from a stage to the
+/// last, ZB-H1 on all stages those of as many as 1F1B on the first (Qi et al. 2023, table 1), GPipe
+/// those of all.
 #[test]
 fn a_pipeline_keeps_the_micro_batches_in_flight() {
     let mut model = common::model(10);
@@ -75,7 +78,8 @@ fn a_pipeline_keeps_the_micro_batches_in_flight() {
     assert_eq!(stages(PipelineSchedule::GPipe), [8; 4]);
 }
 
-/// What a mesh's numbering says: neighbours in the shard group are neighbours in rank, stages are furthest apart.
+/// What a mesh's numbering says: neighbours in the shard group are neighbours in rank, stages are
+/// furthest apart.
 #[test]
 fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
     let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ep: 3 };

@@ -1,7 +1,8 @@
 //! What the checker lets through does no harm, and what it is shown broken it refuses.
 //!
-//! Harm is judged by an interpreter that knows nothing of the checker: it runs the programs of all ranks, values standing for tensors, in
-//! many orders that lanes and dependencies allow. A mutant is harmful if some order fails or ends with other weights than the program it was made from.
+//! Harm is judged by an interpreter that knows nothing of the checker: it runs the programs of all
+//! ranks, values standing for tensors, in many orders that lanes and dependencies allow. A mutant
+//! is harmful if some order fails or ends with other weights than the program it was made from.
 
 mod common;
 mod interpreter;
@@ -58,7 +59,8 @@ enum Mutation {
 const MUTATIONS: [Mutation; 5] =
     [Mutation::Drop, Mutation::Duplicate, Mutation::SwapNeighbours, Mutation::Swap, Mutation::DropDependency];
 
-/// The program with its instructions in the order `order` of their old numbers, some left out, some twice; dependencies go with what they named.
+/// The program with its instructions in the order `order` of their old numbers, some left out, some
+/// twice; dependencies go with what they named.
 fn reordered(program: &Program, order: &[usize]) -> Program {
     let new = |old: u32| order.iter().position(|number| *number == old as usize).map(|place| place as u32);
     let mut mutant = program.clone();
@@ -92,7 +94,8 @@ fn mutate(program: &Program, mutation: Mutation, dice: &mut Dice) -> Option<Prog
     (mutant != *program).then_some(mutant)
 }
 
-/// Lane by lane, the same instructions that wait for the same: the same program written down in another order.
+/// Lane by lane, the same instructions that wait for the same: the same program written down in
+/// another order.
 fn lanes_alone(program: &Program) -> Vec<String> {
     let place = |number: u32| {
         let lane = program.instructions[number as usize].action.lane();
@@ -118,7 +121,8 @@ struct Count {
     harmful: u32,
 }
 
-/// Dropped, duplicated and swapped instructions and dropped dependencies: none that does harm is let through.
+/// Dropped, duplicated and swapped instructions and dropped dependencies: none that does harm is
+/// let through.
 #[test]
 fn no_harmful_mutant_passes_the_checker() {
     let (mut runner, mut dice) = (runner(), Dice(3));
@@ -154,14 +158,16 @@ fn no_harmful_mutant_passes_the_checker() {
         println!("{mutation:?}: {count:?}");
     }
     assert!(missed.is_empty(), "{} missed, the first: {}", missed.len(), missed[0]);
-    // Of those that are written differently lane by lane, nearly all are caught; the others are what no order of execution can tell.
+    // Of those that are written differently lane by lane, nearly all are caught; the others are
+    // what no order of execution can tell.
     let [made, same, caught] =
         [counts.map(|c| c.made), counts.map(|c| c.same), counts.map(|c| c.caught)].map(|c| c.iter().sum::<u32>());
     assert!(made > 3000 && caught * 100 >= (made - same) * 97, "{caught} of {made} - {same} caught");
 }
 
-/// Invariant 7, in programs: whatever the order of lanes, and whatever the stage, sharding of the step, prefetch, offload or checkpointing, the same
-/// micro-batches on the same mesh end in the same weights.
+/// Invariant 7, in programs: whatever the order of lanes, and whatever the stage, sharding of the
+/// step, prefetch, offload or checkpointing, the same micro-batches on the same mesh end in the
+/// same weights.
 #[test]
 fn strategies_and_orders_change_no_weight() {
     let mut runner = runner();
@@ -188,7 +194,8 @@ fn every_dependency_is_needed(model: &ModelShape, strategy: &How) {
     }
 }
 
-/// A dependency that is not implied is needed: without it the checker, and some order, see a difference.
+/// A dependency that is not implied is needed: without it the checker, and some order, see a
+/// difference.
 #[test]
 fn no_dependency_is_superfluous() {
     let model = common::model(5);

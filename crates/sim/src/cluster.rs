@@ -46,8 +46,8 @@ pub enum ClusterError {
 }
 
 impl Cluster {
-    /// From `NODESxDEVICESxNAME`, e.g. `64x8xH100`, or `NODESxDEVICESxNAME:NETWORK`. Without a network it is what the device is usually sold
-    /// with: see [`usual_network`].
+    /// From `NODESxDEVICESxNAME`, e.g. `64x8xH100`, or `NODESxDEVICESxNAME:NETWORK`. Without a
+    /// network it is what the device is usually sold with: see [`usual_network`].
     ///
     /// # Errors
     ///

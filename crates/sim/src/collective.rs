@@ -1,9 +1,11 @@
 //! What collectives cost: latency and bandwidth, by algorithm and by where the group lies.
 //!
-//! The alpha-beta model (Hockney 1994; Thakur et al. 2005) as NCCL's own tuner uses it (`src/graph/tuning.cc`): a ring moves
-//! `(n - 1) / n` of the buffer per pass at the bandwidth of its slowest link, after one latency per step; a tree pays a latency per level. An
-//! all-reduce is two passes; it takes whichever algorithm is faster, all-gather and reduce-scatter are rings. A ring that spans nodes crosses
-//! the network once per node; groups that share a node's network share its bandwidth. Beyond a pod, bandwidth is divided by the oversubscription.
+//! The alpha-beta model (Hockney 1994; Thakur et al. 2005) as NCCL's own tuner uses it
+//! (`src/graph/tuning.cc`): a ring moves `(n - 1) / n` of the buffer per pass at the bandwidth of
+//! its slowest link, after one latency per step; a tree pays a latency per level. An all-reduce is
+//! two passes; it takes whichever algorithm is faster, all-gather and reduce-scatter are rings. A
+//! ring that spans nodes crosses the network once per node; groups that share a node's network
+//! share its bandwidth. Beyond a pod, bandwidth is divided by the oversubscription.
 
 use crate::cluster::{Cluster, Placed};
 use crate::constants::Constants;
@@ -21,7 +23,8 @@ pub enum Operation {
     AllToAll,
 }
 
-/// Seconds of `operation` on a buffer of `bytes` (the whole: an all-gather's output) in a group that lies as `placed`.
+/// Seconds of `operation` on a buffer of `bytes` (the whole: an all-gather's output) in a group
+/// that lies as `placed`.
 pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operation, bytes: f64, placed: Placed) -> f64 {
     if placed.ranks <= 1 || bytes <= 0.0 {
         return 0.0;
@@ -53,7 +56,8 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     ring.min(tree)
 }
 
-/// Seconds of one message between neighbouring pipeline stages, of which every device of a node sends one at once.
+/// Seconds of one message between neighbouring pipeline stages, of which every device of a node
+/// sends one at once.
 pub fn message_s(cluster: &Cluster, constants: &Constants, bytes: f64, across_nodes: bool) -> f64 {
     if across_nodes {
         let each = cluster.network.gb_s * 1e9 / f64::from(cluster.devices_per_node);
@@ -92,7 +96,8 @@ mod tests {
         assert!((ours / measured - 1.0).abs() <= tolerance, "{ours:.1} against {measured}");
     }
 
-    /// stas00/ml-engineering network/README.md: rings of 8 GiB; the playbook's chart: 256 MB on EFA.
+    /// stas00/ml-engineering network/README.md: rings of 8 GiB; the playbook's chart: 256 MB on
+    /// EFA.
     #[test]
     fn large_messages_reach_the_measured_bus_bandwidth() {
         near(bus(&cluster("1x8xH200"), Operation::AllReduce, 8.6e9, 8), 365.6, 0.03);

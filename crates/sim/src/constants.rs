@@ -1,7 +1,8 @@
-//! The constants that no datasheet gives: few, the same for every model, device and source, fitted in the open.
+//! The constants that no datasheet gives: few, the same for every model, device and source, fitted
+//! in the open.
 //!
-//! They lie in `data/constants.toml`; `cargo xtask validate --fit` fits those of the table `fitted` on the sources that the file names and
-//! on no others. docs/cost-model.md derives each one.
+//! They lie in `data/constants.toml`; `cargo xtask validate --fit` fits those of the table `fitted`
+//! on the sources that the file names and on no others. docs/cost-model.md derives each one.
 
 use crate::profile::Family;
 use serde::Deserialize;
@@ -29,17 +30,20 @@ pub struct Constants {
     pub stream_factor: f64,
     /// Traffic of the loss over its logits written and read once.
     pub loss_factor: f64,
-    /// Seconds of compute lost per second of a collective beside it: it takes cores, bandwidth and power.
+    /// Seconds of compute lost per second of a collective beside it: it takes cores, bandwidth and
+    /// power.
     pub interference: f64,
     /// Host time per kernel in an eager framework, microseconds.
     pub dispatch_us: f64,
-    /// Host time per collective inside a unit and per rank of its group, when pipeline messages synchronise the host, milliseconds.
+    /// Host time per collective inside a unit and per rank of its group, when pipeline messages
+    /// synchronise the host, milliseconds.
     pub host_sync_ms: f64,
     /// What each further node of that group adds to it, as a share of it.
     pub host_sync_node: f64,
     /// Share of memory bandwidth that streaming kernels reach.
     pub memory_share: f64,
-    /// Share of the f32 peak that products reach whose rows are no multiple of 16 bytes: tensor cores cannot load them.
+    /// Share of the f32 peak that products reach whose rows are no multiple of 16 bytes: tensor
+    /// cores cannot load them.
     pub misaligned_share: f64,
     /// A kernel's start and end, microseconds.
     pub launch_us: f64,
@@ -106,7 +110,8 @@ impl Constants {
         }
     }
 
-    /// Share of peak that the fused attention kernel `kind` reaches; a family without an entry takes the nearest older one.
+    /// Share of peak that the fused attention kernel `kind` reaches; a family without an entry
+    /// takes the nearest older one.
     pub fn attention_share(&self, kind: AttentionKind, family: Family, backward: bool) -> f64 {
         let table = &self.attention[&kind];
         let family = if family <= Family::Ada { Family::Ampere } else { Family::Hopper };

@@ -11,14 +11,17 @@ use trainyard_program::{
     Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, Tier, UnitShape,
 };
 
-/// What a device's share of its host's memory reaches in an update there: sockets with eight channels of DDR5-4800 have 307e9 bytes/s, two of them
-/// serve eight devices, and streams reach about 0.8 of it.
+/// What a device's share of its host's memory reaches in an update there: sockets with eight
+/// channels of DDR5-4800 have 307e9 bytes/s, two of them serve eight devices, and streams reach
+/// about 0.8 of it.
 const HOST_MEMORY_BYTES_S: f64 = 60e9;
 
-/// Collectives were measured on messages of this size: what is sent together pays their latency once for each.
+/// Collectives were measured on messages of this size: what is sent together pays their latency
+/// once for each.
 const MESSAGE_BYTES: f64 = 256e6;
 
-/// Nodes of a network's `straggle_s`. It falls with the fourth power below; above, where nobody measured, it is taken to grow in proportion.
+/// Nodes of a network's `straggle_s`. It falls with the fourth power below; above, where nobody
+/// measured, it is taken to grow in proportion.
 const STRAGGLE_NODES: f64 = 64.0;
 
 /// Prices of one kind of unit on one rank.
@@ -87,7 +90,8 @@ impl Costs {
         &self.kinds[self.kind_of[unit as usize]]
     }
 
-    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept that its backward is still to use.
+    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept that
+    /// its backward is still to use.
     pub fn device_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
@@ -103,7 +107,8 @@ impl Costs {
             Action::Tie { .. } => self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks()),
             Action::Send { to, .. } => {
                 let node = |rank: u32| rank / self.cluster.devices_per_node;
-                // Tensor-parallel ranks with a split sequence send parts; otherwise each sends a part and the parts are gathered.
+                // Tensor-parallel ranks with a split sequence send parts; otherwise each sends a
+                // part and the parts are gathered.
                 message_s(&self.cluster, &self.constants, bytes, node(program.rank) != node(to))
             }
             Action::Exchange { collective, axis, times, .. } => {
@@ -146,8 +151,8 @@ impl Costs {
         }
     }
 
-    /// Seconds that `instruction` spares when it goes with the collective before it: its share of a start and of the steps' latencies, which are paid
-    /// once for [`MESSAGE_BYTES`].
+    /// Seconds that `instruction` spares when it goes with the collective before it: its share of a
+    /// start and of the steps' latencies, which are paid once for [`MESSAGE_BYTES`].
     pub fn joined_s(&self, program: &Program, instruction: &Instruction) -> f64 {
         let latency = match instruction.action {
             Action::Gather { over, .. } if self.stack.gathers == Bundle::Queue => {
@@ -159,8 +164,9 @@ impl Costs {
         latency * (1.0 - instruction.bytes as f64 / MESSAGE_BYTES).max(0.0)
     }
 
-    /// A gather of each tensor by itself into a list of parts: one collective each, then a copy for every rank (PyTorch's `all_gather` over a list). Hooks of
-    /// modules gather for a recomputation and once more for backward.
+    /// A gather of each tensor by itself into a list of parts: one collective each, then a copy for
+    /// every rank (PyTorch's `all_gather` over a list). Hooks of modules gather for a recomputation
+    /// and once more for backward.
     fn gather_of_tensors_s(&self, mesh: &Mesh, unit: u32, over: u32, bytes: f64, keep: Keep) -> f64 {
         let tensors = self.unit(unit).tensors;
         let one = self.collective(Operation::AllGather, bytes / tensors, over, mesh.tp);
@@ -300,13 +306,15 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
 }
 
 impl Units {
-    /// What a lowering must know of the model: sizes of one rank's micro-batch, as if nothing split it.
+    /// What a lowering must know of the model: sizes of one rank's micro-batch, as if nothing split
+    /// it.
     pub fn shape(&self, work: &Workload, tied: bool, sequence_parallel: bool) -> ModelShape {
         let (tensor, context) = (f64::from(work.tensor), f64::from(work.context));
         let last = self.order.len() - 1;
         let unit = |(index, (kind, name)): (usize, &(usize, String))| {
             let unit = &self.kinds[*kind];
-            // A lowering divides again: all by the tensor degree, or without a split sequence all but five outputs.
+            // A lowering divides again: all by the tensor degree, or without a split sequence all
+            // but five outputs.
             let round = |bytes: f64| {
                 let whole = if sequence_parallel { 0.0 } else { bytes.min(5.0 * unit.output) };
                 ((whole + (bytes - whole) * tensor) * context) as u64

@@ -1,11 +1,13 @@
 //! Kernels and what they cost on a device: the efficiency curves.
 //!
-//! - A **product** is cut into tiles, which are dealt to cores in waves; a tile pays for its start and end as if its k were longer, an unfilled last
-//!   wave is partly lost, and no product is faster than its operands can be moved (the roofline of Williams et al. 2009). Of several tile shapes the
-//!   fastest is taken, as libraries do.
-//! - A **batched product** is one per attention head, with small k: start costs and traffic decide. Rows that are no multiple of 16 bytes cannot
-//!   be loaded by tensor cores at all.
-//! - **Fused attention** reaches a share of peak that depends on the kernel's generation, with tiles on the causal diagonal half wasted.
+//! - A **product** is cut into tiles, which are dealt to cores in waves; a tile pays for its start
+//!   and end as if its k were longer, an unfilled last wave is partly lost, and no product is
+//!   faster than its operands can be moved (the roofline of Williams et al. 2009). Of several tile
+//!   shapes the fastest is taken, as libraries do.
+//! - A **batched product** is one per attention head, with small k: start costs and traffic decide.
+//!   Rows that are no multiple of 16 bytes cannot be loaded by tensor cores at all.
+//! - **Fused attention** reaches a share of peak that depends on the kernel's generation, with
+//!   tiles on the causal diagonal half wasted.
 //! - **Streaming** kernels move bytes.
 
 use crate::constants::{AttentionKind, Constants};
@@ -141,7 +143,8 @@ impl Engine<'_> {
             return (2.0 * m * n * k / self.rate()).max(moved);
         }
         let cores = f64::from(self.device.multiprocessors);
-        // Tile shapes, and how much slower than the largest each one is: it loads more per operation.
+        // Tile shapes, and how much slower than the largest each one is: it loads more per
+        // operation.
         let tiles: [(f64, f64, f64); 4] =
             [(128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (64.0, 128.0, 1.25), (64.0, 64.0, 1.6)];
         let largest = if self.device.family == Family::Volta { 1 } else { 0 };
@@ -203,7 +206,8 @@ mod tests {
         });
     }
 
-    /// FlashAttention-2, figure 4: causal forward at head width 128 and 8k tokens reaches about 190 TFLOP/s on an A100.
+    /// FlashAttention-2, figure 4: causal forward at head width 128 and 8k tokens reaches about 190
+    /// TFLOP/s on an A100.
     #[test]
     fn attention_and_streams_follow_their_papers() {
         with("A100-80GB", |engine| {

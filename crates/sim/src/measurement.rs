@@ -1,8 +1,9 @@
 //! Published measurements, and the case that each one is for the simulator.
 //!
-//! `data/measurements.csv` has one run per line: model, cluster, degrees, batch, precision, recomputation, software, and what was measured.
-//! `data/sources.toml` says where each prefix of an id was read and how its figures count. [`Row::case`] turns a row into what a user would ask: an architecture,
-//! a mesh, a strategy, a cluster. Nothing is looked up by row or by source.
+//! `data/measurements.csv` has one run per line: model, cluster, degrees, batch, precision,
+//! recomputation, software, and what was measured. `data/sources.toml` says where each prefix of an
+//! id was read and how its figures count. [`Row::case`] turns a row into what a user would ask: an
+//! architecture, a mesh, a strategy, a cluster. Nothing is looked up by row or by source.
 
 use crate::cluster::Cluster;
 use crate::profile::{Format, ProfileError, Profiles};
@@ -339,7 +340,8 @@ impl Row {
         strategy.accumulation_steps = accumulation_steps;
         strategy.keep = (0..units).map(keep).collect();
         strategy.keep[0] = Keep::Everything;
-        // FSDP's SHARD_GRAD_OP shards parameters too and keeps them gathered from forward to backward.
+        // FSDP's SHARD_GRAD_OP shards parameters too and keeps them gathered from forward to
+        // backward.
         let fully = self.zero >= 2;
         strategy.zero_stage = if fully { 3 } else { self.zero };
         strategy.reshard_after_forward = if self.zero == 2 { Reshard::Never } else { Reshard::Always };

@@ -23,7 +23,8 @@ pub fn model(name: &str) -> Result<Architecture, String> {
 }
 
 impl From<&ModelSpec> for Architecture {
-    /// The shape of one of this project's models, be it from a configuration or from a Hugging Face `config.json`.
+    /// The shape of one of this project's models, be it from a configuration or from a Hugging Face
+    /// `config.json`.
     fn from(spec: &ModelSpec) -> Architecture {
         let gated = spec.family == Family::Llama;
         Architecture {

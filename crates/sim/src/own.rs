@@ -1,7 +1,8 @@
 //! Units of this project's own models, from running their code on the `meta` device.
 //!
-//! What the engine will keep and hold is what its pool counts there, so memory needs no formula; and the FLOPs of a unit's kernels are asserted to
-//! be those that its code launches. Blocks that are equal are run once: a model of one block of each kind stands for all of them.
+//! What the engine will keep and hold is what its pool counts there, so memory needs no formula;
+//! and the FLOPs of a unit's kernels are asserted to be those that its code launches. Blocks that
+//! are equal are run once: a model of one block of each kind stands for all of them.
 
 use crate::stack::Stack;
 use crate::transformer::{Architecture, Units, Workload};
@@ -10,7 +11,8 @@ use trainyard_model::costs::{UnitCost, unit_costs};
 use trainyard_model::{BatchShape, Model, ModelError, ModelSpec};
 use trainyard_tensor::DType;
 
-/// The units of `spec` on one rank of an unsplit model, with what the engine keeps and holds as its own pool counts it.
+/// The units of `spec` on one rank of an unsplit model, with what the engine keeps and holds as its
+/// own pool counts it.
 ///
 /// # Errors
 ///
@@ -43,8 +45,8 @@ mod tests {
     use super::*;
     use crate::kernel::Kernel;
 
-    /// The kernels that are priced do the arithmetic that the models' code does, products and attention at least; what is left is
-    /// element-wise.
+    /// The kernels that are priced do the arithmetic that the models' code does, products and
+    /// attention at least; what is left is element-wise.
     #[test]
     fn kernels_have_the_flops_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();
@@ -71,7 +73,8 @@ mod tests {
         }
     }
 
-    /// Selective recomputation cost no time: it was taken for attention's scores, of which fused attention keeps none.
+    /// Selective recomputation cost no time: it was taken for attention's scores, of which fused
+    /// attention keeps none.
     #[test]
     fn selective_recomputation_is_that_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();

@@ -46,7 +46,8 @@ pub enum PredictError {
     Simulate(#[from] SimulateError),
 }
 
-/// Lowers `case`, prices the programs and plays them. Software that keeps gathered inputs of products gathers them again where keeping them does not fit.
+/// Lowers `case`, prices the programs and plays them. Software that keeps gathered inputs of
+/// products gathers them again where keeping them does not fit.
 ///
 /// # Errors
 ///
@@ -115,7 +116,8 @@ impl Lowered {
     }
 }
 
-/// The first unit of every stretch of the pipeline but the first, as the stack deals units to stages.
+/// The first unit of every stretch of the pipeline but the first, as the stack deals units to
+/// stages.
 fn cuts(case: &Case) -> Vec<u32> {
     let chunks = match case.strategy.pipeline {
         PipelineSchedule::Interleaved { chunks } => chunks,
@@ -132,7 +134,8 @@ fn cuts(case: &Case) -> Vec<u32> {
             let head = f64::from(case.model.vocab) * f64::from(case.model.dim);
             let block = case.model.block_elements();
             let total = block * f64::from(units - 2) + head;
-            // A stage takes units up to the nearest to its share of the whole; the embedding counts nothing.
+            // A stage takes units up to the nearest to its share of the whole; the embedding counts
+            // nothing.
             let mut cuts = Vec::new();
             for unit in 1..units {
                 let spent = block * f64::from(unit - 1);
@@ -153,7 +156,8 @@ impl Prediction {
         self.memory.iter().map(|stage| stage.peak_bytes).fold(0.0, f64::max)
     }
 
-    /// Memory of the fullest stage, bytes, as `figure` counts it. No device holds more than it has: a cache gives way.
+    /// Memory of the fullest stage, bytes, as `figure` counts it. No device holds more than it has:
+    /// a cache gives way.
     pub fn memory_bytes(&self, figure: MemoryFigure) -> f64 {
         let held = self.held_bytes();
         let most = |bytes: f64| bytes.min(self.device_bytes.max(self.needed_bytes()));

@@ -1,8 +1,8 @@
 //! Hardware profiles: facts about devices and networks, each with its source, in TOML.
 //!
-//! The built-in ones lie in `data/devices.toml` and `data/networks.toml`. A user's own file has the same tables, `[[device]]` and
-//! `[[network]]`; a name in it hides the built-in one. Nothing here is fitted: how well kernels use a device is the business of
-//! [`Constants`](crate::Constants).
+//! The built-in ones lie in `data/devices.toml` and `data/networks.toml`. A user's own file has the
+//! same tables, `[[device]]` and `[[network]]`; a name in it hides the built-in one. Nothing here
+//! is fitted: how well kernels use a device is the business of [`Constants`](crate::Constants).
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -92,14 +92,16 @@ pub struct Device {
     /// What copies between its memory and pinned memory of its host reach, 1e9 bytes/s each way.
     #[serde(default = "pcie_4")]
     pub host_gb_s: f64,
-    /// What an hour costs, US dollars; an order of magnitude for comparisons, to be replaced by one's own price.
+    /// What an hour costs, US dollars; an order of magnitude for comparisons, to be replaced by
+    /// one's own price.
     #[serde(default)]
     pub usd_per_hour: f64,
     /// Where the numbers are from.
     pub source: String,
 }
 
-/// What copies of pinned memory reach over sixteen lanes of PCI Express 4.0, whose raw rate is 31.5: about 0.8 of it, like those over 3.0 and 5.0.
+/// What copies of pinned memory reach over sixteen lanes of PCI Express 4.0, whose raw rate is
+/// 31.5: about 0.8 of it, like those over 3.0 and 5.0.
 fn pcie_4() -> f64 {
     25.0
 }
@@ -110,7 +112,8 @@ impl Device {
         self.dense_tflops.contains_key(&format)
     }
 
-    /// Peak FLOP/s of dense products in `format`; a format that the device lacks runs in the next wider one that it has.
+    /// Peak FLOP/s of dense products in `format`; a format that the device lacks runs in the next
+    /// wider one that it has.
     pub fn peak(&self, format: Format) -> f64 {
         let wider = [Format::Fp4, Format::Fp8, Format::Bf16, Format::Fp16, Format::Tf32, Format::Fp32];
         let from = wider.iter().position(|f| *f == format).unwrap_or(0);
@@ -118,7 +121,8 @@ impl Device {
         peak.copied().unwrap_or(self.product_tflops) * 1e12
     }
 
-    /// The best measured rate of products in `format`, FLOP/s: the measured 16-bit rate scaled by the peaks.
+    /// The best measured rate of products in `format`, FLOP/s: the measured 16-bit rate scaled by
+    /// the peaks.
     pub fn product_rate(&self, format: Format) -> f64 {
         self.product_tflops * 1e12 * self.peak(format) / self.peak(Format::Bf16)
     }
@@ -136,7 +140,8 @@ pub struct Network {
     pub ring_us: f64,
     /// Latency of one level of a tree between nodes, microseconds.
     pub tree_us: f64,
-    /// What a step on 64 nodes waits for its slowest rank, seconds; falls with the fourth power of the nodes.
+    /// What a step on 64 nodes waits for its slowest rank, seconds; falls with the fourth power of
+    /// the nodes.
     #[serde(default)]
     pub straggle_s: f64,
     /// Nodes that a rail or pod joins at full bandwidth; None: all of them.

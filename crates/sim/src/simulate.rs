@@ -1,11 +1,14 @@
 //! The event simulation: programs of several ranks, played against each other in time.
 //!
-//! Every lane of a rank runs its instructions in order, copies to the host and from it each in theirs ([`Streams`]); an instruction starts when its lane is free and
-//! what it waits for has ended. A receive ends no earlier than its send. Ranks that do the same are simulated once: a collective's price knows its group, so one rank per pipeline stage is
-//! enough, and 16,384 GPUs cost what 16 do.
+//! Every lane of a rank runs its instructions in order, copies to the host and from it each in
+//! theirs ([`Streams`]); an instruction starts when its lane is free and what it waits for has
+//! ended. A receive ends no earlier than its send. Ranks that do the same are simulated once: a
+//! collective's price knows its group, so one rank per pipeline stage is enough, and 16,384 GPUs
+//! cost what 16 do.
 //!
-//! Three things make an instruction last longer than its price: the host, which launches kernels one after another and may be late; collectives beside
-//! compute, which take cores and bandwidth from it; and software that starts its reductions only after backward.
+//! Three things make an instruction last longer than its price: the host, which launches kernels
+//! one after another and may be late; collectives beside compute, which take cores and bandwidth
+//! from it; and software that starts its reductions only after backward.
 
 use crate::costs::Costs;
 use std::collections::{BTreeMap, HashMap};
@@ -40,7 +43,8 @@ pub struct RankTime {
 }
 
 impl RankTime {
-    /// Seconds of communication that nothing hid: what compute waited for gathers, reductions and collectives inside units.
+    /// Seconds of communication that nothing hid: what compute waited for gathers, reductions and
+    /// collectives inside units.
     pub fn exposed_s(&self) -> f64 {
         [Lane::Gather, Lane::Reduce, Lane::Inner].iter().map(|lane| self.waited_s[*lane as usize]).sum()
     }
@@ -181,7 +185,8 @@ impl<'a> Player<'a> {
         self.first
     }
 
-    /// Plays the first instruction, in program order, that its lane has reached and whose conditions are met; false when there is none.
+    /// Plays the first instruction, in program order, that its lane has reached and whose
+    /// conditions are met; false when there is none.
     fn play(&mut self, sent: &mut Sent) -> bool {
         let Some((number, arrival)) = self.playable(sent) else { return false };
         let instruction = &self.program.instructions[number];
@@ -199,7 +204,8 @@ impl<'a> Player<'a> {
 
     /// The instruction to play next, and when the message arrives that it receives.
     fn playable(&self, sent: &Sent) -> Option<(usize, f64)> {
-        // Nearly always it is the first one left: what it waits for stands before it, and only a message can be missing.
+        // Nearly always it is the first one left: what it waits for stands before it, and only a
+        // message can be missing.
         if self.first < self.program.instructions.len()
             && let Some(arrival) = self.arrival(self.first, sent)
         {
@@ -209,7 +215,8 @@ impl<'a> Player<'a> {
         heads.filter_map(|number| Some((number, self.arrival(number, sent)?))).min_by_key(|(number, _)| *number)
     }
 
-    /// When the message arrives that an instruction receives, 0 for others; None while something that it waits for has not been played.
+    /// When the message arrives that an instruction receives, 0 for others; None while something
+    /// that it waits for has not been played.
     fn arrival(&self, number: usize, sent: &Sent) -> Option<f64> {
         let instruction = &self.program.instructions[number];
         if self.streams.waits(number).any(|on| self.time.spans[on as usize] == NOT_YET) {
@@ -271,7 +278,8 @@ impl<'a> Player<'a> {
         Span { start_s: start, end_s: end }
     }
 
-    /// When all that instruction `number` waits for has ended, and on which lane the last of it ran.
+    /// When all that instruction `number` waits for has ended, and on which lane the last of it
+    /// ran.
     fn ready(&self, number: usize) -> (f64, Lane) {
         let mut ready = (0.0, Lane::Compute);
         for on in self.streams.waits(number) {
@@ -338,7 +346,8 @@ fn remember(recent: &mut Vec<Span>, span: Span) {
 /// Memory of one rank over its step.
 #[derive(Clone, PartialEq, Debug)]
 pub struct MemoryUse {
-    /// Bytes when most is held, by kind; activations include what the instruction at the peak works with.
+    /// Bytes when most is held, by kind; activations include what the instruction at the peak works
+    /// with.
     pub at_peak: BTreeMap<MemoryKind, f64>,
     /// Their sum.
     pub peak_bytes: f64,
@@ -346,10 +355,12 @@ pub struct MemoryUse {
     pub at: usize,
 }
 
-/// Memory of a rank when its instructions run as `time` says: what is held for the whole step, what instructions take when they start and give back
-/// when they end, and what they work with meanwhile.
+/// Memory of a rank when its instructions run as `time` says: what is held for the whole step, what
+/// instructions take when they start and give back when they end, and what they work with
+/// meanwhile.
 pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
-    // (time, give back before take, instruction, kind, change); bytes are whole numbers, and so are their sums.
+    // (time, give back before take, instruction, kind, change); bytes are whole numbers, and so are
+    // their sums.
     let mut changes: Vec<(f64, bool, u32, MemoryKind, f64)> = Vec::with_capacity(2 * program.instructions.len());
     for (number, (instruction, span)) in (0..).zip(program.instructions.iter().zip(&time.spans)) {
         for effect in &instruction.effects {

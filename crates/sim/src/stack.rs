@@ -1,7 +1,9 @@
-//! The software that runs a step, as facts: which kernels it has, what it overlaps, what it keeps in memory.
+//! The software that runs a step, as facts: which kernels it has, what it overlaps, what it keeps
+//! in memory.
 //!
-//! A prediction for this project's engine takes `trainyard`; the published runs were made by others, whose facts lie in `data/stacks.toml` with
-//! their sources. There are no efficiency factors here.
+//! A prediction for this project's engine takes `trainyard`; the published runs were made by
+//! others, whose facts lie in `data/stacks.toml` with their sources. There are no efficiency
+//! factors here.
 
 use crate::constants::AttentionKind;
 use serde::Deserialize;
@@ -25,7 +27,8 @@ pub enum Selective {
     CoreAttention,
     /// All but attention and every other product (torchtitan's `op`).
     PerOp,
-    /// Norms and gates (this project's `selective`); without a gate the activation is in a product's epilogue, and its result is kept.
+    /// Norms and gates (this project's `selective`); without a gate the activation is in a
+    /// product's epilogue, and its result is kept.
     NormsAndGates,
 }
 
@@ -85,7 +88,8 @@ pub struct Stack {
     pub partition: Partition,
     /// Whether a pipeline message synchronises host and device.
     pub host_sync: bool,
-    /// Whether, with a split sequence, inputs of products are kept as gathered, as long as that fits.
+    /// Whether, with a split sequence, inputs of products are kept as gathered, as long as that
+    /// fits.
     pub keeps_gathered: bool,
     /// Whether the allocator grows its segments.
     pub expandable: bool,
@@ -139,7 +143,8 @@ impl Stack {
 
     /// Launches of memory-bound kernels in a block's forward.
     pub(crate) fn block_launches(&self) -> f64 {
-        // Fused: two norms, two residuals, rotation, activation. Eager: casts, transposes, splits and masks are kernels too.
+        // Fused: two norms, two residuals, rotation, activation. Eager: casts, transposes, splits
+        // and masks are kernels too.
         if self.fused { 6.0 } else { 32.0 }
     }
 }

@@ -1,8 +1,10 @@
-//! Transformers as units of kernels: what forward and backward of each unit launch, keep and hold, under tensor and context parallelism.
+//! Transformers as units of kernels: what forward and backward of each unit launch, keep and hold,
+//! under tensor and context parallelism.
 //!
-//! Kinds of unit: an embedding, an encoder's or a decoder's block, a head. Blocks of one kind are described once, however many there are.
-//! Symbols as in Korthikanti et al. 2022 (arXiv 2205.05198), whose activation table this follows: s sequence, b micro-batch, d width, a
-//! heads, t tensor-parallel degree.
+//! Kinds of unit: an embedding, an encoder's or a decoder's block, a head. Blocks of one kind are
+//! described once, however many there are. Symbols as in Korthikanti et al. 2022 (arXiv
+//! 2205.05198), whose activation table this follows: s sequence, b micro-batch, d width, a heads, t
+//! tensor-parallel degree.
 
 use crate::constants::AttentionKind;
 use crate::kernel::Kernel;
@@ -66,7 +68,8 @@ pub struct Workload {
     pub context: u32,
     /// Ranks that share the experts.
     pub expert: u32,
-    /// Bytes of an operand of a product: what of a product's input is kept for its weight's gradient.
+    /// Bytes of an operand of a product: what of a product's input is kept for its weight's
+    /// gradient.
     pub operand_bytes: f64,
 }
 
@@ -81,7 +84,8 @@ pub struct UnitWork {
     pub backward_weights: Vec<Kernel>,
     /// What selective recomputation launches before backward.
     pub selective: Vec<Kernel>,
-    /// Launches of forward and backward beyond those of kernels listed: what eager frameworks launch for views, casts and splits.
+    /// Launches of forward and backward beyond those of kernels listed: what eager frameworks
+    /// launch for views, casts and splits.
     pub extra_launches: [f64; 2],
     /// Bytes kept for backward, by [`Keep`](trainyard_program::Keep).
     pub saved: [f64; 3],
@@ -89,9 +93,11 @@ pub struct UnitWork {
     pub working: [f64; 2],
     /// Bytes of logits and their gradients written and read by the loss.
     pub loss_traffic: f64,
-    /// Bytes of the output, whole: what crosses a pipeline cut and what tensor parallelism exchanges.
+    /// Bytes of the output, whole: what crosses a pipeline cut and what tensor parallelism
+    /// exchanges.
     pub output: f64,
-    /// Exchanges of the output inside forward, and as many inside backward, under tensor parallelism.
+    /// Exchanges of the output inside forward, and as many inside backward, under tensor
+    /// parallelism.
     pub exchanges: u32,
     /// Bytes of keys and values, whole.
     pub kv: f64,
@@ -225,7 +231,8 @@ impl Builder<'_> {
         self.mlp(&mut unit);
         unit.output = self.tokens() * self.dim() * HALF;
         unit.exchanges = if cross { 3 } else { 2 };
-        // Gated: q, k, v, o, gate, up, down and two norms' weights; otherwise four matrices and two norms, each with a bias.
+        // Gated: q, k, v, o, gate, up, down and two norms' weights; otherwise four matrices and two
+        // norms, each with a bias.
         unit.tensors = if self.model.gated { 9 } else { 12 } + if cross { 6 } else { 0 };
         unit.kv = 2.0 * self.tokens() * f64::from(self.model.kv_heads * self.model.head_dim) * HALF;
         if self.stack.keeps_gathered && self.stack.sequence_parallel {
@@ -251,7 +258,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Memory-bound work of `bytes` forward and 1.7 times that backward, which reads the gradient too.
+    /// Memory-bound work of `bytes` forward and 1.7 times that backward, which reads the gradient
+    /// too.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
         unit.forward.push(Kernel::Stream { bytes, launches });
         unit.backward_input.push(Kernel::Stream { bytes: 1.7 * bytes, launches });
@@ -260,7 +268,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Norms and gates of `bytes` read and written, repeated where selective recomputation is of these.
+    /// Norms and gates of `bytes` read and written, repeated where selective recomputation is of
+    /// these.
     fn recomputed(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
         if self.stack.selective == Selective::NormsAndGates {
             unit.selective.push(Kernel::Stream { bytes, launches });
@@ -277,7 +286,8 @@ impl Builder<'_> {
         self.scores(unit, causal);
         self.product(unit, m, d, q);
         unit.elements += self.model.attention_elements();
-        // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass where it is a kernel of its own.
+        // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass
+        // where it is a kernel of its own.
         let dropout = if self.stack.dropout { 1.5 } else { 0.0 };
         let rotation = if self.model.positions == 0 { 2.0 * m * (q + kv) * HALF } else { 0.0 };
         self.stream(unit, (5.0 + dropout) * stream + rotation, 2.0);
@@ -340,7 +350,8 @@ impl Builder<'_> {
         let batched = |m, n, k| Kernel::Batched { batch: heads, m, n, k, head_dim: c };
         let bytes = heads * queries * s * HALF;
         let (up, down) = (batched(queries, s, c), batched(queries, c, s));
-        // Scale, mask and softmax in one kernel: read, write; dropout: read, write, mask. Eager: each its own, softmax in f32.
+        // Scale, mask and softmax in one kernel: read, write; dropout: read, write, mask. Eager:
+        // each its own, softmax in f32.
         let passes = 2.0 + if self.stack.dropout { 2.5 } else { 0.0 } + if self.stack.fused { 0.0 } else { 5.0 };
         let forward = [up, Kernel::Stream { bytes: passes * bytes, launches: 2.0 }, down];
         unit.forward.extend(forward);
@@ -370,7 +381,8 @@ impl Builder<'_> {
         // Gate: two reads, a write; otherwise a read, a write and the bias.
         let activation = if self.model.gated { 3.0 } else { 2.5 } * inner * HALF;
         self.stream(unit, (5.0 + dropout) * stream + activation, 2.0);
-        // Norm's input, the product's input; the activation's inputs and its result, and one more where the gate is a kernel of its own.
+        // Norm's input, the product's input; the activation's inputs and its result, and one more
+        // where the gate is a kernel of its own.
         let gate = self.model.gated;
         let extra = if gate && !self.stack.fused { 1.0 } else { 0.0 };
         let mask = if self.stack.dropout { stream / 2.0 } else { 0.0 };
@@ -388,7 +400,8 @@ impl Builder<'_> {
         unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
     }
 
-    /// A mixture: every token to `per_token` experts, evenly. Returns elements of the inner activations.
+    /// A mixture: every token to `per_token` experts, evenly. Returns elements of the inner
+    /// activations.
     fn experts(&self, unit: &mut UnitWork, experts: Experts, up: f64) -> f64 {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let f = f64::from(self.model.ffn);
@@ -396,7 +409,8 @@ impl Builder<'_> {
         // The rank's experts: each product is as many smaller ones.
         let local = f64::from(experts.count) / f64::from(self.work.expert);
         let rows = routed / local;
-        // A grouped product fills the device as one of all its rows would, but tiles end with each expert's rows.
+        // A grouped product fills the device as one of all its rows would, but tiles end with each
+        // expert's rows.
         let filled = (rows / 128.0).ceil() * 128.0 * local;
         for (n, k) in [(up * f, d), (d, f)] {
             unit.forward.push(Kernel::Product { m: filled, n, k });

@@ -90,8 +90,9 @@ pub struct Fit {
     pub rows: usize,
 }
 
-/// Fits the constants of the table `fitted` on the judged rows of the sources that the constants name, by coordinate descent on a robust loss: the
-/// absolute logarithm of predicted over measured speed, cut at a half, so that rows that nothing explains pull nowhere.
+/// Fits the constants of the table `fitted` on the judged rows of the sources that the constants
+/// name, by coordinate descent on a robust loss: the absolute logarithm of predicted over measured
+/// speed, cut at a half, so that rows that nothing explains pull nowhere.
 pub fn fit(rows: &[Row], profiles: &Profiles, constants: &Constants, rounds: u32) -> Fit {
     let seen = |row: &&Row| row.judged && constants.fitted_on.iter().any(|source| source == row.source());
     let lowered: Vec<(Lowered, f64)> = rows

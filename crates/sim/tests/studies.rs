@@ -8,7 +8,8 @@ use trainyard_sim::measurement::{self, Case};
 use trainyard_sim::transformer::Workload;
 use trainyard_sim::{Bundle, Cluster, Constants, Format, Lowered, Prediction, Profiles, Stack, model, predict};
 
-/// ZeRO (Rajbhandari et al. 2020, figure 1 and table 1): 7.5 billion parameters over 64 ranks hold 120, 31.4, 16.6 and 1.9 GB.
+/// ZeRO (Rajbhandari et al. 2020, figure 1 and table 1): 7.5 billion parameters over 64 ranks hold
+/// 120, 31.4, 16.6 and 1.9 GB.
 #[test]
 fn zero_s_memory_table_is_what_programs_hold() {
     let unit = UnitShape {
@@ -100,7 +101,8 @@ fn the_fsdp_study_comes_out() {
     assert!(eight.tokens_per_s > 1.2 * f32.tokens_per_s);
 }
 
-/// Megatron-Bridge's memory tuning of Llama 3 70B at 4,096 tokens: to recompute the attention core besides MLPs takes 593.6 TFLOP/s to 586.8, 1.2 %.
+/// Megatron-Bridge's memory tuning of Llama 3 70B at 4,096 tokens: to recompute the attention core
+/// besides MLPs takes 593.6 TFLOP/s to 586.8, 1.2 %.
 #[test]
 fn recomputing_fused_attention_costs_its_forward() {
     let step = |keep: Keep| {
@@ -135,7 +137,8 @@ fn sixteen_thousand_ranks_are_a_pipeline_of_sixteen() {
     };
     let prediction = predict(&case, &Constants::builtin()).unwrap();
     assert_eq!(prediction.memory.len(), 16);
-    // Llama 3 (Grattafiori et al. 2024, table 4): 16,384 GPUs reach 400 TFLOP/s each, 38 to 43 % of peak.
+    // Llama 3 (Grattafiori et al. 2024, table 4): 16,384 GPUs reach 400 TFLOP/s each, 38 to 43 % of
+    // peak.
     let tflops = prediction.tokens_per_s * (6.0 * 405.9e9 + 6.0 * 126.0 * 8192.0 * 16384.0) / 1e12;
     assert!((320.0..480.0).contains(&tflops), "{tflops:.0}");
 }
@@ -145,7 +148,8 @@ fn published(id: &str) -> Case {
     rows.iter().find(|row| row.id == id).unwrap().case(&Profiles::builtin()).unwrap()
 }
 
-/// ZeRO-1 gathers all parameters after the update: on 32 nodes a latency per unit would be most of the step; on one node it is none of it.
+/// ZeRO-1 gathers all parameters after the update: on 32 nodes a latency per unit would be most of
+/// the step; on one node it is none of it.
 #[test]
 fn gathers_that_wait_go_together() {
     let step = |id: &str, gathers: Bundle| {
@@ -194,8 +198,9 @@ fn stragglers_grow_in_proportion_beyond_what_was_measured() {
     assert!((straggle(2048) / straggle(64) - 32.0).abs() < 1e-9);
 }
 
-/// A link works in both directions at once: where it is all that takes time, an update on the host takes what the gradients take to go there, and
-/// the last copy back. (Two buffers, and units of different sizes, cost a little more.)
+/// A link works in both directions at once: where it is all that takes time, an update on the host
+/// takes what the gradients take to go there, and the last copy back. (Two buffers, and units of
+/// different sizes, cost a little more.)
 #[test]
 fn copies_to_the_host_and_from_it_run_beside_each_other() {
     let mut case = published("pb-1047");

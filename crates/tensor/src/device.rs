@@ -1,9 +1,10 @@
 //! Where tensors live and kernels run, chosen at run time at the grain of whole kernels.
 //!
-//! `cpu`, `cuda`, and `meta`, which has shapes and no data. Every operation states its [`Cost`] and passes the kernel
-//! as a closure to [`Device::launch_on`]: a device with data runs it, meta only adds up the cost. All allocate through the same pool
-//! code, so running a model on meta gives its FLOPs, bytes and memory exactly as the run will have them; of kernels' scratch
-//! a meta device takes what the device takes that it stands for ([`Computes`]).
+//! `cpu`, `cuda`, and `meta`, which has shapes and no data. Every operation states its [`Cost`] and
+//! passes the kernel as a closure to [`Device::launch_on`]: a device with data runs it, meta only
+//! adds up the cost. All allocate through the same pool code, so running a model on meta gives its
+//! FLOPs, bytes and memory exactly as the run will have them; of kernels' scratch a meta device
+//! takes what the device takes that it stands for ([`Computes`]).
 
 use crate::cpu::{Cpu, Crew, Isa};
 use crate::cuda::{self, Cuda, Mark};
@@ -35,7 +36,8 @@ pub type Dims = [u32; 5];
 pub struct Work {
     /// What it does.
     pub cost: Cost,
-    /// What of its form changes its time beside the shape: an activation in the epilogue, say. Empty for the plain form.
+    /// What of its form changes its time beside the shape: an activation in the epilogue, say.
+    /// Empty for the plain form.
     pub variant: &'static str,
     /// Of its operands.
     pub dtype: DType,
@@ -81,7 +83,8 @@ pub fn tag_calls(tag: u32) {
     TAG.set(tag);
 }
 
-/// Says which lane this thread works for from now on: on a GPU, what it launches goes onto that lane's stream. Threads begin on lane 0.
+/// Says which lane this thread works for from now on: on a GPU, what it launches goes onto that
+/// lane's stream. Threads begin on lane 0.
 pub fn enter_lane(lane: usize) {
     cuda::enter_lane(lane);
 }
@@ -106,7 +109,8 @@ impl Cost {
         Work { cost: self, variant: "", dtype, dims: all }
     }
 
-    /// No arithmetic worth counting beyond `flops_per_element` on the elements of the first tensor; every tensor moved once.
+    /// No arithmetic worth counting beyond `flops_per_element` on the elements of the first tensor;
+    /// every tensor moved once.
     pub fn streaming(flops_per_element: usize, tensors: &[&Tensor]) -> Cost {
         let elements = tensors.first().map_or(0, |t| t.elements());
         Cost::new(flops_per_element * elements, tensors.iter().map(|t| t.bytes()).sum())
@@ -196,7 +200,8 @@ impl Device {
         matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some())
     }
 
-    /// Does a task of another rank of the crew on this thread, which has to wait anyway; false when there is none.
+    /// Does a task of another rank of the crew on this thread, which has to wait anyway; false when
+    /// there is none.
     pub fn lend(&self) -> bool {
         matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some_and(|crew| crew.lend()))
     }
@@ -207,8 +212,9 @@ impl Device {
         Device::new(Kind::Cuda(cuda), pool)
     }
 
-    /// The host as a device of its own, with a pool of its own: what leaves this device lies and is worked on there. Beside a GPU its memory is pinned, so that
-    /// the GPU copies by itself; beside meta it is meta with the CPU's kernels.
+    /// The host as a device of its own, with a pool of its own: what leaves this device lies and is
+    /// worked on there. Beside a GPU its memory is pinned, so that the GPU copies by itself; beside
+    /// meta it is meta with the CPU's kernels.
     pub fn beside(&self) -> Device {
         match &self.0.kind {
             Kind::Cpu(cpu) => Device::cpu(cpu.isa, cpu.threads.count(), None),
@@ -311,8 +317,9 @@ impl Device {
         })
     }
 
-    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the profile; with recording on, the call is recorded. On a
-    /// GPU, where a kernel is only launched, either makes the host wait for it, which is the time that is measured.
+    /// Runs a kernel, or on meta counts it. With profiling on, its cost and time are added to the
+    /// profile; with recording on, the call is recorded. On a GPU, where a kernel is only launched,
+    /// either makes the host wait for it, which is the time that is measured.
     pub fn launch_on(
         &self,
         kernel: &'static str,

@@ -1,7 +1,8 @@
 //! Element types of tensors.
 //!
-//! Values are stored in one of [`DType`]'s formats; arithmetic on the CPU is done in `f32`, whatever the storage.
-//! [`Element`] ties a Rust type to its `DType` and to the vector loads and stores that widen to and round from `f32`.
+//! Values are stored in one of [`DType`]'s formats; arithmetic on the CPU is done in `f32`,
+//! whatever the storage. [`Element`] ties a Rust type to its `DType` and to the vector loads and
+//! stores that widen to and round from `f32`.
 
 use crate::cpu::simd::Simd;
 use bytemuck::Pod;
@@ -95,7 +96,8 @@ pub trait Element: Scalar + Default + PartialEq + fmt::Debug {
     /// Stores to the first `S::LANES` elements of `y`; panics when there are fewer.
     fn store<S: Simd>(s: S, v: S::F, y: &mut [Self]);
 
-    /// Stores two vectors to the first `2 S::LANES` elements of `y`, whole cache lines at once where they fill one.
+    /// Stores two vectors to the first `2 S::LANES` elements of `y`, whole cache lines at once
+    /// where they fill one.
     #[inline(always)]
     fn store_pair<S: Simd>(s: S, v: [S::F; 2], y: &mut [Self]) {
         Self::store(s, v[0], y);

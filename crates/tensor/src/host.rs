@@ -1,7 +1,8 @@
 //! What the host reads of tensors and writes into them, on every device.
 //!
-//! `with_*` hands out the memory itself where that is the host's, and a copy where it is a GPU's: what uses them need not know which. Reading waits for what
-//! this thread's lane has launched; writing waits for nothing.
+//! `with_*` hands out the memory itself where that is the host's, and a copy where it is a GPU's:
+//! what uses them need not know which. Reading waits for what this thread's lane has launched;
+//! writing waits for nothing.
 
 use crate::dtype::{Element, bf16, f16};
 use crate::error::{Result, TensorError};
@@ -92,8 +93,9 @@ impl Tensor {
         Ok(())
     }
 
-    /// Copies the bytes of `source` in, from a device to the host beside it ([`Device::beside`]) or back. On a GPU this is only launched, on this thread's
-    /// lane: until that is done, nothing else may change `source` or use this tensor on the host. Nothing on meta.
+    /// Copies the bytes of `source` in, from a device to the host beside it ([`Device::beside`]) or
+    /// back. On a GPU this is only launched, on this thread's lane: until that is done, nothing
+    /// else may change `source` or use this tensor on the host. Nothing on meta.
     ///
     /// # Errors
     /// Memory of the host that the GPU cannot copy from and to by itself.

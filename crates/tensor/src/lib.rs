@@ -1,11 +1,13 @@
 //! Dtypes, shapes, the memory pool, devices and the kernels.
 //!
-//! From the bottom: [`cpu`] holds kernels, plain functions over slices, each with a ladder of instruction sets; `reference`
-//! holds their naive scalar oracles; [`pool`] hands out memory with a purpose on every byte; [`Tensor`] is a
-//! contiguous region of it; [`Device`] runs kernels (`cpu`, [`cuda`]) or only counts them (`meta`); [`ops`] are the operations on tensors:
-//! they check shapes, allocate results, state their cost and launch.
+//! From the bottom: [`cpu`] holds kernels, plain functions over slices, each with a ladder of
+//! instruction sets; `reference` holds their naive scalar oracles; [`pool`] hands out memory with a
+//! purpose on every byte; [`Tensor`] is a contiguous region of it; [`Device`] runs kernels (`cpu`,
+//! [`cuda`]) or only counts them (`meta`); [`ops`] are the operations on tensors: they check
+//! shapes, allocate results, state their cost and launch.
 //!
-//! This crate knows nothing of gradients: it has forward and backward kernels, and `autograd` pairs them.
+//! This crate knows nothing of gradients: it has forward and backward kernels, and `autograd` pairs
+//! them.
 
 pub mod bench;
 pub mod cpu;

@@ -1,9 +1,10 @@
-//! Read-only memory-mapped files: token files and weight files are read where the page cache has them.
+//! Read-only memory-mapped files: token files and weight files are read where the page cache has
+//! them.
 //!
-//! It lives here because mapping a file is `unsafe` and unsafe code stays in this crate. What it does not do: writing
-//! through a mapping, or guarding against somebody who truncates the file while it is mapped (that ends the process with
-//! SIGBUS, as for every program that maps files; Trainyard itself only ever replaces files by rename, which leaves an
-//! existing mapping whole).
+//! It lives here because mapping a file is `unsafe` and unsafe code stays in this crate. What it
+//! does not do: writing through a mapping, or guarding against somebody who truncates the file
+//! while it is mapped (that ends the process with SIGBUS, as for every program that maps files;
+//! Trainyard itself only ever replaces files by rename, which leaves an existing mapping whole).
 
 use std::fs::File;
 use std::io;
@@ -32,13 +33,15 @@ impl MappedFile {
         if metadata.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the mapping is private and read-only. That nobody changes the file under it cannot be proved by any
-        // program; ours never do (see the module text), and only plain bytes are ever read from it.
+        // SAFETY: the mapping is private and read-only. That nobody changes the file under it
+        // cannot be proved by any program; ours never do (see the module text), and only plain
+        // bytes are ever read from it.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { map: Some(map) })
     }
 
-    /// Asks the kernel to read the file into the page cache in the background; a refusal costs only speed.
+    /// Asks the kernel to read the file into the page cache in the background; a refusal costs only
+    /// speed.
     pub fn warm(&self) {
         if let Some(map) = &self.map {
             let _ = map.advise(Advice::WillNeed);

@@ -1,11 +1,15 @@
-//! One memory pool per rank: every byte has a purpose, live and peak are counted per purpose, freed blocks are reused.
+//! One memory pool per rank: every byte has a purpose, live and peak are counted per purpose, freed
+//! blocks are reused.
 //!
-//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %), those of model state only to cache lines, and a freed block
-//! serves the next request of its size. Steps repeat their requests, so after the first step the operating system is no longer asked. Blocks that
-//! no request of a step wants are given back when keeping them would hold more than an eighth above the peak of live bytes.
+//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %), those of model
+//! state only to cache lines, and a freed block serves the next request of its size. Steps repeat
+//! their requests, so after the first step the operating system is no longer asked. Blocks that no
+//! request of a step wants are given back when keeping them would hold more than an eighth above
+//! the peak of live bytes.
 //!
-//! A GPU's pool is the same with blocks of its memory. What is counted is the rounded size. The meta device runs the same code without memory behind it, so its count is
-//! the prediction of the real one, not an estimate of it.
+//! A GPU's pool is the same with blocks of its memory. What is counted is the rounded size. The
+//! meta device runs the same code without memory behind it, so its count is the prediction of the
+//! real one, not an estimate of it.
 
 mod arena;
 
@@ -53,8 +57,8 @@ impl Purpose {
         Purpose::Data,
     ];
 
-    /// Whether its buffers have sizes that a model fixes: a unit's parameters, say. They come in few sizes, so classes would waste
-    /// memory and make no reuse.
+    /// Whether its buffers have sizes that a model fixes: a unit's parameters, say. They come in
+    /// few sizes, so classes would waste memory and make no reuse.
     const fn is_state(self) -> bool {
         matches!(self, Purpose::Params | Purpose::Gathered | Purpose::Grads | Purpose::Optimizer)
     }
@@ -117,7 +121,8 @@ impl Usage {
         self.reserved
     }
 
-    /// The most bytes ever held at once: blocks, in use and kept for reuse, and what is counted outside of the pool. Above [`Usage::peak_total`] is fragmentation.
+    /// The most bytes ever held at once: blocks, in use and kept for reuse, and what is counted
+    /// outside of the pool. Above [`Usage::peak_total`] is fragmentation.
     pub fn reserved_peak(&self) -> usize {
         self.reserved_peak
     }
@@ -176,7 +181,8 @@ unsafe impl Send for HostBlock {}
 unsafe impl Sync for HostBlock {}
 
 impl MemoryPool {
-    /// A pool of real memory, or (`backed` false) one that only counts. `limit`: the most live bytes.
+    /// A pool of real memory, or (`backed` false) one that only counts. `limit`: the most live
+    /// bytes.
     pub fn new(backed: bool, limit: Option<usize>) -> MemoryPool {
         MemoryPool::of(if backed { Backing::Host } else { Backing::Nothing }, limit)
     }
@@ -186,7 +192,8 @@ impl MemoryPool {
         MemoryPool::of(Backing::Device(cuda), limit)
     }
 
-    /// A pool of the host's memory that a GPU copies from and to by itself. Its pages are pinned when a block is new, which is once.
+    /// A pool of the host's memory that a GPU copies from and to by itself. Its pages are pinned
+    /// when a block is new, which is once.
     pub(crate) fn pinned(cuda: Arc<Cuda>) -> MemoryPool {
         MemoryPool::of(Backing::Pinned(cuda), None)
     }
@@ -195,7 +202,8 @@ impl MemoryPool {
         MemoryPool(Arc::new(Inner { backing, limit, state: Mutex::default() }))
     }
 
-    /// A buffer of at least `bytes` bytes. Its contents are arbitrary (zero or what an earlier owner left).
+    /// A buffer of at least `bytes` bytes. Its contents are arbitrary (zero or what an earlier
+    /// owner left).
     pub fn allocate(&self, bytes: usize, purpose: Purpose) -> Result<Buffer> {
         let capacity = if purpose.is_state() { bytes.max(1).next_multiple_of(64) } else { size_class(bytes) };
         let mut state = self.lock();
@@ -215,7 +223,8 @@ impl MemoryPool {
         Ok(Buffer { pool: self.clone(), block, capacity, purpose, is_zero, arena })
     }
 
-    /// Counts memory that is held outside the pool for good, such as the per-thread panels of kernels.
+    /// Counts memory that is held outside the pool for good, such as the per-thread panels of
+    /// kernels.
     pub fn count_static(&self, bytes: usize, purpose: Purpose) {
         let mut state = self.lock();
         state.count(purpose, bytes);
@@ -337,8 +346,9 @@ fn size_class(bytes: usize) -> usize {
     bytes.next_multiple_of(step.max(64))
 }
 
-/// From this size on a block is mapped by itself, aligned to 2 MiB and advised to use huge pages: a fault then costs
-/// per 2 MiB instead of per 4 KiB, and the optimizer's passes miss the TLB 512 times less.
+/// From this size on a block is mapped by itself, aligned to 2 MiB and advised to use huge pages: a
+/// fault then costs per 2 MiB instead of per 4 KiB, and the optimizer's passes miss the TLB 512
+/// times less.
 const MAP_FROM: usize = 1 << 21;
 
 /// Small blocks are aligned to a cache line, which is also the width of the widest vector.
@@ -373,7 +383,8 @@ impl Drop for HostBlock {
 #[cfg(unix)]
 fn map(capacity: usize) -> std::io::Result<NonNull<u8>> {
     let padded = capacity + MAP_FROM;
-    // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing that exists.
+    // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing
+    // that exists.
     let base = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         libc::mmap(std::ptr::null_mut(), padded, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
@@ -450,7 +461,8 @@ impl Buffer {
         }
     }
 
-    /// The first byte in the memory of a GPU, on which this thread's lane is about to work; None elsewhere.
+    /// The first byte in the memory of a GPU, on which this thread's lane is about to work; None
+    /// elsewhere.
     pub(crate) fn address(&self) -> Option<u64> {
         match &self.block {
             Some(Block::Device(block)) => Some(block.used()),
@@ -548,8 +560,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is allocated and freed, meta counts what real memory counts, nothing leaks, and what is held
-        /// stays within an eighth of the peak.
+        /// Whatever is allocated and freed, meta counts what real memory counts, nothing leaks, and
+        /// what is held stays within an eighth of the peak.
         #[test]
         fn meta_counts_like_memory(steps in prop::collection::vec((1usize..3_000_000, 0usize..8, any::<bool>()), 1..60)) {
             let (real, meta) = (MemoryPool::new(true, None), MemoryPool::new(false, None));

@@ -1,13 +1,15 @@
 //! Tensors: a contiguous row-major region of a pooled buffer, with a shape and a dtype.
 //!
-//! A tensor is a handle: clones and views share the buffer, and the memory goes back to the pool with the last of them.
-//! There are no strides: kernels that profit from strided operands (attention on a fused qkv matrix) take them
-//! explicitly, everything else is contiguous, and `transpose` moves data.
+//! A tensor is a handle: clones and views share the buffer, and the memory goes back to the pool
+//! with the last of them. There are no strides: kernels that profit from strided operands
+//! (attention on a fused qkv matrix) take them explicitly, everything else is contiguous, and
+//! `transpose` moves data.
 //!
-//! **Aliasing.** Views of one buffer may overlap (a unit's flat parameters and each parameter in them). Operations that
-//! write take `&mut Tensor`, and check that what they write does not overlap what they read unless they work in place.
-//! Memory of a GPU is worked on by kernels alone; [`crate::host`] has what the host reads and writes, on every device.
-//! Between threads, order is the business of the step program, whose dependencies say which instruction writes what.
+//! **Aliasing.** Views of one buffer may overlap (a unit's flat parameters and each parameter in
+//! them). Operations that write take `&mut Tensor`, and check that what they write does not overlap
+//! what they read unless they work in place. Memory of a GPU is worked on by kernels alone;
+//! [`crate::host`] has what the host reads and writes, on every device. Between threads, order is
+//! the business of the step program, whose dependencies say which instruction writes what.
 
 use crate::device::Device;
 use crate::error::{Result, TensorError};
@@ -35,8 +37,8 @@ impl Tensor {
         Ok(Tensor { device: device.clone(), buffer: Arc::new(buffer), offset: 0, shape, dtype })
     }
 
-    /// A tensor of zeros. Pages that are fresh from the operating system are zero and stay untouched until they are first used,
-    /// by as many threads as then work on them.
+    /// A tensor of zeros. Pages that are fresh from the operating system are zero and stay
+    /// untouched until they are first used, by as many threads as then work on them.
     pub(crate) fn allocate_zeros(device: &Device, shape: Shape, dtype: DType, purpose: Purpose) -> Result<Tensor> {
         let mut tensor = Tensor::allocate(device, shape, dtype, purpose)?;
         if !tensor.buffer.was_zero() {
@@ -119,7 +121,8 @@ impl Tensor {
         Ok(Tensor { shape, ..self.clone() })
     }
 
-    /// The elements `start .. start + shape.elements()` of the flattened tensor, as a tensor of `shape`.
+    /// The elements `start .. start + shape.elements()` of the flattened tensor, as a tensor of
+    /// `shape`.
     pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
         ensure_shape!(
@@ -153,8 +156,9 @@ impl Tensor {
             return Err(TensorError::DType { op: "data", expected: T::DTYPE.name(), got: self.dtype });
         }
         let base = self.buffer.data().ok_or_else(|| self.no_host_data("reading"))?;
-        // SAFETY: the region lies in the buffer (every constructor checks it), is aligned for `T` (blocks to 64 bytes,
-        // offsets to whole elements), every bit pattern is a `T`, and the buffer lives as long as the borrow.
+        // SAFETY: the region lies in the buffer (every constructor checks it), is aligned for `T`
+        // (blocks to 64 bytes, offsets to whole elements), every bit pattern is a `T`, and the
+        // buffer lives as long as the borrow.
         Ok(unsafe { std::slice::from_raw_parts(base.as_ptr().add(self.offset).cast::<T>(), self.elements()) })
     }
 
@@ -164,7 +168,8 @@ impl Tensor {
             return Err(TensorError::DType { op: "data_mut", expected: T::DTYPE.name(), got: self.dtype });
         }
         let base = self.buffer.data().ok_or_else(|| self.no_host_data("writing"))?;
-        // SAFETY: as in `data`; that no overlapping region is read meanwhile is the callers' contract (module docs).
+        // SAFETY: as in `data`; that no overlapping region is read meanwhile is the callers'
+        // contract (module docs).
         Ok(unsafe { std::slice::from_raw_parts_mut(base.as_ptr().add(self.offset).cast::<T>(), self.elements()) })
     }
 

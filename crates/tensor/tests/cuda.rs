@@ -1,7 +1,8 @@
-//! Operations on CUDA give what they give on the CPU: the kernels run emulated on the host, on the fake driver, or on a GPU (`TRAINYARD_TEST_DEVICE`).
+//! Operations on CUDA give what they give on the CPU: the kernels run emulated on the host, on the
+//! fake driver, or on a GPU (`TRAINYARD_TEST_DEVICE`).
 //!
-//! Kernels are checked against scalar oracles in `trainyard-cuda`; here it is that each operation launches the right one with the right operands,
-//! and that `meta` predicts its memory.
+//! Kernels are checked against scalar oracles in `trainyard-cuda`; here it is that each operation
+//! launches the right one with the right operands, and that `meta` predicts its memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -488,7 +489,8 @@ fn wrong_indices_are_named_as_on_the_cpu() {
     assert_eq!(tested.problems(), [""; 0]);
 }
 
-/// A linear layer with operands of eight bits, scaled as by an earlier step, and its gradients; with the largest magnitudes of all three.
+/// A linear layer with operands of eight bits, scaled as by an earlier step, and its gradients;
+/// with the largest magnitudes of all three.
 fn eight_bits(o: &Operands<'_>, measures: bool) -> Result<Vec<Tensor>> {
     use ops::fp8::{Scaling, Slot, Slots, linear_fp8, linear_fp8_backward};
     let slot = |scale: f32| -> Result<Slot> {
@@ -525,7 +527,8 @@ fn eight_bits(o: &Operands<'_>, measures: bool) -> Result<Vec<Tensor>> {
     Ok(all)
 }
 
-/// Both devices multiply the same rounded numbers, so that the order of sums alone differs: the tolerance is that of bf16's last rounding, not of eight bits.
+/// Both devices multiply the same rounded numbers, so that the order of sums alone differs: the
+/// tolerance is that of bf16's last rounding, not of eight bits.
 #[test]
 fn linear_layers_of_eight_bits_are_those_of_the_cpu() {
     let (tested, cuda) = device();
@@ -562,7 +565,8 @@ fn linear_layers_of_eight_bits_are_those_of_the_cpu() {
         drop((run(&cpu), run(&meta)));
         assert_eq!(cpu.pool().usage().peak_total(), meta.pool().usage().peak_total());
     }
-    // Rounded and not are apart by what eight bits lose, and no more: three bits of mantissa in each operand, 32 products.
+    // Rounded and not are apart by what eight bits lose, and no more: three bits of mantissa in
+    // each operand, 32 products.
     let [rounded, wide] =
         [false, true].map(|measures| eight_bits(&Operands { device: &cpu, dtype: DType::BF16 }, measures).unwrap());
     let off = |(a, b): (&Tensor, &Tensor)| {

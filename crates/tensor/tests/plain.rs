@@ -1,4 +1,5 @@
-//! The plain operations against naive loops over multi-indices, on shapes that are odd and broadcast in every way.
+//! The plain operations against naive loops over multi-indices, on shapes that are odd and
+//! broadcast in every way.
 
 use proptest::prelude::*;
 use trainyard_tensor::cpu::Isa;
@@ -41,7 +42,8 @@ fn close(what: &str, got: &Tensor, shape: &[usize], want: &[f64], slack: f64) {
     }
 }
 
-/// Two shapes that broadcast together: a shape, dimensions of either set to 1, leading dimensions of one dropped.
+/// Two shapes that broadcast together: a shape, dimensions of either set to 1, leading dimensions
+/// of one dropped.
 fn broadcasting() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
     let dims = prop::collection::vec((1usize..6, 0..4), 0..5);
     (dims, 0usize..4, any::<bool>()).prop_map(|(dims, dropped, swap)| {

@@ -1,4 +1,5 @@
-//! Rotary frequencies and tables against those of transformers, for every scaling rule that configs name.
+//! Rotary frequencies and tables against those of transformers, for every scaling rule that configs
+//! name.
 
 use serde_json::Value;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, rope_frequencies};
@@ -54,7 +55,8 @@ fn every_scaling_rule_gives_transformers_frequencies() {
             for pair in 0..dim / 2 {
                 let (cos, sin) = (table.cos[position * dim / 2 + pair], table.sin[position * dim / 2 + pair]);
                 let wanted = [&case["cos"], &case["sin"]].map(|table| table[at][pair].as_f64().unwrap());
-                // The angle is a product of two f32 numbers in f32: off by three roundings, and by those of their frequency.
+                // The angle is a product of two f32 numbers in f32: off by three roundings, and by
+                // those of their frequency.
                 let slack = factor * (1e-7 + *position as f64 * frequencies[pair] * 2e-6);
                 for (found, wanted) in [(cos, wanted[0]), (sin, wanted[1])] {
                     let off = (f64::from(found) - wanted).abs();

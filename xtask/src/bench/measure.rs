@@ -15,7 +15,8 @@ pub fn last_json_line(command: &mut Command, log: &Path) -> Result<Value> {
     objects.find(Value::is_object).with_context(|| format!("{command:?} printed no JSON object"))
 }
 
-/// Runs `command` and returns what it printed; its stderr goes to `log`, whose end is in the error when it fails.
+/// Runs `command` and returns what it printed; its stderr goes to `log`, whose end is in the error
+/// when it fails.
 pub fn output(command: &mut Command, log: &Path) -> Result<String> {
     let file = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
     let output = command
@@ -38,8 +39,8 @@ pub fn figure(value: &Value, pointer: &str) -> Result<f64> {
     found.as_f64().with_context(|| format!("`{pointer}` is {found}, not a number"))
 }
 
-/// The figures of a training run, from its `metrics.jsonl` and the `evaluations.jsonl` beside it: medians and sums over its
-/// steps, and the last validation loss where there was an evaluation.
+/// The figures of a training run, from its `metrics.jsonl` and the `evaluations.jsonl` beside it:
+/// medians and sums over its steps, and the last validation loss where there was an evaluation.
 pub fn training_run(metrics: &Path) -> Result<Value> {
     let steps: Vec<(f64, f64)> = records(metrics)?
         .iter()
@@ -89,7 +90,8 @@ impl Measured {
         median(self.theirs.iter().map(|value| figure(value, pointer)).collect::<Result<_>>()?).map(Some)
     }
 
-    /// Medians of `key` for those cases of ours whose text fields are as `filters` say, each with theirs of the same name.
+    /// Medians of `key` for those cases of ours whose text fields are as `filters` say, each with
+    /// theirs of the same name.
     pub fn cases(&self, filters: &[(&str, &str)], key: &str) -> Result<Vec<Case>> {
         let ours = self.ours.iter().map(list).collect::<Result<Vec<_>>>()?;
         let theirs = self.theirs.iter().map(list).collect::<Result<Vec<_>>>()?;
@@ -149,7 +151,8 @@ pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> Result<f64> {
     Ok((logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }
 
-/// A utilisation is a part of a peak; more than all of it means that the peak, the clock or the FLOPs are wrong.
+/// A utilisation is a part of a peak; more than all of it means that the peak, the clock or the
+/// FLOPs are wrong.
 pub fn utilisation(what: &str, share: f64) -> Result<f64> {
     if !(0.0..=1.0).contains(&share) {
         bail!("{what} is {:.1} % of the measured peak, which cannot be", share * 100.0);

@@ -20,7 +20,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// `TRAINYARD_PEERS_PYTHON` when it is set, else an environment in `target/peers-venv`, which is made on first use.
+    /// `TRAINYARD_PEERS_PYTHON` when it is set, else an environment in `target/peers-venv`, which
+    /// is made on first use.
     pub fn find(root: &Path, target: &Path) -> Result<Self> {
         let python = match std::env::var_os(PYTHON_VARIABLE) {
             Some(python) => PathBuf::from(python),
@@ -56,7 +57,8 @@ impl Peers {
     }
 }
 
-/// The Python of a virtual environment in `folder`; makes it and installs the packages when it is not there.
+/// The Python of a virtual environment in `folder`; makes it and installs the packages when it is
+/// not there.
 fn environment(folder: &Path) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     // Written last, so that an installation that was interrupted is done again.

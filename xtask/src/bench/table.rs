@@ -1,7 +1,7 @@
 //! The benchmarks: what is run on both sides, and the bars.
 //!
-//! What a program prints is one JSON object on a line; the last such line counts. Both sides use the same keys, so that a figure
-//! is compared under one name:
+//! What a program prints is one JSON object on a line; the last such line counts. Both sides use
+//! the same keys, so that a figure is compared under one name:
 //!
 //! | benchmark | keys |
 //! |---|---|
@@ -10,8 +10,8 @@
 //! | ddp, zero3 | `step_s` of the global batch; the peer's `tokens_per_s` |
 //! | memory | `cases`: `name`, `kind` (`peak`, `cut`), `error` (of the prediction, relative, the worst purpose) or `cut` (activations without / with full checkpointing) |
 //!
-//! A benchmark that trains ([`Ours::Trains`]) goes the way of a user instead: `trainyard train` with a config file, and the figures come from the
-//! run's `metrics.jsonl`.
+//! A benchmark that trains ([`Ours::Trains`]) goes the way of a user instead: `trainyard train`
+//! with a config file, and the figures come from the run's `metrics.jsonl`.
 
 use anyhow::Result;
 
@@ -233,7 +233,8 @@ fn startup(m: &Measured) -> Result<Vec<Row>> {
     let ours = m.ours("/first_step_s")? - m.ours("/step_s")?;
     Ok(vec![
         Row::new("first step done, beyond a step's time", "s", ours).against(theirs).at_most(1.0),
-        // Where a hypervisor takes free memory back, handing it out again is most of what the first step costs.
+        // Where a hypervisor takes free memory back, handing it out again is most of what the first
+        // step costs.
         Row::new("until then in the system, over all threads", "s", m.ours("/first_step_system_s")?),
     ])
 }

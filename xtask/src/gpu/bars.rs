@@ -207,7 +207,8 @@ impl Bench<'_> {
         self.pairs("gpu-kernels", &["bench", "gpu", "--json"], &["kernels", "gpu-kernels.ours.json"])
     }
 
-    /// What attention reaches where it does not multiply by `wgmma`: the form of every other GPU, and what Hopper's is worth.
+    /// What attention reaches where it does not multiply by `wgmma`: the form of every other GPU,
+    /// and what Hopper's is worth.
     fn attention_of_warps(&self) -> Result<(Measured, Option<String>)> {
         self.alone("gpu-mma", &["bench", "gpu", "--only", "attention", "--attention", "mma", "--json"])
     }
@@ -232,7 +233,8 @@ impl Bench<'_> {
 }
 
 impl Bench<'_> {
-    /// The largest model that ours trains, and then the largest that PyTorch's FSDP does: once each, as they take minutes.
+    /// The largest model that ours trains, and then the largest that PyTorch's FSDP does: once
+    /// each, as they take minutes.
     fn largest(&self) -> Result<(Measured, Option<String>)> {
         let mut best: Option<(f64, Vec<String>)> = None;
         for offload in OFFLOADS {
@@ -272,7 +274,8 @@ fn planner(m: &Measured) -> Result<Vec<Row>> {
     ])
 }
 
-/// Each case is a row: attention against PyTorch, what streams against a copy; of products the mean, and the worst.
+/// Each case is a row: attention against PyTorch, what streams against a copy; of products the
+/// mean, and the worst.
 fn kernels(m: &Measured) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let peaks = [

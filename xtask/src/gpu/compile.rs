@@ -1,8 +1,10 @@
 //! Every kernel of `crates/cuda` compiled by NVRTC for every architecture, without a GPU.
 //!
-//! For each source, dtype and architecture the machine code is made, and what its assembler says of each kernel is written down: registers, spills, stack,
-//! static shared memory. A kernel that spills registers fails the chore. NVRTC is found as at run time (`CUDA_HOME`, the system, Python's
-//! packages); where there is none, a virtual environment in the target folder gets PyPI's `nvidia-cuda-nvrtc`.
+//! For each source, dtype and architecture the machine code is made, and what its assembler says of
+//! each kernel is written down: registers, spills, stack, static shared memory. A kernel that
+//! spills registers fails the chore. NVRTC is found as at run time (`CUDA_HOME`, the system,
+//! Python's packages); where there is none, a virtual environment in the target folder gets PyPI's
+//! `nvidia-cuda-nvrtc`.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -45,7 +47,8 @@ pub fn run(root: &Path, json: Option<&Path>) -> Result<bool> {
     Ok(report(&list))
 }
 
-/// The step of `cargo xtask test`: that everything compiles and nothing spills. Passes where NVRTC cannot be had, and says so.
+/// The step of `cargo xtask test`: that everything compiles and nothing spills. Passes where NVRTC
+/// cannot be had, and says so.
 pub fn compiles(root: &Path) -> Result<bool> {
     match nvrtc(root) {
         Ok((nvrtc, found)) => {
@@ -134,7 +137,8 @@ fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
     Ok(list)
 }
 
-/// What a log says of each entry function: its name on one line, stack and spills, then registers and shared memory, on later ones.
+/// What a log says of each entry function: its name on one line, stack and spills, then registers
+/// and shared memory, on later ones.
 fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usage> {
     let mut list: Vec<Usage> = Vec::new();
     for line in log.lines() {
@@ -158,7 +162,8 @@ fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usa
     list
 }
 
-/// Prints the list, the most registers of any dtype for each kernel and architecture; whether nothing spills.
+/// Prints the list, the most registers of any dtype for each kernel and architecture; whether
+/// nothing spills.
 fn report(list: &[Usage]) -> bool {
     let mut most: BTreeMap<&str, BTreeMap<&str, u32>> = BTreeMap::new();
     for usage in list {

@@ -1,7 +1,8 @@
 //! The suites of `cargo test` that a GPU has to pass, run on it.
 //!
-//! A suite runs in one process. What failed there, or never ended because the process died, is run once more in a process of its own: a kernel
-//! that is wrong can spoil the GPU's context for all that come after it.
+//! A suite runs in one process. What failed there, or never ended because the process died, is run
+//! once more in a process of its own: a kernel that is wrong can spoil the GPU's context for all
+//! that come after it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -122,7 +123,8 @@ fn key(package: &str, test: &str) -> String {
 }
 
 impl Executables {
-    /// Those of a folder that [`pack`] has filled, else what cargo builds; the program is built when it is asked for.
+    /// Those of a folder that [`pack`] has filled, else what cargo builds; the program is built
+    /// when it is asked for.
     pub fn find(root: &Path, prebuilt: Option<&Path>) -> Result<Executables> {
         let Some(folder) = prebuilt else { return Executables::build(root) };
         let folder = std::path::absolute(folder).with_context(|| format!("cannot resolve {}", folder.display()))?;
@@ -172,7 +174,8 @@ fn keys() -> Vec<String> {
     keys
 }
 
-/// The test executables among cargo's messages. Packages are named by the folder of their manifest: `crates/tensor` is `trainyard-tensor`.
+/// The test executables among cargo's messages. Packages are named by the folder of their manifest:
+/// `crates/tensor` is `trainyard-tensor`.
 fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
     let mut all = BTreeMap::new();
     for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
@@ -389,7 +392,8 @@ mod tests {
         assert_eq!(reason("one\ntwo\n"), "one\ntwo");
     }
 
-    /// A stand-in for a test executable: one test passes, one fails always, one only beside the others, one kills the process.
+    /// A stand-in for a test executable: one test passes, one fails always, one only beside the
+    /// others, one kills the process.
     #[cfg(unix)]
     #[test]
     fn what_fails_is_run_again_alone() {

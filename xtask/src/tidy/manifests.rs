@@ -1,4 +1,5 @@
-//! Rules about `Cargo.toml` files: arrows between crates point downward, and every dependency has its reason.
+//! Rules about `Cargo.toml` files: arrows between crates point downward, and every dependency has
+//! its reason.
 
 use std::collections::BTreeSet;
 
@@ -8,9 +9,11 @@ use super::{Complaint, Source};
 
 const REASONS: &str = "docs/DEPENDENCIES.md";
 
-/// Which of our crates each of our crates may use: the floors of docs/ARCHITECTURE.md. A new crate gets a line here.
+/// Which of our crates each of our crates may use: the floors of docs/ARCHITECTURE.md. A new crate
+/// gets a line here.
 const ARROWS: [(&str, &[&str]); 16] = [
-    // The kernels are tested against the oracles of `tensor`, which is the only reason for this arrow upward: tests.
+    // The kernels are tested against the oracles of `tensor`, which is the only reason for this
+    // arrow upward: tests.
     ("cuda", &["tensor"]),
     ("tensor", &["cuda"]),
     ("autograd", &["tensor"]),

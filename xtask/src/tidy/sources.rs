@@ -1,4 +1,5 @@
-//! Rules about Rust sources: length, essays, unfinished code, unsafe code, and what a crate may not speak of.
+//! Rules about Rust sources: length, essays, unfinished code, unsafe code, and what a crate may not
+//! speak of.
 
 use super::{Complaint, Source};
 use crate::lexer::{Line, words};
@@ -6,7 +7,8 @@ use crate::lexer::{Line, words};
 const LINES_MAX: usize = 799;
 /// A module's first line says at least what it is.
 const ESSAY_CHARS_MIN: usize = 10;
-/// Crates that may hold unsafe code: kernels and memory, the driver of GPUs, and the bindings of communicators.
+/// Crates that may hold unsafe code: kernels and memory, the driver of GPUs, and the bindings of
+/// communicators.
 const UNSAFE_CRATES: [&str; 3] = ["tensor", "cuda", "comm"];
 /// How far above unsafe code its reason may end.
 const REASON_LINES: usize = 6;
@@ -79,7 +81,8 @@ fn unsafe_code(source: &Source) -> Vec<Complaint> {
     complaints
 }
 
-/// Whether the line opens an unsafe block, function, trait or implementation; a function *type* (`unsafe fn(..)`, `unsafe extern "C" fn(..)`) does not.
+/// Whether the line opens an unsafe block, function, trait or implementation; a function *type*
+/// (`unsafe fn(..)`, `unsafe extern "C" fn(..)`) does not.
 fn needs_reason(code: &str) -> bool {
     code.match_indices("unsafe").any(|(at, word)| {
         let after = code[at + word.len()..].trim_start();
@@ -94,7 +97,8 @@ fn needs_reason(code: &str) -> bool {
     })
 }
 
-/// `lines` ends with the line in question. The reason may also stand further up in the documentation or attributes that belong to it.
+/// `lines` ends with the line in question. The reason may also stand further up in the
+/// documentation or attributes that belong to it.
 fn has_reason(lines: &[Line]) -> bool {
     let gives_reason = |line: &Line| line.comment.contains("SAFETY") || line.comment.contains("# Safety");
     let near = lines.iter().rev().take(REASON_LINES + 1);
@@ -103,10 +107,11 @@ fn has_reason(lines: &[Line]) -> bool {
     near.chain(attached).any(gives_reason)
 }
 
-/// Whether the last of `lines` is a method in an `impl Trait for Type`: its contract is the trait's, and stands there.
+/// Whether the last of `lines` is a method in an `impl Trait for Type`: its contract is the
+/// trait's, and stands there.
 ///
-/// Told by indentation, which rustfmt makes exact: the enclosing item begins at the nearest line further left that
-/// is no `where` clause.
+/// Told by indentation, which rustfmt makes exact: the enclosing item begins at the nearest line
+/// further left that is no `where` clause.
 fn fulfils_a_trait(lines: &[Line]) -> bool {
     let indent = |line: &Line| line.code.len() - line.code.trim_start().len();
     let Some((last, above)) = lines.split_last() else { return false };
@@ -150,8 +155,8 @@ fn absent(source: &Source, names: &[&str], why: &str) -> Vec<Complaint> {
     complaints
 }
 
-/// Invariant 1, second half: `engine` runs instructions and contains no strategy by name. What is asked for must name it: the configuration, and the
-/// one place that hands it to the lowering.
+/// Invariant 1, second half: `engine` runs instructions and contains no strategy by name. What is
+/// asked for must name it: the configuration, and the one place that hands it to the lowering.
 fn engine_knows_no_strategy(source: &Source) -> Vec<Complaint> {
     const STRATEGIES: [&str; 6] = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"];
     let asks = ["engine/src/config/", "engine/src/shape.rs", "engine/src/limit.rs"]

@@ -15,7 +15,8 @@ pub fn check(sources: &[Source]) -> Vec<Complaint> {
     complaints
 }
 
-/// A path of one machine works on no other; where one is needed it comes from an argument or the environment.
+/// A path of one machine works on no other; where one is needed it comes from an argument or the
+/// environment.
 fn machine_paths(source: &Source) -> Vec<Complaint> {
     let mut complaints = Vec::new();
     for (index, line) in source.text.lines().enumerate() {

@@ -1,4 +1,5 @@
-//! Dropout (Srivastava et al. 2014) whose mask is a function of (seed, step, site, element), so that nothing is saved.
+//! Dropout (Srivastava et al. 2014) whose mask is a function of (seed, step, site, element), so
+//! that nothing is saved.
 
 use super::prelude::*;
 use crate::RandomKey;
@@ -11,8 +12,8 @@ pub struct Dropout {
 }
 
 impl Tape<'_> {
-    /// Zeroes each element with `probability` and scales the rest by `1 / (1 - probability)`. The identity at 0 and on
-    /// tapes that record nothing.
+    /// Zeroes each element with `probability` and scales the rest by `1 / (1 - probability)`. The
+    /// identity at 0 and on tapes that record nothing.
     pub fn dropout(&mut self, x: &Var, probability: f32, training: bool) -> Result<Var> {
         if probability == 0.0 || !training {
             return Ok(x.clone());

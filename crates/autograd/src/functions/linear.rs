@@ -1,5 +1,5 @@
-//! `y = act(x wᵀ + b) + residual`: the product that nearly all FLOPs of a transformer go through; with operands of eight bits where the tape is told so
-//! ([`Tape::with_fp8`]).
+//! `y = act(x wᵀ + b) + residual`: the product that nearly all FLOPs of a transformer go through;
+//! with operands of eight bits where the tape is told so ([`Tape::with_fp8`]).
 
 use super::prelude::*;
 use trainyard_tensor::cpu::gemm::Activation;
@@ -11,7 +11,8 @@ pub struct Linear {
     activation: Activation,
     bias: bool,
     residual: bool,
-    /// How its operands are rounded, if they are: backward rounds those that forward has seen alike.
+    /// How its operands are rounded, if they are: backward rounds those that forward has seen
+    /// alike.
     fp8: Option<Scaling>,
 }
 

@@ -1,8 +1,9 @@
 //! The LM head fused with softmax cross-entropy; logits exist a chunk of rows at a time.
 //!
-//! A loss needs its logits twice, to know their normaliser and to differentiate. When the tape has the gradients at hand
-//! ([`Tape::with_gradients`]) forward takes `dx` and adds to `dw` while a chunk is there, and backward has nothing left to
-//! compute; otherwise backward computes the chunks again.
+//! A loss needs its logits twice, to know their normaliser and to differentiate. When the tape has
+//! the gradients at hand ([`Tape::with_gradients`]) forward takes `dx` and adds to `dw` while a
+//! chunk is there, and backward has nothing left to compute; otherwise backward computes the chunks
+//! again.
 
 use super::prelude::*;
 use crate::AutogradError;
@@ -17,8 +18,8 @@ pub struct LinearCrossEntropy {
 }
 
 impl Tape<'_> {
-    /// `scale` times the sum over rows of `-log softmax(x wᵀ)[target]`: x [m, d], w [v, d], targets i32 [m], -100 for rows that do
-    /// not count. A scalar in f32.
+    /// `scale` times the sum over rows of `-log softmax(x wᵀ)[target]`: x [m, d], w [v, d], targets
+    /// i32 [m], -100 for rows that do not count. A scalar in f32.
     pub fn linear_cross_entropy(&mut self, x: &Var, w: ParamId, targets: &Tensor, scale: f32) -> Result<Var> {
         let weight = self.parameter(w)?;
         let inputs = [Operand::from(x), w.into()];

@@ -1,12 +1,13 @@
 //! The table of differentiable functions.
 //!
-//! Each row names a function, what it saves for backward, and its FLOPs; the type beside it holds the attributes of one
-//! call and implements [`Differentiable`]. The forward is a method of [`Tape`](crate::Tape) in the same file. To add a function: write its file,
-//! add a row, and give it an example in `tests/table.rs`, which checks every row by finite differences and fails for a row
-//! without one.
+//! Each row names a function, what it saves for backward, and its FLOPs; the type beside it holds
+//! the attributes of one call and implements [`Differentiable`]. The forward is a method of
+//! [`Tape`](crate::Tape) in the same file. To add a function: write its file, add a row, and give
+//! it an example in `tests/table.rs`, which checks every row by finite differences and fails for a
+//! row without one.
 //!
-//! Symbols: m rows (tokens), k and n inner and outer width of a product, d width of a row, p attended pairs of query and key,
-//! h heads, c width of a head, v vocabulary.
+//! Symbols: m rows (tokens), k and n inner and outer width of a product, d width of a row, p
+//! attended pairs of query and key, h heads, c width of a head, v vocabulary.
 
 mod attention;
 mod dropout;
@@ -46,7 +47,8 @@ pub struct Info {
     pub flops: &'static str,
     /// Whether [`Policy::Selective`](crate::Policy) recomputes the result instead of keeping it.
     pub recomputed_when_selective: bool,
-    /// Whether it has a derivative; reaching one that has none is [`AutogradError::NotDifferentiable`].
+    /// Whether it has a derivative; reaching one that has none is
+    /// [`AutogradError::NotDifferentiable`].
     pub differentiable: bool,
 }
 

@@ -1,4 +1,5 @@
-//! Normalisations. Their backwards add to the gradient that already flowed into x through the residual path.
+//! Normalisations. Their backwards add to the gradient that already flowed into x through the
+//! residual path.
 
 use super::prelude::*;
 use trainyard_tensor::ops::HeadLayout;
@@ -16,7 +17,8 @@ pub struct LayerNorm {
     bias: bool,
 }
 
-/// RMSNorm of each query and key head in a fused qkv matrix (Qwen3); inputs are qkv, query weight and key weight.
+/// RMSNorm of each query and key head in a fused qkv matrix (Qwen3); inputs are qkv, query weight
+/// and key weight.
 #[derive(Clone, Debug)]
 pub struct QkNorm {
     layout: HeadLayout,
@@ -44,7 +46,8 @@ impl Tape<'_> {
         })
     }
 
-    /// Normalises each query head by `query` and each key head by `key` ([head_dim]); values pass unchanged.
+    /// Normalises each query head by `query` and each key head by `key` ([head_dim]); values pass
+    /// unchanged.
     pub fn qk_norm(&mut self, qkv: &Var, layout: HeadLayout, query: ParamId, key: ParamId, eps: f32) -> Result<Var> {
         let (wq, wk) = (self.parameter(query)?, self.parameter(key)?);
         let (y, inverse_rms) = ops::qk_norm(qkv.tensor(), layout, &wq.value, &wk.value, eps)?;

@@ -1,7 +1,10 @@
-//! What the tests of functions share: problems, their values, their gradients, and finite differences.
+//! What the tests of functions share: problems, their values, their gradients, and finite
+//! differences.
 //!
-//! With a fixed output gradient `g`, the directional derivative along `u` is `g · (f(z + h u) - f(z - h u)) / 2h`, up to `O(h²)` and
-//! a rounding error of about `2⁻²⁴ |g||f| / h`; backward must give `z̄ · u` for the same. Inputs and parameters are perturbed together.
+//! With a fixed output gradient `g`, the directional derivative along `u` is
+//! `g · (f(z + h u) - f(z - h u)) / 2h`, up to `O(h²)` and a rounding error of about
+//! `2⁻²⁴ |g||f| / h`; backward must give `z̄ · u` for the same. Inputs and parameters are perturbed
+//! together.
 
 // Each test program uses a part.
 #![allow(dead_code)]

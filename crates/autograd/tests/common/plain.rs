@@ -15,7 +15,8 @@ fn positive(t: &mut Tape<'_>, x: &Var) -> Result<Var> {
     t.add_scalar(x, 1.5)
 }
 
-/// Shapes that broadcast in every way the kernels tell apart: not, rows, columns, scalars, alternating.
+/// Shapes that broadcast in every way the kernels tell apart: not, rows, columns, scalars,
+/// alternating.
 const PAIRS: [[&[usize]; 2]; 9] = [
     [&[3, 5], &[3, 5]],
     [&[2, 3, 5], &[5]],
@@ -36,7 +37,8 @@ fn table_of(device: &Device, shape: &[usize], values: &[u32]) -> Tensor {
     device.tensor(shape, values, Purpose::Data).unwrap()
 }
 
-/// Reductions of every pattern: all, the last, the first, the middle, outer ones, alternating, kept.
+/// Reductions of every pattern: all, the last, the first, the middle, outer ones, alternating,
+/// kept.
 fn dims() -> Vec<Dims> {
     let kept = |dims: Dims| dims.keep();
     vec![
@@ -97,8 +99,8 @@ pub fn examples(name: &str, device: &Device) -> Vec<Example> {
             one(|t, x| t.clamp(&x[0], -0.3, 0.6)),
             one(|t, x| t.clamp(&x[0], f32::NEG_INFINITY, 0.1)),
         ],
-        // The way through f16 is a staircase of steps of 2^-11: a small part of the result, so that they stay below the tolerance
-        // and the slope of the way, 1/64, above it.
+        // The way through f16 is a staircase of steps of 2^-11: a small part of the result, so that
+        // they stay below the tolerance and the slope of the way, 1/64, above it.
         "cast" => vec![one(|t, x| {
             let half = t.cast(&x[0], DType::F16)?;
             let back = t.cast(&half, DType::F32)?;

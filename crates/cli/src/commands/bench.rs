@@ -175,7 +175,8 @@ fn measure(args: &TrainArgs, process_start: Instant) -> Result<StepReport> {
     Ok(steps(&configuration(args, &[])?, args.steps, process_start)?)
 }
 
-/// The configuration of steps on random tokens, with `more` settings before those that were given by hand.
+/// The configuration of steps on random tokens, with `more` settings before those that were given
+/// by hand.
 pub(super) fn configuration(args: &TrainArgs, more: &[String]) -> Result<Resolved> {
     let string = |text: &str| toml::Value::String(text.to_owned());
     let dtype = args.dtype.dtype();
@@ -227,7 +228,8 @@ fn kernels(args: &KernelsArgs) -> Result<()> {
     Ok(())
 }
 
-/// Times every product of `dtype`, prints it and its place among the peak, and appends it to `cases`.
+/// Times every product of `dtype`, prints it and its place among the peak, and appends it to
+/// `cases`.
 fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, cases: &mut Vec<Value>) -> Result<()> {
     let mut all = Vec::new();
     for &tokens in &args.tokens {

@@ -10,7 +10,8 @@ use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, fp8, products, stre
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda, peak};
 
-/// Products in the three forms of training, attention, and kernels that stream, on a GPU; results are checked before they are timed.
+/// Products in the three forms of training, attention, and kernels that stream, on a GPU; results
+/// are checked before they are timed.
 #[derive(clap::Args)]
 pub struct GpuArgs {
     /// Which GPU of those that the process sees.
@@ -42,7 +43,8 @@ enum What {
     Attention,
     /// Kernels that are bound by memory.
     Streaming,
-    /// Products of eight bits, in percent of the fastest of them, and the rounding of their operands: Ada, Hopper and later.
+    /// Products of eight bits, in percent of the fastest of them, and the rounding of their
+    /// operands: Ada, Hopper and later.
     Fp8,
 }
 

@@ -1,4 +1,5 @@
-//! `trainyard calibrate`: measures this machine, so that runs on it can be predicted; and compares predictions with runs.
+//! `trainyard calibrate`: measures this machine, so that runs on it can be predicted; and compares
+//! predictions with runs.
 
 use crate::output::{chain, note, print};
 use anyhow::{Context, Result, bail};
@@ -19,20 +20,24 @@ use trainyard_tensor::cuda::Cuda;
 
 /// Measure this machine into a hardware profile, which predictions of runs on it are made from.
 ///
-/// Trains small models on all cores, in every way of sharing them among ranks, and records every kernel; then collectives between
-/// ranks, lanes beside each other, the disk. Takes up to two minutes, during which nothing else should run. The profile goes to
-/// $TRAINYARD_PROFILE, else to trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
+/// Trains small models on all cores, in every way of sharing them among ranks, and records every
+/// kernel; then collectives between ranks, lanes beside each other, the disk. Takes up to two
+/// minutes, during which nothing else should run. The profile goes to $TRAINYARD_PROFILE, else to
+/// trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
 ///
-/// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it measures the processes together, on one host or several: what each
-/// computes while the others do, and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile goes to
-/// $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host. One process is measured as if it were alone.
+/// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it
+/// measures the processes together, on one host or several: what each computes while the others do,
+/// and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile
+/// goes to $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host.
+/// One process is measured as if it were alone.
 ///
-/// With --device cuda one process measures all GPUs of its host, without a launcher. On several hosts the launcher's processes, one a GPU, measure theirs together, and NCCL
-/// between them; that profile goes to $TRAINYARD_GPU_PROCESSES_PROFILE, else to gpu-processes.toml.
+/// With --device cuda one process measures all GPUs of its host, without a launcher. On several
+/// hosts the launcher's processes, one a GPU, measure theirs together, and NCCL between them; that
+/// profile goes to $TRAINYARD_GPU_PROCESSES_PROFILE, else to gpu-processes.toml.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own: $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same
-    /// place.
+    /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own:
+    /// $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same place.
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     device: DeviceKind,
     /// Write the profile here instead.
@@ -41,20 +46,23 @@ pub struct Args {
     /// Measure a third of the shapes, once.
     #[arg(long)]
     quick: bool,
-    /// Measure no profile: train some fifty configurations for a few steps each, and compare them with what the profile there is predicts. Takes some
-    /// minutes. Of processes: those configurations that have as many ranks, for which they must be two or four.
+    /// Measure no profile: train some fifty configurations for a few steps each, and compare them
+    /// with what the profile there is predicts. Takes some minutes. Of processes: those
+    /// configurations that have as many ranks, for which they must be two or four.
     #[arg(long, conflicts_with_all = ["quick", "compare"])]
     check: bool,
     /// With --check: only one of so many configurations.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "check", value_parser = clap::value_parser!(u16).range(1..))]
     every: u16,
-    /// With --check: say of the worst so many configurations which instructions and kernels are wrong.
+    /// With --check: say of the worst so many configurations which instructions and kernels are
+    /// wrong.
     #[arg(long, value_name = "ROWS", default_value_t = 0, requires = "check")]
     explain: usize,
     /// With --check: print one JSON line.
     #[arg(long, requires = "check")]
     json: bool,
-    /// Measure no profile: compare what the profile there is (at --out, if that is given) predicts with what this one does.
+    /// Measure no profile: compare what the profile there is (at --out, if that is given) predicts
+    /// with what this one does.
     #[arg(long, value_name = "FILE", conflicts_with = "quick")]
     compare: Option<PathBuf>,
 }
@@ -303,7 +311,8 @@ fn comparable(path: &Path) -> Result<MachineProfile> {
     }
 }
 
-/// Trains configurations on what `crew` runs on, and compares them with its `profile`, which lies at `path`.
+/// Trains configurations on what `crew` runs on, and compares them with its `profile`, which lies
+/// at `path`.
 fn rows_on(args: &Args, crew: &Crew, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
     let bar = crew.is_first().then(bar);
     if crew.is_first() {

@@ -1,4 +1,5 @@
-//! `trainyard bench collectives`: latency and bandwidth between ranks, in percent of plain copies measured in the same run.
+//! `trainyard bench collectives`: latency and bandwidth between ranks, in percent of plain copies
+//! measured in the same run.
 
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
@@ -10,7 +11,8 @@ use trainyard_comm::{Communicator, Environment, Operation, local};
 /// Arguments of `bench collectives`.
 #[derive(clap::Args)]
 pub struct CollectivesArgs {
-    /// Group sizes, for ranks that are threads; of processes (`trainyard launch`, mpirun) the group is their world.
+    /// Group sizes, for ranks that are threads; of processes (`trainyard launch`, mpirun) the group
+    /// is their world.
     #[arg(long, value_delimiter = ',', default_value = "2,4")]
     ranks: Vec<usize>,
     /// Message sizes in bytes (suffixes KiB, MiB, GiB).

@@ -18,9 +18,11 @@ pub const QUICKSTART: &str = include_str!("../quickstart.toml");
 /// Check and explain configurations.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Check a configuration: every derived value with its derivation, the step's memory, or every problem at once. Reads no text.
+    /// Check a configuration: every derived value with its derivation, the step's memory, or every
+    /// problem at once. Reads no text.
     ///
-    /// That this machine has too little memory for it is said, and is no mistake: the configuration may be another machine's.
+    /// That this machine has too little memory for it is said, and is no mistake: the configuration
+    /// may be another machine's.
     Check(ConfigArgs),
     /// Print a configuration as resolved, usable as a file again; without FILE, the quick start's.
     Print(ConfigArgs),
@@ -139,7 +141,8 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The model, rank `rank`'s step program without and with a snapshot, and the step's price; None while the vocabulary is unknown.
+/// The model, rank `rank`'s step program without and with a snapshot, and the step's price; None
+/// while the vocabulary is unknown.
 pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], Prediction)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()

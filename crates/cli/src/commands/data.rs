@@ -8,7 +8,8 @@ use trainyard_data::{Corpus, CorpusOptions, OnInvalid, PrepareOptions, Prepared,
 /// Prepare text for training.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Tokenize text into token files (Megatron's .bin and .idx) that `train` reads: name OUT in data.train.
+    /// Tokenize text into token files (Megatron's .bin and .idx) that `train` reads: name OUT in
+    /// data.train.
     Prepare(PrepareArgs),
 }
 
@@ -21,7 +22,8 @@ pub struct PrepareArgs {
     /// A tokenizer.json, a folder that has one, `bytes`, or `characters` (those of the text).
     #[arg(long, value_name = "FILE")]
     tokenizer: String,
-    /// Prefix of the files to write: OUT.train.bin, OUT.train.idx, OUT.validation.*, OUT.tokenizer.json, OUT.json.
+    /// Prefix of the files to write: OUT.train.bin, OUT.train.idx, OUT.validation.*,
+    /// OUT.tokenizer.json, OUT.json.
     #[arg(long)]
     out: PathBuf,
     /// The share held back for validation; 0 for none.

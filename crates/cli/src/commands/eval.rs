@@ -12,7 +12,8 @@ use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
 use trainyard_engine::metrics::EvaluationMetrics;
 use trainyard_engine::session::open_trained;
 
-/// The longest rows for a model that was not trained here, whose longest sequence may be far beyond what is sensible.
+/// The longest rows for a model that was not trained here, whose longest sequence may be far beyond
+/// what is sensible.
 const LENGTH_MAX: usize = 1024;
 
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
@@ -20,7 +21,8 @@ const LENGTH_MAX: usize = 1024;
 pub struct Args {
     /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
     model: PathBuf,
-    /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's tokenizer (of `data prepare`'s OUT what it held back).
+    /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's
+    /// tokenizer (of `data prepare`'s OUT what it held back).
     #[arg(long, value_name = "FILES", required = true, num_args = 1..)]
     data: Vec<PathBuf>,
     /// Tokens of a row. Unset: as in training; at most 1024 for a Hugging Face folder.
@@ -109,7 +111,8 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
             index.push(".idx");
             Path::new(&index).is_file()
         };
-        // What `data prepare` made is named like in data.train; held back is what can be evaluated on.
+        // What `data prepare` made is named like in data.train; held back is what can be evaluated
+        // on.
         if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
             check_made_by(tokenizer, &prefix)?;
             texts.push(IndexedTokens::open(&prefix)?);

@@ -10,7 +10,8 @@ use trainyard_engine::session::{Runtime, files, open_trained};
 use trainyard_model::weights::{ExportOptions, export};
 use trainyard_tensor::DType;
 
-/// Write a run's model as a Hugging Face folder that transformers loads: weights, config.json, tokenizer.
+/// Write a run's model as a Hugging Face folder that transformers loads: weights, config.json,
+/// tokenizer.
 #[derive(clap::Args)]
 pub struct Args {
     /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.

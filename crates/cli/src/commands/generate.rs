@@ -24,7 +24,8 @@ pub struct Args {
     /// Choose among the K most likely tokens. Unset: among all.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Choose among the fewest most likely tokens whose probabilities add up to P. Unset: among all.
+    /// Choose among the fewest most likely tokens whose probabilities add up to P. Unset: among
+    /// all.
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f64>,
     /// Of the random choices: the same seed gives the same text.

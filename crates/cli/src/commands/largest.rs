@@ -10,8 +10,9 @@ use trainyard_engine::largest::{Largest, Room, largest};
 
 /// The most layers of a model that fit here, trained for a few steps on random tokens.
 ///
-/// What a step needs is predicted to the byte for each number of layers, so only the largest model is made. Settings count as in a run: with --set
-/// memory.offload.optimizer=disk and --checkpointing full more fits.
+/// What a step needs is predicted to the byte for each number of layers, so only the largest model
+/// is made. Settings count as in a run: with --set memory.offload.optimizer=disk and
+/// --checkpointing full more fits.
 #[derive(clap::Args)]
 pub struct LargestArgs {
     #[command(flatten)]

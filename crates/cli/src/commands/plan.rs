@@ -1,4 +1,5 @@
-//! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and why.
+//! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and
+//! why.
 
 mod here;
 
@@ -24,30 +25,33 @@ use trainyard_sim::{Cluster, Constants, Family, Format, ProfileKind, Profiles, S
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
-/// Layout, sharding, micro-batch, recomputation and schedule, with speed, memory and reasons. Every plan that is shown was priced by simulating its step programs. Choices that this program cannot run yet are marked.
+/// Layout, sharding, micro-batch, recomputation and schedule, with speed, memory and reasons. Every
+/// plan that is shown was priced by simulating its step programs. Choices that this program cannot
+/// run yet are marked.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A configuration in TOML: model, batch, sequence length and precision are its. Without one give --model, --global-batch and
-    /// --sequence-length.
+    /// A configuration in TOML: model, batch, sequence length and precision are its. Without one
+    /// give --model, --global-batch and --sequence-length.
     config: Option<PathBuf>,
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "config")]
     sets: Vec<String>,
-    /// A model's name (`trainyard plan --models` lists them), a Hugging Face folder or a config.json.
+    /// A model's name (`trainyard plan --models` lists them), a Hugging Face folder or a
+    /// config.json.
     #[arg(long, value_name = "MODEL", conflicts_with = "config")]
     model: Option<String>,
     /// List the models that --model knows by name, and end.
     #[arg(long)]
     models: bool,
-    /// The cluster as NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if it is not the usual one. Default: one rank on
-    /// all cores of this machine.
+    /// The cluster as NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if it is not the
+    /// usual one. Default: one rank on all cores of this machine.
     #[arg(long, value_name = "CLUSTER")]
     cluster: Option<String>,
     /// A TOML file with [[device]] and [[network]] of one's own, to name in --cluster.
     #[arg(long, value_name = "FILE")]
     profiles: Option<PathBuf>,
-    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's cores, of any processes, or of any GPU where it computes on one.
-    /// Default: this machine's.
+    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's
+    /// cores, of any processes, or of any GPU where it computes on one. Default: this machine's.
     #[arg(long, value_name = "FILE", requires = "config", conflicts_with = "cluster")]
     profile: Option<PathBuf>,
     /// Sequences of a step over all ranks; no plan changes it.
@@ -56,7 +60,8 @@ pub struct Args {
     /// Tokens of a sequence.
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<u64>,
-    /// Number formats to choose among; one, for a configuration on this machine. Default: bf16, or what the configuration says.
+    /// Number formats to choose among; one, for a configuration on this machine. Default: bf16, or
+    /// what the configuration says.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',')]
     precision: Vec<String>,
     /// What is best: the shortest step, or the cheapest token (then fewer devices may win).
@@ -74,15 +79,16 @@ pub struct Args {
     /// What a device costs an hour, US dollars. Default: the profile's.
     #[arg(long, value_name = "USD")]
     price: Option<f64>,
-    /// Hold a choice: tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation, checkpointing (none, selective, full) or
-    /// offload (true, false); can be given several times.
+    /// Hold a choice: tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation,
+    /// checkpointing (none, selective, full) or offload (true, false); can be given several times.
     #[arg(long, value_name = "CHOICE=VALUE", value_delimiter = ',')]
     fix: Vec<String>,
     /// Only plans that this program can run.
     #[arg(long)]
     runnable: bool,
-    /// How long the search may take, in seconds of the clock; where that does not suffice to prove the best, the answer says by how much a plan could
-    /// be better. Default: a few seconds at most, counted in simulated instructions, so that every machine answers the same.
+    /// How long the search may take, in seconds of the clock; where that does not suffice to prove
+    /// the best, the answer says by how much a plan could be better. Default: a few seconds at
+    /// most, counted in simulated instructions, so that every machine answers the same.
     #[arg(long, value_name = "SECONDS")]
     budget_seconds: Option<f64>,
     /// How many layouts to show.
@@ -91,11 +97,13 @@ pub struct Args {
     /// Show everything about plan N of the table, and the settings that run it.
     #[arg(long, value_name = "N")]
     show: Option<usize>,
-    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto; of a cluster's with memory as counters.
+    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto; of a
+    /// cluster's with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Of a configuration on this machine: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects
-    /// the predictions; they come first then. 0: by prediction alone.
+    /// Of a configuration on this machine: seconds in which the ways that are predicted to be
+    /// nearly as fast as the best run a few steps each, in turn, which corrects the predictions;
+    /// they come first then. 0: by prediction alone.
     #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
     trial_seconds: f64,
     /// Print JSON.
@@ -104,8 +112,9 @@ pub struct Args {
     /// Write a page with table, plots and timeline.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// What a change would do to the best plan: interconnect=2x, network=NAME, link=2x, compute=2x, memory=2x, memory_bandwidth=2x, gpus=N,
-    /// device=NAME, sequence_length=N, global_batch=N; can be given several times.
+    /// What a change would do to the best plan: interconnect=2x, network=NAME, link=2x, compute=2x,
+    /// memory=2x, memory_bandwidth=2x, gpus=N, device=NAME, sequence_length=N, global_batch=N; can
+    /// be given several times.
     #[arg(long, value_name = "CHANGE")]
     what_if: Vec<String>,
 }

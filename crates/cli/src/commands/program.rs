@@ -4,7 +4,8 @@ use super::config::{ConfigArgs, plan};
 use crate::output::print;
 use anyhow::{Context, Result, bail};
 
-/// Print the step program of a configuration: what runs on which lane, after what, moving how many bytes.
+/// Print the step program of a configuration: what runs on which lane, after what, moving how many
+/// bytes.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

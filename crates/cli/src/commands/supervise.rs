@@ -1,8 +1,11 @@
-//! `trainyard supervise`: a training command, started again from its newest checkpoint when a rank fails.
+//! `trainyard supervise`: a training command, started again from its newest checkpoint when a rank
+//! fails.
 //!
-//! A failed run leaves its process: threads that hang cannot be ended in any other way, and memory that a fault has touched is not trusted. So a restart is a new process (or a new
-//! `mpirun` or `launch` with all of its processes), whichever way the ranks are started. The supervisor learns the run's folder from rank 0 through a small file. When a rank
-//! has reported a failure and the command still does not end, because a process of it is frozen, the supervisor ends it.
+//! A failed run leaves its process: threads that hang cannot be ended in any other way, and memory
+//! that a fault has touched is not trusted. So a restart is a new process (or a new `mpirun` or
+//! `launch` with all of its processes), whichever way the ranks are started. The supervisor learns
+//! the run's folder from rank 0 through a small file. When a rank has reported a failure and the
+//! command still does not end, because a process of it is frozen, the supervisor ends it.
 
 use super::train;
 use crate::output::note;
@@ -26,7 +29,8 @@ pub const EXIT_INTERRUPTED: u8 = 130;
 pub const EXIT_PANIC: i32 = 101;
 /// Exit codes from here on are 128 and the signal that ended a process.
 const EXIT_SIGNAL: i32 = 128;
-/// How long a command may take to end after the first report of a failure: ranks end their own stuck threads after half of it.
+/// How long a command may take to end after the first report of a failure: ranks end their own
+/// stuck threads after half of it.
 const ENDING: Duration = Duration::from_secs(10);
 /// How long it may take after SIGTERM, before it gets SIGKILL.
 const KILLING: Duration = Duration::from_secs(10);
@@ -39,7 +43,8 @@ pub struct Args {
     /// How often it is started again.
     #[arg(long, value_name = "N", default_value_t = 3)]
     max_restarts: u32,
-    /// What starts the training, ending in a `trainyard train` with its arguments: `mpirun -np 4 trainyard train c.toml`.
+    /// What starts the training, ending in a `trainyard train` with its arguments:
+    /// `mpirun -np 4 trainyard train c.toml`.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -82,8 +87,9 @@ pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
         let began = Instant::now();
         let child = process.spawn().with_context(|| format!("cannot start {}", command[0].display()))?;
         let (mut status, was_ended) = signals.wait(child, &run)?;
-        // Launchers have codes of their own. Open MPI with recovery, which lets ranks report, ends with 0 whatever became of its processes, and with 1 after a signal: rank 0 knows,
-        // unless it was killed.
+        // Launchers have codes of their own. Open MPI with recovery, which lets ranks report, ends
+        // with 0 whatever became of its processes, and with 1 after a signal: rank 0 knows, unless
+        // it was killed.
         match run.exit_code() {
             _ if is_honest => {}
             Some(code) if status.success() || signals.asked_to_stop() => {
@@ -109,7 +115,8 @@ pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
     unreachable!("restarts end")
 }
 
-/// Whether an ended command is worth another try: a rank failed, or a process was ended by a signal that nobody sends on purpose.
+/// Whether an ended command is worth another try: a rank failed, or a process was ended by a signal
+/// that nobody sends on purpose.
 fn is_fault(status: ExitStatus) -> bool {
     match status.code() {
         Some(code) if code > EXIT_SIGNAL => ![SIGINT, SIGTERM].contains(&(code - EXIT_SIGNAL)),
@@ -124,7 +131,8 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(EXIT_FAULT))
 }
 
-/// Where rank 0 writes the run's folder, and later its exit code. In the working folder, which the hosts of a run share as they share the run's folder.
+/// Where rank 0 writes the run's folder, and later its exit code. In the working folder, which the
+/// hosts of a run share as they share the run's folder.
 pub struct RunFile {
     path: PathBuf,
     /// Whether this supervisor writes and removes it; others of the run only read.
@@ -191,7 +199,8 @@ pub fn write_exit_code(file: &Path, code: u8) -> std::io::Result<()> {
     std::fs::write(file, format!("{folder}\n{code}\n"))
 }
 
-/// Asks to stop: SIGINT reaches the command too, as it comes from the terminal; SIGTERM is passed on.
+/// Asks to stop: SIGINT reaches the command too, as it comes from the terminal; SIGTERM is passed
+/// on.
 struct Signals {
     interrupted: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
@@ -210,7 +219,8 @@ impl Signals {
         self.interrupted.load(Ordering::Relaxed) || self.terminated.load(Ordering::Relaxed)
     }
 
-    /// Waits until the command ends, or ends it when a failure was reported and it goes on all the same; says whether that was so.
+    /// Waits until the command ends, or ends it when a failure was reported and it goes on all the
+    /// same; says whether that was so.
     fn wait(&self, mut child: Child, run: &RunFile) -> Result<(ExitStatus, bool)> {
         let mut passed_on = false;
         let mut reports = Reports::default();

@@ -1,4 +1,5 @@
-//! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier run resumed.
+//! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier
+//! run resumed.
 
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
@@ -27,7 +28,8 @@ use trainyard_tensor::DType;
 /// Tokens of the sample at the end.
 const SAMPLE_TOKENS: usize = 120;
 
-/// Train a model: from a configuration, or without one as a quick start on the Rust sources of this machine.
+/// Train a model: from a configuration, or without one as a quick start on the Rust sources of this
+/// machine.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML (see `trainyard config docs`). Without one: the quick start.
@@ -38,20 +40,24 @@ pub struct Args {
     /// Go on with an earlier run, from its newest whole checkpoint.
     #[arg(long, value_name = "RUN", conflicts_with = "config")]
     resume: Option<PathBuf>,
-    /// Train on these files or folders instead of what the configuration names; can be given several times.
+    /// Train on these files or folders instead of what the configuration names; can be given
+    /// several times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     data: Vec<PathBuf>,
-    /// How to run it: `auto` picks the fastest way within memory.limit at the configuration's global batch (ranks, sharding, micro-batch,
-    /// recomputation), by this machine's profile (`trainyard calibrate`), and says why. What --set holds stays as it is.
+    /// How to run it: `auto` picks the fastest way within memory.limit at the configuration's
+    /// global batch (ranks, sharding, micro-batch, recomputation), by this machine's profile
+    /// (`trainyard calibrate`), and says why. What --set holds stays as it is.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
-    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the best run a few steps each, in turn, which corrects the
-    /// predictions. 0: by prediction alone. Default: 3 % of what the run is predicted to take, 120 at most.
-    /// Ranks that are processes are not tried.
+    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the
+    /// best run a few steps each, in turn, which corrects the predictions. 0: by prediction alone.
+    /// Default: 3 % of what the run is predicted to take, 120 at most. Ranks that are processes are
+    /// not tried.
     #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
     trial_seconds: Option<f64>,
-    /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are processes: `trainyard launch
-    /// --max-restarts`, or `trainyard supervise` around mpirun or srun.
+    /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are
+    /// processes: `trainyard launch --max-restarts`, or `trainyard supervise` around mpirun or
+    /// srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     /// Where rank 0 writes the run's folder and how it ended, for the supervisor.
@@ -74,7 +80,8 @@ pub const RUN_FILE: &str = "--run-file";
 pub const RESTART: &str = "--restart";
 
 impl Args {
-    /// The run to go on with, and what is set over its configuration: an attempt before this one has made the configuration with what was set.
+    /// The run to go on with, and what is set over its configuration: an attempt before this one
+    /// has made the configuration with what was set.
     fn resumed(&self) -> Option<(&Path, &[String])> {
         match (&self.restart, &self.resume) {
             (Some(folder), None) => Some((folder, &[])),
@@ -160,7 +167,8 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     Ok(result?)
 }
 
-/// Names the faults of this process's ranks that were asked for in vain: a drill that did not take place must not pass for one that was survived.
+/// Names the faults of this process's ranks that were asked for in vain: a drill that did not take
+/// place must not pass for one that was survived.
 fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
     let environment = Environment::detect()?;
     let own = (environment.world > 1).then_some(environment.rank);
@@ -249,7 +257,8 @@ fn output_error(error: anyhow::Error) -> EngineError {
     EngineError::File { what: "cannot write", path: "standard output".to_owned(), source }
 }
 
-/// What is to be trained; where processes of `world` are to run it in the way that is picked, rank 0 picks it.
+/// What is to be trained; where processes of `world` are to run it in the way that is picked, rank
+/// 0 picks it.
 fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let mut sets = Vec::new();
     if !args.data.is_empty() {
@@ -281,8 +290,9 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     load(&picked).inspect_err(|error| drop(world.give_up(chain(error))))
 }
 
-/// The settings of the fastest way to run what `load` makes of them on `machine`, whose ranks `inputs` hold for; it is printed with its reasons. The likeliest are tried for
-/// `trial_seconds` where ranks are threads.
+/// The settings of the fastest way to run what `load` makes of them on `machine`, whose ranks
+/// `inputs` hold for; it is printed with its reasons. The likeliest are tried for `trial_seconds`
+/// where ranks are threads.
 fn choose(
     load: &dyn Fn(&[String]) -> Result<Config>,
     machine: &Machine,
@@ -366,7 +376,8 @@ fn plan(session: &Session) -> String {
 struct Signals {
     /// Whether the run was asked to stop.
     stop: Arc<AtomicBool>,
-    /// Whether a signal ends the process at once: while there is nothing to be lost, and after a first one.
+    /// Whether a signal ends the process at once: while there is nothing to be lost, and after a
+    /// first one.
     leave: Arc<AtomicBool>,
 }
 
@@ -390,7 +401,8 @@ impl Signals {
         Ok(signals)
     }
 
-    /// From here on the first signal asks the run to stop, which is said when it comes if this process `speaks`, and a second one ends the process.
+    /// From here on the first signal asks the run to stop, which is said when it comes if this
+    /// process `speaks`, and a second one ends the process.
     fn begin_training(&self, speaks: bool) {
         self.leave.store(false, Ordering::Relaxed);
         if !speaks {
@@ -410,7 +422,8 @@ impl Signals {
 /// How often a thread looks whether a signal came.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the model writes after the beginning of a function, or else of the validation text. All ranks generate it together.
+/// What the model writes after the beginning of a function, or else of the validation text. All
+/// ranks generate it together.
 fn sample(session: &Session) -> Result<String, EngineError> {
     let prompt = prompt(session)?;
     if prompt.is_empty() {
@@ -439,7 +452,8 @@ fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     Ok(tokens.into_iter().map(|token| token as u32).collect())
 }
 
-/// Seconds of a step and of its instructions by kind, measured beside predicted, or why nothing was predicted.
+/// Seconds of a step and of its instructions by kind, measured beside predicted, or why nothing was
+/// predicted.
 fn times(session: &Session, summary: &Summary) -> String {
     let predicted = match &session.time {
         Ok(predicted) => predicted,

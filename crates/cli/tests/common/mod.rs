@@ -1,4 +1,5 @@
-//! What the tests of the program share: a folder with a small text and configuration, and the program run in it.
+//! What the tests of the program share: a folder with a small text and configuration, and the
+//! program run in it.
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 

@@ -24,14 +24,16 @@ impl<'a> Mpirun<'a> {
         Mpirun { faults: faults.to_owned(), ..self }
     }
 
-    /// The launcher and its flags, up to the program. Its output's lines begin with `[1,RANK]<stderr>:`. What several launchers of a host keep in one folder they make and remove
-    /// without regard to each other, so each has a folder of its own in `folder`.
+    /// The launcher and its flags, up to the program. Its output's lines begin with
+    /// `[1,RANK]<stderr>:`. What several launchers of a host keep in one folder they make and
+    /// remove without regard to each other, so each has a folder of its own in `folder`.
     pub fn launcher(folder: &Folder, ranks: usize) -> Vec<String> {
         static STARTED: AtomicUsize = AtomicUsize::new(0);
         let own = folder.join(&format!("mpirun-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
         std::fs::create_dir(&own).expect("a folder for the launcher");
         let flags = "mpirun --allow-run-as-root --oversubscribe --bind-to none --tag-output";
-        // The launcher is not to end the others before they have said whom they miss. It then ends with 0 whatever they end with.
+        // The launcher is not to end the others before they have said whom they miss. It then ends
+        // with 0 whatever they end with.
         let flags = format!("{flags} --mca orte_enable_recovery 1 --timeout 150 -np {ranks} --mca orte_tmpdir_base");
         flags.split(' ').map(str::to_owned).chain([own.display().to_string()]).collect()
     }

@@ -11,13 +11,14 @@ pub struct Line {
     pub worst: f64,
 }
 
-/// The line that minimises the sum of squared relative errors over points of (bytes, seconds), with neither term negative;
-/// `None` for fewer than two different sizes or times that are not positive.
+/// The line that minimises the sum of squared relative errors over points of (bytes, seconds), with
+/// neither term negative; `None` for fewer than two different sizes or times that are not positive.
 pub fn fit(points: &[(f64, f64)]) -> Option<Line> {
     if points.iter().any(|&(_, t)| t.is_nan() || t <= 0.0) {
         return None;
     }
-    // With x = 1/t and y = S/t the error is alpha x + beta y - 1: the normal equations of two unknowns.
+    // With x = 1/t and y = S/t the error is alpha x + beta y - 1: the normal equations of two
+    // unknowns.
     let sum = |f: &dyn Fn(f64, f64) -> f64| points.iter().map(|&(s, t)| f(1.0 / t, s / t)).sum::<f64>();
     let (xx, xy, yy) = (sum(&|x, _| x * x), sum(&|x, y| x * y), sum(&|_, y| y * y));
     let (x, y) = (sum(&|x, _| x), sum(&|_, y| y));

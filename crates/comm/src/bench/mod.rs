@@ -1,7 +1,9 @@
-//! What collectives reach: latency and bandwidth, in percent of a plain copy measured in the same run.
+//! What collectives reach: latency and bandwidth, in percent of a plain copy measured in the same
+//! run.
 //!
-//! **Which bytes count.** A collective on messages of `S` bytes over `n` ranks must at least read every input once and write every output once. The memory traffic of
-//! that minimum, reads plus writes over all ranks, is ([`traffic`])
+//! **Which bytes count.** A collective on messages of `S` bytes over `n` ranks must at least read
+//! every input once and write every output once. The memory traffic of that minimum, reads plus
+//! writes over all ranks, is ([`traffic`])
 //!
 //! | operation | `S` is | reads | writes |
 //! |---|---|---|---|
@@ -11,12 +13,15 @@
 //! | broadcast | the data | `(n-1) S` | `(n-1) S` |
 //! | all_to_all | each rank's input | `n S` | `n S` |
 //!
-//! A plain copy of `B` bytes reads `B` and writes `B`. It is measured with all ranks copying buffers of `S` bytes of their own at once, so that it
-//! meets the same caches, cores and memory; its rate is `2 n S` over the time of the slowest rank. A collective's share is its
-//! traffic over its time, over that rate. 100 % means that adding and meeting cost nothing beyond moving the bytes.
+//! A plain copy of `B` bytes reads `B` and writes `B`. It is measured with all ranks copying
+//! buffers of `S` bytes of their own at once, so that it meets the same caches, cores and memory;
+//! its rate is `2 n S` over the time of the slowest rank. A collective's share is its traffic over
+//! its time, over that rate. 100 % means that adding and meeting cost nothing beyond moving the
+//! bytes.
 //!
-//! **Times** are those of the slowest rank, medians over rounds that begin with a barrier and hold enough operations to make the clock and the barrier small.
-//! The fit is `t = alpha + beta S`, by least squares on the relative error, because sizes span seven decades.
+//! **Times** are those of the slowest rank, medians over rounds that begin with a barrier and hold
+//! enough operations to make the clock and the barrier small. The fit is `t = alpha + beta S`, by
+//! least squares on the relative error, because sizes span seven decades.
 
 mod fit;
 
@@ -73,7 +78,8 @@ pub fn traffic(operation: Operation, ranks: usize, bytes: usize) -> f64 {
     }
 }
 
-/// Measures `operations` at `sizes` in bytes, `seconds` for each case. Every rank of `comm` calls it and gets the same figures.
+/// Measures `operations` at `sizes` in bytes, `seconds` for each case. Every rank of `comm` calls
+/// it and gets the same figures.
 ///
 /// Sizes are rounded up to whole f32 elements in equal parts.
 pub fn measure(comm: &Communicator, operations: &[Operation], sizes: &[usize], seconds: f64) -> Result<Vec<Timing>> {
@@ -164,7 +170,8 @@ pub fn time(comm: &Communicator, seconds: f64, mut body: impl FnMut() -> Result<
         comm.all_gather_in_place(&mut times)?;
         Ok(times.into_iter().fold(0.0, f64::max))
     };
-    // The first round touches memory and wakes threads; the second says how many operations fill a round.
+    // The first round touches memory and wakes threads; the second says how many operations fill a
+    // round.
     round(1)?;
     let once = round(2)?;
     let count = ((seconds / ROUNDS as f64 / once.max(1e-9)) as usize).clamp(1, 10_000);

@@ -27,7 +27,8 @@ pub(crate) enum Interrupted<E> {
 impl Gate {
     /// Counts one arrival; `last` is the count at which somebody may be waiting.
     pub fn arrive(&self, last: u64) {
-        // Sequentially consistent with `sleepers`: either this sees the sleeper, or the sleeper sees the count.
+        // Sequentially consistent with `sleepers`: either this sees the sleeper, or the sleeper
+        // sees the count.
         if self.count.fetch_add(1, Ordering::SeqCst) + 1 == last && self.sleepers.load(Ordering::SeqCst) > 0 {
             self.wake_all();
         }
@@ -42,7 +43,8 @@ impl Gate {
         self.count.load(Ordering::SeqCst) >= target
     }
 
-    /// Waits until `target` arrivals were counted; `interrupt` is asked now and then whether to give up.
+    /// Waits until `target` arrivals were counted; `interrupt` is asked now and then whether to
+    /// give up.
     pub fn wait<E>(
         &self,
         target: u64,
@@ -62,7 +64,8 @@ impl Gate {
                 break Ok(());
             }
             if let Some(reason) = interrupt() {
-                // What interrupts may have happened after the last arrival; then the wait is over all the same.
+                // What interrupts may have happened after the last arrival; then the wait is over
+                // all the same.
                 break if self.reached(target) { Ok(()) } else { Err(Interrupted::By(reason)) };
             }
             let Some(left) = deadline.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {

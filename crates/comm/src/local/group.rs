@@ -61,8 +61,9 @@ type Births = BTreeMap<(u64, u32), (Arc<Group>, usize)>;
 pub(crate) struct Group {
     world: Arc<Shared>,
     members: Vec<u32>,
-    /// Two sets that alternate from one operation to the next, each with a slot for every member. A member writes its own slot between leaving the
-    /// operation before and arriving; others read it after its arrival and before they arrive at the next operation.
+    /// Two sets that alternate from one operation to the next, each with a slot for every member. A
+    /// member writes its own slot between leaving the operation before and arriving; others read it
+    /// after its arrival and before they arrive at the next operation.
     slots: [Vec<UnsafeCell<Slot>>; 2],
     shown: Vec<Shown>,
     gate: Gate,
@@ -70,7 +71,8 @@ pub(crate) struct Group {
     births: Mutex<Births>,
 }
 
-// SAFETY: everything is synchronised by itself but the slots, whose protocol is told at the field and kept by `Member`.
+// SAFETY: everything is synchronised by itself but the slots, whose protocol is told at the field
+// and kept by `Member`.
 unsafe impl Sync for Group {}
 // SAFETY: slots hold pointers, which `Call` describes as mere descriptions.
 unsafe impl Send for Group {}
@@ -95,7 +97,8 @@ impl Group {
 pub(crate) struct Member {
     group: Arc<Group>,
     rank: usize,
-    /// Operations and meetings so far; held for the length of an operation, so that two threads of one rank come one after the other.
+    /// Operations and meetings so far; held for the length of an operation, so that two threads of
+    /// one rank come one after the other.
     turn: Mutex<Turn>,
 }
 
@@ -152,7 +155,8 @@ impl Member {
         (0..self.size()).filter(late).collect()
     }
 
-    /// Members that have not come and never will. `left` is read first: who came and then left counts as having come.
+    /// Members that have not come and never will. `left` is read first: who came and then left
+    /// counts as having come.
     fn lost(&self, meetings: u64) -> Option<Vec<usize>> {
         let gone = |member: &usize| {
             let shown = &self.group.shown[*member];
@@ -162,12 +166,14 @@ impl Member {
         (!lost.is_empty()).then_some(lost)
     }
 
-    /// Announces that foreign memory is about to be touched, unless the world has failed, after which owners no longer wait.
+    /// Announces that foreign memory is about to be touched, unless the world has failed, after
+    /// which owners no longer wait.
     fn touch(&self) -> Result<Busy<'_>> {
         let busy = &self.group.shown[self.rank].busy;
         busy.store(true, Ordering::SeqCst);
         let guard = Busy(busy);
-        // With the fence in `settle`: either this sees the failure, or whoever failed sees the announcement.
+        // With the fence in `settle`: either this sees the failure, or whoever failed sees the
+        // announcement.
         fence(Ordering::SeqCst);
         match self.group.world.failure() {
             None => Ok(guard),
@@ -175,7 +181,8 @@ impl Member {
         }
     }
 
-    /// After a failure: waits until nobody touches memory of others. Transfers are bounded, so this is short.
+    /// After a failure: waits until nobody touches memory of others. Transfers are bounded, so this
+    /// is short.
     fn settle(&self) {
         fence(Ordering::SeqCst);
         while self.group.shown.iter().any(|shown| shown.busy.load(Ordering::SeqCst)) {
@@ -189,7 +196,8 @@ impl Member {
     /// As [`Backend::collective`]; `turn` is this member's, so that nobody reads the slot yet.
     unsafe fn publish(&self, turn: &Turn, call: &Call, inline: bool, terms: &Terms) {
         let slot = self.group.slots[(turn.operations & 1) as usize][self.rank].get();
-        // SAFETY: everybody has left the last operation that used this set, because they arrived at the one in between.
+        // SAFETY: everybody has left the last operation that used this set, because they arrived at
+        // the one in between.
         let slot = unsafe { &mut *slot };
         slot.call = *call;
         slot.sums.clear();
@@ -204,14 +212,16 @@ impl Member {
     /// All slots of the current set, after everybody has arrived.
     fn slots(&self, turn: &Turn) -> Vec<&Slot> {
         let set = &self.group.slots[(turn.operations & 1) as usize];
-        // SAFETY: everybody has arrived, and nobody writes this set before everybody has arrived at the next operation.
+        // SAFETY: everybody has arrived, and nobody writes this set before everybody has arrived at
+        // the next operation.
         set.iter().map(|slot| unsafe { &*slot.get() }).collect()
     }
 
     /// The first member of whose input this rank would read something else than was summed.
     ///
     /// # Safety
-    /// The slots' inputs are valid for their signature's extents, and nobody writes what this rank reads of them.
+    /// The slots' inputs are valid for their signature's extents, and nobody writes what this rank
+    /// reads of them.
     unsafe fn spoiled(&self, slots: &[&Slot]) -> Option<usize> {
         (0..slots.len()).find(|&member| {
             let Slot { call, sums, .. } = slots[member];
@@ -220,7 +230,8 @@ impl Member {
                 return false;
             }
             let (offset, bytes) = call.signature.read_by(slots.len(), self.rank);
-            // SAFETY: the caller's promise. Of an all-reduce in place, others write other shares meanwhile, which this slice leaves out.
+            // SAFETY: the caller's promise. Of an all-reduce in place, others write other shares
+            // meanwhile, which this slice leaves out.
             let segment = unsafe { std::slice::from_raw_parts(call.input.add(offset), bytes) };
             !intact(sums, self.rank, segment)
         })
@@ -253,26 +264,29 @@ impl Member {
                 Err(self.blame(ErrorKind::Corrupt, &[member], call.signature.operation, terms))
             })?;
             let inputs: Vec<*const u8> = slots.iter().map(|slot| slot.inline.0.as_ptr()).collect();
-            // SAFETY: the signatures agree, so that all slots hold inputs of this call's size; the output is the caller's.
+            // SAFETY: the signatures agree, so that all slots hold inputs of this call's size; the
+            // output is the caller's.
             unsafe { inline::compute(&inputs, self.rank, call) };
             return Ok(());
         }
         {
             let _busy = self.touch()?;
-            // SAFETY: everybody has arrived with this signature, and inputs stay as they are until all have departed.
+            // SAFETY: everybody has arrived with this signature, and inputs stay as they are until
+            // all have departed.
             let spoiled = unsafe { self.spoiled(&slots) };
             spoiled.map_or(Ok(()), |member| {
                 Err(self.blame(ErrorKind::Corrupt, &[member], call.signature.operation, terms))
             })?;
-            // SAFETY: the signatures agree and everybody has arrived, so all pointers are valid until all have departed or failed
-            // and settled, and shares are disjoint.
+            // SAFETY: the signatures agree and everybody has arrived, so all pointers are valid
+            // until all have departed or failed and settled, and shares are disjoint.
             unsafe { transfer::in_place(&slots, self.rank) };
         }
         self.meet(turn, call.signature.operation, terms)
     }
 }
 
-/// Whether the inputs of a call are small enough to travel in descriptors; a function of what all ranks agree on.
+/// Whether the inputs of a call are small enough to travel in descriptors; a function of what all
+/// ranks agree on.
 fn fits_inline(signature: &Signature, size: usize) -> bool {
     signature.extent(size, signature.root).input <= INLINE_BYTES
 }
@@ -327,7 +341,8 @@ impl Backend for Member {
                 .take(into, terms.deadline, || self.failure(), || gone(from))
                 .map_err(|trouble| trouble.resolve(|kind| fail(Operation::Receive, kind, from)))
         });
-        // Even when receiving failed the offer has to be withdrawn before the buffer is the caller's again.
+        // Even when receiving failed the offer has to be withdrawn before the buffer is the
+        // caller's again.
         let sent = offer.map_or(Ok(()), |(to, offer)| {
             offer
                 .wait(terms.deadline, || self.failure(), || gone(to))

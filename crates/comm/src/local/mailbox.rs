@@ -1,6 +1,8 @@
-//! Messages from one thread to another: the sender offers its buffer, the receiver copies out of it, the sender goes on.
+//! Messages from one thread to another: the sender offers its buffer, the receiver copies out of
+//! it, the sender goes on.
 //!
-//! One copy, and none in between. A buffer is the receiver's only while the state says `Taking`; an offer that is not yet taken can be withdrawn at any time.
+//! One copy, and none in between. A buffer is the receiver's only while the state says `Taking`; an
+//! offer that is not yet taken can be withdrawn at any time.
 
 use crate::backend::{Operation, Signature};
 use crate::error::{CommError, ErrorKind};
@@ -81,7 +83,8 @@ fn sleep<'a>(
     };
     let was_gone = gone();
     let (state, _) = mailbox.changed.wait_timeout(state, left.min(SLICE)).unwrap_or_else(PoisonError::into_inner);
-    // Who has left may have done its part just before; that shows in the state after a look at `gone`.
+    // Who has left may have done its part just before; that shows in the state after a look at
+    // `gone`.
     match *state {
         State::Empty | State::Offered { .. } if was_gone && !matches!(*state, State::Taken) => {
             Err(Trouble::Kind(ErrorKind::Left))
@@ -91,7 +94,8 @@ fn sleep<'a>(
 }
 
 impl Mailbox {
-    /// Offers `data` with its checksum to the receiver. Of two threads that send the same way, the second waits for the first.
+    /// Offers `data` with its checksum to the receiver. Of two threads that send the same way, the
+    /// second waits for the first.
     pub fn offer<'a>(&'a self, data: &'a [u8], sum: Option<u64>) -> Offer<'a> {
         let sending = lock(&self.sending);
         *lock(&self.state) = State::Offered { data: data.as_ptr(), bytes: data.len(), sum };
@@ -120,7 +124,8 @@ impl Mailbox {
                 }
                 *state = State::Taking;
                 drop(state);
-                // SAFETY: the offering rank keeps the buffer borrowed and waits as long as the state is `Taking`; `into` is ours.
+                // SAFETY: the offering rank keeps the buffer borrowed and waits as long as the
+                // state is `Taking`; `into` is ours.
                 unsafe { std::ptr::copy_nonoverlapping(data, into.as_mut_ptr(), bytes) };
                 *lock(&self.state) = State::Taken;
                 self.changed.notify_all();
@@ -150,7 +155,8 @@ impl Offer<'_> {
 }
 
 impl Drop for Offer<'_> {
-    /// Withdraws what was not taken; a copy that has begun is waited for, which is as long as a copy takes.
+    /// Withdraws what was not taken; a copy that has begun is waited for, which is as long as a
+    /// copy takes.
     fn drop(&mut self) {
         let mut state = lock(&self.mailbox.state);
         while matches!(*state, State::Taking) {

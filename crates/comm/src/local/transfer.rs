@@ -1,4 +1,5 @@
-//! What each rank does once everybody's buffers are known: its own share, disjoint from all others'.
+//! What each rank does once everybody's buffers are known: its own share, disjoint from all
+//! others'.
 
 use super::group::Slot;
 use crate::backend::{Operation, Signature};
@@ -19,7 +20,8 @@ unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 /// Does this rank's share of a large operation, straight between the buffers of the ranks.
 ///
 /// # Safety
-/// All slots have one signature, and their pointers are valid for its extents until the ranks have met again.
+/// All slots have one signature, and their pointers are valid for its extents until the ranks have
+/// met again.
 pub(super) unsafe fn in_place(slots: &[&Slot], rank: usize) {
     let call = slots[rank].call;
     let Signature { operation, dtype, elements, root } = call.signature;
@@ -28,8 +30,9 @@ pub(super) unsafe fn in_place(slots: &[&Slot], rank: usize) {
         // SAFETY: `offset` lies within every input, by the callers below.
         slots.iter().map(|slot| unsafe { slot.call.input.add(offset) }).collect()
     };
-    // SAFETY: offsets follow the layout of `Signature::extent`. Per operation, what this rank writes is its own output or its own
-    // share of everybody's (all-reduce, broadcast), and nobody reads that but this rank.
+    // SAFETY: offsets follow the layout of `Signature::extent`. Per operation, what this rank
+    // writes is its own output or its own share of everybody's (all-reduce, broadcast), and nobody
+    // reads that but this rank.
     unsafe {
         match operation {
             Operation::AllReduce => {
@@ -49,7 +52,8 @@ pub(super) unsafe fn in_place(slots: &[&Slot], rank: usize) {
                     copy(slots[from].call.input, call.output.add(from * part), part);
                 }
             }
-            // Every rank, the root too, brings its share to all others: fetched once, and no core idle.
+            // Every rank, the root too, brings its share to all others: fetched once, and no core
+            // idle.
             Operation::Broadcast => {
                 let (start, count) = call.signature.share(slots.len(), rank);
                 let (offset, bytes) = (start * dtype.size(), count * dtype.size());

@@ -1,4 +1,5 @@
-//! What the ranks of one process share beside their groups: names, last positions, the first failure.
+//! What the ranks of one process share beside their groups: names, last positions, the first
+//! failure.
 
 use super::group::{Group, Member};
 use crate::backend::Common;
@@ -15,7 +16,8 @@ pub(crate) type Post = Mutex<Option<(Position, Instant)>>;
 pub struct World;
 
 impl World {
-    /// One communicator for each of `ranks` ranks, all on this host; device `r` is rank `r`'s. Hand each to a thread of its own.
+    /// One communicator for each of `ranks` ranks, all on this host; device `r` is rank `r`'s. Hand
+    /// each to a thread of its own.
     ///
     /// # Panics
     /// If `ranks` is 0.
@@ -24,7 +26,8 @@ impl World {
         Self::with_places((0..ranks).map(|rank| Place::here(rank as u32)).collect())
     }
 
-    /// As [`World::new`], with the places given: for ranks that are bound to devices, and for tests of hierarchies.
+    /// As [`World::new`], with the places given: for ranks that are bound to devices, and for tests
+    /// of hierarchies.
     ///
     /// # Panics
     /// If there is no place.

@@ -62,9 +62,11 @@ fn check(code: c_int, call: &str) -> Result<(), String> {
 
 /// Lets Open MPI's TCP send a whole chunk without being asked for it.
 ///
-/// A message above its eager limit (64 KiB) waits until the receiver has said that it is ready, and both sides say and hear that only inside MPI's calls. Between
-/// ranks that compute and poll now and then this costs milliseconds a chunk, and half of a slow link's rate (docs/LOG.md). Whoever sets the limits, in the environment or by
-/// `mpirun --mca`, keeps them. Other networks and other MPIs do not know these names.
+/// A message above its eager limit (64 KiB) waits until the receiver has said that it is ready, and
+/// both sides say and hear that only inside MPI's calls. Between ranks that compute and poll now
+/// and then this costs milliseconds a chunk, and half of a slow link's rate (docs/LOG.md). Whoever
+/// sets the limits, in the environment or by `mpirun --mca`, keeps them. Other networks and other
+/// MPIs do not know these names.
 fn send_chunks_at_once() {
     let limit = CHUNK_BYTES + 4096;
     for (name, value) in
@@ -72,7 +74,8 @@ fn send_chunks_at_once() {
     {
         let variable = format!("OMPI_MCA_btl_tcp_{name}");
         if std::env::var_os(&variable).is_none() {
-            // SAFETY: `super::init` asks to be called before other threads use the environment, and MPI has not begun.
+            // SAFETY: `super::init` asks to be called before other threads use the environment, and
+            // MPI has not begun.
             unsafe { std::env::set_var(variable, value.to_string()) };
         }
     }
@@ -88,7 +91,8 @@ impl Mpi {
         }
         let (mut rank, mut size) = (0, 0);
         let mut comms = [MaybeUninit::uninit(), MaybeUninit::uninit()];
-        // SAFETY: MPI is initialised, and every pointer is to a local of the type that the call fills.
+        // SAFETY: MPI is initialised, and every pointer is to a local of the type that the call
+        // fills.
         unsafe {
             for comm in &mut comms {
                 check(ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm.as_mut_ptr()), "MPI_Comm_dup")?;
@@ -194,7 +198,8 @@ impl Mpi {
         }
     }
 
-    /// Asks MPI to give up a receive; it completes soon after, unless its message has begun to arrive.
+    /// Asks MPI to give up a receive; it completes soon after, unless its message has begun to
+    /// arrive.
     fn cancel(&self, request: &mut Request) {
         if let Ok(_guard) = self.enter() {
             // SAFETY: an active request.
@@ -318,7 +323,8 @@ impl Transport for Mpi {
         }
     }
 
-    /// Polling that begins eagerly and ends in sleep, because other ranks may need this core to do what is waited for.
+    /// Polling that begins eagerly and ends in sleep, because other ranks may need this core to do
+    /// what is waited for.
     fn pause(&self, polls: u32) {
         const SPINS: u32 = 50;
         const YIELDS: u32 = 200;
@@ -348,7 +354,8 @@ impl Transport for Mpi {
     fn hear(&self) -> Result<Option<(usize, Vec<u8>)>, String> {
         let Some((from, bytes)) = self.probe()? else { return Ok(None) };
         let mut data = vec![0u8; bytes];
-        // SAFETY: `data` stays until the request has completed below, as the message has arrived already.
+        // SAFETY: `data` stays until the request has completed below, as the message has arrived
+        // already.
         let mut request = unsafe { self.start_receive(Plane::Control, data.as_mut_ptr(), bytes, from, NOTICE) }?;
         let mut done = Vec::new();
         loop {

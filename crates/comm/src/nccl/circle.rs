@@ -13,8 +13,9 @@ use trainyard_cuda::nccl::{Element, Exchange};
 /// How long the end of a communicator may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A rank's way to exchange device memory with a group of ranks. Clones are one; exchanges are put on streams in the order of the calls, which is to be the same on all
-/// ranks. Regions are of the device's memory, and stay what they are until the stream has passed the exchange.
+/// A rank's way to exchange device memory with a group of ranks. Clones are one; exchanges are put
+/// on streams in the order of the calls, which is to be the same on all ranks. Regions are of the
+/// device's memory, and stay what they are until the stream has passed the exchange.
 #[derive(Clone)]
 pub struct Circle(Arc<Owned>);
 
@@ -49,8 +50,9 @@ impl Circle {
         self.0.member.host.rank()
     }
 
-    /// What this rank is about to do: told to the others when the device comes to the exchanges that are called from now on. None: nothing that it could be told by,
-    /// and when a deadline passes, all others are named with where they were.
+    /// What this rank is about to do: told to the others when the device comes to the exchanges
+    /// that are called from now on. None: nothing that it could be told by, and when a deadline
+    /// passes, all others are named with where they were.
     pub fn post(&self, position: Option<Position>) {
         *lock(&self.0.member.position) = position;
     }
@@ -61,7 +63,8 @@ impl Circle {
         self.put(stream, Operation::AllReduce, &[Exchange::AllReduce { from, to, element }])
     }
 
-    /// Sums `data`, which is as many parts as there are ranks, in NCCL's order; afterwards the own part holds its sum, and the rest is arbitrary.
+    /// Sums `data`, which is as many parts as there are ranks, in NCCL's order; afterwards the own
+    /// part holds its sum, and the rest is arbitrary.
     pub fn reduce_scatter_in_place(&self, stream: Stream, data: Region, element: Element) -> Result<()> {
         let (from, to) = ends(data, self.part(data, self.rank()));
         self.put(stream, Operation::ReduceScatter, &[Exchange::ReduceScatter { from, to, element }])
@@ -84,7 +87,8 @@ impl Circle {
         self.put(stream, Operation::Broadcast, &[Exchange::Broadcast { from, to, root }])
     }
 
-    /// Sends to and receives from any ranks at once: `(rank, memory)`; empty memory is left out. A send meets the receive of the same length there, in order.
+    /// Sends to and receives from any ranks at once: `(rank, memory)`; empty memory is left out. A
+    /// send meets the receive of the same length there, in order.
     pub fn exchange(&self, stream: Stream, sends: &[(usize, Region)], receives: &[(usize, Region)]) -> Result<()> {
         let sends = sends.iter().map(|&(peer, from)| (from, Exchange::Send { from: read(from), peer }));
         let receives = receives.iter().map(|&(peer, to)| (to, Exchange::Receive { to: written(to), peer }));

@@ -1,16 +1,21 @@
 //! Collectives on the memory of GPUs, by NCCL.
 //!
-//! A [`Circle`] is a rank's way to exchange device memory with the ranks of a [`Communicator`], beside which it stands: that one finds the others (it broadcasts NCCL's
-//! identifier), knows where they are, and carries the failure of the world. Nothing here touches data: exchanges are put on streams and the host goes on.
+//! A [`Circle`] is a rank's way to exchange device memory with the ranks of a [`Communicator`],
+//! beside which it stands: that one finds the others (it broadcasts NCCL's identifier), knows where
+//! they are, and carries the failure of the world. Nothing here touches data: exchanges are put on
+//! streams and the host goes on.
 //!
-//! **No endless waiting.** A rank has one thread ([`Nccl`]) that looks at what is under way: each exchange stands between two events. Once the first has passed the rank
-//! has come to the exchange and says so ([`Communicator::post`]); when the second does not pass within the communicator's deadline, those who have not come by then
-//! are named. What NCCL reports in between ([`State::Failed`]), and a failure of the world for whatever other reason, end the same way: the world has failed with one
-//! culprit, and every communicator of NCCL is aborted, which lets streams, and the threads that wait for them, go on. Results are then worthless, so whoever has waited for the device
-//! asks the communicator for its failure before it uses them.
+//! **No endless waiting.** A rank has one thread ([`Nccl`]) that looks at what is under way: each
+//! exchange stands between two events. Once the first has passed the rank has come to the exchange
+//! and says so ([`Communicator::post`]); when the second does not pass within the communicator's
+//! deadline, those who have not come by then are named. What NCCL reports in between
+//! ([`State::Failed`]), and a failure of the world for whatever other reason, end the same way: the
+//! world has failed with one culprit, and every communicator of NCCL is aborted, which lets
+//! streams, and the threads that wait for them, go on. Results are then worthless, so whoever has
+//! waited for the device asks the communicator for its failure before it uses them.
 //!
-//! **What is not checked.** NCCL compares no calls: ranks that disagree wait for each other, and are named by their positions when the deadline passes. It carries no
-//! checksums.
+//! **What is not checked.** NCCL compares no calls: ranks that disagree wait for each other, and
+//! are named by their positions when the deadline passes. It carries no checksums.
 
 mod circle;
 #[cfg(test)]
@@ -33,7 +38,8 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// For the rank of `world` that works on this device. `waiting` is called again and again while the device waits in an exchange for other ranks.
+    /// For the rank of `world` that works on this device. `waiting` is called again and again while
+    /// the device waits in an exchange for other ranks.
     ///
     /// # Errors
     /// There is no NCCL, which fails the world.
@@ -51,7 +57,8 @@ impl Nccl {
         self.keeper.driver().nccl().map_or_else(|_| String::new(), |nccl| version_text(nccl.version()))
     }
 
-    /// A way to the ranks of `host`, all of which call this together and in the same order as for their other groups.
+    /// A way to the ranks of `host`, all of which call this together and in the same order as for
+    /// their other groups.
     ///
     /// # Errors
     /// NCCL refuses, or somebody does not come within the deadline; the world has failed then.

@@ -49,7 +49,8 @@ impl Rank {
     }
 }
 
-/// Runs `body` on so many ranks with a device each; what it returns, and what did not fit together on the network.
+/// Runs `body` on so many ranks with a device each; what it returns, and what did not fit together
+/// on the network.
 fn on_devices<T: Send>(
     ranks: usize,
     deadline: Duration,
@@ -133,7 +134,8 @@ fn the_host_runs_ahead_and_calls_of_a_group_progress_together() {
         let me = rank.host.rank();
         let (first, second) = (rank.put(&[1.0; 4]), rank.put(&[2.0; 8]));
         let reduce = |data: Region| Exchange::AllReduce { from: data, to: data, element: Element::F32 };
-        // Nobody waits for anybody here: rank 1 may be done with its calls before rank 0 has made one.
+        // Nobody waits for anybody here: rank 1 may be done with its calls before rank 0 has made
+        // one.
         for _ in 0..3 {
             rank.circle.together(rank.stream, Operation::AllReduce, &[reduce(first), reduce(second)]).unwrap();
         }

@@ -64,7 +64,8 @@ impl Member {
         self.host.failure().unwrap_or_else(what)
     }
 
-    /// Waits until NCCL has done what it was asked for, for the deadline at most: it connects ranks when they first exchange something.
+    /// Waits until NCCL has done what it was asked for, for the deadline at most: it connects ranks
+    /// when they first exchange something.
     pub fn settle(&self, nccl: &dyn Nccl, at: Option<(Operation, u64)>) -> Result<()> {
         let start = Instant::now();
         let mut posted = at.is_none();
@@ -252,7 +253,8 @@ impl Shared {
         self.flights()
     }
 
-    /// NCCL says that a communicator has failed: with whoever has not come to what is under way in it.
+    /// NCCL says that a communicator has failed: with whoever has not come to what is under way in
+    /// it.
     fn failed(&self, member: &Arc<Member>, what: String) -> CommError {
         let (position, at) = {
             let flights = lock(&self.flights);
@@ -263,7 +265,8 @@ impl Shared {
         member.host.accuse(backend(what), &late, at)
     }
 
-    /// Exchanges that have ended are forgotten, those that have begun are told, and those that take too long fail the world.
+    /// Exchanges that have ended are forgotten, those that have begun are told, and those that take
+    /// too long fail the world.
     fn flights(&self) -> Option<CommError> {
         let mut overdue = None;
         let mut waiting = Vec::new();

@@ -1,11 +1,13 @@
-//! What ranks tell each other before data moves: which operation, where they are, checksums, and the data itself if it is small.
+//! What ranks tell each other before data moves: which operation, where they are, checksums, and
+//! the data itself if it is small.
 
 use crate::backend::{Operation, Signature};
 use crate::number::Dtype;
 use crate::place::Position;
 use bytemuck::{Pod, Zeroable};
 
-/// The largest input that travels in its envelope: a small message costs one exchange, and nothing sends so few bytes by rendezvous.
+/// The largest input that travels in its envelope: a small message costs one exchange, and nothing
+/// sends so few bytes by rendezvous.
 pub(super) const INLINE_BYTES: usize = 2048;
 const WHAT_BYTES: usize = 64;
 

@@ -1,8 +1,9 @@
 //! Streams of chunks between this rank and others, and the loop that drives them.
 //!
-//! A [`Stream`] is one buffer to or from one rank, cut into chunks of which a bounded number is under way. Which chunks may start is its `limit`, which the
-//! operation raises as others finish: that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order, as matching
-//! by tags needs; they may complete in any order, so `done` counts the prefix that has.
+//! A [`Stream`] is one buffer to or from one rank, cut into chunks of which a bounded number is
+//! under way. Which chunks may start is its `limit`, which the operation raises as others finish:
+//! that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order,
+//! as matching by tags needs; they may complete in any order, so `done` counts the prefix that has.
 
 use super::process::Process;
 use super::transport::Transport;
@@ -10,14 +11,17 @@ use crate::error::{CommError, ErrorKind};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Bytes of a chunk: it and its sum stay in the second cache level. Chosen by measurement (docs/LOG.md).
+/// Bytes of a chunk: it and its sum stay in the second cache level. Chosen by measurement
+/// (docs/LOG.md).
 pub(crate) const CHUNK_BYTES: usize = 512 << 10;
 /// Chunks of a stream under way.
 pub(crate) const WINDOW: usize = 8;
 /// How often a waiting rank looks whether its peers still live.
 const LOOK: Duration = Duration::from_millis(50);
-/// The share of the deadline after which a peer that does not answer counts as dead. Before the whole, because others may wait in another group for a rank that waits
-/// for it: they must hear of the one that is silent before their own deadline, which began at the same time, makes them name the one that waits.
+/// The share of the deadline after which a peer that does not answer counts as dead. Before the
+/// whole, because others may wait in another group for a rank that waits for it: they must hear of
+/// the one that is silent before their own deadline, which began at the same time, makes them name
+/// the one that waits.
 const SILENCE: f64 = 0.9;
 
 /// One direction of data between this rank and another.
@@ -91,7 +95,8 @@ pub(super) struct Flight<'a, T: Transport> {
     ready: Vec<usize>,
 }
 
-/// Why a flight ended early: the world's failure, or what is to become one, with the members' world ranks.
+/// Why a flight ended early: the world's failure, or what is to become one, with the members' world
+/// ranks.
 pub(super) enum Crash {
     Failed(CommError),
     New(ErrorKind, Vec<usize>),
@@ -102,12 +107,15 @@ impl<'a, T: Transport> Flight<'a, T> {
         Self { process, streams, requests: Vec::new(), labels: Vec::new(), ready: Vec::new() }
     }
 
-    /// Runs until every stream has finished; `advance` is called after completions, to compute and to raise limits.
+    /// Runs until every stream has finished; `advance` is called after completions, to compute and
+    /// to raise limits.
     ///
-    /// `gone` tells whether a peer has left for good, and `blame` fails the world. On an error the world has failed, and nothing writes the streams' memory any more.
+    /// `gone` tells whether a peer has left for good, and `blame` fails the world. On an error the
+    /// world has failed, and nothing writes the streams' memory any more.
     ///
     /// # Safety
-    /// The memory of all streams is valid until this returns, and nobody else touches it but `advance`, which keeps to chunks that have completed.
+    /// The memory of all streams is valid until this returns, and nobody else touches it but
+    /// `advance`, which keeps to chunks that have completed.
     pub unsafe fn run(
         mut self,
         deadline: Duration,
@@ -117,7 +125,8 @@ impl<'a, T: Transport> Flight<'a, T> {
     ) -> Result<(), CommError> {
         // SAFETY: the caller's promise.
         unsafe { self.drive(deadline, &gone, &mut advance) }.map_err(|crash| {
-            // The others first: ending requests may take a while, and the connections to ranks that do not take part.
+            // The others first: ending requests may take a while, and the connections to ranks that
+            // do not take part.
             let error = blame(crash);
             let sending = self.labels.iter().map(|(stream, _)| self.streams[*stream].sending);
             self.process.transport.abandon(self.requests.drain(..).zip(sending).collect());
@@ -223,7 +232,8 @@ impl<'a, T: Transport> Flight<'a, T> {
         Ok(())
     }
 
-    /// Peers that have not done their part, each once: those who did not send, or, if all have, those who do not take.
+    /// Peers that have not done their part, each once: those who did not send, or, if all have,
+    /// those who do not take.
     fn late(&self) -> Vec<usize> {
         let waiting = |sending: bool| {
             let open = self.streams.iter().filter(|s| s.sending == sending && s.started > s.done);

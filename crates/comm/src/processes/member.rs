@@ -264,7 +264,8 @@ impl<T: Transport> Member<T> {
             }
         }
         let inputs: Vec<*const u8> = (0..self.size()).map(|member| data(member).as_ptr()).collect();
-        // SAFETY: envelopes agree, so each holds an input of this call's size, at a multiple of 8; the output is the caller's.
+        // SAFETY: envelopes agree, so each holds an input of this call's size, at a multiple of 8;
+        // the output is the caller's.
         unsafe { inline::compute(&inputs, self.rank, call) };
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! This process among the others: who they are, how they fare, what failed first; and the thread that listens.
+//! This process among the others: who they are, how they fare, what failed first; and the thread
+//! that listens.
 
 use super::transport::Transport;
 use crate::error::{CommError, Failure};
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How often the listener looks. A failure reaches others within that.
 const LISTEN: Duration = Duration::from_millis(5);
-/// How long a rank must have been dead to be blamed: who ends because of a failure has told of it, and the news may take a moment longer than the end.
+/// How long a rank must have been dead to be blamed: who ends because of a failure has told of it,
+/// and the news may take a moment longer than the end.
 const GOODBYE: Duration = Duration::from_millis(200);
 /// How long a failing process waits until its notices are on their way.
 const FAREWELL: Duration = Duration::from_millis(300);
@@ -208,7 +210,8 @@ impl<T: Transport> Process<T> {
             Notice::Failed(failure) => {
                 let error = CommError::from(failure);
                 if self.failure.set(error.clone()).is_ok() {
-                    // This process may end before another one hears of it, which would then take its end for the cause.
+                    // This process may end before another one hears of it, which would then take
+                    // its end for the cause.
                     self.tell_everybody(&error);
                 }
             }
@@ -269,7 +272,8 @@ impl<T: Transport> Handle<T> {
         Ok(Self { process, listener: Some(listener) })
     }
 
-    /// Stops the listener, and the transport with it if `together`, i.e. if all ranks have come to this point.
+    /// Stops the listener, and the transport with it if `together`, i.e. if all ranks have come to
+    /// this point.
     pub fn end(&mut self, together: bool) {
         self.process.ended.store(true, Ordering::SeqCst);
         if let Some(listener) = self.listener.take() {

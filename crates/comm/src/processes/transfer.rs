@@ -7,8 +7,9 @@
 //! | all_gather, gather, all_to_all | parts to whom they belong | |
 //! | broadcast | share `j` of the root's data to rank `j` | every rank passes its share on, so the root sends all data about once |
 //!
-//! Each rank sends and receives `2 (n-1)/n` of an all-reduce's bytes, the least possible (Patarasu and Yuan 2009, "Bandwidth optimal all-reduce
-//! algorithms for clusters of workstations"), and sums arrive in the order of the tree.
+//! Each rank sends and receives `2 (n-1)/n` of an all-reduce's bytes, the least possible (Patarasu
+//! and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"), and sums
+//! arrive in the order of the tree.
 
 use super::envelope::Envelope;
 use super::flight::{CHUNK_BYTES, Crash, Flight, Stream, WINDOW};
@@ -69,7 +70,8 @@ unsafe fn fly<T: Transport>(
 /// As [`run`].
 unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
     if !std::ptr::eq(from, to) {
-        // SAFETY: the caller's promise: one part of the input, one of the output, which are apart unless the same.
+        // SAFETY: the caller's promise: one part of the input, one of the output, which are apart
+        // unless the same.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
     }
 }
@@ -89,7 +91,8 @@ unsafe fn move_parts<T: Transport>(
     let scatters = operation == Operation::AllToAll;
     let receives = operation != Operation::Gather || member.rank == root;
     let sends_to = |to: usize| operation != Operation::Gather || to == root;
-    // SAFETY: parts lie within the buffers by `Signature::extent`, and only receivers' outputs are used.
+    // SAFETY: parts lie within the buffers by `Signature::extent`, and only receivers' outputs are
+    // used.
     let (outgoing, incoming) = (
         |to: usize| unsafe { call.input.add(if scatters { to * part } else { 0 }).cast_mut() },
         |from: usize| unsafe { call.output.add(from * part) },
@@ -213,7 +216,8 @@ impl<T: Transport> Summing<'_, T> {
                 inputs.push(data.cast_const());
             }
             let written = if wide { start / dtype.size() * dtype.sum().size() } else { start };
-            // SAFETY: the own input and output hold this chunk too; an output in place is the own input, chunk for chunk.
+            // SAFETY: the own input and output hold this chunk too; an output in place is the own
+            // input, chunk for chunk.
             unsafe {
                 inputs.insert(rank, self.own.add(start));
                 sum_into(dtype, wide, &inputs, &[self.output.add(written)], elements);
@@ -260,7 +264,8 @@ unsafe fn reduce<T: Transport>(
     turn.scratch.resize((size - 1) * ring_bytes / 8, 0);
     let scratch: *mut u8 = turn.scratch.as_mut_ptr().cast();
 
-    // Receives in order of the members, then sends of what others sum, then the sums in both directions.
+    // Receives in order of the members, then sends of what others sum, then the sums in both
+    // directions.
     let mut streams = Vec::new();
     let mut sources = Vec::new();
     for (index, other) in (0..size).filter(|&other| other != rank).enumerate() {
@@ -292,7 +297,8 @@ unsafe fn reduce<T: Transport>(
     let _ = own_offset;
     let mut summing = Summing { member, call, own, output, bytes: own_bytes, summed: 0, sources, verify };
     let advance = |streams: &mut [Stream]| {
-        // SAFETY: chunks below `done` have arrived; the next ones go to other places of the ring until the limit is raised.
+        // SAFETY: chunks below `done` have arrived; the next ones go to other places of the ring
+        // until the limit is raised.
         unsafe { summing.advance(streams) };
         let done = summing.bytes.div_ceil(CHUNK_BYTES) == summing.summed;
         if verify

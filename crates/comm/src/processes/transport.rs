@@ -1,7 +1,9 @@
 //! What carries messages between processes: MPI, or sockets.
 //!
-//! Messages with one tag from one rank to another that are equally long arrive in the order sent, and a receive takes the oldest that no other receive has taken. A receive may ask for
-//! more bytes than come, but for no more than an envelope ([`super::envelope::bytes_max`]); larger messages are exactly as long as their receive.
+//! Messages with one tag from one rank to another that are equally long arrive in the order sent,
+//! and a receive takes the oldest that no other receive has taken. A receive may ask for more bytes
+//! than come, but for no more than an envelope ([`super::envelope::bytes_max`]); larger messages
+//! are exactly as long as their receive.
 
 use std::time::Duration;
 
@@ -25,25 +27,30 @@ pub(crate) trait Transport: Send + Sync + 'static {
     /// Starts to send `bytes` from `data`.
     ///
     /// # Safety
-    /// `data` is valid for `bytes` and nobody writes it until the request has completed or was abandoned.
+    /// `data` is valid for `bytes` and nobody writes it until the request has completed or was
+    /// abandoned.
     unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: i32) -> Result<Self::Request, String>;
 
     /// Starts to receive up to `bytes` into `data`.
     ///
     /// # Safety
-    /// `data` is valid for `bytes` and nobody touches it until the request has completed or was abandoned.
+    /// `data` is valid for `bytes` and nobody touches it until the request has completed or was
+    /// abandoned.
     unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: i32) -> Result<Self::Request, String>;
 
     /// The indices of the requests that have completed, which are not to be asked for again.
     fn test(&self, requests: &mut [Self::Request], done: &mut Vec<usize>) -> Result<(), String>;
 
-    /// Ends requests that nobody wants any more after a failure; each comes with whether it sends. Afterwards nothing writes their memory.
+    /// Ends requests that nobody wants any more after a failure; each comes with whether it sends.
+    /// Afterwards nothing writes their memory.
     fn abandon(&self, requests: Vec<(Self::Request, bool)>);
 
-    /// Waits for a moment, or until something may have happened to requests of this thread; `polls` counts the calls since something last did.
+    /// Waits for a moment, or until something may have happened to requests of this thread; `polls`
+    /// counts the calls since something last did.
     fn pause(&self, polls: u32);
 
-    /// Sends a notice, beside all messages. Errors are of no use here: what they would tell, deadlines do.
+    /// Sends a notice, beside all messages. Errors are of no use here: what they would tell,
+    /// deadlines do.
     fn tell(&self, to: usize, notice: &[u8]);
 
     /// Whether all notices are on their way.

@@ -9,7 +9,8 @@
 //! | lent | of the message | a large message, whose receiver has said ready |
 //! | notice | 0 | what ranks tell each other beside messages |
 //!
-//! "Ready" and notices overtake messages that wait to be written. The reader never waits for anything but its socket, so a writer is never kept by a peer that lives.
+//! "Ready" and notices overtake messages that wait to be written. The reader never waits for
+//! anything but its socket, so a writer is never kept by a peer that lives.
 
 use super::request::Slot;
 use std::collections::{BTreeMap, VecDeque};
@@ -59,7 +60,8 @@ struct Messages {
     early: Queues<Vec<u8>>,
     /// Requests for small messages that came before them.
     expected: Queues<Arc<Slot>>,
-    /// Requests for large messages. Apart, because a message that is copied may overtake one with its tag that is lent: lengths tell which request is whose.
+    /// Requests for large messages. Apart, because a message that is copied may overtake one with
+    /// its tag that is lent: lengths tell which request is whose.
     loans: Queues<Arc<Slot>>,
 }
 
@@ -193,7 +195,8 @@ impl Link {
         self.push(|outbox| outbox.urgent.push_back(frame(NOTICE, 0, notice)));
     }
 
-    /// Sends a copy; the slot is done when the operating system has it, so that a rank which dies after an operation has given its part.
+    /// Sends a copy; the slot is done when the operating system has it, so that a rank which dies
+    /// after an operation has given its part.
     pub fn send_copy(&self, tag: u32, message: &[u8], written: Arc<Slot>) {
         self.push(|outbox| outbox.messages.push_back(Message::Copied(frame(COPIED, tag, message), Some(written))));
     }

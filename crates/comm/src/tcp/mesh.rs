@@ -1,4 +1,5 @@
-//! Connections between any two ranks: everybody connects to those of lower rank, and is connected to by the others.
+//! Connections between any two ranks: everybody connects to those of lower rank, and is connected
+//! to by the others.
 
 use super::rendezvous::LOOK;
 use super::words::{Address, Word, hear, say};
@@ -50,7 +51,8 @@ pub(super) fn reach(addresses: impl Iterator<Item = SocketAddr>, patience: Durat
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in addresses {
         match TcpStream::connect_timeout(&address, patience) {
-            // Who knocks at a port of its own host where nobody listens may be given that very port, and find itself.
+            // Who knocks at a port of its own host where nobody listens may be given that very
+            // port, and find itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
             Ok(stream) => {
                 stream.set_nodelay(true)?;

@@ -1,20 +1,27 @@
-//! Ranks that are processes, over TCP: a transport ([`crate::processes`]) out of the sockets of the standard library. Nothing to install, on one host or many.
+//! Ranks that are processes, over TCP: a transport ([`crate::processes`]) out of the sockets of the
+//! standard library. Nothing to install, on one host or many.
 //!
-//! **Coming together.** Rank 0 listens at the master's address; everybody else tells it who and where they are, learns of the others, and connects to those of
-//! lower rank ([`rendezvous`]). So there is one connection between any two ranks, and data takes the direct way. Whatever keeps the world from coming together, every rank says.
+//! **Coming together.** Rank 0 listens at the master's address; everybody else tells it who and
+//! where they are, learns of the others, and connects to those of lower rank ([`rendezvous`]). So
+//! there is one connection between any two ranks, and data takes the direct way. Whatever keeps the
+//! world from coming together, every rank says.
 //!
-//! **Messages.** Small ones are copied and sent at once, and wait at the receiver until they are asked for. Large ones wait at the sender until the receiver has said where
-//! they go ("ready"), and are read from the socket into that very place: memory is bounded, no byte is copied on the way, and no lane's data keeps
-//! another lane's from getting through ([`link`]).
+//! **Messages.** Small ones are copied and sent at once, and wait at the receiver until they are
+//! asked for. Large ones wait at the sender until the receiver has said where they go ("ready"),
+//! and are read from the socket into that very place: memory is bounded, no byte is copied on the
+//! way, and no lane's data keeps another lane's from getting through ([`link`]).
 //!
-//! **Progress.** Each connection has a thread that reads and one that writes. Data moves while everybody computes, and whoever waits sleeps until
-//! it has come. Threads and connections grow with the number of ranks: for hundreds of them take MPI.
+//! **Progress.** Each connection has a thread that reads and one that writes. Data moves while
+//! everybody computes, and whoever waits sleeps until it has come. Threads and connections grow
+//! with the number of ranks: for hundreds of them take MPI.
 //!
-//! **Failures.** The operating system closes the connections of a process that dies, so its peers know at once; a process that is stopped or cut off does not answer and is
-//! named by the deadline. After a failure requests are taken back; where the socket of a stopped peer is at work in memory that is needed again, that one connection is shut
-//! down ([`request`]).
+//! **Failures.** The operating system closes the connections of a process that dies, so its peers
+//! know at once; a process that is stopped or cut off does not answer and is named by the deadline.
+//! After a failure requests are taken back; where the socket of a stopped peer is at work in memory
+//! that is needed again, that one connection is shut down ([`request`]).
 //!
-//! Nothing is encrypted and nobody has to say a password, as with MPI and NCCL: for networks that are trusted.
+//! Nothing is encrypted and nobody has to say a password, as with MPI and NCCL: for networks that
+//! are trusted.
 
 mod link;
 mod mesh;

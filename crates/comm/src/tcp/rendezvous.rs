@@ -1,8 +1,10 @@
 //! How processes that know nothing but one address find each other.
 //!
-//! Rank 0 listens at the master's address and collects everybody's card: rank, world size, version, host, and the port where it listens for its peers. When
-//! all have come it hands out the table of addresses, everybody connects ([`super::mesh`]) and says so, and rank 0 lets them begin. What is wrong, rank 0 tells all who have come
-//! or come soon after, so that every process ends with the same sentence.
+//! Rank 0 listens at the master's address and collects everybody's card: rank, world size, version,
+//! host, and the port where it listens for its peers. When all have come it hands out the table of
+//! addresses, everybody connects ([`super::mesh`]) and says so, and rank 0 lets them begin. What is
+//! wrong, rank 0 tells all who have come or come soon after, so that every process ends with the
+//! same sentence.
 
 use super::mesh::{self, Mesh};
 use super::transport::Tcp;
@@ -146,7 +148,8 @@ impl Rendezvous {
         Card { version, rank, world, host: here.host, pid: here.pid, port }
     }
 
-    /// The address to listen at where only this host is meant; else the master's name may be known to this host by another address than to others, so it is all of them.
+    /// The address to listen at where only this host is meant; else the master's name may be known
+    /// to this host by another address than to others, so it is all of them.
     fn loopback(&self) -> Option<IpAddr> {
         if self.host == "localhost" {
             let mut addresses = (self.host.as_str(), self.port).to_socket_addrs().ok()?;

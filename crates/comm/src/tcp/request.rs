@@ -1,7 +1,8 @@
 //! A message under way, and who may touch its memory.
 //!
-//! The memory belongs to an operation of the caller, which may end early, while a socket's thread reads or writes it. So a thread asks before it begins
-//! ([`Slot::begin`]) and says when it has ended; and whoever takes a request back learns whether somebody is at it ([`Slot::take_back`]).
+//! The memory belongs to an operation of the caller, which may end early, while a socket's thread
+//! reads or writes it. So a thread asks before it begins ([`Slot::begin`]) and says when it has
+//! ended; and whoever takes a request back learns whether somebody is at it ([`Slot::take_back`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::Thread;
@@ -27,7 +28,8 @@ pub(crate) struct Slot {
     pub peer: usize,
 }
 
-// SAFETY: the memory is touched by one thread at a time, as the state says; who makes a slot promises that it stays.
+// SAFETY: the memory is touched by one thread at a time, as the state says; who makes a slot
+// promises that it stays.
 unsafe impl Send for Slot {}
 // SAFETY: as above.
 unsafe impl Sync for Slot {}
@@ -36,7 +38,8 @@ impl Slot {
     /// A message to or from `peer`, for the calling thread.
     ///
     /// # Safety
-    /// `data` is valid for `bytes`, for writes unless only [`Slot::source`] is used, and nobody else touches it (or writes, for a source), until the slot is done or taken back.
+    /// `data` is valid for `bytes`, for writes unless only [`Slot::source`] is used, and nobody
+    /// else touches it (or writes, for a source), until the slot is done or taken back.
     pub unsafe fn new(peer: usize, data: *mut u8, bytes: usize) -> Self {
         Self { data, bytes, state: AtomicU8::new(WAITING), waiter: std::thread::current(), peer }
     }
@@ -88,7 +91,8 @@ impl Slot {
     /// The memory to fill.
     ///
     /// # Safety
-    /// Between [`Slot::begin`] and [`Slot::end`], of a slot whose memory may be written, by the thread that began.
+    /// Between [`Slot::begin`] and [`Slot::end`], of a slot whose memory may be written, by the
+    /// thread that began.
     #[allow(clippy::mut_from_ref, reason = "the state gives the memory to one thread")]
     pub unsafe fn target(&self) -> &mut [u8] {
         // SAFETY: the promise of `Slot::new`, and the state.

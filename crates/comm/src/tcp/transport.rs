@@ -103,7 +103,8 @@ impl Transport for Tcp {
         Ok(())
     }
 
-    /// Takes them back. Where a thread is in the middle of one and does not come to its end, because the peer neither takes nor gives, that connection is closed.
+    /// Takes them back. Where a thread is in the middle of one and does not come to its end,
+    /// because the peer neither takes nor gives, that connection is closed.
     fn abandon(&self, requests: Vec<(Arc<Slot>, bool)>) {
         requests.iter().for_each(|(slot, _)| slot.take_back());
         let moving = || requests.iter().map(|(slot, _)| slot).filter(|slot| slot.is_moving());

@@ -1,4 +1,5 @@
-//! What processes say to each other while they come together: JSON in frames that other programs are unlikely to send.
+//! What processes say to each other while they come together: JSON in frames that other programs
+//! are unlikely to send.
 
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};

@@ -1,5 +1,6 @@
-//! What every backend promises, as functions of one rank's communicator. All ranks call the same function; data is made from seeds that all
-//! ranks know, so each rank checks its own result against the definition without asking anybody.
+//! What every backend promises, as functions of one rank's communicator. All ranks call the same
+//! function; data is made from seeds that all ranks know, so each rank checks its own result
+//! against the definition without asking anybody.
 
 use half::bf16;
 use trainyard_comm::number::tree_sum;
@@ -190,7 +191,8 @@ pub const SIZES: [usize; 10] = [0, 1, 2, 17, 511, 513, 1025, 4096, 4097, 20_011]
 
 /// Every operation at every size, with the roots taking turns.
 ///
-/// What a rank checks against grows with the square of the group, so large groups leave out large sizes.
+/// What a rank checks against grows with the square of the group, so large groups leave out large
+/// sizes.
 pub fn every_operation_at_every_size(comm: &Communicator) {
     let mut seed = 1;
     for operation in KINDS {
@@ -243,7 +245,8 @@ pub fn splits_are_groups_of_their_own(comm: &Communicator) {
     }
 }
 
-/// Started operations give the results of blocking ones, in order, also with blocking ones in between and on two communicators at once.
+/// Started operations give the results of blocking ones, in order, also with blocking ones in
+/// between and on two communicators at once.
 pub fn started_operations_give_the_same(comm: &Communicator) {
     let (rank, size) = (comm.rank(), comm.size());
     let other = comm.duplicate("other").unwrap();

@@ -1,4 +1,5 @@
-//! What is told of a rank that panics, gives up or leaves: the same over every backend whose ranks a test can run as threads.
+//! What is told of a rank that panics, gives up or leaves: the same over every backend whose ranks
+//! a test can run as threads.
 
 use std::time::{Duration, Instant};
 use trainyard_comm::{CommError, Communicator, ErrorKind};
@@ -6,7 +7,8 @@ use trainyard_comm::{CommError, Communicator, ErrorKind};
 /// What a rank does, and what it was told.
 pub type Body<'a> = &'a (dyn Fn(&Communicator) -> Option<CommError> + Sync);
 
-/// Holds `outcomes`, which runs a body on three ranks and gives `None` for those that panicked, to what survivors have to hear of rank 1 within `patience`.
+/// Holds `outcomes`, which runs a body on three ranks and gives `None` for those that panicked, to
+/// what survivors have to hear of rank 1 within `patience`.
 pub fn are_told_at_once(outcomes: impl Fn(Body<'_>) -> Vec<Option<Option<CommError>>>, patience: Duration) {
     let start = Instant::now();
     let run = |leave: fn(&Communicator)| {
@@ -16,7 +18,8 @@ pub fn are_told_at_once(outcomes: impl Fn(Body<'_>) -> Vec<Option<Option<CommErr
                 leave(comm);
                 return None;
             }
-            // Large enough to be lent, so that it is under way or waits for a receiver when the news come.
+            // Large enough to be lent, so that it is under way or waits for a receiver when the
+            // news come.
             comm.all_reduce(&mut vec![1f32; 100_000]).err()
         })
     };

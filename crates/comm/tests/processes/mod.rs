@@ -1,4 +1,5 @@
-//! What the tests of ranks that are processes share: the part of a worker, and what survivors of a fault have to say.
+//! What the tests of ranks that are processes share: the part of a worker, and what survivors of a
+//! fault have to say.
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
@@ -15,7 +16,8 @@ pub const CASE: &str = "TRAINYARD_TEST_CASE";
 /// How long workers wait for each other when something is to go wrong.
 pub const DEADLINE: Duration = Duration::from_millis(1500);
 
-/// Faults of rank 1, what survivors say of it, and how many of three they are. Who is dead or stopped cannot be asked: it was last heard of one operation earlier.
+/// Faults of rank 1, what survivors say of it, and how many of three they are. Who is dead or
+/// stopped cannot be asked: it was last heard of one operation earlier.
 pub const FAULTS: [(&str, &str, usize); 6] = [
     ("kill rank=1 step=2 instruction=7", "died: its process no longer exists", 2),
     ("hang rank=1 step=2 instruction=7", "no arrival within 1.5 s", 3),
@@ -43,7 +45,8 @@ pub fn report(said: &str, rank: usize) -> Option<String> {
     said.lines().find_map(|line| line.split_once(&mark).map(|(_, report)| report.to_owned()))
 }
 
-/// A rank's part where the environment says which, in a world of this backend that it connects to, or `alone`; else nothing.
+/// A rank's part where the environment says which, in a world of this backend that it connects to,
+/// or `alone`; else nothing.
 pub fn worker(backend: &str, alone: impl FnOnce() -> Communicator) {
     let Ok(case) = std::env::var(CASE) else { return };
     let environment = Environment::detect().unwrap();
@@ -122,7 +125,8 @@ fn strike(world: &Communicator, elements: usize, fault: &str) {
                         // A stopped process neither computes nor answers.
                         let mut stop = Command::new("sh");
                         stop.args(["-c", "kill -STOP $PPID; sleep 8; kill -KILL $PPID"]);
-                        // Whoever waits for the end of this rank's output is not to wait for the shell too.
+                        // Whoever waits for the end of this rank's output is not to wait for the
+                        // shell too.
                         assert!(stop.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok());
                     } else if fault.starts_with("disagree") {
                         lane.barrier()?;

@@ -1,9 +1,11 @@
 //! Captures with the driver's rules, and graphs that are queued again.
 //!
-//! The rules are those of the CUDA driver API's documentation of `cuStreamBeginCapture`, `cuThreadExchangeStreamCaptureMode` (mode `THREAD_LOCAL`) and of the
-//! `CUDA_ERROR_STREAM_CAPTURE_*` errors. What breaks one fails with the driver's error and invalidates the capture. Where the documentation leaves something open the fake
-//! refuses it. A launch puts the captured work on the launching stream, and that of other streams of the capture on streams of the graph's own, ordered by its events
-//! alone, through the same checks as all work.
+//! The rules are those of the CUDA driver API's documentation of `cuStreamBeginCapture`,
+//! `cuThreadExchangeStreamCaptureMode` (mode `THREAD_LOCAL`) and of the
+//! `CUDA_ERROR_STREAM_CAPTURE_*` errors. What breaks one fails with the driver's error and
+//! invalidates the capture. Where the documentation leaves something open the fake refuses it. A
+//! launch puts the captured work on the launching stream, and that of other streams of the capture
+//! on streams of the graph's own, ordered by its events alone, through the same checks as all work.
 
 use super::{Clock, Order, Queues, Record, Region, Work, plain};
 use crate::driver::{Address, Event, Graph, Stream};

@@ -60,7 +60,8 @@ fn streams_join_by_events_and_their_order_is_kept_at_every_launch() {
         fake.wait(first, join).unwrap();
         fake.zero(first, region(memory, 4, true)).unwrap();
         let graph = fake.end_capture(first).unwrap();
-        // The second stream is its own again, and the graph's work comes after the launching stream's.
+        // The second stream is its own again, and the graph's work comes after the launching
+        // stream's.
         fake.synchronize(second).unwrap();
         for value in [7, 8] {
             upload(&fake, first, memory, &[value; 4]);

@@ -1,8 +1,10 @@
-//! What connects fake devices: communicators between them, which really move the bytes, and go wrong when a test asks for it.
+//! What connects fake devices: communicators between them, which really move the bytes, and go
+//! wrong when a test asks for it.
 //!
-//! A device comes to an exchange when it is at the head of a stream. The last rank to come moves everybody's bytes, so what a rank has not yet written
-//! by then is missing. Sequences of calls that do not fit together are noted as [`Network::problems`] and never end, as on a real network. Sums go around a ring, in another
-//! order than this project's own.
+//! A device comes to an exchange when it is at the head of a stream. The last rank to come moves
+//! everybody's bytes, so what a rank has not yet written by then is missing. Sequences of calls
+//! that do not fit together are noted as [`Network::problems`] and never end, as on a real network.
+//! Sums go around a ring, in another order than this project's own.
 
 use super::{State as Device, bytes, bytes_mut};
 use crate::driver::Region;
@@ -13,7 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-/// What goes wrong at a device's `call`-th group of exchanges, counted from 0 over all of its communicators.
+/// What goes wrong at a device's `call`-th group of exchanges, counted from 0 over all of its
+/// communicators.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
     /// The device, in the order in which they joined the network.
@@ -31,11 +34,13 @@ pub enum FaultKind {
     Hang,
     /// As `Hang`, and its communicator says that it failed.
     Fail,
-    /// The device is gone: nothing that it is given from there on is done, and the communicators of its peers say so.
+    /// The device is gone: nothing that it is given from there on is done, and the communicators of
+    /// its peers say so.
     Lose,
 }
 
-/// Exchanges of one call, with their numbers: which collective of the communicator, or which message on its way, each of them is.
+/// Exchanges of one call, with their numbers: which collective of the communicator, or which
+/// message on its way, each of them is.
 #[derive(Clone)]
 pub(super) struct Group {
     comm: Comm,
@@ -363,7 +368,8 @@ fn perform(calls: &[Exchange]) {
     }
 }
 
-/// The sum of all inputs as a ring makes it: one after the other from `first` on, rounded after each.
+/// The sum of all inputs as a ring makes it: one after the other from `first` on, rounded after
+/// each.
 fn around(inputs: &[Vec<u8>], first: usize, element: Element) -> Vec<u8> {
     let ring: Vec<&Vec<u8>> = (0..inputs.len()).map(|step| &inputs[(first + step) % inputs.len()]).collect();
     let mut sum = ring[0].clone();

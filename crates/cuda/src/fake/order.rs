@@ -102,7 +102,8 @@ impl Order {
                 verb(other.written)
             )
         });
-        // What lies inside and comes before this write, or is an earlier read of this stream, says nothing more.
+        // What lies inside and comes before this write, or is an earlier read of this stream, says
+        // nothing more.
         accesses.retain(|other| {
             let inside = range.start <= other.range.start && other.range.end <= range.end;
             let superseded = written || (other.stream == stream && !other.written);

@@ -62,7 +62,8 @@ fn pinned_memory_is_read_and_written_when_its_turn_comes_and_its_order_is_checke
     let memory = fake.allocate(8).unwrap();
     let pinned = fake.allocate_pinned(8).unwrap();
     upload(&fake, first, memory, &[5; 4]);
-    // SAFETY: the pinned memory has eight bytes, and the host looks at them when the streams are done.
+    // SAFETY: the pinned memory has eight bytes, and the host looks at them when the streams are
+    // done.
     unsafe {
         fake.download(first, pinned, region(memory, 4, false)).unwrap();
         fake.upload(first, region(memory + 4, 4, true), pinned).unwrap();

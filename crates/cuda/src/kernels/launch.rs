@@ -1,6 +1,7 @@
 //! How large a launch is: grid, block, dynamic shared memory, from the sizes of the work.
 //!
-//! Nothing here asks the device: grids depend on shapes alone, so that sums have the same order on every GPU.
+//! Nothing here asks the device: grids depend on shapes alone, so that sums have the same order on
+//! every GPU.
 
 /// The size of a launch. Blocks have one dimension.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,15 +22,18 @@ pub enum Rule {
     Elements,
     /// `[rows, columns, 1]`: a block a row.
     Rows,
-    /// `[rows, columns, 1]`: [`row_blocks`] blocks, each of consecutive rows, with so many f32 of shared memory a column.
+    /// `[rows, columns, 1]`: [`row_blocks`] blocks, each of consecutive rows, with so many f32 of
+    /// shared memory a column.
     RowBlocks(u32),
-    /// `[rows, columns, 1]`: as `RowBlocks`, but so many f32 a column for each warp where rows are short.
+    /// `[rows, columns, 1]`: as `RowBlocks`, but so many f32 a column for each warp where rows are
+    /// short.
     NormBackward(u32),
     /// `[elements, 1, 1]`: 32 elements a block.
     Narrow,
     /// `[units, 1, 1]`: a warp a unit.
     Warps,
-    /// `[outer, rows, columns]`: for each outer position and band of 256 columns, [`row_blocks`] blocks of rows.
+    /// `[outer, rows, columns]`: for each outer position and band of 256 columns, [`row_blocks`]
+    /// blocks of rows.
     Columns,
     /// `[elements, chunk, 1]`: a block a chunk.
     Chunks,
@@ -54,7 +58,8 @@ pub enum Rule {
     Squares,
 }
 
-/// Blocks into which `rows` rows are cut where sums over rows are made block by block: the first dimension of their `partials`.
+/// Blocks into which `rows` rows are cut where sums over rows are made block by block: the first
+/// dimension of their `partials`.
 pub fn row_blocks(rows: usize) -> usize {
     rows.div_ceil(rows.div_ceil(512).max(16)).max(1)
 }

@@ -1,4 +1,5 @@
-//! Every kernel: what it computes, the shapes of what its pointers point to, its launch rule and its parameters.
+//! Every kernel: what it computes, the shapes of what its pointers point to, its launch rule and
+//! its parameters.
 
 use super::{File, Kernel, Rule};
 
@@ -16,14 +17,17 @@ const fn tiles(shared: u32) -> Rule {
     Rule::Tiles { rows: 128, threads: 256, shared, shared_a_column: 0 }
 }
 
-/// Tiles of 16 rows and 32 columns, one or two of rows and two of columns, in f32; a number more in each row of the latter.
+/// Tiles of 16 rows and 32 columns, one or two of rows and two of columns, in f32; a number more in
+/// each row of the latter.
 const fn small_tiles(of_rows: u32) -> Rule {
     Rule::Tiles { rows: 16, threads: 128, shared: 2 * 32 * 4, shared_a_column: (16 * of_rows + 2 * 32) * 4 }
 }
 
-// Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads, value heads. `starts` and `ends` [tokens] are the
-// first row of each row's segment and the one after its last; `window` is 0 for none; `lse` and `delta` are [heads, tokens]; out and dout are
-// [tokens, heads head_dim]. Sizes of the launch: tokens; query heads (key heads for the gradients of keys); head_dim.
+// Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads,
+// value heads. `starts` and `ends` [tokens] are the first row of each row's segment and the one
+// after its last; `window` is 0 for none; `lse` and `delta` are [heads, tokens]; out and dout are
+// [tokens, heads head_dim]. Sizes of the launch: tokens; query heads (key heads for the gradients
+// of keys); head_dim.
 kernels! {
     /// out and lse, by multiply-adds: any dtype, head_dim up to 256.
     ATTENTION = "attention", Attention, small_tiles(1),
@@ -37,11 +41,13 @@ kernels! {
     /// The key and value columns of dqkv. Sizes: tokens, kv_heads, head_dim.
     ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, small_tiles(2),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// New tokens over a cache: qkv [n, ..], keys and values [at least start + n, kv_heads head_dim], which hold the new tokens' too; out [n, heads head_dim].
-    /// Sizes: n, heads, head_dim.
+    /// New tokens over a cache: qkv [n, ..], keys and values
+    /// [at least start + n, kv_heads head_dim], which hold the new tokens' too; out
+    /// [n, heads head_dim]. Sizes: n, heads, head_dim.
     ATTENTION_DECODE = "attention_decode", Attention, Rule::Queries,
         "const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// Writes the key and value columns of qkv [n, ..] to rows `start ..` of the caches. Sizes: n kv_heads head_dim.
+    /// Writes the key and value columns of qkv [n, ..] to rows `start ..` of the caches. Sizes: n
+    /// kv_heads head_dim.
     CACHE_APPEND = "cache_append", Attention, Rule::Elements,
         "const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim";
 
@@ -70,24 +76,28 @@ kernels! {
     /// As `attention`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
     ATTENTION_WARPGROUP_128 = "attention_warpgroup_128", AttentionWarpgroup, tiles(160 << 10),
         "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// As `attention_backward_queries`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
+    /// As `attention_backward_queries`, for heads of up to 64 columns by warpgroups on the tensor
+    /// cores of Hopper.
     ATTENTION_BACKWARD_QUERIES_WARPGROUP_64 = "attention_backward_queries_warpgroup_64", AttentionWarpgroup, tiles(96 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// As `attention_backward_queries`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
+    /// As `attention_backward_queries`, for heads of up to 128 columns by warpgroups on the tensor
+    /// cores of Hopper.
     ATTENTION_BACKWARD_QUERIES_WARPGROUP_128 = "attention_backward_queries_warpgroup_128", AttentionWarpgroup, tiles(192 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// As `attention_backward_keys`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
+    /// As `attention_backward_keys`, for heads of up to 64 columns by warpgroups on the tensor
+    /// cores of Hopper.
     ATTENTION_BACKWARD_KEYS_WARPGROUP_64 = "attention_backward_keys_warpgroup_64", AttentionWarpgroup, tiles(98 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// As `attention_backward_keys`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
+    /// As `attention_backward_keys`, for heads of up to 128 columns by warpgroups on the tensor
+    /// cores of Hopper.
     ATTENTION_BACKWARD_KEYS_WARPGROUP_128 = "attention_backward_keys_warpgroup_128", AttentionWarpgroup, tiles(129 << 10),
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
 
     /// y = x / rms(x) weight: x, y [rows, dim], inv_rms [rows].
     RMS_NORM = "rms_norm", Norm, Rule::Rows,
         "const T* x, const T* weight, T* y, float* inv_rms, int rows, int dim, float eps";
-    /// dx = base + the gradient of x; base [rows, dim]? may be dx itself. partials [row_blocks(rows), dim]?: the weight's gradient, to be
-    /// summed by `sum_partials`.
+    /// dx = base + the gradient of x; base [rows, dim]? may be dx itself. partials
+    /// [row_blocks(rows), dim]?: the weight's gradient, to be summed by `sum_partials`.
     RMS_NORM_BACKWARD = "rms_norm_backward", Norm, Rule::NormBackward(1),
         "const T* dy, const T* x, const T* weight, const float* inv_rms, const T* base, T* dx, float* partials, int rows, int dim";
     /// y = (x - mean) inv_std weight + bias: bias [dim]?, mean and inv_std [rows].
@@ -96,11 +106,12 @@ kernels! {
     /// As `rms_norm_backward`; weight_partials and bias_partials [row_blocks(rows), dim]?.
     LAYER_NORM_BACKWARD = "layer_norm_backward", Norm, Rule::NormBackward(2),
         "const T* dy, const T* x, const T* weight, const float* mean, const float* inv_std, const T* base, T* dx, float* weight_partials, float* bias_partials, int rows, int dim";
-    /// RMS norm of each query and key head of qkv, values copied; inv_rms: queries' [rows, heads], then keys' [rows, kv_heads].
-    /// Sizes: rows times (heads + 2 kv_heads).
+    /// RMS norm of each query and key head of qkv, values copied; inv_rms: queries' [rows, heads],
+    /// then keys' [rows, kv_heads]. Sizes: rows times (heads + 2 kv_heads).
     QK_NORM = "qk_norm", Norm, Rule::Warps,
         "const T* x, const T* wq, const T* wk, T* y, float* inv_rms, int rows, int heads, int kv_heads, int head_dim, float eps";
-    /// Turns the gradient of y into that of x, in place; q_partials and k_partials [row_blocks(rows), head_dim]?. Sizes: rows, 8 head_dim.
+    /// Turns the gradient of y into that of x, in place; q_partials and k_partials
+    /// [row_blocks(rows), head_dim]?. Sizes: rows, 8 head_dim.
     QK_NORM_BACKWARD = "qk_norm_backward", Norm, Rule::RowBlocks(2),
         "T* gradient, const T* x, const T* wq, const T* wk, const float* inv_rms, float* q_partials, float* k_partials, int rows, int heads, int kv_heads, int head_dim";
 
@@ -114,7 +125,8 @@ kernels! {
     /// dgate_up from dy. Sizes: rows width.
     SWIGLU_BACKWARD = "swiglu_backward", Pointwise, Rule::Elements,
         "const T* dy, const T* gate_up, T* dgate_up, long long rows, int width";
-    /// pre = x + bias, y = curve(pre) + residual: bias [columns]?, residual and pre [rows, columns]?; y may be x. Sizes: rows columns.
+    /// pre = x + bias, y = curve(pre) + residual: bias [columns]?, residual and pre
+    /// [rows, columns]?; y may be x. Sizes: rows columns.
     EPILOGUE = "epilogue", Pointwise, Rule::Elements,
         "const T* x, const T* bias, const T* residual, T* pre, T* y, long long rows, int columns, int curve";
     /// y = a + b; y may be one of them.
@@ -135,22 +147,26 @@ kernels! {
     FILL = "fill", Pointwise, Rule::Elements, "T* y, long long n, float value";
     /// y = value.
     FILL_U32 = "fill_u32", Pointwise, Rule::Elements, "unsigned* y, long long n, unsigned value";
-    /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits are at least `threshold`: the bits of the CPU. step_at [1]? stands for `step`.
+    /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits
+    /// are at least `threshold`: the bits of the CPU. step_at [1]? stands for `step`.
     DROPOUT = "dropout", Pointwise, Rule::Elements,
         "const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale";
-    /// Turns head columns of x [rows, row_stride] in place, heads from column `first` on; cos and sin [positions, rotary_dim / 2]; sign 1 forward, -1 back.
-    /// Sizes: rows heads rotary_dim / 2.
+    /// Turns head columns of x [rows, row_stride] in place, heads from column `first` on; cos and
+    /// sin [positions, rotary_dim / 2]; sign 1 forward, -1 back. Sizes: rows heads rotary_dim / 2.
     ROPE = "rope", Pointwise, Rule::Elements,
         "T* x, const int* positions, const float* cos, const float* sin, int rows, int row_stride, int first, int heads, int head_dim, int rotary_dim, float sign";
 
-    /// partials [outer, row_blocks(rows), columns]: sums over blocks of rows of x [outer, rows, columns].
+    /// partials [outer, row_blocks(rows), columns]: sums over blocks of rows of x
+    /// [outer, rows, columns].
     COLUMN_SUMS = "column_sums", Reduce, Rule::Columns, "const T* x, float* partials, int outer, int rows, int columns";
-    /// sums [outer, n] = (add ? sums : 0) + factor times the sum over b of partials [outer, blocks, n], in order of b. Sizes: outer n.
+    /// sums [outer, n] = (add ? sums : 0) + factor times the sum over b of partials
+    /// [outer, blocks, n], in order of b. Sizes: outer n.
     SUM_PARTIALS = "sum_partials", Reduce, Rule::Narrow,
         "const float* partials, float* sums, int blocks, long long n, long long outer, float factor, int add";
     /// sums [ceil(n / chunk)], each the sum of a chunk, in f64.
     CHUNK_SUMS = "chunk_sums", Reduce, Rule::Chunks, "const T* x, double* sums, long long n, long long chunk";
-    /// sums [ceil(n / chunk)], each the sum of squares of a chunk, in f64: not finite exactly when an element is not.
+    /// sums [ceil(n / chunk)], each the sum of squares of a chunk, in f64: not finite exactly when
+    /// an element is not.
     CHUNK_SQUARES = "chunk_squares", Reduce, Rule::Chunks, "const T* x, double* sums, long long n, long long chunk";
     /// sums [ceil(n / chunk)], each the sum of (a - b)^2 of a chunk, in f64.
     SQUARED_ERROR = "squared_error", Reduce, Rule::Chunks, "const T* a, const T* b, double* sums, long long n, long long chunk";
@@ -178,41 +194,50 @@ kernels! {
     MAX_BACKWARD = "max_backward", Reduce, Rule::Rows, "const T* dy, const T* x, const T* y, T* dx, int rows, int columns";
     /// Sums up to each element, or from each on.
     CUMULATIVE_SUM = "cumulative_sum", Reduce, Rule::Rows, "const T* x, T* y, int rows, int columns, int backward";
-    /// The k largest of rows, largest first, the earlier of equals first: values and indices [rows, k].
+    /// The k largest of rows, largest first, the earlier of equals first: values and indices
+    /// [rows, k].
     TOP_K = "top_k", Reduce, Rule::Rows, "const T* x, T* values, unsigned* indices, int rows, int columns, int k";
     /// y = factor dy (a - b): dy [1].
     SCALED_DIFFERENCE = "scaled_difference", Reduce, Rule::Elements,
         "const T* a, const T* b, const float* dy, T* y, long long n, float factor";
 
-    /// The codes of eight bits nearest to scale [1] times x [rows, columns], of E5M2 or E4M3: y [rows, columns]?, transposed [columns, rows]?; amax [1], the bits of
-    /// an f32, is raised to the largest magnitude of x.
+    /// The codes of eight bits nearest to scale [1] times x [rows, columns], of E5M2 or E4M3: y
+    /// [rows, columns]?, transposed [columns, rows]?; amax [1], the bits of an f32, is raised to
+    /// the largest magnitude of x.
     FP8_ROUND = "fp8_round", Fp8, Rule::Squares,
         "const T* x, const float* scale, unsigned char* y, unsigned char* transposed, unsigned* amax, int rows, int columns, int e5m2";
     /// amax alone.
     FP8_AMAX = "fp8_amax", Fp8, Rule::Elements, "const T* x, unsigned* amax, long long n";
 
-    /// loss, lse [rows] and hit [rows]? of logits [rows, stride], of which vocab columns count; target -100 gives loss 0.
+    /// loss, lse [rows] and hit [rows]? of logits [rows, stride], of which vocab columns count;
+    /// target -100 gives loss 0.
     CROSS_ENTROPY = "cross_entropy", Loss, Rule::Rows,
         "const T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride";
-    /// The same, lse [rows]?, and logits turned into scale (softmax - onehot), 0 in rows that do not count.
+    /// The same, lse [rows]?, and logits turned into scale (softmax - onehot), 0 in rows that do
+    /// not count.
     CROSS_ENTROPY_IN_PLACE = "cross_entropy_in_place", Loss, Rule::Rows,
         "T* logits, const int* targets, float* loss, float* lse, unsigned* hit, int rows, int vocab, int stride, float scale, const float* scale_at";
     /// dx = dy [1] / max(counted [1]?, 1) (softmax - onehot).
     CROSS_ENTROPY_BACKWARD = "cross_entropy_backward", Loss, Rule::Rows,
         "const T* logits, const int* targets, const float* lse, const float* dy, const unsigned* counted, T* dx, int rows, int vocab, int stride";
-    /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]? among them; loss [1]? = scale sum, over the count where `mean`; scale_at [1]? stands for `scale`.
+    /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]?
+    /// among them; loss [1]? = scale sum, over the count where `mean`; scale_at [1]? stands for
+    /// `scale`.
     LOSS_SUMMARY = "loss_summary", Loss, Rule::One,
         "const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, const float* scale_at, int mean";
 
-    /// y [n, dim] = rows of table [vocab, dim], plus rows of position_table [.., dim]? by positions [n]?. Sizes: n dim.
+    /// y [n, dim] = rows of table [vocab, dim], plus rows of position_table [.., dim]? by positions
+    /// [n]?. Sizes: n dim.
     EMBEDDING = "embedding", Index, Rule::Elements,
         "const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int vocab, int position_count";
-    /// first_bad [1] = the least entry whose index is outside 0..limit, and not -100 where `ignore`; it must hold u32::MAX before. Unsigned indices as their bits.
+    /// first_bad [1] = the least entry whose index is outside 0..limit, and not -100 where
+    /// `ignore`; it must hold u32::MAX before. Unsigned indices as their bits.
     CHECK_INDICES = "check_indices", Index, Rule::Elements,
         "const int* indices, unsigned* first_bad, long long n, int limit, int ignore";
     /// first [limit] = the least entry that is each index; it must hold i32::MAX before.
     FIRST_USE = "first_use", Index, Rule::Elements, "const int* indices, int* first, int n, int limit";
-    /// sums [outer, n, inner] += dy [outer, k, inner] at indices [k], in order of k; `first` from `first_use`. The gradient of an embedding: outer 1.
+    /// sums [outer, n, inner] += dy [outer, k, inner] at indices [k], in order of k; `first` from
+    /// `first_use`. The gradient of an embedding: outer 1.
     INDEX_ADD = "index_add", Index, Rule::Indices,
         "const T* dy, const int* indices, const int* first, float* sums, int outer, int n, int k, int inner";
     /// y [outer, k, inner] of x [outer, n, inner]. Sizes: outer k inner.
@@ -225,10 +250,12 @@ kernels! {
     /// y [rows, classes]. Sizes: rows classes.
     ONE_HOT = "one_hot", Index, Rule::Elements, "const int* indices, T* y, long long rows, int classes";
 
-    /// One step: step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr weight_decay; copy [n]? of T.
+    /// One step: step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr
+    /// weight_decay; copy [n]? of T.
     ADAMW = "adamw", Optim, Rule::Elements,
         "float* p, const float* g, float* m, float* v, T* copy, long long n, float gradient_scale, float beta1, float beta2, float eps, float keep, float step_size, float root";
-    /// One step: keep = 1 - lr weight_decay and coupled 0, or 1 and weight_decay; m [n]?, copy [n]?.
+    /// One step: keep = 1 - lr weight_decay and coupled 0, or 1 and weight_decay; m [n]?, copy
+    /// [n]?.
     SGD = "sgd", Optim, Rule::Elements,
         "float* p, const float* g, float* m, T* copy, long long n, float gradient_scale, float lr, float momentum, int nesterov, float keep, float coupled";
     /// One step; copy [n]?.
@@ -247,7 +274,8 @@ kernels! {
     /// partials [row_blocks(rows), columns]: sums of squares plus eps1. Sizes: 1, rows, columns.
     ADAFACTOR_COLUMN_SUMS = "adafactor_column_sums", Optim, Rule::Columns,
         "const float* g, float* partials, int rows, int columns, float gradient_scale, float eps1";
-    /// column_moment [columns] and inverse [columns], its inverse root, from sums [columns] of the partials.
+    /// column_moment [columns] and inverse [columns], its inverse root, from sums [columns] of the
+    /// partials.
     ADAFACTOR_COLUMNS = "adafactor_columns", Optim, Rule::Elements,
         "const float* sums, float* column_moment, float* inverse, int rows, int columns, float beta2";
     /// row_mean [1]: the mean of row_moment.
@@ -255,7 +283,8 @@ kernels! {
     /// sums [rows]: of the squared unclipped update.
     ADAFACTOR_SQUARES = "adafactor_squares", Optim, Rule::Rows,
         "const float* g, const float* row_moment, const float* row_mean, const float* inverse, double* sums, int rows, int columns, float gradient_scale";
-    /// length [1] of the step, from sums [count] of squared updates and weights_squares [1], over n elements; relative: lr is min(lr, 1 / sqrt(t)).
+    /// length [1] of the step, from sums [count] of squared updates and weights_squares [1], over n
+    /// elements; relative: lr is min(lr, 1 / sqrt(t)).
     ADAFACTOR_LENGTH = "adafactor_length", Optim, Rule::One,
         "const double* sums, int count, const double* weights_squares, long long n, float* length, float clip_threshold, float lr, float eps2, int relative";
     /// p and copy [rows, columns]?. Sizes: rows columns.
@@ -272,8 +301,9 @@ kernels! {
     UNARY = "unary", Plain, Rule::Elements, "const T* x, T* y, long long n, int f";
     /// dx = dy f'; z is the argument, or the result where `derivative::needs` says so.
     UNARY_BACKWARD = "unary_backward", Plain, Rule::Elements, "const T* dy, const T* z, T* dx, long long n, int f";
-    /// y [rows, columns] = f(a, b); `f` counts `cpu::elementwise::Binary::ALL`; forms: 0 [rows, columns], 1 [columns], 2 [rows], 3 [1], 4 `number`, pointer unused.
-    /// Sizes: rows columns.
+    /// y [rows, columns] = f(a, b); `f` counts `cpu::elementwise::Binary::ALL`; forms: 0
+    /// [rows, columns], 1 [columns], 2 [rows], 3 [1], 4 `number`, pointer unused. Sizes: rows
+    /// columns.
     BINARY = "binary", Plain, Rule::Elements,
         "const T* a, const T* b, T* y, long long rows, long long columns, int f, int form_a, int form_b, float number";
     /// da and db [rows, columns]?: dy times the derivatives.
@@ -297,7 +327,7 @@ kernels! {
     LOGIC = "logic", Plain, Rule::Elements, "const unsigned* a, const unsigned* b, unsigned* y, long long n, int f";
     /// y [queries, keys]. Sizes: queries keys.
     CAUSAL_MASK = "causal_mask", Plain, Rule::Elements, "unsigned* y, long long queries, long long keys";
-    /// target = source along the axes, or added to it; elements by their bits when not added, so f32 modules copy any 4 bytes, bf16 ones any 2.
-    /// Sizes: the product of the axes' lengths.
+    /// target = source along the axes, or added to it; elements by their bits when not added, so
+    /// f32 modules copy any 4 bytes, bf16 ones any 2. Sizes: the product of the axes' lengths.
     STRIDED = "strided", Plain, Rule::Elements, "const T* source, T* target, Axes axes, long long n, int add";
 }

@@ -10,7 +10,8 @@ fn exec_of(graph: Graph) -> sys::CUgraphExec {
 }
 
 pub fn begin(stream: Stream) -> Result<()> {
-    // What other threads do with the device meanwhile is no part of it and harms it only where it waits for the whole device.
+    // What other threads do with the device meanwhile is no part of it and harms it only where it
+    // waits for the whole device.
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     // SAFETY: streams live as long as the device.
     called("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream_of(stream), mode) }.result())
@@ -21,7 +22,8 @@ pub fn end(stream: Stream) -> Result<Graph> {
     // SAFETY: as above; writes a handle.
     called("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream_of(stream), &mut graph) }.result())?;
     let mut exec = std::ptr::null_mut();
-    // SAFETY: the graph was just made; it is a template, of which nothing is needed once it is instantiated.
+    // SAFETY: the graph was just made; it is a template, of which nothing is needed once it is
+    // instantiated.
     let made = unsafe {
         let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result();
         sys::cuGraphDestroy(graph).result().ok();

@@ -14,7 +14,8 @@ impl Loaded {
     /// The first candidate that loads.
     pub fn open(library: &Library, places: &Places, driver: u32) -> Result<Loaded> {
         for path in places.candidates(library, driver) {
-            // SAFETY: NVIDIA's library under its own name; its initialisers are those of the C library and CUDA.
+            // SAFETY: NVIDIA's library under its own name; its initialisers are those of the C
+            // library and CUDA.
             if let Ok(library) = unsafe { libloading::Library::new(&path) } {
                 return Ok(Loaded { library, path });
             }

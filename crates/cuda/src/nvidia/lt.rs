@@ -1,7 +1,8 @@
 //! Products by cuBLASLt.
 //!
-//! The library's matrices are column-major, so a row-major product is given to it as that of the transposes: `dᵀ = bᵀ aᵀ`. A bias [n] then runs along
-//! the columns of its result, as its epilogues have it.
+//! The library's matrices are column-major, so a row-major product is given to it as that of the
+//! transposes: `dᵀ = bᵀ aᵀ`. A bias [n] then runs along the columns of its result, as its epilogues
+//! have it.
 
 use super::algorithms::{self, Algorithm};
 use super::library::Loaded;
@@ -34,8 +35,8 @@ const DESC_B_SCALE_POINTER: c_int = 18;
 const LAYOUT_BATCH_COUNT: c_int = 5;
 const LAYOUT_BATCH_STRIDE: c_int = 6;
 const PREFERENCE_WORKSPACE: c_int = 1;
-/// Which ways there may be to sum what parts of a product give, beside none: those that sum in f32. By default the library also sums parts that are rounded to the
-/// result's dtype.
+/// Which ways there may be to sum what parts of a product give, beside none: those that sum in f32.
+/// By default the library also sums parts that are rounded to the result's dtype.
 const PREFERENCE_REDUCTION: c_int = 3;
 const REDUCTION_IN_F32: u32 = 2;
 /// Of A, B, C and D.
@@ -205,7 +206,8 @@ impl Lt {
         Ok(Lt { functions, handle, version: number, device, cache, plans: Mutex::default(), _library: library })
     }
 
-    /// Puts a product on a stream. The first of a form measures algorithms, for which the host waits.
+    /// Puts a product on a stream. The first of a form measures algorithms, for which the host
+    /// waits.
     ///
     /// # Safety
     /// As [`Driver::product`], in the context of this thread.
@@ -315,7 +317,8 @@ impl Lt {
     /// Enqueues the product on `stream`.
     ///
     /// # Safety
-    /// The operands must be regions of the form's sizes that live until the stream has passed the product.
+    /// The operands must be regions of the form's sizes that live until the stream has passed the
+    /// product.
     unsafe fn matmul(
         &self,
         plan: &Plan,
@@ -351,7 +354,8 @@ impl Lt {
         called("cublasLtMatmul", status)
     }
 
-    /// The fastest of the library's proposals, measured on the operands; the result goes elsewhere where it would be added to itself.
+    /// The fastest of the library's proposals, measured on the operands; the result goes elsewhere
+    /// where it would be added to itself.
     fn search(
         &self,
         driver: &dyn Driver,
@@ -390,7 +394,8 @@ impl Lt {
             let mut times = Vec::new();
             for run in 0..RUNS {
                 driver.record(start, stream)?;
-                // SAFETY: the operands are those of the product that is asked for, or scratch of the same size.
+                // SAFETY: the operands are those of the product that is asked for, or scratch of
+                // the same size.
                 if unsafe { self.matmul(plan, form, operands, &proposal.algorithm, stream) }.is_err() {
                     break;
                 }

@@ -1,4 +1,5 @@
-//! NVIDIA's driver, through cudarc, which loads it when it is first asked; its libraries, which are found and loaded here.
+//! NVIDIA's driver, through cudarc, which loads it when it is first asked; its libraries, which are
+//! found and loaded here.
 //!
 //! **Never run on a GPU yet**: see `docs/gpu.md`.
 
@@ -41,7 +42,8 @@ pub struct Nvidia {
     loading: Mutex<()>,
 }
 
-// SAFETY: contexts, streams, events and functions of the driver may be used from any thread; the library's plans stand behind a lock.
+// SAFETY: contexts, streams, events and functions of the driver may be used from any thread; the
+// library's plans stand behind a lock.
 unsafe impl Send for Nvidia {}
 // SAFETY: as above.
 unsafe impl Sync for Nvidia {}
@@ -145,7 +147,8 @@ impl Nvidia {
         vec![("NVRTC", self.nvrtc.version()), ("cuBLASLt", self.lt.version())]
     }
 
-    /// Compiles every module for this GPU on all cores of the host, so that nothing waits for it later; how many were not in the cache yet.
+    /// Compiles every module for this GPU on all cores of the host, so that nothing waits for it
+    /// later; how many were not in the cache yet.
     ///
     /// # Errors
     /// A module that does not compile.
@@ -259,7 +262,8 @@ impl Driver for Nvidia {
     }
 
     fn free(&self, address: Address) {
-        // Freeing waits for the device; an error here is one of work before, which its own waiting tells.
+        // Freeing waits for the device; an error here is one of work before, which its own waiting
+        // tells.
         if self.enter().is_ok() && cuda::ctx::synchronize().is_ok() {
             // SAFETY: it was allocated here, and nothing works on it any more.
             unsafe { cuda::free_sync(address) }.ok();
@@ -367,7 +371,8 @@ impl Driver for Nvidia {
 
     unsafe fn upload(&self, stream: Stream, to: Region, from: *const u8) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise. Memory that is not pinned has been read when the call returns.
+        // SAFETY: the caller's promise. Memory that is not pinned has been read when the call
+        // returns.
         let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(to.address, from.cast(), to.bytes, stream_of(stream)) };
         called("cuMemcpyHtoDAsync", copied.result())
     }

@@ -1,5 +1,5 @@
-//! Collectives by NCCL. Communicators are non-blocking: a call only begins what it asks for, and the communicator's state says when it is done, so that deadlines
-//! are those of whoever asks.
+//! Collectives by NCCL. Communicators are non-blocking: a call only begins what it asks for, and
+//! the communicator's state says when it is done, so that deadlines are those of whoever asks.
 
 use super::library::Loaded;
 use super::{Nvidia, called};
@@ -10,7 +10,8 @@ use crate::nccl::{Comm, Element, Exchange, Nccl, State, UniqueId};
 use cudarc::driver::{result as cuda, sys};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// The least version: from 2.18 on the layout of [`Config`] is as here, and later versions take it as it is.
+/// The least version: from 2.18 on the layout of [`Config`] is as here, and later versions take it
+/// as it is.
 const LEAST: u32 = 21_800;
 
 type Status = c_int;
@@ -174,7 +175,8 @@ pub struct OnDevice {
     context: sys::CUcontext,
 }
 
-// SAFETY: contexts may be used from any thread; calls on one communicator are made one at a time, as the trait asks.
+// SAFETY: contexts may be used from any thread; calls on one communicator are made one at a time,
+// as the trait asks.
 unsafe impl Send for OnDevice {}
 // SAFETY: as above.
 unsafe impl Sync for OnDevice {}
@@ -199,7 +201,8 @@ impl OnDevice {
             Element::Bf16 => BFLOAT16,
         };
         let pointer = |address: u64| address as *mut c_void;
-        // SAFETY: regions of tensors, which lie in the device's memory and are as long as the call takes them to be.
+        // SAFETY: regions of tensors, which lie in the device's memory and are as long as the call
+        // takes them to be.
         let (call, status) = unsafe {
             match *exchange {
                 Exchange::AllReduce { from, to, element } => {
@@ -254,7 +257,8 @@ impl Nccl for OnDevice {
         self.enter()?;
         let (mut comm, mut config): (Handle, _) = (std::ptr::null_mut(), Config::non_blocking());
         let (size, rank) = (size as c_int, rank as c_int);
-        // SAFETY: the configuration is read before the call returns, and the handle is written before it does.
+        // SAFETY: the configuration is read before the call returns, and the handle is written
+        // before it does.
         let status = unsafe { (self.library.functions.init)(&mut comm, size, Id(id.0), rank, &mut config) };
         self.library.called("ncclCommInitRankConfig", status)?;
         Ok(Comm(comm as usize))

@@ -1,5 +1,6 @@
-//! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the form on tensor cores as that on the CPU's tiles, which
-//! rounds probabilities and their gradients to the operands' dtype too.
+//! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the
+//! form on tensor cores as that on the CPU's tiles, which rounds probabilities and their gradients
+//! to the operands' dtype too.
 
 use super::device::{Buffer, both_orders, dtypes, float, launch, on_hopper, values, wide};
 use trainyard_cuda::kernels::{self, Argument, AttentionForm, AttentionKernels, Float};
@@ -25,9 +26,11 @@ struct Tolerance {
 }
 
 impl Tolerance {
-    /// Scores are sums of head_dim products, each rounding relative to the largest of the pair's magnitudes; a probability is the exponential of a
-    /// difference of two such, and sums over `keys` add their roundings. On tensor cores probabilities are rounded to the operands' dtype before they
-    /// multiply, and the exponential is a power of two of a score that was multiplied once more.
+    /// Scores are sums of head_dim products, each rounding relative to the largest of the pair's
+    /// magnitudes; a probability is the exponential of a difference of two such, and sums over
+    /// `keys` add their roundings. On tensor cores probabilities are rounded to the operands' dtype
+    /// before they multiply, and the exponential is a power of two of a score that was multiplied
+    /// once more.
     fn of(dtype: DType, tensor_cores: bool, spec: &AttentionSpec, score: f64, keys: usize) -> Tolerance {
         let u = unit(DType::F32);
         let exponential = if tensor_cores { 3e-6 } else { 4e-7 };
@@ -35,7 +38,8 @@ impl Tolerance {
         Tolerance { terms: probability + if tensor_cores { unit(dtype) } else { 0.0 }, stored: unit(dtype) }
     }
 
-    /// dQ and dK: delta is made of the stored output, so that one more storage rounding of the terms of dS enters.
+    /// dQ and dK: delta is made of the stored output, so that one more storage rounding of the
+    /// terms of dS enters.
     fn of_scores(self) -> Tolerance {
         Tolerance { terms: self.terms + self.stored, ..self }
     }
@@ -118,7 +122,8 @@ fn forms<T: Element>(head_dim: usize, aligned: bool) -> Vec<AttentionForm> {
     if cores.is_empty() { vec![AttentionForm::MultiplyAdds] } else { cores }
 }
 
-/// Runs forward and backward on a fused matrix, in every form that takes it, and checks both against the oracle.
+/// Runs forward and backward on a fused matrix, in every form that takes it, and checks both
+/// against the oracle.
 fn conforms<T: Element>(aligned: bool, spec: &AttentionSpec, cu: &[i32]) {
     for form in forms::<T>(spec.head_dim, aligned) {
         form_conforms::<T>(form, spec, cu);
@@ -142,7 +147,8 @@ fn form_conforms<T: Element>(form: AttentionForm, spec: &AttentionSpec, cu: &[i3
     let name = format!("{} {} {spec:?} {cu:?}", kernels.forward.name, T::DTYPE);
     tolerance.check(&format!("out of {name}"), &out, &want.out);
     for (i, (got, want)) in lse.iter().zip(&want.lse).enumerate() {
-        // The logarithm turns the relative error of the sum into an absolute one; adding the maximum rounds once more.
+        // The logarithm turns the relative error of the sum into an absolute one; adding the
+        // maximum rounds once more.
         let bound = tolerance.terms.min(1e-4) + unit(DType::F32) * want.abs() * 2.0;
         assert!((f64::from(*got) - want).abs() <= bound, "lse[{i}] of {name}: {got}, not {want} within {bound:e}");
     }

@@ -1,7 +1,8 @@
-//! Launches kernels on the device under test ([`trainyard_cuda::tested`]): emulated blocks (`emulation/cuda.h`) on the fake driver, or a GPU.
+//! Launches kernels on the device under test ([`trainyard_cuda::tested`]): emulated blocks
+//! (`emulation/cuda.h`) on the fake driver, or a GPU.
 //!
-//! Buffers stand between guards that a kernel must leave alone, and reading beyond an input gives NaN. Every case runs twice, emulated in both orders of
-//! threads, which must give the same bits.
+//! Buffers stand between guards that a kernel must leave alone, and reading beyond an input gives
+//! NaN. Every case runs twice, emulated in both orders of threads, which must give the same bits.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -63,7 +64,8 @@ pub fn on_hopper() -> bool {
     on(|device| device.tested.driver.properties().architecture() == "sm_90a")
 }
 
-/// Loads kernels that are no part of the table, to test the emulation itself, which this thread uses from now on.
+/// Loads kernels that are no part of the table, to test the emulation itself, which this thread
+/// uses from now on.
 pub fn load(name: &str, text: &str, kernels: &[&str]) -> Library {
     DEVICE.with(|device| {
         let used = device.get_or_init(|| OfThread::new(Tested::emulated(&folder(), 0)));
@@ -72,7 +74,8 @@ pub fn load(name: &str, text: &str, kernels: &[&str]) -> Library {
     tested::kernels(&folder()).unwrap().load(name, text, kernels).unwrap()
 }
 
-/// Runs a case twice, emulated with threads in rising and in falling order, asserts that both give the same bits, and returns the result.
+/// Runs a case twice, emulated with threads in rising and in falling order, asserts that both give
+/// the same bits, and returns the result.
 pub fn both_orders<R: PartialEq>(case: impl Fn() -> R) -> R {
     emulated::set_falling(false);
     let rising = case();
@@ -93,13 +96,14 @@ pub fn launch(kernel: &Kernel, float: Float, sizes: [usize; 3], arguments: &[Arg
     on(|device| {
         let call =
             Call { function: device.function(kernel, float), name: kernel.name, launch, arguments, regions: &[] };
-        // SAFETY: `check` has compared the arguments' types with the parameters'; what the pointers point to is as large as the table says, which the
-        // tests' guards watch.
+        // SAFETY: `check` has compared the arguments' types with the parameters'; what the pointers
+        // point to is as large as the table says, which the tests' guards watch.
         unsafe { device.tested.driver.launch(device.stream, &call) }.unwrap();
     });
 }
 
-/// Runs a kernel of a loaded module, of the emulation. The arguments are those of the kernel, and what they point to is as large as it takes it to be.
+/// Runs a kernel of a loaded module, of the emulation. The arguments are those of the kernel, and
+/// what they point to is as large as it takes it to be.
 pub fn run(library: &Library, kernel: &str, size: Launch, arguments: &[Argument]) {
     // What buffers hold is on its way.
     on(|device| device.tested.driver.synchronize(device.stream)).unwrap();
@@ -112,7 +116,8 @@ const GUARD: usize = 256;
 /// Bits of NaN in every float type.
 const FILL: u8 = 0xff;
 
-/// Memory of a kernel: elements between guards, aligned to 64 bytes and then moved on by `shift` elements.
+/// Memory of a kernel: elements between guards, aligned to 64 bytes and then moved on by `shift`
+/// elements.
 pub struct Buffer<T> {
     memory: Region,
     first: usize,
@@ -204,7 +209,8 @@ pub fn roundoff(dtype: DType) -> f64 {
     }
 }
 
-/// Asserts `|got - want| <= roundoff |want| + slack`, elementwise, as the suite of the CPU does; half the smallest subnormal of f16 is always allowed.
+/// Asserts `|got - want| <= roundoff |want| + slack`, elementwise, as the suite of the CPU does;
+/// half the smallest subnormal of f16 is always allowed.
 #[track_caller]
 pub fn close<T: Element>(what: &str, got: &[T], want: &[f64], slack: f64) {
     assert_eq!(got.len(), want.len(), "{what}");

@@ -5,7 +5,8 @@ use trainyard_cuda::kernels::{File, Float, Launch};
 
 const HEAD: &str = "#define KERNEL(name) static void kernel_##name\n";
 
-/// The result of a kernel of two warps that takes 64 floats and writes 64, in both orders of threads.
+/// The result of a kernel of two warps that takes 64 floats and writes 64, in both orders of
+/// threads.
 fn results(name: &str, text: &str) -> [Vec<f32>; 2] {
     let library = load(name, &format!("{HEAD}{text}"), &[name]);
     let x: Vec<f32> = (0..64).map(|i| i as f32).collect();
@@ -80,7 +81,8 @@ fn warps_exchange_and_vote() {
     assert!(results("exchange", text).iter().all(|result| *result == want));
 }
 
-/// a b^T of 64 x 16 operands that lie as the tensor cores of Hopper want them, by a warpgroup that then does `wait`.
+/// a b^T of 64 x 16 operands that lie as the tensor cores of Hopper want them, by a warpgroup that
+/// then does `wait`.
 fn product_of_a_warpgroup(name: &str, wait: &str) -> Vec<f32> {
     let text = format!(
         "{}

@@ -1,5 +1,6 @@
-//! Norms. Statistics are sums of n terms in chains of 8 n / threads and then halves, whose error relative to the sum of magnitudes is below
-//! `(n / 8 + 10) 2^-24`; results are off by that times their size, at most `inv_rms |weight|`, some 3 here.
+//! Norms. Statistics are sums of n terms in chains of 8 n / threads and then halves, whose error
+//! relative to the sum of magnitudes is below `(n / 8 + 10) 2^-24`; results are off by that times
+//! their size, at most `inv_rms |weight|`, some 3 here.
 
 use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};
@@ -115,7 +116,8 @@ dtypes! {
                     let span = row * dim..(row + 1) * dim;
                     let (x, dy, w) = (wide(&x[span.clone()]), wide(&dy[span.clone()]), wide(&w));
                     let (want, want_mean, want_inv) = oracle::layer_norm(&x, &w, &bias, f64::from(EPS));
-                    // The mean's error is magnified by inv_std, which two close numbers can make large.
+                    // The mean's error is magnified by inv_std, which two close numbers can make
+                    // large.
                     let near = slack(dim) * want_inv.max(1.0);
                     close("layer y", &y[span.clone()], &want, near);
                     close("mean", &mean[row..=row], &[want_mean], near);

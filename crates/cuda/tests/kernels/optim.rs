@@ -1,5 +1,6 @@
-//! Optimizer steps: ten in a row against the oracle in f64. Weights and gradients are below 1 and steps below 0.1; a step rounds a handful of numbers
-//! of that size, so ten are off by at most some 200 ULP.
+//! Optimizer steps: ten in a row against the oracle in f64. Weights and gradients are below 1 and
+//! steps below 0.1; a step rounds a handful of numbers of that size, so ten are off by at most some
+//! 200 ULP.
 
 use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};

@@ -50,7 +50,8 @@ dtypes! {
                 // At most rows + 1 additions of sums no larger than rows.
                 close("column", &by_columns[column..=column], &[want], (rows * rows + 1) as f64 * ULP);
             }
-            // Sums in f64 differ from these in their last places only; a squared difference is rounded once in f32 before.
+            // Sums in f64 differ from these in their last places only; a squared difference is
+            // rounded once in f32 before.
             let same = |what: &str, got: &[f64], each: &dyn Fn(usize) -> f64, error: f64| {
                 for (index, got) in got.iter().enumerate() {
                     let range = index * chunk..((index + 1) * chunk).min(len);
@@ -186,7 +187,8 @@ dtypes! {
                     let want: Vec<f64> = dy.iter().zip(&z)
                         .map(|(d, z)| if logarithm == 1 { d - z.exp() * sum } else { z * (d - sum) })
                         .collect();
-                    // Sums of n terms below 1; of a rounded softmax's as of any numbers, but for the size of the largest.
+                    // Sums of n terms below 1; of a rounded softmax's as of any numbers, but for
+                    // the size of the largest.
                     let n = columns as f64;
                     let slack = if logarithm == 1 { (n / 8.0 + 20.0) * n.min(80.0) * ULP } else { (n / 8.0 + 20.0) * 2.0 * ULP };
                     close("gradient", &dx[span], &want, slack);

@@ -2,7 +2,8 @@
 
 use trainyard_cuda::kernels::{ALL, File, Float, Rule};
 
-/// Every entry point of every source stands in the table with its parameters, and the other way round.
+/// Every entry point of every source stands in the table with its parameters, and the other way
+/// round.
 #[test]
 fn the_table_says_what_the_sources_say() {
     for file in File::ALL {

@@ -23,7 +23,8 @@ const TEXT_EXTENSIONS: &[&str] = &[
 /// Extensions of one JSON object per line.
 const JSONL_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 
-/// Extensions that are certainly not text; naming such a file is a mistake that deserves better than "not UTF-8".
+/// Extensions that are certainly not text; naming such a file is a mistake that deserves better
+/// than "not UTF-8".
 const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
     ("parquet", "convert it to .jsonl"),
     ("arrow", "convert it to .jsonl"),
@@ -93,7 +94,8 @@ fn leads_back(link: &Path, folder: &Path) -> bool {
     matches!((fs::canonicalize(link), fs::canonicalize(folder)), (Ok(to), Ok(from)) if from.starts_with(&to))
 }
 
-/// What a file's name says about it; `None` when it says nothing, an error when it says that it holds no text.
+/// What a file's name says about it; `None` when it says nothing, an error when it says that it
+/// holds no text.
 fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
     let extension = |p: &Path| p.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
     let mut inner = path.to_path_buf();
@@ -124,12 +126,12 @@ fn source(path: PathBuf, metadata: &Metadata, named: bool, format: Format, compr
     SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression }
 }
 
-/// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`, `registry/src/*/*/**/*.rs`), up to
-/// `bytes_max` of them; `None` when there are none.
+/// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`,
+/// `registry/src/*/*/**/*.rs`), up to `bytes_max` of them; `None` when there are none.
 ///
-/// The order is a hash of each file's path below the registry, so that a part of them is a fair sample, and does not
-/// depend on the registry's name or on the machine. Files above 256 KiB are left out: they are generated tables. A file
-/// that is not UTF-8 is skipped.
+/// The order is a hash of each file's path below the registry, so that a part of them is a fair
+/// sample, and does not depend on the registry's name or on the machine. Files above 256 KiB are
+/// left out: they are generated tables. A file that is not UTF-8 is skipped.
 pub fn rust_sources(bytes_max: u64) -> Option<Corpus> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::home_dir().map(|home| home.join(".cargo")))?;

@@ -1,8 +1,10 @@
-//! Documents out of files and folders, streamed: memory holds one document at a time, never the corpus.
+//! Documents out of files and folders, streamed: memory holds one document at a time, never the
+//! corpus.
 //!
-//! A text file is one document, or several where a separator is set; a line of a `.jsonl` file is one, its text in a
-//! field. `.gz` and `.zst` of both are read through. Folders are walked in the order of their names, so that a corpus
-//! has one order on every machine. What this does not do: guess encodings, filter for quality, remove duplicates.
+//! A text file is one document, or several where a separator is set; a line of a `.jsonl` file is
+//! one, its text in a field. `.gz` and `.zst` of both are read through. Folders are walked in the
+//! order of their names, so that a corpus has one order on every machine. What this does not do:
+//! guess encodings, filter for quality, remove duplicates.
 
 mod list;
 mod read;
@@ -21,8 +23,8 @@ pub struct CorpusOptions {
     pub field: String,
     /// What separates documents inside a text file; without it a file is one document.
     pub document_separator: Option<String>,
-    /// A longer document is an error: what would be read is held in memory, and a small compressed file can unpack to
-    /// anything.
+    /// A longer document is an error: what would be read is held in memory, and a small compressed
+    /// file can unpack to anything.
     pub document_bytes_max: u64,
     /// What to do with a document that is not UTF-8, or a JSONL line without usable text.
     pub on_invalid: OnInvalid,

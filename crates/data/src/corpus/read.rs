@@ -191,8 +191,8 @@ fn open_file(corpus: &Corpus, file: usize) -> Result<OpenFile> {
     Ok(OpenFile { file, reader, line: 0, has_content: false })
 }
 
-/// Reads up to and with the next `separator`, or to the end, or until `buffer` is longer than `limit`; whether there was
-/// anything.
+/// Reads up to and with the next `separator`, or to the end, or until `buffer` is longer than
+/// `limit`; whether there was anything.
 fn read_document(
     reader: &mut Box<dyn BufRead + Send>,
     separator: Option<&[u8]>,
@@ -205,7 +205,8 @@ fn read_document(
             rest.read_to_end(buffer)?;
         }
         Some(separator) => {
-            // Up to the separator's last byte, again and again, until the whole separator is what was read last.
+            // Up to the separator's last byte, again and again, until the whole separator is what
+            // was read last.
             let last = separator[separator.len() - 1];
             while rest.read_until(last, buffer)? > 0 && !buffer.ends_with(separator) {}
         }
@@ -245,7 +246,8 @@ fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataE
     DataError::input(path, None, what, "fetch or compress the file again")
 }
 
-/// The string in `field` of one JSONL line. Pure and total: any bytes give a text or the reason why not.
+/// The string in `field` of one JSONL line. Pure and total: any bytes give a text or the reason why
+/// not.
 ///
 /// Of a field that is there twice the last counts, as in Python.
 pub fn parse_jsonl_line(line: &[u8], field: &str) -> Result<String, LineFault> {

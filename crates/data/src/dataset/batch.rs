@@ -14,8 +14,8 @@ pub struct MicroBatch {
     pub targets: Vec<i32>,
     /// Place of each input in its segment, from 0, `[rows * sequence_length]`.
     pub positions: Vec<i32>,
-    /// Where each segment begins in the flattened batch, and at last its length. No segment crosses a row, nor, when
-    /// boundaries are respected, a document.
+    /// Where each segment begins in the flattened batch, and at last its length. No segment crosses
+    /// a row, nor, when boundaries are respected, a document.
     pub cu_seqlens: Vec<i32>,
     /// Rows.
     pub rows: usize,
@@ -57,8 +57,8 @@ impl MicroBatch {
 
     /// Adds a row: `tokens` are its inputs and one more, from place `start` of `corpus`.
     ///
-    /// With fewer than `sequence_length` + 1 tokens (at least 2), the rest of the row is padding that no target counts
-    /// and that the last segment takes in.
+    /// With fewer than `sequence_length` + 1 tokens (at least 2), the rest of the row is padding
+    /// that no target counts and that the last segment takes in.
     pub(crate) fn push_row(&mut self, tokens: &[i32], start: u64, corpus: &IndexedTokens, respect_boundaries: bool) {
         let inputs = tokens.len() - 1;
         let base = self.tokens.len();

@@ -2,10 +2,12 @@
 
 use crate::error::{DataError, Result};
 
-/// A table of slots that repeats for ever: slot `s` names a corpus and how many slots before it in the table do.
+/// A table of slots that repeats for ever: slot `s` names a corpus and how many slots before it in
+/// the table do.
 ///
-/// Shares are rounded to 1/4096. Inside the table each slot goes to the corpus that is furthest behind its share, so
-/// every stretch of samples follows the weights as closely as whole samples can.
+/// Shares are rounded to 1/4096. Inside the table each slot goes to the corpus that is furthest
+/// behind its share, so every stretch of samples follows the weights as closely as whole samples
+/// can.
 #[derive(Debug, Clone)]
 pub(super) struct Mixture {
     slots: Vec<(u32, u32)>,
@@ -39,7 +41,8 @@ impl Mixture {
         let mut counts = vec![0u64; weights.len()];
         let slots = (1..=Self::SLOTS as u64)
             .map(|slot| {
-                // share x slot is what a corpus should have by now, count x SLOTS what it has, both times SLOTS.
+                // share x slot is what a corpus should have by now, count x SLOTS what it has, both
+                // times SLOTS.
                 let lag = |c: usize| (shares[c] * slot) as i64 - (counts[c] * Self::SLOTS as u64) as i64;
                 let behind = (0..weights.len()).max_by(|&a, &b| lag(a).cmp(&lag(b)).then(b.cmp(&a))).unwrap_or(0);
                 counts[behind] += 1;
@@ -83,7 +86,8 @@ mod tests {
                 counts[c] += 1;
                 for (&count, weight) in counts.iter().zip(&weights) {
                     let expected = weight / total * (i + 1) as f64;
-                    // Whole samples and shares of 1/4096, which differ from the weights by 1/4096 at most.
+                    // Whole samples and shares of 1/4096, which differ from the weights by 1/4096
+                    // at most.
                     let tolerance = weights.len() as f64 + (i + 1) as f64 / 4096.0;
                     prop_assert!((count as f64 - expected).abs() <= tolerance, "{i}: {counts:?} {weights:?}");
                 }

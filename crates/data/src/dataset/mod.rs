@@ -1,11 +1,13 @@
 //! Samples out of token files: sample `i` is a pure function of (specification, `i`).
 //!
-//! The documents of a corpus are one long run of tokens. A sample is `sequence_length` + 1 of them: inputs, and targets
-//! one further. `packed` sampling cuts the run into rows and deals every row once an epoch in a seeded order, shifting the
-//! cuts from epoch to epoch so that no tail is left out for ever; `random` sampling draws offsets uniformly, with
-//! replacement. Corpora are mixed by a fixed table that follows the weights as evenly as whole samples allow.
+//! The documents of a corpus are one long run of tokens. A sample is `sequence_length` + 1 of them:
+//! inputs, and targets one further. `packed` sampling cuts the run into rows and deals every row
+//! once an epoch in a seeded order, shifting the cuts from epoch to epoch so that no tail is left
+//! out for ever; `random` sampling draws offsets uniformly, with replacement. Corpora are mixed by
+//! a fixed table that follows the weights as evenly as whole samples allow.
 //!
-//! Nothing here has state, so any number of ranks and workers deals the same samples, and a position is one number.
+//! Nothing here has state, so any number of ranks and workers deals the same samples, and a
+//! position is one number.
 
 mod batch;
 mod mixture;
@@ -33,8 +35,8 @@ pub struct DatasetSpec {
     pub sequence_length: usize,
     /// Tokens must lie below this: the rows of the model's embedding.
     pub vocab_size: u32,
-    /// Whether a sample falls into segments at document boundaries, so that no token attends to, or predicts, another
-    /// document. Otherwise a sample is one segment.
+    /// Whether a sample falls into segments at document boundaries, so that no token attends to, or
+    /// predicts, another document. Otherwise a sample is one segment.
     pub respect_document_boundaries: bool,
     /// Which tokens sample `i` takes.
     pub sampling: Sampling,
@@ -86,8 +88,8 @@ const STREAM_OFFSET: u32 = 2;
 impl Dataset {
     /// Opens and validates every corpus.
     ///
-    /// Refuses a corpus prepared for a larger vocabulary, with less than one sample, or damaged; weights that are not
-    /// positive; a `sequence_length` of 0.
+    /// Refuses a corpus prepared for a larger vocabulary, with less than one sample, or damaged;
+    /// weights that are not positive; a `sequence_length` of 0.
     pub fn open(spec: DatasetSpec) -> Result<Self> {
         check(&spec)?;
         let mut corpora = Vec::with_capacity(spec.sources.len());
@@ -116,8 +118,8 @@ impl Dataset {
         self.corpora.iter().map(IndexedTokens::tokens).sum()
     }
 
-    /// Samples until the corpora together have given as many tokens as they hold; informative, since corpora of a mixture
-    /// come round at different times.
+    /// Samples until the corpora together have given as many tokens as they hold; informative,
+    /// since corpora of a mixture come round at different times.
     pub fn samples_per_epoch(&self) -> u64 {
         self.corpora.iter().map(|c| self.rows(c)).sum()
     }
@@ -127,7 +129,8 @@ impl Dataset {
         self.mixture.samples_before(position.samples, c) as f64 / self.rows(&self.corpora[c]) as f64
     }
 
-    /// Identifies the samples and their order: equal fingerprints, equal samples. A resumed run compares it.
+    /// Identifies the samples and their order: equal fingerprints, equal samples. A resumed run
+    /// compares it.
     pub fn fingerprint(&self) -> String {
         let mut hash = Xxh3::new();
         let spec = &self.spec;

@@ -51,7 +51,8 @@ fn boundaries_restart_positions_and_hide_targets() {
     assert_eq!(batch.targets, [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 6, 7]);
     assert_eq!(batch.cu_seqlens, [0, 8]);
-    // A row that ends where a document does has no last target; a short row is padded without targets.
+    // A row that ends where a document does has no last target; a short row is padded without
+    // targets.
     let batch = row(1, 2, true);
     assert_eq!(batch.tokens, [1, 2, 0, 0, 0, 0, 0, 0]);
     assert_eq!(batch.targets, [2, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]);
@@ -120,7 +121,8 @@ proptest! {
         let expected: Vec<i32> = (first..first + (rows as i32) * length as i32).collect();
         prop_assert_eq!(inputs, expected);
 
-        // Segments: cover the batch, never cross a row or a document; targets exist exactly inside documents.
+        // Segments: cover the batch, never cross a row or a document; targets exist exactly inside
+        // documents.
         let mut starts = vec![0i32];
         documents.iter().for_each(|d| starts.push(starts[starts.len() - 1] + *d as i32));
         let is_start = |token: i32| starts.contains(&token);

@@ -14,9 +14,9 @@
 //! i8   modes[S]                optional (multimodal data)
 //! ```
 //!
-//! What is checked: every count against the file's size before anything is indexed by it; lengths not negative; pointers
-//! exactly the running sum of the lengths (sequences lie back to back, as every known writer leaves them); document
-//! entries start at 0, never fall and end at S.
+//! What is checked: every count against the file's size before anything is indexed by it; lengths
+//! not negative; pointers exactly the running sum of the lengths (sequences lie back to back, as
+//! every known writer leaves them); document entries start at 0, never fall and end at S.
 
 use std::fmt;
 use std::ops::Range;
@@ -171,7 +171,8 @@ pub enum IdxFault {
     },
 }
 
-/// A validated `.idx`: where its arrays lie. Holds no data, so that the file stays mapped and small.
+/// A validated `.idx`: where its arrays lie. Holds no data, so that the file stays mapped and
+/// small.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdxLayout {
     /// How tokens are stored.
@@ -218,8 +219,8 @@ impl IdxLayout {
     }
 }
 
-/// Parses and validates a `.idx`. Pure, total, and linear in the file: any bytes give a layout that is safe to use, or
-/// the reason why not.
+/// Parses and validates a `.idx`. Pure, total, and linear in the file: any bytes give a layout that
+/// is safe to use, or the reason why not.
 pub fn parse_idx(idx: &[u8]) -> Result<IdxLayout, IdxFault> {
     if idx.len() >= MAGIC.len() && &idx[..MAGIC.len()] != MAGIC {
         return Err(IdxFault::Magic);

@@ -1,8 +1,10 @@
-//! Token files: Megatron-LM's `.bin` (tokens) and `.idx` (where sequences and documents begin), read and written.
+//! Token files: Megatron-LM's `.bin` (tokens) and `.idx` (where sequences and documents begin),
+//! read and written.
 //!
-//! A pair is named by its prefix: `data/my` means `data/my.bin` and `data/my.idx`. [`IndexedTokens`] maps both files and
-//! validates the index against the data before anything is read through it; [`IndexedWriter`] leaves a complete pair or
-//! none. Other tools read our files and we read theirs; multimodal modes are accepted and ignored.
+//! A pair is named by its prefix: `data/my` means `data/my.bin` and `data/my.idx`.
+//! [`IndexedTokens`] maps both files and validates the index against the data before anything is
+//! read through it; [`IndexedWriter`] leaves a complete pair or none. Other tools read our files
+//! and we read theirs; multimodal modes are accepted and ignored.
 
 mod format;
 mod writer;
@@ -32,7 +34,8 @@ pub struct IndexedTokens {
 }
 
 impl IndexedTokens {
-    /// Opens `PREFIX.bin` and `PREFIX.idx`; a path ending in `.bin` or `.idx` is taken as its prefix.
+    /// Opens `PREFIX.bin` and `PREFIX.idx`; a path ending in `.bin` or `.idx` is taken as its
+    /// prefix.
     pub fn open(prefix: &Path) -> Result<Self> {
         let prefix = match prefix.extension().and_then(|e| e.to_str()) {
             Some("bin" | "idx") => prefix.with_extension(""),
@@ -70,7 +73,8 @@ impl IndexedTokens {
         self.layout.documents
     }
 
-    /// Sequences; a document is one unless it is longer than 2^31 - 1 tokens or its writer chose otherwise.
+    /// Sequences; a document is one unless it is longer than 2^31 - 1 tokens or its writer chose
+    /// otherwise.
     pub fn sequences(&self) -> usize {
         self.layout.sequences
     }
@@ -80,7 +84,8 @@ impl IndexedTokens {
         self.layout.token_type
     }
 
-    /// First token of document `d` in the concatenation; `documents()` gives `tokens()`. Panics beyond that.
+    /// First token of document `d` in the concatenation; `documents()` gives `tokens()`. Panics
+    /// beyond that.
     pub fn document_start(&self, d: usize) -> u64 {
         self.layout.document_start(&self.idx, d)
     }
@@ -93,7 +98,8 @@ impl IndexedTokens {
     /// The document that holds token `token` (below `tokens()`), by bisection.
     pub fn document_of(&self, token: u64) -> usize {
         let (mut low, mut high) = (0, self.layout.documents);
-        // Invariant: document_start(low) <= token < document_start(high). Of empty documents the last start wins.
+        // Invariant: document_start(low) <= token < document_start(high). Of empty documents the
+        // last start wins.
         while high - low > 1 {
             let middle = low + (high - low) / 2;
             if self.document_start(middle) <= token { low = middle } else { high = middle }
@@ -110,7 +116,8 @@ impl IndexedTokens {
         let size = self.layout.token_type.bytes();
         let bytes = &self.bin[range.start as usize * size..range.end as usize * size];
         let before = out.len();
-        // Types that hold more than an i32 wrap to a negative value or saturate, which the check below refuses.
+        // Types that hold more than an i32 wrap to a negative value or saturate, which the check
+        // below refuses.
         match self.layout.token_type {
             TokenType::U8 => out.extend(bytes.iter().map(|&b| i32::from(b))),
             TokenType::I8 => out.extend(bytes.iter().map(|&b| i32::from(b as i8))),
@@ -158,7 +165,8 @@ impl IndexedTokens {
         self.bin.warm();
     }
 
-    /// Adds what identifies this data to `hash`: the whole index, which changes when any document's length does.
+    /// Adds what identifies this data to `hash`: the whole index, which changes when any document's
+    /// length does.
     pub(crate) fn fingerprint_into(&self, hash: &mut Xxh3) {
         hash.update(&self.idx);
     }

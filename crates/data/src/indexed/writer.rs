@@ -9,7 +9,8 @@ use super::{bin_path, idx_path};
 use crate::atomic::{self, AtomicFile};
 use crate::error::{DataError, Result};
 
-/// Appends documents to a pair of token files that appears when [`IndexedWriter::finish`] returns, or not at all.
+/// Appends documents to a pair of token files that appears when [`IndexedWriter::finish`] returns,
+/// or not at all.
 ///
 /// In memory it holds 12 bytes for every document.
 pub struct IndexedWriter {
@@ -127,7 +128,8 @@ impl IndexedWriter {
 
     /// Writes the index, syncs both files and moves them into place.
     ///
-    /// An older index is removed before the new data appears: a crash in between leaves no pair, never a mixed one.
+    /// An older index is removed before the new data appears: a crash in between leaves no pair,
+    /// never a mixed one.
     pub fn finish(mut self) -> Result<IndexedSummary> {
         self.end_document();
         let header = [

@@ -1,4 +1,5 @@
-//! The same batches whatever the workers, the world, the restarts; errors in their place; threads that end.
+//! The same batches whatever the workers, the world, the restarts; errors in their place; threads
+//! that end.
 
 use super::*;
 use crate::dataset::{DatasetSpec, Sampling, Source};

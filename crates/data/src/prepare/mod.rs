@@ -1,11 +1,14 @@
-//! From text to token files: read, tokenize on several threads, divide, write; or find that it was done already.
+//! From text to token files: read, tokenize on several threads, divide, write; or find that it was
+//! done already.
 //!
-//! `prepare` writes `OUT.train.bin/.idx`, `OUT.validation.bin/.idx` and `OUT.json` (see [`Sidecar`]). The bytes do not
-//! depend on the number of workers: documents are read in order by one thread, encoded by many, and written in order by
-//! the caller's. At most a few pieces of text per worker are in memory besides the document being read.
+//! `prepare` writes `OUT.train.bin/.idx`, `OUT.validation.bin/.idx` and `OUT.json` (see
+//! [`Sidecar`]). The bytes do not depend on the number of workers: documents are read in order by
+//! one thread, encoded by many, and written in order by the caller's. At most a few pieces of text
+//! per worker are in memory besides the document being read.
 //!
-//! A document goes to validation by a hash of its text, so that it stays there when the corpus grows and so that
-//! duplicates never lie on both sides. A corpus of one document is divided by position instead: its last part validates.
+//! A document goes to validation by a hash of its text, so that it stays there when the corpus
+//! grows and so that duplicates never lie on both sides. A corpus of one document is divided by
+//! position instead: its last part validates.
 
 mod pipeline;
 mod sidecar;
@@ -28,7 +31,8 @@ use pipeline::{Encoded, Part, Split};
 pub struct PrepareOptions {
     /// Prefix of the files written.
     pub out: PathBuf,
-    /// Share of the documents (of the characters, where there is one document) that validates; 0 for none, below 1.
+    /// Share of the documents (of the characters, where there is one document) that validates; 0
+    /// for none, below 1.
     pub validation_fraction: f64,
     /// Decides which documents those are.
     pub seed: u64,
@@ -66,7 +70,8 @@ pub struct PrepareProgress {
     pub text_bytes: u64,
     /// Tokens written.
     pub tokens: u64,
-    /// Bytes on disk of all source files; equals the text in the end unless some are compressed or JSONL.
+    /// Bytes on disk of all source files; equals the text in the end unless some are compressed or
+    /// JSONL.
     pub source_bytes: u64,
 }
 
@@ -85,8 +90,9 @@ pub struct Prepared {
     pub reason: String,
 }
 
-/// Prepares `corpus` with `tokenizer`, or keeps what is there when it was made from the same files (path, size, time of
-/// change), tokenizer and options. `progress` is called after every piece, from the calling thread.
+/// Prepares `corpus` with `tokenizer`, or keeps what is there when it was made from the same files
+/// (path, size, time of change), tokenizer and options. `progress` is called after every piece,
+/// from the calling thread.
 pub fn prepare(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -117,7 +123,8 @@ pub fn prepare(
     let sidecar = loop {
         match build(corpus, tokenizer, options, &key, split, &mut progress)? {
             (_, Some(sidecar)) => break sidecar,
-            // A small corpus can leave one side empty by chance: the document nearest the border then crosses it.
+            // A small corpus can leave one side empty by chance: the document nearest the border
+            // then crosses it.
             (counts, None) => split = split.repaired(&counts).unwrap_or(split),
         }
     };

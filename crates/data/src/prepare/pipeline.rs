@@ -11,7 +11,8 @@ use crate::corpus::{Corpus, Document, Skipped};
 use crate::error::{DataError, Result};
 use crate::tokenizer::Tokenizer;
 
-/// Text per job: large enough that handing it over costs nothing, small enough that workers end together.
+/// Text per job: large enough that handing it over costs nothing, small enough that workers end
+/// together.
 const JOB_BYTES: usize = 1 << 18;
 
 /// Jobs in flight per worker.
@@ -46,7 +47,8 @@ pub(super) struct Split {
     wanted: f64,
     /// Set once the threshold was moved to fill an empty side; it is not moved again.
     is_repaired: bool,
-    /// The hash of a document, or of several equal ones, that cannot validate whole, and the share of its characters that does.
+    /// The hash of a document, or of several equal ones, that cannot validate whole, and the share
+    /// of its characters that does.
     divided: Option<(u64, f64)>,
 }
 
@@ -76,8 +78,10 @@ impl Split {
         Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, wanted, is_repaired: false, divided: None }
     }
 
-    /// Another split, when a side that was asked for stayed empty although there are several documents: a document at the border goes over to it, or its end does where the
-    /// whole would be over twice what is wanted, as it is when a corpus is a few books. Equal documents all end there.
+    /// Another split, when a side that was asked for stayed empty although there are several
+    /// documents: a document at the border goes over to it, or its end does where the whole would
+    /// be over twice what is wanted, as it is when a corpus is a few books. Equal documents all end
+    /// there.
     pub(super) fn repaired(&self, counts: &Counts) -> Option<Self> {
         let ((low, bytes), high) = (counts.hash_min?, counts.hash_max?);
         if self.is_repaired || self.fraction == 0.0 || counts.by_position {
@@ -140,8 +144,9 @@ pub(super) fn run(
     workers: usize,
     mut take: impl FnMut(Encoded) -> Result<()>,
 ) -> Result<Counts> {
-    // The order of results is the order in which their reply channels are queued, whoever fills them; the queue's bound
-    // limits what is in memory. When this thread leaves early its receivers go, and every other thread notices.
+    // The order of results is the order in which their reply channels are queued, whoever fills
+    // them; the queue's bound limits what is in memory. When this thread leaves early its receivers
+    // go, and every other thread notices.
     let (jobs, queue) = sync_channel::<Job>(workers * JOBS_PER_WORKER);
     let (replies, results) = sync_channel::<Receiver<Result<Vec<Encoded>>>>(workers * JOBS_PER_WORKER);
     let queue = Mutex::new(queue);
@@ -272,8 +277,9 @@ fn encode_jobs(corpus: &Corpus, tokenizer: &Tokenizer, queue: &Mutex<Receiver<Jo
             Err(_) => return, // another worker panicked; the caller learns it from the missing reply
         };
         let Ok(job) = job else { return };
-        // A panic must not end the thread: with nobody left to take jobs, the reader would wait for ever. The missing
-        // reply tells the caller. A reply that nobody wants is dropped, and jobs are drained until the reader ends.
+        // A panic must not end the thread: with nobody left to take jobs, the reader would wait for
+        // ever. The missing reply tells the caller. A reply that nobody wants is dropped, and jobs
+        // are drained until the reader ends.
         let pieces =
             AssertUnwindSafe(|| job.pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect());
         if let Ok(encoded) = catch_unwind(pieces) {

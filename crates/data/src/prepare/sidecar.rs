@@ -1,4 +1,5 @@
-//! The `.json` beside prepared token files: what they were made from, so that they are reused, or refused, for a reason.
+//! The `.json` beside prepared token files: what they were made from, so that they are reused, or
+//! refused, for a reason.
 
 use std::path::{Path, PathBuf};
 
@@ -61,7 +62,8 @@ pub struct SidecarSplit {
     pub validation_fraction: f64,
     /// Of the hash.
     pub seed: u64,
-    /// Documents whose end validates, so that they are in both parts; 0 in files from before it was counted.
+    /// Documents whose end validates, so that they are in both parts; 0 in files from before it was
+    /// counted.
     #[serde(default)]
     pub divided_documents: u64,
 }
@@ -148,8 +150,8 @@ impl Sidecar {
         Ok(Some(sidecar))
     }
 
-    /// The sidecar and the part that describe the token files `PREFIX.bin`, when `PREFIX` is `X.train` or `X.validation`
-    /// of a prepared X; `Ok(None)` for token files from elsewhere.
+    /// The sidecar and the part that describe the token files `PREFIX.bin`, when `PREFIX` is
+    /// `X.train` or `X.validation` of a prepared X; `Ok(None)` for token files from elsewhere.
     pub fn of_part(prefix: &Path) -> Result<Option<(Self, SidecarPart)>> {
         let Some(name) = prefix.file_name().and_then(|n| n.to_str()) else { return Ok(None) };
         let Some(stem) = name.strip_suffix(".train").or_else(|| name.strip_suffix(".validation")) else {

@@ -1,9 +1,10 @@
 //! Byte-level BPE of the GPT-2 kind, encoded fast.
 //!
-//! The library is written for offsets, normalizers and every kind of pre-tokenizer; a training corpus needs ids alone.
-//! For a `tokenizer.json` that is exactly GPT-2's kind (as those that we train are) this encoder gives the same ids some
-//! twenty times as fast: words by [`words`](super::words), a cache from word to ids, and the library's merge order for
-//! words that are new. Everything else goes through the library.
+//! The library is written for offsets, normalizers and every kind of pre-tokenizer; a training
+//! corpus needs ids alone. For a `tokenizer.json` that is exactly GPT-2's kind (as those that we
+//! train are) this encoder gives the same ids some twenty times as fast: words by
+//! [`words`](super::words), a cache from word to ids, and the library's merge order for words that
+//! are new. Everything else goes through the library.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -24,7 +25,8 @@ pub(super) struct ByteBpe {
     byte_ids: [u32; 256],
     /// Rank and result of merging two ids.
     merges: HashMap<(u32, u32), Merge, Fast>,
-    /// Words that are taken whole when the vocabulary has them, for tokenizers that ignore merges then.
+    /// Words that are taken whole when the vocabulary has them, for tokenizers that ignore merges
+    /// then.
     whole_words: Option<HashMap<Box<[u8]>, u32, Fast>>,
     /// Distinguishes the caches of several tokenizers.
     number: u64,
@@ -55,8 +57,9 @@ thread_local! {
 }
 
 impl ByteBpe {
-    /// From a parsed `tokenizer.json`, if it is of this kind: BPE over all 256 bytes without normalizer, dropout, affixes
-    /// or unknown token, split by GPT-2's pattern, and with no added tokens but special ones.
+    /// From a parsed `tokenizer.json`, if it is of this kind: BPE over all 256 bytes without
+    /// normalizer, dropout, affixes or unknown token, split by GPT-2's pattern, and with no added
+    /// tokens but special ones.
     pub(super) fn new(value: &Value) -> Option<Self> {
         let model = &value["model"];
         let is_off =
@@ -132,8 +135,8 @@ impl ByteBpe {
 
     /// Merges pairs in order of rank, then of place, until none is left.
     ///
-    /// A queue entry goes stale when one of its symbols is merged away; like the library, an entry counts as fresh when
-    /// the pair now at its place gives the same id.
+    /// A queue entry goes stale when one of its symbols is merged away; like the library, an entry
+    /// counts as fresh when the pair now at its place gives the same id.
     fn merge(&self, word: &[u8], ids: &mut Vec<u32>) {
         const NONE: u32 = u32::MAX;
         let length = word.len() as u32;
@@ -186,7 +189,8 @@ struct Symbol {
     is_merged_away: bool,
 }
 
-/// xxh3 over whatever is written: short keys, no enemies (a crafted text can slow its own tokenization, nothing more).
+/// xxh3 over whatever is written: short keys, no enemies (a crafted text can slow its own
+/// tokenization, nothing more).
 #[derive(Debug, Clone, Copy, Default)]
 struct Fast;
 
@@ -211,7 +215,8 @@ impl Hasher for FastHasher {
     }
 
     fn write_u32(&mut self, value: u32) {
-        // A product by a large odd constant (2^64 / golden ratio) moves every bit up; the rotation brings them down again.
+        // A product by a large odd constant (2^64 / golden ratio) moves every bit up; the rotation
+        // brings them down again.
         self.0 = (self.0 ^ u64::from(value)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     }
 

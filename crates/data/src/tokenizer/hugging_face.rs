@@ -18,7 +18,8 @@ const EOS_NAMES: [&str; 7] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "
 /// A loaded `tokenizer.json`.
 pub(super) struct HuggingFace {
     inner: tokenizers::Tokenizer,
-    /// The same with special tokens read as text; made when first needed, since most programs need one of the two.
+    /// The same with special tokens read as text; made when first needed, since most programs need
+    /// one of the two.
     ordinary: OnceLock<tokenizers::Tokenizer>,
     /// Takes the library's place where it can, with the same result.
     fast: Option<ByteBpe>,
@@ -43,7 +44,8 @@ impl HuggingFace {
     pub(super) fn from_json(text: &str, value: &Value, origin: &str) -> Result<Self> {
         const FIX: &str = "the file is damaged or newer than this program's tokenizers library: fetch it again";
         check_merges(value).map_err(|what| DataError::tokenizer(origin, what, FIX))?;
-        // The library is written for well-formed files; should it panic on another kind of damage, that is an error too.
+        // The library is written for well-formed files; should it panic on another kind of damage,
+        // that is an error too.
         let parsed = catch_unwind(AssertUnwindSafe(|| tokenizers::Tokenizer::from_bytes(text)))
             .unwrap_or_else(|_| Err("the tokenizers library could not take it".into()));
         let mut inner =
@@ -111,7 +113,8 @@ impl HuggingFace {
     }
 
     pub(super) fn decode(&self, tokens: &[u32]) -> String {
-        // Decoders fail only on patterns they cannot apply; the plain names are then the best answer.
+        // Decoders fail only on patterns they cannot apply; the plain names are then the best
+        // answer.
         self.inner
             .decode(tokens, false)
             .unwrap_or_else(|_| tokens.iter().filter_map(|&t| self.id_to_token(t)).collect())
@@ -137,13 +140,15 @@ impl HuggingFace {
 
 /// A place where a byte-level pre-tokenizer always splits, whatever lies further on either side.
 ///
-/// Between a letter and the newline after it: in the patterns of GPT-2, GPT-4, Llama 3 and Qwen a run of letters ends
-/// there, no alternative reaches across, and what follows is matched from the newline on with no look behind it.
+/// Between a letter and the newline after it: in the patterns of GPT-2, GPT-4, Llama 3 and Qwen a
+/// run of letters ends there, no alternative reaches across, and what follows is matched from the
+/// newline on with no look behind it.
 pub(super) fn may_cut(before: char, after: char) -> bool {
     after == '\n' && before.is_alphabetic()
 }
 
-/// Whether [`may_cut`] holds: pre-tokenized by pattern and bytes, nothing prepended to a text, no token across lines.
+/// Whether [`may_cut`] holds: pre-tokenized by pattern and bytes, nothing prepended to a text, no
+/// token across lines.
 fn is_splittable(value: &Value, inner: &tokenizers::Tokenizer) -> bool {
     let normalizer_is_local = match value.get("normalizer") {
         None | Some(Value::Null) => true,
@@ -181,8 +186,8 @@ pub(super) fn kind(value: &Value) -> Option<&str> {
     value.get("type").and_then(Value::as_str)
 }
 
-/// Refuses merges whose result is not in the vocabulary: the library sizes a buffer by the longest token and would
-/// write past it.
+/// Refuses merges whose result is not in the vocabulary: the library sizes a buffer by the longest
+/// token and would write past it.
 fn check_merges(value: &Value) -> Result<(), String> {
     let model = &value["model"];
     let (Some(merges), Some(vocab)) = (model["merges"].as_array(), model["vocab"].as_object()) else {
@@ -271,7 +276,8 @@ fn bpe_without_merges(vocab: serde_json::Map<String, Value>) -> Value {
     })
 }
 
-/// GPT-2's printable stand-in for each byte: itself where it prints, else the next code point from 256 on.
+/// GPT-2's printable stand-in for each byte: itself where it prints, else the next code point from
+/// 256 on.
 pub(super) fn byte_characters() -> Vec<char> {
     let printable = |b: u32| matches!(b, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut next = 256;

@@ -1,9 +1,10 @@
 //! Text to tokens and back.
 //!
-//! One type for the three kinds: a Hugging Face `tokenizer.json` (run by the crate `tokenizers`, so that ids are those of
-//! transformers), bytes, and characters. The last two are saved as a small JSON of our own and can be exported as a
-//! `tokenizer.json` too. Truncation, padding and the template that adds a beginning-of-text token are switched off: what
-//! goes in is what comes out, and the end-of-text token is put between documents by whoever writes them.
+//! One type for the three kinds: a Hugging Face `tokenizer.json` (run by the crate `tokenizers`, so
+//! that ids are those of transformers), bytes, and characters. The last two are saved as a small
+//! JSON of our own and can be exported as a `tokenizer.json` too. Truncation, padding and the
+//! template that adds a beginning-of-text token are switched off: what goes in is what comes out,
+//! and the end-of-text token is put between documents by whoever writes them.
 
 mod byte_bpe;
 mod characters;
@@ -55,8 +56,8 @@ enum Kind {
 impl Tokenizer {
     /// Loads a `tokenizer.json` or one of our own files; a folder is searched for `tokenizer.json`.
     ///
-    /// The end-of-text token of a `tokenizer.json` is the `eos_token` of a `tokenizer_config.json` beside it, else the
-    /// first of the usual names among its special tokens.
+    /// The end-of-text token of a `tokenizer.json` is the `eos_token` of a `tokenizer_config.json`
+    /// beside it, else the first of the usual names among its special tokens.
     pub fn load(path: &Path) -> Result<Self> {
         let path: PathBuf = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
         let origin = path.display().to_string();
@@ -142,11 +143,12 @@ impl Tokenizer {
         Ok(Self { kind: Arc::new(Kind::Characters(Box::new(characters))), json: json.into(), eos: None })
     }
 
-    /// Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, `<|endoftext|>` among them, on `texts`.
+    /// Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, `<|endoftext|>` among
+    /// them, on `texts`.
     ///
-    /// The result is a `tokenizer.json` as transformers loads it (GPT-2's pre-tokenization), and does not depend on
-    /// thread timing. It is smaller than asked when the text runs out of pairs that occur twice. `progress` is called
-    /// now and then from one thread.
+    /// The result is a `tokenizer.json` as transformers loads it (GPT-2's pre-tokenization), and
+    /// does not depend on thread timing. It is smaller than asked when the text runs out of pairs
+    /// that occur twice. `progress` is called now and then from one thread.
     pub fn train_bpe<I>(texts: I, vocab_size: usize, progress: impl FnMut(TrainProgress) + Send) -> Result<Self>
     where
         I: Iterator<Item = Result<String>> + Send,
@@ -154,7 +156,8 @@ impl Tokenizer {
         Self::from_json(train::train_bpe(texts, vocab_size, progress)?.as_bytes(), "just trained")
     }
 
-    /// The tokens of `text`. Special tokens that occur literally in it become their ids, as in transformers.
+    /// The tokens of `text`. Special tokens that occur literally in it become their ids, as in
+    /// transformers.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &*self.kind {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -163,7 +166,8 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of `text`, in which special tokens are text like any other: what training data should be read with.
+    /// The tokens of `text`, in which special tokens are text like any other: what training data
+    /// should be read with.
     pub fn encode_ordinary(&self, text: &str) -> Result<Vec<u32>> {
         match &*self.kind {
             Kind::Bytes | Kind::Characters(_) => self.encode(text),
@@ -171,8 +175,9 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; so do ids outside a byte or character vocabulary
-    /// (a `tokenizer.json` leaves such ids out). The end-of-text token appears as its name.
+    /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; so do ids outside a byte or
+    /// character vocabulary (a `tokenizer.json` leaves such ids out). The end-of-text token appears
+    /// as its name.
     pub fn decode(&self, tokens: &[u32]) -> String {
         match &*self.kind {
             Kind::Bytes => decode_bytes(tokens),
@@ -230,14 +235,17 @@ impl Tokenizer {
         }
     }
 
-    /// Hash of the tokenizer file, so that data and runs notice another one. The choice of end-of-text is not in it.
+    /// Hash of the tokenizer file, so that data and runs notice another one. The choice of
+    /// end-of-text is not in it.
     pub fn fingerprint(&self) -> String {
         format!("{:016x}", xxh3_64(self.json.as_bytes()))
     }
 
-    /// Writes the file that [`Tokenizer::load`] reads, unchanged since it was loaded or trained; atomically.
+    /// Writes the file that [`Tokenizer::load`] reads, unchanged since it was loaded or trained;
+    /// atomically.
     ///
-    /// When the end-of-text token cannot be told from that file, a `tokenizer_config.json` beside it says it.
+    /// When the end-of-text token cannot be told from that file, a `tokenizer_config.json` beside
+    /// it says it.
     pub fn save(&self, path: &Path) -> Result<()> {
         atomic::write(path, self.json.as_bytes())?;
         if let Kind::HuggingFace(inner) = &*self.kind
@@ -249,8 +257,9 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` into `folder`, as
-    /// `AutoTokenizer.from_pretrained` reads them. `context_length` becomes `model_max_length`.
+    /// Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` into
+    /// `folder`, as `AutoTokenizer.from_pretrained` reads them. `context_length` becomes
+    /// `model_max_length`.
     pub fn save_hugging_face(&self, folder: &Path, context_length: usize) -> Result<()> {
         let json: String = match &*self.kind {
             Kind::Bytes => pretty(&hugging_face::json_of_bytes()),
@@ -295,8 +304,8 @@ impl Tokenizer {
         }
     }
 
-    /// Cuts `text` into pieces of about `bytes` that encode to the same tokens as the whole, or gives it whole where
-    /// this tokenizer offers no such place.
+    /// Cuts `text` into pieces of about `bytes` that encode to the same tokens as the whole, or
+    /// gives it whole where this tokenizer offers no such place.
     pub(crate) fn pieces<'t>(&self, text: &'t str, bytes: usize) -> Vec<&'t str> {
         match &*self.kind {
             Kind::Bytes | Kind::Characters(_) => cut(text, bytes, |_, _| true),
@@ -320,7 +329,8 @@ fn eos_beside(path: &Path) -> Result<Option<String>> {
     Ok(token.and_then(|t| t.as_str().or_else(|| t.get("content")?.as_str())).map(str::to_owned))
 }
 
-/// Cuts before every first character at or after a multiple of `bytes` where `may_cut(before, after)` agrees.
+/// Cuts before every first character at or after a multiple of `bytes` where
+/// `may_cut(before, after)` agrees.
 fn cut(text: &str, bytes: usize, may_cut: impl Fn(char, char) -> bool) -> Vec<&str> {
     let mut pieces = Vec::with_capacity(text.len() / bytes.max(1) + 1);
     let mut start = 0;

@@ -4,9 +4,10 @@ use super::Tokenizer;
 
 /// Decodes a growing sequence of tokens; see [`Tokenizer::stream_decoder`].
 ///
-/// The pieces joined are the decoding of the whole. A token may end inside a character: of tokens that stand for bytes
-/// (bytes, byte-level BPE) the incomplete end is held back. Other decoders may treat the first token of a text specially,
-/// so a piece is then the difference of two decodings that both begin at the same, already given-out tokens.
+/// The pieces joined are the decoding of the whole. A token may end inside a character: of tokens
+/// that stand for bytes (bytes, byte-level BPE) the incomplete end is held back. Other decoders may
+/// treat the first token of a text specially, so a piece is then the difference of two decodings
+/// that both begin at the same, already given-out tokens.
 #[derive(Debug, Clone)]
 pub struct StreamDecoder {
     tokenizer: Tokenizer,
@@ -19,8 +20,9 @@ pub struct StreamDecoder {
 }
 
 impl StreamDecoder {
-    /// A character has at most four bytes, each at most one token. When even then no whole character appears, the
-    /// tokens are not text, and waiting longer would hold back everything behind them.
+    /// A character has at most four bytes, each at most one token. When even then no whole
+    /// character appears, the tokens are not text, and waiting longer would hold back everything
+    /// behind them.
     const HELD_MAX: usize = 4;
 
     pub(super) fn new(tokenizer: Tokenizer) -> Self {
@@ -50,7 +52,8 @@ impl StreamDecoder {
         rest
     }
 
-    /// All bytes but an incomplete character at their end; what can never become one turns into U+FFFD.
+    /// All bytes but an incomplete character at their end; what can never become one turns into
+    /// U+FFFD.
     fn take_bytes(&mut self) -> String {
         let mut held = 0;
         let mut text = String::new();

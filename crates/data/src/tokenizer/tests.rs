@@ -203,7 +203,8 @@ fn pointers(value: &Value) -> Vec<String> {
     .collect()
 }
 
-/// As Llama 3 and others have it: a word of the vocabulary is taken whole, even where merges would not make it.
+/// As Llama 3 and others have it: a word of the vocabulary is taken whole, even where merges would
+/// not make it.
 fn ignoring_merges() -> Tokenizer {
     static IGNORING: std::sync::OnceLock<Tokenizer> = std::sync::OnceLock::new();
     let make = || {

@@ -53,8 +53,8 @@ where
         .initial_alphabet(byte_alphabet())
         .build();
 
-    // The library's iterator cannot fail, so an error ends it and waits here. A mutex, because it is read from the
-    // library's threads, one at a time.
+    // The library's iterator cannot fail, so an error ends it and waits here. A mutex, because it
+    // is read from the library's threads, one at a time.
     let feed = Mutex::new(Feed { error: None, bytes: 0, progress });
     let pieces = texts
         .map_while(|text| {

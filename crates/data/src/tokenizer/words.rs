@@ -1,13 +1,15 @@
 //! GPT-2's pre-tokenization: where a text falls into words, without a regular expression engine.
 //!
-//! The pattern (`encoder.py` of openai/gpt-2; the crate `tokenizers` calls it the regex of `ByteLevel`) is
+//! The pattern (`encoder.py` of openai/gpt-2; the crate `tokenizers` calls it the regex of
+//! `ByteLevel`) is
 //!
 //! ```text
 //! 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 //! ```
 //!
-//! Each alternative is decided by the next characters alone, so one pass with a table of character classes does what the
-//! engine does with backtracking. The classes come from the Unicode tables of the engine itself.
+//! Each alternative is decided by the next characters alone, so one pass with a table of character
+//! classes does what the engine does with backtracking. The classes come from the Unicode tables of
+//! the engine itself.
 
 use std::sync::LazyLock;
 
@@ -62,7 +64,8 @@ impl Words<'_> {
         {
             return self.run_end(start, class);
         }
-        // `\s+(?!\S)`: all of the run but its last character, which the following word may want, unless the text ends.
+        // `\s+(?!\S)`: all of the run but its last character, which the following word may want,
+        // unless the text ends.
         let end = self.run_end(0, Class::Space);
         let last = text[..end].chars().next_back().map_or(0, char::len_utf8);
         // `\s+`: a single space character before a word that does not take it.
@@ -136,7 +139,8 @@ impl Classes {
 
 /// The code points of a character class.
 fn ranges(pattern: &str) -> Vec<(u32, u32)> {
-    // The three patterns are constants; a build without their tables fails the tests of this module.
+    // The three patterns are constants; a build without their tables fails the tests of this
+    // module.
     let Ok(hir) = regex_syntax::parse(pattern) else { return Vec::new() };
     match hir.kind() {
         HirKind::Class(HirClass::Unicode(class)) => {
@@ -177,7 +181,8 @@ mod tests {
 
     #[test]
     fn every_character_has_the_class_of_the_engine() {
-        // Between two letters a character's class shows: a letter joins them, others cut differently.
+        // Between two letters a character's class shows: a letter joins them, others cut
+        // differently.
         let text: String = (0..0x11_0000).filter_map(char::from_u32).flat_map(|c| ['a', c, 'b', '\n']).collect();
         let mut library = reference(&text).into_iter();
         for word in words(&text) {

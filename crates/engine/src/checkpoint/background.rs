@@ -1,7 +1,8 @@
 //! Writing beside the training: one thread, one snapshot at a time.
 //!
-//! The snapshot is a copy, so training goes on while it is written; a second one waits until the first is on disk (back-pressure), so
-//! at most one copy exists beside the one that is being made. Errors come back at the next call, whichever it is.
+//! The snapshot is a copy, so training goes on while it is written; a second one waits until the
+//! first is on disk (back-pressure), so at most one copy exists beside the one that is being made.
+//! Errors come back at the next call, whichever it is.
 
 use super::fault::Disk;
 use super::group::Group;
@@ -81,8 +82,8 @@ impl BackgroundWriter {
         BackgroundWriter::start(Role::First { store, group: None }, folder)
     }
 
-    /// Writes one rank's part of each checkpoint of `run`. `store` is rank 0's; `ranks` are used by this writer alone, and all of them
-    /// submit the same steps.
+    /// Writes one rank's part of each checkpoint of `run`. `store` is rank 0's; `ranks` are used by
+    /// this writer alone, and all of them submit the same steps.
     pub fn with_others(
         run: &Path,
         store: Option<CheckpointStore>,
@@ -123,7 +124,8 @@ impl BackgroundWriter {
         })
     }
 
-    /// Hands over a snapshot, after waiting for the one before it. The new one is handed over even when the one before failed.
+    /// Hands over a snapshot, after waiting for the one before it. The new one is handed over even
+    /// when the one before failed.
     ///
     /// # Errors
     ///
@@ -209,7 +211,8 @@ impl BackgroundWriter {
 }
 
 impl Drop for BackgroundWriter {
-    /// Waits: a checkpoint that was begun is finished. An error that nobody can take any more is logged.
+    /// Waits: a checkpoint that was begun is finished. An error that nobody can take any more is
+    /// logged.
     fn drop(&mut self) {
         self.wait();
         self.join();

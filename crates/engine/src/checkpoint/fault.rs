@@ -1,4 +1,5 @@
-//! All changes to the disk go through [`Disk`], which numbers them, so that a test can fail or crash at each one.
+//! All changes to the disk go through [`Disk`], which numbers them, so that a test can fail or
+//! crash at each one.
 
 use super::CheckpointError;
 use std::fs::{self, File, OpenOptions};
@@ -21,8 +22,8 @@ pub enum FaultKind {
     Fail(io::ErrorKind),
     /// The process dies: half of a write is done, nothing after it.
     Crash,
-    /// The machine loses power: as a crash, and what was not synced may be lost. Contents of files are cut, names of new files vanish and
-    /// the last renames are undone, as far as the seed says.
+    /// The machine loses power: as a crash, and what was not synced may be lost. Contents of files
+    /// are cut, names of new files vanish and the last renames are undone, as far as the seed says.
     PowerLoss {
         /// Decides what is lost.
         seed: u64,
@@ -88,7 +89,8 @@ impl Disk {
         CheckpointError::Injected(self.position - 1)
     }
 
-    /// Undoes what was not synced, in part. What is already gone cannot be lost, so refusals are of no interest.
+    /// Undoes what was not synced, in part. What is already gone cannot be lost, so refusals are of
+    /// no interest.
     fn lose(&mut self, mut seed: u64) {
         // Knuth's linear congruential generator; its high bits are good enough to pick.
         let mut below = |n: u64| {

@@ -1,7 +1,9 @@
-//! One checkpoint by many ranks: each writes its own files into the hidden folder, rank 0 commits once all are down.
+//! One checkpoint by many ranks: each writes its own files into the hidden folder, rank 0 commits
+//! once all are down.
 //!
-//! The ranks agree three times: rank 0 says that the folder is there, every rank says what it wrote, rank 0 says that the checkpoint is durable. A rank that
-//! could not write says why instead, and then there is no checkpoint, on any rank.
+//! The ranks agree three times: rank 0 says that the folder is there, every rank says what it
+//! wrote, rank 0 says that the checkpoint is durable. A rank that could not write says why instead,
+//! and then there is no checkpoint, on any rank.
 
 use super::fault::Disk;
 use super::write::{Partial, Sizes, Writer, verify, write_parts};
@@ -9,7 +11,8 @@ use super::{CheckpointError, Snapshot};
 use std::path::Path;
 use trainyard_comm::Communicator;
 
-/// The ranks that write together, within the run's deadline of each other. Each has one, used by its writing thread alone.
+/// The ranks that write together, within the run's deadline of each other. Each has one, used by
+/// its writing thread alone.
 pub(super) struct Group(Communicator);
 
 /// What a rank has to say: what it wrote, or why it could not.

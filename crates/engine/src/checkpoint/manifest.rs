@@ -12,7 +12,8 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The name of its checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.xxh3";
-/// The version of a checkpoint whose tensors are each in one file, and of one with tensors in pieces; this program writes and reads both.
+/// The version of a checkpoint whose tensors are each in one file, and of one with tensors in
+/// pieces; this program writes and reads both.
 const WHOLE: u32 = 1;
 const IN_PIECES: u32 = 2;
 /// No manifest is larger: a hundred thousand tensors take a few tens of megabytes.

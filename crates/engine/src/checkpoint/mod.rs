@@ -1,7 +1,8 @@
-//! Checkpoints on disk: a folder appears whole or not at all, is checked before it is believed, and the one before is kept until then.
+//! Checkpoints on disk: a folder appears whole or not at all, is checked before it is believed, and
+//! the one before is kept until then.
 //!
-//! A [`Snapshot`] is named byte regions in parts (`model`, `optimizer`), a JSON state and some plain files; this module knows
-//! nothing of models or ranks. It becomes
+//! A [`Snapshot`] is named byte regions in parts (`model`, `optimizer`), a JSON state and some
+//! plain files; this module knows nothing of models or ranks. It becomes
 //!
 //! ```text
 //! RUN/checkpoints/step-00000123/
@@ -14,14 +15,15 @@
 //! RUN/checkpoints/best.json                  step and loss of the best evaluation
 //! ```
 //!
-//! Writing ([`CheckpointStore::write`]): all files into a hidden sibling folder, each one synced, everything read back and compared with
-//! its checksum, the folder synced, renamed, the parent synced; only then are old ones pruned, never the new one, and what is
-//! pruned is renamed away first, so that no half-deleted folder has a checkpoint's name. [`BackgroundWriter`] does this on a
-//! thread of its own. Reading ([`CheckpointStore::find_latest`], [`Checkpoint`]): the newest whose every checksum agrees, with the
-//! reason why each newer one was passed over.
+//! Writing ([`CheckpointStore::write`]): all files into a hidden sibling folder, each one synced,
+//! everything read back and compared with its checksum, the folder synced, renamed, the parent
+//! synced; only then are old ones pruned, never the new one, and what is pruned is renamed away
+//! first, so that no half-deleted folder has a checkpoint's name. [`BackgroundWriter`] does this on
+//! a thread of its own. Reading ([`CheckpointStore::find_latest`], [`Checkpoint`]): the newest
+//! whose every checksum agrees, with the reason why each newer one was passed over.
 //!
-//! The read-back sees the page cache, so it catches lost and wrong writes of software, not of a disk that lies after a
-//! sync. `docs/checkpoints.md` is the description for users.
+//! The read-back sees the page cache, so it catches lost and wrong writes of software, not of a
+//! disk that lies after a sync. `docs/checkpoints.md` is the description for users.
 
 mod background;
 mod fault;
@@ -91,16 +93,19 @@ impl Region<'_> {
     }
 }
 
-/// Bytes that are borrowed, or shared with whoever wrote them. The shared ones can go to another thread.
+/// Bytes that are borrowed, or shared with whoever wrote them. The shared ones can go to another
+/// thread.
 #[derive(Clone)]
 pub enum Bytes<'a> {
     /// Borrowed for the duration of a write.
     Borrowed(&'a [u8]),
     /// Owned together with others; nobody changes them while a snapshot holds them.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
-    /// In files of offloaded state: one after the other, each from its position on. Nobody changes them until the snapshot is written.
+    /// In files of offloaded state: one after the other, each from its position on. Nobody changes
+    /// them until the snapshot is written.
     Stored(Vec<(Arc<Store>, u64, usize)>),
-    /// In tensors of one dimension, one after the other. Nobody changes them until the snapshot is written.
+    /// In tensors of one dimension, one after the other. Nobody changes them until the snapshot is
+    /// written.
     Live(Vec<Tensor>),
 }
 

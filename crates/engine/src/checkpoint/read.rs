@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 use trainyard_tensor::mapped::MappedFile;
 
-/// A checkpoint whose manifest and headers have been checked against each other and against the sizes of the files.
+/// A checkpoint whose manifest and headers have been checked against each other and against the
+/// sizes of the files.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -30,7 +31,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Whatever does not agree: missing files, sizes, headers that lie, tensors that the manifest describes otherwise.
+    /// Whatever does not agree: missing files, sizes, headers that lie, tensors that the manifest
+    /// describes otherwise.
     pub fn open(folder: &Path) -> Result<Checkpoint, CheckpointError> {
         let manifest = Manifest::read(folder)?;
         let mut files = BTreeMap::new();
@@ -85,7 +87,8 @@ impl Checkpoint {
         })
     }
 
-    /// Reads the elements `range` of a tensor, little-endian and row-major, into `target`. Only the pieces that hold them are touched.
+    /// Reads the elements `range` of a tensor, little-endian and row-major, into `target`. Only the
+    /// pieces that hold them are touched.
     ///
     /// # Errors
     /// A tensor that is not there, or `target` of another size.
@@ -112,8 +115,8 @@ impl Checkpoint {
     }
 }
 
-/// Maps a file and reads its header. The library checks that the tensors cover the data exactly, one after the other, each with the
-/// size that its type and shape have.
+/// Maps a file and reads its header. The library checks that the tensors cover the data exactly,
+/// one after the other, each with the size that its type and shape have.
 fn map(folder: &Path, entry: &FileEntry) -> Result<Mapped, CheckpointError> {
     let damaged = |reason: String| CheckpointError::damaged(folder, format!("{}: {reason}", entry.name));
     let path = folder.join(&entry.name);

@@ -57,7 +57,8 @@ pub struct Found {
     pub skipped: Vec<Skipped>,
 }
 
-/// Writes the checkpoints of one run. One process at a time: opening takes a lock, which ends with the store or the process.
+/// Writes the checkpoints of one run. One process at a time: opening takes a lock, which ends with
+/// the store or the process.
 #[derive(Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
@@ -69,7 +70,8 @@ pub struct CheckpointStore {
 }
 
 impl CheckpointStore {
-    /// Opens `RUN/checkpoints`, creating it if need be, and clears what a crash left behind: each act is a line of the second result.
+    /// Opens `RUN/checkpoints`, creating it if need be, and clears what a crash left behind: each
+    /// act is a line of the second result.
     pub fn open(run: &Path, retention: Retention) -> Result<(CheckpointStore, Vec<String>), CheckpointError> {
         let folder = run.join("checkpoints");
         fs::create_dir_all(&folder).map_err(CheckpointError::io("create", &folder))?;
@@ -97,7 +99,8 @@ impl CheckpointStore {
         self.disk.position()
     }
 
-    /// Sets the size at which a part goes on in another file (1 GiB unless set), and the bytes of one write.
+    /// Sets the size at which a part goes on in another file (1 GiB unless set), and the bytes of
+    /// one write.
     pub fn set_sizes(&mut self, shard_bytes: usize, chunk_bytes: usize) {
         self.sizes = Sizes { shard_bytes, chunk_bytes: chunk_bytes.max(1) };
     }
@@ -112,11 +115,13 @@ impl CheckpointStore {
         latest_in(&self.folder)
     }
 
-    /// Writes a checkpoint, durable when this returns, then prunes. One of the same step is replaced.
+    /// Writes a checkpoint, durable when this returns, then prunes. One of the same step is
+    /// replaced.
     ///
     /// # Errors
     ///
-    /// The snapshot's own contradictions, and refusals of the operating system; then nothing has changed but for what `recover` clears.
+    /// The snapshot's own contradictions, and refusals of the operating system; then nothing has
+    /// changed but for what `recover` clears.
     pub fn write(&mut self, snapshot: &Snapshot<'_>) -> Result<Written, CheckpointError> {
         self.write_with(snapshot, None)
     }
@@ -133,7 +138,8 @@ impl CheckpointStore {
         let bytes = match self.write_and_rename(snapshot, &path, &temporary, group) {
             Ok(bytes) => bytes,
             Err(error) => {
-                // As far as that goes: what stays is hidden, and cleared when the store is next opened.
+                // As far as that goes: what stays is hidden, and cleared when the store is next
+                // opened.
                 if temporary.exists() {
                     let _ = self.disk.remove_tree(&temporary);
                 }
@@ -209,7 +215,8 @@ impl CheckpointStore {
             if self.best().is_some_and(|best| best.step == snapshot.step) {
                 self.forget_best()?;
             }
-            // A crash between the two renames leaves the old one hidden and whole; `recover` brings it back.
+            // A crash between the two renames leaves the old one hidden and whole; `recover` brings
+            // it back.
             self.disk.rename(path, &old)?;
         }
         if let Err(error) = self.disk.rename(temporary, path) {
@@ -234,7 +241,8 @@ impl CheckpointStore {
         Ok(true)
     }
 
-    /// Forgets the best evaluation if it is of a later step than `step`, from which the run goes on: its checkpoint is damaged, or of another continuation.
+    /// Forgets the best evaluation if it is of a later step than `step`, from which the run goes
+    /// on: its checkpoint is damaged, or of another continuation.
     ///
     /// # Errors
     ///
@@ -268,8 +276,8 @@ impl CheckpointStore {
         hidden(&self.folder, step, what)
     }
 
-    /// Removes what neither `keep_last` nor `keep_best` keeps, given that `newest` is whole. Later steps, which are damaged or belong to
-    /// another continuation, are not touched.
+    /// Removes what neither `keep_last` nor `keep_best` keeps, given that `newest` is whole. Later
+    /// steps, which are damaged or belong to another continuation, are not touched.
     fn prune(&mut self, newest: u64) -> Result<Vec<u64>, CheckpointError> {
         let older: Vec<u64> = steps(&self.folder)?.into_iter().filter(|step| *step < newest).collect();
         let best = self.best().filter(|_| self.retention.keep_best).map(|best| best.step);
@@ -290,7 +298,8 @@ impl CheckpointStore {
         Ok(pruned)
     }
 
-    /// Clears what a crash left: half-written and half-removed folders go, a checkpoint that was being replaced comes back.
+    /// Clears what a crash left: half-written and half-removed folders go, a checkpoint that was
+    /// being replaced comes back.
     fn recover(&mut self) -> Result<Vec<String>, CheckpointError> {
         let mut notices = Vec::new();
         for name in names(&self.folder)? {
@@ -331,8 +340,9 @@ pub fn open_step(run: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
     Checkpoint::open(&folder_of(&run.join("checkpoints"), step))
 }
 
-/// The newest checkpoint in `RUN/checkpoints` that is whole, and why newer ones are not; `None` when there is none at all. Takes no lock and
-/// changes nothing, so it may be used beside a training.
+/// The newest checkpoint in `RUN/checkpoints` that is whole, and why newer ones are not; `None`
+/// when there is none at all. Takes no lock and changes nothing, so it may be used beside a
+/// training.
 ///
 /// # Errors
 ///
@@ -363,7 +373,8 @@ impl fmt::Display for SetAside {
     }
 }
 
-/// Takes the checkpoints of steps from `from` on out of the way of a resume, where there is a whole one before them.
+/// Takes the checkpoints of steps from `from` on out of the way of a resume, where there is a whole
+/// one before them.
 ///
 /// # Errors
 ///

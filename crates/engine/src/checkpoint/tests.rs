@@ -127,7 +127,8 @@ fn shards_have_the_names_and_the_index_of_hugging_face() {
     assert!(!folder.join("optimizer.safetensors.index.json").exists());
 }
 
-/// A folder in memory where there is one: syncs are simulated in these thousand runs, and real ones would take a minute.
+/// A folder in memory where there is one: syncs are simulated in these thousand runs, and real ones
+/// would take a minute.
 fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
@@ -137,7 +138,8 @@ fn after_fault(fault: Fault, replacing: bool) -> Option<()> {
     let run = scratch();
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(1)).unwrap();
-    // The one to be written may exist already, with other contents: a run that went back and came here again.
+    // The one to be written may exist already, with other contents: a run that went back and came
+    // here again.
     let before = Snapshot { state: json!("an earlier attempt"), ..snapshot(2) };
     if replacing {
         writer.write(&before).unwrap();
@@ -276,7 +278,8 @@ fn damaged_ones_are_passed_over_and_said() {
     assert!(text[0].contains("step-00000003 was passed over: optimizer.safetensors has the checksum"), "{text:?}");
     assert!(text[1].contains("step-00000002 was passed over: model-00002-of-00002.safetensors"), "{text:?}");
 
-    // A damaged one is replaced when the run comes there again, and is never counted as one to keep.
+    // A damaged one is replaced when the run comes there again, and is never counted as one to
+    // keep.
     drop(writer);
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(2)).unwrap();
@@ -290,7 +293,8 @@ fn damaged_ones_are_passed_over_and_said() {
     assert!(find_latest(&run.path().join("nowhere")).unwrap().is_none());
 }
 
-/// Writes a checkpoint, changes it so that all checksums still agree, and gives the reason why it is refused.
+/// Writes a checkpoint, changes it so that all checksums still agree, and gives the reason why it
+/// is refused.
 fn refusal(change: impl Fn(&mut serde_json::Value, &Path)) -> String {
     let run = tempfile::tempdir().unwrap();
     let folder = store(run.path(), KEEP_ALL).write(&snapshot(1)).unwrap().path;
@@ -412,7 +416,8 @@ fn share(mut snapshot: Snapshot<'static>, rank: usize, ranks: usize) -> Snapshot
     snapshot
 }
 
-/// Writes steps 1 and 2 on three ranks, each its share as `change` leaves it; what each rank's writer said.
+/// Writes steps 1 and 2 on three ranks, each its share as `change` leaves it; what each rank's
+/// writer said.
 fn write_on_three_ranks(
     run: &Path,
     change: impl Fn(usize, &mut Snapshot<'static>) + Sync,
@@ -576,7 +581,8 @@ proptest! {
         prop_assert_eq!(read, numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
     }
 
-    /// Whatever is overwritten with whatever: the checkpoint is refused or, when the bytes happen to be the same, read. Never a panic.
+    /// Whatever is overwritten with whatever: the checkpoint is refused or, when the bytes happen
+    /// to be the same, read. Never a panic.
     #[test]
     fn damage_never_panics(file in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(), junk in prop::collection::vec(any::<u8>(), 0..40), cut in any::<bool>()) {
         let run = scratch();

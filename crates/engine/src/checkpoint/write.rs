@@ -142,8 +142,8 @@ pub(super) fn write_parts(
     Ok(partial)
 }
 
-/// Completes the checkpoint that `partials` make: attachments, manifest and read-back; rank 0's are checked here, the others' where they were
-/// written. Returns the bytes of all files.
+/// Completes the checkpoint that `partials` make: attachments, manifest and read-back; rank 0's are
+/// checked here, the others' where they were written. Returns the bytes of all files.
 pub(super) fn write_rest(
     disk: &mut Disk,
     folder: &Path,
@@ -218,8 +218,8 @@ fn write_part(
     writer: Writer,
     partial: &mut Partial,
 ) -> Result<(), CheckpointError> {
-    // Wide elements first, so that every tensor lies at a multiple of its element's size; by name within, so that the file
-    // does not depend on the caller's order.
+    // Wide elements first, so that every tensor lies at a multiple of its element's size; by name
+    // within, so that the file does not depend on the caller's order.
     let mut regions: Vec<&Region<'_>> = part.regions.iter().collect();
     regions.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
     let mut shards: Vec<Vec<&Region<'_>>> = Vec::new();

@@ -2,8 +2,8 @@
 //!
 //! global batch = micro-batch x accumulation steps x data-parallel degree,
 //!
-//! in sequences. Any two of the first three give the third; fewer are completed in the direction that needs least memory
-//! knowledge (one micro-batch a step), more must agree.
+//! in sequences. Any two of the first three give the third; fewer are completed in the direction
+//! that needs least memory knowledge (one micro-batch a step), more must agree.
 
 use serde::Serialize;
 

@@ -1,4 +1,5 @@
-//! A file that is JSON where TOML is wanted: what it is, and what DeepSpeed's keys in it are called here.
+//! A file that is JSON where TOML is wanted: what it is, and what DeepSpeed's keys in it are called
+//! here.
 
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;

@@ -1,5 +1,6 @@
-//! Layers: defaults, then the file, then each `--set`, later ones winning. A preset counts in the layer that names it, below
-//! that layer's other keys, so that a file may change a preset and `--set model.preset=...` replaces a file's shape.
+//! Layers: defaults, then the file, then each `--set`, later ones winning. A preset counts in the
+//! layer that names it, below that layer's other keys, so that a file may change a preset and
+//! `--set model.preset=...` replaces a file's shape.
 
 use super::error::{Origin, Problems};
 use super::nearest::nearest;
@@ -25,7 +26,8 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// Every unknown key, with the nearest known one, and every value of a wrong type, all together.
+    /// Every unknown key, with the nearest known one, and every value of a wrong type, all
+    /// together.
     pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config, ConfigError> {
         let text = file.map(std::fs::read_to_string).transpose();
         let text = text.map_err(|error| {
@@ -114,8 +116,8 @@ impl Config {
         let inside = (path.len() >= 2).then_some(inside.as_str());
         let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
 
-        // What another program calls it, or the right key in the wrong section: exact matches before near ones, and
-        // those of the section that was written before others.
+        // What another program calls it, or the right key in the wrong section: exact matches
+        // before near ones, and those of the section that was written before others.
         let mut exact: Vec<_> = all().filter(|(_, key)| key.name == name || key.elsewhere.contains(&name)).collect();
         exact.sort_by_key(|(section, key)| (Some(*section) != inside, key.name != name));
         if let Some((section, key)) = exact.first() {
@@ -242,7 +244,8 @@ fn read_set(argument: &str, problems: &mut Problems) -> Option<Entry> {
         problems.add(origin, "a setting is written section.key=value");
         return None;
     }
-    // Bare words are strings: `optimizer.name=lion`. So is everything else that is no TOML value: `/data/a.txt`.
+    // Bare words are strings: `optimizer.name=lion`. So is everything else that is no TOML value:
+    // `/data/a.txt`.
     let table = format!("value = {text}").parse::<Table>();
     let value = table.ok().filter(|table| table.len() == 1).and_then(|mut table| table.remove("value"));
     Some(Entry { path, value: value.unwrap_or_else(|| Value::String(text.to_owned())), origin })

@@ -1,16 +1,19 @@
-//! Configuration: TOML with sections, `--set section.key=value` over it, and the arithmetic that completes it.
+//! Configuration: TOML with sections, `--set section.key=value` over it, and the arithmetic that
+//! completes it.
 //!
-//! There are two forms, kept apart. A [`Config`] is what was asked for: defaults, the file and the settings, in that order,
-//! with unset keys unset. [`Config::resolve`] makes a [`Resolved`] of it: everything derived, each derivation stated, and
-//! nothing impossible left; it runs before anything is allocated, and reports all problems at once. Parts of the engine are
-//! handed the section or the resolved part that concerns them, never the whole.
+//! There are two forms, kept apart. A [`Config`] is what was asked for: defaults, the file and the
+//! settings, in that order, with unset keys unset. [`Config::resolve`] makes a [`Resolved`] of it:
+//! everything derived, each derivation stated, and nothing impossible left; it runs before anything
+//! is allocated, and reports all problems at once. Parts of the engine are handed the section or
+//! the resolved part that concerns them, never the whole.
 //!
-//! [`Resolved::to_toml`] prints the configuration so that it can be used as a file again: what was asked for as settings, what was
-//! derived as comments with their derivation. Running it again, or with other settings over it, derives the rest anew, so a
-//! derived number never outlives its reason.
+//! [`Resolved::to_toml`] prints the configuration so that it can be used as a file again: what was
+//! asked for as settings, what was derived as comments with their derivation. Running it again, or
+//! with other settings over it, derives the rest anew, so a derived number never outlives its
+//! reason.
 //!
-//! What this module does not do: read model folders, tokenizers or corpora. What it must know of them comes in through
-//! [`Inputs`].
+//! What this module does not do: read model folders, tokenizers or corpora. What it must know of
+//! them comes in through [`Inputs`].
 
 mod batch;
 mod device;

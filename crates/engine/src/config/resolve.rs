@@ -1,4 +1,5 @@
-//! From what was asked for to what will be done: every derived value with its derivation, every impossibility a problem.
+//! From what was asked for to what will be done: every derived value with its derivation, every
+//! impossibility a problem.
 
 use super::error::Problems;
 use super::sections::*;
@@ -12,7 +13,8 @@ use trainyard_tensor::cpu::Isa;
 
 /// The most tokens of a micro-batch on a rank.
 const TOKENS_MAX: usize = 1 << 24;
-/// The most micro-batches of a rank's step: its program has some instructions for each of them and each of the model's units.
+/// The most micro-batches of a rank's step: its program has some instructions for each of them and
+/// each of the model's units.
 const ACCUMULATION_MAX: usize = 1 << 14;
 
 /// What the configuration depends on and does not contain.
@@ -22,7 +24,8 @@ pub struct Inputs {
     pub cores: usize,
     /// Where `cores` comes from, e.g. `cores that this process may use`.
     pub cores_because: String,
-    /// Processes that were started together, one a rank; None when this one stands alone and its ranks are threads.
+    /// Processes that were started together, one a rank; None when this one stands alone and its
+    /// ranks are threads.
     pub processes: Option<usize>,
     /// How many of those share these cores, this one among them.
     pub sharing: usize,
@@ -30,7 +33,8 @@ pub struct Inputs {
     pub tokenizer_vocabulary: Option<usize>,
     /// What the `config.json` in `model.path` says, once it is read.
     pub pretrained: Option<Pretrained>,
-    /// Whether the caller brings batches of its own (benchmarks), so that `[data]` need not name any.
+    /// Whether the caller brings batches of its own (benchmarks), so that `[data]` need not name
+    /// any.
     pub batches_supplied: bool,
 }
 
@@ -122,7 +126,8 @@ pub struct ModelShape {
     pub init_std: f64,
 }
 
-/// Rotary positions: base and stretching; `factor` and what follows count only for the scalings that use them.
+/// Rotary positions: base and stretching; `factor` and what follows count only for the scalings
+/// that use them.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[allow(missing_docs, reason = "each field is a rope_ key of [model] and documented there")]
 pub struct Rope {
@@ -219,8 +224,8 @@ impl Resolved {
 }
 
 impl Config {
-    /// Derives what is unset and checks that the whole is possible. Touches nothing but the paths that are named, to see that
-    /// they exist.
+    /// Derives what is unset and checks that the whole is possible. Touches nothing but the paths
+    /// that are named, to see that they exist.
     ///
     /// # Errors
     ///
@@ -273,8 +278,8 @@ impl Config {
     }
 }
 
-/// The configuration being completed. Methods go on after a problem with some harmless value, so that one mistake does not hide
-/// the next.
+/// The configuration being completed. Methods go on after a problem with some harmless value, so
+/// that one mistake does not hide the next.
 pub(super) struct Resolver {
     pub(super) config: Config,
     derivations: Vec<Derivation>,

@@ -301,7 +301,8 @@ impl Resolver {
         let learning_rate = self.settle("optimizer.learning_rate", &o.learning_rate, rate, usual.as_str());
         self.positive("optimizer.learning_rate", Some(learning_rate));
 
-        // A number of the rule, with its default and its range; a problem when the rule has no such number.
+        // A number of the rule, with its default and its range; a problem when the rule has no such
+        // number.
         let mut number = |key: &str, given: &Option<f64>, rules: &[(OptimizerName, f64)], low: f64, high: f64| {
             let Some((_, default)) = rules.iter().find(|(rule, _)| *rule == name) else {
                 self.unused(key, given, &foreign);

@@ -175,7 +175,8 @@ impl Resolver {
         (r, f)
     }
 
-    /// What only stage 3 has: gathers around the use of a unit; and how far ahead they, and fetches from a tier, come.
+    /// What only stage 3 has: gathers around the use of a unit; and how far ahead they, and fetches
+    /// from a tier, come.
     fn gathers(&mut self, section: &ParallelSection, parallel: &mut Parallel) {
         let because = format!("parameters stay whole with zero_stage {}", parallel.zero_stage);
         let offload = &self.config.offload;

@@ -1,4 +1,5 @@
-//! How a section is declared: one list of keys from which the struct, its reader, its printer and its documentation come.
+//! How a section is declared: one list of keys from which the struct, its reader, its printer and
+//! its documentation come.
 
 use serde::Serialize;
 use toml::Value;

@@ -1,8 +1,8 @@
-//! The sections and their keys. This file is the only place where a key is named, typed, defaulted and documented;
-//! `docs/config.md` is printed from it.
+//! The sections and their keys. This file is the only place where a key is named, typed, defaulted
+//! and documented; `docs/config.md` is printed from it.
 //!
-//! A key whose default depends on others is an `Option`: unset, [`Config::resolve`](super::Config::resolve) derives it and
-//! says how.
+//! A key whose default depends on others is an `Option`: unset,
+//! [`Config::resolve`](super::Config::resolve) derives it and says how.
 
 use super::device::DeviceKind;
 use super::section::section;
@@ -62,7 +62,8 @@ choices! {
 choices! {
     /// How sequences are cut from the corpus.
     Sampling {
-        /// Every token once an epoch: documents packed one after the other, sequences in shuffled order.
+        /// Every token once an epoch: documents packed one after the other, sequences in shuffled
+        /// order.
         Packed = "packed",
         /// Windows that begin anywhere, drawn with replacement.
         Random = "random",
@@ -90,7 +91,8 @@ choices! {
     MuonScale {
         /// sqrt(max(1, rows / columns)).
         Original = "original",
-        /// 0.2 sqrt(max(rows, columns)): updates as large as AdamW's, so that its learning rates serve.
+        /// 0.2 sqrt(max(rows, columns)): updates as large as AdamW's, so that its learning rates
+        /// serve.
         MatchRmsAdamw = "match_rms_adamw",
     }
 }
@@ -122,7 +124,8 @@ choices! {
 }
 
 choices! {
-    /// What products are computed in; masters, gradients, statistics and optimizer state are always f32.
+    /// What products are computed in; masters, gradients, statistics and optimizer state are always
+    /// f32.
     Compute {
         /// IEEE binary32.
         F32 = "f32",
@@ -150,13 +153,15 @@ choices! {
     ReduceSchedule {
         /// Once, under the backward of the step's last micro-batch.
         Step = "step",
-        /// Under the backward of every micro-batch: more traffic, less memory where gradients are sharded.
+        /// Under the backward of every micro-batch: more traffic, less memory where gradients are
+        /// sharded.
         MicroBatch = "micro_batch",
     }
 }
 
 choices! {
-    /// What gradients are rounded to on their way between ranks; they are summed in f32 whatever it is.
+    /// What gradients are rounded to on their way between ranks; they are summed in f32 whatever it
+    /// is.
     ReduceDtype {
         /// Not at all.
         F32 = "f32",
@@ -168,7 +173,8 @@ choices! {
 choices! {
     /// How tensors go from rank to rank.
     Collectives {
-        /// NCCL where every rank has a GPU of its own and the library is there, else the host; which and why is printed.
+        /// NCCL where every rank has a GPU of its own and the library is there, else the host;
+        /// which and why is printed.
         Auto = "auto",
         /// From GPU to GPU by NCCL, or not at all.
         Nccl = "nccl",
@@ -180,7 +186,8 @@ choices! {
 choices! {
     /// How attention multiplies on a GPU's tensor cores.
     AttentionKernels {
-        /// By `wgmma` on Hopper, where it gives what `mma.sync` gives on small problems that are tried at start, else by `mma.sync`; which and why is printed.
+        /// By `wgmma` on Hopper, where it gives what `mma.sync` gives on small problems that are
+        /// tried at start, else by `mma.sync`; which and why is printed.
         Auto = "auto",
         /// By products of a warp, `mma.sync`.
         Mma = "mma",
@@ -194,7 +201,8 @@ choices! {
     Fp8Recipe {
         /// No.
         Off = "off",
-        /// Inputs and weights of linear layers as E4M3, gradients of their outputs as E5M2 (Micikevicius et al. 2022).
+        /// Inputs and weights of linear layers as E4M3, gradients of their outputs as E5M2
+        /// (Micikevicius et al. 2022).
         Hybrid = "hybrid",
     }
 }
@@ -229,7 +237,8 @@ choices! {
 section! {
     /// The run and its folder.
     RunSection = "run" {
-        /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the first of `run-001`, `run-002`, … that is free.
+        /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the first of `run-001`,
+        /// `run-002`, … that is free.
         #[elsewhere("run_name", "job_name", "description")]
         name: Option<String> = None;
         /// Where run folders are.
@@ -239,15 +248,18 @@ section! {
 }
 
 section! {
-    /// The model: a Hugging Face folder (`path`), or a named shape (`preset`), or a shape written out, or a preset with some keys changed.
+    /// The model: a Hugging Face folder (`path`), or a named shape (`preset`), or a shape written
+    /// out, or a preset with some keys changed.
     ModelSection = "model" {
         /// A named shape; keys written beside it change it. The list is below.
         #[elsewhere("flavor", "model_name", "name")]
         preset: Option<String> = None;
-        /// A Hugging Face folder: its `config.json` gives the shape, so no key of the shape may be given beside it.
+        /// A Hugging Face folder: its `config.json` gives the shape, so no key of the shape may be
+        /// given beside it.
         #[elsewhere("hf_assets_path", "model_name_or_path", "pretrained_model_name_or_path")]
         path: Option<PathBuf> = None;
-        /// Whether to start from the weights in `path` (fine-tuning) or from random ones. Unset: true.
+        /// Whether to start from the weights in `path` (fine-tuning) or from random ones. Unset:
+        /// true.
         load_weights: Option<bool> = None;
         /// The family of a shape that is written out. Unset: llama.
         #[elsewhere("model_type", "architecture")]
@@ -267,13 +279,16 @@ section! {
         /// Width of a head. Unset: `dim / heads`.
         #[elsewhere("kv_channels")]
         head_dim: Option<usize> = None;
-        /// Width of the MLP. Unset: 4 x `dim` for gpt2; 8/3 x `dim`, rounded up to a multiple of 64, for llama.
+        /// Width of the MLP. Unset: 4 x `dim` for gpt2; 8/3 x `dim`, rounded up to a multiple of
+        /// 64, for llama.
         #[elsewhere("intermediate_size", "n_inner", "ffn_hidden_size", "hidden_dim")]
         ffn_dim: Option<usize> = None;
-        /// Rows of the embedding. Unset: the tokenizer's vocabulary, rounded up to `vocab_multiple`.
+        /// Rows of the embedding. Unset: the tokenizer's vocabulary, rounded up to
+        /// `vocab_multiple`.
         #[elsewhere("padded_vocab_size")]
         vocab_size: Option<usize> = None;
-        /// What a derived `vocab_size` is rounded up to, so that products with the embedding fill their tiles. Unset: 64.
+        /// What a derived `vocab_size` is rounded up to, so that products with the embedding fill
+        /// their tiles. Unset: 64.
         #[elsewhere("make_vocab_size_divisible_by")]
         vocab_multiple: Option<usize> = None;
         /// The longest sequence the model takes. Unset: `training.sequence_length`.
@@ -294,13 +309,15 @@ section! {
         /// The length that the model was first trained on; needed by llama3 and yarn.
         #[elsewhere("original_max_position_embeddings")]
         rope_original_length: Option<usize> = None;
-        /// llama3: wavelengths above `rope_original_length` divided by this are stretched fully. Unset: 1.
+        /// llama3: wavelengths above `rope_original_length` divided by this are stretched fully.
+        /// Unset: 1.
         #[elsewhere("low_freq_factor")]
         rope_low_freq_factor: Option<f64> = None;
         /// llama3: wavelengths below `rope_original_length` divided by this are kept. Unset: 4.
         #[elsewhere("high_freq_factor")]
         rope_high_freq_factor: Option<f64> = None;
-        /// yarn: dimensions that turn more often than this over `rope_original_length` are kept. Unset: 32.
+        /// yarn: dimensions that turn more often than this over `rope_original_length` are kept.
+        /// Unset: 32.
         #[elsewhere("beta_fast")]
         rope_beta_fast: Option<f64> = None;
         /// yarn: dimensions that turn less often than this are stretched fully. Unset: 1.
@@ -309,7 +326,8 @@ section! {
         /// Whether the head is the embedding, transposed. Unset: true for gpt2, false for llama.
         #[elsewhere("tie_word_embeddings", "weight_tying")]
         tie_embeddings: Option<bool> = None;
-        /// Biases on queries, keys and values. Unset: true for gpt2, false for llama (Qwen2 has them).
+        /// Biases on queries, keys and values. Unset: true for gpt2, false for llama (Qwen2 has
+        /// them).
         #[elsewhere("attention_bias", "add_qkv_bias")]
         qkv_bias: Option<bool> = None;
         /// A bias on attention's output. Unset: true for gpt2, false for llama.
@@ -322,13 +340,16 @@ section! {
         /// How many tokens back attention sees, itself included. Unset: all.
         #[elsewhere("window_size", "attention_window")]
         sliding_window: Option<usize> = None;
-        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama, which takes no other.
+        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama, which takes no
+        /// other.
         #[elsewhere("hidden_act", "activation_function")]
         activation: Option<Activation> = None;
-        /// Probability with which elements are dropped from embeddings and from what blocks add to the residual stream.
+        /// Probability with which elements are dropped from embeddings and from what blocks add to
+        /// the residual stream.
         #[elsewhere("resid_pdrop", "embd_pdrop", "hidden_dropout")]
         dropout: f64 = 0.0;
-        /// Standard deviation of the initial weights; projections into the residual stream get it divided by sqrt(2 `layers`). Unset: 0.02.
+        /// Standard deviation of the initial weights; projections into the residual stream get it
+        /// divided by sqrt(2 `layers`). Unset: 0.02.
         #[elsewhere("initializer_range", "init_method_std")]
         init_std: Option<f64> = None;
     }
@@ -337,7 +358,8 @@ section! {
 section! {
     /// Text to tokens.
     TokenizerSection = "tokenizer" {
-        /// A Hugging Face `tokenizer.json`, or a folder that has one. Unset: one of `kind` is made from the corpus; with `model.path`, that folder's.
+        /// A Hugging Face `tokenizer.json`, or a folder that has one. Unset: one of `kind` is made
+        /// from the corpus; with `model.path`, that folder's.
         #[elsewhere("tokenizer_path", "tokenizer_name_or_path", "tokenizer_file", "tokenizer_model")]
         path: Option<PathBuf> = None;
         /// What to make when there is no `path`. Unset: bpe.
@@ -351,13 +373,15 @@ section! {
 section! {
     /// Text and token files, and how sequences are cut from them.
     DataSection = "data" {
-        /// Corpora to train on: text, JSONL, `.zst`, `.gz`, directories, or tokens prepared by `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
+        /// Corpora to train on: text, JSONL, `.zst`, `.gz`, directories, or tokens prepared by
+        /// `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
         /// Corpora to evaluate on. Unset: split off `train`.
         #[elsewhere("valid_data_path", "validation_file", "eval_dataset", "val")]
         validation: Option<Sources> = None;
-        /// The share of `train` held back for validation when `validation` is unset; 0 for none. Unset: 0.01.
+        /// The share of `train` held back for validation when `validation` is unset; 0 for none.
+        /// Unset: 0.01.
         #[elsewhere("validation_split_percentage", "split", "val_fraction")]
         validation_fraction: Option<f64> = None;
         /// How sequences are cut from the corpus.
@@ -376,39 +400,50 @@ section! {
         /// Batches kept ready.
         #[elsewhere("prefetch_factor", "dataloader_prefetch_factor")]
         prefetch: usize = 4;
-        /// Where token files of corpora that were given as text are kept. Unset: `data-cache` inside `run.directory`.
+        /// Where token files of corpora that were given as text are kept. Unset: `data-cache`
+        /// inside `run.directory`.
         #[elsewhere("cache_dir", "data_cache_path")]
         cache: Option<PathBuf> = None;
     }
 }
 
 section! {
-    /// How much is trained, and the batch. One batch is `micro_batch_size` x `accumulation_steps` x the data-parallel degree = `global_batch_size` sequences: any two give the third.
+    /// How much is trained, and the batch. One batch is `micro_batch_size` x `accumulation_steps` x
+    /// the data-parallel degree = `global_batch_size` sequences: any two give the third.
     TrainingSection = "training" {
-        /// Optimizer steps. With `tokens` and `seconds`, the first limit to be reached ends the run; at least one is needed.
+        /// Optimizer steps. With `tokens` and `seconds`, the first limit to be reached ends the
+        /// run; at least one is needed.
         #[elsewhere("max_steps", "train_iters", "max_iters", "num_train_steps", "total_steps")]
         steps: Option<u64> = None;
         /// Tokens to train on.
         #[elsewhere("max_tokens", "num_tokens", "train_tokens")]
         tokens: Option<u64> = None;
-        /// Seconds of training. Without `steps` and `tokens`, the number of steps is measured over the first ones and then fixed.
+        /// Seconds of training. Without `steps` and `tokens`, the number of steps is measured over
+        /// the first ones and then fixed.
         #[elsewhere("max_time", "exit_duration", "time_limit", "duration")]
         seconds: Option<f64> = None;
-        /// Sequences in one forward and backward on one rank. Unset: from the other two; 8 when nothing is given.
+        /// Sequences in one forward and backward on one rank. Unset: from the other two; 8 when
+        /// nothing is given.
         #[elsewhere("train_micro_batch_size_per_gpu", "per_device_train_batch_size", "local_batch_size", "batch_size")]
         micro_batch_size: Option<usize> = None;
         /// Sequences in one optimizer step, over all ranks. Unset: from the other two.
         #[elsewhere("train_batch_size", "total_batch_size")]
         global_batch_size: Option<usize> = None;
-        /// Micro-batches in one optimizer step, on each rank. Unset: from the other two; 1 when nothing is given.
+        /// Micro-batches in one optimizer step, on each rank. Unset: from the other two; 1 when
+        /// nothing is given.
         #[elsewhere("gradient_accumulation_steps", "grad_accum_steps")]
         accumulation_steps: Option<usize> = None;
-        /// Whether the same batch gives the same bits on 1, 2, 4, … ranks: gradients of micro-batches are summed along a tree instead of one after the other, which takes log2(`accumulation_steps`) more gradient buffers.
+        /// Whether the same batch gives the same bits on 1, 2, 4, … ranks: gradients of
+        /// micro-batches are summed along a tree instead of one after the other, which takes
+        /// log2(`accumulation_steps`) more gradient buffers.
         elastic_bits: bool = false;
-        /// Whether sums over ranks have the fixed order where NCCL makes them, so that layouts give each other's bits: it then moves the parts of a sum and each rank adds its own, which takes a gradient buffer of a unit more. Without NCCL the order is fixed anyway.
+        /// Whether sums over ranks have the fixed order where NCCL makes them, so that layouts give
+        /// each other's bits: it then moves the parts of a sum and each rank adds its own, which
+        /// takes a gradient buffer of a unit more. Without NCCL the order is fixed anyway.
         #[elsewhere("use_deterministic_algorithms", "full_determinism")]
         deterministic: bool = false;
-        /// Whether the forwards and backwards of a step are launched on a GPU as one graph, which is captured when two steps in a row have the same shapes. Never tried on a GPU.
+        /// Whether the forwards and backwards of a step are launched on a GPU as one graph, which
+        /// is captured when two steps in a row have the same shapes. Never tried on a GPU.
         #[elsewhere("enable_cuda_graph", "cudagraphs")]
         cuda_graphs: CudaGraphs = CudaGraphs::Off;
         /// Tokens of a sequence. Unset: the model's longest, at most 2048.
@@ -417,7 +452,8 @@ section! {
         /// Decides initial weights, order of the data and dropout.
         #[elsewhere("random_seed")]
         seed: u64 = 1337;
-        /// Steps that may be skipped in a row for a loss or gradient that is not finite, before the run stops.
+        /// Steps that may be skipped in a row for a loss or gradient that is not finite, before the
+        /// run stops.
         skipped_steps_max: u64 = 10;
     }
 }
@@ -428,13 +464,15 @@ section! {
         /// The update rule.
         #[elsewhere("optimizer_type", "optim", "type")]
         name: OptimizerName = OptimizerName::AdamW;
-        /// The peak of the schedule. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion, 0.1 for sgd, 1e-3 for adafactor.
+        /// The peak of the schedule. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion,
+        /// 0.1 for sgd, 1e-3 for adafactor.
         #[elsewhere("lr", "max_lr")]
         learning_rate: Option<f64> = None;
         /// Decay of the first moment: adamw, lion, muon's AdamW part. Unset: 0.9.
         #[elsewhere("adam_beta1", "betas")]
         beta1: Option<f64> = None;
-        /// Decay of the second moment (lion: of the momentum). Unset: 0.95 for adamw and muon's AdamW part, 0.99 for lion.
+        /// Decay of the second moment (lion: of the momentum). Unset: 0.95 for adamw and muon's
+        /// AdamW part, 0.99 for lion.
         #[elsewhere("adam_beta2", "betas")]
         beta2: Option<f64> = None;
         /// Added to the root of the second moment: adamw, muon's AdamW part. Unset: 1e-8.
@@ -448,10 +486,12 @@ section! {
         momentum: Option<f64> = None;
         /// Nesterov's form of the momentum: sgd, muon. Unset: false for sgd, true for muon.
         nesterov: Option<bool> = None;
-        /// The largest global norm of the gradient; longer ones are scaled down to it. 0: no clipping.
+        /// The largest global norm of the gradient; longer ones are scaled down to it. 0: no
+        /// clipping.
         #[elsewhere("gradient_clipping", "max_grad_norm", "max_norm", "clip_grad", "grad_clip")]
         clip_norm: f64 = 1.0;
-        /// Muon: the peak learning rate of matrices; `learning_rate` is that of the rest. Unset: 0.02 with `muon_scale = "original"`, else `learning_rate`.
+        /// Muon: the peak learning rate of matrices; `learning_rate` is that of the rest. Unset:
+        /// 0.02 with `muon_scale = "original"`, else `learning_rate`.
         #[elsewhere("muon_lr", "matrix_lr")]
         matrix_learning_rate: Option<f64> = None;
         /// Muon: what the orthogonalised update is multiplied by. Unset: original.
@@ -466,7 +506,8 @@ section! {
         /// Adafactor: updates with a larger root mean square are scaled down to it. Unset: 1.
         #[elsewhere("clip_threshold")]
         update_clip: Option<f64> = None;
-        /// Adafactor: whether steps are relative to the root mean square of each parameter. Unset: false.
+        /// Adafactor: whether steps are relative to the root mean square of each parameter. Unset:
+        /// false.
         #[elsewhere("scale_parameter")]
         relative_step: Option<bool> = None;
     }
@@ -478,10 +519,12 @@ section! {
         /// The shape.
         #[elsewhere("lr_scheduler_type", "lr_decay_style", "decay_type", "type")]
         kind: ScheduleKind = ScheduleKind::Cosine;
-        /// Steps over which the rate rises to its peak. Unset: 2 % of the steps, at most 2000; 20 when the steps are not known.
+        /// Steps over which the rate rises to its peak. Unset: 2 % of the steps, at most 2000; 20
+        /// when the steps are not known.
         #[elsewhere("num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup", "warmup_num_steps")]
         warmup_steps: Option<u64> = None;
-        /// Steps over which the rate falls. Unset: all after the warmup for linear and cosine, the last 20 % for wsd.
+        /// Steps over which the rate falls. Unset: all after the warmup for linear and cosine, the
+        /// last 20 % for wsd.
         #[elsewhere("lr_decay_iters", "wsd_decay_iters", "lr_wsd_decay_iters")]
         decay_steps: Option<u64> = None;
         /// The shape of wsd's decay. Unset: linear.
@@ -499,17 +542,20 @@ section! {
         /// What products are computed in.
         #[elsewhere("dtype", "mixed_precision", "mixed_precision_param", "torch_dtype")]
         compute: Compute = Compute::Bf16;
-        /// f32 on GPUs: whether products round their operands to TF32 (10 bits after the first), which tensor cores multiply some ten times as fast.
+        /// f32 on GPUs: whether products round their operands to TF32 (10 bits after the first),
+        /// which tensor cores multiply some ten times as fast.
         #[elsewhere("allow_tf32", "float32_matmul_precision")]
         tf32: bool = false;
-        /// On top of bf16: whether the linear layers of the blocks multiply operands of eight bits, scaled by the largest values of earlier steps. GPUs from compute
-        /// capability 8.9 on have such products; processors compute the same numbers in bf16, slower. See docs/gpu.md.
+        /// On top of bf16: whether the linear layers of the blocks multiply operands of eight bits,
+        /// scaled by the largest values of earlier steps. GPUs from compute capability 8.9 on have
+        /// such products; processors compute the same numbers in bf16, slower. See docs/gpu.md.
         #[elsewhere("fp8_format", "enable_fp8_linear", "fp8_recipe")]
         fp8: Fp8Recipe = Fp8Recipe::Off;
         /// fp8: steps whose largest values choose the scales. Unset: 1024.
         #[elsewhere("amax_history_len", "fp8_amax_history_len")]
         fp8_amax_history: Option<u64> = None;
-        /// fp8: powers of two that scales leave free for values larger than those of earlier steps. Unset: 0.
+        /// fp8: powers of two that scales leave free for values larger than those of earlier steps.
+        /// Unset: 0.
         #[elsewhere("margin")]
         fp8_margin: Option<u64> = None;
         /// f16: the first loss scale, a power of two. Unset: 65536.
@@ -535,38 +581,49 @@ section! {
 section! {
     /// Where and with how many threads.
     ComputeSection = "compute" {
-        /// Where the model runs: the processor, or a GPU (that of the rank's place on its host, or number N). `--set device=...` is short for it.
+        /// Where the model runs: the processor, or a GPU (that of the rank's place on its host, or
+        /// number N). `--set device=...` is short for it.
         device: DeviceKind = DeviceKind::Cpu;
-        /// The highest rung of the kernel ladder to use: portable, avx2, avx512, avx512-bf16, amx-bf16. Unset: the best of the machine.
+        /// The highest rung of the kernel ladder to use: portable, avx2, avx512, avx512-bf16,
+        /// amx-bf16. Unset: the best of the machine.
         isa: Option<String> = None;
         /// Threads of the kernels. Unset: the cores that the process may use.
         #[elsewhere("num_threads", "omp_num_threads")]
         threads: Option<usize> = None;
-        /// How attention multiplies on a GPU in bf16 and f16, where heads have at most 128 columns and a multiple of 8; else it is by multiply-adds.
+        /// How attention multiplies on a GPU in bf16 and f16, where heads have at most 128 columns
+        /// and a multiple of 8; else it is by multiply-adds.
         #[elsewhere("attn_implementation", "attention_backend")]
         attention: AttentionKernels = AttentionKernels::Auto;
     }
 }
 
 section! {
-    /// Ranks and what each of them keeps. Ranks are threads of one process, or processes that `trainyard launch`, torchrun, srun or mpirun started.
+    /// Ranks and what each of them keeps. Ranks are threads of one process, or processes that
+    /// `trainyard launch`, torchrun, srun or mpirun started.
     ParallelSection = "parallel" {
-        /// Ranks. Unset: the processes that were started together; without any, the product of the degrees.
+        /// Ranks. Unset: the processes that were started together; without any, the product of the
+        /// degrees.
         #[elsewhere("world_size", "num_processes", "nproc_per_node")]
         ranks: Option<usize> = None;
-        /// Groups of ranks that hold the same state (DDP). Unset: the ranks that the shard degree leaves.
+        /// Groups of ranks that hold the same state (DDP). Unset: the ranks that the shard degree
+        /// leaves.
         #[elsewhere("dp_replicate_size", "data_parallel_size")]
         data_parallel_replicate_degree: Option<usize> = None;
-        /// Ranks that share one state (FSDP). Unset: the ranks that the replicate degree leaves; 1 without `zero_stage`.
+        /// Ranks that share one state (FSDP). Unset: the ranks that the replicate degree leaves; 1
+        /// without `zero_stage`.
         #[elsewhere("dp_shard_size", "fsdp_size", "sharding_factor")]
         data_parallel_shard_degree: Option<usize> = None;
-        /// What is sharded: 0 nothing, 1 optimizer state and masters, 2 and gradients, 3 and parameters. Unset: 3 when the shard degree is above 1, else 0.
+        /// What is sharded: 0 nothing, 1 optimizer state and masters, 2 and gradients, 3 and
+        /// parameters. Unset: 3 when the shard degree is above 1, else 0.
         #[elsewhere("stage", "zero_optimization", "data_parallel_sharding_strategy", "fsdp_sharding_strategy")]
         zero_stage: Option<usize> = None;
-        /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true), kept for backward (false), or kept on groups of this many neighbouring ranks (a number). Unset: true.
+        /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true),
+        /// kept for backward (false), or kept on groups of this many neighbouring ranks (a number).
+        /// Unset: true.
         #[elsewhere("fsdp_reshard_after_forward")]
         reshard_after_forward: Option<Reshard> = None;
-        /// zero_stage 3, and where parameters, activations or gradients are offloaded: how many units are gathered and fetched ahead of the one that computes. Unset: 1.
+        /// zero_stage 3, and where parameters, activations or gradients are offloaded: how many
+        /// units are gathered and fetched ahead of the one that computes. Unset: 1.
         #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
         prefetch: Option<usize> = None;
         /// When gradients are summed over ranks.
@@ -575,15 +632,19 @@ section! {
         /// What gradients are rounded to on their way between ranks.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
-        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors have shared memory, TCP or MPI.
+        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors
+        /// have shared memory, TCP or MPI.
         #[elsewhere("distributed_backend", "ddp_backend", "backend", "comm_backend")]
         collectives: Collectives = Collectives::Auto;
-        /// Seconds that ranks wait for each other, and that one instruction may take, before the run ends with a report of who is where. Saving and evaluating count.
+        /// Seconds that ranks wait for each other, and that one instruction may take, before the
+        /// run ends with a report of who is where. Saving and evaluating count.
         #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
         deadline_seconds: f64 = 600.0;
-        /// Whether what ranks send each other carries checksums, so that data which changes on its way ends the run; costs one more pass over it at each end.
+        /// Whether what ranks send each other carries checksums, so that data which changes on its
+        /// way ends the run; costs one more pass over it at each end.
         verify: bool = false;
-        /// Whether a rank that waits for another works for it meanwhile: where ranks are threads of one process and each of their threads has a core. Same bits either way.
+        /// Whether a rank that waits for another works for it meanwhile: where ranks are threads of
+        /// one process and each of their threads has a core. Same bits either way.
         lend_threads: bool = true;
         /// Only 1 as yet.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]
@@ -600,50 +661,61 @@ section! {
 section! {
     /// Limits on memory.
     MemorySection = "memory" {
-        /// The most bytes that the run's pool may hold: "2GiB" or a number; a copy of the state for a checkpoint is only made where both fit. Unset: what the
-        /// machine has, or what a container or a job is limited to.
+        /// The most bytes that the run's pool may hold: "2GiB" or a number; a copy of the state for
+        /// a checkpoint is only made where both fit. Unset: what the machine has, or what a
+        /// container or a job is limited to.
         #[elsewhere("max_memory", "memory_limit")]
         limit: Option<ByteSize> = None;
     }
 }
 
 section! {
-    /// What lies in a lower tier while a step does not use it, and comes when it does. No bit of any loss or weight depends on it.
+    /// What lies in a lower tier while a step does not use it, and comes when it does. No bit of
+    /// any loss or weight depends on it.
     OffloadSection = "memory.offload" {
-        /// Masters and optimizer state, chunk by chunk: from disk fetched, updated and written back; on the host updated there.
+        /// Masters and optimizer state, chunk by chunk: from disk fetched, updated and written
+        /// back; on the host updated there.
         #[elsewhere("offload_optimizer", "offload_optimizer_device", "optimizer_cpu_offload")]
         optimizer: OffloadTier = OffloadTier::None;
-        /// The copy that forward and backward read: fetched unit by unit, `parallel.prefetch` ahead.
+        /// The copy that forward and backward read: fetched unit by unit, `parallel.prefetch`
+        /// ahead.
         #[elsewhere("offload_param", "offload_param_device", "cpu_offload", "enable_cpu_offload")]
         parameters: OffloadTier = OffloadTier::None;
-        /// What forward keeps for backward: written after a unit's forward, fetched ahead of its backward.
+        /// What forward keeps for backward: written after a unit's forward, fetched ahead of its
+        /// backward.
         #[elsewhere("activation_offload", "cpu_offloading", "offload_activations")]
         activations: OffloadTier = OffloadTier::None;
-        /// Sums of gradients: written as soon as a micro-batch has added all that it adds to a unit's, read by the update; fetched for the next micro-batch, where
-        /// there are several. The same tier as `optimizer`, or none.
+        /// Sums of gradients: written as soon as a micro-batch has added all that it adds to a
+        /// unit's, read by the update; fetched for the next micro-batch, where there are several.
+        /// The same tier as `optimizer`, or none.
         #[elsewhere("offload_gradients", "offload_grads", "pin_gradients", "cpu_offload_gradients")]
         gradients: OffloadTier = OffloadTier::None;
-        /// Where the files are, one per rank and purpose, while the run lasts. Unset: `offload` in the run's folder.
+        /// Where the files are, one per rank and purpose, while the run lasts. Unset: `offload` in
+        /// the run's folder.
         #[elsewhere("nvme_path", "offload_dir", "offload_folder")]
         directory: Option<PathBuf> = None;
-        /// Elements whose optimizer state is moved and updated at a time, at most; rules that look at whole matrices move whole units.
+        /// Elements whose optimizer state is moved and updated at a time, at most; rules that look
+        /// at whole matrices move whole units.
         #[elsewhere("buffer_size", "sub_group_size")]
         chunk_elements: usize = 1 << 20;
     }
 }
 
 section! {
-    /// When the state is written and what is kept. One is always written at the end, and before each evaluation that follows new steps.
+    /// When the state is written and what is kept. One is always written at the end, and before
+    /// each evaluation that follows new steps.
     CheckpointSection = "checkpoint" {
         /// Steps between checkpoints. Unset: none by steps.
         #[elsewhere("interval", "save_interval", "save_steps", "every")]
         interval_steps: Option<u64> = None;
-        /// Seconds between checkpoints. Unset: 600 when `interval_steps` is unset too, else none by time.
+        /// Seconds between checkpoints. Unset: 600 when `interval_steps` is unset too, else none by
+        /// time.
         interval_seconds: Option<f64> = None;
         /// How many of the newest are kept.
         #[elsewhere("keep_latest_k", "save_total_limit", "keep_last_n")]
         keep_last: usize = 2;
-        /// Whether the one with the lowest validation loss is kept as well. Unset: true when there is validation data.
+        /// Whether the one with the lowest validation loss is kept as well. Unset: true when there
+        /// is validation data.
         #[elsewhere("load_best_model_at_end", "save_best")]
         keep_best: Option<bool> = None;
     }

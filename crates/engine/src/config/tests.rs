@@ -392,7 +392,8 @@ proptest! {
         let _ = Config::parse(Path::new("c.toml"), &text, &[set]);
     }
 
-    /// Known keys with any values: resolving says yes or no, and what it says yes to prints and reads back.
+    /// Known keys with any values: resolving says yes or no, and what it says yes to prints and
+    /// reads back.
     #[test]
     fn random_values_of_known_keys_never_panic(choices in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..12)) {
         let keys: Vec<String> = Config::default()

@@ -1,7 +1,9 @@
-//! What a key can hold: one trait for every type, so that each key's type, message and documentation agree.
+//! What a key can hold: one trait for every type, so that each key's type, message and
+//! documentation agree.
 //!
-//! Reading is more lenient than serde's (`steps = 1e6` is a whole number, `"auto"` unsets an optional key, one path is a list
-//! of one) and its messages say what is expected in a user's words.
+//! Reading is more lenient than serde's (`steps = 1e6` is a whole number, `"auto"` unsets an
+//! optional key, one path is a list of one) and its messages say what is expected in a user's
+//! words.
 
 use super::nearest::nearest;
 use serde::{Serialize, Serializer};
@@ -188,7 +190,8 @@ pub(super) fn wrong_choice<T: ConfigValue>(value: &Value, names: &[&str]) -> Str
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ByteSize(pub u64);
 
-/// Longest suffix first, so that `B` does not hide the others; powers of 1024 with an `i`, of 1000 without.
+/// Longest suffix first, so that `B` does not hide the others; powers of 1024 with an `i`, of 1000
+/// without.
 const UNITS: [(&str, u64); 9] = [
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),

@@ -3,8 +3,9 @@
 use super::Throughput;
 use crate::Result;
 
-/// How often a run measures its peak again. Once is enough where the machine was busy when it was measured; what beats it three times more is
-/// not explained by that, and a measurement takes longer than many a step.
+/// How often a run measures its peak again. Once is enough where the machine was busy when it was
+/// measured; what beats it three times more is not explained by that, and a measurement takes
+/// longer than many a step.
 const AGAIN_MAX: u32 = 3;
 
 /// What a step computed.
@@ -23,8 +24,9 @@ pub(crate) struct Work {
 pub(crate) struct Beaten(u32);
 
 impl Beaten {
-    /// Rates of a step against `peak`, FLOP/s. A step that beats it has `measure` tell the peak anew, a few times in a run; where that does not
-    /// explain it the step has no utilisation: a training does not end for a figure. `note` is told what was done about it.
+    /// Rates of a step against `peak`, FLOP/s. A step that beats it has `measure` tell the peak
+    /// anew, a few times in a run; where that does not explain it the step has no utilisation: a
+    /// training does not end for a figure. `note` is told what was done about it.
     pub(crate) fn rates(
         &mut self,
         work: Work,

@@ -1,8 +1,10 @@
-//! A file of JSON objects, one a line, each with a `step`; appended to, and cut back when a run resumes.
+//! A file of JSON objects, one a line, each with a `step`; appended to, and cut back when a run
+//! resumes.
 //!
-//! A process that dies may leave half a line, or a block of zeros; a run that resumes from an earlier checkpoint finds records
-//! of steps that it is about to take again. Opening removes both, by writing the lines to keep to a new file that replaces the old one, so
-//! that a crash in between loses nothing.
+//! A process that dies may leave half a line, or a block of zeros; a run that resumes from an
+//! earlier checkpoint finds records of steps that it is about to take again. Opening removes both,
+//! by writing the lines to keep to a new file that replaces the old one, so that a crash in between
+//! loses nothing.
 
 use super::MetricsError;
 use serde::Serialize;
@@ -58,7 +60,8 @@ impl JsonLines {
         Ok((JsonLines { path: path.to_owned(), file, last_step }, repair))
     }
 
-    /// Appends one record; it is in the file when this returns, and durable after [`JsonLines::sync`].
+    /// Appends one record; it is in the file when this returns, and durable after
+    /// [`JsonLines::sync`].
     pub fn append<T: Serialize>(&mut self, record: &T) -> Result<(), MetricsError> {
         let mut line =
             serde_json::to_vec(record).map_err(|e| MetricsError::io("encode a record for", &self.path)(e.into()))?;

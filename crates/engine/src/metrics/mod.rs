@@ -1,10 +1,12 @@
 //! What a run says about itself: one record a step and one an evaluation, and the places they go.
 //!
-//! [`StepMetrics`] is the one list of names; [`Recorder`] writes it to `metrics.jsonl` ([`jsonl`]) and to TensorBoard event files
-//! ([`tensorboard`]), [`Progress`] shows it. Records are facts that were measured: nothing here smooths, and a utilisation above
-//! one is not a figure but a [`UtilizationAboveOne`] error, because then the FLOPs, the time or the peak are wrong.
+//! [`StepMetrics`] is the one list of names; [`Recorder`] writes it to `metrics.jsonl` ([`jsonl`])
+//! and to TensorBoard event files ([`tensorboard`]), [`Progress`] shows it. Records are facts that
+//! were measured: nothing here smooths, and a utilisation above one is not a figure but a
+//! [`UtilizationAboveOne`] error, because then the FLOPs, the time or the peak are wrong.
 //!
-//! Steps count completed optimizer steps: the record of the first step has `step = 1`, and a checkpoint of step n is taken after the record n.
+//! Steps count completed optimizer steps: the record of the first step has `step = 1`, and a
+//! checkpoint of step n is taken after the record n.
 
 pub(crate) mod beaten;
 pub mod jsonl;
@@ -25,7 +27,8 @@ use std::path::{Path, PathBuf};
 pub struct StepMetrics {
     /// Completed steps, this one included.
     pub step: u64,
-    /// Mean loss of a token over the global batch, in nats; not finite in a step that was skipped for it.
+    /// Mean loss of a token over the global batch, in nats; not finite in a step that was skipped
+    /// for it.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// Learning rate of this step.
@@ -39,7 +42,8 @@ pub struct StepMetrics {
     pub tps: f64,
     /// Model TFLOP/s in this step: what the model's mathematics needs, recomputation not counted.
     pub tflops: f64,
-    /// `tflops` as a share of the peak measured at start, from 0 to 1; `None` when no peak is known.
+    /// `tflops` as a share of the peak measured at start, from 0 to 1; `None` when no peak is
+    /// known.
     pub mfu: Option<f64>,
     /// Seconds from the previous step's end to this one's.
     pub step_s: f64,
@@ -184,10 +188,12 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Opens the records of the run in `folder`: `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/`.
+    /// Opens the records of the run in `folder`: `metrics.jsonl`, `evaluations.jsonl` and
+    /// `tensorboard/`.
     ///
-    /// `resumed` is the step of the checkpoint that the run goes on from (0 for a new run): later records are removed, so that no
-    /// step appears twice. What was removed or repaired is said in the second result.
+    /// `resumed` is the step of the checkpoint that the run goes on from (0 for a new run): later
+    /// records are removed, so that no step appears twice. What was removed or repaired is said in
+    /// the second result.
     pub fn open(
         folder: &Path,
         section: &MetricsSection,
@@ -244,7 +250,8 @@ impl Recorder {
     }
 }
 
-/// A step under the names that torchtitan gives these curves, so that runs of both lie in one chart.
+/// A step under the names that torchtitan gives these curves, so that runs of both lie in one
+/// chart.
 fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     const GIB: f64 = (1u64 << 30) as f64;
     let data_share = if m.step_s > 0.0 { 100.0 * m.data_wait_s / m.step_s } else { 0.0 };

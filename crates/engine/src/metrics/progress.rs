@@ -1,4 +1,5 @@
-//! What the user sees while a run goes on: a bar with one line of figures on a terminal, plain lines elsewhere.
+//! What the user sees while a run goes on: a bar with one line of figures on a terminal, plain
+//! lines elsewhere.
 
 use super::{EvaluationMetrics, StepMetrics};
 use crate::config::Limits;
@@ -98,7 +99,8 @@ impl Progress for Terminal {
     }
 }
 
-/// A line now and then: the first step, the last, and one for every so many seconds of training between.
+/// A line now and then: the first step, the last, and one for every so many seconds of training
+/// between.
 #[derive(Debug)]
 pub struct Plain<W> {
     out: W,
@@ -232,7 +234,8 @@ impl TimeLeft {
         self.limits.steps = Some(steps);
     }
 
-    /// After step `step`, which took `step_s`, with `elapsed_s` of training behind: the time until the first limit.
+    /// After step `step`, which took `step_s`, with `elapsed_s` of training behind: the time until
+    /// the first limit.
     pub fn update(&mut self, step: u64, step_s: f64, elapsed_s: f64) -> Option<Duration> {
         /// A mean over about the last fifty steps.
         const NEW: f64 = 0.02;

@@ -1,7 +1,9 @@
-//! TensorBoard event files, written without protobuf: the four messages in use are a few fields each.
+//! TensorBoard event files, written without protobuf: the four messages in use are a few fields
+//! each.
 //!
-//! A file is a sequence of TFRecords: u64 length, masked CRC-32C of the length, data, masked CRC-32C of the data, little-endian.
-//! The data is an `Event` message (tensorflow/core/util/event.proto):
+//! A file is a sequence of TFRecords: u64 length, masked CRC-32C of the length, data, masked
+//! CRC-32C of the data, little-endian. The data is an `Event` message
+//! (tensorflow/core/util/event.proto):
 //!
 //! ```text
 //! Event       1: double wall_time   2: int64 step   3: string file_version   5: Summary   7: SessionLog
@@ -10,8 +12,8 @@
 //! SessionLog  1: enum status, START = 1
 //! ```
 //!
-//! A run that resumes writes a new file that begins with a `START` at the first step to come: TensorBoard then drops what older
-//! files have of that step and later ones.
+//! A run that resumes writes a new file that begins with a `START` at the first step to come:
+//! TensorBoard then drops what older files have of that step and later ones.
 
 use super::MetricsError;
 use std::fs::{File, OpenOptions};
@@ -27,14 +29,16 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Creates a new event file in `folder`, which is created if need be; `resumed` is the step that the run goes on from.
+    /// Creates a new event file in `folder`, which is created if need be; `resumed` is the step
+    /// that the run goes on from.
     pub fn create(folder: &Path, resumed: u64) -> Result<EventWriter, MetricsError> {
         std::fs::create_dir_all(folder).map_err(MetricsError::io("create", folder))?;
         let now = wall_time();
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let host: String = host.trim().chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let host = if host.is_empty() { "localhost" } else { &host };
-        // TensorBoard reads the files of a run in the order of their names, so the time is first and padded.
+        // TensorBoard reads the files of a run in the order of their names, so the time is first
+        // and padded.
         let mut number = 0;
         loop {
             let name = format!("events.out.tfevents.{:010}.{host}.{}.{number}", now as u64, std::process::id());
@@ -93,7 +97,8 @@ fn summary(scalars: &[(String, f64)]) -> Vec<u8> {
     message
 }
 
-/// A field's key: its number and its wire type (0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes).
+/// A field's key: its number and its wire type (0 varint, 1 eight bytes, 2 length and bytes, 5 four
+/// bytes).
 fn key(field: u64, wire_type: u64) -> Vec<u8> {
     varint(field << 3 | wire_type)
 }
@@ -133,7 +138,8 @@ fn record(data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Rotated and offset, so that a checksum of data that contains checksums stays a good one (tensorflow/core/lib/hash/crc32c.h).
+/// Rotated and offset, so that a checksum of data that contains checksums stays a good one
+/// (tensorflow/core/lib/hash/crc32c.h).
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -161,7 +167,8 @@ mod tests {
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
     }
 
-    /// The bytes that TensorBoard's own writer makes of these events; scripts/golden/make_events.py prints and reads them.
+    /// The bytes that TensorBoard's own writer makes of these events; scripts/golden/make_events.py
+    /// prints and reads them.
     #[test]
     fn events_equal_the_golden_bytes() {
         let mut bytes = record(&event(1.5e9, 0, 3, b"brain.Event:2"));

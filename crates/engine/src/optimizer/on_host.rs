@@ -1,8 +1,10 @@
-//! State that lies on the host beside a GPU, where the update runs: gradients come down chunk by chunk, unless they came down during backward, and the copy that
-//! forward reads goes up (ZeRO-Offload, Ren et al. 2021, section 4).
+//! State that lies on the host beside a GPU, where the update runs: gradients come down chunk by
+//! chunk, unless they came down during backward, and the copy that forward reads goes up
+//! (ZeRO-Offload, Ren et al. 2021, section 4).
 //!
-//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one before is updated, and its copy goes up while the next is and the one
-//! after that comes down: an update waits until its gradients are there, and the copy before it in its buffer is gone.
+//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one
+//! before is updated, and its copy goes up while the next is and the one after that comes down: an
+//! update waits until its gradients are there, and the copy before it in its buffer is gone.
 
 use super::{Chunk, Optimizer};
 use crate::Result;
@@ -14,7 +16,8 @@ use trainyard_tensor::{DType, Purpose, Tensor, ops};
 /// Chunks that are fetched, updated or evicted at once.
 const AT_ONCE: usize = 2;
 
-/// Memory of the host for what an update of a chunk, or of a larger one, reads and writes beside the state.
+/// Memory of the host for what an update of a chunk, or of a larger one, reads and writes beside
+/// the state.
 #[derive(Clone)]
 pub(super) struct Visit {
     /// Where gradients lie on the host themselves, a chunk's own; none while none is visited.
@@ -66,7 +69,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Brings the gradients of a chunk to the host; where they are there, after those that are still on their way.
+    /// Brings the gradients of a chunk to the host; where they are there, after those that are
+    /// still on their way.
     pub(super) fn fetch_gradients(&self, unit: usize, chunk: &Chunk, gradients: &GradientState) -> Result<()> {
         let mut visit = lock(&self.visits).pop().expect("a program has two chunks under way at most");
         if let Some(Stored::Here(gradient)) = gradients.in_tier(unit, &chunk.range)? {

@@ -28,8 +28,9 @@ struct Kept {
     leaving: Vec<Tensor>,
     /// Those that they are read into.
     coming: Vec<Tensor>,
-    /// Where they are meanwhile, if that is the host. The compute lane takes and gives back this memory too; whatever takes it over is copied after a forward that
-    /// comes after the backward which waited for them.
+    /// Where they are meanwhile, if that is the host. The compute lane takes and gives back this
+    /// memory too; whatever takes it over is copied after a forward that comes after the backward
+    /// which waited for them.
     on_host: Vec<Tensor>,
 }
 

@@ -1,12 +1,18 @@
-//! The forwards and backwards of a step as a graph: launched one by one, then captured, then replayed with one call.
+//! The forwards and backwards of a step as a graph: launched one by one, then captured, then
+//! replayed with one call.
 //!
-//! What is captured is the stretch of the compute lane between the loaded batches and the norm: everything that depends on shapes alone. The norm, the decision whether the
-//! step is skipped, the update with its rates and all that other lanes do stay outside. A graph is made in two steps of the same shapes. In the first the stretch runs as
-//! always, in an arena that has all the memory it needs afterwards, and everything that happens once has happened: kernels loaded, algorithms of products measured, tables
-//! on the device. The second captures it. From then on a step writes its batches over those of the graph, the step's number and the scale of the loss
-//! into memory that kernels read, launches the graph, and puts what the host knows (gradients, losses, marks) where the captured step left it.
+//! What is captured is the stretch of the compute lane between the loaded batches and the norm:
+//! everything that depends on shapes alone. The norm, the decision whether the step is skipped, the
+//! update with its rates and all that other lanes do stay outside. A graph is made in two steps of
+//! the same shapes. In the first the stretch runs as always, in an arena that has all the memory it
+//! needs afterwards, and everything that happens once has happened: kernels loaded, algorithms of
+//! products measured, tables on the device. The second captures it. From then on a step writes its
+//! batches over those of the graph, the step's number and the scale of the loss into memory that
+//! kernels read, launches the graph, and puts what the host knows (gradients, losses, marks) where
+//! the captured step left it.
 //!
-//! A step of other shapes gives the graph back and begins anew. A stretch that cannot be captured is run again as always, since nothing of it has been done. Both are said.
+//! A step of other shapes gives the graph back and begins anew. A stretch that cannot be captured
+//! is run again as always, since nothing of it has been done. Both are said.
 
 use super::Rank;
 use super::marks::{Ends, Marks};
@@ -59,7 +65,8 @@ pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
     }
 }
 
-/// What a graph of steps of this shape keeps on the device beside what its work needs: the batches that it reads.
+/// What a graph of steps of this shape keeps on the device beside what its work needs: the batches
+/// that it reads.
 ///
 /// # Errors
 /// Of the device.
@@ -132,7 +139,8 @@ enum State {
     Refused,
 }
 
-/// A captured stretch. Fields are dropped in this order: the graph waits for its launches before its memory goes.
+/// A captured stretch. Fields are dropped in this order: the graph waits for its launches before
+/// its memory goes.
 struct Captured {
     key: Key,
     graph: Graph,

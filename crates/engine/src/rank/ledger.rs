@@ -1,14 +1,18 @@
-//! When memory is taken for what is gathered and fetched, and given back by what is released and evicted.
+//! When memory is taken for what is gathered and fetched, and given back by what is released and
+//! evicted.
 //!
-//! The gather and host lanes move bytes; the compute lane does the bookkeeping, at places that depend on no clock. It takes memory for a gather or a fetch when
-//! it has finished the last of its own instructions that those wait for, and gives back what a release or an eviction frees when it knows, from the dependencies
-//! that it has itself waited for, that nobody uses it any more. What a rank holds at an instruction is then a function of the program alone: executing
-//! it on the meta device predicts its memory to the byte, and a limit that a prediction keeps is kept.
+//! The gather and host lanes move bytes; the compute lane does the bookkeeping, at places that
+//! depend on no clock. It takes memory for a gather or a fetch when it has finished the last of its
+//! own instructions that those wait for, and gives back what a release or an eviction frees when it
+//! knows, from the dependencies that it has itself waited for, that nobody uses it any more. What a
+//! rank holds at an instruction is then a function of the program alone: executing it on the meta
+//! device predicts its memory to the byte, and a limit that a prediction keeps is kept.
 
 use std::collections::BTreeMap;
 use trainyard_program::{Action, Extent, Instruction, Lane, MemoryKind, Program, State};
 
-/// Per lane, one more than the number of the last instruction; 0: none. As a vector clock: all that has finished.
+/// Per lane, one more than the number of the last instruction; 0: none. As a vector clock: all that
+/// has finished.
 type Reach = [u32; Lane::ALL.len()];
 
 fn merge(into: &mut Reach, other: &Reach) {
@@ -17,7 +21,8 @@ fn merge(into: &mut Reach, other: &Reach) {
 
 /// What is to be taken and given back at the instructions of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers, fetches, and reductions into sums that lie in a tier, by the compute instruction after which their memory is taken; None: at the start.
+    /// Gathers, fetches, and reductions into sums that lie in a tier, by the compute instruction
+    /// after which their memory is taken; None: at the start.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
     /// Releases and evictions that have not given back yet, and what must have finished.
     gives: Vec<(u32, Reach)>,
@@ -85,7 +90,8 @@ impl Ledger {
         self.due()
     }
 
-    /// The compute lane has finished `number`: what has given back, and what memory is to be taken for.
+    /// The compute lane has finished `number`: what has given back, and what memory is to be taken
+    /// for.
     pub fn end(&mut self, number: u32) -> (Vec<u32>, Vec<u32>) {
         merge(&mut self.known, &self.clocks[number as usize]);
         (self.due(), self.takes.remove(&Some(number)).unwrap_or_default())

@@ -1,8 +1,10 @@
-//! Lanes on a device that works by itself: what an instruction has launched when it is finished on the host.
+//! Lanes on a device that works by itself: what an instruction has launched when it is finished on
+//! the host.
 //!
-//! There a lane is a stream, or the host lane two ([`Streams`]), and "finished" means "launched". An instruction on another stream waits, on the device, for a mark
-//! at the end of what it depends on; the host waits for the device where it reads values, and at the end of a step, whose times come from the marks. On the CPU all
-//! of this is nothing.
+//! There a lane is a stream, or the host lane two ([`Streams`]), and "finished" means "launched".
+//! An instruction on another stream waits, on the device, for a mark at the end of what it depends
+//! on; the host waits for the device where it reads values, and at the end of a step, whose times
+//! come from the marks. On the CPU all of this is nothing.
 
 use crate::Result;
 use crate::lanes::Span;
@@ -59,7 +61,8 @@ impl<'d> Marks<'d> {
     /// This stream comes after what the instruction depends on.
     fn wait_before(&self, device: &Device, number: usize, instruction: &Instruction) -> Result<()> {
         if instruction.after.is_empty() {
-            // What was done before the step, on the lane that began it, and memory that is taken before it, maybe another lane's.
+            // What was done before the step, on the lane that began it, and memory that is taken
+            // before it, maybe another lane's.
             device.wait_for(&self.began)?;
         }
         for before in self.streams.waits(number) {
@@ -70,14 +73,16 @@ impl<'d> Marks<'d> {
         Ok(())
     }
 
-    /// This lane comes after what the instructions of `stretch`, all its own, depend on outside of it.
+    /// This lane comes after what the instructions of `stretch`, all its own, depend on outside of
+    /// it.
     pub fn wait_before_all(&self, program: &Program, stretch: &Range<usize>) -> Result<()> {
         let Some(device) = self.device else { return Ok(()) };
         enter_lane(self.streams.of(stretch.start));
         stretch.clone().try_for_each(|number| self.wait_before(device, number, &program.instructions[number]))
     }
 
-    /// Instructions that are run from now on are captured, or not any more: they wait for nothing, and their marks are places in the graph.
+    /// Instructions that are run from now on are captured, or not any more: they wait for nothing,
+    /// and their marks are places in the graph.
     pub fn set_captured(&self, captured: bool) {
         self.captured.store(captured, Ordering::Relaxed);
     }
@@ -95,7 +100,8 @@ impl<'d> Marks<'d> {
         }
     }
 
-    /// Waits for the device, and tells when it ran what: instead of `spans`, when the host launched it.
+    /// Waits for the device, and tells when it ran what: instead of `spans`, when the host launched
+    /// it.
     pub fn end(&self, spans: Vec<Span>) -> Result<Vec<Span>> {
         let Some(device) = self.device else { return Ok(spans) };
         device.synchronize_lanes()?;

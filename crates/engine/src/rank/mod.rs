@@ -1,8 +1,10 @@
-//! One rank: parameters, gradients, optimizer and activations, and the execution of programs on them.
+//! One rank: parameters, gradients, optimizer and activations, and the execution of programs on
+//! them.
 //!
-//! A rank knows instructions and no strategies. It runs on the CPU and on the meta device alike; on meta the same execution predicts a
-//! step's memory and cost. Its lanes share it without a lock around the whole: each works on units that the program's dependencies
-//! make its own for that time, and talks to other ranks through links that no other lane has.
+//! A rank knows instructions and no strategies. It runs on the CPU and on the meta device alike; on
+//! meta the same execution predicts a step's memory and cost. Its lanes share it without a lock
+//! around the whole: each works on units that the program's dependencies make its own for that
+//! time, and talks to other ranks through links that no other lane has.
 
 mod away;
 mod graphs;
@@ -52,7 +54,8 @@ pub struct Rank {
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
     alarm: Option<Communicator>,
-    /// Whether its device exchanges by itself, so that an exchange may fail after the host has done its part.
+    /// Whether its device exchanges by itself, so that an exchange may fail after the host has done
+    /// its part.
     by_nccl: bool,
     positions: Arc<Positions>,
     faults: Option<Arc<Faults>>,
@@ -96,8 +99,8 @@ pub struct RankSettings {
 }
 
 impl Rank {
-    /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks to others through `links`. All ranks are made
-    /// together.
+    /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks
+    /// to others through `links`. All ranks are made together.
     pub fn new(device: &Device, model: Model, holding: Holding, links: Links, settings: &RankSettings) -> Result<Rank> {
         Rank::with_tiers(device, model, holding, Tiers::default(), links, settings)
     }
@@ -125,7 +128,8 @@ impl Rank {
         Ok(rank)
     }
 
-    /// Initial values: each a function of (seed, unit, index, element), so that a shard has the values of the whole.
+    /// Initial values: each a function of (seed, unit, index, element), so that a shard has the
+    /// values of the whole.
     fn initialise(&mut self) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
             self.model.parameters().map(|(id, spec)| (id, spec.init)).collect();
@@ -136,7 +140,8 @@ impl Rank {
         })
     }
 
-    /// A rank that evaluates and generates: it has neither gradients nor optimizer state, and must not be trained.
+    /// A rank that evaluates and generates: it has neither gradients nor optimizer state, and must
+    /// not be trained.
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
         let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
@@ -219,12 +224,14 @@ impl Rank {
         self.fp8.as_ref().map(|fp8| lock(fp8).history())
     }
 
-    /// Whether products are to have operands of eight bits, and the next step only finds out by what to scale them.
+    /// Whether products are to have operands of eight bits, and the next step only finds out by
+    /// what to scale them.
     pub fn measures_fp8(&self) -> bool {
         self.fp8.as_ref().is_some_and(|fp8| lock(fp8).measures())
     }
 
-    /// Goes on with the largest magnitudes of a checkpoint, where products have operands of eight bits.
+    /// Goes on with the largest magnitudes of a checkpoint, where products have operands of eight
+    /// bits.
     ///
     /// # Errors
     /// Those of another model.
@@ -232,13 +239,14 @@ impl Rank {
         self.fp8.as_ref().map_or(Ok(()), |fp8| lock(fp8).restore(history))
     }
 
-    /// Writes every compute copy anew, after masters were changed from outside. All ranks do this together.
+    /// Writes every compute copy anew, after masters were changed from outside. All ranks do this
+    /// together.
     pub fn refresh_copies(&mut self) -> Result<()> {
         self.parameters.refresh_copies(&lock(&self.compute_links).shard)
     }
 
-    /// Runs every unit on one tape, each gathered while it is needed where parameters are sharded: evaluation and generation. All ranks of a shard group do
-    /// this together, each on what it has.
+    /// Runs every unit on one tape, each gathered while it is needed where parameters are sharded:
+    /// evaluation and generation. All ranks of a shard group do this together, each on what it has.
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
         if !self.parameters.is_sharded() && !self.parameters.is_offloaded() {
             return Ok(self.model.forward(tape, cx)?);
@@ -258,7 +266,8 @@ impl Rank {
         [unit].into_iter().chain(borrowed)
     }
 
-    /// Takes part in a forward of the shard group without a batch of its own: gathers what the others gather.
+    /// Takes part in a forward of the shard group without a batch of its own: gathers what the
+    /// others gather.
     pub fn forward_nothing(&self) -> Result<()> {
         if !self.parameters.is_sharded() {
             return Ok(());
@@ -288,11 +297,12 @@ impl Rank {
         lock(&self.compute_links).data.all_gather_numbers(own)
     }
 
-    /// Runs one step. `load` gives the next micro-batch, on the input lane; `snapshot` takes the state after the update, on the
-    /// host lane.
+    /// Runs one step. `load` gives the next micro-batch, on the input lane; `snapshot` takes the
+    /// state after the update, on the host lane.
     ///
     /// # Errors
-    /// The first of any lane, with this rank and the instruction where it is about the exchange with other ranks.
+    /// The first of any lane, with this rank and the instruction where it is about the exchange
+    /// with other ranks.
     pub fn execute(
         &mut self,
         program: &Program,
@@ -392,7 +402,8 @@ impl Rank {
         rank.end_step(step);
         let ended = marks.end(spans);
         lock(&rank.gather_links).forget();
-        // What came over the wire when the others had failed is worth nothing, and what the device then says of itself is no news.
+        // What came over the wire when the others had failed is worth nothing, and what the device
+        // then says of itself is no news.
         if let Some(source) = rank.alarm.as_ref().filter(|_| rank.by_nccl).and_then(Communicator::failure) {
             let what = "the end of the step".to_owned();
             return Err(EngineError::Exchange { rank: program.rank, step: settings.step, what, source });
@@ -403,7 +414,8 @@ impl Rank {
         Ok(outcome)
     }
 
-    /// Runs one instruction, keeping note of where the lane is and letting a fault strike that is due.
+    /// Runs one instruction, keeping note of where the lane is and letting a fault strike that is
+    /// due.
     fn perform(
         &self,
         program: &Program,
@@ -468,8 +480,8 @@ fn data_index(program: &Program) -> u64 {
     u64::from(program.mesh.group(program.rank, Axis::Data).index)
 }
 
-/// Whether an instruction may have to wait for other ranks: those of the communicating lanes, the norm, and a snapshot, which waits for all ranks to have
-/// written the one before.
+/// Whether an instruction may have to wait for other ranks: those of the communicating lanes, the
+/// norm, and a snapshot, which waits for all ranks to have written the one before.
 fn waits_for_others(instruction: &Instruction) -> bool {
     let lane = instruction.action.lane();
     instruction.bytes > 0 && lane != Lane::HostIo

@@ -1,4 +1,5 @@
-//! What a rank does for state that lies in a tier: instructions of the host lane, and setting and reading all of it outside of steps.
+//! What a rank does for state that lies in a tier: instructions of the host lane, and setting and
+//! reading all of it outside of steps.
 
 use super::ledger::chunks_at_once;
 use super::step::Step;
@@ -13,7 +14,8 @@ use trainyard_program::{Action, Instruction, State};
 use trainyard_tensor::{Device, Tensor, Usage};
 
 impl Rank {
-    /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before the next step changes it.
+    /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before
+    /// the next step changes it.
     pub fn keeps_state_in_a_tier(&self) -> bool {
         self.optimizer.store().is_some() || self.parameters.is_on_disk()
     }
@@ -33,8 +35,9 @@ impl Rank {
         self.tiers.stores().all(|store| store.is_direct())
     }
 
-    /// Sets the masters of every parameter: `set` is given a parameter, which of its elements, and where to put their values, as often as the rank
-    /// holds parts of it. Copies follow. All ranks do this together.
+    /// Sets the masters of every parameter: `set` is given a parameter, which of its elements, and
+    /// where to put their values, as often as the rank holds parts of it. Copies follow. All ranks
+    /// do this together.
     pub fn set_masters(&mut self, mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         let links = lock(&self.compute_links);
         for number in 0..self.model.units().len() {
@@ -62,7 +65,8 @@ impl Rank {
         Ok(self.device.synchronize()?)
     }
 
-    /// The f32 masters of a parameter, those of its elements that this rank holds, wherever they lie.
+    /// The f32 masters of a parameter, those of its elements that this rank holds, wherever they
+    /// lie.
     pub fn read_masters(&self, id: ParamId) -> Result<Vec<f32>> {
         let mut values = Vec::new();
         for (part, elements) in self.masters(id)? {
@@ -78,7 +82,8 @@ impl Rank {
         Ok(values)
     }
 
-    /// Where the masters of a parameter are, those of its elements that this rank holds, in order, and how many in each place.
+    /// Where the masters of a parameter are, those of its elements that this rank holds, in order,
+    /// and how many in each place.
     pub(crate) fn masters(&self, id: ParamId) -> Result<Vec<(Stored, usize)>> {
         let unit = self.parameters.unit(id.unit as usize);
         let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
@@ -93,7 +98,8 @@ impl Rank {
         Ok(vec![(part, range.len())])
     }
 
-    /// Brings a unit's parameters together outside of steps: from their tier, if they lie in one, and from the ranks that share them.
+    /// Brings a unit's parameters together outside of steps: from their tier, if they lie in one,
+    /// and from the ranks that share them.
     pub(super) fn bring_whole(&self, unit: usize, shard: &Link) -> Result<()> {
         if self.parameters.is_offloaded() {
             self.parameters.take_to_read(unit)?;

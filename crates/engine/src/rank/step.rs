@@ -1,4 +1,5 @@
-//! One step: what it carries from instruction to instruction, and the instructions of the compute lane.
+//! One step: what it carries from instruction to instruction, and the instructions of the compute
+//! lane.
 
 use super::away::Away;
 use super::ledger::Ledger;
@@ -85,7 +86,8 @@ impl StepOutcome {
                 continue;
             }
             let Some(number) = span.waited_for else { continue };
-            // Until what was waited for began, computing waited for what that waited for in turn: the count for a load.
+            // Until what was waited for began, computing waited for what that waited for in turn:
+            // the count for a load.
             let cause = &spans[number as usize];
             if program.instructions[number as usize].action.lane() == Lane::HostIo {
                 self.tiers_exposed += span.waited;
@@ -245,7 +247,8 @@ impl<'p> Step<'p> {
         lock(&self.outcome).clone()
     }
 
-    /// The loss is a mean over the targets of all micro-batches of all ranks, so that every way to divide a batch gives what the large batch gives.
+    /// The loss is a mean over the targets of all micro-batches of all ranks, so that every way to
+    /// divide a batch gives what the large batch gives.
     pub fn count(&self, data: &Link) -> Result<()> {
         let mut counts = [0; 2];
         for batch in lock(&self.batches).iter().flatten() {
@@ -345,7 +348,8 @@ impl Rank {
         policy: Policy,
     ) -> Result<(Recording, Option<Var>, Var)> {
         let batch = step.batch(micro_batch);
-        // Micro-batches draw different numbers, the same on any number of ranks, and a forward that is repeated draws the same.
+        // Micro-batches draw different numbers, the same on any number of ranks, and a forward that
+        // is repeated draws the same.
         let global = data_index(step.program) * u64::from(step.program.micro_batches) + u64::from(micro_batch);
         let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
@@ -455,7 +459,8 @@ impl Rank {
     }
 
     fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
-        // A copy that lies in a tier, and is not its own master, is written anew and not read for that.
+        // A copy that lies in a tier, and is not its own master, is written anew and not read for
+        // that.
         let anew = self.parameters.is_offloaded() && self.parameters.is_apart();
         if anew && !self.parameters.is_here(unit) {
             self.parameters.take(unit)?;
@@ -477,8 +482,9 @@ impl Rank {
     }
 }
 
-/// The sum of every rank's chunks, units in order and a unit's chunks in order: what one rank that holds all of them would find. `own` are this rank's by
-/// unit, `all` every rank's, one after the other.
+/// The sum of every rank's chunks, units in order and a unit's chunks in order: what one rank that
+/// holds all of them would find. `own` are this rank's by unit, `all` every rank's, one after the
+/// other.
 fn in_order(own: &[Vec<f64>], all: &[f64]) -> f64 {
     let of_a_rank: usize = own.iter().map(Vec::len).sum();
     let mut first = 0;

@@ -1,5 +1,5 @@
-//! Gradients: the sum that the update reads, which is resident or comes from a tier and goes there, and buffers in which fresh gradients gather before they are
-//! folded or reduced.
+//! Gradients: the sum that the update reads, which is resident or comes from a tier and goes there,
+//! and buffers in which fresh gradients gather before they are folded or reduced.
 
 use super::{Holding, lock, overlap};
 use crate::Result;
@@ -48,20 +48,23 @@ struct UnitGradients {
 struct State {
     /// The sum; None while it is in its tier.
     resident: Option<Tensor>,
-    /// Memory for the sum that is about to come from its tier, or to be reduced: more than one where computing is ahead.
+    /// Memory for the sum that is about to come from its tier, or to be reduced: more than one
+    /// where computing is ahead.
     coming: VecDeque<Tensor>,
-    /// Sums that have gone to the tier and come back elsewhere, oldest first, until the compute lane knows that they have gone.
+    /// Sums that have gone to the tier and come back elsewhere, oldest first, until the compute
+    /// lane knows that they have gone.
     gone: VecDeque<Tensor>,
     /// What backward has written and nothing has folded or reduced, oldest first.
     fresh: Vec<FreshSum>,
-    /// Buffers that a reduction has emptied, with its number: the compute lane gives them back when it knows that the reduction is done, so
-    /// that memory does not depend on how fast it was.
+    /// Buffers that a reduction has emptied, with its number: the compute lane gives them back when
+    /// it knows that the reduction is done, so that memory does not depend on how fast it was.
     spent: Vec<(u32, Tensor)>,
     /// Whether this step's sum over ranks, or its first part, is in `resident`.
     reduced: bool,
 }
 
-/// What backwards have left of a unit's gradients before anything was folded into the step's: the buffers, and what is known of them.
+/// What backwards have left of a unit's gradients before anything was folded into the step's: the
+/// buffers, and what is known of them.
 pub struct AfterBackward {
     fresh: Vec<FreshSum>,
     reduced: bool,
@@ -71,7 +74,8 @@ pub struct AfterBackward {
 #[derive(Clone)]
 struct FreshSum {
     flat: Tensor,
-    /// Whether a parameter's gradient has been written; the first contribution overwrites, so that nothing needs zeroing.
+    /// Whether a parameter's gradient has been written; the first contribution overwrites, so that
+    /// nothing needs zeroing.
     written: Vec<bool>,
     /// The last micro-batch in it.
     micro_batch: u32,
@@ -173,7 +177,8 @@ impl GradientState {
         }
     }
 
-    /// Moves a unit's sum to its tier, with the squares of what the update will read. What no backward has written of it is zero.
+    /// Moves a unit's sum to its tier, with the squares of what the update will read. What no
+    /// backward has written of it is zero.
     pub fn evict(&self, number: usize) -> Result<()> {
         let unit = &self.units[number];
         let sum = unit.sum();
@@ -226,7 +231,8 @@ impl GradientState {
         })
     }
 
-    /// Where the gradients of every unit stand, to be put there again by [`GradientState::stand_at`] when the same work has been done without the host.
+    /// Where the gradients of every unit stand, to be put there again by
+    /// [`GradientState::stand_at`] when the same work has been done without the host.
     pub fn stand(&self) -> Vec<AfterBackward> {
         let unit = |unit: &UnitGradients| {
             let state = lock(&unit.state);
@@ -248,13 +254,14 @@ impl GradientState {
         self.units.iter().filter_map(|unit| lock(&unit.state).resident.clone()).collect()
     }
 
-    /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its own, to be folded or reduced.
+    /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its
+    /// own, to be folded or reduced.
     pub fn of(&self, micro_batch: u32, apart: bool) -> MicroBatchGradients<'_> {
         MicroBatchGradients { gradients: self, micro_batch, apart }
     }
 
-    /// Folds the newest sums of a unit along a binary tree: while the last two stand for equally many micro-batches, the later is added
-    /// to the earlier.
+    /// Folds the newest sums of a unit along a binary tree: while the last two stand for equally
+    /// many micro-batches, the later is added to the earlier.
     pub fn fold(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let mut state = lock(&unit.state);
@@ -272,7 +279,8 @@ impl GradientState {
         Ok(())
     }
 
-    /// Sums a unit's gradient over the data ranks, into the resident sum or (`accumulate`) on top of it. `number` is the instruction's.
+    /// Sums a unit's gradient over the data ranks, into the resident sum or (`accumulate`) on top
+    /// of it. `number` is the instruction's.
     pub fn reduce(
         &self,
         unit: usize,
@@ -284,7 +292,8 @@ impl GradientState {
         let unit = &self.units[unit];
         let (mut fresh, resident) = {
             let mut state = lock(&unit.state);
-            // The oldest: the next micro-batch may have begun. Without a contribution the gradient is zero.
+            // The oldest: the next micro-batch may have begun. Without a contribution the gradient
+            // is zero.
             let fresh = if state.fresh.is_empty() { self.begin(unit, &mut state, 0)? } else { state.fresh.remove(0) };
             if self.is_offloaded() && !self.is_in_place() && !accumulate {
                 state.resident = state.coming.pop_front();
@@ -315,7 +324,8 @@ impl GradientState {
         }
     }
 
-    /// Ends the backwards of a step: what no reduction has taken is made complete, so that the resident sums are the step's gradients.
+    /// Ends the backwards of a step: what no reduction has taken is made complete, so that the
+    /// resident sums are the step's gradients.
     pub fn end_backward(&self) -> Result<()> {
         for unit in &self.units {
             let mut state = lock(&unit.state);
@@ -330,7 +340,8 @@ impl GradientState {
         Ok(())
     }
 
-    /// A new sum: the unit's own where it is written in place and nothing is in it yet, else a buffer apart.
+    /// A new sum: the unit's own where it is written in place and nothing is in it yet, else a
+    /// buffer apart.
     fn begin(&self, unit: &UnitGradients, state: &mut State, micro_batch: u32) -> Result<FreshSum, TensorError> {
         let in_place = self.is_in_place() && state.fresh.is_empty();
         let flat = match state.resident.clone().filter(|_| in_place) {
@@ -353,7 +364,8 @@ impl GradientState {
         Ok(unit.sum().view(range.start - unit.range.start, [range.len()])?)
     }
 
-    /// The sums of squares of each chunk of the gradients that this rank's update reads, unit by unit.
+    /// The sums of squares of each chunk of the gradients that this rank's update reads, unit by
+    /// unit.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
         if let Some(lowered) = &self.lowered {
             return Ok(lock(&lowered.squares).read()?);

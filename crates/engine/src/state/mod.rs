@@ -1,8 +1,10 @@
-//! What a rank holds of the model's state: one flat buffer per unit and role, parameters being views into it.
+//! What a rank holds of the model's state: one flat buffer per unit and role, parameters being
+//! views into it.
 //!
-//! A buffer holds all of a unit or this rank's shard of it, as the program's placement says; nothing here knows why. The buffers are
-//! handed from lane to lane by handle: a lane takes a unit's handle under a lock, and then works on it without one, because the program's
-//! dependencies say whose turn it is.
+//! A buffer holds all of a unit or this rank's shard of it, as the program's placement says;
+//! nothing here knows why. The buffers are handed from lane to lane by handle: a lane takes a
+//! unit's handle under a lock, and then works on it without one, because the program's dependencies
+//! say whose turn it is.
 
 mod gradients;
 mod parameters;

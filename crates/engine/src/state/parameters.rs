@@ -1,4 +1,5 @@
-//! Parameters: f32 masters, the copy that forward reads, and copies gathered from other ranks for a while.
+//! Parameters: f32 masters, the copy that forward reads, and copies gathered from other ranks for a
+//! while.
 
 use super::{Holding, lock, overlap};
 use crate::links::Link;
@@ -53,7 +54,8 @@ struct Present {
     whole: Option<(Tensor, Vec<Parameter>)>,
     /// Memory for the whole that is about to be gathered.
     incoming: Option<Tensor>,
-    /// A part larger than the shard that stayed when the whole was released; until the next release, so that its end depends on no clock.
+    /// A part larger than the shard that stayed when the whole was released; until the next
+    /// release, so that its end depends on no clock.
     stayed: Option<Tensor>,
 }
 
@@ -93,7 +95,8 @@ impl ParameterState {
     /// The f32 values of a parameter, in `shape`.
     ///
     /// # Errors
-    /// When this rank holds only a part of it, or has it in a tier: see [`ParameterState::master_part`].
+    /// When this rank holds only a part of it, or has it in a tier: see
+    /// [`ParameterState::master_part`].
     pub fn master(&self, id: ParamId, shape: &[usize]) -> Result<Tensor> {
         let (_, values) = self.master_part(id)?;
         Ok(values.reshape(shape)?)
@@ -118,13 +121,14 @@ impl ParameterState {
         Ok((self.master_part_range(id), unit.master_range(held)?))
     }
 
-    /// Writes the rank's own part of every compute copy anew, after masters were changed from outside.
+    /// Writes the rank's own part of every compute copy anew, after masters were changed from
+    /// outside.
     fn refresh_own_copies(&self) -> Result<()> {
         self.units.iter().try_for_each(UnitParameters::refresh_own_copy)
     }
 
-    /// Writes every compute copy anew, after masters were changed from outside; what other ranks hold of copies that
-    /// are whole here comes from them.
+    /// Writes every compute copy anew, after masters were changed from outside; what other ranks
+    /// hold of copies that are whole here comes from them.
     ///
     /// # Errors
     /// When copies lie in a tier.
@@ -232,7 +236,8 @@ impl ParameterState {
         })
     }
 
-    /// Brings a unit's parameters together from `over` ranks, which are those of `link`. What is whole already gets the others' parts anew.
+    /// Brings a unit's parameters together from `over` ranks, which are those of `link`. What is
+    /// whole already gets the others' parts anew.
     pub fn gather(&self, unit: usize, over: usize, link: &Link) -> Result<()> {
         let state = &self.units[unit];
         if self.holding.placement.parameters == Extent::Full {
@@ -367,7 +372,8 @@ impl UnitParameters {
         Ok(())
     }
 
-    /// Sets masters that are here: `set` is given each of the unit's parameters, which of its elements, and where to put their values.
+    /// Sets masters that are here: `set` is given each of the unit's parameters, which of its
+    /// elements, and where to put their values.
     pub fn set_here(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         let mut masters = self.master_range(self.master_range.clone())?;
         self.set(self.master_range.clone(), &mut masters, set)?;

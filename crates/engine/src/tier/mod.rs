@@ -1,7 +1,9 @@
 //! The tiers below the device: where state lies that the program fetches and evicts.
 //!
-//! Each of optimizer state, parameters, activations and gradients that are offloaded has a [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a
-//! device like any other with a pool of its own. The program says when something comes and goes; this module knows nothing of what the bytes mean.
+//! Each of optimizer state, parameters, activations and gradients that are offloaded has a
+//! [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a device like any
+//! other with a pool of its own. The program says when something comes and goes; this module knows
+//! nothing of what the bytes mean.
 
 mod store;
 
@@ -170,8 +172,8 @@ impl Tiers {
         self.chunks.get(unit).copied().unwrap_or(1)
     }
 
-    /// Whether f32 masters lie with the optimizer's state, where forward reads `compute`: on disk those that are apart from the copy, on the host all, because the
-    /// update runs there.
+    /// Whether f32 masters lie with the optimizer's state, where forward reads `compute`: on disk
+    /// those that are apart from the copy, on the host all, because the update runs there.
     pub fn has_masters(&self, compute: DType) -> bool {
         match &self.optimizer {
             None => false,

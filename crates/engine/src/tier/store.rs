@@ -1,8 +1,9 @@
 //! A file that holds what does not fit on the device.
 //!
-//! Reads and writes are positional and go past the page cache (`O_DIRECT`) where the file system allows it, so that what was moved out of memory does not
-//! stay there as cache; they then need memory, positions and lengths at multiples of [`SECTOR`]. Positions are by construction, buffers of 2 MiB and more
-//! are as the pool maps them; everything else passes through a [`Bounce`].
+//! Reads and writes are positional and go past the page cache (`O_DIRECT`) where the file system
+//! allows it, so that what was moved out of memory does not stay there as cache; they then need
+//! memory, positions and lengths at multiples of [`SECTOR`]. Positions are by construction, buffers
+//! of 2 MiB and more are as the pool maps them; everything else passes through a [`Bounce`].
 
 use super::TierError;
 use std::fs::{File, OpenOptions};
@@ -22,7 +23,8 @@ pub const fn aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(SECTOR as u64)
 }
 
-/// A file of one rank and purpose, removed when it is dropped. On the meta device there is none, and nothing is moved.
+/// A file of one rank and purpose, removed when it is dropped. On the meta device there is none,
+/// and nothing is moved.
 pub struct Store {
     what: &'static str,
     bytes: u64,
@@ -53,7 +55,8 @@ impl Store {
         self.bytes
     }
 
-    /// `FOLDER/WHAT-rank-RANK.bin` with room for `bytes` bytes; what a killed run left there is replaced.
+    /// `FOLDER/WHAT-rank-RANK.bin` with room for `bytes` bytes; what a killed run left there is
+    /// replaced.
     ///
     /// # Errors
     /// A folder that cannot be made or written to, and a disk without that room.
@@ -93,7 +96,8 @@ impl Store {
         }
     }
 
-    /// Writes `bytes` at `offset`, a multiple of [`SECTOR`]; up to the next multiple what follows may change.
+    /// Writes `bytes` at `offset`, a multiple of [`SECTOR`]; up to the next multiple what follows
+    /// may change.
     ///
     /// # Errors
     /// The operating system's, a full disk among them.

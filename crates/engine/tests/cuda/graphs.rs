@@ -18,7 +18,8 @@ fn assert_same(got: &(Vec<StepOutcome>, Vec<f32>), want: &(Vec<StepOutcome>, Vec
     assert!(bits(&got.1) == bits(&want.1), "{what}: some weight differs");
 }
 
-/// With dropout, whose numbers change from step to step, with f16, whose loss scale does, and with gradients that are folded.
+/// With dropout, whose numbers change from step to step, with f16, whose loss scale does, and with
+/// gradients that are folded.
 #[test]
 fn a_graph_is_captured_once_products_of_eight_bits_have_scales() {
     use Launches::{Captured, OneByOne, Replayed};
@@ -123,7 +124,8 @@ fn a_replayed_step_is_one_launch_and_takes_the_memory_that_meta_predicts() {
                 let at = records.iter().position(|name| *name == "graph").unwrap();
                 assert!(records[..at].iter().all(|name| ["upload", "copy"].contains(name)), "{records:?}");
                 assert!(!records[at..].contains(&"embedding") && records[at..].contains(&"adamw"), "{records:?}");
-                // The first one takes batches of its own beside the graph's; from then on nothing is taken.
+                // The first one takes batches of its own beside the graph's; from then on nothing
+                // is taken.
                 assert!(step == 2 || fake.used().0 == used, "{sets:?}");
             }
             used = fake.used().0;
@@ -150,7 +152,8 @@ fn documents(trial: &Trial, device: &Device, model: &Model, number: usize, lengt
     model.batch(device, &slices).unwrap()
 }
 
-/// Documents begin elsewhere in every step and fewer targets count, which is in the graph's memory; another number of tokens, or positions that reach further, are not.
+/// Documents begin elsewhere in every step and fewer targets count, which is in the graph's memory;
+/// another number of tokens, or positions that reach further, are not.
 #[test]
 fn a_step_of_another_shape_gives_the_graph_up_and_says_so() {
     use Launches::{Captured, OneByOne, Replayed};

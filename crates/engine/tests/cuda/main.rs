@@ -1,5 +1,6 @@
-//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every access, and with the kernels emulated on the host,
-//! so that a small model really trains. Where `TRAINYARD_TEST_DEVICE` says so it trains on a GPU.
+//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every
+//! access, and with the kernels emulated on the host, so that a small model really trains. Where
+//! `TRAINYARD_TEST_DEVICE` says so it trains on a GPU.
 
 mod graphs;
 mod on_host;
@@ -261,13 +262,16 @@ fn emulated_kernels_train_like_the_cpu() {
         (GPT2, &["precision.compute=f32", "model.dropout=0.1"], 1e-4),
         (LLAMA, &["precision.compute=bf16", "activation_checkpointing.mode=full"], 2e-2),
         (GPT2, &["precision.compute=bf16", "training.accumulation_steps=2"], 2e-2),
-        // The first step is computed in bf16; a rounding that falls the other way in eight bits is one of bf16's that does, made larger. At ten times this rate the
-        // norm jumps, and four steps make 6 % of attention's probabilities in bf16 here and in f32 on processors without tiles.
+        // The first step is computed in bf16; a rounding that falls the other way in eight bits is
+        // one of bf16's that does, made larger. At ten times this rate the norm jumps, and four
+        // steps make 6 % of attention's probabilities in bf16 here and in f32 on processors without
+        // tiles.
         (LLAMA, &["precision.fp8=hybrid", "activation_checkpointing.mode=full", "optimizer.learning_rate=0.001"], 2e-2),
         (GPT2, &["precision.fp8=hybrid", "training.accumulation_steps=2", "optimizer.learning_rate=0.001"], 2e-2),
         (LLAMA, &["precision.compute=f32", "optimizer.name=muon"], 1e-4),
         (GPT2, &["precision.compute=bf16", "optimizer.name=muon"], 2e-2),
-        // Adafactor makes steps of full length of gradients that are rounding alone, as those of GPT-2's key biases: there the CPU's own kernels differ by 2e-4.
+        // Adafactor makes steps of full length of gradients that are rounding alone, as those of
+        // GPT-2's key biases: there the CPU's own kernels differ by 2e-4.
         (LLAMA, &["precision.compute=f32", "optimizer.name=adafactor"], 1e-4),
         (LLAMA, &["precision.compute=bf16", "optimizer.name=adafactor"], 2e-2),
     ] {
@@ -376,8 +380,8 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
         assert!((got - want).abs() <= 1e-2 * want, "{got} and {want} on the CPU");
     }
 }
-/// A language in which every token is followed by one of two, as a coin falls: its loss comes down to ln 2 and not to nothing, so that curves can be compared
-/// to the end.
+/// A language in which every token is followed by one of two, as a coin falls: its loss comes down
+/// to ln 2 and not to nothing, so that curves can be compared to the end.
 fn coin_batch(trial: &Trial, device: &Device, model: &Model, number: usize) -> Batch {
     let vocab = trial.spec.vocab_size as i32;
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
@@ -396,7 +400,8 @@ fn coin_batch(trial: &Trial, device: &Device, model: &Model, number: usize) -> B
 
 #[test]
 fn bf16_loss_curves_are_those_of_the_cpu() {
-    /// Steps of which the mean is compared: a single one is as far off as rounding takes two runs apart.
+    /// Steps of which the mean is compared: a single one is as far off as rounding takes two runs
+    /// apart.
     const WINDOW: usize = 10;
     let trial = Trial::new(LLAMA, &["precision.compute=bf16", "optimizer.learning_rate=0.002"]);
     let losses = |device: &Device, steps: usize| -> Vec<f64> {

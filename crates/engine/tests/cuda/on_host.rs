@@ -74,8 +74,9 @@ fn what_lies_on_the_host_changes_no_bit() {
     }
 }
 
-/// On the fake's clocks, on which streams run beside each other as far as their events let them: what a pass needs comes while the one before it computes, and what
-/// a pass leaves goes while the next one does.
+/// On the fake's clocks, on which streams run beside each other as far as their events let them:
+/// what a pass needs comes while the one before it computes, and what a pass leaves goes while the
+/// next one does.
 #[test]
 fn what_lies_on_the_host_moves_beside_computing() {
     let model = LLAMA.replace("layers = 2", "layers = 6");

@@ -41,7 +41,8 @@ fn class(spec: &ModelSpec) -> Result<Class, ConfigError> {
     }
 }
 
-/// The text of a `config.json` with which transformers (4 and 5) builds this model; `dtype` is that of the weights.
+/// The text of a `config.json` with which transformers (4 and 5) builds this model; `dtype` is that
+/// of the weights.
 pub fn config_json(spec: &ModelSpec, dtype: DType) -> Result<String, ConfigError> {
     let class = class(spec)?;
     let mut map = Map::new();
@@ -169,8 +170,8 @@ pub fn generation_config_json(spec: &ModelSpec) -> String {
     pretty(Value::Object(set.collect()))
 }
 
-/// Tensors that a Hugging Face class insists on although the model has none: the biases of a GPT-2 without biases, which
-/// as zeros change nothing.
+/// Tensors that a Hugging Face class insists on although the model has none: the biases of a GPT-2
+/// without biases, which as zeros change nothing.
 pub fn implied_zeros(spec: &ModelSpec) -> Vec<(String, Vec<usize>)> {
     let mut zeros = Vec::new();
     if spec.family != Family::Gpt2 {

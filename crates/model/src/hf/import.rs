@@ -1,6 +1,7 @@
 //! `config.json` to [`ModelSpec`].
 //!
-//! Defaults for absent keys are those of transformers' configuration classes, which published files rely on.
+//! Defaults for absent keys are those of transformers' configuration classes, which published files
+//! rely on.
 
 use super::ConfigError;
 use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
@@ -49,7 +50,8 @@ fn gpt2(keys: &mut Keys) -> Result<ModelSpec> {
     keys.refuse("n_ctx", &[Value::from(positions)], "it must equal n_positions")?;
     keys.refuse("scale_attn_weights", &[Value::Bool(true)], "scores are always divided by sqrt(head_dim)")?;
     keys.refuse("scale_attn_by_inverse_layer_idx", &[Value::Bool(false)], "scores are not scaled by layer")?;
-    // Changes the rounding of transformers' own f16 path, not the function; softmax is always f32 here.
+    // Changes the rounding of transformers' own f16 path, not the function; softmax is always f32
+    // here.
     keys.take("reorder_and_upcast_attn");
     let mut spec = ModelSpec::gpt2(keys.size("vocab_size", Some(50_257))?, dim, layers, heads, positions);
     if heads == 0 || !dim.is_multiple_of(heads) {
@@ -156,7 +158,8 @@ fn llama(keys: &mut Keys, model_type: &str) -> Result<ModelSpec> {
     Ok(spec)
 }
 
-/// Sliding windows: Mistral's are in every layer; Qwen's where `layer_types` says, or from `max_window_layers` on.
+/// Sliding windows: Mistral's are in every layer; Qwen's where `layer_types` says, or from
+/// `max_window_layers` on.
 fn windows(keys: &mut Keys, model_type: &str, spec: &mut ModelSpec) -> Result<()> {
     let given = !keys.absent("sliding_window");
     let window = keys.optional_size("sliding_window")?;
@@ -203,7 +206,8 @@ fn sliding_layers(types: &Value, layers: usize) -> Result<Vec<usize>> {
     Ok(sliding)
 }
 
-/// Rotary parameters as transformers 5 writes them (`rope_parameters`) or 4 did (`rope_theta`, `rope_scaling`).
+/// Rotary parameters as transformers 5 writes them (`rope_parameters`) or 4 did (`rope_theta`,
+/// `rope_scaling`).
 fn rope(keys: &mut Keys, positions: usize) -> Result<RopeSpec> {
     let theta = keys.number("rope_theta")?;
     let partial = keys.number("partial_rotary_factor")?;
@@ -387,7 +391,8 @@ impl Keys {
     }
 
     fn optional_size(&mut self, key: &str) -> Result<Option<usize>> {
-        // What is larger than this is no size of a model, and sums and products of sizes must not overflow.
+        // What is larger than this is no size of a model, and sums and products of sizes must not
+        // overflow.
         let read = |value: &Value| value.as_u64().filter(|n| *n > 0 && *n < 1 << 31).map(|n| n as usize);
         self.typed(key, "a positive whole number below 2^31", read)
     }
@@ -406,7 +411,8 @@ impl Keys {
         }
     }
 
-    /// Dropout of attention probabilities is not done here; it matters in training only, so it is said and not refused.
+    /// Dropout of attention probabilities is not done here; it matters in training only, so it is
+    /// said and not refused.
     fn attention_dropout(&mut self, key: &'static str, default: f64) -> Result<()> {
         let probability = self.number(key)?.unwrap_or(default);
         if probability != 0.0 {

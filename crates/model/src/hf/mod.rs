@@ -1,8 +1,9 @@
 //! Hugging Face `config.json` in and out.
 //!
-//! Supported `model_type`s: `gpt2`, `llama` (which SmolLM is), `mistral`, `qwen2`, `qwen3`. A key that changes the function
-//! computed is either translated or, when its value asks for something this crate does not do, an error; nothing is silently
-//! ignored: keys that are unknown, or that only matter in training and are not followed, come back as notes for the user.
+//! Supported `model_type`s: `gpt2`, `llama` (which SmolLM is), `mistral`, `qwen2`, `qwen3`. A key
+//! that changes the function computed is either translated or, when its value asks for something
+//! this crate does not do, an error; nothing is silently ignored: keys that are unknown, or that
+//! only matter in training and are not followed, come back as notes for the user.
 
 mod export;
 mod import;

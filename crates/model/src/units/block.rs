@@ -76,8 +76,9 @@ impl Block {
             (gain("attn.q_norm.weight", "q_norm"), gain("attn.k_norm.weight", "k_norm"), spec.norm_eps as f32)
         });
         let mut residual = |name: &str, inner: usize, hf_name: &str, with_bias: bool| {
-            // GPT-2 makes the products that end on the residual path smaller with depth, so that its variance does not
-            // grow with the number of blocks (Radford et al. 2019, section 2.3).
+            // GPT-2 makes the products that end on the residual path smaller with depth, so that
+            // its variance does not grow with the number of blocks (Radford et al. 2019, section
+            // 2.3).
             let mut weight = matrix(spec, &format!("{name}.weight"), [dim, inner], format!("{hf_name}.weight"));
             if spec.family == Family::Gpt2 {
                 weight.init = Init::Normal { std: (spec.init_std / (2.0 * spec.layers as f64).sqrt()) as f32 };

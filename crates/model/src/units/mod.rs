@@ -1,7 +1,8 @@
 //! The units of the GPT-2 and Llama families.
 //!
-//! Both families are one chain: [`Embedding`], [`Block`]s, [`Head`]. They differ in the norm, in how positions come in, and
-//! in the MLP; each of these is one value inside the unit, chosen when it is built.
+//! Both families are one chain: [`Embedding`], [`Block`]s, [`Head`]. They differ in the norm, in
+//! how positions come in, and in the MLP; each of these is one value inside the unit, chosen when
+//! it is built.
 
 mod block;
 mod embedding;

@@ -147,8 +147,8 @@ impl<'de> Deserialize<'de> for Entries {
 }
 
 impl TensorFile {
-    /// Opens a file and checks its header against its length: every tensor's bytes fit its shape and dtype, they
-    /// neither overlap nor leave gaps, and together are the file.
+    /// Opens a file and checks its header against its length: every tensor's bytes fit its shape
+    /// and dtype, they neither overlap nor leave gaps, and together are the file.
     pub fn open(path: &Path) -> Result<TensorFile, WeightsError> {
         let mut file = File::open(path).map_err(WeightsError::io("opening", path))?;
         let file_len = file.metadata().map_err(WeightsError::io("reading", path))?.len();

@@ -1,9 +1,11 @@
-//! Weights in and out as safetensors, in one file or in shards with an index, under Hugging Face's names.
+//! Weights in and out as safetensors, in one file or in shards with an index, under Hugging Face's
+//! names.
 //!
-//! Reading goes through positioned reads of one tensor at a time, so that memory holds one conversion buffer and a file
-//! that is cut short meanwhile is an error and not a signal; everything that can be known from headers (missing, unexpected and
-//! misshapen tensors, lying offsets) is checked before the first value is read. Writing plans the whole folder from the model's
-//! parameters, then asks for one unit's values at a time and puts each tensor in its place.
+//! Reading goes through positioned reads of one tensor at a time, so that memory holds one
+//! conversion buffer and a file that is cut short meanwhile is an error and not a signal;
+//! everything that can be known from headers (missing, unexpected and misshapen tensors, lying
+//! offsets) is checked before the first value is read. Writing plans the whole folder from the
+//! model's parameters, then asks for one unit's values at a time and puts each tensor in its place.
 //!
 //! Formats: safetensors is a little-endian u64 header length, a JSON header
 //! `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes, row-major.

@@ -31,8 +31,8 @@ struct Index {
 }
 
 impl WeightReader {
-    /// Opens `folder` and checks that it holds exactly the tensors of `model`, in the right shapes. Reads headers only,
-    /// except to compare a tied head that is stored nevertheless.
+    /// Opens `folder` and checks that it holds exactly the tensors of `model`, in the right shapes.
+    /// Reads headers only, except to compare a tied head that is stored nevertheless.
     pub fn open(folder: &Path, model: &Model) -> Result<WeightReader, WeightsError> {
         let (files, mut places) = open_files(folder)?;
         let mut notes = Vec::new();
@@ -70,7 +70,8 @@ impl WeightReader {
         }
     }
 
-    /// Reads every parameter into a [`Store`], in f32, for small programs; the engine reads units into its own buffers.
+    /// Reads every parameter into a [`Store`], in f32, for small programs; the engine reads units
+    /// into its own buffers.
     pub fn read_store(&self, model: &Model, device: &Device) -> Result<Store, ModelError> {
         let mut store = Store::new();
         for (id, parameter) in model.parameters() {

@@ -53,10 +53,12 @@ struct Plan {
     elements: u64,
 }
 
-/// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which is made if needed.
+/// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which
+/// is made if needed.
 ///
-/// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard) and is called once for each, so that
-/// no more than one unit is in memory. Files appear under their names when they are complete, the weights before what refers to them.
+/// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard) and is called once
+/// for each, so that no more than one unit is in memory. Files appear under their names when they
+/// are complete, the weights before what refers to them.
 pub fn export<E>(
     folder: &Path,
     model: &Model,
@@ -105,7 +107,8 @@ where
     Ok(Exported { files: written, bytes: plan.elements * plan.dtype.size() as u64 })
 }
 
-/// Files of weights in `folder`, by their names, that are not among `names`: of one file, or parts with their index.
+/// Files of weights in `folder`, by their names, that are not among `names`: of one file, or parts
+/// with their index.
 fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
     let is_part = |name: &str| {
         let middle = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
@@ -194,7 +197,8 @@ impl Plan {
         self.headers.push(bytes);
     }
 
-    /// Makes the files under temporary names, in full length and so with zeros for what will not be written.
+    /// Makes the files under temporary names, in full length and so with zeros for what will not be
+    /// written.
     fn create(&self, folder: &Path) -> Result<Vec<File>, WeightsError> {
         let create = |((name, header), size): ((&String, &Vec<u8>), &u64)| {
             let path = partial(&folder.join(name));
@@ -259,7 +263,8 @@ struct Partials(Vec<PathBuf>);
 impl Drop for Partials {
     fn drop(&mut self) {
         for path in &self.0 {
-            // It has got its own name, or was never made; and an error that brought us here is the one worth reporting.
+            // It has got its own name, or was never made; and an error that brought us here is the
+            // one worth reporting.
             let _ = fs::remove_file(path);
         }
     }

@@ -72,7 +72,8 @@ pub fn check(name: &str, device: &Device, policy: Policy, eager: bool) {
     println!("{name} on {device:?}, {policy:?}: relative errors up to {worst:.1e}");
 }
 
-/// The same with weights and activations in a dtype of 16 bits, to a tolerance that f32 would stay far below.
+/// The same with weights and activations in a dtype of 16 bits, to a tolerance that f32 would stay
+/// far below.
 pub fn check_in(name: &str, device: &Device, dtype: DType, tolerance: f64) {
     let golden = read_golden(name);
     let (model, mut store) = load(name, device);
@@ -86,8 +87,8 @@ pub fn check_in(name: &str, device: &Device, dtype: DType, tolerance: f64) {
     assert!(error > tolerance / 1000.0, "{name} in {dtype}: computed in f32?");
     let (_, gradients) = loss_and_gradients(&model, &mut store, device, &batch, Policy::Everything, true);
     let ours = by_hf_name(&model, &gradients);
-    // Compared as we hold them, fused: the keys' bias shifts all scores of a query nearly alike, so that its
-    // gradient on its own is the small difference of large numbers.
+    // Compared as we hold them, fused: the keys' bias shifts all scores of a query nearly alike, so
+    // that its gradient on its own is the small difference of large numbers.
     for (_, parameter) in model.parameters() {
         let names: Vec<&str> = parameter.sources.iter().map(|source| source.hf_name.as_str()).collect();
         let got = names.iter().flat_map(|name| ours[*name].clone()).collect::<Vec<_>>();

@@ -1,7 +1,8 @@
-//! A pipeline's turns, played: when each stage runs which stretch of units on which micro-batch, as its schedule says, if nothing else delays it.
+//! A pipeline's turns, played: when each stage runs which stretch of units on which micro-batch, as
+//! its schedule says, if nothing else delays it.
 //!
-//! A turn is hundreds of instructions, so this is that much cheaper than a simulation; and it is below it, since the simulation's turns take at least as
-//! long and wait for at least the same.
+//! A turn is hundreds of instructions, so this is that much cheaper than a simulation; and it is
+//! below it, since the simulation's turns take at least as long and wait for at least the same.
 
 use super::{Prices, Stage};
 use trainyard_program::{Part, Phase, Turn, turns};
@@ -70,8 +71,8 @@ impl Prices<'_> {
         stages.iter().zip(&free).enumerate().map(end).fold(0.0, f64::max) + self.rest_s()
     }
 
-    /// When the last sum of a stage ends at the earliest: those of a stretch wait for the turn that completes its gradients, which `began` then, and
-    /// for one another.
+    /// When the last sum of a stage ends at the earliest: those of a stretch wait for the turn that
+    /// completes its gradients, which `began` then, and for one another.
     fn sums_end(&self, stage: &Stage, began: &[f64], pp: usize) -> f64 {
         let mut stretches: Vec<(f64, f64)> = stage
             .stretches

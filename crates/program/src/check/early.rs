@@ -1,10 +1,12 @@
-//! Nothing is there earlier than the program's `prefetch` says, so that no more memory is held at once than was planned.
+//! Nothing is there earlier than the program's `prefetch` says, so that no more memory is held at
+//! once than was planned.
 
 use super::CheckError;
 use crate::clocks::HappensBefore;
 use crate::{Action, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State};
 
-/// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it has to.
+/// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it
+/// has to.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
     let is_pass = |number: &u32| {
         let action = program.instructions[*number as usize].action;
@@ -74,7 +76,8 @@ fn begins_a_buffer(program: &Program, instruction: &Instruction) -> bool {
     program.placement.fresh_gradients == Fresh::Transient && takes(instruction, MemoryKind::Gradients)
 }
 
-/// Whether an instruction takes memory for a sum of gradients that lies in a tier: a pass where they gather in place, and a reduction elsewhere.
+/// Whether an instruction takes memory for a sum of gradients that lies in a tier: a pass where
+/// they gather in place, and a reduction elsewhere.
 fn begins_a_sum(program: &Program, instruction: &Instruction) -> bool {
     let begins = match instruction.action {
         Action::Forward { .. } | Action::Backward { .. } => program.placement.fresh_gradients == Fresh::InPlace,
@@ -93,7 +96,8 @@ fn early(number: u32, instruction: &Instruction, earlier: u32) -> CheckError {
     CheckError::Order { number: number as usize, action: instruction.action.name(), what }
 }
 
-/// The pass that instruction `number` has to wait for when what it brings may be there `prefetch` passes ahead of its use.
+/// The pass that instruction `number` has to wait for when what it brings may be there `prefetch`
+/// passes ahead of its use.
 fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Option<u32> {
     let next = passes.partition_point(|pass| *pass < number);
     let uses = |pass: &u32| {

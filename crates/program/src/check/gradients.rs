@@ -16,7 +16,8 @@ struct Gradient {
     expected: u32,
     /// Those so far, per micro-batch.
     added: Vec<u32>,
-    /// Buffers that are not reduced yet: for how many micro-batches each stands. Without folding there is at most one.
+    /// Buffers that are not reduced yet: for how many micro-batches each stands. Without folding
+    /// there is at most one.
     buffers: Vec<u32>,
     /// Micro-batches in the resident sum.
     reduced: u32,

@@ -2,11 +2,14 @@
 //!
 //! [`check`] looks at one rank's program, [`check_ranks`] at those of all ranks together.
 //!
-//! A program's meaning is that of its instructions one after the other; lanes run them in another order. So a program is right when
+//! A program's meaning is that of its instructions one after the other; lanes run them in another
+//! order. So a program is right when
 //!
-//! 1. any two instructions that touch the same thing, one of them changing it, are ordered by lanes and dependencies (`races`):
-//!    then every order that lanes can produce means the same as the program's own; and
-//! 2. one after the other, each finds what it needs, and the step does all of its work, once (`step`); and
+//! 1. any two instructions that touch the same thing, one of them changing it, are ordered by lanes
+//!    and dependencies (`races`): then every order that lanes can produce means the same as the
+//!    program's own; and
+//! 2. one after the other, each finds what it needs, and the step does all of its work, once
+//!    (`step`); and
 //! 3. nothing is brought earlier than planned, so that memory is what was planned (`early`).
 
 mod early;
@@ -109,9 +112,11 @@ pub enum CheckError {
 ///
 /// # Errors
 ///
-/// The first thing that is wrong: operands that do not exist, a dependency forward, conflicting instructions without an order, something used that
-/// is not there (a unit that is not gathered, state in a lower tier, activations that were evicted), a gradient reduced twice or not at all, an update
-/// before the norm, memory given back that was not taken, or anything left over at the end.
+/// The first thing that is wrong: operands that do not exist, a dependency forward, conflicting
+/// instructions without an order, something used that is not there (a unit that is not gathered,
+/// state in a lower tier, activations that were evicted), a gradient reduced twice or not at all,
+/// an update before the norm, memory given back that was not taken, or anything left over at the
+/// end.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     tables(program)?;
     operands(program)?;

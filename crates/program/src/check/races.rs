@@ -13,7 +13,8 @@ enum Thing {
     Parameters(u32),
     Gathered(u32),
     Activations(u32, u32),
-    /// The result of a pass over a unit: its output, or the gradient of its input; and what collectives inside the unit make of it.
+    /// The result of a pass over a unit: its output, or the gradient of its input; and what
+    /// collectives inside the unit make of it.
     Result(Phase, u32, u32),
     Completed(Phase, u32, u32),
     /// A gradient before its reduction; the number counts reductions of the unit.
@@ -206,7 +207,8 @@ impl<'p> Touching<'p> {
                 }
                 self.changes.push(Thing::Completed(phase, unit, micro_batch));
             }
-            // What no backward wrote of a gradient becomes zero; before it goes to its tier, where it has one.
+            // What no backward wrote of a gradient becomes zero; before it goes to its tier, where
+            // it has one.
             Action::Clip => {
                 let in_tiers = self.program.offload.gradients.is_some();
                 let touched = if in_tiers { &mut self.reads } else { &mut self.changes };
@@ -242,7 +244,8 @@ impl<'p> Touching<'p> {
                     State::Gradients => Thing::Gradient(unit),
                 });
             }
-            // Where masters are apart from the copy that forward reads, they are what is snapshot, and the copy may be gathered meanwhile.
+            // Where masters are apart from the copy that forward reads, they are what is snapshot,
+            // and the copy may be gathered meanwhile.
             Action::Snapshot => {
                 let chunks = |unit: &u32| {
                     (0..self.program.chunks_of(*unit)).map(|chunk| Thing::Optimizer(*unit, chunk)).collect::<Vec<_>>()
@@ -308,7 +311,8 @@ fn writes_anew(update: &Instruction) -> bool {
     update.effects.iter().any(|effect| effect.kind == MemoryKind::Parameters && effect.bytes > 0)
 }
 
-/// What carries the output of `unit` (forward) or the gradient of that output (backward), which is what the unit above makes.
+/// What carries the output of `unit` (forward) or the gradient of that output (backward), which is
+/// what the unit above makes.
 fn result_of(phase: Phase, unit: u32, micro_batch: u32) -> [Thing; 2] {
     let maker = if phase == Phase::Forward { unit } else { unit + 1 };
     [Thing::Result(phase, maker, micro_batch), Thing::Completed(phase, maker, micro_batch)]

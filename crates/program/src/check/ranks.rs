@@ -1,4 +1,5 @@
-//! All ranks together: they meet in the same collectives in the same order, and never wait for each other for ever.
+//! All ranks together: they meet in the same collectives in the same order, and never wait for each
+//! other for ever.
 
 use super::CheckError;
 use crate::{Action, Axis, Lane, Phase, Program};
@@ -21,14 +22,18 @@ impl fmt::Display for Deadlock {
     }
 }
 
-/// Checks the programs of all ranks, in the order of ranks: each by itself, and that together they come to an end.
+/// Checks the programs of all ranks, in the order of ranks: each by itself, and that together they
+/// come to an end.
 ///
-/// Lanes and their meetings are simulated: a lane stands at its next instruction until that instruction's dependencies have finished and, if it
-/// communicates, until all ranks of its group stand at the same one. Sends and receives meet too, as they do for messages too large to be buffered.
+/// Lanes and their meetings are simulated: a lane stands at its next instruction until that
+/// instruction's dependencies have finished and, if it communicates, until all ranks of its group
+/// stand at the same one. Sends and receives meet too, as they do for messages too large to be
+/// buffered.
 ///
 /// # Errors
 ///
-/// A program that fails [`check`](super::check), ranks that stand at different instructions of one lane of one group, and deadlocks.
+/// A program that fails [`check`](super::check), ranks that stand at different instructions of one
+/// lane of one group, and deadlocks.
 pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
     for (rank, program) in (0..).zip(programs) {
         super::check(program).map_err(|error| CheckError::OfRank { rank, error: Box::new(error) })?;
@@ -109,7 +114,8 @@ impl<'p> Simulation<'p> {
         after.iter().all(|on| self.finished[rank as usize][*on as usize]).then_some(number)
     }
 
-    /// `rank` stands at `number`: the instructions that finish with that, none while others are missing.
+    /// `rank` stands at `number`: the instructions that finish with that, none while others are
+    /// missing.
     fn arrive(&mut self, rank: u32, number: u32) -> Result<Vec<(u32, u32)>, CheckError> {
         let action = self.action(rank, number);
         let Some((meeting, expected)) = self.meeting(rank, action) else { return Ok(vec![(rank, number)]) };

@@ -1,4 +1,5 @@
-//! The step in the program's own order: each instruction finds what it needs, and all of the work is done once.
+//! The step in the program's own order: each instruction finds what it needs, and all of the work
+//! is done once.
 
 use super::CheckError;
 use super::gradients::Gradients;
@@ -263,7 +264,8 @@ impl<'p> Step<'p> {
         Ok(())
     }
 
-    /// Where gradients gather as `fresh` says, this adds to a unit's sum, which must not be in a lower tier.
+    /// Where gradients gather as `fresh` says, this adds to a unit's sum, which must not be in a
+    /// lower tier.
     fn adds_to_sum(&mut self, unit: u32, fresh: Fresh) -> Verdict {
         if self.program.offload.gradients.is_none() || self.program.placement.fresh_gradients != fresh {
             return Ok(());
@@ -482,7 +484,8 @@ impl Balance {
             MemoryKind::Activations => unit * self.micro_batches + micro_batch,
             MemoryKind::Data => micro_batch,
             MemoryKind::Parameters | MemoryKind::Masters | MemoryKind::Optimizer | MemoryKind::Gathered => unit,
-            // One pass takes buffers for several units, and receives are named after another unit than the pass that uses them.
+            // One pass takes buffers for several units, and receives are named after another unit
+            // than the pass that uses them.
             MemoryKind::Gradients | MemoryKind::Communication => 0,
         };
         let live = &mut self.live[effect.kind as usize][place as usize];

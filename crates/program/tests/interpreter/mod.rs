@@ -1,7 +1,9 @@
-//! Runs the programs of all ranks on numbers that stand for tensors, in any order that lanes and dependencies allow.
+//! Runs the programs of all ranks on numbers that stand for tensors, in any order that lanes and
+//! dependencies allow.
 //!
-//! It knows nothing of the checker: what an instruction finds missing is an error, ranks that wait for each other for ever are an error, and
-//! what comes out are the weights. Programs are equivalent when no order tells them apart.
+//! It knows nothing of the checker: what an instruction finds missing is an error, ranks that wait
+//! for each other for ever are an error, and what comes out are the weights. Programs are
+//! equivalent when no order tells them apart.
 
 use trainyard_program::{Action, Axis, Extent, Fresh, Lane, MemoryKind, Part, Program, State, Tier};
 
@@ -16,7 +18,8 @@ pub enum Order {
     Lazy(Lane),
 }
 
-/// What is left after a step, of each rank: its units' state, the snapshot, what was left over, and last the norm and the weights of its own parts.
+/// What is left after a step, of each rank: its units' state, the snapshot, what was left over, and
+/// last the norm and the weights of its own parts.
 pub type Outcome = Vec<Vec<u64>>;
 
 /// The parts of a unit's flat buffer that are there.
@@ -37,11 +40,13 @@ struct UnitState {
     /// By chunk.
     masters: Vec<Option<Parts>>,
     masters_in_tier: Vec<Parts>,
-    /// By chunk, where the update runs on the host: the gradient that it was given, and the copy that it wrote.
+    /// By chunk, where the update runs on the host: the gradient that it was given, and the copy
+    /// that it wrote.
     on_host: Vec<OnHost>,
     fresh: Vec<Buffer>,
     sum: Option<Vec<u64>>,
-    /// Where gradients lie in a tier: what is there, a buffer that is not reduced or a sum; and by chunk, what came with the optimizer's state.
+    /// Where gradients lie in a tier: what is there, a buffer that is not reduced or a sum; and by
+    /// chunk, what came with the optimizer's state.
     sum_in_tier: Option<Buffer>,
     with_state: Vec<Option<Vec<u64>>>,
 }
@@ -57,7 +62,8 @@ struct Rank {
     loaded: u32,
     targets: Option<u64>,
     units: Vec<UnitState>,
-    /// By unit and micro-batch: what forward kept, the same in the tier, the output, and the gradient of the output.
+    /// By unit and micro-batch: what forward kept, the same in the tier, the output, and the
+    /// gradient of the output.
     kept: Vec<Option<u64>>,
     away: Vec<Option<u64>>,
     outputs: Vec<Option<u64>>,
@@ -96,7 +102,8 @@ fn updates_on_host(program: &Program) -> bool {
     program.offload.optimizer == Some(Tier::Host)
 }
 
-/// Chunks of a unit stand for the same numbers, so that their count tells nothing; unless they differ.
+/// Chunks of a unit stand for the same numbers, so that their count tells nothing; unless they
+/// differ.
 fn one_of_all(chunks: Vec<u64>) -> u64 {
     if chunks.iter().all(|chunk| *chunk == chunks[0]) { chunks[0] } else { mix(&chunks) }
 }

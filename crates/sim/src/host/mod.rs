@@ -1,8 +1,11 @@
-//! Runs on a host's cores: ranks that share cores and memory, as threads or processes, priced from the machine's own profile.
+//! Runs on a host's cores: ranks that share cores and memory, as threads or processes, priced from
+//! the machine's own profile.
 //!
-//! The step program is the one that the engine executes, and so are the kernel calls: the engine executed the program on the `meta` device and recorded
-//! every call with the number of its instruction. [`HostPrices`] look each call up in the measured curves ([`crate::machine`]) and each exchange in
-//! those of its operation; [`play`] runs the program against the clock with the cores as a shared resource.
+//! The step program is the one that the engine executes, and so are the kernel calls: the engine
+//! executed the program on the `meta` device and recorded every call with the number of its
+//! instruction. [`HostPrices`] look each call up in the measured curves ([`crate::machine`]) and
+//! each exchange in those of its operation; [`play`] runs the program against the clock with the
+//! cores as a shared resource.
 
 mod play;
 mod price;
@@ -32,11 +35,13 @@ pub struct HostStep {
     pub simulated: Simulated,
     /// What each instruction costs alone.
     pub prices: Vec<Priced>,
-    /// Kernels without a curve of their own and how often they are called: priced as plain copies of their bytes.
+    /// Kernels without a curve of their own and how often they are called: priced as plain copies
+    /// of their bytes.
     pub unpriced: BTreeMap<String, u32>,
 }
 
-/// Predicts one step: `program` is a rank's, `calls` its kernel calls by instruction, `speeds` those of the moment (`profile.speeds` if not known).
+/// Predicts one step: `program` is a rank's, `calls` its kernel calls by instruction, `speeds`
+/// those of the moment (`profile.speeds` if not known).
 pub fn host_step(
     program: &Program,
     calls: &[Call],

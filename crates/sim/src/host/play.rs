@@ -1,9 +1,12 @@
 //! The event simulation of ranks that share a host's cores.
 //!
-//! All ranks of the run do the same at the same time, so one is played and counts as often as there are ranks. What an instruction costs alone stretches
-//! while others run: `n` threads that want to run on `c` cores get `c / n` of a core each (completely fair scheduling), and lanes beside each other lose
-//! what the profile's [interference](crate::machine::Interference) says. An exchange was measured on its own ranks, which may have been more
-//! than cores already; only what comes on top of them slows it further. One that begins while compute keeps every core waits until it is given one, or compute rests.
+//! All ranks of the run do the same at the same time, so one is played and counts as often as there
+//! are ranks. What an instruction costs alone stretches while others run: `n` threads that want to
+//! run on `c` cores get `c / n` of a core each (completely fair scheduling), and lanes beside each
+//! other lose what the profile's [interference](crate::machine::Interference) says. An exchange was
+//! measured on its own ranks, which may have been more than cores already; only what comes on top
+//! of them slows it further. One that begins while compute keeps every core waits until it is given
+//! one, or compute rests.
 
 use super::{HostLayout, Priced};
 use crate::machine::MachineProfile;
@@ -66,7 +69,8 @@ struct Host<'a> {
     streams: Streams<'a>,
     now: f64,
     finished: Vec<bool>,
-    /// Per stream, its instructions, how many of them have begun, since when it is free, and what it runs.
+    /// Per stream, its instructions, how many of them have begun, since when it is free, and what
+    /// it runs.
     lanes: Vec<(Vec<usize>, usize, f64, Option<Running>)>,
     time: RankTime,
 }
@@ -181,7 +185,8 @@ impl<'a> Host<'a> {
             let (Some(running), Some(speed)) = (&mut self.lanes[lane].3, speeds[lane]) else { continue };
             if let Some(part) = running.part() {
                 let left = &mut running.left[part as usize];
-                // What rounding leaves of a part that is over; and one that takes no time is over after none.
+                // What rounding leaves of a part that is over; and one that takes no time is over
+                // after none.
                 *left = if speed.is_infinite() || *left - step * speed <= 1e-12 { 0.0 } else { *left - step * speed };
             }
             if running.part().is_none() {
@@ -208,7 +213,8 @@ mod tests {
     use crate::machine::tests::small;
     use trainyard_program::{Action, Instruction, Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
 
-    /// Two units on two replicas; every forward and backward costs 1, every reduction 1, the rest nothing.
+    /// Two units on two replicas; every forward and backward costs 1, every reduction 1, the rest
+    /// nothing.
     fn program() -> (Program, Vec<Priced>) {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
@@ -236,11 +242,13 @@ mod tests {
             let layout = HostLayout { ranks, threads };
             (play(&program, &prices, layout, &profile(cores)).step_s * 1e6).round() / 1e6
         };
-        // Two forwards, two backwards; the head's reduction beside the embedding's backward, the embedding's after it.
+        // Two forwards, two backwards; the head's reduction beside the embedding's backward, the
+        // embedding's after it.
         assert_eq!(step(2, 1, 4), 5.0);
         // On two cores the overlap gains nothing: two threads of each rank share one core.
         assert_eq!(step(2, 1, 2), 6.0);
-        // Four ranks on two cores: compute at half speed; reductions of two ranks at half of what they got alone.
+        // Four ranks on two cores: compute at half speed; reductions of two ranks at half of what
+        // they got alone.
         assert_eq!(step(4, 1, 2), 12.0);
     }
 
@@ -250,7 +258,8 @@ mod tests {
         let mut slow = profile(4);
         slow.interference.compute = 1.5;
         let layout = HostLayout { ranks: 2, threads: 1 };
-        // The last backward runs beside a reduction of one second: 1 / 1.5 of it done then, the rest alone.
+        // The last backward runs beside a reduction of one second: 1 / 1.5 of it done then, the
+        // rest alone.
         let step = play(&program, &prices, layout, &slow).step_s;
         assert!((step - (5.0 + 1.0 / 3.0)).abs() < 1e-9, "{step}");
         let mut sleepy = profile(4);
@@ -265,7 +274,8 @@ mod tests {
         let mut queueing = profile(2);
         queueing.interference.start_s = 10.0;
         let layout = HostLayout { ranks: 2, threads: 1 };
-        // The head's reduction waits for the backward of the embedding to end, and no longer; then both reductions run with nothing beside them.
+        // The head's reduction waits for the backward of the embedding to end, and no longer; then
+        // both reductions run with nothing beside them.
         let step = play(&program, &prices, layout, &queueing).step_s;
         assert!((step - 6.0).abs() < 1e-9, "{step}");
         // Where there are cores for all nobody waits.
@@ -292,7 +302,8 @@ mod tests {
             let prices: Vec<Priced> = program.instructions.iter().map(price).collect();
             play(&program, &prices, HostLayout { ranks: 1, threads: 1 }, &profile(4)).step_s
         };
-        // The second unit's gradients go while the first one's copy comes; a disk is read twice, then written twice.
+        // The second unit's gradients go while the first one's copy comes; a disk is read twice,
+        // then written twice.
         assert_eq!([step(Tier::Host), step(Tier::Disk)], [3.0, 4.0]);
     }
 

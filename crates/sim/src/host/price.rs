@@ -35,7 +35,8 @@ pub struct HostPrices<'p> {
 }
 
 impl<'p> HostPrices<'p> {
-    /// Fits the curves that were measured on ranks of as many threads; where there are none, those of the nearest number of threads, scaled.
+    /// Fits the curves that were measured on ranks of as many threads; where there are none, those
+    /// of the nearest number of threads, scaled.
     pub fn new(profile: &'p MachineProfile, layout: HostLayout, speeds: Speeds) -> HostPrices<'p> {
         let apart = |threads: u32| (f64::from(threads) / f64::from(layout.threads)).ln().abs();
         let mut nearest: HashMap<(&str, &str), &KernelCurve> = HashMap::new();
@@ -53,14 +54,16 @@ impl<'p> HostPrices<'p> {
         HostPrices { profile, speeds, ranks: layout.ranks, curves }
     }
 
-    /// The curve of a call: of its form and dtype, else of its plain form; 16-bit floats that are no bf16 are computed as f32.
+    /// The curve of a call: of its form and dtype, else of its plain form; 16-bit floats that are
+    /// no bf16 are computed as f32.
     fn curve(&self, call: &Call) -> Option<&(Fitted, f64)> {
         let dtype = if call.work.dtype.name() == "bf16" { "bf16" } else { "f32" };
         let curves = self.curves.get(dtype)?;
         curves.get(name(call).as_str()).or_else(|| curves.get(call.kernel))
     }
 
-    /// What the host's memory gives a call that the host runs beside a GPU, in bytes a second; None where the profile is of what runs it.
+    /// What the host's memory gives a call that the host runs beside a GPU, in bytes a second; None
+    /// where the profile is of what runs it.
     fn beside_gpu(&self, call: &Call) -> Option<f64> {
         let transfers = self.profile.transfers.filter(|_| call.computes == Computes::Cpu)?;
         Some(transfers.host_update_bytes_per_s / f64::from(self.ranks))
@@ -122,7 +125,8 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Bytes a second at which state is fetched or evicted: over the GPU's own link to its host, or from a disk, which all ranks of a host share.
+    /// Bytes a second at which state is fetched or evicted: over the GPU's own link to its host, or
+    /// from a disk, which all ranks of a host share.
     fn offload_speed(&self, program: &Program, action: Action) -> f64 {
         let (disk, ranks) = (&self.profile.disk, f64::from(self.ranks));
         match (program.tier_of(action), self.profile.transfers) {
@@ -133,7 +137,8 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Seconds of an instruction's exchanges, and the ranks of a host that exchanged at once when the largest of their groups was measured.
+    /// Seconds of an instruction's exchanges, and the ranks of a host that exchanged at once when
+    /// the largest of their groups was measured.
     fn exchange(&self, program: &Program, instruction: &Instruction) -> (f64, u32) {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
@@ -170,7 +175,8 @@ impl<'p> HostPrices<'p> {
         (seconds, at_once)
     }
 
-    /// How the groups that `group` makes of ranks lie on hosts, to which ranks are dealt in order: as the one on the most hosts, for which all others wait.
+    /// How the groups that `group` makes of ranks lie on hosts, to which ranks are dealt in order:
+    /// as the one on the most hosts, for which all others wait.
     fn spread(&self, mesh: &Mesh, group: impl Fn(u32) -> Group) -> Spread {
         let ranks = group(0).ranks.len() as u32;
         if self.ranks >= mesh.ranks() {
@@ -184,8 +190,9 @@ impl<'p> HostPrices<'p> {
         Spread { ranks, hosts: (0..mesh.ranks()).map(hosts).max().unwrap_or(1) }
     }
 
-    /// Seconds of a collective on a buffer of `bytes` between the ranks of a group. Of groups that were not measured the nearest counts, by hosts before ranks, in proportion to what
-    /// each rank moves.
+    /// Seconds of a collective on a buffer of `bytes` between the ranks of a group. Of groups that
+    /// were not measured the nearest counts, by hosts before ranks, in proportion to what each rank
+    /// moves.
     fn collective(&self, operation: &str, group: Spread, bytes: f64) -> f64 {
         let Spread { ranks, hosts } = group;
         if ranks <= 1 || bytes <= 0.0 {
@@ -253,7 +260,8 @@ mod tests {
         assert!(seen >= 4, "state of two units comes and goes");
     }
 
-    /// A profile of `count` processes on two hosts: exchanges within one take a second whatever their size, between the two ten.
+    /// A profile of `count` processes on two hosts: exchanges within one take a second whatever
+    /// their size, between the two ten.
     fn two_hosts(count: u32) -> MachineProfile {
         let curve = |operation: &str, ranks, hosts: u32| CollectiveCurve {
             operation: operation.to_owned(),
@@ -269,7 +277,8 @@ mod tests {
         MachineProfile { machine: crate::machine::Machine { processes, ..small().machine }, collectives, ..small() }
     }
 
-    /// Seconds of the first reduction of `replicas` x `shards` ranks on two hosts, and the ranks of a host that exchange at once.
+    /// Seconds of the first reduction of `replicas` x `shards` ranks on two hosts, and the ranks of
+    /// a host that exchange at once.
     fn reduction(replicas: u32, shards: u32) -> (f64, u32) {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
@@ -288,7 +297,8 @@ mod tests {
         assert_eq!(reduction(2, 2), (11.0, 2));
         // All shards: on both hosts.
         assert_eq!(reduction(1, 4), (10.0, 2));
-        // Three on each host: pairs of neighbours would be on one host but for the pair in the middle, for which all wait.
+        // Three on each host: pairs of neighbours would be on one host but for the pair in the
+        // middle, for which all wait.
         assert_eq!(reduction(3, 2), (10.0 + 10.0 * 1.5, 3));
     }
 

@@ -1,15 +1,18 @@
 //! Curves through measurements: seconds of a kernel by its shape, and of a collective by its size.
 //!
-//! A kernel's seconds are taken apart into arithmetic at the speed of a product at that moment, traffic at the speed of a copy, a start, and what is done to every element
-//! between products (exponentials of scores, epilogues of results),
+//! A kernel's seconds are taken apart into arithmetic at the speed of a product at that moment,
+//! traffic at the speed of a copy, a start, and what is done to every element between products
+//! (exponentials of scores, epilogues of results),
 //!
 //! ```text
 //! t = r(shape) (a flops / product + b bytes / copy + c + d elements),   a, b, c, d >= 0
 //! ```
 //!
-//! a to d by least squares on the relative error over all measured shapes of that kernel, and r interpolated between the measured shapes: exactly
-//! what was measured at each of them, near ones count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The terms
-//! say how a time changes with the machine's speeds and beyond the measured shapes; r says what they leave out: tiles, caches, epilogues.
+//! a to d by least squares on the relative error over all measured shapes of that kernel, and r
+//! interpolated between the measured shapes: exactly what was measured at each of them, near ones
+//! count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The
+//! terms say how a time changes with the machine's speeds and beyond the measured shapes; r says
+//! what they leave out: tiles, caches, epilogues.
 
 use super::Speeds;
 use serde::{Deserialize, Serialize};
@@ -73,7 +76,8 @@ pub struct Fitted {
     ratios: Vec<(Vec<f64>, f64)>,
 }
 
-/// Seconds of arithmetic at the speed of products, of traffic at the speed of a copy, one start, 1e9 elements.
+/// Seconds of arithmetic at the speed of products, of traffic at the speed of a copy, one start,
+/// 1e9 elements.
 type Parts = [f64; TERMS];
 const TERMS: usize = 4;
 
@@ -151,7 +155,8 @@ impl Fitted {
         let mut near: Vec<(f64, f64)> = self.ratios.iter().map(|(at, ratio)| (distance(at), *ratio)).collect();
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.truncate(NEIGHBOURS);
-        // Squares of squared distances: weights fall with the fourth power, and a measured shape is itself.
+        // Squares of squared distances: weights fall with the fourth power, and a measured shape is
+        // itself.
         let weight = |squared: f64| 1.0 / (squared * squared + 1e-9);
         let (sum, weights) = near.iter().fold((0.0, 0.0), |(sum, weights), (squared, ratio)| {
             (sum + weight(*squared) * ratio.ln(), weights + weight(*squared))
@@ -165,7 +170,8 @@ impl Fitted {
     }
 }
 
-/// The coefficients, none negative, that minimise the squared relative error: of all sets of terms that are positive, the best.
+/// The coefficients, none negative, that minimise the squared relative error: of all sets of terms
+/// that are positive, the best.
 fn non_negative(rows: &[(Parts, f64)]) -> Parts {
     let relative: Vec<Parts> = rows.iter().map(|(parts, t)| parts.map(|part| part / t)).collect();
     let error = |terms: &Parts| relative.iter().map(|parts| (dot(terms, parts) - 1.0).powi(2)).sum::<f64>();
@@ -180,7 +186,8 @@ fn non_negative(rows: &[(Parts, f64)]) -> Parts {
     best.0
 }
 
-/// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None where they are singular.
+/// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None where
+/// they are singular.
 fn solve(relative: &[Parts], used: &[usize]) -> Option<Parts> {
     // Columns are scaled to one, for they differ by many orders of magnitude.
     let scale = |term: usize| relative.iter().map(|parts| parts[term].abs()).fold(0.0, f64::max);
@@ -262,8 +269,8 @@ impl CollectiveCurve {
         Ok(())
     }
 
-    /// Seconds of a message of `bytes`: between measured sizes along a straight line in logarithms, below them the smallest one's, above them in
-    /// proportion to the bytes.
+    /// Seconds of a message of `bytes`: between measured sizes along a straight line in logarithms,
+    /// below them the smallest one's, above them in proportion to the bytes.
     pub fn seconds(&self, bytes: f64) -> f64 {
         let (first, last) = (self.points[0], self.points[self.points.len() - 1]);
         if bytes <= first[0] {

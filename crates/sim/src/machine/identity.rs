@@ -10,7 +10,8 @@ use trainyard_tensor::cpu::Isa;
 pub struct Machine {
     /// The CPU's name, as the system gives it, with family, model and stepping.
     pub cpu: String,
-    /// Cores that the ranks on one host may use: those of this process, or of all processes that were started there together.
+    /// Cores that the ranks on one host may use: those of this process, or of all processes that
+    /// were started there together.
     pub cores: u32,
     /// Hardware threads that the system has online.
     pub threads: u32,

@@ -1,8 +1,11 @@
-//! The hardware profile of one machine's cores: what `trainyard calibrate` measured, where it lies, and whether it is this machine's.
+//! The hardware profile of one machine's cores: what `trainyard calibrate` measured, where it lies,
+//! and whether it is this machine's.
 //!
-//! A datasheet says nothing of how ranks that are threads or processes share a host's cores, so a CPU run is priced from measurements alone: seconds of every
-//! kernel at many shapes ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and what comes on top of both. Every measurement keeps the
-//! machine's [`Speeds`] of its moment, because those drift: a prediction is made for the speeds of its own moment.
+//! A datasheet says nothing of how ranks that are threads or processes share a host's cores, so a
+//! CPU run is priced from measurements alone: seconds of every kernel at many shapes
+//! ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and what comes on top of
+//! both. Every measurement keeps the machine's [`Speeds`] of its moment, because those drift: a
+//! prediction is made for the speeds of its own moment.
 
 mod curve;
 mod identity;
@@ -89,7 +92,8 @@ pub struct MachineProfile {
     pub kernels: Vec<KernelCurve>,
 }
 
-/// What all cores together reach at a moment, or those of one of several processes while the others do the same: the units of a kernel's arithmetic and of its traffic.
+/// What all cores together reach at a moment, or those of one of several processes while the others
+/// do the same: the units of a kernel's arithmetic and of its traffic.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speeds {
@@ -141,7 +145,8 @@ pub struct Overheads {
     pub step_s: f64,
 }
 
-/// How much slower lanes are beside each other than their shares of the cores alone would make them.
+/// How much slower lanes are beside each other than their shares of the cores alone would make
+/// them.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Interference {
@@ -214,9 +219,10 @@ pub enum MachineError {
     },
 }
 
-/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below `$XDG_CACHE_HOME`, else below `~/.cache`; of processes
-/// `$TRAINYARD_PROCESSES_PROFILE`, else `processes.toml` there, of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`, and of the GPUs of several hosts
-/// `$TRAINYARD_GPU_PROCESSES_PROFILE`, else `gpu-processes.toml`.
+/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below
+/// `$XDG_CACHE_HOME`, else below `~/.cache`; of processes `$TRAINYARD_PROCESSES_PROFILE`, else
+/// `processes.toml` there, of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`, and of the GPUs of
+/// several hosts `$TRAINYARD_GPU_PROCESSES_PROFILE`, else `gpu-processes.toml`.
 ///
 /// # Errors
 ///
@@ -231,12 +237,13 @@ fn profile_path(of: ProfileKind, variable: impl Fn(&str) -> Option<OsString>) ->
     set(of.variable()).or_else(|| Some(cache()?.join("trainyard").join(of.file())))
 }
 
-/// The profile of `here`, or of its GPUs; None when it has not been calibrated. Which GPU it is of is not asked: a host that has none can plan for those that
-/// have.
+/// The profile of `here`, or of its GPUs; None when it has not been calibrated. Which GPU it is of
+/// is not asked: a host that has none can plan for those that have.
 ///
 /// # Errors
 ///
-/// A file that cannot be read or does not parse, a profile of another machine, and a file that the variable names and that is not there.
+/// A file that cannot be read or does not parse, a profile of another machine, and a file that the
+/// variable names and that is not there.
 pub fn load_local_profile(of: ProfileKind, here: &Machine) -> Result<Option<MachineProfile>, MachineError> {
     let path = local_profile_path(of)?;
     let named = std::env::var_os(of.variable()).is_some_and(|value| !value.is_empty());
@@ -257,7 +264,8 @@ fn how(here: &Machine) -> &'static str {
 }
 
 impl MachineProfile {
-    /// Itself, read from the file `path`, where it is of GPUs that are dealt to hosts as the processes of `here`.
+    /// Itself, read from the file `path`, where it is of GPUs that are dealt to hosts as the
+    /// processes of `here`.
     fn of_processes(self, path: &Path, here: &Machine) -> Result<MachineProfile, MachineError> {
         let dealt = |machine: &Machine| machine.processes.as_ref().map(|processes| (processes.count, processes.hosts));
         if self.machine.gpu.is_some() && dealt(&self.machine) == dealt(here) {

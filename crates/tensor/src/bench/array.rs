@@ -1,4 +1,5 @@
-//! Operands of benchmarks, in memory as a training step gets it: aligned to cache lines, on huge pages where they are large.
+//! Operands of benchmarks, in memory as a training step gets it: aligned to cache lines, on huge
+//! pages where they are large.
 
 use crate::dtype::Element;
 use crate::pool::{Buffer, MemoryPool, Purpose};
@@ -39,7 +40,8 @@ impl<T: Element> Deref for Array<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the buffer is aligned to 64 bytes, has room for `len` elements, and any bits are an element.
+        // SAFETY: the buffer is aligned to 64 bytes, has room for `len` elements, and any bits are
+        // an element.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 }

@@ -1,8 +1,9 @@
 //! Timing of attention, checked first.
 //!
-//! A case runs on random operands that are columns of one fused matrix, as in a model. Its results are compared with
-//! those of the f32 vector form on the same operands widened (which the conformance tests hold to the f64 oracle); only
-//! then it is timed. FLOPs are those of the unmasked pairs alone, so that skipping masked blocks is not counted as work.
+//! A case runs on random operands that are columns of one fused matrix, as in a model. Its results
+//! are compared with those of the f32 vector form on the same operands widened (which the
+//! conformance tests hold to the f64 oracle); only then it is timed. FLOPs are those of the
+//! unmasked pairs alone, so that skipping masked blocks is not counted as work.
 
 use super::median;
 use crate::cpu::attention::{
@@ -38,7 +39,8 @@ impl Case {
         Case { name, spec: AttentionSpec::causal(heads, kv_heads, head_dim), cu_seqlens }
     }
 
-    /// The shapes that the project measures: the small recipe, GPT-2, Llama-like groups, and long sequences.
+    /// The shapes that the project measures: the small recipe, GPT-2, Llama-like groups, and long
+    /// sequences.
     pub fn all() -> Vec<Case> {
         vec![
             Case::causal("shakespeare 12x64", 4, 4, 32, 12, 64),
@@ -67,7 +69,8 @@ pub struct Measured {
     pub flops: [u64; 2],
     /// Median seconds of forward and of backward.
     pub seconds: [f64; 2],
-    /// The peak of the operands' type, operations a second, sampled in turn with forward and with backward: medians.
+    /// The peak of the operands' type, operations a second, sampled in turn with forward and with
+    /// backward: medians.
     pub peaks: [f64; 2],
     /// Distance of the output and of the gradients from the f32 form's, relative in the 2-norm.
     pub errors: [f64; 2],
@@ -193,8 +196,8 @@ pub fn measure<T: Element>(cpu: &Cpu, peaks: &Peaks, case: &Case, seconds: f64) 
     operands.forward(cpu, case, tokens)?;
     operands.backward(cpu, case, tokens)?;
     let errors = [distance(&operands.out, &exact.out), distance(&operands.dqkv, &exact.dqkv)];
-    // One rounding of probabilities and one of results for the output, two more (dS, delta) for gradients; the 2-norm of
-    // independent roundings is well below their number times the roundoff.
+    // One rounding of probabilities and one of results for the output, two more (dS, delta) for
+    // gradients; the 2-norm of independent roundings is well below their number times the roundoff.
     let roundoff = match T::DTYPE {
         DType::BF16 => 2f64.powi(-8),
         DType::F16 => 2f64.powi(-11),

@@ -1,7 +1,7 @@
 //! The matrix products of language models: seconds and percent of the measured peak.
 //!
-//! Every case is checked against the scalar reference on sampled elements before it is timed, so no figure belongs to a wrong
-//! result.
+//! Every case is checked against the scalar reference on sampled elements before it is timed, so no
+//! figure belongs to a wrong result.
 
 use super::array::Array;
 use super::median;
@@ -26,8 +26,8 @@ pub struct Layer {
     pub outputs: usize,
 }
 
-/// The linear layers of GPT-2 124M (vocabulary padded to 50,304) and of Llama 3.2 1B (gate and up fused, as are query, key and
-/// value of 32 and 8 heads).
+/// The linear layers of GPT-2 124M (vocabulary padded to 50,304) and of Llama 3.2 1B (gate and up
+/// fused, as are query, key and value of 32 and 8 heads).
 pub const LAYERS: [Layer; 9] = [
     Layer { name: "gpt2 qkv", inputs: 768, outputs: 2304 },
     Layer { name: "gpt2 out", inputs: 768, outputs: 768 },
@@ -80,7 +80,8 @@ pub struct Timing {
     pub seconds: f64,
     /// 10^9 floating-point operations a second.
     pub gflops: f64,
-    /// Percent of the peak of this type, sampled in turn with the product: the ratio of the two medians.
+    /// Percent of the peak of this type, sampled in turn with the product: the ratio of the two
+    /// medians.
     pub percent_of_peak: f64,
 }
 
@@ -117,7 +118,8 @@ impl fmt::Display for Timing {
     }
 }
 
-/// Times the three products of a layer, each at least three times and for about `seconds`, after checking them.
+/// Times the three products of a layer, each at least three times and for about `seconds`, after
+/// checking them.
 pub fn time_layer(
     cpu: &Cpu,
     peaks: &Peaks,

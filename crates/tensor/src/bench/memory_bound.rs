@@ -1,9 +1,11 @@
-//! The kernels that stream: seconds, bandwidth, and percent of what copying the same number of bytes takes.
+//! The kernels that stream: seconds, bandwidth, and percent of what copying the same number of
+//! bytes takes.
 //!
-//! Bytes are those that an ideal kernel moves: every operand in once, every result out once. A copy of as many bytes, read
-//! plus written, is timed in turn with the kernel, so that both see the same machine and the same level of the memory hierarchy. Figures
-//! above 100 % are possible: a kernel that reads more than it writes, or that updates in place, beats a copy. Every result is
-//! checked against the scalar reference on sampled rows before it is timed.
+//! Bytes are those that an ideal kernel moves: every operand in once, every result out once. A copy
+//! of as many bytes, read plus written, is timed in turn with the kernel, so that both see the same
+//! machine and the same level of the memory hierarchy. Figures above 100 % are possible: a kernel
+//! that reads more than it writes, or that updates in place, beats a copy. Every result is checked
+//! against the scalar reference on sampled rows before it is timed.
 //!
 //! Not measured here: kernels whose cost is arithmetic or indices (top-k, random fills).
 

@@ -1,5 +1,5 @@
-//! What kernels reach on this machine, in percent of its measured peaks: functions that check a kernel's results, then time it,
-//! and return figures for others to print.
+//! What kernels reach on this machine, in percent of its measured peaks: functions that check a
+//! kernel's results, then time it, and return figures for others to print.
 
 mod array;
 pub mod attention;

@@ -7,10 +7,11 @@
 //! | SiLU | `x g`, `g = 1 / (1 + e^-x)` | `g (1 + x (1 - g))` |
 //! | ReLU | `max(x, 0)` | 1 where `x > 0`, else 0 |
 //!
-//! The tanh form is written with the sigmoid, `1/2 (1 + tanh u) = 1 / (1 + e^-2u)`, which keeps small negative results
-//! exact to a rounding. A gated unit multiplies the activated first half of a row with the second half
-//! (Shazeer 2020); with SiLU it is SwiGLU. Traffic: forward 2 elements per output (gated: 3), backward 3 (gated: 5);
-//! some 20 to 40 FLOPs each, so from cache these kernels are bound by arithmetic.
+//! The tanh form is written with the sigmoid, `1/2 (1 + tanh u) = 1 / (1 + e^-2u)`, which keeps
+//! small negative results exact to a rounding. A gated unit multiplies the activated first half of
+//! a row with the second half (Shazeer 2020); with SiLU it is SwiGLU. Traffic: forward 2 elements
+//! per output (gated: 3), backward 3 (gated: 5); some 20 to 40 FLOPs each, so from cache these
+//! kernels are bound by arithmetic.
 
 use crate::cpu::Cpu;
 pub use crate::cpu::gemm::Activation;
@@ -186,8 +187,8 @@ simd_fn! {
     }
 }
 
-/// The gated unit `y = f(gate) up` of rows `[gate | up]`, each half `width` wide: `gate_up` is `[rows, 2 width]`, `y`
-/// `[rows, width]`. SwiGLU is this with [`Activation::Silu`].
+/// The gated unit `y = f(gate) up` of rows `[gate | up]`, each half `width` wide: `gate_up` is
+/// `[rows, 2 width]`, `y` `[rows, width]`. SwiGLU is this with [`Activation::Silu`].
 pub fn glu<T: Element>(cpu: &Cpu, f: Activation, width: usize, gate_up: &[T], y: &mut [T]) {
     assert!(width > 0 && y.len().is_multiple_of(width), "{} elements are no rows of {width}", y.len());
     assert_eq!(gate_up.len(), 2 * y.len(), "length of gate_up");

@@ -1,12 +1,15 @@
 //! AMX tiles: configuration, and the one product that attention is made of.
 //!
-//! A tile is 16 rows of 64 bytes. `tdpbf16ps C, A, B` adds to `C` (16 x 16 f32) the product of `A` (16 rows of 32 bf16)
-//! and `B`, whose row `r` holds rows `2r` and `2r + 1` of the 32 x 16 right factor, interleaved. Two by two tiles of `C`
-//! use all eight registers: four sums hide the instruction's latency of 52 cycles behind its rate of one in 16, and
-//! each loaded tile is used twice. Nothing tells the compiler of tiles, and compilers never use them by themselves: what was configured and
-//! summed lasts from one `asm!` block to the next, as long as what runs between them is ours.
+//! A tile is 16 rows of 64 bytes. `tdpbf16ps C, A, B` adds to `C` (16 x 16 f32) the product of `A`
+//! (16 rows of 32 bf16) and `B`, whose row `r` holds rows `2r` and `2r + 1` of the 32 x 16 right
+//! factor, interleaved. Two by two tiles of `C` use all eight registers: four sums hide the
+//! instruction's latency of 52 cycles behind its rate of one in 16, and each loaded tile is used
+//! twice. Nothing tells the compiler of tiles, and compilers never use them by themselves: what was
+//! configured and summed lasts from one `asm!` block to the next, as long as what runs between them
+//! is ours.
 //!
-//! Tiles lie in memory without gaps (1 KiB each), which spares the caches the conflicts that power-of-two strides bring.
+//! Tiles lie in memory without gaps (1 KiB each), which spares the caches the conflicts that
+//! power-of-two strides bring.
 
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -35,9 +38,11 @@ static FULL_TILES: Config = {
     config
 };
 
-/// Proof that this thread's tiles are configured as eight full ones; they are released when it is dropped.
+/// Proof that this thread's tiles are configured as eight full ones; they are released when it is
+/// dropped.
 ///
-/// Made at the start of a task and dropped at its end, so that kernels with other configurations can share the thread.
+/// Made at the start of a task and dropped at its end, so that kernels with other configurations
+/// can share the thread.
 #[derive(Debug)]
 pub struct Tiles(PhantomData<*const ()>);
 
@@ -45,10 +50,12 @@ impl Tiles {
     /// Configures this thread's tiles.
     ///
     /// # Safety
-    /// The CPU must have AMX bf16 and the process the permission to use it: `Isa::detect() >= Isa::AmxBf16`. No other
-    /// configuration may be in use on this thread while the value lives.
+    /// The CPU must have AMX bf16 and the process the permission to use it:
+    /// `Isa::detect() >= Isa::AmxBf16`. No other configuration may be in use on this thread while
+    /// the value lives.
     pub unsafe fn configure() -> Tiles {
-        // SAFETY: the instruction exists by this function's contract and reads the 64 bytes of a valid configuration.
+        // SAFETY: the instruction exists by this function's contract and reads the 64 bytes of a
+        // valid configuration.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) &raw const FULL_TILES, options(nostack, readonly, preserves_flags),
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -60,7 +67,8 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: a `Tiles` proves that the instruction exists. Released tiles also spare context switches 8 KiB.
+        // SAFETY: a `Tiles` proves that the instruction exists. Released tiles also spare context
+        // switches 8 KiB.
         unsafe {
             asm!("tilerelease", options(nomem, nostack, preserves_flags),
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -69,7 +77,8 @@ impl Drop for Tiles {
     }
 }
 
-/// A factor of [`Tiles::quad`]: a pair of tiles per step, the pairs of consecutive steps `step` bytes apart.
+/// A factor of [`Tiles::quad`]: a pair of tiles per step, the pairs of consecutive steps `step`
+/// bytes apart.
 ///
 /// A left pair is two tiles one below the other, a right pair two tiles side by side.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,8 @@ use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use crate::simd_fn;
 
-/// `y = x` in another dtype: widening is exact, narrowing rounds once, to nearest even; too large for `f16` is infinity.
+/// `y = x` in another dtype: widening is exact, narrowing rounds once, to nearest even; too large
+/// for `f16` is infinity.
 ///
 /// # Panics
 /// When the lengths disagree.

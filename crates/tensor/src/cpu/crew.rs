@@ -1,11 +1,14 @@
 //! The ranks of one process lend each other threads that wait.
 //!
-//! Two ranks on two cores are as fast as the slower core, step after step, where cores differ: a neighbour on the other hyperthread, a
-//! hotter core, an interrupt. The threads of *one* rank balance by themselves, because they take tasks as they become free. So do the ranks
-//! of a crew: while a rank waits for another, it takes tasks from the other's open regions ([`Crew::lend`]), one at a time, and looks between
-//! tasks whether it still has to wait. Results do not depend on it, as they depend on no thread.
+//! Two ranks on two cores are as fast as the slower core, step after step, where cores differ: a
+//! neighbour on the other hyperthread, a hotter core, an interrupt. The threads of *one* rank
+//! balance by themselves, because they take tasks as they become free. So do the ranks of a crew:
+//! while a rank waits for another, it takes tasks from the other's open regions ([`Crew::lend`]),
+//! one at a time, and looks between tasks whether it still has to wait. Results do not depend on
+//! it, as they depend on no thread.
 //!
-//! A crew is for ranks that have a core for each of their threads. Where they share cores, a guest that is not running would be waited for.
+//! A crew is for ranks that have a core for each of their threads. Where they share cores, a guest
+//! that is not running would be waited for.
 
 use super::threads::{inside_region, mark_inside};
 use std::any::Any;
@@ -32,7 +35,8 @@ pub(super) struct Region<'b> {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// A region with its lifetime erased: it is taken off the list, and its last guest waited for, before it ends.
+/// A region with its lifetime erased: it is taken off the list, and its last guest waited for,
+/// before it ends.
 #[derive(Clone, Copy, PartialEq)]
 struct Entry(*const Region<'static>);
 
@@ -92,7 +96,8 @@ impl Crew {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets other ranks join `region` while `work` runs, and returns when nobody is in it any more. What a guest panicked with is raised here.
+    /// Lets other ranks join `region` while `work` runs, and returns when nobody is in it any more.
+    /// What a guest panicked with is raised here.
     pub(super) fn with_guests(&self, region: &Region<'_>, work: impl FnOnce()) {
         /// Also when `work` panics, the region must not end before its guests have left.
         struct Shown<'c>(&'c Crew, Entry);
@@ -115,7 +120,8 @@ impl Crew {
         }
     }
 
-    /// Does one task of a region that another rank has open; false when there is none. For a thread that has nothing else to do.
+    /// Does one task of a region that another rank has open; false when there is none. For a thread
+    /// that has nothing else to do.
     pub fn lend(&self) -> bool {
         if inside_region() {
             return false;
@@ -174,7 +180,8 @@ mod tests {
         })
     }
 
-    /// Runs two tasks that each wait until the other has begun, so that neither thread can do both; which threads did them.
+    /// Runs two tasks that each wait until the other has begun, so that neither thread can do both;
+    /// which threads did them.
     fn two_that_meet(threads: &Threads) -> [ThreadId; 2] {
         let by = Mutex::new(Vec::new());
         let begun = AtomicUsize::new(0);
@@ -225,8 +232,8 @@ mod tests {
         });
     }
 
-    /// Runs two tasks on two threads; one panics when both have begun, the other sleeps and ends. What the region's owner saw, and whether the other
-    /// had ended by then.
+    /// Runs two tasks on two threads; one panics when both have begun, the other sleeps and ends.
+    /// What the region's owner saw, and whether the other had ended by then.
     fn one_of_two_fails(threads: &Threads, fails: impl Fn(bool) -> bool + Sync) -> (&'static str, bool) {
         let owner = current().id();
         let (begun, ended) = (AtomicUsize::new(0), AtomicBool::new(false));

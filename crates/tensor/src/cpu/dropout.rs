@@ -1,9 +1,10 @@
 //! Dropout (Srivastava et al. 2014) whose mask is never stored.
 //!
-//! The mask is a function of [`RandomKey`] and the element's index, so backward is the same function applied to the
-//! gradient. An element uses 16 random bits: eight elements share one Philox call, and the drop probability is `p` rounded
-//! to a multiple of `2^-16`; kept elements are scaled by the inverse of the exact keep probability, so that the expectation is
-//! preserved. Traffic: 2 elements in and out (3 with a residual), about 6 integer operations an element.
+//! The mask is a function of [`RandomKey`] and the element's index, so backward is the same
+//! function applied to the gradient. An element uses 16 random bits: eight elements share one
+//! Philox call, and the drop probability is `p` rounded to a multiple of `2^-16`; kept elements are
+//! scaled by the inverse of the exact keep probability, so that the expectation is preserved.
+//! Traffic: 2 elements in and out (3 with a residual), about 6 integer operations an element.
 
 use crate::cpu::Cpu;
 use crate::cpu::philox::{GROUP, RandomKey};
@@ -51,7 +52,8 @@ impl DropRate {
     }
 }
 
-/// `y = x mask scale` for elements `first..` of the site, or the same for gradients; `first` must be a multiple of 128.
+/// `y = x mask scale` for elements `first..` of the site, or the same for gradients; `first` must
+/// be a multiple of 128.
 ///
 /// # Panics
 /// When the lengths disagree.

@@ -1,8 +1,10 @@
-//! Elementwise arithmetic: one-operand, two-operand with broadcasting of rows, columns and scalars, comparison, selection.
+//! Elementwise arithmetic: one-operand, two-operand with broadcasting of rows, columns and scalars,
+//! comparison, selection.
 //!
-//! Everything is computed in `f32` and rounded once. General broadcasting is the caller's: a shape that is not one of
-//! [`Operand`]'s is brought to it by views or copies first. Traffic: each operand once in, the result once out. These
-//! kernels exist so that any model can be written; what a transformer does often has fused kernels of its own.
+//! Everything is computed in `f32` and rounded once. General broadcasting is the caller's: a shape
+//! that is not one of [`Operand`]'s is brought to it by views or copies first. Traffic: each
+//! operand once in, the result once out. These kernels exist so that any model can be written; what
+//! a transformer does often has fused kernels of its own.
 
 use crate::cpu::Cpu;
 use crate::cpu::rows::{for_elements, for_rows, load_at, store_at};
@@ -116,7 +118,8 @@ trait BinaryOp: Copy + Send + Sync {
     fn apply<S: Simd>(self, s: S, a: S::F, b: S::F) -> S::F;
 }
 
-/// Declares one type per operation, and `$with!(value, op => expression)` that calls `expression` with it.
+/// Declares one type per operation, and `$with!(value, op => expression)` that calls `expression`
+/// with it.
 macro_rules! operations {
     ($d:tt $trait:ident $enum:ident $with:ident $($name:ident($s:ident $(, $arg:ident)+) => $body:expr;)*) => {
         mod $with {
@@ -140,7 +143,8 @@ operations! { $ UnaryOp Unary unary_ops
     Neg(s, x) => s.neg(x);
     Abs(s, x) => s.abs(x);
     Exp(s, x) => {
-        // Beyond 88 the exponential of half the number, squared, which overflows to infinity where it must.
+        // Beyond 88 the exponential of half the number, squared, which overflows to infinity where
+        // it must.
         let half = s.exp(s.mul(x, s.splat(0.5)));
         s.select(s.gt(x, s.splat(88.0)), s.mul(half, half), s.exp(x))
     };
@@ -296,8 +300,8 @@ simd_fn! {
     }
 }
 
-/// `y = alpha x + beta y`: scaling in place is `x` of nothing, accumulation is `alpha = beta = 1`; `x` and `y` may differ in
-/// dtype. `beta = 0` overwrites `y` whatever it holds.
+/// `y = alpha x + beta y`: scaling in place is `x` of nothing, accumulation is `alpha = beta = 1`;
+/// `x` and `y` may differ in dtype. `beta = 0` overwrites `y` whatever it holds.
 pub fn axpby<A: Element, B: Element>(cpu: &Cpu, alpha: f32, x: &[A], beta: f32, y: &mut [B]) {
     assert_eq!(x.len(), y.len(), "lengths of x and y");
     let y = Shares::new(y);
@@ -400,8 +404,8 @@ pub fn select<T: Scalar>(cpu: &Cpu, mask: &[u32], a: &[T], b: &[T], y: &mut [T])
     });
 }
 
-/// Copies columns: for each row, `source[row * stride + first ..][.. width]` of one matrix to the same of another. With it
-/// matrices are concatenated and split by columns; by rows, slices do.
+/// Copies columns: for each row, `source[row * stride + first ..][.. width]` of one matrix to the
+/// same of another. With it matrices are concatenated and split by columns; by rows, slices do.
 pub fn copy_columns<T: Scalar>(
     cpu: &Cpu,
     rows: usize,

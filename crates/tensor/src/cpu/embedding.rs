@@ -1,9 +1,10 @@
 //! Embedding lookup and its gradient.
 //!
-//! Forward copies one table row per token (and adds a row of a position table). Backward adds each token's gradient to
-//! its row in `f32`. Tokens that share a row must be added in one order whatever the number of threads: the work is cut by
-//! **columns**, and every task walks all tokens in order over its own columns. No sorting, no atomics, no workspace, and
-//! a frequent token costs no balance.
+//! Forward copies one table row per token (and adds a row of a position table). Backward adds each
+//! token's gradient to its row in `f32`. Tokens that share a row must be added in one order
+//! whatever the number of threads: the work is cut by **columns**, and every task walks all tokens
+//! in order over its own columns. No sorting, no atomics, no workspace, and a frequent token costs
+//! no balance.
 //!
 //! Traffic of backward: `tokens dim` elements in, and the same number of `f32` in and out.
 
@@ -35,7 +36,8 @@ pub(crate) fn check_indices(what: &'static str, indices: &[i32], limit: usize) -
     }
 }
 
-/// `y[t] = table[ids[t]]`, and with `positions = (p, position_table)` also `+ position_table[p[t]]`.
+/// `y[t] = table[ids[t]]`, and with `positions = (p, position_table)` also
+/// `+ position_table[p[t]]`.
 ///
 /// `table` is `[vocab, dim]`, `y` is `[tokens, dim]`.
 ///

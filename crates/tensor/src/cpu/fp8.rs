@@ -1,8 +1,10 @@
 //! Rounding to the numbers of eight bits, for products that a processor computes in wider ones.
 //!
-//! `y = round(x scale) / scale`: what a product with operands of eight bits sees, as a number of x's own dtype. With a power of two as
-//! scale that is exact in bf16, which has more bits of mantissa and of exponent than either format, so the product's arithmetic
-//! alone differs from that of a GPU. The same pass finds the largest magnitude. Traffic: 2 elements; about 20 operations an element.
+//! `y = round(x scale) / scale`: what a product with operands of eight bits sees, as a number of
+//! x's own dtype. With a power of two as scale that is exact in bf16, which has more bits of
+//! mantissa and of exponent than either format, so the product's arithmetic alone differs from that
+//! of a GPU. The same pass finds the largest magnitude. Traffic: 2 elements; about 20 operations an
+//! element.
 
 use crate::cpu::Cpu;
 use crate::cpu::rows::for_elements;
@@ -12,7 +14,8 @@ use crate::simd_fn;
 use std::sync::atomic::{AtomicU32, Ordering};
 pub use trainyard_cuda::fp8::Fp8;
 
-/// `y = round(x scale) inverse` with `inverse = 1 / scale`, both powers of two; returns the largest magnitude of x, or NaN or infinity where x has one.
+/// `y = round(x scale) inverse` with `inverse = 1 / scale`, both powers of two; returns the largest
+/// magnitude of x, or NaN or infinity where x has one.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -36,8 +39,8 @@ pub fn amax<T: Element>(cpu: &Cpu, x: &[T]) -> f32 {
     f32::from_bits(most.into_inner())
 }
 
-// Plain loops, of which the compiler makes vectors of each rung. Magnitudes are compared as integers: their order is that of the numbers, with infinity and
-// NaN above all.
+// Plain loops, of which the compiler makes vectors of each rung. Magnitudes are compared as
+// integers: their order is that of the numbers, with infinity and NaN above all.
 simd_fn! {
     fn round_range[T: Element](_s: S, format: Fp8, scale: f32, inverse: f32, x: &[T], y: &mut [T]) -> u32 {
         let (max, least, rounder) = (format.max(), format.least_normal(), format.rounder());

@@ -1,15 +1,17 @@
-//! The language-model head fused with cross-entropy, in chunks of tokens: logits of all tokens never exist.
+//! The language-model head fused with cross-entropy, in chunks of tokens: logits of all tokens
+//! never exist.
 //!
-//! For a chunk of rows of the final hidden states: `logits = x wᵀ`, losses, `dlogits` over the logits, `dx = dlogits w`,
-//! `dw += dlogitsᵀ x`. Backward is thus done at forward time, which the loss allows because its own incoming gradient is a factor
-//! known beforehand, `scale`.
+//! For a chunk of rows of the final hidden states: `logits = x wᵀ`, losses, `dlogits` over the
+//! logits, `dx = dlogits w`, `dw += dlogitsᵀ x`. Backward is thus done at forward time, which the
+//! loss allows because its own incoming gradient is a factor known beforehand, `scale`.
 //!
-//! Every chunk reads and writes all of `dw` in `f32`, so chunks must be long: with GPT-2's vocabulary 154 MB each way against
-//! `6 rows vocab dim` FLOPs. [`chunk_rows`] takes the longest chunk whose logits fit [`CHUNK_BYTES`]. The chunk lies in a workspace of
-//! the caller.
+//! Every chunk reads and writes all of `dw` in `f32`, so chunks must be long: with GPT-2's
+//! vocabulary 154 MB each way against `6 rows vocab dim` FLOPs. [`chunk_rows`] takes the longest
+//! chunk whose logits fit [`CHUNK_BYTES`]. The chunk lies in a workspace of the caller.
 //!
-//! The rounding of logits to the storage dtype is part of the model, as it is in other frameworks' mixed precision. Results depend on
-//! the chunk length only through the order in which `dw` is summed: not at all, because products continue their sums.
+//! The rounding of logits to the storage dtype is part of the model, as it is in other frameworks'
+//! mixed precision. Results depend on the chunk length only through the order in which `dw` is
+//! summed: not at all, because products continue their sums.
 
 use crate::cpu::Cpu;
 use crate::cpu::embedding::IndexError;
@@ -39,7 +41,8 @@ pub struct HeadLoss {
 /// The gradients that [`linear_cross_entropy`] makes.
 #[derive(Debug)]
 pub struct HeadGradients<'a, T> {
-    /// The factor on the gradient of every token's loss: usually one over the tokens of the step, times the loss scale.
+    /// The factor on the gradient of every token's loss: usually one over the tokens of the step,
+    /// times the loss scale.
     pub scale: f32,
     /// `[tokens, dim]`, written.
     pub dx: Option<MatMut<'a, T>>,
@@ -54,7 +57,8 @@ fn stride(vocab: usize) -> usize {
     vocab.next_multiple_of(32)
 }
 
-/// Rows of a chunk: the tokens cut into the fewest chunks of at most [`CHUNK_BYTES`], evenly, in multiples of 32.
+/// Rows of a chunk: the tokens cut into the fewest chunks of at most [`CHUNK_BYTES`], evenly, in
+/// multiples of 32.
 pub fn chunk_rows<T>(tokens: usize, vocab: usize) -> usize {
     let most = (CHUNK_BYTES / (stride(vocab) * size_of::<T>()).max(1) / 32 * 32).max(32);
     let chunks = tokens.div_ceil(most).max(1);
@@ -66,14 +70,17 @@ pub fn workspace(rows: usize, vocab: usize) -> usize {
     rows * stride(vocab)
 }
 
-/// The loss of `x wᵀ` against `targets`, and its gradients: `x` is `[tokens, dim]`, `w` `[vocab, dim]`.
+/// The loss of `x wᵀ` against `targets`, and its gradients: `x` is `[tokens, dim]`, `w`
+/// `[vocab, dim]`.
 ///
-/// Without `gradients` only the loss is made (evaluation). `losses` `[tokens]` receives every token's loss, 0 where ignored. `workspace`
-/// holds at least one row of logits, see [`workspace()`]; its length decides the chunks. FLOPs: `2 tokens vocab dim`, three times
-/// that with both gradients.
+/// Without `gradients` only the loss is made (evaluation). `losses` `[tokens]` receives every
+/// token's loss, 0 where ignored. `workspace` holds at least one row of logits, see
+/// [`workspace()`]; its length decides the chunks. FLOPs: `2 tokens vocab dim`, three times that
+/// with both gradients.
 ///
 /// # Errors
-/// When a target is neither a token nor [`IGNORE`](crate::cpu::loss::IGNORE); nothing is written then.
+/// When a target is neither a token nor [`IGNORE`](crate::cpu::loss::IGNORE); nothing is written
+/// then.
 ///
 /// # Panics
 /// When the shapes disagree or the workspace holds no row.
@@ -119,7 +126,8 @@ pub fn linear_cross_entropy<T: Element>(
     Ok(HeadLoss { loss_sum, tokens: counted, correct: correct.into_inner() })
 }
 
-/// Losses of a chunk, and its logits turned into their gradient when there is a `scale`; returns the hits.
+/// Losses of a chunk, and its logits turned into their gradient when there is a `scale`; returns
+/// the hits.
 fn chunk_losses<T: Element>(
     cpu: &Cpu,
     vocab: usize,

@@ -1,8 +1,9 @@
 //! The ladder of instruction sets, chosen at run time.
 //!
-//! Each rung includes the ones below. Kernels that gain nothing from a rung use the highest one below it: an elementwise
-//! kernel has `Portable`, `Avx2` and `Avx512` forms only. Setting `TRAINYARD_ISA` (or `compute.isa`) to a lower rung forces
-//! it, which is how every rung is tested on one machine; asking for a rung the machine lacks is an error.
+//! Each rung includes the ones below. Kernels that gain nothing from a rung use the highest one
+//! below it: an elementwise kernel has `Portable`, `Avx2` and `Avx512` forms only. Setting
+//! `TRAINYARD_ISA` (or `compute.isa`) to a lower rung forces it, which is how every rung is tested
+//! on one machine; asking for a rung the machine lacks is an error.
 
 use std::fmt;
 use std::str::FromStr;
@@ -56,7 +57,8 @@ impl Isa {
         *BEST.get_or_init(detect)
     }
 
-    /// The rung named by `choice` (`auto` = the highest), or an error that says what the machine has.
+    /// The rung named by `choice` (`auto` = the highest), or an error that says what the machine
+    /// has.
     pub fn choose(choice: &str) -> Result<Isa, IsaError> {
         if choice == "auto" {
             return Ok(Isa::detect());
@@ -117,9 +119,10 @@ fn detect() -> Isa {
 
 /// Whether AMX bf16 is present and the kernel lets this process use tile data.
 ///
-/// The standard macro does not know AMX on stable Rust, so CPUID is read directly: leaf 7, EDX bit 22 (amx-bf16) and
-/// bit 24 (amx-tile). Linux then wants permission to be asked for once per process, because the tile state is 8 KiB per
-/// thread: `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`, Documentation/arch/x86/xstate.rst.
+/// The standard macro does not know AMX on stable Rust, so CPUID is read directly: leaf 7, EDX bit
+/// 22 (amx-bf16) and bit 24 (amx-tile). Linux then wants permission to be asked for once per
+/// process, because the tile state is 8 KiB per thread:
+/// `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`, Documentation/arch/x86/xstate.rst.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn amx_bf16() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -130,7 +133,8 @@ fn amx_bf16() -> bool {
     }
     let edx = __cpuid_count(7, 0).edx;
     let present = edx & (1 << 22) != 0 && edx & (1 << 24) != 0;
-    // SAFETY: the call takes two integers and touches no memory of ours; it fails with an error on older kernels.
+    // SAFETY: the call takes two integers and touches no memory of ours; it fails with an error on
+    // older kernels.
     present && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
 }
 
@@ -139,7 +143,8 @@ fn amx_bf16() -> bool {
     false
 }
 
-/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do, Intel's do not.
+/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do,
+/// Intel's do not.
 pub(super) fn pairs_are_fast() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,12 +1,13 @@
 //! Softmax cross-entropy over rows of logits, fused.
 //!
-//! The loss of a row is `lse - x[target]`, `lse = log sum exp x`; its gradient is `softmax(x) - onehot(target)`. The
-//! gradient is written over the logits, which are needed no more. `lse` is made in one pass: a row is walked in blocks
-//! that stay in the first-level cache, the sum being rescaled when a block holds a new maximum (Milakov & Gimelshein 2018).
-//! Traffic: logits in (forward), in and out (backward); about 20 FLOPs an element each way.
+//! The loss of a row is `lse - x[target]`, `lse = log sum exp x`; its gradient is
+//! `softmax(x) - onehot(target)`. The gradient is written over the logits, which are needed no
+//! more. `lse` is made in one pass: a row is walked in blocks that stay in the first-level cache,
+//! the sum being rescaled when a block holds a new maximum (Milakov & Gimelshein 2018). Traffic:
+//! logits in (forward), in and out (backward); about 20 FLOPs an element each way.
 //!
-//! Rows whose target is [`IGNORE`] have loss 0 and gradient 0. Label smoothing and z-loss are not offered.
-//! A NaN among the logits makes the row's loss NaN.
+//! Rows whose target is [`IGNORE`] have loss 0 and gradient 0. Label smoothing and z-loss are not
+//! offered. A NaN among the logits makes the row's loss NaN.
 
 use crate::cpu::Cpu;
 use crate::cpu::embedding::IndexError;
@@ -83,7 +84,8 @@ pub fn cross_entropy<T: Element>(
     Ok(())
 }
 
-/// Turns `logits` into `(softmax - onehot) * scale` given their `lse`; rows that are ignored become 0.
+/// Turns `logits` into `(softmax - onehot) * scale` given their `lse`; rows that are ignored become
+/// 0.
 ///
 /// # Errors
 /// When a target is neither a class nor [`IGNORE`]; the logits are as before then.
@@ -107,8 +109,8 @@ pub fn cross_entropy_backward<T: Element>(
     Ok(())
 }
 
-/// [`cross_entropy`] and [`cross_entropy_backward`] in one pass over memory: the losses, and `logits` turned into
-/// their gradient. The `lse` of ignored rows is 0 here.
+/// [`cross_entropy`] and [`cross_entropy_backward`] in one pass over memory: the losses, and
+/// `logits` turned into their gradient. The `lse` of ignored rows is 0 here.
 ///
 /// # Errors
 /// When a target is neither a class nor [`IGNORE`]; the logits are as before then.
@@ -225,7 +227,8 @@ simd_fn! {
 fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: usize, lse: f32, scale: f32) {
     let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
     if scale > 0.0 {
-        // The scale goes into the exponent: e^(x - lse + ln scale). Not so large a one that it overflows there.
+        // The scale goes into the exponent: e^(x - lse + ln scale). Not so large a one that it
+        // overflows there.
         let shift = s.splat(lse - scale.ln());
         let mut i = 0;
         while i < x.len() {

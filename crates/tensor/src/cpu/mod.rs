@@ -38,7 +38,8 @@ use std::sync::Arc;
 
 /// What every CPU kernel is handed: which instructions it may use and which threads it may run on.
 ///
-/// Kernels are pure functions of their operands: the same bits come out whatever the number of threads.
+/// Kernels are pure functions of their operands: the same bits come out whatever the number of
+/// threads.
 #[derive(Debug)]
 pub struct Cpu {
     /// The highest rung of the ladder that kernels may use.

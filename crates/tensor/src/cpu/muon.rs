@@ -1,12 +1,14 @@
 //! Muon (Jordan et al. 2024): momentum whose singular values are all pushed towards one.
 //!
-//! The update of a weight matrix is its averaged gradient, made nearly orthogonal by five Newton-Schulz steps
-//! `X <- a X + (b A + c A²) X`, `A = X Xᵀ`, with coefficients chosen to lift small singular values fast rather than to converge.
-//! The Gram matrix is taken on the shorter side, so that `A` is small; no matrix is transposed in memory. Five steps of a
-//! matrix `[r, c]`, `r <= c`, take `5 (4 r² c + 2 r³)` FLOPs, in the dtype of the workspace: `bf16` is what the authors use, `f32` is exact enough
-//! for tests.
+//! The update of a weight matrix is its averaged gradient, made nearly orthogonal by five
+//! Newton-Schulz steps `X <- a X + (b A + c A²) X`, `A = X Xᵀ`, with coefficients chosen to lift
+//! small singular values fast rather than to converge. The Gram matrix is taken on the shorter
+//! side, so that `A` is small; no matrix is transposed in memory. Five steps of a matrix `[r, c]`,
+//! `r <= c`, take `5 (4 r² c + 2 r³)` FLOPs, in the dtype of the workspace: `bf16` is what the
+//! authors use, `f32` is exact enough for tests.
 //!
-//! The norm that the iteration starts from divides nothing: it enters the first products as a factor, so it costs no rounding.
+//! The norm that the iteration starts from divides nothing: it enters the first products as a
+//! factor, so it costs no rounding.
 
 use crate::cpu::Cpu;
 use crate::cpu::gemm::{MatMut, MatRef, Transpose, matmul};
@@ -45,7 +47,8 @@ pub struct Muon {
 pub enum MuonScale {
     /// `sqrt(max(1, rows / columns))`, the original.
     Original,
-    /// `0.2 sqrt(max(rows, columns))`: the root mean square of an AdamW update, so that its learning rates carry over (Liu et al. 2025).
+    /// `0.2 sqrt(max(rows, columns))`: the root mean square of an AdamW update, so that its
+    /// learning rates carry over (Liu et al. 2025).
     MatchRmsAdamW,
 }
 
@@ -63,7 +66,8 @@ pub fn workspace(rows: usize, columns: usize) -> usize {
     2 * rows * columns + 2 * rows.min(columns).pow(2)
 }
 
-/// One step for a weight matrix `[rows, columns]`; `W` is the dtype of the iteration, `workspace` needs [`workspace()`] elements.
+/// One step for a weight matrix `[rows, columns]`; `W` is the dtype of the iteration, `workspace`
+/// needs [`workspace()`] elements.
 ///
 /// # Panics
 /// When the lengths disagree.

@@ -1,12 +1,15 @@
-//! Layer norm (Ba et al. 2016) and root-mean-square norm (Zhang & Sennrich 2019), forward and backward.
+//! Layer norm (Ba et al. 2016) and root-mean-square norm (Zhang & Sennrich 2019), forward and
+//! backward.
 //!
-//! Rows are normalised one by one with statistics in `f32`; what backward needs of a row is one or two numbers. A row
-//! is read from memory once and again from the first-level cache. Forward moves `2 rows dim` elements and does about
-//! `4 rows dim` (RMS) or `7 rows dim` (layer norm) FLOPs; backward moves three to four times `rows dim` elements.
+//! Rows are normalised one by one with statistics in `f32`; what backward needs of a row is one or
+//! two numbers. A row is read from memory once and again from the first-level cache. Forward moves
+//! `2 rows dim` elements and does about `4 rows dim` (RMS) or `7 rows dim` (layer norm) FLOPs;
+//! backward moves three to four times `rows dim` elements.
 //!
-//! Weight gradients are sums over rows. They are made in row blocks whose size depends on the number of rows alone
-//! and added up in the order of the blocks, so the bits do not depend on the number of threads. The blocks lie in a
-//! workspace of the caller, of [`backward_workspace`] numbers.
+//! Weight gradients are sums over rows. They are made in row blocks whose size depends on the
+//! number of rows alone and added up in the order of the blocks, so the bits do not depend on the
+//! number of threads. The blocks lie in a workspace of the caller, of [`backward_workspace`]
+//! numbers.
 //!
 //! In-place forward is not offered: backward needs the input.
 
@@ -59,7 +62,8 @@ impl HeadColumns {
     }
 }
 
-/// `f32` numbers of workspace that a backward needs for each of the gradients (weight; bias) that it sums over rows.
+/// `f32` numbers of workspace that a backward needs for each of the gradients (weight; bias) that
+/// it sums over rows.
 pub fn backward_workspace(rows: usize, dim: usize) -> usize {
     blocks(rows) * dim
 }
@@ -69,7 +73,8 @@ fn rows_of(len: usize, dim: usize) -> usize {
     len / dim
 }
 
-/// `y = x / rms(x) * weight`, `rms(x) = sqrt(mean(x^2) + eps)`, for rows of `weight.len()`; saves `inv_rms`, one a row.
+/// `y = x / rms(x) * weight`, `rms(x) = sqrt(mean(x^2) + eps)`, for rows of `weight.len()`; saves
+/// `inv_rms`, one a row.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -161,9 +166,11 @@ simd_fn! {
     }
 }
 
-/// [`rms_norm`] of every head of every row, all heads with the same `weight` (the query and key norm of Qwen3).
+/// [`rms_norm`] of every head of every row, all heads with the same `weight` (the query and key
+/// norm of Qwen3).
 ///
-/// `x` and `y` are whole matrices of the same layout; other columns of `y` are left alone. `inv_rms` is `[rows, heads]`.
+/// `x` and `y` are whole matrices of the same layout; other columns of `y` are left alone.
+/// `inv_rms` is `[rows, heads]`.
 pub fn rms_norm_heads<T: Element>(
     cpu: &Cpu,
     columns: HeadColumns,
@@ -200,10 +207,11 @@ simd_fn! {
     }
 }
 
-/// The backward of [`rms_norm`]: `dx = base + inv_rms (g - x^ mean(g x^))` with `x^ = x inv_rms`, `g = dy weight`, and
-/// `dweight += sum over rows of dy x^`.
+/// The backward of [`rms_norm`]: `dx = base + inv_rms (g - x^ mean(g x^))` with `x^ = x inv_rms`,
+/// `g = dy weight`, and `dweight += sum over rows of dy x^`.
 ///
-/// A frozen weight passes `None` for `dweight`. `workspace` needs [`backward_workspace`] numbers, whatever they hold.
+/// A frozen weight passes `None` for `dweight`. `workspace` needs [`backward_workspace`] numbers,
+/// whatever they hold.
 pub fn rms_norm_backward<T: Element>(
     cpu: &Cpu,
     dy: &[T],
@@ -251,7 +259,8 @@ fn at<T>(base: AddTo<'_, T>, span: std::ops::Range<usize>) -> AddTo<'_, T> {
     }
 }
 
-/// Runs `body` on row blocks, handing it zeroed partial sums of the wanted gradients, and adds those up in order.
+/// Runs `body` on row blocks, handing it zeroed partial sums of the wanted gradients, and adds
+/// those up in order.
 fn over_row_blocks(
     cpu: &Cpu,
     rows: usize,
@@ -377,7 +386,8 @@ simd_fn! {
     }
 }
 
-/// The backward of [`rms_norm_heads`], in place: the head columns of `gradient` hold `dy` and receive `dx`.
+/// The backward of [`rms_norm_heads`], in place: the head columns of `gradient` hold `dy` and
+/// receive `dx`.
 pub fn rms_norm_heads_backward<T: Element>(
     cpu: &Cpu,
     columns: HeadColumns,
@@ -420,8 +430,9 @@ simd_fn! {
     }
 }
 
-/// `y = (x - mean) / sqrt(var + eps) * weight + bias` for rows of `weight.len()`, `var` the biased variance; saves `mean`
-/// and `inv_std`, one a row. Mean and variance are taken in two passes over the cached row.
+/// `y = (x - mean) / sqrt(var + eps) * weight + bias` for rows of `weight.len()`, `var` the biased
+/// variance; saves `mean` and `inv_std`, one a row. Mean and variance are taken in two passes over
+/// the cached row.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -523,10 +534,11 @@ simd_fn! {
     }
 }
 
-/// The backward of [`layer_norm`]: `dx = base + inv_std (g - mean(g) - x^ mean(g x^))` with `x^ = (x - mean) inv_std`,
-/// `g = dy weight`; `dweight += sum dy x^`, `dbias += sum dy`.
+/// The backward of [`layer_norm`]: `dx = base + inv_std (g - mean(g) - x^ mean(g x^))` with
+/// `x^ = (x - mean) inv_std`, `g = dy weight`; `dweight += sum dy x^`, `dbias += sum dy`.
 ///
-/// `workspace` needs [`backward_workspace`] numbers for each of `dweight` and `dbias` that is given.
+/// `workspace` needs [`backward_workspace`] numbers for each of `dweight` and `dbias` that is
+/// given.
 pub fn layer_norm_backward<T: Element>(
     cpu: &Cpu,
     dy: &[T],

@@ -1,14 +1,14 @@
-//! Optimizer steps, fused: every state is read and written once, and the compute copy of the weights is written in the
-//! same pass.
+//! Optimizer steps, fused: every state is read and written once, and the compute copy of the
+//! weights is written in the same pass.
 //!
-//! All work on flat `f32` master weights and gradients. `gradient_scale` multiplies gradients as they are read: the
-//! clipping coefficient, or the inverse of the loss scale, or their product. `copy` receives the new weights in the
-//! dtype that the next forward reads. Weight decay is decoupled (Loshchilov & Hutter 2019) unless said otherwise:
-//! `p *= 1 - lr * weight_decay`.
+//! All work on flat `f32` master weights and gradients. `gradient_scale` multiplies gradients as
+//! they are read: the clipping coefficient, or the inverse of the loss scale, or their product.
+//! `copy` receives the new weights in the dtype that the next forward reads. Weight decay is
+//! decoupled (Loshchilov & Hutter 2019) unless said otherwise: `p *= 1 - lr * weight_decay`.
 //!
-//! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write three and the copy);
-//! SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes. These kernels run at memory bandwidth. Muon is in
-//! [`muon`](crate::cpu::muon).
+//! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write
+//! three and the copy); SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes. These
+//! kernels run at memory bandwidth. Muon is in [`muon`](crate::cpu::muon).
 
 use crate::cpu::Cpu;
 use crate::cpu::reduce::sum_of_squares;
@@ -99,7 +99,8 @@ pub enum StepSize {
     Absolute,
 }
 
-/// One slice that is read, some that are updated, and a copy that is written, cut alike into parallel ranges.
+/// One slice that is read, some that are updated, and a copy that is written, cut alike into
+/// parallel ranges.
 fn for_state<T: Element, const N: usize>(
     cpu: &Cpu,
     gradients: &[f32],
@@ -310,8 +311,9 @@ impl Adafactor {
     }
 }
 
-/// One step of [`Adafactor`] for a matrix `[rows, columns]`, whose second moment is the outer product of `row_moment`
-/// `[rows]` and `column_moment` `[columns]`, means over a row and over a column. `workspace` needs [`adafactor_workspace`] numbers.
+/// One step of [`Adafactor`] for a matrix `[rows, columns]`, whose second moment is the outer
+/// product of `row_moment` `[rows]` and `column_moment` `[columns]`, means over a row and over a
+/// column. `workspace` needs [`adafactor_workspace`] numbers.
 pub fn adafactor_matrix<T: Element>(
     cpu: &Cpu,
     hyper: Adafactor,
@@ -461,7 +463,8 @@ pub fn adafactor_vector<T: Element>(
         return;
     }
     let beta2 = hyper.beta2(step);
-    // Vectors are biases and norms: small, so one thread makes the moment and the update's mean square.
+    // Vectors are biases and norms: small, so one thread makes the moment and the update's mean
+    // square.
     let mean_square =
         f64::from(moment_and_squares(cpu.isa, hyper.eps1, beta2, gradient_scale, gradients, moment)) / len as f64;
     let length = hyper.length(step, mean_square, sum_of_squares(cpu, params) / len as f64);

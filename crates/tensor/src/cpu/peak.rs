@@ -1,8 +1,9 @@
 //! What this machine's arithmetic and memory can do at best: the denominators of utilisation.
 //!
-//! Peaks are measured, not looked up: clock rates under vector load, the number of multiply-add units and the share of a virtual
-//! machine are not in any table. Each is the fastest of several rounds of ten milliseconds that do nothing but the instruction
-//! in question on registers, on all threads at once, so that no product can be faster; a utilisation above 100 % is a bug.
+//! Peaks are measured, not looked up: clock rates under vector load, the number of multiply-add
+//! units and the share of a virtual machine are not in any table. Each is the fastest of several
+//! rounds of ten milliseconds that do nothing but the instruction in question on registers, on all
+//! threads at once, so that no product can be faster; a utilisation above 100 % is a bug.
 
 use super::simd::Simd;
 use super::{Cpu, Isa};
@@ -20,9 +21,11 @@ pub struct Peaks {
     pub isa: Isa,
     /// Threads that computed at once.
     pub threads: usize,
-    /// Floating-point operations a second (a multiply-add counts two) of `f32` multiply-adds; `f16` is computed the same way.
+    /// Floating-point operations a second (a multiply-add counts two) of `f32` multiply-adds; `f16`
+    /// is computed the same way.
     pub f32_flops: f64,
-    /// The same of `bf16` products: the fastest of AMX, `vdpbf16ps` and widened `f32` that the instruction set allows.
+    /// The same of `bf16` products: the fastest of AMX, `vdpbf16ps` and widened `f32` that the
+    /// instruction set allows.
     pub bf16_flops: f64,
     /// The instruction behind `bf16_flops`.
     pub bf16_instruction: Instruction,
@@ -32,7 +35,8 @@ pub struct Peaks {
 
 /// Rounds of which the fastest counts.
 const ROUNDS: usize = 8;
-/// Seconds that a round should take: long enough for the clock to settle, which it does within milliseconds.
+/// Seconds that a round should take: long enough for the clock to settle, which it does within
+/// milliseconds.
 const ROUND_S: f64 = 10e-3;
 /// Repetitions that tell how many a round needs: some ten microseconds.
 const TRIAL: usize = 5000;
@@ -67,7 +71,8 @@ impl Peaks {
         if dtype == DType::BF16 { self.bf16_flops } else { self.f32_flops }
     }
 
-    /// One quick measurement (4 ms) of the same, now: clocks drift, so a benchmark samples the peak in turn with what it measures.
+    /// One quick measurement (4 ms) of the same, now: clocks drift, so a benchmark samples the peak
+    /// in turn with what it measures.
     pub fn sample(&self, cpu: &Cpu, dtype: DType) -> f64 {
         let instruction = if dtype == DType::BF16 { self.bf16_instruction } else { Instruction::MultiplyAdd };
         fastest(cpu, instruction, 1, 4e-3)
@@ -134,7 +139,8 @@ fn is_portable<S: Simd>() -> bool {
 #[inline(always)]
 fn fused<S: Simd>(s: S, times: usize) -> f64 {
     const CHAINS: usize = 12;
-    // Both factors come from outside and the sum is multiplied, so that nothing can be taken out of the loop.
+    // Both factors come from outside and the sum is multiplied, so that nothing can be taken out of
+    // the loop.
     let (x, y) = (s.splat(black_box(0.75)), s.splat(black_box(0.75)));
     let mut sums = [y; CHAINS];
     for _ in 0..times {
@@ -146,13 +152,15 @@ fn fused<S: Simd>(s: S, times: usize) -> f64 {
     (2 * CHAINS * S::LANES) as f64
 }
 
-/// Chains of products, and of their sums. A product and a sum of one chain would be as slow as their latencies together, which products
-/// of matrices are not; three vectors of each, of two registers, leave four registers of 16.
+/// Chains of products, and of their sums. A product and a sum of one chain would be as slow as
+/// their latencies together, which products of matrices are not; three vectors of each, of two
+/// registers, leave four registers of 16.
 #[inline(always)]
 fn apart<S: Simd>(s: S, times: usize) -> f64 {
     const CHAINS: usize = 3;
-    // Products stay one, so that none becomes subnormal. What the loop leaves is not summed: in the order of such a sum the lanes of different
-    // chains shared registers, and were shuffled apart in every repetition.
+    // Products stay one, so that none becomes subnormal. What the loop leaves is not summed: in the
+    // order of such a sum the lanes of different chains shared registers, and were shuffled apart
+    // in every repetition.
     let x = s.splat(black_box(1.0));
     let (mut products, mut sums) = ([x; CHAINS], [x; CHAINS]);
     for _ in 0..times {
@@ -202,7 +210,8 @@ mod x86 {
             config.0[16 + 2 * tile] = 64;
             config.0[48 + tile] = 16;
         }
-        // SAFETY: reads the configuration and touches no other memory; tiles are released at the end.
+        // SAFETY: reads the configuration and touches no other memory; tiles are released at the
+        // end.
         unsafe {
             asm!(
                 "ldtilecfg [{config}]",
@@ -259,7 +268,8 @@ mod tests {
         }
     }
 
-    /// It was a fifth of what they reach: the loop had become shuffles. The best of a few rounds in turn, and a margin of two, leave it to no clock.
+    /// It was a fifth of what they reach: the loop had become shuffles. The best of a few rounds in
+    /// turn, and a margin of two, leave it to no clock.
     #[test]
     fn portable_products_do_not_exceed_the_portable_peak() {
         use crate::cpu::gemm::{Epilogue, MatMut, MatRef, forward};

@@ -1,11 +1,13 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al. 2011), and tensors filled from it.
 //!
-//! A number is a function of (seed, step, site, element) and of nothing else: not of threads, order or sharding, so a
-//! mask can be made again in backward instead of being saved, and a shard fills its part of a tensor by itself.
+//! A number is a function of (seed, step, site, element) and of nothing else: not of threads, order
+//! or sharding, so a mask can be made again in backward instead of being saved, and a shard fills
+//! its part of a tensor by itself.
 //!
-//! One Philox call yields four words. Elements are dealt to words in groups so that no lane has to move: group `g` takes
-//! counters `16 g .. 16 g + 16`, and its element `16 w + j` takes word `w` of counter `16 g + j`. All rungs use this order
-//! (eight-lane ones make a group in two halves) and unfused arithmetic, so the bits are the same on every rung.
+//! One Philox call yields four words. Elements are dealt to words in groups so that no lane has to
+//! move: group `g` takes counters `16 g .. 16 g + 16`, and its element `16 w + j` takes word `w` of
+//! counter `16 g + j`. All rungs use this order (eight-lane ones make a group in two halves) and
+//! unfused arithmetic, so the bits are the same on every rung.
 
 use crate::cpu::Cpu;
 use crate::cpu::rows::{for_elements, load_at, store_at};
@@ -34,7 +36,8 @@ impl RandomKey {
     /// The `step` of initial weights.
     pub const INIT: u32 = u32::MAX;
 
-    /// Four words for each of `S::LANES` counters from `first` on; `first` must be a multiple of `S::LANES`.
+    /// Four words for each of `S::LANES` counters from `first` on; `first` must be a multiple of
+    /// `S::LANES`.
     #[inline(always)]
     pub(crate) fn words<S: Simd>(self, s: S, first: u64) -> [S::U; 4] {
         let low = s.add_u32(s.splat_u32(first as u32), s.iota_u32());
@@ -91,8 +94,8 @@ impl Distribution for Uniform {
     }
 }
 
-/// Box & Muller (1958): a radius from one word, an angle from another, two numbers out. With 24 bits the largest magnitude is
-/// `sqrt(48 ln 2) = 5.8` standard deviations.
+/// Box & Muller (1958): a radius from one word, an angle from another, two numbers out. With 24
+/// bits the largest magnitude is `sqrt(48 ln 2) = 5.8` standard deviations.
 #[derive(Clone, Copy)]
 struct Normal {
     mean: f32,
@@ -155,7 +158,8 @@ simd_fn! {
     }
 }
 
-/// Draws numbers outside `[low, high]` again, each from its own counter, up to 255 times; what is outside even then is clamped.
+/// Draws numbers outside `[low, high]` again, each from its own counter, up to 255 times; what is
+/// outside even then is clamped.
 #[inline(never)]
 fn redraw_outside<D: Distribution>(key: RandomKey, d: D, group: u64, low: f32, high: f32, numbers: &mut [f32; WORDS]) {
     for attempt in 1..256 {

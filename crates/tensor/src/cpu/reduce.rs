@@ -1,7 +1,7 @@
 //! Reductions, softmax, top-k, transposition and cumulative sums over rows.
 //!
-//! Sums are made in `f32` lanes within a row; over many rows or a whole buffer, in blocks whose size depends on the shape
-//! alone, added in order. Traffic: the input once in.
+//! Sums are made in `f32` lanes within a row; over many rows or a whole buffer, in blocks whose
+//! size depends on the shape alone, added in order. Traffic: the input once in.
 
 use crate::cpu::Cpu;
 use crate::cpu::loss::max_and_lse;
@@ -56,7 +56,8 @@ simd_fn! {
     }
 }
 
-/// Blocks of a whole buffer's sum are at least this long; they are few enough for the sums to lie on the stack.
+/// Blocks of a whole buffer's sum are at least this long; they are few enough for the sums to lie
+/// on the stack.
 const SUM_BLOCKS: usize = 64;
 const SUM_BLOCK_LEAST: usize = 4096;
 
@@ -67,7 +68,8 @@ pub fn sum_all<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
 
 /// The sum of squares, for norms; infinite or NaN exactly when an element is.
 ///
-/// Large elements whose squares overflow `f32` are summed in `f64`, so that a finite gradient is never taken for a broken one.
+/// Large elements whose squares overflow `f32` are summed in `f64`, so that a finite gradient is
+/// never taken for a broken one.
 pub fn sum_of_squares<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     over_blocks(cpu, x, |block| {
         let sum = f64::from(squares_block(cpu.isa, block));
@@ -79,8 +81,9 @@ pub fn sum_of_squares<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     })
 }
 
-/// `sums[c]` = the sum of squares of `x[c * chunk ..]`, at most `chunk` elements: each chunk's bits depend on its elements alone, so that
-/// whoever holds a whole number of chunks finds the same sums. Added up in f32 lanes, in f64 where that is out of range.
+/// `sums[c]` = the sum of squares of `x[c * chunk ..]`, at most `chunk` elements: each chunk's bits
+/// depend on its elements alone, so that whoever holds a whole number of chunks finds the same
+/// sums. Added up in f32 lanes, in f64 where that is out of range.
 pub fn chunk_sums_of_squares<T: Element>(cpu: &Cpu, chunk: usize, x: &[T], sums: &mut [f64]) {
     assert_eq!(sums.len(), x.len().div_ceil(chunk), "one sum a chunk");
     let shares = Shares::new(sums);
@@ -283,8 +286,8 @@ simd_fn! {
     }
 }
 
-/// The `k` largest of every row, largest first, the earlier of equals first: `values` and `indices` are `[rows, k]`.
-/// NaN counts as smallest.
+/// The `k` largest of every row, largest first, the earlier of equals first: `values` and `indices`
+/// are `[rows, k]`. NaN counts as smallest.
 ///
 /// # Panics
 /// When `k` is zero or more than `columns`, or the lengths disagree.
@@ -309,7 +312,8 @@ fn top_k_row<T: Element>(x: &[T], values: &mut [T], indices: &mut [u32]) {
         if x.is_nan() { f32::NEG_INFINITY } else { x }
     };
     let larger_first = |a: &u32, b: &u32| key(*b).partial_cmp(&key(*a)).unwrap_or(Ordering::Equal).then(a.cmp(b));
-    // Insertion into the sorted best of those seen so far: a random row of n inserts k ln(n / k) times after the first k.
+    // Insertion into the sorted best of those seen so far: a random row of n inserts k ln(n / k)
+    // times after the first k.
     let k = indices.len();
     let mut held = 0;
     for index in 0..x.len() as u32 {

@@ -1,13 +1,15 @@
 //! Rotary position embedding (Su et al. 2021) in the "rotate half" layout of Hugging Face models.
 //!
-//! Column `j` of the first half of a head's rotary columns and column `j` of the second half are one pair, turned by
-//! `position * frequency[j]`. The rotation is applied in place to the query and key columns of the fused projection; its
-//! backward is the rotation by the opposite angle. Columns beyond the rotary ones (partial rotary) are left alone.
-//! Traffic: the head columns once in and out, 6 FLOPs a pair.
+//! Column `j` of the first half of a head's rotary columns and column `j` of the second half are
+//! one pair, turned by `position * frequency[j]`. The rotation is applied in place to the query and
+//! key columns of the fused projection; its backward is the rotation by the opposite angle. Columns
+//! beyond the rotary ones (partial rotary) are left alone. Traffic: the head columns once in and
+//! out, 6 FLOPs a pair.
 //!
-//! Angles are made in `f32` (`position as f32 * frequency as f32`), as transformers does, because published weights
-//! were trained with those roundings; cosine and sine of that angle are taken in `f64`. Frequencies scaled by sequence length at run time
-//! (`dynamic`, `longrope`) are not offered: a table is made once.
+//! Angles are made in `f32` (`position as f32 * frequency as f32`), as transformers does, because
+//! published weights were trained with those roundings; cosine and sine of that angle are taken in
+//! `f64`. Frequencies scaled by sequence length at run time (`dynamic`, `longrope`) are not
+//! offered: a table is made once.
 
 use crate::cpu::Cpu;
 use crate::cpu::embedding::{IndexError, check_indices};
@@ -40,7 +42,8 @@ pub enum RopeScaling {
         /// Context length of pre-training.
         original_context: usize,
     },
-    /// `yarn` (Peng et al. 2023): a blend by number of turns over the original context, and cosine and sine scaled.
+    /// `yarn` (Peng et al. 2023): a blend by number of turns over the original context, and cosine
+    /// and sine scaled.
     Yarn {
         /// New context over old.
         factor: f64,
@@ -194,11 +197,13 @@ impl RopeTable {
 pub enum Rotation {
     /// By the position's angle.
     Forward,
-    /// By the opposite angle, with the same scale: turns gradients of rotated columns into gradients of the plain ones.
+    /// By the opposite angle, with the same scale: turns gradients of rotated columns into
+    /// gradients of the plain ones.
     Backward,
 }
 
-/// Turns the head columns of `x` in place, row `t` by `positions[t]`; query and key heads are one range of `columns`.
+/// Turns the head columns of `x` in place, row `t` by `positions[t]`; query and key heads are one
+/// range of `columns`.
 ///
 /// # Errors
 /// When a position is not in the table.

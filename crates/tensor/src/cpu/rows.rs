@@ -1,7 +1,9 @@
-//! What kernels that stream over rows share: how work is cut into tasks, and loops over lanes with ragged ends.
+//! What kernels that stream over rows share: how work is cut into tasks, and loops over lanes with
+//! ragged ends.
 //!
-//! Tasks are cut by shape alone, never by the number of threads, so results are the same on any number. Work that one
-//! core finishes in a few microseconds is not worth a parallel region (a region costs one to two) and runs on the caller.
+//! Tasks are cut by shape alone, never by the number of threads, so results are the same on any
+//! number. Work that one core finishes in a few microseconds is not worth a parallel region (a
+//! region costs one to two) and runs on the caller.
 
 use crate::cpu::Cpu;
 use crate::cpu::simd::Simd;
@@ -13,8 +15,8 @@ use std::ops::Range;
 const REGION_BYTES: usize = 64 << 10;
 /// Least and most traffic of one task: enough to hide the dealing, little enough to balance.
 const TASK_BYTES: Range<usize> = 32 << 10..1 << 20;
-/// Tasks of elementwise kernels start at multiples of this many elements: a whole number of cache lines for every
-/// dtype and of random-number groups.
+/// Tasks of elementwise kernels start at multiples of this many elements: a whole number of cache
+/// lines for every dtype and of random-number groups.
 pub(crate) const ELEMENTS_ALIGN: usize = 128;
 /// Sums over rows are made in at most this many blocks.
 const ROW_BLOCKS: usize = 64;
@@ -38,7 +40,8 @@ pub(crate) fn for_rows(cpu: &Cpu, rows: usize, row_bytes: usize, body: impl Fn(R
     cpu.threads.for_ranges(rows, grain(rows, row_bytes), body);
 }
 
-/// Cuts `0..len` elements into ranges that start at multiples of [`ELEMENTS_ALIGN`] and runs `body` on each.
+/// Cuts `0..len` elements into ranges that start at multiples of [`ELEMENTS_ALIGN`] and runs `body`
+/// on each.
 pub(crate) fn for_elements(cpu: &Cpu, len: usize, element_bytes: usize, body: impl Fn(Range<usize>) + Sync) {
     cpu.threads.for_ranges(len, grain(len, element_bytes).next_multiple_of(ELEMENTS_ALIGN), body);
 }

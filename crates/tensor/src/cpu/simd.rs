@@ -1,12 +1,13 @@
 //! Vectors of `f32` lanes, one type per instruction set, so that a kernel is written once.
 //!
-//! A kernel is a function generic over `S: Simd` that is handed a token `s: S`. Tokens of [`Avx2`] and [`Avx512`] can
-//! only be made by [`simd_fn!`](crate::simd_fn)'s trampolines after the CPU was asked, so holding one proves that the
-//! instructions exist and the methods are safe to call. The trampolines carry `#[target_feature]`; everything below
-//! is `#[inline(always)]` so that it is compiled with those features.
+//! A kernel is a function generic over `S: Simd` that is handed a token `s: S`. Tokens of [`Avx2`]
+//! and [`Avx512`] can only be made by [`simd_fn!`](crate::simd_fn)'s trampolines after the CPU was
+//! asked, so holding one proves that the instructions exist and the methods are safe to call. The
+//! trampolines carry `#[target_feature]`; everything below is `#[inline(always)]` so that it is
+//! compiled with those features.
 //!
-//! Transcendental functions are polynomials on the primitives, the same on every rung; they differ between rungs only by the
-//! rounding of fused multiply-add, which [`Portable`] does not have.
+//! Transcendental functions are polynomials on the primitives, the same on every rung; they differ
+//! between rungs only by the rounding of fused multiply-add, which [`Portable`] does not have.
 
 use crate::dtype::Element;
 use half::{bf16, f16};
@@ -118,7 +119,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.float_of(self.xor_u32(self.bits_of(magnitude), bit))
     }
 
-    /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above; NaN stays NaN.
+    /// `e^x`, relative error below 2e-7 on `[-87, 88]`; 0 below, infinity-free saturation above;
+    /// NaN stays NaN.
     ///
     /// Cody-Waite reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, then [`Simd::exp_reduced`].
     #[inline(always)]
@@ -130,8 +132,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.select(self.gt(self.splat(-87.3), x), self.splat(0.0), y)
     }
 
-    /// `e^(x - n ln 2)` for the `n` nearest to `x / ln 2`: the polynomial of degree 5 with constant term 1 whose greatest
-    /// relative error on `|r| <= ln 2 / 2` is least, 9.2e-8; with the roundings, 1.5e-7.
+    /// `e^(x - n ln 2)` for the `n` nearest to `x / ln 2`: the polynomial of degree 5 with constant
+    /// term 1 whose greatest relative error on `|r| <= ln 2 / 2` is least, 9.2e-8; with the
+    /// roundings, 1.5e-7.
     #[inline(always)]
     fn exp_reduced(self, x: Self::F, n: Self::F) -> Self::F {
         let r = self.fma(n, self.splat(-0.693_359_4), x);
@@ -149,7 +152,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.exp(x)
     }
 
-    /// `1 / a` to two units in the last place, for normal `a` whose reciprocal is normal; NaN for an infinity, perhaps.
+    /// `1 / a` to two units in the last place, for normal `a` whose reciprocal is normal; NaN for
+    /// an infinity, perhaps.
     #[inline(always)]
     fn reciprocal(self, a: Self::F) -> Self::F {
         self.div(self.splat(1.0), a)
@@ -184,11 +188,13 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.sub(one, self.mul(two, self.reciprocal(below)))
     }
 
-    /// The complementary error function, relative error below `(x^2 + 6) 2^-24`, 0 beyond 9.3; absolute below 3e-7 everywhere.
+    /// The complementary error function, relative error below `(x^2 + 6) 2^-24`, 0 beyond 9.3;
+    /// absolute below 3e-7 everywhere.
     ///
-    /// `erfc |x| = t P(t) e^(-x^2)` with `t = 1 / (1 + |x|/2)`, the substitution of Hastings (1955). `P`, of degree 8, is
-    /// the least-maximum fit of `e^(x^2) erfc x` on `[0, 10]`, relative error 4.3e-8; the rest is the rounding of
-    /// `x^2` in the exponent, `x^2 2^-24`. For negative `x`, `erfc x = 2 - erfc |x|`.
+    /// `erfc |x| = t P(t) e^(-x^2)` with `t = 1 / (1 + |x|/2)`, the substitution of Hastings
+    /// (1955). `P`, of degree 8, is the least-maximum fit of `e^(x^2) erfc x` on `[0, 10]`,
+    /// relative error 4.3e-8; the rest is the rounding of `x^2` in the exponent, `x^2 2^-24`. For
+    /// negative `x`, `erfc x = 2 - erfc |x|`.
     #[inline(always)]
     fn erfc(self, x: Self::F) -> Self::F {
         self.erfc_and_gauss(x).0
@@ -226,20 +232,21 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.with_sign_of(self.sub(self.splat(1.0), self.erfc(self.abs(x))), x)
     }
 
-    /// The natural logarithm, relative error below 3e-7 away from 1 and absolute below 1e-7 near it; `-inf` at zero, NaN
-    /// below, infinity at infinity.
+    /// The natural logarithm, relative error below 3e-7 away from 1 and absolute below 1e-7 near
+    /// it; `-inf` at zero, NaN below, infinity at infinity.
     ///
-    /// `x = 2^e m` with `m` in `[sqrt 1/2, sqrt 2)`; `ln m = 2 atanh z`, `z = (m - 1) / (m + 1)`, `|z| < 0.1716`, by its
-    /// series up to `z^9 / 9`: truncation `z^10 / 11 < 2.1e-9` relative. Subnormal numbers are scaled by `2^25` first.
-    /// Multiplications and additions are not fused, so that the bits are the same on every rung: random numbers
-    /// are made with this function.
+    /// `x = 2^e m` with `m` in `[sqrt 1/2, sqrt 2)`; `ln m = 2 atanh z`, `z = (m - 1) / (m + 1)`,
+    /// `|z| < 0.1716`, by its series up to `z^9 / 9`: truncation `z^10 / 11 < 2.1e-9` relative.
+    /// Subnormal numbers are scaled by `2^25` first. Multiplications and additions are not fused,
+    /// so that the bits are the same on every rung: random numbers are made with this function.
     #[inline(always)]
     fn ln(self, x: Self::F) -> Self::F {
         let (zero, one) = (self.splat(0.0), self.splat(1.0));
         let small = self.gt(self.splat(f32::MIN_POSITIVE), x);
         let scaled = self.select(small, self.mul(x, self.splat(33_554_432.0)), x);
         let bits = self.bits_of(scaled);
-        // 0x3f35_04f3 is sqrt 1/2: what lies below it belongs to the exponent before. The bias keeps the shift unsigned.
+        // 0x3f35_04f3 is sqrt 1/2: what lies below it belongs to the exponent before. The bias
+        // keeps the shift unsigned.
         let above = self.add_u32(self.sub_u32(bits, self.splat_u32(0x3f35_04f3)), self.splat_u32(0x4000_0000));
         let exponent = self.sub_u32(self.shr_u32(above, 23), self.splat_u32(128));
         let m = self.float_of(self.sub_u32(bits, self.shl_u32(exponent, 23)));
@@ -250,8 +257,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
         for c in [2.0 / 7.0, 2.0 / 5.0, 2.0 / 3.0] {
             p = self.add(self.mul(p, zz), self.splat(c));
         }
-        // 2z + z^3 p(z^2) + e ln 2, the logarithm of 2 in two parts, of which the first is short enough for e times it
-        // to be exact.
+        // 2z + z^3 p(z^2) + e ln 2, the logarithm of 2 in two parts, of which the first is short
+        // enough for e times it to be exact.
         let series = self.add(self.mul(self.mul(z, zz), p), self.mul(e, self.splat(-2.121_944_4e-4)));
         let y = self.add(self.add(series, self.add(z, z)), self.mul(e, self.splat(0.693_359_4)));
         let y = self.select(self.gt(x, zero), y, self.splat(f32::NAN));
@@ -263,8 +270,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// `(cos, sin)` of `2 pi turns` for `turns` in `[-1, 1]`, absolute error below 2e-7.
     ///
-    /// The nearest quarter turn is taken off, which leaves `|r| <= pi / 4`, where the Taylor polynomials of degree 9 and 10
-    /// are off by less than 2e-9. Not fused, as [`Simd::ln`].
+    /// The nearest quarter turn is taken off, which leaves `|r| <= pi / 4`, where the Taylor
+    /// polynomials of degree 9 and 10 are off by less than 2e-9. Not fused, as [`Simd::ln`].
     #[inline(always)]
     fn cos_sin_turns(self, turns: Self::F) -> (Self::F, Self::F) {
         let quarters = self.round(self.mul(turns, self.splat(4.0)));
@@ -295,7 +302,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
 /// Lanes of the widest vector.
 const LANES_MAX: usize = 16;
 
-// The ends of rows are kept out of the loops: inlined, they would be most of the code of every kernel.
+// The ends of rows are kept out of the loops: inlined, they would be most of the code of every
+// kernel.
 #[cold]
 #[inline(never)]
 fn tail<T: Element>(x: &[T], fill: f32) -> [f32; LANES_MAX] {
@@ -508,7 +516,8 @@ macro_rules! simd_fn {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
             fn avx512$(<$($g: $bound),+>)?(isa: $crate::cpu::Isa $(, $arg: $t)*) $(-> $r)? {
-                // SAFETY: this function is only called on a CPU that has these features and is on this rung.
+                // SAFETY: this function is only called on a CPU that has these features and is on
+                // this rung.
                 body(unsafe { $crate::cpu::simd::Avx512::assume_rung(isa) } $(, $arg)*)
             }
 

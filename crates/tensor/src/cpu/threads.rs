@@ -1,11 +1,13 @@
 //! The threads of one rank: a small persistent pool that spins briefly, then sleeps.
 //!
-//! A training step is thousands of parallel regions of 5 microseconds to 50 milliseconds. Workers therefore spin for a
-//! few microseconds between regions before they park, and a region costs about a microsecond to open. The caller is
-//! thread 0 and works too. Regions do not nest: a region opened inside another runs on the calling thread alone.
+//! A training step is thousands of parallel regions of 5 microseconds to 50 milliseconds. Workers
+//! therefore spin for a few microseconds between regions before they park, and a region costs about
+//! a microsecond to open. The caller is thread 0 and works too. Regions do not nest: a region
+//! opened inside another runs on the calling thread alone.
 //!
-//! Which thread does which task is left to chance ([`Threads::for_each`] deals tasks from a counter); results must
-//! not depend on it, nor on how many tasks a kernel cuts its work into, which follows the number of threads.
+//! Which thread does which task is left to chance ([`Threads::for_each`] deals tasks from a
+//! counter); results must not depend on it, nor on how many tasks a kernel cuts its work into,
+//! which follows the number of threads.
 //!
 //! Ranks that are threads of one process lend each other threads that wait: [`super::crew`].
 
@@ -62,7 +64,8 @@ pub struct Threads {
     crew: Option<Arc<Crew>>,
 }
 
-/// A region's body with its lifetime erased; it outlives the region because [`Threads::run`] waits for all threads.
+/// A region's body with its lifetime erased; it outlives the region because [`Threads::run`] waits
+/// for all threads.
 #[derive(Clone, Copy)]
 struct Job(*const (dyn Fn(usize) + Sync));
 
@@ -127,7 +130,8 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// The number of threads that a region may meet: those of the whole crew, where this rank is in one.
+    /// The number of threads that a region may meet: those of the whole crew, where this rank is in
+    /// one.
     pub fn hands(&self) -> usize {
         self.crew.as_ref().map_or(0, |crew| crew.hands()).max(self.count())
     }
@@ -137,8 +141,8 @@ impl Threads {
         self.crew.as_ref()
     }
 
-    /// Runs `body(thread)` once on every thread, `thread` in `0..count()`, and returns when all are done.
-    /// A panic in any of them is raised here.
+    /// Runs `body(thread)` once on every thread, `thread` in `0..count()`, and returns when all are
+    /// done. A panic in any of them is raised here.
     pub fn run(&self, body: impl Fn(usize) + Sync) {
         if self.workers.is_empty() || INSIDE_REGION.get() {
             for thread in 0..self.count() {
@@ -148,8 +152,8 @@ impl Threads {
         }
         let _turn = self.turn.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let body: &(dyn Fn(usize) + Sync) = &body;
-        // SAFETY: only the lifetime is erased; this function does not return before `running` is back at zero, after
-        // which no worker touches the pointer.
+        // SAFETY: only the lifetime is erased; this function does not return before `running` is
+        // back at zero, after which no worker touches the pointer.
         let job = Job(unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(body)
         });
@@ -255,7 +259,8 @@ pub struct Shares<'a, T> {
     _slice: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: access goes through `part`, whose contract is that parts handed out at once do not overlap.
+// SAFETY: access goes through `part`, whose contract is that parts handed out at once do not
+// overlap.
 unsafe impl<T: Send> Sync for Shares<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Shares<'_, T> {}

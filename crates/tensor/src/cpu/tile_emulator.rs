@@ -1,7 +1,9 @@
-//! Runs AMX instructions on CPUs that lack them, so that the machine code of the tile kernels is tested everywhere.
+//! Runs AMX instructions on CPUs that lack them, so that the machine code of the tile kernels is
+//! tested everywhere.
 //!
-//! An instruction that the CPU does not know raises SIGILL. The handler decodes the one at fault (VEX encoding, Intel SDM
-//! volume 2), does what the manual's pseudocode says on tiles in memory, and steps over it. Each costs a microsecond or so.
+//! An instruction that the CPU does not know raises SIGILL. The handler decodes the one at fault
+//! (VEX encoding, Intel SDM volume 2), does what the manual's pseudocode says on tiles in memory,
+//! and steps over it. Each costs a microsecond or so.
 
 use std::cell::UnsafeCell;
 use std::sync::Once;
@@ -39,7 +41,8 @@ pub(crate) fn install() {
 }
 
 extern "C" fn handler(_: libc::c_int, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a `ucontext_t`; the state is this thread's, and the handler does not interrupt itself.
+    // SAFETY: the kernel passes a `ucontext_t`; the state is this thread's, and the handler does
+    // not interrupt itself.
     unsafe {
         let registers = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
         let done = STATE.with(|state| execute(&mut *state.get(), registers));
@@ -73,10 +76,12 @@ const REGISTERS: [i32; 16] = [
 /// Executes the instruction at the instruction pointer if it is one of AMX's.
 ///
 /// # Safety
-/// The instruction pointer must point at code; memory operands must be valid, as for the instruction itself.
+/// The instruction pointer must point at code; memory operands must be valid, as for the
+/// instruction itself.
 unsafe fn execute(state: &mut State, registers: &mut [i64; 23]) -> bool {
     let ip = registers[libc::REG_RIP as usize] as *const u8;
-    // SAFETY: instructions are at most 15 bytes, of which only decoded ones are read; operands are the program's own.
+    // SAFETY: instructions are at most 15 bytes, of which only decoded ones are read; operands are
+    // the program's own.
     unsafe {
         if *ip != 0xc4 {
             return false;
@@ -156,7 +161,8 @@ unsafe fn execute(state: &mut State, registers: &mut [i64; 23]) -> bool {
     }
 }
 
-/// `sums += a b`: even and odd products are summed apart, then together, then to the sums, as the manual's pseudocode does.
+/// `sums += a b`: even and odd products are summed apart, then together, then to the sums, as the
+/// manual's pseudocode does.
 fn multiply_add(state: &mut State, sums: usize, a: usize, b: usize) {
     let wide = |bytes: &[u8], i: usize| f32::from_bits((bytes[2 * i] as u32) << 16 | (bytes[2 * i + 1] as u32) << 24);
     let (a_tile, b_tile) = (state.tiles[a], state.tiles[b]);

@@ -22,8 +22,8 @@ pub struct AttentionChoice {
     pub because: String,
 }
 
-/// Bounds of segments, heads and key heads of the problems that forms are compared on: rows with one, two and three of the largest tiles, so that every buffer of
-/// a kernel is filled again.
+/// Bounds of segments, heads and key heads of the problems that forms are compared on: rows with
+/// one, two and three of the largest tiles, so that every buffer of a kernel is filled again.
 const COMPARED: (&[i32], usize, usize) = (&[0, 77, 340], 2, 1);
 /// Columns of their heads: each form has kernels for up to 64 and for up to 128.
 const HEADS_COMPARED: [usize; 2] = [64, 128];
@@ -39,8 +39,10 @@ impl Cuda {
         self.attention.get()
     }
 
-    /// Chooses how attention multiplies in `dtype`, where tensor cores take its heads: as is asked for, else by `wgmma` where the device has it and gives what `mma.sync`
-    /// gives on small problems, in memory of their own. The first choice stays; without one a device takes `mma.sync`, and for f32 there is none.
+    /// Chooses how attention multiplies in `dtype`, where tensor cores take its heads: as is asked
+    /// for, else by `wgmma` where the device has it and gives what `mma.sync` gives on small
+    /// problems, in memory of their own. The first choice stays; without one a device takes
+    /// `mma.sync`, and for f32 there is none.
     ///
     /// # Errors
     /// Of the driver.
@@ -51,7 +53,8 @@ impl Cuda {
         let [warps, warpgroups] = [AttentionForm::Warps, AttentionForm::Warpgroups];
         assert!(asked.is_none_or(|form| self.has_attention(form)), "{self:?} has no {asked:?}");
         let choice = |form, because: String| AttentionChoice { form, because };
-        // Both round probabilities and results to the dtype, after sums in f32 that have different orders.
+        // Both round probabilities and results to the dtype, after sums in f32 that have different
+        // orders.
         let apart = match dtype {
             DType::BF16 => f64::from(bf16::EPSILON),
             DType::F16 => f64::from(f16::EPSILON),
@@ -97,7 +100,8 @@ impl Cuda {
         Ok([lse.to_f32_vec()?, out.to_f32_vec()?, dqkv.to_f32_vec()?])
     }
 
-    /// The form for these heads: that which was chosen for tensor cores, where they take them, else multiply-adds.
+    /// The form for these heads: that which was chosen for tensor cores, where they take them, else
+    /// multiply-adds.
     fn form(&self, op: &'static str, qkv: &Tensor, spec: &AttentionSpec) -> Result<AttentionForm> {
         let float = super::float(op, qkv.dtype())?;
         let aligned = qkv.region(false).address.is_multiple_of(ALIGNMENT);

@@ -1,4 +1,5 @@
-//! What another library needs to exchange tensors' memory with other devices: where it lies, and on which stream.
+//! What another library needs to exchange tensors' memory with other devices: where it lies, and on
+//! which stream.
 
 use super::Cuda;
 use crate::Tensor;
@@ -22,8 +23,9 @@ impl Cuda {
 }
 
 impl Tensor {
-    /// The tensor's memory, for work that is put on this thread's stream; None on devices without streams. Counts as a use by this thread's lane, so that the
-    /// memory is given to nobody else before.
+    /// The tensor's memory, for work that is put on this thread's stream; None on devices without
+    /// streams. Counts as a use by this thread's lane, so that the memory is given to nobody else
+    /// before.
     pub fn on_stream(&self) -> Result<Option<(Region, Stream)>> {
         match self.device().as_cuda() {
             Some(cuda) => Ok(Some((self.region(true), cuda.stream()?))),

@@ -1,8 +1,10 @@
 //! The work of a lane as a graph: captured once, launched again with one call.
 //!
-//! A graph works on the memory that it was captured with, which therefore is the graph's while it lives: what the captured work takes and gives back comes from an
-//! [`Arena`](crate::pool::Arena), and what it only refers to (weights, gradients, tables, batches) is held by handles. What differs from launch to launch lies in memory
-//! that kernels read, [`Varying`]; whoever replays a graph writes new batches over those that it was captured with.
+//! A graph works on the memory that it was captured with, which therefore is the graph's while it
+//! lives: what the captured work takes and gives back comes from an [`Arena`](crate::pool::Arena),
+//! and what it only refers to (weights, gradients, tables, batches) is held by handles. What
+//! differs from launch to launch lies in memory that kernels read, [`Varying`]; whoever replays a
+//! graph writes new batches over those that it was captured with.
 
 use super::{Cuda, lane, lock};
 use crate::Tensor;
@@ -53,7 +55,8 @@ impl Capturing {
 
     /// The captured work refers to a buffer, which must live as long as the graph.
     pub fn refers_to(&self, buffer: &Arc<Buffer>) {
-        // Those of an arena are kept by it, and to hold them would keep them from serving the work again.
+        // Those of an arena are kept by it, and to hold them would keep them from serving the work
+        // again.
         if self.is_here()
             && !buffer.is_of_arena()
             && let Some(state) = &mut *lock(&self.state)
@@ -68,7 +71,8 @@ impl Cuda {
         &self.capturing
     }
 
-    /// Where the captured work finds a word of what varies; None when this lane is not captured. `expected` is the value that it was given instead.
+    /// Where the captured work finds a word of what varies; None when this lane is not captured.
+    /// `expected` is the value that it was given instead.
     fn varying(&self, word: usize, what: &str, expected: u32) -> Result<Option<Tensor>> {
         if !self.capturing.is_here() {
             return Ok(None);
@@ -111,8 +115,9 @@ pub struct Graph {
 }
 
 impl Device {
-    /// Captures what this thread's lane launches from now on, instead of doing it. `values` are those of this step, which the captured work is given. The host waits for
-    /// all lanes first, so that nothing in the graph has to wait for what is outside of it.
+    /// Captures what this thread's lane launches from now on, instead of doing it. `values` are
+    /// those of this step, which the captured work is given. The host waits for all lanes first, so
+    /// that nothing in the graph has to wait for what is outside of it.
     ///
     /// # Errors
     /// Devices other than GPUs; a lane that is captured already.
@@ -170,7 +175,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // A launch may not be done; where waiting fails, so did the work, and the graph is better kept.
+        // A launch may not be done; where waiting fails, so did the work, and the graph is better
+        // kept.
         if self.cuda.synchronize_all().is_ok() {
             self.cuda.driver.destroy_graph(self.graph);
         }

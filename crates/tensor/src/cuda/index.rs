@@ -1,4 +1,5 @@
-//! Reading and adding by indices. The host waits for the check of the indices, before anything reads by them.
+//! Reading and adding by indices. The host waits for the check of the indices, before anything
+//! reads by them.
 
 use super::launch::args;
 use super::{Cuda, part};
@@ -9,7 +10,8 @@ use std::sync::Arc;
 use trainyard_cuda::driver::Region;
 use trainyard_cuda::kernels as k;
 
-/// Fails unless every index, i32 or the bits of u32, is in `0..limit`, or -100 where that stands for none. `found`: scratch of one float.
+/// Fails unless every index, i32 or the bits of u32, is in `0..limit`, or -100 where that stands
+/// for none. `found`: scratch of one float.
 pub(super) fn check(
     gpu: &Arc<Cuda>,
     what: &'static str,

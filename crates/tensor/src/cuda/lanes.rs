@@ -25,7 +25,8 @@ pub(crate) fn lane() -> usize {
     LANE.get()
 }
 
-/// A point in the work of a lane, for which others can wait. On devices whose work is done when a call returns it is nothing.
+/// A point in the work of a lane, for which others can wait. On devices whose work is done when a
+/// call returns it is nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Mark(Option<Arc<Recorded>>);
 
@@ -63,8 +64,9 @@ impl Cuda {
         position < lock(&self.histories[lane]).done
     }
 
-    /// Lets this thread's lane wait for what `other` launched at `position`: for the mark after it, if there is one, so that what `other` does later is not waited
-    /// for; else for all that it has launched so far.
+    /// Lets this thread's lane wait for what `other` launched at `position`: for the mark after it,
+    /// if there is one, so that what `other` does later is not waited for; else for all that it has
+    /// launched so far.
     pub(super) fn wait_for_lane(&self, other: usize, position: u64) -> Result<()> {
         let mark = {
             let history = lock(&self.histories[other]);
@@ -134,13 +136,15 @@ impl Cuda {
 }
 
 impl Device {
-    /// Marks the end of what this thread's lane has launched so far. In a capture, a place in the graph, which passes at each launch and orders nothing.
+    /// Marks the end of what this thread's lane has launched so far. In a capture, a place in the
+    /// graph, which passes at each launch and orders nothing.
     pub fn mark(&self) -> Result<Mark> {
         let Some(cuda) = self.as_cuda() else { return Ok(Mark::default()) };
         let event = cuda.with_event()?;
         let recorded = Arc::new(Recorded { cuda: Arc::clone(cuda), event });
         if cuda.capturing.is_here() {
-            // Nobody can wait for it before the graph is launched, so it is no place in the lane's work.
+            // Nobody can wait for it before the graph is launched, so it is no place in the lane's
+            // work.
             cuda.driver.record_in_graph(event, cuda.stream()?)?;
             return Ok(Mark(Some(recorded)));
         }

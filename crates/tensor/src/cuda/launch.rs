@@ -59,7 +59,8 @@ macro_rules! args {
 pub(super) use args;
 
 impl Cuda {
-    /// Puts a kernel on this thread's stream, in the module for `dtype`; nothing when a size is 0. `sizes` are those of the kernel's rule.
+    /// Puts a kernel on this thread's stream, in the module for `dtype`; nothing when a size is 0.
+    /// `sizes` are those of the kernel's rule.
     pub(super) fn launch(
         self: &Arc<Cuda>,
         kernel: &'static Kernel,
@@ -78,8 +79,9 @@ impl Cuda {
             arguments.push(argument(kernel, arg, parameter, &mut regions)?);
         }
         let call = Call { function: *function, name: kernel.name, launch, arguments: &arguments, regions: &regions };
-        // SAFETY: the arguments have the types of the table's parameters, which are those of the source (a test of `trainyard-cuda` holds
-        // them together); operations give tensors of the sizes that stand there, and the regions are theirs.
+        // SAFETY: the arguments have the types of the table's parameters, which are those of the
+        // source (a test of `trainyard-cuda` holds them together); operations give tensors of the
+        // sizes that stand there, and the regions are theirs.
         Ok(unsafe { self.driver.launch(self.stream()?, &call) }?)
     }
 

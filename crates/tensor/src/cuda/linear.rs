@@ -53,7 +53,8 @@ impl Cuda {
         if form.operands == Float::F32 {
             form.precision = self.precision;
         }
-        // SAFETY: the regions are those of tensors whose shapes the operation checked against each other.
+        // SAFETY: the regions are those of tensors whose shapes the operation checked against each
+        // other.
         Ok(unsafe { self.driver.product(self.stream()?, &form, operands) }?)
     }
 }
@@ -86,7 +87,8 @@ pub(crate) fn linear(
     with_epilogue(gpu, form, operands, bias, activation, residual, pre, y)
 }
 
-/// A product that is followed by what a linear layer adds: in the library as far as it has it, else by a kernel.
+/// A product that is followed by what a linear layer adds: in the library as far as it has it, else
+/// by a kernel.
 pub(super) fn with_epilogue(
     gpu: &Arc<Cuda>,
     mut form: Product,
@@ -98,7 +100,8 @@ pub(super) fn with_epilogue(
     y: &Tensor,
 ) -> Result<()> {
     let (m, n) = (form.m, form.n);
-    // The library stores a GELU's argument in rows of whole 16 bytes. Of operands of eight bits it is asked for no activation.
+    // The library stores a GELU's argument in rows of whole 16 bytes. Of operands of eight bits it
+    // is asked for no activation.
     let gelu =
         activation == Activation::GeluTanh && form.operands != Float::F32 && form.fp8.is_none() && n.is_multiple_of(8);
     let fused = (activation == Activation::None && pre.is_none()) || (gelu && residual.is_none());
@@ -176,8 +179,8 @@ pub(super) fn weight_gradient(
     gpu.product(&form, &operands)
 }
 
-/// Products of matrices that lie in `a` and `b`, all into `y` one after the other: as one launch where both operands go on from matrix to matrix, else one by
-/// one.
+/// Products of matrices that lie in `a` and `b`, all into `y` one after the other: as one launch
+/// where both operands go on from matrix to matrix, else one by one.
 pub(crate) fn matmul(
     gpu: &Cuda,
     [a, b, y]: [&Tensor; 3],

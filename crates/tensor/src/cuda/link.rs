@@ -1,4 +1,5 @@
-//! How fast copies between the host's pinned memory and the GPU's are, and what they and products cost each other.
+//! How fast copies between the host's pinned memory and the GPU's are, and what they and products
+//! cost each other.
 
 use super::{Cuda, enter_lane, lane, peak};
 use crate::error::Result;
@@ -37,7 +38,8 @@ pub fn measure(cuda: &Arc<Cuda>, bytes: usize, side: usize) -> Result<Link> {
     let copy = |to_device: bool| -> Result<()> {
         let stream = cuda.stream()?;
         let region = buffer.region(to_device);
-        // SAFETY: both sides have so many bytes, and nothing else uses them before the streams are waited for below.
+        // SAFETY: both sides have so many bytes, and nothing else uses them before the streams are
+        // waited for below.
         Ok(unsafe {
             match to_device {
                 true => cuda.driver.upload(stream, region, pinned.data()),

@@ -14,7 +14,8 @@ use trainyard_cuda::kernels as k;
 /// Bytes of logits at a time: large enough to fill a device, small beside what else it holds.
 const CHUNK_BYTES: usize = 256 << 20;
 
-/// Rows of a chunk: the tokens cut evenly into the fewest chunks of at most [`CHUNK_BYTES`], in multiples of 128, the rows of a tile.
+/// Rows of a chunk: the tokens cut evenly into the fewest chunks of at most [`CHUNK_BYTES`], in
+/// multiples of 128, the rows of a tile.
 pub(crate) fn chunk_rows(tokens: usize, vocab: usize, size: usize) -> usize {
     let most = (CHUNK_BYTES / (vocab * size).max(1) / 128 * 128).max(128);
     let chunks = tokens.div_ceil(most).max(1);
@@ -37,7 +38,8 @@ pub(crate) struct HeadScratch<'a> {
     pub workspace: &'a Tensor,
 }
 
-/// Losses [m] of x [m, d] by w [v, d], gradients if wanted, and (`hits`, u32 [m]) where no logit is above the target's.
+/// Losses [m] of x [m, d] by w [v, d], gradients if wanted, and (`hits`, u32 [m]) where no logit is
+/// above the target's.
 pub(crate) fn head(
     gpu: &Arc<Cuda>,
     [x, w, targets]: [&Tensor; 3],
@@ -80,7 +82,8 @@ pub(crate) fn head(
     Ok(())
 }
 
-/// Adds losses up, into a scalar times `scale` on the device, or as a summary for the host, which waits for it. `scratch`: four floats.
+/// Adds losses up, into a scalar times `scale` on the device, or as a summary for the host, which
+/// waits for it. `scratch`: four floats.
 pub(crate) fn summary(
     gpu: &Arc<Cuda>,
     [losses, targets]: [&Tensor; 2],

@@ -1,4 +1,5 @@
-//! Muon and Adafactor: steps that look at a matrix as a whole. Nothing waits for the device; what a step is scaled by stays there.
+//! Muon and Adafactor: steps that look at a matrix as a whole. Nothing waits for the device; what a
+//! step is scaled by stays there.
 
 use super::launch::{Arg, args};
 use super::linear::{operands, plain};
@@ -74,7 +75,8 @@ pub(crate) fn muon(
     }
 }
 
-/// Newton-Schulz on the first of the matrices, as `cpu::muon` has it; gives the one that has the result.
+/// Newton-Schulz on the first of the matrices, as `cpu::muon` has it; gives the one that has the
+/// result.
 fn orthogonalise<'a>(
     gpu: &Cuda,
     [rows, columns]: [usize; 2],

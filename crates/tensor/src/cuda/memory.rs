@@ -7,11 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use trainyard_cuda::driver::Address;
 
-/// A block, and the lanes that have used it since it was last handed over, each with where in its work that was.
+/// A block, and the lanes that have used it since it was last handed over, each with where in its
+/// work that was.
 ///
-/// The pool gives out a block again as soon as its last handle is dropped, when work on it may only have been launched. On the same lane
-/// that is right, because a stream keeps its order. A lane that takes over a block of others first waits, on the device, for what those have launched on it,
-/// and not for what they did later: a block that an eviction freed does not make computing wait for the evictions after it.
+/// The pool gives out a block again as soon as its last handle is dropped, when work on it may only
+/// have been launched. On the same lane that is right, because a stream keeps its order. A lane
+/// that takes over a block of others first waits, on the device, for what those have launched on
+/// it, and not for what they did later: a block that an eviction freed does not make computing wait
+/// for the evictions after it.
 pub(crate) struct DeviceBlock {
     cuda: Arc<Cuda>,
     address: Address,
@@ -80,7 +83,8 @@ impl PinnedBlock {
 
 impl Drop for PinnedBlock {
     fn drop(&mut self) {
-        // A copy may only have been launched. Where waiting fails, so did the work, and the memory is better kept.
+        // A copy may only have been launched. Where waiting fails, so did the work, and the memory
+        // is better kept.
         if self.cuda.synchronize_all().is_ok() {
             // SAFETY: it came from this driver, and nothing is left to be done with it.
             unsafe { self.cuda.driver.free_pinned(self.data.as_ptr()) }

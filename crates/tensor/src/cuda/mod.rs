@@ -1,10 +1,14 @@
-//! The CUDA device: streams for lanes, memory for the pool, and the operations' way to kernels and products.
+//! The CUDA device: streams for lanes, memory for the pool, and the operations' way to kernels and
+//! products.
 //!
-//! A thread works for one lane ([`crate::device::enter_lane`]), and what it launches goes onto that lane's stream. Lanes are ordered by [`Mark`]s;
-//! a block that changes lanes on its way through the pool is ordered by [`memory::DeviceBlock`]. No launch waits for the device: only reading values on the
-//! host does. The files beside this one have for each operation of [`crate::ops`] what it launches; shapes were checked there.
+//! A thread works for one lane ([`crate::device::enter_lane`]), and what it launches goes onto that
+//! lane's stream. Lanes are ordered by [`Mark`]s; a block that changes lanes on its way through the
+//! pool is ordered by [`memory::DeviceBlock`]. No launch waits for the device: only reading values
+//! on the host does. The files beside this one have for each operation of [`crate::ops`] what it
+//! launches; shapes were checked there.
 //!
-//! Every driver call goes through [`Driver`], so that all of this runs on [`trainyard_cuda::fake::Fake`] in tests.
+//! Every driver call goes through [`Driver`], so that all of this runs on
+//! [`trainyard_cuda::fake::Fake`] in tests.
 
 mod attention;
 mod exchange;
@@ -92,7 +96,8 @@ impl Cuda {
         trainyard_cuda::count()
     }
 
-    /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does for it.
+    /// GPU `ordinal` of those that the process sees, with `threads` threads for what the host does
+    /// for it.
     ///
     /// # Errors
     /// What the machine or this build lacks for it, in a sentence.
@@ -187,7 +192,8 @@ fn float(op: &'static str, dtype: DType) -> Result<Float> {
     }
 }
 
-/// A copy of host data on a device, made at its first use there: kept beside the data, and no part of its value.
+/// A copy of host data on a device, made at its first use there: kept beside the data, and no part
+/// of its value.
 #[derive(Default)]
 pub(crate) struct OnDevice(Mutex<Option<Tensor>>);
 

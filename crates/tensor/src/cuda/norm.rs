@@ -1,4 +1,5 @@
-//! Normalisations. Gradients of weights are summed block by block in scratch, then over the blocks in order.
+//! Normalisations. Gradients of weights are summed block by block in scratch, then over the blocks
+//! in order.
 
 use super::Cuda;
 use super::launch::args;
@@ -10,7 +11,8 @@ use trainyard_cuda::kernels as k;
 
 pub(crate) use trainyard_cuda::kernels::row_blocks;
 
-/// Adds the `floats` partial sums of each block, from `offset` floats of `partials` on, to a gradient.
+/// Adds the `floats` partial sums of each block, from `offset` floats of `partials` on, to a
+/// gradient.
 fn add_partials(
     gpu: &Arc<Cuda>,
     partials: &Tensor,

@@ -1,8 +1,9 @@
 //! What a GPU does at best, measured: the denominators of utilisation there.
 //!
-//! A GPU's registers cannot be kept busy without a kernel that is as good as the library's products, so the peak is that of the fastest square product: sides double
-//! from 64 until a product takes a millisecond, which is about 8,192 in bf16 on a Hopper. Operands are random numbers, because zeros draw less power
-//! and let the clock rise.
+//! A GPU's registers cannot be kept busy without a kernel that is as good as the library's
+//! products, so the peak is that of the fastest square product: sides double from 64 until a
+//! product takes a millisecond, which is about 8,192 in bf16 on a Hopper. Operands are random
+//! numbers, because zeros draw less power and let the clock rise.
 
 use super::{Cuda, linear};
 use crate::error::Result;
@@ -37,12 +38,14 @@ impl Peaks {
 /// Sides of products, and bytes that are copied.
 const SIDES: std::ops::RangeInclusive<usize> = 64..=16_384;
 const BYTES: std::ops::RangeInclusive<usize> = (1 << 16)..=(1 << 30);
-/// Seconds of a product or copy that is long enough: launching is hidden, and the clock has settled after a few.
+/// Seconds of a product or copy that is long enough: launching is hidden, and the clock has settled
+/// after a few.
 const LONG_S: f64 = 1e-3;
 /// Of the last size, how many are timed; the fastest counts.
 const ROUNDS: usize = 8;
 
-/// Measures the peaks of a GPU, in memory of its own that is given back: some tenths of a second, and at most 2 GiB or a quarter of what is free.
+/// Measures the peaks of a GPU, in memory of its own that is given back: some tenths of a second,
+/// and at most 2 GiB or a quarter of what is free.
 ///
 /// # Errors
 /// Of the driver.
@@ -58,7 +61,8 @@ pub fn measure(cuda: &Arc<Cuda>) -> Result<Peaks> {
     })
 }
 
-/// Measures the peak, operations a second, of products of eight bits (E4M3, f32 sums, results in bf16), as [`measure`] does the others.
+/// Measures the peak, operations a second, of products of eight bits (E4M3, f32 sums, results in
+/// bf16), as [`measure`] does the others.
 ///
 /// # Errors
 /// Of the driver, on a GPU that has none among them.
@@ -95,7 +99,8 @@ fn product(device: &Device, dtype: DType, bytes_max: usize) -> Result<f64> {
     })
 }
 
-/// The best rate of square products, of which one of a side takes so many seconds; none is larger than three matrices of `dtype` in `bytes_max`.
+/// The best rate of square products, of which one of a side takes so many seconds; none is larger
+/// than three matrices of `dtype` in `bytes_max`.
 fn of_squares(dtype: DType, bytes_max: usize, product: impl Fn(usize) -> Result<f64>) -> Result<f64> {
     let (mut side, mut rate) = (*SIDES.start(), 0.0f64);
     loop {
@@ -115,7 +120,8 @@ fn copy(device: &Device, bytes_max: usize) -> Result<f64> {
         let from = random(device, &[bytes / 4], DType::F32, 3)?;
         let mut to = device.empty([bytes / 4], DType::F32, Purpose::Workspace)?;
         let seconds = fastest(device, || to.copy_from(&from))?;
-        // What lies in the last-level cache is copied faster, and is not what this is about: the last size counts.
+        // What lies in the last-level cache is copied faster, and is not what this is about: the
+        // last size counts.
         if 2 * bytes > *BYTES.end() || 4 * bytes > bytes_max || seconds >= LONG_S {
             return Ok(2.0 * bytes as f64 / seconds);
         }
@@ -158,7 +164,8 @@ pub fn random(device: &Device, shape: &[usize], dtype: DType, seed: u64) -> Resu
 /// A prime, so that rows of no usual length are alike.
 const BLOCK: usize = 100_003;
 
-/// Element `at` of [`random`], before it is rounded to its dtype (splitmix64 of its place in the block).
+/// Element `at` of [`random`], before it is rounded to its dtype (splitmix64 of its place in the
+/// block).
 pub fn random_value(seed: u64, at: usize) -> f32 {
     let mut x = ((at % BLOCK) as u64).wrapping_add(seed << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -25,7 +25,8 @@ pub(crate) fn unary_backward(gpu: &Arc<Cuda>, f: Unary, dy: &Tensor, z: &Tensor,
     gpu.launch(&k::UNARY_BACKWARD, dy.dtype(), [n, 1, 1], args![dy, z, dx, n, number(f, &Unary::ALL)])
 }
 
-/// An operand of a binary function: a tensor and the number of its form in the kernels, or a number.
+/// An operand of a binary function: a tensor and the number of its form in the kernels, or a
+/// number.
 pub(crate) type Operand<'a> = (Option<&'a Tensor>, i32);
 
 /// The form of a number.
@@ -232,7 +233,8 @@ pub(crate) fn top_k(gpu: &Arc<Cuda>, x: &Tensor, values: &Tensor, indices: &Tens
     gpu.launch(&k::TOP_K, x.dtype(), [rows, columns, 1], args)
 }
 
-/// `factor` times the sums over the middle dimension, f32 [outer, inner]; `partials`: scratch of outer [`super::row_blocks`] inner floats.
+/// `factor` times the sums over the middle dimension, f32 [outer, inner]; `partials`: scratch of
+/// outer [`super::row_blocks`] inner floats.
 pub(crate) fn sum_middle(
     gpu: &Arc<Cuda>,
     x: &Tensor,

@@ -29,10 +29,12 @@ impl Pinned {
 const LEAST: usize = 64 << 10;
 
 impl Cuda {
-    /// Copies host data in. It is read before this returns, unless it is pinned: then once this lane is done.
+    /// Copies host data in. It is read before this returns, unless it is pinned: then once this
+    /// lane is done.
     pub fn upload(&self, to: Region, data: &[u8]) -> Result<()> {
         assert_eq!(to.bytes, data.len(), "bytes of both sides");
-        // SAFETY: as many bytes, just checked; that pinned ones stay as they are is the caller's business.
+        // SAFETY: as many bytes, just checked; that pinned ones stay as they are is the caller's
+        // business.
         Ok(unsafe { self.driver.upload(self.stream()?, to, data.as_ptr()) }?)
     }
 
@@ -50,7 +52,8 @@ impl Cuda {
         Ok(self.driver.synchronize(stream)?)
     }
 
-    /// Lets `f` work on a copy in host memory: `reads` what the device has, and `writes` back what `f` leaves.
+    /// Lets `f` work on a copy in host memory: `reads` what the device has, and `writes` back what
+    /// `f` leaves.
     pub fn staged<R>(
         &self,
         region: Region,
@@ -59,7 +62,8 @@ impl Cuda {
     ) -> Result<R> {
         let pinned = self.take_pinned(region.bytes)?;
         let stream = self.stream()?;
-        // SAFETY: the buffer is this call's alone, and has at least as many bytes, all initialised when it was new.
+        // SAFETY: the buffer is this call's alone, and has at least as many bytes, all initialised
+        // when it was new.
         let data = unsafe { std::slice::from_raw_parts_mut(pinned.data, region.bytes) };
         if reads {
             // SAFETY: the stream is waited for before anybody looks.
@@ -76,11 +80,13 @@ impl Cuda {
         Ok(result)
     }
 
-    /// Copies out into memory of the host beside this device, which is complete once this lane is done; nobody may use it until then.
+    /// Copies out into memory of the host beside this device, which is complete once this lane is
+    /// done; nobody may use it until then.
     pub fn fetch_into(&self, to: &mut Tensor, from: Region) -> Result<()> {
         let to = to.as_bytes_mut()?;
         assert_eq!(from.bytes, to.len(), "bytes of both sides");
-        // SAFETY: as many bytes, just checked; the caller keeps them for itself until the stream is done.
+        // SAFETY: as many bytes, just checked; the caller keeps them for itself until the stream is
+        // done.
         Ok(unsafe { self.driver.download(self.stream()?, to.as_mut_ptr(), from) }?)
     }
 

@@ -1,4 +1,5 @@
-//! Attention and rotary positions on a fused qkv matrix: columns of h query heads, h_kv key heads, h_kv value heads.
+//! Attention and rotary positions on a fused qkv matrix: columns of h query heads, h_kv key heads,
+//! h_kv value heads.
 
 use super::{given, same_form, scratch_on_cuda};
 use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
@@ -53,8 +54,8 @@ impl From<&AttentionSpec> for HeadLayout {
     }
 }
 
-/// The bounds of packed sequences, first 0, last the number of tokens. Known to the host on every device, because costs and
-/// launches depend on them.
+/// The bounds of packed sequences, first 0, last the number of tokens. Known to the host on every
+/// device, because costs and launches depend on them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Segments(Arc<Bounds>);
 
@@ -85,18 +86,21 @@ impl Segments {
         Segments(Arc::new(Bounds { bounds, rows: OnDevice::default() }))
     }
 
-    /// The bounds of each row's segment, [2, m], where kernels read those; None where they read [`Segments::bounds`].
+    /// The bounds of each row's segment, [2, m], where kernels read those; None where they read
+    /// [`Segments::bounds`].
     fn on_cuda(&self, device: &Device) -> Result<Option<Tensor>> {
         let make = || device.tensor([2, self.tokens()], &cuda::rows_of_segments(self.bounds()), Purpose::Data);
         (device.computes() == Computes::Cuda).then(|| self.0.rows.get(device, make)).transpose()
     }
 
-    /// Brings to `device` what its kernels read of these bounds, if they read any; they would otherwise when they first need it.
+    /// Brings to `device` what its kernels read of these bounds, if they read any; they would
+    /// otherwise when they first need it.
     pub fn bring_to(&self, device: &Device) -> Result<()> {
         self.on_cuda(device).map(drop)
     }
 
-    /// Lets kernels on `device` that read these bounds read those of `other` from now on, for as many tokens: what a graph is launched with.
+    /// Lets kernels on `device` that read these bounds read those of `other` from now on, for as
+    /// many tokens: what a graph is launched with.
     pub fn overwrite_on(&self, device: &Device, other: &Segments) -> Result<()> {
         ensure_shape!(self.tokens() == other.tokens(), "segments", "{} tokens for {}", other.tokens(), self.tokens());
         match self.on_cuda(device)? {
@@ -127,13 +131,15 @@ fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[R
     Ok([all.columns(0..q), all.columns(q..q + kv), all.columns(q + kv..q + 2 * kv)])
 }
 
-/// Tokens, keys that a query sees on average, query heads, key heads, width of a head; of attention whose forward multiplies `products` times.
+/// Tokens, keys that a query sees on average, query heads, key heads, width of a head; of attention
+/// whose forward multiplies `products` times.
 fn dims(spec: &AttentionSpec, tokens: usize, products: u64) -> [usize; 5] {
     let seen = products as usize / (tokens * spec.q_cols()).max(1);
     [tokens, seen, spec.heads, spec.kv_heads, spec.head_dim]
 }
 
-/// Attention of qkv within each segment: out [m, h c] and the log-sum-exp of each query's scores, f32 [h, m].
+/// Attention of qkv within each segment: out [m, h c] and the log-sum-exp of each query's scores,
+/// f32 [h, m].
 pub fn attention(qkv: &Tensor, spec: &AttentionSpec, segments: &Segments) -> Result<(Tensor, Tensor)> {
     const OP: &str = "attention";
     HeadLayout::from(spec).check(OP, qkv)?;
@@ -199,8 +205,9 @@ pub fn attention_backward(
     Ok(dqkv)
 }
 
-/// Attention of new tokens over a cache: qkv [n, ..] holds their queries, `keys` and `values` [capacity, h_kv c] the
-/// cache, into which the new tokens' keys and values are written from row `start` on. Returns [n, h c].
+/// Attention of new tokens over a cache: qkv [n, ..] holds their queries, `keys` and `values`
+/// [capacity, h_kv c] the cache, into which the new tokens' keys and values are written from row
+/// `start` on. Returns [n, h c].
 pub fn attention_decode(
     qkv: &Tensor,
     spec: &AttentionSpec,
@@ -239,7 +246,8 @@ pub fn attention_decode(
     Ok(out)
 }
 
-/// Rotates the query and key columns of qkv by their positions (i32 [m]), or back; in place when nobody else holds qkv.
+/// Rotates the query and key columns of qkv by their positions (i32 [m]), or back; in place when
+/// nobody else holds qkv.
 pub fn rope(
     qkv: Tensor,
     layout: HeadLayout,

@@ -5,7 +5,8 @@ use crate::cpu::embedding as kernels;
 use crate::error::Result;
 use crate::{Cost, DType, On, Tensor, by_float, cuda, ensure_shape};
 
-/// Row `tokens[i]` (i32) of `table` [v, d], plus row `positions[i]` of the position table where given: [m, d].
+/// Row `tokens[i]` (i32) of `table` [v, d], plus row `positions[i]` of the position table where
+/// given: [m, d].
 pub fn embedding(tokens: &Tensor, table: &Tensor, positions: Option<(&Tensor, &Tensor)>) -> Result<Tensor> {
     const OP: &str = "embedding";
     ensure_shape!(tokens.dtype() == DType::I32 && table.shape().len() == 2, OP, "{tokens:?} of table {table:?}");

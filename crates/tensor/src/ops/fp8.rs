@@ -1,9 +1,13 @@
-//! Linear layers whose three products have operands of eight bits (Micikevicius et al. 2022): E4M3 for inputs and weights, E5M2 for gradients.
+//! Linear layers whose three products have operands of eight bits (Micikevicius et al. 2022): E4M3
+//! for inputs and weights, E5M2 for gradients.
 //!
-//! An operand is `round(x scale)`, with one scale a tensor that was chosen before ("delayed scaling"), and its largest magnitude is noted as it is rounded, for the
-//! choice of later scales. On a GPU the codes are multiplied by cuBLASLt, which wants both operands to lie along what is summed over: so they are rounded
-//! transposed too where backward sums over rows. A processor has no such products: it multiplies the rounded numbers in the
-//! operands' own dtype, where they are exact because scales are powers of two. Sums, results, biases and gradients of biases are as those of [`super::linear`].
+//! An operand is `round(x scale)`, with one scale a tensor that was chosen before ("delayed
+//! scaling"), and its largest magnitude is noted as it is rounded, for the choice of later scales.
+//! On a GPU the codes are multiplied by cuBLASLt, which wants both operands to lie along what is
+//! summed over: so they are rounded transposed too where backward sums over rows. A processor has
+//! no such products: it multiplies the rounded numbers in the operands' own dtype, where they are
+//! exact because scales are powers of two. Sums, results, biases and gradients of biases are as
+//! those of [`super::linear`].
 
 use super::linear::{checked, forward_form, product_cost};
 use super::{
@@ -15,7 +19,8 @@ use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, by_float, cpu, c
 use std::sync::Arc;
 pub use trainyard_cuda::fp8::Fp8;
 
-/// What the sizes of a product of eight bits are multiples of: rows, inputs and outputs of a linear layer.
+/// What the sizes of a product of eight bits are multiples of: rows, inputs and outputs of a linear
+/// layer.
 pub const MULTIPLE: usize = cuda::driver::Product::FP8_MULTIPLE;
 
 /// One tensor's part of the state of scaling, each a single element on the device.
@@ -25,7 +30,8 @@ pub struct Slot {
     pub scale: Tensor,
     /// f32: one over that.
     pub inverse: Tensor,
-    /// u32: the bits of an f32, the largest magnitude since this was last set to 0; above those of infinity where there was a NaN.
+    /// u32: the bits of an f32, the largest magnitude since this was last set to 0; above those of
+    /// infinity where there was a NaN.
     pub amax: Tensor,
 }
 
@@ -45,11 +51,13 @@ pub struct Slots {
 pub struct Scaling {
     /// The state of its tensors.
     pub slots: Arc<Slots>,
-    /// Whether magnitudes are only noted, and products are those of [`super::linear`]: while there is nothing to choose scales by.
+    /// Whether magnitudes are only noted, and products are those of [`super::linear`]: while there
+    /// is nothing to choose scales by.
     pub measures: bool,
 }
 
-/// An operand: on a GPU codes, as they lie and transposed where that is wanted; on a processor the numbers themselves.
+/// An operand: on a GPU codes, as they lie and transposed where that is wanted; on a processor the
+/// numbers themselves.
 struct Rounded<'s> {
     format: Fp8,
     slot: &'s Slot,
@@ -176,8 +184,8 @@ pub fn linear_fp8(
     Ok((y, pre))
 }
 
-/// The gradients of [`linear_fp8`]: `dy w`, when w is given, with dy rounded to E5M2 and w to E4M3; `dw (+)= dyᵀ x` likewise, when x is given; and
-/// `db (+)= Σ dy` of dy itself.
+/// The gradients of [`linear_fp8`]: `dy w`, when w is given, with dy rounded to E5M2 and w to E4M3;
+/// `dw (+)= dyᵀ x` likewise, when x is given; and `db (+)= Σ dy` of dy itself.
 ///
 /// # Errors
 /// As [`linear_fp8`].

@@ -9,7 +9,8 @@ pub(super) fn product_cost(m: usize, n: usize, k: usize, operands: &[&Tensor]) -
     Cost::new(2 * m * n * k, operands.iter().map(|t| t.bytes()).sum())
 }
 
-/// The sizes of a forward, rows, outputs and inputs, and the shape of its result, once its operands are seen to fit together.
+/// The sizes of a forward, rows, outputs and inputs, and the shape of its result, once its operands
+/// are seen to fit together.
 pub(super) fn checked(
     op: &'static str,
     x: &Tensor,
@@ -42,7 +43,8 @@ pub(super) fn forward_form(activation: Activation, residual: Option<&Tensor>) ->
     }
 }
 
-/// `act(x wᵀ + bias) + residual`, and the argument of the activation if `keep_pre`: x [m, k], w [n, k], bias [n], result [m, n].
+/// `act(x wᵀ + bias) + residual`, and the argument of the activation if `keep_pre`: x [m, k], w
+/// [n, k], bias [n], result [m, n].
 pub fn linear(
     x: &Tensor,
     w: &Tensor,

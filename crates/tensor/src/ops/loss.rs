@@ -1,4 +1,5 @@
-//! The LM head fused with softmax cross-entropy; logits exist a chunk of rows at a time, in workspace.
+//! The LM head fused with softmax cross-entropy; logits exist a chunk of rows at a time, in
+//! workspace.
 
 use super::{GradientSlot, accumulate_mode, check_slot, given, product_scratch, same_dtype, scratch_on_cuda};
 use crate::cpu::gemm::{MatMut, MatRef, Weight};
@@ -11,12 +12,13 @@ use crate::{Computes, Cost, DType, On, Purpose, Tensor, Work, by_float, cuda, en
 pub struct TokenLosses {
     /// `-log softmax(x wᵀ)[target]`, f32 [m]; 0 where there is no target.
     pub losses: Tensor,
-    /// Their sum, how many rows count, and in how many of them no logit is above the target's. Zero on meta.
+    /// Their sum, how many rows count, and in how many of them no logit is above the target's. Zero
+    /// on meta.
     pub summary: HeadLoss,
 }
 
-/// `scale` times the sum over rows of `-log softmax(x wᵀ)[target]`: x [m, d], w [v, d], targets i32 [m] with -100 where a row does not
-/// count. A scalar, f32.
+/// `scale` times the sum over rows of `-log softmax(x wᵀ)[target]`: x [m, d], w [v, d], targets i32
+/// [m] with -100 where a row does not count. A scalar, f32.
 pub fn linear_cross_entropy(x: &Tensor, w: &Tensor, targets: &Tensor, scale: f32) -> Result<Tensor> {
     let (_, loss) = run("linear_cross_entropy", x, w, targets, Some(scale), None)?;
     Ok(loss.expect("a scale was given"))

@@ -1,7 +1,8 @@
 //! Operations on tensors: check shapes, allocate results, state the cost, launch.
 //!
-//! This is the list that a device implements. Functions named `*_backward` are the kernels that `autograd` pairs with their
-//! forwards; nothing here records anything. Sums over parameters' gradients take `(&mut Tensor, bool)`: where to, and whether to overwrite.
+//! This is the list that a device implements. Functions named `*_backward` are the kernels that
+//! `autograd` pairs with their forwards; nothing here records anything. Sums over parameters'
+//! gradients take `(&mut Tensor, bool)`: where to, and whether to overwrite.
 
 mod attention;
 mod embedding;

@@ -74,7 +74,8 @@ pub fn rms_norm_backward(
     Ok(dx)
 }
 
-/// `(x - mean) / sqrt(var + eps) * w + b` of rows, with each row's mean and inverse deviation (f32): x [.., d], w and b [d].
+/// `(x - mean) / sqrt(var + eps) * w + b` of rows, with each row's mean and inverse deviation
+/// (f32): x [.., d], w and b [d].
 pub fn layer_norm(x: &Tensor, w: &Tensor, b: Option<&Tensor>, eps: f32) -> Result<(Tensor, Tensor, Tensor)> {
     const OP: &str = "layer_norm";
     check_weight(OP, x, w, x.last_dim())?;
@@ -142,7 +143,8 @@ pub fn layer_norm_backward(
     Ok(dx)
 }
 
-/// RMSNorm of each query and key head of a fused qkv matrix, values copied; and the inverse rms, queries' [m, h] then keys' [m, h_kv].
+/// RMSNorm of each query and key head of a fused qkv matrix, values copied; and the inverse rms,
+/// queries' [m, h] then keys' [m, h_kv].
 pub fn qk_norm(qkv: &Tensor, layout: HeadLayout, wq: &Tensor, wk: &Tensor, eps: f32) -> Result<(Tensor, Tensor)> {
     const OP: &str = "qk_norm";
     layout.check(OP, qkv)?;

@@ -1,6 +1,8 @@
-//! Optimizer steps on flat tensors: masters, gradients and states in f32, and the compute copy that the next forward reads.
+//! Optimizer steps on flat tensors: masters, gradients and states in f32, and the compute copy that
+//! the next forward reads.
 //!
-//! The tensors of one call have the same number of elements: a unit's whole flat buffer, a run of parameters in it, or one parameter.
+//! The tensors of one call have the same number of elements: a unit's whole flat buffer, a run of
+//! parameters in it, or one parameter.
 
 use crate::cpu::optim as kernels;
 use crate::cpu::reduce;
@@ -115,7 +117,8 @@ pub fn lion(hyper: Lion, operands: OptimizerOperands<'_>, momentum: &mut Tensor)
     })
 }
 
-/// One Adafactor step of a matrix [rows, columns], with its factored second moment: `row_moment` [rows], `column_moment` [columns].
+/// One Adafactor step of a matrix [rows, columns], with its factored second moment: `row_moment`
+/// [rows], `column_moment` [columns].
 pub fn adafactor_matrix(
     hyper: Adafactor,
     step: u64,
@@ -180,8 +183,8 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(sum)
 }
 
-/// The sum of squares of each `chunk` of a flat tensor, each in a fixed order of its own; not finite exactly when an element is not.
-/// Zeros on meta.
+/// The sum of squares of each `chunk` of a flat tensor, each in a fixed order of its own; not
+/// finite exactly when an element is not. Zeros on meta.
 pub fn chunk_sums_of_squares(x: &Tensor, chunk: usize) -> Result<Vec<f64>> {
     Ok(chunk_sums_of_squares_of(std::slice::from_ref(x), chunk)?.swap_remove(0))
 }
@@ -195,8 +198,8 @@ pub fn chunk_sums_of_squares_of(tensors: &[Tensor], chunk: usize) -> Result<Vec<
     sums.read()
 }
 
-/// The sums of squares of the chunks of several tensors of one device, which need not be there at once: added up one tensor after the other, and read together, so that a
-/// GPU is waited for once.
+/// The sums of squares of the chunks of several tensors of one device, which need not be there at
+/// once: added up one tensor after the other, and read together, so that a GPU is waited for once.
 pub struct ChunkSums {
     chunk: usize,
     device: Device,
@@ -216,7 +219,8 @@ impl ChunkSums {
         Ok(ChunkSums { chunk, device: device.clone(), sums, on_device })
     }
 
-    /// Those of the `index`-th tensor, each in a fixed order of its own; not finite exactly when an element is not. Zeros on meta.
+    /// Those of the `index`-th tensor, each in a fixed order of its own; not finite exactly when an
+    /// element is not. Zeros on meta.
     ///
     /// # Errors
     /// A dtype without squares, and those of the device.
@@ -246,7 +250,8 @@ impl ChunkSums {
     }
 }
 
-/// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else in f32.
+/// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else
+/// in f32.
 pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, momentum: &mut Tensor) -> Result<()> {
     const OP: &str = "muon";
     let [rows, columns] = shape;

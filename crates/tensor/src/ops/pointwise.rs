@@ -195,8 +195,8 @@ pub fn swiglu_backward(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
     Ok(dx)
 }
 
-/// Each element zero with `probability`, else divided by the rest; the mask is a function of the key and the element.
-/// Its own backward.
+/// Each element zero with `probability`, else divided by the rest; the mask is a function of the
+/// key and the element. Its own backward.
 pub fn dropout(x: &Tensor, probability: f32, key: RandomKey) -> Result<Tensor> {
     const OP: &str = "dropout";
     let rate = dropouts::DropRate::new(probability)?;

@@ -1,8 +1,10 @@
-//! Arenas: blocks that are kept for work that is repeated at the same addresses, as a captured graph is.
+//! Arenas: blocks that are kept for work that is repeated at the same addresses, as a captured
+//! graph is.
 //!
-//! Memory that a thread takes within an arena comes from the arena's blocks, then from the pool's, which it keeps; and goes back to the arena. So nobody else ever has a block on
-//! which the work works. What is live is counted as without an arena while the host takes and gives back; when the work is repeated without that, [`Arena::repeat`] says that it
-//! needed as much again.
+//! Memory that a thread takes within an arena comes from the arena's blocks, then from the pool's,
+//! which it keeps; and goes back to the arena. So nobody else ever has a block on which the work
+//! works. What is live is counted as without an arena while the host takes and gives back; when the
+//! work is repeated without that, [`Arena::repeat`] says that it needed as much again.
 
 use super::{Backing, Block, Free, MemoryPool, Purpose, State, take_free};
 use crate::error::{Result, TensorError};
@@ -26,14 +28,16 @@ struct Entered {
     closed: bool,
 }
 
-/// What is live while work within an arena goes on, above what is live after it: bytes by purpose, and in total.
+/// What is live while work within an arena goes on, above what is live after it: bytes by purpose,
+/// and in total.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Held {
     purposes: [usize; Purpose::ALL.len()],
     total: usize,
 }
 
-/// See the module. Its blocks go back to the pool when it is dropped; what works on them must be done by then.
+/// See the module. Its blocks go back to the pool when it is dropped; what works on them must be
+/// done by then.
 pub struct Arena {
     pool: MemoryPool,
     number: u64,
@@ -89,7 +93,8 @@ impl MemoryPool {
 }
 
 impl Arena {
-    /// Lets this thread take memory from the arena while `work` goes on; when that is `closed`, from the blocks alone that it has by now.
+    /// Lets this thread take memory from the arena while `work` goes on; when that is `closed`,
+    /// from the blocks alone that it has by now.
     ///
     /// # Errors
     /// Those of `work`; closed, that needs a block more.

@@ -3,7 +3,8 @@
 use crate::cpu::activation::Activation;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI, PI};
 
-/// `erf x`, to 1e-15 or so: its Taylor series up to `|x| = 3`, beyond that the continued fraction of `erfc`.
+/// `erf x`, to 1e-15 or so: its Taylor series up to `|x| = 3`, beyond that the continued fraction
+/// of `erfc`.
 pub fn erf(x: f64) -> f64 {
     let a = x.abs();
     if a < 3.0 {

@@ -1,7 +1,9 @@
-//! Attention by its definition, in f64, one (query, key) pair at a time: the oracle of every attention kernel.
+//! Attention by its definition, in f64, one (query, key) pair at a time: the oracle of every
+//! attention kernel.
 //!
-//! Besides each result the sums of the absolute values of its terms are returned, for those are what the bounds of rounding
-//! errors are proportional to (Higham, "Accuracy and Stability of Numerical Algorithms", 3.1).
+//! Besides each result the sums of the absolute values of its terms are returned, for those are
+//! what the bounds of rounding errors are proportional to (Higham, "Accuracy and Stability of
+//! Numerical Algorithms", 3.1).
 
 use crate::cpu::attention::AttentionSpec;
 
@@ -77,7 +79,8 @@ fn probabilities(spec: &AttentionSpec, q: &[f64], k: &[f64], keys: &[usize], kv_
     (scores.into_iter().map(|score| (score - lse).exp()).collect(), lse)
 }
 
-/// softmax(scale Q K^T + mask) V. `q` is `[queries, heads * head_dim]`, `k` and `v` `[keys, kv_heads * head_dim]`, dense.
+/// softmax(scale Q K^T + mask) V. `q` is `[queries, heads * head_dim]`, `k` and `v`
+/// `[keys, kv_heads * head_dim]`, dense.
 pub fn forward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], cu_q: &[i32], cu_k: &[i32]) -> Forward {
     let (d, queries) = (spec.head_dim, q.len() / spec.q_cols());
     let mut result =
@@ -103,7 +106,8 @@ pub fn forward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], cu_q: &[i3
     result
 }
 
-/// Gradients of [`forward`] for the gradient `dout` of its output; queries and keys are the same tokens.
+/// Gradients of [`forward`] for the gradient `dout` of its output; queries and keys are the same
+/// tokens.
 pub fn backward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], dout: &[f64], cu: &[i32]) -> Backward {
     let d = spec.head_dim;
     let scale = spec.scale as f64;

@@ -2,7 +2,8 @@
 
 use trainyard_cuda::fp8::Fp8;
 
-/// The number of `format` nearest to `x`; of two that are as near the one with the even code; beyond the largest that one. NaN stays NaN.
+/// The number of `format` nearest to `x`; of two that are as near the one with the even code;
+/// beyond the largest that one. NaN stays NaN.
 pub fn nearest(format: Fp8, x: f64) -> f64 {
     if x.is_nan() {
         return x;

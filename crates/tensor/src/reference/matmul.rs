@@ -3,7 +3,8 @@
 use crate::cpu::gemm::{Activation, MatRef, Transpose};
 use crate::dtype::Element;
 
-/// `Σ_k op(a)[i, k] op(b)[k, j]`, and the sum of the products' magnitudes, by which rounding errors are bounded.
+/// `Σ_k op(a)[i, k] op(b)[k, j]`, and the sum of the products' magnitudes, by which rounding errors
+/// are bounded.
 pub fn product<T: Element>(
     a: MatRef<T>,
     transpose_a: Transpose,
@@ -26,8 +27,8 @@ fn erf(x: f64) -> f64 {
     if x.abs() > 6.0 {
         return x.signum();
     }
-    // Σ (-1)^n x^(2n+1) / (n! (2n+1)) loses e^(x²) in cancellation; Kummer's form Σ 2^n x^(2n+1) / (2n+1)!! has only
-    // positive terms: erf x = 2/√π e^(-x²) Σ.
+    // Σ (-1)^n x^(2n+1) / (n! (2n+1)) loses e^(x²) in cancellation; Kummer's form Σ 2^n x^(2n+1) /
+    // (2n+1)!! has only positive terms: erf x = 2/√π e^(-x²) Σ.
     let (mut term, mut sum) = (x, x);
     for n in 1..200 {
         term *= 2.0 * x * x / (2 * n + 1) as f64;

@@ -1,4 +1,5 @@
-//! The plain operations, element by element with multi-indices: broadcasting, rearranging, reducing, products, derivatives.
+//! The plain operations, element by element with multi-indices: broadcasting, rearranging,
+//! reducing, products, derivatives.
 
 use crate::cpu::elementwise::{Binary, Unary};
 
@@ -12,7 +13,8 @@ pub fn coordinates(shape: &[usize], mut index: usize) -> Vec<usize> {
     at
 }
 
-/// The element of an array of `shape` that broadcasting puts at coordinates `at`: counted from the last dimension, 0 where it has size 1.
+/// The element of an array of `shape` that broadcasting puts at coordinates `at`: counted from the
+/// last dimension, 0 where it has size 1.
 pub fn element(shape: &[usize], at: &[usize]) -> usize {
     let at = &at[at.len() - shape.len()..];
     shape.iter().zip(at).fold(0, |element, (len, at)| element * len + if *len == 1 { 0 } else { *at })

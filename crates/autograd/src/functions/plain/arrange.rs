@@ -1,4 +1,5 @@
-//! Functions that move elements without computing. There are no strided views: what changes the order moves data.
+//! Functions that move elements without computing. There are no strided views: what changes the
+//! order moves data.
 
 use super::prelude::*;
 use trainyard_tensor::TensorError;

@@ -35,7 +35,8 @@ pub enum WithNumber {
 /// A change of dtype.
 #[derive(Clone, Debug)]
 pub struct Cast {
-    /// The dtype of the gradient of a float; None for an integer, whose gradient is in the result's.
+    /// The dtype of the gradient of a float; None for an integer, whose gradient is in the
+    /// result's.
     from: Option<DType>,
 }
 
@@ -148,7 +149,8 @@ impl Tape<'_> {
         self.with_number(WithNumber::Power(p), x)
     }
 
-    /// `min(max(x, low), high)`; infinite ends do not bound. The gradient passes from low to high inclusive.
+    /// `min(max(x, low), high)`; infinite ends do not bound. The gradient passes from low to high
+    /// inclusive.
     pub fn clamp(&mut self, x: &Var, low: f32, high: f32) -> Result<Var> {
         self.with_number(WithNumber::Clamp(low, high), x)
     }
@@ -168,7 +170,8 @@ impl Tape<'_> {
         self.activate(x, Activation::GeluExact)
     }
 
-    /// `x` in another float dtype; masks and indices become floats too, but pass no gradient on: stop it first.
+    /// `x` in another float dtype; masks and indices become floats too, but pass no gradient on:
+    /// stop it first.
     pub fn cast(&mut self, x: &Var, dtype: DType) -> Result<Var> {
         let from = x.tensor().dtype();
         if from == dtype {

@@ -1,4 +1,5 @@
-//! Reading by indices, whose backward adds by them. Indices are tensors (i32 or u32), not values of the graph.
+//! Reading by indices, whose backward adds by them. Indices are tensors (i32 or u32), not values of
+//! the graph.
 
 use super::prelude::*;
 use trainyard_tensor::DType;
@@ -34,7 +35,8 @@ impl Tape<'_> {
         self.record_one(function, &[x.into()], y, |_| Vec::new())
     }
 
-    /// `base` with slice `i` of `source` added at position `indices[i]` of `dim`, in the order of `i`.
+    /// `base` with slice `i` of `source` added at position `indices[i]` of `dim`, in the order of
+    /// `i`.
     pub fn index_add(&mut self, base: &Var, dim: i32, indices: &Tensor, source: &Var) -> Result<Var> {
         let added = plain::index_add(source.tensor(), base.tensor().shape(), dim, indices)?;
         let y = ops::add_into(added, base.tensor())?;

@@ -1,4 +1,5 @@
-//! Losses over values that are there. A language model's head has a fused form, [`Tape::linear_cross_entropy`].
+//! Losses over values that are there. A language model's head has a fused form,
+//! [`Tape::linear_cross_entropy`].
 
 use super::prelude::*;
 use plain::Reduction;
@@ -21,8 +22,8 @@ impl Tape<'_> {
         self.record_one(MseLoss, &[a.into(), b.into()], y, |tape| vec![tape.save(a), tape.save(b)])
     }
 
-    /// `-log softmax(logits)[target]`, its mean or sum over rows: logits [.., v], targets i32 of the dimensions before, -100 for
-    /// rows that do not count. A scalar in f32.
+    /// `-log softmax(logits)[target]`, its mean or sum over rows: logits [.., v], targets i32 of
+    /// the dimensions before, -100 for rows that do not count. A scalar in f32.
     pub fn cross_entropy(&mut self, logits: &Var, targets: &Tensor, reduction: Reduction) -> Result<Var> {
         let (y, lse) = plain::cross_entropy(logits.tensor(), targets, reduction)?;
         let function = CrossEntropy { targets: targets.clone(), reduction };

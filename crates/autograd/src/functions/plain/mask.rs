@@ -1,4 +1,5 @@
-//! Masks: comparisons and logic make them, selection and filling use them. A mask is u32, 0 or 1, and has no gradient.
+//! Masks: comparisons and logic make them, selection and filling use them. A mask is u32, 0 or 1,
+//! and has no gradient.
 
 use super::prelude::*;
 use trainyard_tensor::cpu::elementwise::Compare;
@@ -69,13 +70,15 @@ impl Tape<'_> {
         self.record_one(Mask("logical_not"), &[mask.into()], y, |_| Vec::new())
     }
 
-    /// A mask [queries, keys] that is set where a query may attend to a key: the key is no later, the last query being at the last key.
+    /// A mask [queries, keys] that is set where a query may attend to a key: the key is no later,
+    /// the last query being at the last key.
     pub fn causal_mask(&mut self, queries: usize, keys: usize) -> Result<Var> {
         let y = plain::causal_mask(self.device(), queries, keys)?;
         Ok(self.constant(y))
     }
 
-    /// `a` where the mask is set, else `b`; all three broadcast together. (`where` is a word of the language.)
+    /// `a` where the mask is set, else `b`; all three broadcast together. (`where` is a word of the
+    /// language.)
     pub fn where_(&mut self, mask: &Var, a: &Var, b: &Var) -> Result<Var> {
         let y = plain::select(mask.tensor(), a.tensor(), b.tensor())?;
         let function = Where { shapes: [*a.tensor().shape(), *b.tensor().shape()] };

@@ -1,8 +1,9 @@
 //! The plain functions: what a user writes a new model with, named as PyTorch names them.
 //!
-//! One type and one row for each kind: what its members share is what they save and how they differentiate. Functions from
-//! numbers to masks or indices have rows too, without a backward: reaching one is an error that names it, never a silent zero.
-//! Shapes broadcast as in NumPy, dimensions count from the end when negative; see [`trainyard_tensor::ops::plain`].
+//! One type and one row for each kind: what its members share is what they save and how they
+//! differentiate. Functions from numbers to masks or indices have rows too, without a backward:
+//! reaching one is an error that names it, never a silent zero. Shapes broadcast as in NumPy,
+//! dimensions count from the end when negative; see [`trainyard_tensor::ops::plain`].
 
 pub(super) mod arrange;
 pub(super) mod elementwise;

@@ -11,12 +11,14 @@ pub struct Matmul {
 }
 
 impl Tape<'_> {
-    /// `a b` of the last two dimensions, the dimensions before them broadcast together: [.., m, k] and [.., k, n].
+    /// `a b` of the last two dimensions, the dimensions before them broadcast together: [.., m, k]
+    /// and [.., k, n].
     pub fn matmul(&mut self, a: &Var, b: &Var) -> Result<Var> {
         self.matmul_transposed(a, No, b, No)
     }
 
-    /// [`Tape::matmul`] of operands that lie transposed, without moving them: `(q, No, k, Yes)` is `q kᵀ`.
+    /// [`Tape::matmul`] of operands that lie transposed, without moving them: `(q, No, k, Yes)` is
+    /// `q kᵀ`.
     pub fn matmul_transposed(
         &mut self,
         a: &Var,
@@ -54,7 +56,8 @@ impl Differentiable for Matmul {
     }
 }
 
-/// Batches of rows as one matrix: with one matrix on the right, the sum over the batch is part of the product.
+/// Batches of rows as one matrix: with one matrix on the right, the sum over the batch is part of
+/// the product.
 fn rows(x: &Tensor) -> Result<Tensor> {
     Ok(x.reshape([x.rows(), x.last_dim()])?)
 }

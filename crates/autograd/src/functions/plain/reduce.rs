@@ -1,4 +1,5 @@
-//! Reductions over dimensions, and functions of rows. Dimensions are `..` (all), `-1`, `[0, 2]`, or `Dims::from(-1).keep()`.
+//! Reductions over dimensions, and functions of rows. Dimensions are `..` (all), `-1`, `[0, 2]`, or
+//! `Dims::from(-1).keep()`.
 
 use super::prelude::*;
 use plain::Dims;
@@ -80,7 +81,8 @@ impl Tape<'_> {
         self.record_one(Amax { dims }, &[x.into()], y, |tape| vec![tape.save(x), Saved::Tensor(result)])
     }
 
-    /// `sum((x - mean)²) / (n - correction)` over `dims` of n elements; PyTorch's default correction is 1.
+    /// `sum((x - mean)²) / (n - correction)` over `dims` of n elements; PyTorch's default
+    /// correction is 1.
     pub fn var(&mut self, x: &Var, dims: impl Into<Dims>, correction: usize) -> Result<Var> {
         let dims = dims.into();
         let (y, mean) = plain::variance(x.tensor(), &dims, correction)?;
@@ -113,7 +115,8 @@ impl Tape<'_> {
         self.record_one(Argmax, &[x.into()], y, |_| Vec::new())
     }
 
-    /// The `k` largest over the last dimension, largest first, and their positions (u32, no gradient).
+    /// The `k` largest over the last dimension, largest first, and their positions (u32, no
+    /// gradient).
     pub fn topk(&mut self, x: &Var, k: usize) -> Result<(Var, Var)> {
         let (values, indices) = plain::top_k(x.tensor(), k)?;
         let saved = indices.clone();

@@ -1,4 +1,5 @@
-//! Options of torchrun's and deepspeed's launchers that mean something else here, or nothing: each is refused with what to say instead.
+//! Options of torchrun's and deepspeed's launchers that mean something else here, or nothing: each
+//! is refused with what to say instead.
 
 use std::num::ParseIntError;
 use std::ops::RangeInclusive;

@@ -1,7 +1,10 @@
-//! `trainyard launch`: the ranks of a run as processes of this host, over TCP, in the manner of torchrun.
+//! `trainyard launch`: the ranks of a run as processes of this host, over TCP, in the manner of
+//! torchrun.
 //!
-//! It sets the variables that torchrun sets, so that a rank cannot tell the two apart, and watches over its ranks ([`ranks`]). On several hosts it is started once on each.
-//! Restarts are the supervisor's ([`super::supervise`]): it starts this very command again, without `--max-restarts`.
+//! It sets the variables that torchrun sets, so that a rank cannot tell the two apart, and watches
+//! over its ranks ([`ranks`]). On several hosts it is started once on each. Restarts are the
+//! supervisor's ([`super::supervise`]): it starts this very command again, without
+//! `--max-restarts`.
 
 mod elsewhere;
 mod ranks;
@@ -17,7 +20,8 @@ use trainyard_comm::{Environment, Launcher};
 
 /// torchrun's own default port.
 const PORT_DEFAULT: u16 = 29_400;
-/// Ports that are tried for a run of this host: above those of services, below those that systems give to connections.
+/// Ports that are tried for a run of this host: above those of services, below those that systems
+/// give to connections.
 const PORTS: std::ops::Range<u32> = 20_000..32_000;
 /// Neighbouring processes begin to try so far from each other.
 const PORT_STRIDE: u32 = 37;
@@ -38,13 +42,16 @@ pub struct Args {
     /// Which of the hosts this is, from 0. Unset: what Slurm says.
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<u32>,
-    /// Name or address of host 0, as all hosts know it. Unset: what Slurm says; on one host, 127.0.0.1.
+    /// Name or address of host 0, as all hosts know it. Unset: what Slurm says; on one host,
+    /// 127.0.0.1.
     #[arg(long, alias = "master_addr", value_name = "HOST")]
     master_addr: Option<String>,
-    /// Free port of host 0 at which the ranks meet. Unset: on one host a free one, on several what Slurm's numbers make, else 29400.
+    /// Free port of host 0 at which the ranks meet. Unset: on one host a free one, on several what
+    /// Slurm's numbers make, else 29400.
     #[arg(long, alias = "master_port", value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
-    /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host alike.
+    /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host
+    /// alike.
     #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     #[command(flatten)]
@@ -164,7 +171,8 @@ fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<S
     Ok(Layout { nodes, node, ranks_here, host, port: Some(port) })
 }
 
-/// Hosts and this one's number as Slurm's step has them, if it started one process on each; an error if this process is a rank already.
+/// Hosts and this one's number as Slurm's step has them, if it started one process on each; an
+/// error if this process is a rank already.
 fn slurm(environment: &Environment, get: &impl Fn(&str) -> Option<String>) -> Result<Option<(u32, u32)>> {
     let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u32>().ok());
     let Environment { launcher, rank, world, derivation, .. } = environment;
@@ -201,7 +209,8 @@ fn restarting(args: &Args, layout: &Layout, program: &Path) -> Result<ExitCode> 
     supervise::supervise(Supervised { command: &command, max_restarts: args.max_restarts, run, is_honest: true })
 }
 
-/// A port at which nobody listens; another program may take it before rank 0 does, which then says so.
+/// A port at which nobody listens; another program may take it before rank 0 does, which then says
+/// so.
 fn free_port() -> Option<u16> {
     let count = PORTS.end - PORTS.start;
     let begin = std::process::id().wrapping_mul(PORT_STRIDE);

@@ -1,8 +1,11 @@
 //! The processes of a host: started, listened to, signalled, ended.
 //!
-//! - **Output.** Rank 0 has the terminal to itself, so its progress is readable. What other ranks say goes to standard error, each line behind `[rank R]`.
-//! - **Signals.** Ranks are in process groups of their own, so that a key on the terminal reaches this process alone, which passes SIGINT and SIGTERM on, once each time.
-//! - **Ends.** Ranks tell each other of failures and end by themselves. Who has not [`GRACE`] after the first bad end is killed: it is stopped or stuck where nothing reaches it.
+//! - **Output.** Rank 0 has the terminal to itself, so its progress is readable. What other ranks
+//!   say goes to standard error, each line behind `[rank R]`.
+//! - **Signals.** Ranks are in process groups of their own, so that a key on the terminal reaches
+//!   this process alone, which passes SIGINT and SIGTERM on, once each time.
+//! - **Ends.** Ranks tell each other of failures and end by themselves. Who has not [`GRACE`] after
+//!   the first bad end is killed: it is stopped or stuck where nothing reaches it.
 
 use crate::commands::supervise::{EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PANIC, send};
 use crate::output::note;
@@ -18,7 +21,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use trainyard_comm::Environment;
 
-/// How long ranks may go on after one has ended badly: they end their own stuck threads after 5 s, and write reports.
+/// How long ranks may go on after one has ended badly: they end their own stuck threads after 5 s,
+/// and write reports.
 const GRACE: Duration = Duration::from_secs(8);
 /// How often is looked.
 const LOOK: Duration = Duration::from_millis(20);
@@ -47,7 +51,8 @@ struct Rank {
 pub struct Ranks(Vec<Rank>);
 
 impl Ranks {
-    /// Starts `program` with `arguments` as each of the ranks `numbers`, with the environment variables of each.
+    /// Starts `program` with `arguments` as each of the ranks `numbers`, with the environment
+    /// variables of each.
     pub fn start(
         program: &Path,
         arguments: &[OsString],
@@ -124,7 +129,8 @@ impl Ranks {
         self.0.iter().filter(|rank| rank.status.is_none())
     }
 
-    /// Those that have ended since the last look; those ended by a signal first, as they are the cause of the others' ends.
+    /// Those that have ended since the last look; those ended by a signal first, as they are the
+    /// cause of the others' ends.
     fn newly_ended(&mut self) -> Result<Vec<(u32, u32, ExitStatus)>> {
         let mut ended = Vec::new();
         for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
@@ -163,7 +169,8 @@ fn relay(number: u32, output: impl Read + Send + 'static) -> JoinHandle<()> {
         let mut line = Vec::new();
         while output.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
             let text = String::from_utf8_lossy(&line);
-            // In one piece, so that lines of ranks do not mix; nobody reading is no reason to stop the rank.
+            // In one piece, so that lines of ranks do not mix; nobody reading is no reason to stop
+            // the rank.
             let _ = std::io::stderr().write_all(format!("[rank {number}] {}\n", text.trim_end()).as_bytes());
             line.clear();
         }
@@ -186,7 +193,8 @@ fn summary(ended: &[(u32, ExitStatus, bool)]) -> String {
     words.collect::<Vec<_>>().join("; ")
 }
 
-/// What all ranks' ends are together: an error that would come again (which keeps its code), a rank that failed, a stop that was asked for, or success.
+/// What all ranks' ends are together: an error that would come again (which keeps its code), a rank
+/// that failed, a stop that was asked for, or success.
 fn exit_code(ended: &[ExitStatus]) -> u8 {
     let codes: Vec<Option<i32>> = ended.iter().map(|status| status.code()).collect();
     let others = [0, i32::from(EXIT_FAULT), i32::from(EXIT_INTERRUPTED), EXIT_PANIC];

@@ -1,4 +1,5 @@
-//! A configuration on this machine: every way of running it, priced from what `trainyard calibrate` measured.
+//! A configuration on this machine: every way of running it, priced from what `trainyard calibrate`
+//! measured.
 
 use super::{Args, fixed, formats, quoted};
 use crate::commands::config::resolve_for;
@@ -16,7 +17,8 @@ use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Format, MachineProfile, ProfileKind};
 
-/// The profile to price the configuration from; None where there is none and something else can stand for the machine.
+/// The profile to price the configuration from; None where there is none and something else can
+/// stand for the machine.
 pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
     let kind = forecast::profile_kind(&Config::load(Some(path), &args.sets)?);
     let profile = match &args.profile {
@@ -37,7 +39,8 @@ pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
     }
 }
 
-/// A profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this machine's cores.
+/// A profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this machine's
+/// cores.
 fn measured(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
     let profile = MachineProfile::read(file)?;
     if kind == ProfileKind::Cpu && profile.machine.processes.is_none() {

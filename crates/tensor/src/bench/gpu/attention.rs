@@ -133,7 +133,8 @@ impl Check<'_> {
         scores.iter().map(|score| (score - most).exp() / sum).collect()
     }
 
-    /// Of the scores before they are scaled: `p (dp - sum p dp) scale`, and the same with both terms' absolute values added.
+    /// Of the scores before they are scaled: `p (dp - sum p dp) scale`, and the same with both
+    /// terms' absolute values added.
     fn score_gradients(&self, head: usize, row: usize, probabilities: &[f64]) -> Vec<(f64, f64)> {
         let (d, group) = (self.spec.head_dim, self.spec.group());
         let v_at = self.spec.q_cols() + self.spec.kv_cols() + head / group * d;

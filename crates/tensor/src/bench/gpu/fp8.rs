@@ -64,8 +64,9 @@ fn rounded(format: Fp8, seed: u64, at: usize) -> f64 {
     f64::from(format.decode(format.encode(wide * scale(format)))) / f64::from(scale(format))
 }
 
-/// Times the three products of every layer with operands of eight bits, and the rounding of its input and of its output's gradient, each for about `seconds`;
-/// `peak` is [`crate::cuda::peak::fp8`].
+/// Times the three products of every layer with operands of eight bits, and the rounding of its
+/// input and of its output's gradient, each for about `seconds`; `peak` is
+/// [`crate::cuda::peak::fp8`].
 ///
 /// # Errors
 /// A product that is wrong, a GPU without products of eight bits, and those of the device.

@@ -1,8 +1,10 @@
-//! What kernels reach on a GPU, in percent of its measured peaks: products, attention, and the kernels that stream.
+//! What kernels reach on a GPU, in percent of its measured peaks: products, attention, and the
+//! kernels that stream.
 //!
-//! Every result is checked before it is timed: sampled elements of products and sampled rows of attention and of its gradients against sums in f64, the streaming
-//! kernels against the CPU's, which the oracles check. Times are the device's own, of so many calls one after the other that launching is hidden;
-//! operands are random numbers, because zeros draw less power.
+//! Every result is checked before it is timed: sampled elements of products and sampled rows of
+//! attention and of its gradients against sums in f64, the streaming kernels against the CPU's,
+//! which the oracles check. Times are the device's own, of so many calls one after the other that
+//! launching is hidden; operands are random numbers, because zeros draw less power.
 
 mod attention;
 mod fp8;
@@ -49,7 +51,8 @@ pub struct Sizes {
     pub attention: Vec<[usize; 4]>,
     /// Tokens of an attention in all: so many are made of as many sequences as fit.
     pub tokens: usize,
-    /// Streaming kernels: rows, and columns of the residual stream; the feed-forward layer has four times as many.
+    /// Streaming kernels: rows, and columns of the residual stream; the feed-forward layer has four
+    /// times as many.
     pub rows: [usize; 2],
     /// Rows of the embedding.
     pub vocabulary: usize,
@@ -58,7 +61,8 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// The shapes of GPT-2 124M, Llama 1B and Llama 8B, attention from 1k to 16k tokens, and buffers that no cache holds.
+    /// The shapes of GPT-2 124M, Llama 1B and Llama 8B, attention from 1k to 16k tokens, and
+    /// buffers that no cache holds.
     pub fn of_a_gpu() -> Sizes {
         let layers = [[768, 2304], [3072, 768], [2048, 8192], [8192, 2048], [4096, 14_336], [4096, 6144]];
         let lengths = [1024, 2048, 4096, 8192, 16_384];
@@ -91,9 +95,11 @@ impl Sizes {
 pub struct Timing {
     /// Unique among all.
     pub name: String,
-    /// `product`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of their operands.
+    /// `product`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of
+    /// their operands.
     pub kind: &'static str,
-    /// `forward`, `input-gradient`, `weight-gradient`, `backward`, or the name of a streaming kernel.
+    /// `forward`, `input-gradient`, `weight-gradient`, `backward`, or the name of a streaming
+    /// kernel.
     pub form: &'static str,
     /// Of the operands.
     pub dtype: DType,
@@ -115,7 +121,8 @@ impl Timing {
     }
 }
 
-/// Calls between two marks, so that launching one after the other is hidden; and samples of which the median counts.
+/// Calls between two marks, so that launching one after the other is hidden; and samples of which
+/// the median counts.
 const CALLS_MAX: usize = 10;
 const SAMPLES_LEAST: usize = 3;
 /// Seconds that the calls between two marks should take.
@@ -149,12 +156,14 @@ pub fn time(device: &Device, seconds: f64, mut call: impl FnMut() -> TensorResul
     Ok(samples[samples.len() / 2].max(1e-9))
 }
 
-/// Fails unless two rows are one but for rounding: their distance relative to the wanted one's length, plus nothing where both are nothing.
+/// Fails unless two rows are one but for rounding: their distance relative to the wanted one's
+/// length, plus nothing where both are nothing.
 fn near<X: Copy + Into<f64>>(what: impl Fn() -> String, found: &[X], wanted: &[X], tolerance: f64) -> Result<()> {
     near_sums(what, found, wanted, tolerance, 0.0)
 }
 
-/// As [`near`], of sums whose terms may cancel: `terms` is the length of all of them together, whose rounding in f32 stays.
+/// As [`near`], of sums whose terms may cancel: `terms` is the length of all of them together,
+/// whose rounding in f32 stays.
 fn near_sums<X: Copy + Into<f64>>(
     what: impl Fn() -> String,
     found: &[X],

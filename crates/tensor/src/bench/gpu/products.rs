@@ -71,7 +71,8 @@ pub fn products(device: &Device, peaks: &Peaks, sizes: &Sizes, dtype: DType, sec
     Ok(timings)
 }
 
-/// Compares sampled elements with sums in f64; `factors` says which numbers of which seeds are multiplied for element (row, column) at k.
+/// Compares sampled elements with sums in f64; `factors` says which numbers of which seeds are
+/// multiplied for element (row, column) at k.
 fn check(
     result: &Tensor,
     dtype: DType,
@@ -95,7 +96,8 @@ fn check(
     check_elements(result, &format!("the {form} product of {layer:?} in {dtype}"), tolerance(dtype), depth, term)
 }
 
-/// Compares sampled elements with sums in f64; `term` is what element (row, column) adds at k, below `depth`.
+/// Compares sampled elements with sums in f64; `term` is what element (row, column) adds at k,
+/// below `depth`.
 pub(super) fn check_elements(
     result: &Tensor,
     what: &str,

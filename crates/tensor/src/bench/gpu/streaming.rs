@@ -174,7 +174,8 @@ const CASES: [(&str, Case); 17] = [
     ("softmax", |o| Ok(vec![plain::softmax(&o.rows("x", 1)?)?])),
 ];
 
-/// Times every streaming kernel on operands of `dtype`, each for about `seconds`, after comparing its results with the CPU's.
+/// Times every streaming kernel on operands of `dtype`, each for about `seconds`, after comparing
+/// its results with the CPU's.
 ///
 /// # Errors
 /// Results that are wrong, and those of the device.

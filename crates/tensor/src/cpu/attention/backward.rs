@@ -1,8 +1,10 @@
-//! Backward in the vector form: f32 blocks of 64 queries by 64 keys. See [`vector`](super::vector) for the products.
+//! Backward in the vector form: f32 blocks of 64 queries by 64 keys. See [`vector`](super::vector)
+//! for the products.
 //!
-//! A task owns the gradients of one segment and key/value head. Queries are walked [`SUPER`] at a time, head after head, and
-//! for these the keys, [`SUPER`] at a time: both are widened into rows without gaps first. dQ of the queries at hand is
-//! finished when the keys were walked; dK and dV of the whole segment are summed in f32 and written at the end.
+//! A task owns the gradients of one segment and key/value head. Queries are walked [`SUPER`] at a
+//! time, head after head, and for these the keys, [`SUPER`] at a time: both are widened into rows
+//! without gaps first. dQ of the queries at hand is finished when the keys were walked; dK and dV
+//! of the whole segment are summed in f32 and written at the end.
 
 use super::plan::Task;
 use super::scratch::{carve, lines, total, with};
@@ -15,8 +17,8 @@ use crate::dtype::Element;
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-/// The parts of the workspace besides the sums of dK and dV, in floats: K, V, Q, dO rows; Q^T, dO^T, dQ^T of each query block;
-/// S^T, dP^T; log-sum-exp, delta.
+/// The parts of the workspace besides the sums of dK and dV, in floats: K, V, Q, dO rows; Q^T,
+/// dO^T, dQ^T of each query block; S^T, dP^T; log-sum-exp, delta.
 fn parts(spec: &AttentionSpec) -> [usize; 11] {
     let wide = SUPER * lines(spec.head_dim);
     let block = KEYS * QUERIES;
@@ -69,7 +71,8 @@ fn run<T: Element>(
     let q_rows = segment.queries.start + all.start..segment.queries.start + all.end;
     let lanes = all.len().next_multiple_of(LANES_MAX);
 
-    // The scale and log2 e go into Q: scores and dK carry them; dQ gets the scale when it is written.
+    // The scale and log2 e go into Q: scores and dK carry them; dQ gets the scale when it is
+    // written.
     widen(isa, job.q, q_rows.clone(), q_cols.clone(), spec.scale * LOG2_E, q);
     widen(isa, job.dout, q_rows.clone(), q_cols.clone(), 1.0, dout);
     q[all.len() * row..lanes * row].fill(0.0);
@@ -131,7 +134,8 @@ fn run<T: Element>(
     }
 }
 
-/// What a block reads: rows and transposes of its queries and keys, `lines(head_dim)` floats or `QUERIES` lanes apart.
+/// What a block reads: rows and transposes of its queries and keys, `lines(head_dim)` floats or
+/// `QUERIES` lanes apart.
 struct Operands<'a> {
     k: &'a [f32],
     v: &'a [f32],

@@ -1,8 +1,10 @@
-//! Forward in the vector form: f32 blocks of 64 queries by 64 keys. See [`vector`](super::vector) for the products.
+//! Forward in the vector form: f32 blocks of 64 queries by 64 keys. See [`vector`](super::vector)
+//! for the products.
 //!
-//! A task keeps Q^T, O^T and the statistics of a chunk of queries (all heads of a group) and walks its keys [`SUPER`] at a
-//! time: these are widened once, into rows without gaps, and serve every block of queries. Rows of a fused matrix lie a page
-//! or more apart; fetched anew for each block they cost a third of the products.
+//! A task keeps Q^T, O^T and the statistics of a chunk of queries (all heads of a group) and walks
+//! its keys [`SUPER`] at a time: these are widened once, into rows without gaps, and serve every
+//! block of queries. Rows of a fused matrix lie a page or more apart; fetched anew for each block
+//! they cost a third of the products.
 
 use super::plan::{self, Segment, Task};
 use super::scratch::{carve, lines, total, with};
@@ -24,8 +26,8 @@ fn blocks(spec: &AttentionSpec) -> usize {
     spec.group() * plan::chunk(spec, CHUNK, QUERIES) / QUERIES
 }
 
-/// The parts of the workspace, in floats: K, V; of each query block Q^T, O^T, maxima and sums; of the block at hand S^T and the
-/// decay.
+/// The parts of the workspace, in floats: K, V; of each query block Q^T, O^T, maxima and sums; of
+/// the block at hand S^T and the decay.
 fn parts(spec: &AttentionSpec) -> [usize; 8] {
     let (row, blocks) = (lines(spec.head_dim), blocks(spec));
     let (wide, queries) = (SUPER * row, QUERIES * blocks);
@@ -65,7 +67,8 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
         let lanes = queries.len().next_multiple_of(LANES_MAX);
         // Scores come out in units of log2 e: probabilities are powers of two.
         widen(isa, job.q, rows_of(&queries), head * d..(head + 1) * d, spec.scale * LOG2_E, k);
-        // Lanes without a query hold zeros: their scores are 0 and nobody reads what becomes of them.
+        // Lanes without a query hold zeros: their scores are 0 and nobody reads what becomes of
+        // them.
         k[queries.len() * row..lanes * row].fill(0.0);
         transpose(isa, k, row, lanes, d, &mut q_t[of_block(block)], QUERIES);
         o_t[of_block(block)].fill(0.0);
@@ -74,7 +77,8 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
     }
 
     let visible = segment.visible_to_any(spec, &task.chunk);
-    // Key blocks lie on a grid from the segment's start, so that a query's arithmetic does not depend on its chunk.
+    // Key blocks lie on a grid from the segment's start, so that a query's arithmetic does not
+    // depend on its chunk.
     for first in (visible.start / SUPER * SUPER..visible.end).step_by(SUPER) {
         let wide = first.max(visible.start / KEYS * KEYS)..visible.end.min(first + SUPER);
         let rows = segment.keys.start + wide.start..segment.keys.start + wide.end;
@@ -137,8 +141,9 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
     }
 }
 
-/// Local query `i` of a segment over all keys that it sees, for the query heads of `kv_head`: two passes over keys and
-/// values in the order that they lie in memory, which is all that one query's attention costs.
+/// Local query `i` of a segment over all keys that it sees, for the query heads of `kv_head`: two
+/// passes over keys and values in the order that they lie in memory, which is all that one query's
+/// attention costs.
 pub(super) fn one_query<T: Element>(job: &Forward<'_, T>, segment: &Segment, i: usize, kv_head: usize) {
     let (spec, d) = (job.spec, job.spec.head_dim);
     let keys = segment.visible(spec, i);
@@ -160,7 +165,8 @@ pub(super) fn one_query<T: Element>(job: &Forward<'_, T>, segment: &Segment, i: 
 }
 
 simd_fn! {
-    /// `o = softmax(q K^T) V` for the rows of `q`, one per head of the group, over `count` keys from row `first`.
+    /// `o = softmax(q K^T) V` for the rows of `q`, one per head of the group, over `count` keys
+    /// from row `first`.
     fn row_attention[T: Element](s: S, job: &Forward<'_, T>, first: usize, count: usize, kv_head: usize, q: &[f32], o: &mut [f32], scores: &mut [f32]) {
         let (d, row, stride) = (job.spec.head_dim, lines(job.spec.head_dim), lines(count));
         let cols = kv_head * d..(kv_head + 1) * d;

@@ -1,27 +1,33 @@
-//! Flash attention: softmax(scale Q K^T + mask) V and its gradients, without the matrix of scores in memory.
+//! Flash attention: softmax(scale Q K^T + mask) V and its gradients, without the matrix of scores
+//! in memory.
 //!
-//! Dao et al. 2022 ("FlashAttention") and Dao 2023 ("FlashAttention-2"): keys are walked in blocks; of the softmax only the
-//! running maximum and sum of each query are kept, and what was accumulated is rescaled when the maximum rises (Milakov and
-//! Gimelshein 2018). Backward recomputes the probabilities from the saved log-sum-exp.
+//! Dao et al. 2022 ("FlashAttention") and Dao 2023 ("FlashAttention-2"): keys are walked in blocks;
+//! of the softmax only the running maximum and sum of each query are kept, and what was accumulated
+//! is rescaled when the maximum rises (Milakov and Gimelshein 2018). Backward recomputes the
+//! probabilities from the saved log-sum-exp.
 //!
-//! Sequences are packed: `cu_seqlens` holds the bounds of segments (documents), `[0, …, tokens]`, and a query sees keys of its
-//! own segment only. Masks are causal, causal with a sliding window, or none. Grouped-query attention: `heads / kv_heads`
-//! consecutive query heads share one key/value head.
+//! Sequences are packed: `cu_seqlens` holds the bounds of segments (documents), `[0, …, tokens]`,
+//! and a query sees keys of its own segment only. Masks are causal, causal with a sliding window,
+//! or none. Grouped-query attention: `heads / kv_heads` consecutive query heads share one key/value
+//! head.
 //!
-//! The vector form and the tiled form's backward compute the *transposed* scores, keys down and queries along the vector lanes.
-//! The softmax of sixteen queries is then elementwise (no horizontal reductions), and the causal mask of a key is one lane
-//! mask. The tiled form's forward has queries down, which spares it transposes: see `tiled::forward`.
+//! The vector form and the tiled form's backward compute the *transposed* scores, keys down and
+//! queries along the vector lanes. The softmax of sixteen queries is then elementwise (no
+//! horizontal reductions), and the causal mask of a key is one lane mask. The tiled form's forward
+//! has queries down, which spares it transposes: see `tiled::forward`.
 //!
 //! | rung | form |
 //! |---|---|
 //! | portable, AVX2, AVX-512, on Intel's CPUs AVX-512 BF16 | `vector`: operands widened to f32, products by broadcast and fused multiply-add |
 //! | for bf16 operands AMX bf16, on AMD's CPUs AVX-512 BF16 | `tiled`: all products on bf16 operands with f32 sums, by `tdpbf16ps` or `vdpbf16ps`; P and dS are rounded to bf16 |
 //!
-//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung. Intel's `vdpbf16ps` is not used: two
-//! multiply-adds per lane, but measured on Emerald Rapids it issues once in two cycles or slower, against two f32 multiply-adds a
-//! cycle: half the arithmetic per second. On Zen 4 it is the other way round.
+//! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung.
+//! Intel's `vdpbf16ps` is not used: two multiply-adds per lane, but measured on Emerald Rapids it
+//! issues once in two cycles or slower, against two f32 multiply-adds a cycle: half the arithmetic
+//! per second. On Zen 4 it is the other way round.
 //!
-//! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of scores returned to the caller.
+//! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of
+//! scores returned to the caller.
 
 mod backward;
 mod forward;
@@ -51,7 +57,8 @@ use crate::dtype::{DType, Element};
 pub struct AttentionSpec {
     /// Query heads.
     pub heads: usize,
-    /// Key/value heads; divides `heads`. Query head `h` reads key/value head `h / (heads / kv_heads)`.
+    /// Key/value heads; divides `heads`. Query head `h` reads key/value head
+    /// `h / (heads / kv_heads)`.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
@@ -59,7 +66,8 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// Whether a query sees no key after its own position.
     pub causal: bool,
-    /// Sliding window (Mistral): a query at position `p` sees the keys in `(p - window, p]`. Needs `causal`.
+    /// Sliding window (Mistral): a query at position `p` sees the keys in `(p - window, p]`. Needs
+    /// `causal`.
     pub window: Option<usize>,
 }
 
@@ -180,22 +188,26 @@ pub fn unmasked_pairs(spec: &AttentionSpec, cu_seqlens: &[i32]) -> u64 {
     plan::segments(cu_seqlens, cu_seqlens).map(|segment| segment.pairs(spec)).sum()
 }
 
-/// Floating-point operations of [`forward`]: two products of `2 head_dim` per unmasked pair and query head.
+/// Floating-point operations of [`forward`]: two products of `2 head_dim` per unmasked pair and
+/// query head.
 pub fn flops_forward(spec: &AttentionSpec, cu_seqlens: &[i32]) -> u64 {
     4 * (spec.heads * spec.head_dim) as u64 * unmasked_pairs(spec, cu_seqlens)
 }
 
-/// Floating-point operations of [`backward`]: five products per unmasked pair, of which one recomputes the scores.
+/// Floating-point operations of [`backward`]: five products per unmasked pair, of which one
+/// recomputes the scores.
 pub fn flops_backward(spec: &AttentionSpec, cu_seqlens: &[i32]) -> u64 {
     10 * (spec.heads * spec.head_dim) as u64 * unmasked_pairs(spec, cu_seqlens)
 }
 
-/// Bytes that [`forward`] must move: Q, K, V read, the output and the log-sum-exp written, each once.
+/// Bytes that [`forward`] must move: Q, K, V read, the output and the log-sum-exp written, each
+/// once.
 pub fn bytes_forward(spec: &AttentionSpec, tokens: usize, dtype: DType) -> u64 {
     (tokens * ((2 * spec.q_cols() + 2 * spec.kv_cols()) * dtype.size() + 4 * spec.heads)) as u64
 }
 
-/// Bytes that [`backward`] must move: Q, K, V, the output, its gradient and the log-sum-exp read; dQ, dK, dV written.
+/// Bytes that [`backward`] must move: Q, K, V, the output, its gradient and the log-sum-exp read;
+/// dQ, dK, dV written.
 pub fn bytes_backward(spec: &AttentionSpec, tokens: usize, dtype: DType) -> u64 {
     (tokens * ((4 * spec.q_cols() + 4 * spec.kv_cols()) * dtype.size() + 4 * spec.heads)) as u64
 }
@@ -222,8 +234,8 @@ impl Form {
     }
 }
 
-/// Bytes of workspace that each thread keeps for [`forward`] with segments of up to `segment_max` tokens. Bounded: it does
-/// not grow with the length beyond a few hundred rows.
+/// Bytes of workspace that each thread keeps for [`forward`] with segments of up to `segment_max`
+/// tokens. Bounded: it does not grow with the length beyond a few hundred rows.
 pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
     let _ = segment_max;
     #[cfg(target_arch = "x86_64")]
@@ -234,8 +246,8 @@ pub fn workspace_forward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_m
     4 * forward::floats(spec)
 }
 
-/// Bytes of workspace that each thread keeps for [`backward`] with segments of up to `segment_max` tokens: linear in it,
-/// for the f32 sums of dK and dV of one head.
+/// Bytes of workspace that each thread keeps for [`backward`] with segments of up to `segment_max`
+/// tokens: linear in it, for the f32 sums of dK and dV of one head.
 pub fn workspace_backward(isa: Isa, dtype: DType, spec: &AttentionSpec, segment_max: usize) -> usize {
     #[cfg(target_arch = "x86_64")]
     if Form::of(isa, dtype) != Form::Vector {
@@ -297,9 +309,10 @@ struct Backward<'a, T> {
 
 /// Attention of packed sequences over themselves.
 ///
-/// Shapes: `q`, `out` `[tokens, heads * head_dim]`; `k`, `v` `[tokens, kv_heads * head_dim]`; `cu_seqlens` rises from 0 to
-/// `tokens`; `lse` `[heads, tokens]` receives the natural log-sum-exp of each query's scaled scores, which [`backward`] needs.
-/// Tasks are (segment, key/value head, chunk of queries).
+/// Shapes: `q`, `out` `[tokens, heads * head_dim]`; `k`, `v` `[tokens, kv_heads * head_dim]`;
+/// `cu_seqlens` rises from 0 to `tokens`; `lse` `[heads, tokens]` receives the natural log-sum-exp
+/// of each query's scaled scores, which [`backward`] needs. Tasks are (segment, key/value head,
+/// chunk of queries).
 pub fn forward<T: Element>(
     cpu: &Cpu,
     spec: &AttentionSpec,
@@ -313,10 +326,11 @@ pub fn forward<T: Element>(
     forward_cross(cpu, spec, q, k, v, cu_seqlens, cu_seqlens, out, lse)
 }
 
-/// [`forward`] with as many or fewer queries than keys in a segment: query `i` of `n` sits level with key `len - n + i`.
+/// [`forward`] with as many or fewer queries than keys in a segment: query `i` of `n` sits level
+/// with key `len - n + i`.
 ///
-/// `cu_q` bounds the segments' queries, `cu_k` their keys. A query that sees no key (causal, more queries than keys) gives
-/// zeros and a log-sum-exp of minus infinity.
+/// `cu_q` bounds the segments' queries, `cu_k` their keys. A query that sees no key (causal, more
+/// queries than keys) gives zeros and a log-sum-exp of minus infinity.
 pub fn forward_cross<T: Element>(
     cpu: &Cpu,
     spec: &AttentionSpec,
@@ -360,9 +374,10 @@ pub fn forward_cross<T: Element>(
 
 /// Gradients of [`forward`] with respect to `q`, `k` and `v`.
 ///
-/// `out` and `lse` are what forward gave, `dout` the gradient of the loss with respect to `out`; `dq`, `dk`, `dv` are
-/// overwritten. With `delta = rowsum(dout * out)`: `dS = P * (dout V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`,
-/// `dV = P^T dout` (Dao 2023, algorithm 2). One task per (segment, key/value head) owns its rows of all three, and adds
+/// `out` and `lse` are what forward gave, `dout` the gradient of the loss with respect to `out`;
+/// `dq`, `dk`, `dv` are overwritten. With `delta = rowsum(dout * out)`:
+/// `dS = P * (dout V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`, `dV = P^T dout` (Dao
+/// 2023, algorithm 2). One task per (segment, key/value head) owns its rows of all three, and adds
 /// the query heads of a group in rising order, so nothing depends on the number of threads.
 pub fn backward<T: Element>(
     cpu: &Cpu,
@@ -417,8 +432,9 @@ pub fn backward<T: Element>(
 
 /// Attention of new tokens over a key/value cache, for generation.
 ///
-/// Shapes: `q`, `out` `[new, heads * head_dim]`; `k_cache`, `v_cache` `[capacity, kv_heads * head_dim]` of which the first
-/// `start + new` rows are filled, the new tokens' own keys and values included. Query `i` sits at position `start + i`.
+/// Shapes: `q`, `out` `[new, heads * head_dim]`; `k_cache`, `v_cache`
+/// `[capacity, kv_heads * head_dim]` of which the first `start + new` rows are filled, the new
+/// tokens' own keys and values included. Query `i` sits at position `start + i`.
 pub fn decode<T: Element>(
     cpu: &Cpu,
     spec: &AttentionSpec,
@@ -448,5 +464,6 @@ pub fn decode<T: Element>(
     Ok(())
 }
 
-/// From this many new tokens on, [`decode`] fills enough of a block of queries for the blocked forward to win.
+/// From this many new tokens on, [`decode`] fills enough of a block of queries for the blocked
+/// forward to win.
 const DECODE_ROWS: usize = 8;

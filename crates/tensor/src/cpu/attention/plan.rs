@@ -5,8 +5,9 @@ use std::ops::Range;
 
 /// One packed sequence: its rows among the queries and among the keys.
 ///
-/// Query `i` of a segment sits at position `i + keys - queries`: the last query is level with the last key, which is
-/// both training (equal lengths) and generation with a cache (fewer queries than keys).
+/// Query `i` of a segment sits at position `i + keys - queries`: the last query is level with the
+/// last key, which is both training (equal lengths) and generation with a cache (fewer queries than
+/// keys).
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Segment {
     pub queries: Range<usize>,
@@ -14,7 +15,8 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// The position of local query `i` on the axis of the segment's keys; negative when there are more queries than keys.
+    /// The position of local query `i` on the axis of the segment's keys; negative when there are
+    /// more queries than keys.
     #[inline(always)]
     pub fn position(&self, i: usize) -> isize {
         i as isize + self.keys.len() as isize - self.queries.len() as isize
@@ -30,7 +32,8 @@ impl Segment {
         end.saturating_sub(spec.window.unwrap_or(usize::MAX))..end
     }
 
-    /// The local keys that any of the local queries `queries` sees; both bounds of `visible` rise with the query.
+    /// The local keys that any of the local queries `queries` sees; both bounds of `visible` rise
+    /// with the query.
     #[inline(always)]
     pub fn visible_to_any(&self, spec: &AttentionSpec, queries: &Range<usize>) -> Range<usize> {
         self.visible(spec, queries.start).start..self.visible(spec, queries.end - 1).end
@@ -49,7 +52,8 @@ impl Segment {
             return queries * keys;
         }
         let window = spec.window.map_or(u64::MAX, |window| window as u64);
-        // The pairs of the queries at positions 0..n: the ramp 1, 2, … up to the window, then level.
+        // The pairs of the queries at positions 0..n: the ramp 1, 2, … up to the window, then
+        // level.
         let below = |n: u64| {
             let ramp = n.min(window);
             ramp * (ramp + 1) / 2 + (n - ramp) * window.min(n)
@@ -65,7 +69,8 @@ pub(super) fn segments(cu_q: &[i32], cu_k: &[i32]) -> impl Iterator<Item = Segme
         .map(|(q, k)| Segment { queries: q[0] as usize..q[1] as usize, keys: k[0] as usize..k[1] as usize })
 }
 
-/// What one thread does at a time: the query heads of one kv head over the local queries `chunk` of a segment.
+/// What one thread does at a time: the query heads of one kv head over the local queries `chunk` of
+/// a segment.
 #[derive(Clone, Debug)]
 pub(super) struct Task {
     pub segment: Segment,
@@ -75,13 +80,14 @@ pub(super) struct Task {
     cost: u64,
 }
 
-/// Queries of a task that may have `rows` query rows, counted over the heads of a group: whole multiples of `grid`.
+/// Queries of a task that may have `rows` query rows, counted over the heads of a group: whole
+/// multiples of `grid`.
 pub(super) fn chunk(spec: &AttentionSpec, rows: usize, grid: usize) -> usize {
     (rows / spec.group()).div_ceil(grid).max(1).saturating_mul(grid)
 }
 
-/// The tasks of a call, the costly ones first so that the last ones to finish are short. `rows` is how many query rows,
-/// one task may have: see [`chunk`].
+/// The tasks of a call, the costly ones first so that the last ones to finish are short. `rows` is
+/// how many query rows, one task may have: see [`chunk`].
 pub(super) fn tasks(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32], rows: usize, grid: usize) -> Vec<Task> {
     let chunk = chunk(spec, rows, grid);
     let mut tasks = Vec::with_capacity((cu_q.len() - 1) * spec.kv_heads);

@@ -1,15 +1,17 @@
 //! Strided row views: the columns of a fused matrix that one operand of attention occupies.
 //!
-//! A fused projection writes `[tokens, (heads + 2 kv_heads) * head_dim]`; queries, keys and values are column ranges of
-//! it, and so are their gradients. [`Rows`] reads such a range, [`RowsMut`] writes one. Three writers of one matrix are made
-//! by cutting it along columns, which keeps them disjoint without an unsafe word at the caller.
+//! A fused projection writes `[tokens, (heads + 2 kv_heads) * head_dim]`; queries, keys and values
+//! are column ranges of it, and so are their gradients. [`Rows`] reads such a range, [`RowsMut`]
+//! writes one. Three writers of one matrix are made by cutting it along columns, which keeps them
+//! disjoint without an unsafe word at the caller.
 
 use super::AttentionError;
 use crate::dtype::Scalar;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How many rows ahead a walk fetches: rows of a fused matrix lie on different pages, where no hardware prefetcher follows.
+/// How many rows ahead a walk fetches: rows of a fused matrix lie on different pages, where no
+/// hardware prefetcher follows.
 const AHEAD: usize = 8;
 
 /// Asks for the cache lines of `len` elements from `first` on; any address is harmless.
@@ -45,7 +47,8 @@ impl<T> Clone for Rows<'_, T> {
 }
 impl<T> Copy for Rows<'_, T> {}
 
-/// Elements from the first of row 0 to the last of row `rows - 1`, or `None` when the view makes no sense.
+/// Elements from the first of row 0 to the last of row `rows - 1`, or `None` when the view makes no
+/// sense.
 fn span(rows: usize, cols: usize, stride: usize) -> Option<usize> {
     if rows == 0 || cols == 0 {
         return Some(0);
@@ -107,7 +110,8 @@ impl<'a, T> Rows<'a, T> {
         Rows { rows, ..self }
     }
 
-    /// The columns `cols` of each of the rows `rows` in turn, fetching ahead; panics when they are outside.
+    /// The columns `cols` of each of the rows `rows` in turn, fetching ahead; panics when they are
+    /// outside.
     #[inline(always)]
     pub(super) fn walk(&self, rows: Range<usize>, cols: Range<usize>) -> impl Iterator<Item = &'a [T]> + use<'a, T> {
         assert!(rows.end <= self.rows && cols.start <= cols.end && cols.end <= self.cols);
@@ -117,7 +121,8 @@ impl<'a, T> Rows<'a, T> {
             #[inline(always)]
             move |_| {
                 prefetch(at.wrapping_add(AHEAD * stride), len);
-                // SAFETY: row and columns are inside by the assertion, and with them, by the constructor, the data.
+                // SAFETY: row and columns are inside by the assertion, and with them, by the
+                // constructor, the data.
                 let row = unsafe { std::slice::from_raw_parts(at, len) };
                 at = at.wrapping_add(stride);
                 row
@@ -125,7 +130,8 @@ impl<'a, T> Rows<'a, T> {
         )
     }
 
-    /// The element at the first of the rows `rows` and the first of the columns `cols`; panics when they are outside.
+    /// The element at the first of the rows `rows` and the first of the columns `cols`; panics when
+    /// they are outside.
     #[inline(always)]
     pub(super) fn block(&self, rows: &Range<usize>, cols: &Range<usize>) -> *const T {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
@@ -153,7 +159,8 @@ pub struct RowsMut<'a, T> {
 
 // SAFETY: a `RowsMut` is the only way to its elements, as the `&mut [T]` that it was made of was.
 unsafe impl<T: Send> Send for RowsMut<'_, T> {}
-// SAFETY: through a shared reference elements are reached only by the unsafe `part`, whose contract is disjointness.
+// SAFETY: through a shared reference elements are reached only by the unsafe `part`, whose contract
+// is disjointness.
 unsafe impl<T: Send> Sync for RowsMut<'_, T> {}
 
 impl<'a, T> RowsMut<'a, T> {
@@ -195,7 +202,8 @@ impl<'a, T> RowsMut<'a, T> {
         self.stride
     }
 
-    /// The address of the first of the rows `rows` and the first of the columns `cols`; panics when they are outside.
+    /// The address of the first of the rows `rows` and the first of the columns `cols`; panics when
+    /// they are outside.
     #[inline(always)]
     pub(super) fn block(&self, rows: &Range<usize>, cols: &Range<usize>) -> *const T {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
@@ -203,7 +211,8 @@ impl<'a, T> RowsMut<'a, T> {
         self.data.wrapping_add(rows.start * self.stride + cols.start).cast_const()
     }
 
-    /// The columns `cols` of each of the rows `rows` in turn, fetching ahead; panics when they are outside.
+    /// The columns `cols` of each of the rows `rows` in turn, fetching ahead; panics when they are
+    /// outside.
     ///
     /// # Safety
     /// Nobody else may use these elements meanwhile.
@@ -233,7 +242,8 @@ impl<'a, T> RowsMut<'a, T> {
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn part(&self, row: usize, cols: Range<usize>) -> &mut [T] {
         assert!(row < self.rows && cols.start <= cols.end && cols.end <= self.cols, "row {row}, columns {cols:?}");
-        // SAFETY: in bounds by the assertion and the constructor's check; disjoint by this function's contract.
+        // SAFETY: in bounds by the assertion and the constructor's check; disjoint by this
+        // function's contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + cols.start), cols.len()) }
     }
 }

@@ -14,7 +14,8 @@ thread_local! {
     static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `body` on `floats` floats, 64-byte aligned, with unspecified values left by earlier tasks of this thread.
+/// Runs `body` on `floats` floats, 64-byte aligned, with unspecified values left by earlier tasks
+/// of this thread.
 pub(super) fn with<R>(floats: usize, body: impl FnOnce(&mut [f32]) -> R) -> R {
     SCRATCH.with_borrow_mut(|lines| {
         let need = floats.div_ceil(LINE);

@@ -1,11 +1,13 @@
-//! Conformance of every rung and dtype with the f64 oracle, within bounds that follow from the arithmetic.
+//! Conformance of every rung and dtype with the f64 oracle, within bounds that follow from the
+//! arithmetic.
 
 use super::*;
 use crate::dtype::{bf16, f16};
 use crate::reference::attention as reference;
 use crate::reference::attention::Valued;
 
-/// The rungs to test: those that the machine has and, where only the tiles are missing, the tile form on emulated ones.
+/// The rungs to test: those that the machine has and, where only the tiles are missing, the tile
+/// form on emulated ones.
 fn rungs() -> Vec<Isa> {
     let mut rungs: Vec<Isa> = Isa::available().collect();
     #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -16,7 +18,8 @@ fn rungs() -> Vec<Isa> {
     rungs
 }
 
-/// Whether operands of `dtype` can be tested on a rung of [`rungs`]: on emulated tiles only what goes to tiles.
+/// Whether operands of `dtype` can be tested on a rung of [`rungs`]: on emulated tiles only what
+/// goes to tiles.
 fn runs(isa: Isa, dtype: DType) -> bool {
     isa <= Isa::detect() || Form::of(isa, dtype) == Form::Tiles
 }
@@ -58,10 +61,11 @@ struct Tolerance {
 }
 
 impl Tolerance {
-    /// Forward, and dV: the probabilities' error. With `u` the f32 roundoff: a score is a sum of `d` products, scaled and
-    /// shifted, which errs by `(d + 4) u` of its magnitude, and so, relatively, does its exponential; the exponential itself
-    /// errs by 4e-7 (tested with the lane vectors), on tiles by 2.6e-6 and its rounding; the normaliser and the sum over `n` keys by `n u` and the same again.
-    /// Tiles round probabilities to bf16 besides.
+    /// Forward, and dV: the probabilities' error. With `u` the f32 roundoff: a score is a sum of
+    /// `d` products, scaled and shifted, which errs by `(d + 4) u` of its magnitude, and so,
+    /// relatively, does its exponential; the exponential itself errs by 4e-7 (tested with the lane
+    /// vectors), on tiles by 2.6e-6 and its rounding; the normaliser and the sum over `n` keys by
+    /// `n u` and the same again. Tiles round probabilities to bf16 besides.
     fn of(isa: Isa, dtype: DType, spec: &AttentionSpec, score: f64, keys: usize) -> Tolerance {
         let u = unit(DType::F32);
         let tiles = Form::of(isa, dtype) != Form::Vector;
@@ -71,7 +75,8 @@ impl Tolerance {
         Tolerance { terms: probability + tiles, stored: unit(dtype) }
     }
 
-    /// dQ and dK: delta is made of the stored output, so that one more storage rounding of the terms of dS enters.
+    /// dQ and dK: delta is made of the stored output, so that one more storage rounding of the
+    /// terms of dS enters.
     fn of_scores(self) -> Tolerance {
         Tolerance { terms: self.terms + self.stored, ..self }
     }
@@ -93,7 +98,8 @@ struct Results<T> {
     dqkv: Vec<T>,
 }
 
-/// Runs forward and backward on column ranges of one fused matrix, as models do, and checks both against the oracle.
+/// Runs forward and backward on column ranges of one fused matrix, as models do, and checks both
+/// against the oracle.
 fn conforms<T: Element>(isa: Isa, threads: usize, spec: &AttentionSpec, cu: &[i32]) -> Results<T> {
     if !runs(isa, T::DTYPE) {
         return Results { out: Vec::new(), lse: Vec::new(), dqkv: Vec::new() };
@@ -124,7 +130,8 @@ fn conforms<T: Element>(isa: Isa, threads: usize, spec: &AttentionSpec, cu: &[i3
     let name = format!("{isa} {} {spec:?} {cu:?}", T::DTYPE);
     tolerance().check(&format!("out of {name}"), out_rows, &want.out);
     for (i, (got, want)) in lse.iter().zip(&want.lse).enumerate() {
-        // The logarithm turns the relative error of the sum into an absolute one; adding the maximum rounds once more.
+        // The logarithm turns the relative error of the sum into an absolute one; adding the
+        // maximum rounds once more.
         let bound = tolerance().terms.min(1e-4) + unit(DType::F32) * want.abs() * 2.0;
         assert!((*got as f64 - want).abs() <= bound, "lse[{i}] of {name}: {got}, not {want} within {bound:e}");
     }

@@ -1,7 +1,9 @@
-//! The vector form's building blocks: packing, small products, softmax blocks. Each is compiled for portable, AVX2 and AVX-512.
+//! The vector form's building blocks: packing, small products, softmax blocks. Each is compiled for
+//! portable, AVX2 and AVX-512.
 //!
-//! Blocks are f32: `QUERIES` queries along the lanes, `KEYS` keys down. Everything that is multiplied goes through
-//! [`product`], `C += A B` with `B` and `C` row-major and `A` read as scalars in either direction:
+//! Blocks are f32: `QUERIES` queries along the lanes, `KEYS` keys down. Everything that is
+//! multiplied goes through [`product`], `C += A B` with `B` and `C` row-major and `A` read as
+//! scalars in either direction:
 //!
 //! | product | A | B | C |
 //! |---|---|---|---|
@@ -20,14 +22,16 @@ use std::ops::Range;
 
 /// Queries of a block: four vectors of AVX-512, the widest register tile of [`product`].
 pub(super) const QUERIES: usize = 64;
-/// Keys of a block: scores of 64 x 64 floats are 16 KiB, a third of the smallest L1 of CPUs with AVX-512.
+/// Keys of a block: scores of 64 x 64 floats are 16 KiB, a third of the smallest L1 of CPUs with
+/// AVX-512.
 pub(super) const KEYS: usize = 64;
 /// Queries or keys that are widened at a time: four blocks, 64 KiB of rows of 64 floats.
 pub(super) const SUPER: usize = 256;
 /// Lanes are filled in whole AVX-512 vectors on every rung.
 pub(super) const LANES_MAX: usize = 16;
 
-/// What a masked score becomes. Far below [`FLOOR`], so that its exponential is 0 even when a query saw no key yet.
+/// What a masked score becomes. Far below [`FLOOR`], so that its exponential is 0 even when a query
+/// saw no key yet.
 pub(super) const MASKED: f32 = -1e30;
 /// Where running maxima start. Finite, so that no difference of infinities arises.
 pub(super) const FLOOR: f32 = -1e29;
@@ -41,9 +45,10 @@ pub(super) struct Left<'a> {
 }
 
 simd_fn! {
-    /// `C = A B` or `C += A B`: `m` rows, `n` columns (a multiple of [`LANES_MAX`]), `k` terms. Rows of `b` are `ldb` apart, of
-    /// `c` `ldc`. Register tiles of 4 rows by 4 vectors (AVX-512) or 2 vectors (16-register sets): 16 or 8 sums hide the
-    /// latency of the multiply-add, and 4 + 4 or 2 + 4 loads feed them. Narrower ends take taller tiles.
+    /// `C = A B` or `C += A B`: `m` rows, `n` columns (a multiple of [`LANES_MAX`]), `k` terms.
+    /// Rows of `b` are `ldb` apart, of `c` `ldc`. Register tiles of 4 rows by 4 vectors (AVX-512)
+    /// or 2 vectors (16-register sets): 16 or 8 sums hide the latency of the multiply-add, and 4 +
+    /// 4 or 2 + 4 loads feed them. Narrower ends take taller tiles.
     pub(super) fn product(s: S, m: usize, n: usize, k: usize, a: Left<'_>, b: &[f32], ldb: usize, c: &mut [f32], ldc: usize, add: bool) {
         #[inline(always)]
         fn tile<S: Simd, const M: usize, const V: usize>(
@@ -116,8 +121,8 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Columns `cols` of the rows `rows` of `x`, widened and multiplied by `scale`, to rows `lines(cols.len())` apart, whose rest
-    /// is 0.
+    /// Columns `cols` of the rows `rows` of `x`, widened and multiplied by `scale`, to rows
+    /// `lines(cols.len())` apart, whose rest is 0.
     pub(super) fn widen[T: Element](s: S, x: Rows<'_, T>, rows: Range<usize>, cols: Range<usize>, scale: f32, y: &mut [f32]) {
         let scale = s.splat(scale);
         let (whole, ld) = (cols.len() / S::LANES * S::LANES, lines(cols.len()));
@@ -138,8 +143,8 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Rounds the first `cols.len()` elements of rows `lines(cols.len())` apart, times `scale`, to columns `cols` of the rows
-    /// `rows` of `y`.
+    /// Rounds the first `cols.len()` elements of rows `lines(cols.len())` apart, times `scale`, to
+    /// columns `cols` of the rows `rows` of `y`.
     ///
     /// The caller's task must be the only user of those elements.
     pub(super) fn narrow[T: Element](s: S, x: &[f32], scale: f32, y: &RowsMut<'_, T>, rows: Range<usize>, cols: Range<usize>) {
@@ -158,8 +163,8 @@ simd_fn! {
     }
 }
 
-/// `y[c * y_ld + r] = x[r * x_ld + c]` for `r < rows` and `c < cols`, both rounded up to multiples of 16: buffers are padded.
-/// By blocks of 16 x 16, in registers where AVX-512 has enough of them.
+/// `y[c * y_ld + r] = x[r * x_ld + c]` for `r < rows` and `c < cols`, both rounded up to multiples
+/// of 16: buffers are padded. By blocks of 16 x 16, in registers where AVX-512 has enough of them.
 pub(super) fn transpose(isa: Isa, x: &[f32], x_ld: usize, rows: usize, cols: usize, y: &mut [f32], y_ld: usize) {
     for r in (0..rows).step_by(16) {
         for c in (0..cols).step_by(16) {
@@ -189,8 +194,9 @@ pub(super) struct Strip {
     pub lanes: Range<usize>,
 }
 
-/// A block of pairs cut so that little of what is masked is worked out: on the diagonal and at the window's edge strips of 16
-/// keys, each with the lanes from the first to the last query that sees any of them.
+/// A block of pairs cut so that little of what is masked is worked out: on the diagonal and at the
+/// window's edge strips of 16 keys, each with the lanes from the first to the last query that sees
+/// any of them.
 pub(super) struct Strips {
     strips: [Strip; KEYS / LANES_MAX],
     count: usize,
@@ -207,7 +213,8 @@ impl Strips {
         let mut count = 0;
         for first in (0..keys.len()).step_by(LANES_MAX) {
             let end = keys.len().min(first + LANES_MAX);
-            // The lane at position p sees keys in (p - window, p]: some of these from p = keys' first to p = last + window - 1.
+            // The lane at position p sees keys in (p - window, p]: some of these from p = keys'
+            // first to p = last + window - 1.
             let lane = |position: isize| position.clamp(0, queries.len() as isize) as usize;
             let level = keys.start as isize - segment.position(queries.start);
             let from = lane(first as isize + level);
@@ -235,10 +242,11 @@ impl Strips {
     }
 }
 
-/// `2^x` for `x` up to 0 and a little above; exactly 0 from -126 down; NaN stays NaN. Relative error below 2e-7.
+/// `2^x` for `x` up to 0 and a little above; exactly 0 from -126 down; NaN stays NaN. Relative
+/// error below 2e-7.
 ///
-/// `2^x = 2^n 2^r` with `n` the nearest integer, and on `|r| <= 1/2` the minimax polynomial of degree 5 in relative error (7.5e-8, found by
-/// Remez' exchange).
+/// `2^x = 2^n 2^r` with `n` the nearest integer, and on `|r| <= 1/2` the minimax polynomial of
+/// degree 5 in relative error (7.5e-8, found by Remez' exchange).
 #[inline(always)]
 fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
     // In this order of operands the clamp hands a NaN on.
@@ -249,8 +257,8 @@ fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
     for c in EXP2[..5].iter().rev() {
         p = s.fma(p, r, s.splat(*c));
     }
-    // What is subtracted vanishes beside all but the smallest results, and turns the clamped ones, where r = 0, into zeros:
-    // a comparison less, and hardly ever a subnormal number.
+    // What is subtracted vanishes beside all but the smallest results, and turns the clamped ones,
+    // where r = 0, into zeros: a comparison less, and hardly ever a subnormal number.
     s.fma(p, s.pow2(n), s.splat(-EXP2[0] * f32::MIN_POSITIVE))
 }
 
@@ -260,17 +268,20 @@ const EXP2: [f32; 6] = [1.0000001, 0.69314694, 0.2402212, 0.05550713, 0.00967554
 /// Which pairs of a block are masked; made only for blocks that have some.
 #[derive(Clone, Copy)]
 pub(super) struct Mask {
-    /// The position of lane 0, plus one half so that comparisons of positions held as floats are strict.
+    /// The position of lane 0, plus one half so that comparisons of positions held as floats are
+    /// strict.
     first: f32,
     /// The local key of row 0.
     key: f32,
-    /// The window, or infinity. The upper bound of the view is `position`, or infinity when not causal.
+    /// The window, or infinity. The upper bound of the view is `position`, or infinity when not
+    /// causal.
     window: f32,
 }
 
 impl Mask {
-    /// The mask of local queries `queries` against local keys `keys`, or `None` when all is visible. Positions are exact as
-    /// floats up to 2^22, a length far above what attention is computed for on a CPU.
+    /// The mask of local queries `queries` against local keys `keys`, or `None` when all is
+    /// visible. Positions are exact as floats up to 2^22, a length far above what attention is
+    /// computed for on a CPU.
     pub(super) fn of(
         spec: &AttentionSpec,
         segment: &Segment,
@@ -316,14 +327,16 @@ pub(super) struct Statistics<'a> {
 }
 
 simd_fn! {
-    /// Replaces the scores, in units of log2 e (rows `QUERIES` apart), by their exponentials relative to the running maximum,
-    /// and brings the statistics up to date. Returns whether any earlier sum must be rescaled by `decay`.
+    /// Replaces the scores, in units of log2 e (rows `QUERIES` apart), by their exponentials
+    /// relative to the running maximum, and brings the statistics up to date. Returns whether any
+    /// earlier sum must be rescaled by `decay`.
     pub(super) fn softmax_block(s: S, strips: &Strips, lanes: usize, mask: Option<Mask>, scores: &mut [f32], state: Statistics<'_>) -> bool {
         let mut rescale = false;
         for lane in (0..lanes).step_by(S::LANES) {
             let keys = strips.keys_of(lane);
             let old = s.load(&state.max[lane..]);
-            // In this order of operands a NaN does not become the maximum; its exponential is one, and stays.
+            // In this order of operands a NaN does not become the maximum; its exponential is one,
+            // and stays.
             let mut max = old;
             if let Some(mask) = mask {
                 let (position, before) = mask.lanes(s, lane);
@@ -371,8 +384,8 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Replaces scores by probabilities `2^(score - lse)` (both in units of log2 e), and `dp` by `dS = P (dP - delta)`; rows are
-    /// `QUERIES` apart.
+    /// Replaces scores by probabilities `2^(score - lse)` (both in units of log2 e), and `dp` by
+    /// `dS = P (dP - delta)`; rows are `QUERIES` apart.
     pub(super) fn gradient_block(s: S, strips: &Strips, lanes: usize, mask: Option<Mask>, lse: &[f32], delta: &[f32], scores: &mut [f32], dp: &mut [f32]) {
         let zero = s.splat(0.0);
         for lane in (0..lanes).step_by(S::LANES) {
@@ -394,7 +407,8 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// The dot products of rows of `a`, widened by [`widen`], with columns `cols` of the rows `rows` of `b`.
+    /// The dot products of rows of `a`, widened by [`widen`], with columns `cols` of the rows
+    /// `rows` of `b`.
     pub(super) fn row_dots[T: Element](s: S, a: &[f32], b: Rows<'_, T>, rows: Range<usize>, cols: Range<usize>, dots: &mut [f32]) {
         let (whole, ld) = (cols.len() / S::LANES * S::LANES, lines(cols.len()));
         assert!(a.len() >= rows.len() * ld && dots.len() >= rows.len());

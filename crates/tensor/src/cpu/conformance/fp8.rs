@@ -6,7 +6,8 @@ use crate::reference::fp8 as oracle;
 
 dtypes! {
     fn rounding_to_eight_bits_is_the_oracles<T>() {
-        // Scales at which the numbers fill the format, fall below its normal numbers, vanish, and saturate.
+        // Scales at which the numbers fill the format, fall below its normal numbers, vanish, and
+        // saturate.
         for (format, scale) in [(Fp8::E4M3, 256.0), (Fp8::E4M3, 0.01f32.log2().floor().exp2()), (Fp8::E4M3, 2f32.powi(-12)),
             (Fp8::E4M3, 4096.0), (Fp8::E5M2, 32768.0), (Fp8::E5M2, 2f32.powi(-14)), (Fp8::E5M2, 2f32.powi(20))] {
             for len in [0, 1, 7, 16, 33, 257, 70_001] {

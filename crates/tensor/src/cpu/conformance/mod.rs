@@ -1,9 +1,10 @@
-//! Conformance of the streaming kernels: every kernel, every rung, every dtype, odd shapes, one to three threads, against
-//! the scalar oracles in `f64`.
+//! Conformance of the streaming kernels: every kernel, every rung, every dtype, odd shapes, one to
+//! three threads, against the scalar oracles in `f64`.
 //!
-//! Kernels read their operands exactly and compute in `f32`. A result may therefore differ from the oracle's by its
-//! final rounding, `u |want|` with `u` the unit roundoff of its dtype, and by a `slack` for the `f32` arithmetic inside,
-//! which each test derives: a number of roundings times `2^-24` times the size of what is rounded.
+//! Kernels read their operands exactly and compute in `f32`. A result may therefore differ from the
+//! oracle's by its final rounding, `u |want|` with `u` the unit roundoff of its dtype, and by a
+//! `slack` for the `f32` arithmetic inside, which each test derives: a number of roundings times
+//! `2^-24` times the size of what is rounded.
 
 mod fp8;
 mod norm;
@@ -69,8 +70,8 @@ pub(super) fn wide<T: Element>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| f64::from(x.to_f32())).collect()
 }
 
-/// Runs `kernel` on every rung with one, two and three threads, asserts that the threads change nothing, and hands the
-/// result to `check`.
+/// Runs `kernel` on every rung with one, two and three threads, asserts that the threads change
+/// nothing, and hands the result to `check`.
 pub(super) fn on_every_cpu<R: PartialEq + Debug>(kernel: impl Fn(&Cpu) -> R, check: impl Fn(Isa, &R)) {
     for isa in Isa::available().filter(|isa| *isa <= Isa::Avx512Bf16) {
         let alone = kernel(&Cpu::new(isa, 1));
@@ -82,7 +83,8 @@ pub(super) fn on_every_cpu<R: PartialEq + Debug>(kernel: impl Fn(&Cpu) -> R, che
     }
 }
 
-/// Asserts `|got - want| <= roundoff |want| + slack`, elementwise; half the smallest subnormal of `f16` is always allowed.
+/// Asserts `|got - want| <= roundoff |want| + slack`, elementwise; half the smallest subnormal of
+/// `f16` is always allowed.
 #[track_caller]
 pub(super) fn close<T: Element>(isa: Isa, what: &str, got: &[T], want: &[f64], slack: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -99,7 +101,8 @@ pub(super) fn close<T: Element>(isa: Isa, what: &str, got: &[T], want: &[f64], s
     }
 }
 
-/// Asserts that `gradient` is the derivative of `f` at `x`: central differences in `f64`, step 1e-5, error about `1e-10 f''' + 1e-11 f`.
+/// Asserts that `gradient` is the derivative of `f` at `x`: central differences in `f64`, step
+/// 1e-5, error about `1e-10 f''' + 1e-11 f`.
 #[track_caller]
 pub(super) fn is_gradient(what: &str, x: &[f64], gradient: &[f64], f: impl Fn(&[f64]) -> f64) {
     let mut moved = x.to_vec();

@@ -1,6 +1,7 @@
-//! Norms. Inputs are in `[-1, 1)`; statistics are sums of `n` terms in 16 to 64 chains, whose error relative to the sum of
-//! magnitudes is at most about `(n / 8 + 10) 2^-24`, so results are off by that times their size, at most
-//! `inv_rms |weight|`, some 3 here (rows of one element reach `1 / sqrt(eps)` and are left to RMS norm, which is exact there).
+//! Norms. Inputs are in `[-1, 1)`; statistics are sums of `n` terms in 16 to 64 chains, whose error
+//! relative to the sum of magnitudes is at most about `(n / 8 + 10) 2^-24`, so results are off by
+//! that times their size, at most `inv_rms |weight|`, some 3 here (rows of one element reach
+//! `1 / sqrt(eps)` and are left to RMS norm, which is exact there).
 
 use super::{ULP, close, dot, dtypes, is_gradient, on_every_cpu, values, wide};
 use crate::cpu::Isa;
@@ -18,7 +19,8 @@ fn slack(n: usize) -> f64 {
     8.0 * (n as f64 / 8.0 + 10.0) * ULP
 }
 
-/// Sums of gradients over rows: every term is off by `slack`, and the sum adds its own roundings of `rows` terms of about 3.
+/// Sums of gradients over rows: every term is off by `slack`, and the sum adds its own roundings of
+/// `rows` terms of about 3.
 fn sum_slack(rows: usize, dim: usize) -> f64 {
     rows as f64 * (slack(dim) + 4.0 * ULP)
 }
@@ -71,7 +73,8 @@ dtypes! {
                     for (x, y, mean, inv) in [(&x, y, mean, inv), (sum, z, mean_z, inv_z)] {
                         for (row, x) in wide(x).chunks(dim).enumerate() {
                             let (want, want_mean, want_inv) = oracle::layer_norm(x, &wide(&w), &wide(&b), f64::from(EPS));
-                            // The mean's error is magnified by inv_std, which two close numbers can make large.
+                            // The mean's error is magnified by inv_std, which two close numbers can
+                            // make large.
                             let slack = slack(dim) * want_inv.max(1.0);
                             close(isa, "layer y", &y[row * dim..(row + 1) * dim], &want, slack);
                             close(isa, "mean", &mean[row..=row], &[want_mean], slack);

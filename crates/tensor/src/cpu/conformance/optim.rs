@@ -1,7 +1,8 @@
 //! Optimizer steps: ten in a row against the oracle in `f64`, with and without a compute copy.
 //!
-//! Weights and gradients are below 1 and steps below 0.1; a step rounds a handful of numbers of that size, so ten are off by at
-//! most some 200 ULP. Where an update divides by a small root, the relative error of the moments stays what it is.
+//! Weights and gradients are below 1 and steps below 0.1; a step rounds a handful of numbers of
+//! that size, so ten are off by at most some 200 ULP. Where an update divides by a small root, the
+//! relative error of the moments stays what it is.
 
 use super::{ULP, close, dtypes, on_every_cpu, values, wide};
 use crate::cpu::muon::{self, Muon, MuonScale, muon};
@@ -96,7 +97,8 @@ dtypes! {
                     let mut unsure = vec![false; len];
                     for step in 1..=10 {
                         let g = scaled(step, len);
-                        // Where the sign's argument is within rounding of zero, either sign is right.
+                        // Where the sign's argument is within rounding of zero, either sign is
+                        // right.
                         for i in 0..len {
                             unsure[i] |= (0.9f32 as f64 * momentum[i] + (1.0 - 0.9f32 as f64) * g[i]).abs() < 4.0 * ULP;
                         }
@@ -215,12 +217,14 @@ fn muon_steps() {
                     steps::<f32>(&Cpu::new(isa, 3), hyper, [rows, columns], &start) == (p.clone(), copy.clone()),
                     "{isa}: threads"
                 );
-                // An iteration multiplies errors by at most 3.4445 at small singular values: 3.4445^5 = 485 for some 10 roundings,
-                // times the step of 0.02 and its factor of at most 1.3, three times.
+                // An iteration multiplies errors by at most 3.4445 at small singular values:
+                // 3.4445^5 = 485 for some 10 roundings, times the step of 0.02 and its factor of at
+                // most 1.3, three times.
                 close(isa, "muon f32", &p, &want, 485.0 * 10.0 * 0.08 * ULP * 4.0);
                 assert!(copy.iter().zip(&p).all(|(c, p)| *c == bf16::from_f32(*p)));
                 let (p, _) = steps::<bf16>(&Cpu::new(isa, 2), hyper, [rows, columns], &start);
-                // In bf16 singular values only come near one; an update's element moves by a fraction of its size.
+                // In bf16 singular values only come near one; an update's element moves by a
+                // fraction of its size.
                 close(isa, "muon bf16", &p, &want, 3.0 * 0.02 * 1.3 * 0.15);
             }
         }

@@ -39,8 +39,9 @@ dtypes! {
                 unary(&cpu, f, &x, &mut y);
                 let z = if needs(f) == Needs::Result { &y } else { &x };
                 let want: Vec<f64> = wide(&x).iter().zip(wide(&dy)).map(|(x, dy)| dy * oracle::slope(f, *x)).collect();
-                // Eight roundings; where the result stands for the argument, its rounding counts up to three times, and slopes
-                // are at most 16 here (the reciprocal's and the inverse root's, at 0.25).
+                // Eight roundings; where the result stands for the argument, its rounding counts up
+                // to three times, and slopes are at most 16 here (the reciprocal's and the inverse
+                // root's, at 0.25).
                 let stored = if needs(f) == Needs::Result { super::roundoff(T::DTYPE) * 3.0 } else { 0.0 };
                 on_every_cpu(
                     made(len, |cpu, dx| derivative::unary_backward(cpu, f, &dy, z, dx)),
@@ -82,7 +83,8 @@ dtypes! {
                         assert!(alone == db);
                         (da, db)
                     };
-                    // Slopes are at most 20 here (a / b^2); four roundings, and those of the C library's powers.
+                    // Slopes are at most 20 here (a / b^2); four roundings, and those of the C
+                    // library's powers.
                     on_every_cpu(both, |isa, (da, db)| {
                         close(isa, &format!("{f:?} da"), da, &want(0), 20.0 * 8.0 * ULP);
                         close(isa, &format!("{f:?} db"), db, &want(1), 20.0 * 8.0 * ULP);
@@ -241,7 +243,8 @@ dtypes! {
             let mean: Vec<f64> = x64.chunks(columns).map(|x| x.iter().sum::<f64>() / columns as f64).collect();
             let variance: Vec<f64> = x64.chunks(columns).zip(&mean)
                 .map(|(x, mean)| x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / divisor).collect();
-            // Lanes add columns / 64 numbers each, at most 4 in size (1 for squares about the mean).
+            // Lanes add columns / 64 numbers each, at most 4 in size (1 for squares about the
+            // mean).
             let slack = 4.0 * (columns as f64 / 64.0 + 12.0) * ULP;
             on_every_cpu(
                 |cpu| {
@@ -295,7 +298,8 @@ dtypes! {
             let want: f64 = a64.iter().zip(&b64).map(|(a, b)| (a - b) * (a - b)).sum();
             on_every_cpu(
                 |cpu| row::squared_error(cpu, &a, &b).to_bits(),
-                // Parts of 4,096 in lanes: 4,096 / LANES additions (1,024 where lanes are few) of at most 4.
+                // Parts of 4,096 in lanes: 4,096 / LANES additions (1,024 where lanes are few) of
+                // at most 4.
                 |isa, sum| {
                     let off = (f64::from_bits(*sum) - want).abs();
                     assert!(off <= 1024.0 * ULP * want + 1e-12, "{isa} {len}: off by {off}");

@@ -131,8 +131,8 @@ dtypes! {
             assert!(*all == portable, "{isa} fills other bits than portable");
             let uniform: Vec<f64> = (0..len as u64).map(|i| oracle::uniform(KEY, i)).collect();
             close(isa, "uniform", &all[..len], &uniform, 0.0);
-            // ln and the circle functions are off by 3e-7, their product by that times at most 5.8, and a radius near 0 by the
-            // root of the absolute error of ln near 1, 1e-7.
+            // ln and the circle functions are off by 3e-7, their product by that times at most 5.8,
+            // and a radius near 0 by the root of the absolute error of ln near 1, 1e-7.
             let normal: Vec<f64> = (0..len as u64).map(|i| oracle::normal(KEY, i)).collect();
             close(isa, "normal", &all[len..2 * len], &normal, 4e-6);
             let (low, high) = (T::from_f32(-1.5).to_f32(), T::from_f32(2.5).to_f32());
@@ -152,7 +152,8 @@ fn fills_have_their_moments() {
         let fourth = x.iter().map(|x| (f64::from(*x) - mean).powi(4)).sum::<f64>() / n / variance.powi(2);
         (mean, variance, fourth)
     };
-    // Five standard deviations of each estimate of 2^20 draws: of the mean 5e-3 s, of the variance 7e-3 s^2.
+    // Five standard deviations of each estimate of 2^20 draws: of the mean 5e-3 s, of the variance
+    // 7e-3 s^2.
     fill_normal(&cpu, KEY, 0, 1.0, 2.0, &mut x);
     let (mean, variance, fourth) = moments(&x);
     assert!(

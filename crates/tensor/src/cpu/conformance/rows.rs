@@ -34,7 +34,8 @@ dtypes! {
                     Unary::Sign => if x == 0.0 { 0.0 } else { x.signum() },
                 };
                 let want: Vec<f64> = wide(&x).into_iter().map(exact).collect();
-                // The functions' own bounds, 4e-7 relative to the largest value here: e^4 = 55, 1 / sqrt(0.01) = 10, 1 / 0.01 = 100 (one rounding).
+                // The functions' own bounds, 4e-7 relative to the largest value here: e^4 = 55, 1 /
+                // sqrt(0.01) = 10, 1 / 0.01 = 100 (one rounding).
                 let slack = match f {
                     Unary::Exp => 55.0 * 4e-7,
                     Unary::Rsqrt => 2e-6,
@@ -225,7 +226,8 @@ dtypes! {
                         let most = row(r).iter().copied().fold(f64::NEG_INFINITY, f64::max);
                         assert_eq!(f64::from(max[r].to_f32()), most);
                         assert_eq!(index[r] as usize, row(r).iter().position(|x| *x == most).unwrap());
-                        // A running sum in order: j roundings of numbers that stay below 3 sqrt(columns).
+                        // A running sum in order: j roundings of numbers that stay below 3
+                        // sqrt(columns).
                         let mut total = 0.0;
                         let want: Vec<f64> = row(r).iter().map(|x| { total += x; total }).collect();
                         close(isa, "cumulative", &running[r * columns..(r + 1) * columns], &want, slack * 3.0 * (columns as f64).sqrt());
@@ -283,7 +285,8 @@ dtypes! {
                     for r in 0..rows {
                         let span = r * columns..(r + 1) * columns;
                         let (x, dy) = (wide(&x[span.clone()]), wide(&dy[span.clone()]));
-                        // x - lse is rounded at a magnitude of up to 17; lse adds the sum's relative error.
+                        // x - lse is rounded at a magnitude of up to 17; lse adds the sum's
+                        // relative error.
                         close(isa, "softmax", &p[span.clone()], &oracle::softmax(&x), 60.0 * ULP);
                         let lse = oracle::lse(&x);
                         let want: Vec<f64> = x.iter().map(|x| x - lse).collect();

@@ -93,8 +93,9 @@ dtypes! {
                     },
                     |isa, (y, dx, gated, dgated)| {
                         let (x, dy) = (wide(&x), wide(&dy));
-                        // Exponentials are off by 4e-7 relative after an argument of up to 20, whose rounding adds 20 ULP; values and
-                        // derivatives are below 6, the products below 36.
+                        // Exponentials are off by 4e-7 relative after an argument of up to 20,
+                        // whose rounding adds 20 ULP; values and derivatives are below 6, the
+                        // products below 36.
                         let slack = 40.0 * 6.0 * ULP;
                         let want: Vec<f64> = x.iter().map(|x| curve::value(f, *x)).collect();
                         close(isa, &format!("{f:?}"), y, &want, slack);
@@ -125,7 +126,8 @@ fn activation_oracles_are_gradients_and_tails_keep_their_digits() {
             is_gradient(&format!("{f:?}"), &[*x], &[curve::slope(f, *x)], |x| curve::value(f, x[0]));
         }
     }
-    // Far below zero the exact GELU is -|x| erfc(|x| / sqrt 2) / 2; a form with 1 + erf would keep no digit of it.
+    // Far below zero the exact GELU is -|x| erfc(|x| / sqrt 2) / 2; a form with 1 + erf would keep
+    // no digit of it.
     let x: Vec<f32> = (10..70).map(|i| -(i as f32) / 10.0).collect();
     on_every_cpu(
         |cpu| {
@@ -260,7 +262,8 @@ fn head_in_chunks_of_any_length() {
         let targets = targets(tokens, vocab);
         let scale = 0.5f32;
         let (xs, ws) = (wide(&x), wide(&w));
-        // The oracle in f64 throughout; logits are sums of 24 products below 1, so below 12 with this data.
+        // The oracle in f64 throughout; logits are sums of 24 products below 1, so below 12 with
+        // this data.
         let (mut losses, mut dx, mut dw) = (vec![0.0; tokens], vec![0.0; tokens * dim], vec![1.0; vocab * dim]);
         for t in 0..tokens {
             let row = &xs[t * dim..(t + 1) * dim];
@@ -274,8 +277,9 @@ fn head_in_chunks_of_any_length() {
                 }
             }
         }
-        // Logits are rounded to T at a size of 8: u 8. The loss moves by as much; a gradient's softmax by that relative to itself and
-        // by one more rounding, the sums over vocab or tokens by their weighted mean, at most 1.
+        // Logits are rounded to T at a size of 8: u 8. The loss moves by as much; a gradient's
+        // softmax by that relative to itself and by one more rounding, the sums over vocab or
+        // tokens by their weighted mean, at most 1.
         let slack = 10.0 * roundoff(T::DTYPE) + 200.0 * ULP;
         for isa in Isa::available() {
             let mut outcomes = Vec::new();

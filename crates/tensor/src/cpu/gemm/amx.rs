@@ -1,17 +1,21 @@
 //! Products of `bf16` on AMX tiles, with a loop nest of their own.
 //!
-//! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory stay as fast as they were: a core of Emerald Rapids
-//! multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27 from L3, 150 ns away, and neither packing nor finishing overlaps with tile
-//! instructions by itself. So the nest touches little beside what it multiplies, and asks for that in time ([`super::tile_kernel`]):
+//! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory stay as fast as
+//! they were: a core of Emerald Rapids multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27
+//! from L3, 150 ns away, and neither packing nor finishing overlaps with tile instructions by
+//! itself. So the nest touches little beside what it multiplies, and asks for that in time
+//! ([`super::tile_kernel`]):
 //!
-//! - The *left* operand is not packed where its rows run along the shared index (forward, input gradient): a tile is loaded from 16 rows as
-//!   they lie. Only where they run across it (weight gradient) are 32 rows at a time transposed.
-//! - The *right* operand is packed into panels of 32 columns, as many as stay in L2 ([`RESIDENT_STEPS`]). What that costs is divided by the
-//!   rows of the task.
-//! - *Sums* never leave the tiles before they are finished, up to [`DEPTH_MAX`] steps of the shared dimension. They are finished, a
-//!   block of 32 x 32 beside the next one's products, from L1. Weight gradients, whose sums are `f32` in memory, continue there
-//!   instead: their shared dimension, the tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and fewer
-//!   transpositions are needed.
+//! - The *left* operand is not packed where its rows run along the shared index (forward, input
+//!   gradient): a tile is loaded from 16 rows as they lie. Only where they run across it (weight
+//!   gradient) are 32 rows at a time transposed.
+//! - The *right* operand is packed into panels of 32 columns, as many as stay in L2
+//!   ([`RESIDENT_STEPS`]). What that costs is divided by the rows of the task.
+//! - *Sums* never leave the tiles before they are finished, up to [`DEPTH_MAX`] steps of the shared
+//!   dimension. They are finished, a block of 32 x 32 beside the next one's products, from L1.
+//!   Weight gradients, whose sums are `f32` in memory, continue there instead: their shared
+//!   dimension, the tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and
+//!   fewer transpositions are needed.
 //!
 //! ```text
 //! for task (rows x columns of the result)                 dealt to the threads; who finds none left shares another's
@@ -33,12 +37,13 @@ use crate::cpu::amx::Tiles;
 use crate::dtype::{DType, Element};
 use std::ops::Range;
 
-/// The most steps of a block of the shared dimension, 3,072 indices: the packed columns of three panels then fill half of L2.
+/// The most steps of a block of the shared dimension, 3,072 indices: the packed columns of three
+/// panels then fill half of L2.
 const DEPTH_MAX: usize = 96;
 /// The same where sums continue in memory: 512 indices.
 const IN_PLACE_DEPTH_MAX: usize = 16;
-/// Steps of all packed right panels together: 0.84 MiB of a 2 MiB L2, which also holds two left panels and lines of the result, and may have
-/// a neighbour on the core's other hyperthread.
+/// Steps of all packed right panels together: 0.84 MiB of a 2 MiB L2, which also holds two left
+/// panels and lines of the result, and may have a neighbour on the core's other hyperthread.
 const RESIDENT_STEPS: usize = 432;
 /// The most right panels of a task.
 const RESIDENT_MAX: usize = 24;
@@ -47,7 +52,8 @@ const BLOCK_WORDS: usize = PANEL * PANEL;
 /// The most blocks of sums that wait for the rest of the shared dimension: 768 KiB.
 const WAITING_MAX: usize = 192;
 
-/// Rows that must be left for a thread to join a task: fewer are done sooner than the columns are packed.
+/// Rows that must be left for a thread to join a task: fewer are done sooner than the columns are
+/// packed.
 const JOIN_MIN: usize = 8;
 
 /// An upper bound on the words of scratch that a thread needs.
@@ -65,12 +71,14 @@ struct Cut {
     /// Steps of a block, and blocks.
     depth: usize,
     blocks: usize,
-    /// Whether threads may share a task's rows. Sums that wait for the next block in a thread's scratch are that thread's.
+    /// Whether threads may share a task's rows. Sums that wait for the next block in a thread's
+    /// scratch are that thread's.
     shares: bool,
 }
 
 impl Cut {
-    /// The grid that is done first, by what the parts of a task cost in cycles (measured on Emerald Rapids).
+    /// The grid that is done first, by what the parts of a task cost in cycles (measured on Emerald
+    /// Rapids).
     fn new(left: &Source, right: &Source, in_place: bool, threads: usize) -> Cut {
         let (rows, cols, steps) = (left.panels(), right.panels(), left.steps());
         let blocks = steps.div_ceil(if in_place { IN_PLACE_DEPTH_MAX } else { DEPTH_MAX }).max(1);
@@ -94,7 +102,8 @@ impl Cut {
                 let multiply = steps * 85 + finish;
                 let task = (r * c * multiply + (pack_left * r + pack_right * c) * steps + 5_000) as f64;
                 let price = if shares {
-                    // All threads end with the last row, and all but one have joined a task by then.
+                    // All threads end with the last row, and all but one have joined a task by
+                    // then.
                     let joined = ((threads - 1) * pack_right * c * steps) as f64;
                     (task * tasks as f64 + joined) / threads as f64 + (c * multiply) as f64
                 } else {
@@ -132,7 +141,8 @@ pub(super) fn product<T: Element, S: Sink>(
     let tasks: Vec<Task<'_, S>> = tasks.collect();
     let run = |task: &Task<'_, S>| {
         let mut workspace = WORKSPACE.take();
-        // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of the result.
+        // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of
+        // the result.
         unsafe {
             let _tiles = Tiles::configure();
             task.run(&mut workspace);
@@ -175,10 +185,12 @@ struct Scratch {
 }
 
 impl<S: Sink> Task<'_, S> {
-    /// Does rows of the task until all are claimed. Several threads may run a task whose sums do not wait in scratch from block to block.
+    /// Does rows of the task until all are claimed. Several threads may run a task whose sums do
+    /// not wait in scratch from block to block.
     ///
     /// # Safety
-    /// The CPU must have AMX bf16, granted by the operating system; no other task may write the same part of the result.
+    /// The CPU must have AMX bf16, granted by the operating system; no other task may write the
+    /// same part of the result.
     unsafe fn run(&self, workspace: &mut Workspace) {
         let (rows, cols, depth) = (self.left.panels(), self.right.panels(), self.depth);
         let waiting = if self.sums_wait() { rows * cols } else { 0 };
@@ -196,7 +208,8 @@ impl<S: Sink> Task<'_, S> {
                     }
                 }
                 for p in claim.rows.clone() {
-                    // SAFETY: by contract; the columns are packed, and the claimed rows nobody else's.
+                    // SAFETY: by contract; the columns are packed, and the claimed rows nobody
+                    // else's.
                     unsafe { self.panel(p, block, &mut scratch) };
                 }
                 if let Some(pending) = scratch.pending.take() {
@@ -220,7 +233,8 @@ impl<S: Sink> Task<'_, S> {
     /// Multiplies the rows of panel `p` with all columns, over a block of the shared dimension.
     ///
     /// # Safety
-    /// As [`Task::run`]; the block's columns must be packed, and no other thread at work on the panel.
+    /// As [`Task::run`]; the block's columns must be packed, and no other thread at work on the
+    /// panel.
     unsafe fn panel(&self, p: usize, block: usize, scratch: &mut Scratch) {
         let (cols, range) = (self.right.panels(), self.steps(block));
         let (first, last) = (block == 0, block + 1 == self.blocks);
@@ -247,8 +261,8 @@ impl<S: Sink> Task<'_, S> {
                 Sums { at, stride: PANEL, add: seeded || !first }
             };
             let asked = if in_place { self.next_target(p, q) } else { target.filter(|_| last) };
-            // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32 of the task's own
-            // part of the result.
+            // SAFETY: both panels hold the block's steps; sums are a block of scratch, or 32 x 32
+            // of the task's own part of the result.
             unsafe {
                 let b = scratch.right.add(q * self.depth * STEP_WORDS).cast();
                 let beside = scratch.pending.take_if(|pending| pending.cols.len() == PANEL);
@@ -265,7 +279,8 @@ impl<S: Sink> Task<'_, S> {
         }
     }
 
-    /// The left rows of panel `p`: as they lie where tiles can be loaded from them, else packed into `a`.
+    /// The left rows of panel `p`: as they lie where tiles can be loaded from them, else packed
+    /// into `a`.
     ///
     /// # Safety
     /// `a` must have room for the steps.
@@ -288,7 +303,8 @@ impl<S: Sink> Task<'_, S> {
         if p + 1 >= self.left.panels() || q * lines >= PANEL {
             return nothing;
         }
-        // Along the shared index a row has a line for each step; across it, each shared index is a line.
+        // Along the shared index a row has a line for each step; across it, each shared index is a
+        // line.
         let (apart, step, first) = if self.left.is_transposed() {
             let (first, stride) = self.left.line(p + 1, steps, q * lines * count);
             (stride, lines * stride, first)

@@ -1,8 +1,9 @@
 //! The rows of a task, claimed by the threads that share it.
 //!
-//! Cores differ, and change from second to second. A thread that finds no task left joins another's: it packs the columns for itself and claims rows of those that
-//! are left. Claims shrink towards the end, so that all are done at about the same time ("guided self-scheduling", Polychronopoulos and Kuck 1987). Which
-//! thread sums which rows changes no sum.
+//! Cores differ, and change from second to second. A thread that finds no task left joins
+//! another's: it packs the columns for itself and claims rows of those that are left. Claims shrink
+//! towards the end, so that all are done at about the same time ("guided self-scheduling",
+//! Polychronopoulos and Kuck 1987). Which thread sums which rows changes no sum.
 
 use crate::cpu::threads::wait_until;
 use std::ops::Range;

@@ -1,11 +1,13 @@
 //! Tasks, blocks and panels: everything between a product's operands and the register kernels.
 //!
-//! Both operands are packed into 32-bit *words*: a word is one `f32` of the shared dimension, or two `bf16` that are
-//! neighbours in it, which is what `vdpbf16ps` and `tdpbf16ps` consume. All rungs share the layout:
+//! Both operands are packed into 32-bit *words*: a word is one `f32` of the shared dimension, or
+//! two `bf16` that are neighbours in it, which is what `vdpbf16ps` and `tdpbf16ps` consume. All
+//! rungs share the layout:
 //!
-//! - left, a panel of up to `mr` rows: row `i` is `a[i * A_STRIDE..][..kw]`, so that a register kernel addresses all rows from
-//!   one pointer with constant offsets;
-//! - right, a block of vector-wide panels: word row `k` of panel `p` is `b[p * panel + k * lanes..][..lanes]`;
+//! - left, a panel of up to `mr` rows: row `i` is `a[i * A_STRIDE..][..kw]`, so that a register
+//!   kernel addresses all rows from one pointer with constant offsets;
+//! - right, a block of vector-wide panels: word row `k` of panel `p` is
+//!   `b[p * panel + k * lanes..][..lanes]`;
 //! - sums, `c[i * stride + j]` in `f32`.
 //!
 //! ```text
@@ -19,14 +21,18 @@
 //!             last block: epilogue of the panel's rows
 //! ```
 //!
-//! What packing costs per word is divided by the up to 1,024 rows (right) or 768 columns (left) that use it. A register kernel does 32
-//! multiply-adds of `f32` a cycle and a packed word takes 0.6, hence some 4 % of a large product, and as much again goes into
-//! the sums' way through memory. Keeping weights packed between products would save 2 % at 1,024 rows, at the price of
-//! two more copies of all weights (each form reduces over another dimension): they are packed each time.
+//! What packing costs per word is divided by the up to 1,024 rows (right) or 768 columns (left)
+//! that use it. A register kernel does 32 multiply-adds of `f32` a cycle and a packed word takes
+//! 0.6, hence some 4 % of a large product, and as much again goes into the sums' way through
+//! memory. Keeping weights packed between products would save 2 % at 1,024 rows, at the price of
+//! two more copies of all weights (each form reduces over another dimension): they are packed each
+//! time.
 //!
-//! So lines are asked for ahead of use: rows that are packed next ([`Ahead`]), and the sums of the next tile. On Zen 4 either gives 2 to 3 % of
-//! products, on Emerald Rapids nothing. Measured worse there: tasks of 512 x 512 (5 % of the peak), which fit L2 together with their
-//! sums, but pack more often. Measured equal on Zen 4: blocks of 320 and 384 words, tasks of 512 or 640 columns and of 2,048 rows.
+//! So lines are asked for ahead of use: rows that are packed next ([`Ahead`]), and the sums of the
+//! next tile. On Zen 4 either gives 2 to 3 % of products, on Emerald Rapids nothing. Measured worse
+//! there: tasks of 512 x 512 (5 % of the peak), which fit L2 together with their sums, but pack
+//! more often. Measured equal on Zen 4: blocks of 320 and 384 words, tasks of 512 or 640 columns
+//! and of 2,048 rows.
 
 use super::MatRef;
 use super::epilogue::{Sink, finish};
@@ -42,7 +48,8 @@ use std::ops::Range;
 
 /// Words of the shared dimension in a block.
 pub(super) const BLOCK_WORDS: usize = 256;
-/// Words from row to row of a packed left panel; off a power of two so that rows fall into different cache sets.
+/// Words from row to row of a packed left panel; off a power of two so that rows fall into
+/// different cache sets.
 pub(super) const A_STRIDE: usize = BLOCK_WORDS + 16;
 /// Rows of the left operand that are packed at once, at most; see [`group_rows`].
 const GROUP_ROWS_MAX: usize = 128;
@@ -73,9 +80,10 @@ pub enum Rung {
 impl Rung {
     /// The register kernel that products of `dtype` use when the ladder goes up to `isa`.
     ///
-    /// `f16`, and `bf16` below AVX-512 BF16, are widened when packed. So is `bf16` on Intel's CPUs without usable AMX:
-    /// there `vdpbf16ps` issues every other cycle (measured: 87 GFLOP/s a core on Emerald Rapids) while two `f32`
-    /// multiply-adds issue in each (178 GFLOP/s), so that widening is twice as fast. On Zen 4 it is the other way round.
+    /// `f16`, and `bf16` below AVX-512 BF16, are widened when packed. So is `bf16` on Intel's CPUs
+    /// without usable AMX: there `vdpbf16ps` issues every other cycle (measured: 87 GFLOP/s a core
+    /// on Emerald Rapids) while two `f32` multiply-adds issue in each (178 GFLOP/s), so that
+    /// widening is twice as fast. On Zen 4 it is the other way round.
     pub fn choose(isa: Isa, dtype: DType) -> Rung {
         match (isa, dtype) {
             (Isa::AmxBf16, DType::BF16) => Rung::AmxBf16,
@@ -171,8 +179,9 @@ struct Cut {
 
 /// What a task's parts cost, in units of one multiply-add per word of the register kernel.
 ///
-/// Measured on Emerald Rapids at 32 multiply-adds a cycle: packing takes 0.6 cycles a word on either side, a finished sum one
-/// cycle, both mostly spent on the way from and to L3; a task takes a microsecond to hand out.
+/// Measured on Emerald Rapids at 32 multiply-adds a cycle: packing takes 0.6 cycles a word on
+/// either side, a finished sum one cycle, both mostly spent on the way from and to L3; a task takes
+/// a microsecond to hand out.
 #[derive(Clone, Copy, Debug)]
 struct Prices {
     pack: f64,
@@ -200,7 +209,8 @@ impl Cut {
         // The grid whose slowest thread is done first, by the prices that `Prices` explains.
         let prices = Prices::MEASURED;
         let (rows_min, cols_min) = (m.div_ceil(TASK_ROWS_MAX), n.div_ceil(TASK_COLS_MAX));
-        // A serial product gains nothing from more tasks; beyond four a thread, balance gains nothing either.
+        // A serial product gains nothing from more tasks; beyond four a thread, balance gains
+        // nothing either.
         let finest = if threads == 1 { 1 } else { 4 * threads };
         let size = |len: usize, tasks: usize, tile: usize| len.div_ceil(tasks).next_multiple_of(tile);
         let mut best = (f64::INFINITY, 0, 0);
@@ -295,7 +305,8 @@ fn run_task<T: Element, S: Sink>(
     let width = if rung.pairs() { 2 } else { 1 };
     let padded_cols = part.cols.next_multiple_of(nr);
     let c_stride = padded_cols + C_PAD;
-    // With one block the sums of a panel are finished at once, and the next panel reuses their place in L1.
+    // With one block the sums of a panel are finished at once, and the next panel reuses their
+    // place in L1.
     let c_rows = if cut.blocks == 1 { mr } else { part.rows.next_multiple_of(mr) };
     let group_rows = group_rows(rung, left.along_k);
     let (a, b, c) = workspace.parts(group_rows * A_STRIDE, padded_cols * cut.block_words, c_rows * c_stride);
@@ -305,9 +316,11 @@ fn run_task<T: Element, S: Sink>(
         let k = block * cut.block_words * width;
         let depth = (cut.block_words * width).min(part.k - k);
         let words = depth.div_ceil(width);
-        // Panels are as long as the block's words, rounded up to whole tiles of 16; the rest is zeros.
+        // Panels are as long as the block's words, rounded up to whole tiles of 16; the rest is
+        // zeros.
         let panel = words.next_multiple_of(16) * lanes;
-        // SAFETY: `b` has room for `padded_cols` columns of `block_words`; the operand holds the part.
+        // SAFETY: `b` has room for `padded_cols` columns of `block_words`; the operand holds the
+        // part.
         unsafe { pack::right(rung, &right, part.col, part.cols, padded_cols, k, depth, b) };
 
         for row in (0..part.rows).step_by(mr) {
@@ -332,7 +345,8 @@ fn run_task<T: Element, S: Sink>(
             let group = |number: usize| part.row + (row - in_group + number * group_rows).min(part.rows);
             let next = Ahead::part(&left, group(1)..group(2), k..k + depth, in_group / mr, group_rows / mr);
             let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add, next };
-            // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this CPU's.
+            // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this
+            // CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
             if block + 1 == cut.blocks {
                 // SAFETY: the panel's sums, and tasks own disjoint parts of the result.
@@ -348,9 +362,10 @@ fn run_task<T: Element, S: Sink>(
 
 /// Rows of the left operand that are packed at once.
 ///
-/// Rows along the shared index are packed a panel at a time. Where they run across memory, a panel would read 28 to 64 bytes
-/// of each of 256 lines that may all fall into a few cache sets (4,096-byte strides are common) and be gone when the next panel
-/// needs their rest; so several panels are packed at once, and the kernels read them from L2.
+/// Rows along the shared index are packed a panel at a time. Where they run across memory, a panel
+/// would read 28 to 64 bytes of each of 256 lines that may all fall into a few cache sets
+/// (4,096-byte strides are common) and be gone when the next panel needs their rest; so several
+/// panels are packed at once, and the kernels read them from L2.
 fn group_rows(rung: Rung, along_k: bool) -> usize {
     let (mr, _) = rung.tile();
     if along_k { mr } else { GROUP_ROWS_MAX / mr * mr }
@@ -380,7 +395,8 @@ fn prefetch_into_l2(p: *const u8) {
     let _ = p;
 }
 
-/// Memory that is packed next: it is asked for between the tiles of a panel, and so on its way to L2 while they multiply.
+/// Memory that is packed next: it is asked for between the tiles of a panel, and so on its way to
+/// L2 while they multiply.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
     start: *const u8,
@@ -391,7 +407,8 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// Of the elements `outer` by `shared` of an operand, the one of `shares` equal parts that is number `share`.
+    /// Of the elements `outer` by `shared` of an operand, the one of `shares` equal parts that is
+    /// number `share`.
     fn part<T: Element>(
         src: &Operand<T>,
         outer: Range<usize>,
@@ -443,7 +460,8 @@ pub(super) struct Tiles {
 }
 
 /// # Safety
-/// `tiles` must address packed parts as this module's essay lays them out, and the CPU must have the rung's instructions.
+/// `tiles` must address packed parts as this module's essay lays them out, and the CPU must have
+/// the rung's instructions.
 unsafe fn run_panel(rung: Rung, rows: usize, tiles: &Tiles) {
     // SAFETY: by this function's contract.
     unsafe {

@@ -1,7 +1,8 @@
 //! What happens to finished sums: bias, activation, residual, scaling, rounding, storing.
 //!
-//! A [`Sink`] is handed rectangles of `f32` sums that have just left the register kernel. It is the only part of a product that
-//! knows the result's type and shape in memory, so kernels store to scratch without tails and without reading the result.
+//! A [`Sink`] is handed rectangles of `f32` sums that have just left the register kernel. It is the
+//! only part of a product that knows the result's type and shape in memory, so kernels store to
+//! scratch without tails and without reading the result.
 
 use super::{Accumulate, Activation, MatMut, MatRef};
 use crate::cpu::activation::{self, Curve};
@@ -15,7 +16,8 @@ use std::marker::PhantomData;
 pub(super) struct Target {
     /// The first row of the result.
     pub first: *const u8,
-    /// A second line of the same rows: of the result, if 32 of its columns take two, or of another matrix of its shape.
+    /// A second line of the same rows: of the result, if 32 of its columns take two, or of another
+    /// matrix of its shape.
     pub second: *const u8,
     /// Bytes from row to row in both.
     pub stride: usize,
@@ -31,7 +33,8 @@ pub(super) trait Sink: Sync {
     /// The values from which the sums of `row`, columns from `col` on, start.
     fn seed(&self, _row: usize, _col: usize, _sums: &mut [f32]) {}
 
-    /// Whether blocks of sums may start from, and be left in, the lines of [`Sink::target`]: they are the result, in `f32`.
+    /// Whether blocks of sums may start from, and be left in, the lines of [`Sink::target`]: they
+    /// are the result, in `f32`.
     fn in_place(&self) -> bool {
         false
     }
@@ -42,13 +45,14 @@ pub(super) trait Sink: Sync {
     /// Takes the finished sums of `row`, columns from `col` on.
     ///
     /// # Safety
-    /// No two calls at the same time may be for overlapping parts, and the part must lie inside the result.
+    /// No two calls at the same time may be for overlapping parts, and the part must lie inside the
+    /// result.
     unsafe fn finish_row<S: Simd>(&self, s: S, row: usize, col: usize, sums: &[f32]);
 }
 
 simd_fn! {
-    /// Hands `sink` the finished sums of the rows from `row` and the columns from `col` on, as [`Sink::finish_row`], whose contract
-    /// it needs.
+    /// Hands `sink` the finished sums of the rows from `row` and the columns from `col` on, as
+    /// [`Sink::finish_row`], whose contract it needs.
     pub(super) fn finish[K: Sink](s: S, sink: &K, row: usize, col: usize, sums: MatRef<f32>) {
         for i in 0..sums.rows() {
             // SAFETY: by contract.
@@ -87,7 +91,8 @@ impl<'a, T> Out<'a, T> {
     #[allow(clippy::mut_from_ref)]
     unsafe fn part(&self, row: usize, col: usize, len: usize) -> &mut [T] {
         assert!(row < self.rows && col + len <= self.cols, "row {row}, columns {col}..{} of a result", col + len);
-        // SAFETY: inside the matrix by the assertion and `MatMut`'s own check; disjoint by contract.
+        // SAFETY: inside the matrix by the assertion and `MatMut`'s own check; disjoint by
+        // contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + col), len) }
     }
 }
@@ -292,7 +297,8 @@ fn add_pair<S: Simd>(s: S, a: [S::F; 2], b: [S::F; 2]) -> [S::F; 2] {
 }
 
 simd_fn! {
-    /// `sums (+)= Σ_rows a` for a few columns: the sums stay in L1 while the rows pass, four at a time.
+    /// `sums (+)= Σ_rows a` for a few columns: the sums stay in L1 while the rows pass, four at a
+    /// time.
     pub(super) fn column_sums[T: Element](s: S, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
         if accumulate == Accumulate::Overwrite {
             sums.fill(0.0);

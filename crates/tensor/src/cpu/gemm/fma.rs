@@ -1,7 +1,8 @@
 //! Register kernels on `f32` words: portable, AVX2, AVX-512.
 //!
-//! A tile of `MR` rows by `NV` vectors of columns is held in registers. Per word of the shared dimension the kernel loads `NV`
-//! vectors of the right panels, broadcasts `MR` words of the left panel, and does `MR NV` multiply-adds.
+//! A tile of `MR` rows by `NV` vectors of columns is held in registers. Per word of the shared
+//! dimension the kernel loads `NV` vectors of the right panels, broadcasts `MR` words of the left
+//! panel, and does `MR NV` multiply-adds.
 //!
 //! | rung | tile | accumulators | loads per multiply-add |
 //! |---|---|---|---|
@@ -9,8 +10,9 @@
 //! | AVX2 | 6 x 16 | 12 of 16 registers | 8/12 |
 //! | AVX-512 | 14 x 32 | 28 of 32 registers | 16/28 |
 //!
-//! Two multiply-adds and two 512-bit loads can issue in a cycle, so a tile needs at most one load per multiply-add, and at
-//! least 8 accumulators to cover a latency of 4 cycles. The last rows of a task use a shorter tile.
+//! Two multiply-adds and two 512-bit loads can issue in a cycle, so a tile needs at most one load
+//! per multiply-add, and at least 8 accumulators to cover a latency of 4 cycles. The last rows of a
+//! task use a shorter tile.
 
 use super::driver::{A_STRIDE, Tiles, prefetch};
 use crate::cpu::simd::{Portable, Simd};
@@ -80,11 +82,13 @@ impl<S: Simd> Lanes for Singles<S> {
     }
 }
 
-/// How far ahead of use the right panel's lines are asked for, in words of the shared dimension: at 14 cycles a word or more at least
-/// 220 cycles, several times the latency of L2. On Zen 4 this beats half of it by 1 %, and twice as far is no better.
+/// How far ahead of use the right panel's lines are asked for, in words of the shared dimension: at
+/// 14 cycles a word or more at least 220 cycles, several times the latency of L2. On Zen 4 this
+/// beats half of it by 1 %, and twice as far is no better.
 const PREFETCH_WORDS: usize = 16;
 
-/// One tile: `MR` rows by `NV` vectors, with its sums at `c`. Those of the tile after it are at `next`.
+/// One tile: `MR` rows by `NV` vectors, with its sums at `c`. Those of the tile after it are at
+/// `next`.
 ///
 /// # Safety
 /// `a` must hold `MR` rows and `b` `NV` panels of `words`; `c` must hold `MR` rows of `NV` vectors.

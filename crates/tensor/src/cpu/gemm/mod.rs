@@ -1,4 +1,5 @@
-//! Matrix products: the three forms that training a linear layer needs, and the plain product for everything else.
+//! Matrix products: the three forms that training a linear layer needs, and the plain product for
+//! everything else.
 //!
 //! | form | computes | reduces over |
 //! |---|---|---|
@@ -7,22 +8,26 @@
 //! | [`weight_gradient`] | `dw (+)= dyᵀ x`, `db (+)= Σ dy` | tokens |
 //! | [`matmul`], [`matmul_batched`] | `c = α op(a) op(b) + β c` | the shared dimension |
 //!
-//! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row stride, so a group of a
-//! tensor's columns is a matrix too. Sums are accumulated in `f32` whatever the storage type.
+//! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row
+//! stride, so a group of a tensor's columns is a matrix too. Sums are accumulated in `f32` whatever
+//! the storage type.
 //!
-//! **How.** A product is cut into blocks of rows and columns of the result, the tasks; a task walks the shared dimension in
-//! blocks, packs one block of the right operand so that it fills a third of the L2 cache, and streams panels of the left
-//! operand through it; one panel stays in L1 while a register kernel runs along it ([`driver`]). Packing absorbs the
-//! storage type, the transposition and the tails, so each rung of the ladder has one register kernel ([`fma`],
-//! [`avx512_bf16`]) and it never sees an edge. Tiles outrun memory so far that they have a loop nest of their own ([`amx`]).
-//! The epilogue ([`epilogue`]) is applied to sums while they are still in L1 or L2. Products with a handful of rows (generation)
-//! take another way: [`vector`].
+//! **How.** A product is cut into blocks of rows and columns of the result, the tasks; a task walks
+//! the shared dimension in blocks, packs one block of the right operand so that it fills a third of
+//! the L2 cache, and streams panels of the left operand through it; one panel stays in L1 while a
+//! register kernel runs along it ([`driver`]). Packing absorbs the storage type, the transposition
+//! and the tails, so each rung of the ladder has one register kernel ([`fma`], [`avx512_bf16`]) and
+//! it never sees an edge. Tiles outrun memory so far that they have a loop nest of their own
+//! ([`amx`]). The epilogue ([`epilogue`]) is applied to sums while they are still in L1 or L2.
+//! Products with a handful of rows (generation) take another way: [`vector`].
 //!
-//! **Same bits.** Each sum is one chain over the shared dimension in ascending order; blocks only interrupt it. The bits of a
-//! result therefore depend on the shapes and on the instruction set, not on the number of threads or the cut into tasks.
-//! [`weight_gradient`] with [`Accumulate::Add`] continues the chain from the stored value.
+//! **Same bits.** Each sum is one chain over the shared dimension in ascending order; blocks only
+//! interrupt it. The bits of a result therefore depend on the shapes and on the instruction set,
+//! not on the number of threads or the cut into tasks. [`weight_gradient`] with [`Accumulate::Add`]
+//! continues the chain from the stored value.
 //!
-//! Operands whose shapes disagree are a caller's bug and panic with both shapes; tensors check shapes before they get here.
+//! Operands whose shapes disagree are a caller's bug and panic with both shapes; tensors check
+//! shapes before they get here.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -222,7 +227,8 @@ impl<'a, T> From<MatRef<'a, T>> for Weight<'a, T> {
     }
 }
 
-/// What [`forward`] does with each sum before it is stored. All of it happens in `f32`, with one rounding at the end.
+/// What [`forward`] does with each sum before it is stored. All of it happens in `f32`, with one
+/// rounding at the end.
 #[derive(Debug)]
 pub struct Epilogue<'a, T> {
     /// Added to each row; `[N]`.
@@ -244,7 +250,8 @@ impl<T> Default for Epilogue<'_, T> {
 /// What [`input_gradient`] does with each sum before it is stored.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientEpilogue<'a, T> {
-    /// The activation that produced the layer's input, and its argument `[M, K]`: the sums are multiplied by the derivative.
+    /// The activation that produced the layer's input, and its argument `[M, K]`: the sums are
+    /// multiplied by the derivative.
     pub activation: Option<(Activation, MatRef<'a, T>)>,
     /// Whether the result is added to what `dx` holds.
     pub accumulate: Accumulate,
@@ -309,10 +316,11 @@ pub fn input_gradient<T: Element>(
     driver::product(cpu, (m, k, n), Operand::rows(dy), Operand::cols(w.plain), &sink);
 }
 
-/// `dw (+)= dyᵀ x` and `bias_gradient (+)= Σ_rows dy`: `dy [M, N]`, `x [M, K]`, `dw [N, K]` contiguous, `bias_gradient [N]`.
+/// `dw (+)= dyᵀ x` and `bias_gradient (+)= Σ_rows dy`: `dy [M, N]`, `x [M, K]`, `dw [N, K]`
+/// contiguous, `bias_gradient [N]`.
 ///
-/// With [`Accumulate::Add`] the sums continue from the stored values, so that a batch in two parts gives what the whole batch
-/// gives.
+/// With [`Accumulate::Add`] the sums continue from the stored values, so that a batch in two parts
+/// gives what the whole batch gives.
 pub fn weight_gradient<T: Element>(
     cpu: &Cpu,
     dy: MatRef<T>,
@@ -335,7 +343,8 @@ pub fn weight_gradient<T: Element>(
 /// `sums (+)= Σ_rows a`, each column one chain over the rows in order.
 pub fn column_sums<T: Element>(cpu: &Cpu, a: MatRef<T>, accumulate: Accumulate, sums: &mut [f32]) {
     assert!(sums.len() == a.cols, "{} sums for {} columns", sums.len(), a.cols);
-    // A row's share in one piece, so that lines are asked for before they are reached, as long as its sums stay in L1.
+    // A row's share in one piece, so that lines are asked for before they are reached, as long as
+    // its sums stay in L1.
     const COLUMNS_MAX: usize = 4096;
     let (len, shares) = (sums.len(), Shares::new(sums));
     let share = len.div_ceil(cpu.threads.hands()).next_multiple_of(128);
@@ -417,7 +426,8 @@ pub fn matmul_batched<T: Element>(
         let c = unsafe { shares.part(i * m * n..(i + 1) * m * n) };
         matmul(cpu, a.matrix(i), transpose_a, b.matrix(i), transpose_b, alpha, beta, MatMut::new(c, m, n));
     };
-    // Whole products per thread when there are enough of them to go round, else each product on all threads.
+    // Whole products per thread when there are enough of them to go round, else each product on all
+    // threads.
     if count >= 2 * cpu.threads.hands() {
         cpu.threads.for_each(count, one);
     } else {

@@ -1,19 +1,21 @@
-//! Packing: from matrices of any float type, lying either way, to the panels of words that register kernels read.
+//! Packing: from matrices of any float type, lying either way, to the panels of words that register
+//! kernels read.
 //!
-//! There are two directions a vector of words can be read from memory: along the shared index or along the outer one. A left
-//! panel wants rows along the shared index, a right panel word rows along the outer index; where memory lies the other way, a square
-//! of words is transposed in registers. AVX-512 does 16 x 16 words in 64 shuffles with masked loads for the tails; the other
+//! There are two directions a vector of words can be read from memory: along the shared index or
+//! along the outer one. A left panel wants rows along the shared index, a right panel word rows
+//! along the outer index; where memory lies the other way, a square of words is transposed in
+//! registers. AVX-512 does 16 x 16 words in 64 shuffles with masked loads for the tails; the other
 //! rungs go through a plain loop, whose cost their slower register kernels hide.
 
 use super::driver::{A_STRIDE, Operand, Rung};
 use crate::dtype::Element;
 
-/// Packs `rows` rows of the left operand from `row`, and `depth` shared indices from `k`, into `a`; words are padded with zeros
-/// to a multiple of 16.
+/// Packs `rows` rows of the left operand from `row`, and `depth` shared indices from `k`, into `a`;
+/// words are padded with zeros to a multiple of 16.
 ///
 /// # Safety
-/// The operand must hold the part; `a` must have room for `rows` rows of [`A_STRIDE`] words; the CPU must have the
-/// rung's instructions.
+/// The operand must hold the part; `a` must have room for `rows` rows of [`A_STRIDE`] words; the
+/// CPU must have the rung's instructions.
 pub(super) unsafe fn left<T: Element>(
     rung: Rung,
     src: &Operand<T>,
@@ -40,12 +42,12 @@ pub(super) unsafe fn left<T: Element>(
     }
 }
 
-/// Packs `cols` columns of the right operand from `col`, and `depth` shared indices from `k`, into panels in `b`; columns are
-/// padded with zeros to `padded_cols`, words to a multiple of 16.
+/// Packs `cols` columns of the right operand from `col`, and `depth` shared indices from `k`, into
+/// panels in `b`; columns are padded with zeros to `padded_cols`, words to a multiple of 16.
 ///
 /// # Safety
-/// The operand must hold the part; `b` must have room for `padded_cols` columns of the padded words; the CPU must have the rung's
-/// instructions.
+/// The operand must hold the part; `b` must have room for `padded_cols` columns of the padded
+/// words; the CPU must have the rung's instructions.
 pub(super) unsafe fn right<T: Element>(
     rung: Rung,
     src: &Operand<T>,
@@ -216,7 +218,8 @@ mod x86 {
         unsafe { if PAIRS { _mm512_maskz_loadu_epi16(first(n), p.cast()) } else { singles(p, n) } }
     }
 
-    /// A word row: `n` words along the outer index, from shared index `k` on, of which `depth` (at least 1) are left.
+    /// A word row: `n` words along the outer index, from shared index `k` on, of which `depth` (at
+    /// least 1) are left.
     ///
     /// # Safety
     /// The operand must hold the part; the CPU must have the instructions.
@@ -352,7 +355,8 @@ mod x86 {
                 }
                 return;
             }
-            // Along the outer index within a block of the shared one: 16 or 32 streams that the hardware prefetches.
+            // Along the outer index within a block of the shared one: 16 or 32 streams that the
+            // hardware prefetches.
             for (block, at) in (0..depth).step_by(step).enumerate() {
                 for first_row in (0..rows).step_by(16) {
                     let n = (rows - first_row).min(16);
@@ -388,7 +392,8 @@ mod x86 {
                     for first_col in (0..padded_cols).step_by(16) {
                         let n = cols.saturating_sub(first_col).min(16);
                         let to = b.add(first_col * padded + block * 256);
-                        // Stored as they are read: as an array of 16 the rows went through the stack, and twice through `memcpy`.
+                        // Stored as they are read: as an array of 16 the rows went through the
+                        // stack, and twice through `memcpy`.
                         for i in 0..16 {
                             let words = if at + i * width < depth {
                                 let k = k + at + i * width;
@@ -406,7 +411,8 @@ mod x86 {
                 let n = cols.saturating_sub(first_col).min(16);
                 for (block, at) in (0..depth).step_by(step).enumerate() {
                     let to = b.add(first_col * padded + block * 256);
-                    // The rows are short for the hardware prefetcher: the next panel's are asked for by hand.
+                    // The rows are short for the hardware prefetcher: the next panel's are asked
+                    // for by hand.
                     for i in 0..16 {
                         prefetch(src.at(col + (first_col + 16 + i).min(cols - 1), k + at).cast());
                     }

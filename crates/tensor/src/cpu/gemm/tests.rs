@@ -1,5 +1,5 @@
-//! Conformance: every register kernel, storage type, form and epilogue, on shapes with all kinds of tails, against sums in
-//! `f64`; and the same bits from any number of threads.
+//! Conformance: every register kernel, storage type, form and epilogue, on shapes with all kinds of
+//! tails, against sums in `f64`; and the same bits from any number of threads.
 
 use super::*;
 use crate::cpu::Isa;
@@ -57,8 +57,9 @@ fn roundoff<T: Element>() -> f64 {
     }
 }
 
-/// What a sum of `k` products may be off by: each product passes through at most `k + 2` roundings of relative size `2^-24`
-/// (Higham, Accuracy and Stability, 3.1: `γ_n = n u / (1 - n u)`), and `bf16` instructions flush subnormals.
+/// What a sum of `k` products may be off by: each product passes through at most `k + 2` roundings
+/// of relative size `2^-24` (Higham, Accuracy and Stability, 3.1: `γ_n = n u / (1 - n u)`), and
+/// `bf16` instructions flush subnormals.
 fn sum_bound(k: usize, magnitude: f64) -> f64 {
     let nu = (k + 2) as f64 * 2f64.powi(-24);
     nu / (1.0 - nu) * magnitude + k as f64 * 2f64.powi(-126)
@@ -70,7 +71,8 @@ fn store_bound<T: Element>(exact: f64) -> f64 {
     roundoff::<T>() * exact.abs() * 1.01 + smallest
 }
 
-/// The vector polynomials' error: 4e-7 absolute in values of order one (see `simd`), times the argument that multiplies them.
+/// The vector polynomials' error: 4e-7 absolute in values of order one (see `simd`), times the
+/// argument that multiplies them.
 fn activation_bound(pre: f64) -> f64 {
     1e-6 * (1.0 + pre.abs())
 }
@@ -120,7 +122,8 @@ impl<T: Clone> Clone for Padded<T> {
     }
 }
 
-/// Rows, columns and depth: ones, sides of every tile and one off, more than one block, task and panel.
+/// Rows, columns and depth: ones, sides of every tile and one off, more than one block, task and
+/// panel.
 const SHAPES: [(usize, usize, usize); 22] = [
     (1, 1, 1),
     (2, 3, 1),
@@ -352,7 +355,8 @@ fn weight_gradient_conforms_in_f16() {
     weight_gradient_conforms::<f16>();
 }
 
-/// The chain of each sum goes on where it stopped, so accumulation over micro-batches is the big batch.
+/// The chain of each sum goes on where it stopped, so accumulation over micro-batches is the big
+/// batch.
 #[test]
 fn a_batch_in_two_parts_gives_the_bits_of_the_whole() {
     let (m, n, k) = (96, 37, 50);
@@ -369,7 +373,8 @@ fn a_batch_in_two_parts_gives_the_bits_of_the_whole() {
     });
 }
 
-/// Enough rows that threads join each other's tasks, over several blocks of the shared dimension where sums continue in memory, and with narrow ends.
+/// Enough rows that threads join each other's tasks, over several blocks of the shared dimension
+/// where sums continue in memory, and with narrow ends.
 #[test]
 fn threads_that_share_a_task_give_the_bits_of_one() {
     let (tokens, outputs, inputs) = (1100, 330, 70);

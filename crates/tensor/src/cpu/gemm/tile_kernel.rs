@@ -1,18 +1,22 @@
-//! The register kernel on AMX tiles: 32 x 32 sums in four tile registers, through `asm!`, as the intrinsics are not stable.
+//! The register kernel on AMX tiles: 32 x 32 sums in four tile registers, through `asm!`, as the
+//! intrinsics are not stable.
 //!
-//! `tdpbf16ps c, a, b` adds to the 16 x 16 `f32` sums in tile `c` the products of 16 rows of 32 `bf16` in `a` with 16 rows of 16
-//! pairs in `b`: 8,192 multiply-adds in 16 cycles. A step of 32 shared indices loads two tiles of either side and uses each twice:
-//! 64 cycles of products, 4 KiB of loads.
+//! `tdpbf16ps c, a, b` adds to the 16 x 16 `f32` sums in tile `c` the products of 16 rows of 32
+//! `bf16` in `a` with 16 rows of 16 pairs in `b`: 8,192 multiply-adds in 16 cycles. A step of 32
+//! shared indices loads two tiles of either side and uses each twice: 64 cycles of products, 4 KiB
+//! of loads.
 //!
 //! Three things decide what becomes of those 64 cycles, and all are in here:
 //!
-//! - *The right side is loaded with `tileloaddt1`*, which does not displace the left rows from L1. With both sides in L2 a step takes
-//!   about 100 cycles; with the left one in L1, 76.
-//! - *Nothing may be missed in L2.* A tile load holds up all that follow; L3 answers after 150 ns, four steps. So every step asks for a few
-//!   lines that will be needed later: of the result, whose sums are finished after the next block, and of the next left rows. Few at a time,
-//!   because the 16 fill buffers of a core serve these and the loads from L2 alike.
-//! - *Vector work hides under tiles only a little at a time.* The reorder buffer holds a few steps; a whole block finished between two
-//!   products leaves the tiles idle. So the block before is finished here, a row or two in each step.
+//! - *The right side is loaded with `tileloaddt1`*, which does not displace the left rows from L1.
+//!   With both sides in L2 a step takes about 100 cycles; with the left one in L1, 76.
+//! - *Nothing may be missed in L2.* A tile load holds up all that follow; L3 answers after 150 ns,
+//!   four steps. So every step asks for a few lines that will be needed later: of the result, whose
+//!   sums are finished after the next block, and of the next left rows. Few at a time, because the
+//!   16 fill buffers of a core serve these and the loads from L2 alike.
+//! - *Vector work hides under tiles only a little at a time.* The reorder buffer holds a few steps;
+//!   a whole block finished between two products leaves the tiles idle. So the block before is
+//!   finished here, a row or two in each step.
 
 use super::epilogue::{Sink, Target};
 use super::tiles::{PANEL, STEP_BYTES};
@@ -73,7 +77,8 @@ impl Pending {
     /// Hands some of its rows, of `width` columns, to `sink`.
     ///
     /// # Safety
-    /// `sums` must be a block whose sums are complete; the contract of [`Sink::finish_row`] must hold for its part of the result.
+    /// `sums` must be a block whose sums are complete; the contract of [`Sink::finish_row`] must
+    /// hold for its part of the result.
     #[inline(always)]
     unsafe fn finish_rows<S: Simd>(&self, s: S, sink: &impl Sink, rows: Range<usize>, width: usize) {
         for i in rows {
@@ -96,8 +101,9 @@ impl Pending {
     }
 }
 
-/// A step: two tiles of either side, each used twice. Sums stay in tiles 0 to 3 from block to block of `asm!`: compilers do not use
-/// tiles by themselves, and nothing that is called between a step and the next does.
+/// A step: two tiles of either side, each used twice. Sums stay in tiles 0 to 3 from block to block
+/// of `asm!`: compilers do not use tiles by themselves, and nothing that is called between a step
+/// and the next does.
 ///
 /// # Safety
 /// Tiles must be configured as eight full ones and hold sums; both sides must have a step.
@@ -180,12 +186,12 @@ fn ask_to_write(line: *const u8) {
     unsafe { asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags)) };
 }
 
-/// Multiplies 32 rows with 32 columns over `steps` steps. Beside that it asks for the lines of `target` (in the first 16 steps) and
-/// `ahead`, and finishes `pending`, which has 32 columns.
+/// Multiplies 32 rows with 32 columns over `steps` steps. Beside that it asks for the lines of
+/// `target` (in the first 16 steps) and `ahead`, and finishes `pending`, which has 32 columns.
 ///
 /// # Safety
-/// Tiles must be configured as eight full ones; `left` and the packed panel at `b` must hold the steps, and `sums` 32 rows of 32
-/// elements, none of `pending`'s, which must be complete.
+/// Tiles must be configured as eight full ones; `left` and the packed panel at `b` must hold the
+/// steps, and `sums` 32 rows of 32 elements, none of `pending`'s, which must be complete.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn multiply<K: Sink>(
     left: &Left,

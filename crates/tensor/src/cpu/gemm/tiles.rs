@@ -1,7 +1,9 @@
-//! Packing for AMX: panels of 32 rows or columns, in steps of 32 shared indices, a step being two tiles.
+//! Packing for AMX: panels of 32 rows or columns, in steps of 32 shared indices, a step being two
+//! tiles.
 //!
-//! A left tile has a row of the result in each row, 32 `bf16` along the shared index. A right tile has a column of the result in each
-//! 32-bit word, a word row being the pair of shared indices `(2r, 2r + 1)`. There are thus four ways to pack:
+//! A left tile has a row of the result in each row, 32 `bf16` along the shared index. A right tile
+//! has a column of the result in each 32-bit word, a word row being the pair of shared indices
+//! `(2r, 2r + 1)`. There are thus four ways to pack:
 //!
 //! | operand | memory runs along | packing a step |
 //! |---|---|---|
@@ -10,8 +12,9 @@
 //! | left | rows | transposes 16-bit elements |
 //! | right | the shared index | transposes 32-bit words |
 //!
-//! Measured on Emerald Rapids, a step: copying 15 ns, interleaving 55, transposing words 84, elements 72. Putting lines together from 16-byte
-//! pieces by loads, which halves the shuffles, was slower (107 and 95).
+//! Measured on Emerald Rapids, a step: copying 15 ns, interleaving 55, transposing words 84,
+//! elements 72. Putting lines together from 16-byte pieces by loads, which halves the shuffles, was
+//! slower (107 and 95).
 
 use super::driver::Operand;
 use std::arch::x86_64::*;
@@ -56,7 +59,8 @@ unsafe impl Sync for Source<'_> {}
 unsafe impl Send for Source<'_> {}
 
 impl<'a> Source<'a> {
-    /// All of an operand with `outer` rows or columns and `k` shared indices; elements have 16 bits.
+    /// All of an operand with `outer` rows or columns and `k` shared indices; elements have 16
+    /// bits.
     pub fn new<T>(role: Role, operand: &Operand<'a, T>, outer: usize, k: usize) -> Self {
         assert!(size_of::<T>() == 2);
         Source {
@@ -110,14 +114,15 @@ impl<'a> Source<'a> {
         (self.data.wrapping_add(at), rows, cols)
     }
 
-    /// The rows of a left panel from the first of `steps` on and the bytes from one to the next, if tiles can be loaded from them.
+    /// The rows of a left panel from the first of `steps` on and the bytes from one to the next, if
+    /// tiles can be loaded from them.
     pub fn direct(&self, panel: usize, steps: Range<usize>) -> Option<(*const u8, usize)> {
         let whole = self.outer_range(panel).len() == PANEL && steps.end * STEP <= self.k;
         (self.role == Role::Left && self.along_k && whole).then(|| self.line(panel, steps, 0))
     }
 
-    /// Line `index` of a panel's part and the bytes from line to line: of its rows where they run along the shared index, else of
-    /// its shared indices. It may lie behind the end.
+    /// Line `index` of a panel's part and the bytes from line to line: of its rows where they run
+    /// along the shared index, else of its shared indices. It may lie behind the end.
     pub fn line(&self, panel: usize, steps: Range<usize>, index: usize) -> (*const u8, usize) {
         let (first, ..) = self.part(panel, &steps);
         (first.wrapping_add(index * self.stride).cast(), 2 * self.stride)
@@ -128,7 +133,8 @@ impl<'a> Source<'a> {
     /// # Safety
     /// As [`pack`](Self::pack) for each.
     pub unsafe fn pack_all(&self, steps: Range<usize>, to: *mut u32, panel_words: usize) {
-        // In the order of memory: rows that run along the shared index are read whole, others a few steps of all panels at a time.
+        // In the order of memory: rows that run along the shared index are read whole, others a few
+        // steps of all panels at a time.
         let stretch = if self.along_k { steps.len().max(1) } else { 1 };
         for first in steps.clone().step_by(stretch) {
             for panel in 0..self.panels() {
@@ -170,8 +176,8 @@ impl<'a> Source<'a> {
 }
 
 /// # Safety
-/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for them; the CPU must have AVX-512 F and
-/// BW.
+/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for
+/// them; the CPU must have AVX-512 F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn copy(from: *const u16, stride: usize, count: usize, to: *mut u32) {
     for i in 0..32 {
@@ -186,11 +192,12 @@ unsafe fn copy(from: *const u16, stride: usize, count: usize, to: *mut u32) {
 }
 
 /// # Safety
-/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for them; the CPU must have AVX-512 F and
-/// BW.
+/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for
+/// them; the CPU must have AVX-512 F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn interleave(from: *const u16, stride: usize, count: usize, to: *mut u32) {
-    // Unpacking works inside 128-bit lanes: the low half of the result is low 0, high 0, low 1, high 1.
+    // Unpacking works inside 128-bit lanes: the low half of the result is low 0, high 0, low 1,
+    // high 1.
     let first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
     let second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
     for i in 0..16 * count {
@@ -211,7 +218,8 @@ unsafe fn interleave(from: *const u16, stride: usize, count: usize, to: *mut u32
 #[target_feature(enable = "avx512f,avx512bw")]
 fn transposed(lines: &[__m512i; 16]) -> [[__m512i; 4]; 4] {
     let zero = _mm512_setzero_si512();
-    // Inside the 128-bit lanes of four lines at a time: `t[c][group]` has word `4 lane + c` of four lines in each lane.
+    // Inside the 128-bit lanes of four lines at a time: `t[c][group]` has word `4 lane + c` of four
+    // lines in each lane.
     let mut t = [[zero; 4]; 4];
     for group in 0..4 {
         let r = &lines[4 * group..4 * group + 4];
@@ -238,8 +246,8 @@ fn transposed(lines: &[__m512i; 16]) -> [[__m512i; 4]; 4] {
 }
 
 /// # Safety
-/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for them; the CPU must have AVX-512 F and
-/// BW.
+/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for
+/// them; the CPU must have AVX-512 F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transpose_words(from: *const u16, stride: usize, count: usize, to: *mut u32) {
     for tile in 0..2 {
@@ -263,15 +271,16 @@ unsafe fn transpose_words(from: *const u16, stride: usize, count: usize, to: *mu
 }
 
 /// # Safety
-/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for them; the CPU must have AVX-512 F and
-/// BW.
+/// `count` steps of 32 lines, `stride` elements apart, must be readable, and `to` have room for
+/// them; the CPU must have AVX-512 F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transpose_elements(from: *const u16, stride: usize, count: usize, to: *mut u32) {
     for step in 0..count {
         // SAFETY: by contract.
         unsafe {
             let (from, to) = (from.add(step * STEP * stride), to.add(step * STEP_WORDS));
-            // Pairs of shared indices as words: rows `8 lane ..` in the low ones, `8 lane + 4 ..` in the high ones.
+            // Pairs of shared indices as words: rows `8 lane ..` in the low ones, `8 lane + 4 ..`
+            // in the high ones.
             let (mut low, mut high) = ([_mm512_setzero_si512(); 16], [_mm512_setzero_si512(); 16]);
             for (i, (low, high)) in low.iter_mut().zip(&mut high).enumerate() {
                 let even = _mm512_loadu_si512(from.add(2 * i * stride).cast());

@@ -1,8 +1,10 @@
-//! Products with a handful of rows, as in generation: `y = x wᵀ` for up to [`ROWS_MAX`] rows of `x`.
+//! Products with a handful of rows, as in generation: `y = x wᵀ` for up to [`ROWS_MAX`] rows of
+//! `x`.
 //!
-//! Every weight is used once per row, so the product is as fast as the weights arrive from memory, and packing them would
-//! double that traffic. Instead rows of `w` are read as they lie: four of them at a time run along the shared dimension against
-//! all rows of `x` (widened to `f32` beforehand), each pair with its own vector of partial sums, reduced at the end.
+//! Every weight is used once per row, so the product is as fast as the weights arrive from memory,
+//! and packing them would double that traffic. Instead rows of `w` are read as they lie: four of
+//! them at a time run along the shared dimension against all rows of `x` (widened to `f32`
+//! beforehand), each pair with its own vector of partial sums, reduced at the end.
 
 use super::MatRef;
 use super::epilogue::{Sink, finish};

@@ -9,14 +9,15 @@ pub(super) struct Workspace {
     bytes: usize,
 }
 
-/// Scratch is aligned to huge pages, of which it then takes one or two instead of 500 small ones: it shares the TLB with
-/// operands whose rows lie pages apart.
+/// Scratch is aligned to huge pages, of which it then takes one or two instead of 500 small ones:
+/// it shares the TLB with operands whose rows lie pages apart.
 pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 impl Workspace {
     const EMPTY: Workspace = Workspace { start: std::ptr::null_mut(), bytes: 0 };
 
-    /// Addresses of `a`, `b` and `c` parts of the given sizes in words, each aligned to cache lines.
+    /// Addresses of `a`, `b` and `c` parts of the given sizes in words, each aligned to cache
+    /// lines.
     pub(super) fn parts(&mut self, a: usize, b: usize, c: usize) -> (*mut u32, *mut u32, *mut f32) {
         let (a, b, c) = (a.next_multiple_of(16), b.next_multiple_of(16), c.next_multiple_of(16));
         let bytes = (a + b + c) * 4;
@@ -34,8 +35,8 @@ impl Workspace {
     fn new(bytes: usize) -> Workspace {
         let bytes = bytes.next_multiple_of(HUGE_PAGE);
         let layout = Workspace::layout(bytes);
-        // SAFETY: the layout is not empty. Before its first touch the memory is advised, and then zeroed: kernels may read
-        // padding that no packing wrote.
+        // SAFETY: the layout is not empty. Before its first touch the memory is advised, and then
+        // zeroed: kernels may read padding that no packing wrote.
         let start = unsafe {
             let start = std::alloc::alloc(layout);
             if start.is_null() {

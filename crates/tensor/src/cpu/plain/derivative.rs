@@ -1,7 +1,9 @@
-//! Gradients of the elementwise functions of [`elementwise`](crate::cpu::elementwise): the output's times the derivative.
+//! Gradients of the elementwise functions of [`elementwise`](crate::cpu::elementwise): the output's
+//! times the derivative.
 //!
-//! Where the derivative does not exist, what PyTorch takes: 0 for `|x|` at 0, half each for the larger of equals, and the
-//! inside of a clamp includes its ends. Everything is computed in `f32` and rounded once.
+//! Where the derivative does not exist, what PyTorch takes: 0 for `|x|` at 0, half each for the
+//! larger of equals, and the inside of a clamp includes its ends. Everything is computed in `f32`
+//! and rounded once.
 
 use crate::cpu::Cpu;
 use crate::cpu::elementwise::{Binary, Operand, Unary};
@@ -23,7 +25,8 @@ pub enum Needs {
     Result,
 }
 
-/// What the derivative of `f` is computed from: the result where it serves, because the argument may then be freed.
+/// What the derivative of `f` is computed from: the result where it serves, because the argument
+/// may then be freed.
 pub const fn needs(f: Unary) -> Needs {
     match f {
         Unary::Neg | Unary::Sign => Needs::Nothing,
@@ -32,7 +35,8 @@ pub const fn needs(f: Unary) -> Needs {
     }
 }
 
-/// `dx = dy f'`; `z` is the argument or the result as [`needs`] says, anything where it needs nothing.
+/// `dx = dy f'`; `z` is the argument or the result as [`needs`] says, anything where it needs
+/// nothing.
 ///
 /// # Panics
 /// When the lengths disagree, here and below.
@@ -76,7 +80,8 @@ fn unary_lanes<S: Simd>(s: S, f: Unary, dy: S::F, z: S::F) -> S::F {
     }
 }
 
-/// `da = dy df/da` and `db = dy df/db`, full size also where an operand is broadcast: `dy` is `[rows, columns]`.
+/// `da = dy df/da` and `db = dy df/db`, full size also where an operand is broadcast: `dy` is
+/// `[rows, columns]`.
 pub fn binary_backward<T: Element>(
     cpu: &Cpu,
     f: Binary,
@@ -160,7 +165,8 @@ simd_fn! {
 
 #[inline(always)]
 fn binary_lanes<S: Simd>(s: S, f: Binary, dy: S::F, a: S::F, b: S::F) -> (S::F, S::F) {
-    // `dy` to the first where it is above, to the second where it is below, half each where they are equal.
+    // `dy` to the first where it is above, to the second where it is below, half each where they
+    // are equal.
     let chosen = |above: S::M, below: S::M| {
         let (zero, half) = (s.splat(0.0), s.mul(dy, s.splat(0.5)));
         (s.select(above, dy, s.select(below, zero, half)), s.select(above, zero, s.select(below, dy, half)))

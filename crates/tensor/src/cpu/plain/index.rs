@@ -1,8 +1,9 @@
 //! Reading and adding by indices.
 //!
-//! Positions that share an index are added in the order of the positions, whatever the number of threads: work is cut along what
-//! indices do not cross (rows, or columns of what an index names), never along the list of indices. Sums are made in `f32`.
-//! Indices are checked before anything is written.
+//! Positions that share an index are added in the order of the positions, whatever the number of
+//! threads: work is cut along what indices do not cross (rows, or columns of what an index names),
+//! never along the list of indices. Sums are made in `f32`. Indices are checked before anything is
+//! written.
 
 use crate::cpu::Cpu;
 use crate::cpu::embedding::IndexError;
@@ -10,8 +11,8 @@ use crate::cpu::rows::{for_rows, for_tasks};
 use crate::cpu::threads::Shares;
 use crate::dtype::{Element, Scalar};
 
-/// Checks that every index is below `limit`. Indices are unsigned; signed ones are given by their bits, so that a negative one is
-/// too large, and are reported as signed.
+/// Checks that every index is below `limit`. Indices are unsigned; signed ones are given by their
+/// bits, so that a negative one is too large, and are reported as signed.
 pub fn check(indices: &[u32], limit: usize) -> Result<(), IndexError> {
     let limit = limit.min(1 << 31);
     match indices.iter().position(|index| *index as usize >= limit) {
@@ -20,7 +21,8 @@ pub fn check(indices: &[u32], limit: usize) -> Result<(), IndexError> {
     }
 }
 
-/// `y[o, i, ..] = x[o, indices[i], ..]`: `x` is `[outer, n, inner]`, `y` is `[outer, indices.len(), inner]`.
+/// `y[o, i, ..] = x[o, indices[i], ..]`: `x` is `[outer, n, inner]`, `y` is
+/// `[outer, indices.len(), inner]`.
 ///
 /// # Errors
 /// When an index is not below `n`, here and below.
@@ -69,7 +71,8 @@ pub fn add<T: Element>(
         let width = width.min(inner - first);
         for (i, index) in indices.iter().enumerate() {
             let at = (o * n + *index as usize) * inner + first;
-            // SAFETY: tasks own disjoint columns of disjoint outer positions, and a task holds one part at a time.
+            // SAFETY: tasks own disjoint columns of disjoint outer positions, and a task holds one
+            // part at a time.
             let sums = unsafe { sums.part(at..at + width) };
             let dy = &dy[(o * k + i) * inner + first..][..width];
             for (sum, dy) in sums.iter_mut().zip(dy) {

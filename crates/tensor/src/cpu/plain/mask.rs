@@ -79,8 +79,8 @@ fn map<A: Scalar, B: Scalar>(cpu: &Cpu, x: &[A], y: &mut [B], f: impl Fn(A) -> B
     });
 }
 
-/// `y[q, k] = 1` where key `k` is no later than query `q`, else 0: `y` is `[queries, keys]`, and the last query
-/// stands at the last key.
+/// `y[q, k] = 1` where key `k` is no later than query `q`, else 0: `y` is `[queries, keys]`, and
+/// the last query stands at the last key.
 pub fn causal(cpu: &Cpu, [queries, keys]: [usize; 2], y: &mut [u32]) {
     assert_eq!(y.len(), queries * keys, "length of y");
     assert!(queries <= keys, "{queries} queries of {keys} keys");

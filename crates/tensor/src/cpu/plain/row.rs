@@ -1,8 +1,9 @@
-//! What whole rows need beyond [`reduce`](crate::cpu::reduce): variance, the gradient of a maximum, sums from the end; and sums of
-//! squared differences.
+//! What whole rows need beyond [`reduce`](crate::cpu::reduce): variance, the gradient of a maximum,
+//! sums from the end; and sums of squared differences.
 //!
-//! Sums within a row are made in `f32` lanes; variance in two passes, about the mean, so that a large mean costs no digits. Traffic:
-//! each operand once in, the result once out; rows that fit a cache are read from it the second time.
+//! Sums within a row are made in `f32` lanes; variance in two passes, about the mean, so that a
+//! large mean costs no digits. Traffic: each operand once in, the result once out; rows that fit a
+//! cache are read from it the second time.
 
 use crate::cpu::Cpu;
 use crate::cpu::rows::{for_elements, for_rows, for_tasks, load_at, store_at, sum, sum_of_squares_about};
@@ -93,7 +94,8 @@ pub fn max_backward<T: Element>(cpu: &Cpu, columns: usize, dy: &[T], x: &[T], y:
     });
 }
 
-/// `y[j] = x[j] + x[j + 1] + ...` on every row, from the end, in `f32`: the gradient of a cumulative sum.
+/// `y[j] = x[j] + x[j + 1] + ...` on every row, from the end, in `f32`: the gradient of a
+/// cumulative sum.
 pub fn reverse_cumulative_sum<T: Element>(cpu: &Cpu, columns: usize, x: &[T], y: &mut [T]) {
     let rows = rows_of(x.len(), columns);
     assert_eq!(y.len(), x.len(), "length of y");

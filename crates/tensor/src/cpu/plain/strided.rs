@@ -1,9 +1,10 @@
 //! Moving data between two strided layouts.
 //!
-//! A walk has some axes, each with a length and a stride on either side; a source stride of 0 repeats. Axes that lie one
-//! after another on both sides are merged first, so that a copy of rows becomes a run of `memcpy`s however the shape was written.
-//! Where neighbours in the target are far apart in the source (a transposition), the walk goes in square tiles whose lines
-//! of both sides stay in the first-level cache.
+//! A walk has some axes, each with a length and a stride on either side; a source stride of 0
+//! repeats. Axes that lie one after another on both sides are merged first, so that a copy of rows
+//! becomes a run of `memcpy`s however the shape was written. Where neighbours in the target are far
+//! apart in the source (a transposition), the walk goes in square tiles whose lines of both sides
+//! stay in the first-level cache.
 //!
 //! Traffic: each element once in, once out; a partial tile line is fetched at most twice.
 
@@ -32,7 +33,8 @@ impl Axis {
 
 /// Two axes for each dimension of a tensor: more than any operation builds.
 const AXES_MAX: usize = 2 * crate::shape::RANK_MAX;
-/// The side of a tile: 32 lines of at most 128 bytes on either side are a quarter of the first-level cache.
+/// The side of a tile: 32 lines of at most 128 bytes on either side are a quarter of the
+/// first-level cache.
 const TILE: usize = 32;
 
 /// `target[..] = source[..]` along the axes, outermost first.
@@ -184,7 +186,8 @@ fn run<T: Copy + Send>(source: &[T], target: &Shares<'_, T>, at: usize, axis: Ax
     }
 }
 
-/// Tiles of a band of lines; the lines lie along `inner` in the target, and side by side along `across` in the source.
+/// Tiles of a band of lines; the lines lie along `inner` in the target, and side by side along
+/// `across` in the source.
 fn tiles<T: Copy + Send>(
     source: &[T],
     target: &Shares<'_, T>,
@@ -198,7 +201,8 @@ fn tiles<T: Copy + Send>(
         let right = (left + TILE).min(inner.len);
         for line in band.clone() {
             let start = at + line * across.target;
-            // SAFETY: no two positions of a walk are one element of the target, and lines lie along its inner axis.
+            // SAFETY: no two positions of a walk are one element of the target, and lines lie along
+            // its inner axis.
             let part = unsafe { target.part(start + left..start + right) };
             for (i, target) in (left..right).zip(part) {
                 put(target, source[line + i * inner.source]);

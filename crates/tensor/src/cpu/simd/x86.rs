@@ -12,8 +12,9 @@ pub struct Avx2(());
 
 /// AVX-512 F, BW, VL and DQ: sixteen lanes. A value proves that the CPU has them.
 ///
-/// Where the CPU also converts to `bf16` in hardware, the token says so, and stores of `bf16` are that one instruction instead
-/// of eight; it takes subnormal numbers for zero. The question is asked at run time, once per loop.
+/// Where the CPU also converts to `bf16` in hardware, the token says so, and stores of `bf16` are
+/// that one instruction instead of eight; it takes subnormal numbers for zero. The question is
+/// asked at run time, once per loop.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512 {
     converts_bf16: bool,
@@ -65,7 +66,8 @@ unsafe fn convert_bf16_pair(v: [__m512; 2]) -> __m512i {
 }
 
 /// # Safety
-/// The CPU must have AVX-512 BF16. The intrinsic would keep this from being inlined into code compiled for AVX-512 F.
+/// The CPU must have AVX-512 BF16. The intrinsic would keep this from being inlined into code
+/// compiled for AVX-512 F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn convert_bf16(v: __m512) -> __m256i {
@@ -96,7 +98,8 @@ macro_rules! lanes {
         #[inline(always)]
         #[allow(unused_unsafe, clippy::macro_metavars_in_unsafe)]
         fn $name(self, $($arg: $t),*) $(-> $r)? {
-            // SAFETY: `self` proves that the CPU has the instructions; slices are checked before they are read.
+            // SAFETY: `self` proves that the CPU has the instructions; slices are checked before
+            // they are read.
             unsafe { $body }
         }
     )*};
@@ -117,7 +120,8 @@ impl Simd for Avx2 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(raw)))
         }
         store_bf16(v: __m256, y: &mut [bf16]) {
-            // Round to nearest even: add 0x7fff plus the lowest kept bit, then drop the low half; NaN stays quiet NaN.
+            // Round to nearest even: add 0x7fff plus the lowest kept bit, then drop the low half;
+            // NaN stays quiet NaN.
             let bits = _mm256_castps_si256(v);
             let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
@@ -258,8 +262,8 @@ impl Simd for Avx512 {
     fn load_tail<T: Element>(self, x: &[T], fill: f32) -> __m512 {
         let kept = mask(x.len());
         let data = x.as_ptr();
-        // SAFETY: `self` proves that the CPU has the instructions; lanes that are masked off are not read, and `DTYPE` tells what
-        // the elements are.
+        // SAFETY: `self` proves that the CPU has the instructions; lanes that are masked off are
+        // not read, and `DTYPE` tells what the elements are.
         unsafe {
             let fill = _mm512_set1_ps(fill);
             match T::DTYPE {
@@ -295,8 +299,8 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn reciprocal(self, a: __m512) -> __m512 {
-        // An estimate to 2^-14 and one Newton step, which squares that: a quarter of a division's time.
-        // SAFETY: `self` proves that the CPU has the instructions.
+        // An estimate to 2^-14 and one Newton step, which squares that: a quarter of a division's
+        // time. SAFETY: `self` proves that the CPU has the instructions.
         unsafe {
             let r = _mm512_rcp14_ps(a);
             _mm512_fmadd_ps(_mm512_fnmadd_ps(a, r, _mm512_set1_ps(1.0)), r, r)
@@ -321,8 +325,8 @@ fn mask(len: usize) -> __mmask16 {
 }
 
 impl Avx512 {
-    /// `e^x` given `x` with its upper end clamped. As the general form; scaling by `2^n` is one instruction, and its mask is
-    /// what makes 0 of what lies below.
+    /// `e^x` given `x` with its upper end clamped. As the general form; scaling by `2^n` is one
+    /// instruction, and its mask is what makes 0 of what lies below.
     #[inline(always)]
     fn exp_below(self, x: __m512, clamped: __m512) -> __m512 {
         let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));

@@ -1,4 +1,5 @@
-//! Operations that move data without computing: permutation, broadcasting, slices, concatenation, repetition.
+//! Operations that move data without computing: permutation, broadcasting, slices, concatenation,
+//! repetition.
 
 use super::{checked_shape, dimension, groups, scratch, strides};
 use crate::cpu::Cpu;
@@ -7,7 +8,8 @@ use crate::error::Result;
 use crate::ops::{pointwise, same_dtype};
 use crate::{Cost, On, Purpose, Shape, Tensor, by_float, cuda, ensure_shape};
 
-/// Copies along `axes`, from element `source_at` on to element `target_at` on, whatever the dtype: two or four bytes.
+/// Copies along `axes`, from element `source_at` on to element `target_at` on, whatever the dtype:
+/// two or four bytes.
 fn copy(on: On<'_>, axes: &[Axis], x: &Tensor, source_at: usize, y: &mut Tensor, target_at: usize) -> Result<()> {
     fn typed<T: bytemuck::Pod + Send + Sync>(
         cpu: &Cpu,
@@ -108,7 +110,8 @@ pub(super) fn expanded(op: &'static str, x: &Tensor, shape: &Shape, purpose: Pur
     rearranged(op, x, &axes, *shape, purpose)
 }
 
-/// The reverse of [`expand`]: sums over the dimensions along which a tensor of `shape` was repeated, in a fixed order.
+/// The reverse of [`expand`]: sums over the dimensions along which a tensor of `shape` was
+/// repeated, in a fixed order.
 pub fn sum_to(x: Tensor, shape: &Shape) -> Result<Tensor> {
     const OP: &str = "sum_to";
     if x.shape() == shape {
@@ -126,7 +129,8 @@ pub fn split_point(shape: &Shape, dim: usize) -> [usize; 3] {
     [shape[..dim].iter().product(), shape[dim], shape[dim + 1..].iter().product()]
 }
 
-/// Positions `start .. start + len` of dimension `dim`. Shares the memory of `x` when they are one run of it.
+/// Positions `start .. start + len` of dimension `dim`. Shares the memory of `x` when they are one
+/// run of it.
 pub fn narrow(x: &Tensor, dim: i32, start: usize, len: usize) -> Result<Tensor> {
     const OP: &str = "narrow";
     let dim = dimension(OP, x.shape(), dim)?;
@@ -151,7 +155,8 @@ pub fn narrow(x: &Tensor, dim: i32, start: usize, len: usize) -> Result<Tensor> 
     Ok(y)
 }
 
-/// The gradient of a tensor of `shape` of which `dy` is that of positions `start ..` of dimension `dim`, plus `base`.
+/// The gradient of a tensor of `shape` of which `dy` is that of positions `start ..` of dimension
+/// `dim`, plus `base`.
 pub fn narrow_backward(dy: &Tensor, shape: &Shape, dim: i32, start: usize, base: Option<Tensor>) -> Result<Tensor> {
     const OP: &str = "narrow_backward";
     let dim = dimension(OP, shape, dim)?;
@@ -234,7 +239,8 @@ pub fn repeat(x: &Tensor, times: &[usize]) -> Result<Tensor> {
     rearranged(OP, x, &axes, shape, Purpose::Activations)
 }
 
-/// The reverse of [`repeat`]: for each element of a tensor of `shape`, the sum over its repetitions in `dy`.
+/// The reverse of [`repeat`]: for each element of a tensor of `shape`, the sum over its repetitions
+/// in `dy`.
 pub fn repeat_backward(dy: &Tensor, shape: &Shape, times: &[usize]) -> Result<Tensor> {
     const OP: &str = "repeat_backward";
     let to = padded(OP, shape, times)?;

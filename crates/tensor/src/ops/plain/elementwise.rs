@@ -86,8 +86,8 @@ impl Form {
     }
 }
 
-/// Two operands brought to forms that the kernels take: as they are where the result can be seen as rows and columns,
-/// expanded where broadcasting alternates more often.
+/// Two operands brought to forms that the kernels take: as they are where the result can be seen as
+/// rows and columns, expanded where broadcasting alternates more often.
 struct Pair {
     shape: Shape,
     rows_columns: [usize; 2],
@@ -153,7 +153,8 @@ pub fn binary(f: Binary, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// The gradients of a and b where wanted, each of its operand's shape: sums over what was broadcast, in a fixed order.
+/// The gradients of a and b where wanted, each of its operand's shape: sums over what was
+/// broadcast, in a fixed order.
 pub fn binary_backward(
     f: Binary,
     dy: &Tensor,

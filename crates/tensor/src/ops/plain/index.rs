@@ -1,7 +1,7 @@
 //! Reading and adding by indices, which are i32 or u32.
 //!
-//! An index outside its dimension is [`TensorError::Index`](crate::TensorError), for which the host waits on a GPU; the meta device, which has no values, cannot
-//! notice it.
+//! An index outside its dimension is [`TensorError::Index`](crate::TensorError), for which the host
+//! waits on a GPU; the meta device, which has no values, cannot notice it.
 
 use super::{check_index, checked_shape, dimension, index_bits, split_point};
 use crate::cpu::cast;
@@ -31,8 +31,8 @@ pub fn index_select(x: &Tensor, dim: i32, indices: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// Zeros of `shape`, to which position `i` of `dim` of `dy` is added at position `indices[i]`, in the order of `i`: the
-/// gradient of [`index_select`].
+/// Zeros of `shape`, to which position `i` of `dim` of `dy` is added at position `indices[i]`, in
+/// the order of `i`: the gradient of [`index_select`].
 pub fn index_add(dy: &Tensor, shape: &Shape, dim: i32, indices: &Tensor) -> Result<Tensor> {
     const OP: &str = "index_add";
     check_index(OP, indices)?;
@@ -127,7 +127,8 @@ pub fn gather(x: &Tensor, indices: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// Zeros of `shape`, to which `dy[.., j]` is added at `[.., indices[.., j]]`, in the order of `j`: the gradient of [`gather`].
+/// Zeros of `shape`, to which `dy[.., j]` is added at `[.., indices[.., j]]`, in the order of `j`:
+/// the gradient of [`gather`].
 pub fn scatter_add(dy: &Tensor, shape: &Shape, indices: &Tensor) -> Result<Tensor> {
     const OP: &str = "scatter_add";
     check_rows(OP, shape, indices)?;

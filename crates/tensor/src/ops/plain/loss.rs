@@ -1,7 +1,8 @@
 //! Losses over tensors that are there: squared error, and cross-entropy over plain logits.
 //!
-//! A language model's head has a form that never stores the logits, [`linear_cross_entropy`](crate::ops::linear_cross_entropy);
-//! these are for small heads and other models. Losses are f32 scalars whatever the dtype.
+//! A language model's head has a form that never stores the logits,
+//! [`linear_cross_entropy`](crate::ops::linear_cross_entropy); these are for small heads and other
+//! models. Losses are f32 scalars whatever the dtype.
 
 use crate::cpu::loss::{self as kernels, IGNORE, RowLosses};
 use crate::cpu::plain::row;
@@ -35,8 +36,8 @@ fn check(op: &'static str, x: &Tensor, targets: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// `-log softmax(x)[target]` of rows, reduced, and the log-sum-exp of each row (f32 [m]): x [.., v], targets i32 of the dimensions
-/// before, -100 where a row does not count.
+/// `-log softmax(x)[target]` of rows, reduced, and the log-sum-exp of each row (f32 [m]): x
+/// [.., v], targets i32 of the dimensions before, -100 where a row does not count.
 pub fn cross_entropy(x: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<(Tensor, Tensor)> {
     const OP: &str = "cross_entropy";
     check(OP, x, targets)?;
@@ -114,7 +115,8 @@ pub fn mse_loss(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(loss)
 }
 
-/// The gradient of a, `2 dy (a - b) / n`; that of b is its negative, [`mse_loss_backward`] of (b, a).
+/// The gradient of a, `2 dy (a - b) / n`; that of b is its negative, [`mse_loss_backward`] of (b,
+/// a).
 pub fn mse_loss_backward(dy: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const OP: &str = "mse_loss_backward";
     same_form(OP, a, b)?;

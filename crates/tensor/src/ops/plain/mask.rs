@@ -1,4 +1,5 @@
-//! Masks: comparisons make them, logic combines them, selection and filling use them. A mask is u32, 0 or 1.
+//! Masks: comparisons make them, logic combines them, selection and filling use them. A mask is
+//! u32, 0 or 1.
 
 use super::{arrange, broadcast_shape, check_mask};
 use crate::cpu::elementwise::{self, Compare};
@@ -108,7 +109,8 @@ fn fill(op: &'static str, x: &Tensor, mask: &Tensor, side: Side, value: f32) -> 
     Ok(y)
 }
 
-/// A mask [queries, keys], 1 where a query may attend to a key: the key is no later, the last query being at the last key.
+/// A mask [queries, keys], 1 where a query may attend to a key: the key is no later, the last query
+/// being at the last key.
 pub fn causal_mask(device: &Device, queries: usize, keys: usize) -> Result<Tensor> {
     const OP: &str = "causal_mask";
     ensure_shape!(queries <= keys, OP, "{queries} queries are more than {keys} keys");

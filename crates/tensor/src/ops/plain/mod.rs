@@ -10,10 +10,11 @@
 //! | [`product`] | matrix products with batch dimensions |
 //! | [`loss`] | squared error, cross-entropy over logits |
 //!
-//! Shapes broadcast as in NumPy: from the last dimension backwards, sizes are equal or one of them is 1 or absent. Dimensions are numbered
-//! from 0, or from the end with -1 the last. Results are contiguous; there are no strided views, so what
-//! rearranges data moves it, except where the result is one run of the source. Masks are u32, 0 or 1; indices are i32 or u32.
-//! Every operation takes all float dtypes, computes in f32 and rounds once.
+//! Shapes broadcast as in NumPy: from the last dimension backwards, sizes are equal or one of them
+//! is 1 or absent. Dimensions are numbered from 0, or from the end with -1 the last. Results are
+//! contiguous; there are no strided views, so what rearranges data moves it, except where the
+//! result is one run of the source. Masks are u32, 0 or 1; indices are i32 or u32. Every operation
+//! takes all float dtypes, computes in f32 and rounds once.
 //!
 //! Nothing here is lazy or fused: `a * b + c` is two passes over memory.
 
@@ -45,8 +46,8 @@ use crate::error::Result;
 use crate::shape::RANK_MAX;
 use crate::{DType, Purpose, Shape, Tensor, ensure_shape};
 
-/// Dimensions to reduce, and whether they stay with size 1: `..` is all of them, `-1` the last, `[0, 2]` those two;
-/// `Dims::from(-1).keep()` keeps.
+/// Dimensions to reduce, and whether they stay with size 1: `..` is all of them, `-1` the last,
+/// `[0, 2]` those two; `Dims::from(-1).keep()` keeps.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Dims {
     which: Option<Vec<i32>>,
@@ -136,8 +137,8 @@ pub fn broadcast_shape(op: &'static str, shapes: &[&Shape]) -> Result<Shape> {
     checked_shape(op, &dims)
 }
 
-/// Neighbouring dimensions of `shape` on which every operand does the same (has them, or is repeated along them), as one:
-/// its length, and which operands have it.
+/// Neighbouring dimensions of `shape` on which every operand does the same (has them, or is
+/// repeated along them), as one: its length, and which operands have it.
 fn groups<const N: usize>(shape: &Shape, operands: [&[usize]; N]) -> Vec<(usize, [bool; N])> {
     let mut groups: Vec<(usize, [bool; N])> = Vec::new();
     for (from_end, len) in shape.iter().rev().enumerate().rev().filter(|(_, len)| **len != 1) {

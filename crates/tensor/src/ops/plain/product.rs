@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::ops::{given, product_scratch, same_dtype};
 use crate::{Cost, On, Shape, Tensor, by_float, cuda, ensure_shape};
 
-/// `op(a) op(b)` of the last two dimensions, the dimensions before them broadcast together: a [.., m, k] (or [.., k, m]
-/// transposed), b [.., k, n] (or [.., n, k]), result [.., m, n].
+/// `op(a) op(b)` of the last two dimensions, the dimensions before them broadcast together: a
+/// [.., m, k] (or [.., k, m] transposed), b [.., k, n] (or [.., n, k]), result [.., m, n].
 pub fn matmul(a: &Tensor, transpose_a: Transpose, b: &Tensor, transpose_b: Transpose) -> Result<Tensor> {
     const OP: &str = "matmul";
     same_dtype(OP, a, b)?;
@@ -72,7 +72,8 @@ pub(crate) struct Matrices {
     pub b_transposed: bool,
 }
 
-/// `count` products in a row: the elements at which the first matrices of a and b begin, and from one to the next; 0 where one is used again.
+/// `count` products in a row: the elements at which the first matrices of a and b begin, and from
+/// one to the next; 0 where one is used again.
 pub(crate) struct Run {
     pub count: usize,
     pub first: [usize; 2],
@@ -85,7 +86,8 @@ impl Run {
     }
 }
 
-/// The products of matrices of these sizes along groups of batch dimensions, the innermost group in one run.
+/// The products of matrices of these sizes along groups of batch dimensions, the innermost group in
+/// one run.
 fn runs(groups: &[(usize, [bool; 2])], sizes: [usize; 2]) -> Vec<Run> {
     let lens: Vec<usize> = groups.iter().map(|(len, _)| *len).collect();
     let (outer, inner) = lens.split_at(lens.len().saturating_sub(1));

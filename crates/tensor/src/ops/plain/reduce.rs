@@ -1,7 +1,8 @@
 //! Reductions over any dimensions, and what works on rows: softmax, cumulative sums, argmax, top-k.
 //!
-//! A reduction over leading or middle dimensions of a sum or mean reads the tensor as it lies; every other one is brought to rows by
-//! a permutation first. The order of additions depends on the shape alone.
+//! A reduction over leading or middle dimensions of a sum or mean reads the tensor as it lies;
+//! every other one is brought to rows by a permutation first. The order of additions depends on the
+//! shape alone.
 
 use super::arrange::{inverse, permuted};
 use super::{Dims, dimension, groups};
@@ -41,7 +42,8 @@ fn scaled_sum(op: &'static str, x: &Tensor, kept: Shape, factor: f32) -> Result<
     summed(op, x, groups, factor, kept)
 }
 
-/// Sums `x`, whose dimensions are `groups` of (length, whether summed), times `factor`, as a tensor of `shape`.
+/// Sums `x`, whose dimensions are `groups` of (length, whether summed), times `factor`, as a tensor
+/// of `shape`.
 pub(super) fn summed(
     op: &'static str,
     x: &Tensor,
@@ -201,8 +203,8 @@ pub fn amax_backward(dy: &Tensor, x: &Tensor, y: &Tensor, dims: &Dims) -> Result
     rows.restored(OP, dx)
 }
 
-/// `sum((x - mean)^2) / (n - correction)` over `dims` of n elements, and the means (f32): a correction of 1 gives the
-/// estimate without bias, 0 the variance of the elements themselves.
+/// `sum((x - mean)^2) / (n - correction)` over `dims` of n elements, and the means (f32): a
+/// correction of 1 gives the estimate without bias, 0 the variance of the elements themselves.
 pub fn variance(x: &Tensor, dims: &Dims, correction: usize) -> Result<(Tensor, Tensor)> {
     const OP: &str = "variance";
     let rows = Rows::new(OP, x, dims)?;
@@ -347,7 +349,8 @@ fn cumulative(op: &'static str, x: &Tensor, dim: i32, forward: bool) -> Result<T
     rows.restored(op, y)
 }
 
-/// The position of the largest along `dim`, the first of equals, as u32: the shape of `x` without `dim`.
+/// The position of the largest along `dim`, the first of equals, as u32: the shape of `x` without
+/// `dim`.
 pub fn argmax(x: &Tensor, dim: i32) -> Result<Tensor> {
     const OP: &str = "argmax";
     let rows = Rows::along(OP, x, dim)?;

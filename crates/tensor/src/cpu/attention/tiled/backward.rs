@@ -1,8 +1,9 @@
 //! Backward on tiles.
 //!
-//! A task owns the gradients of one segment and key/value head. It walks its queries, head after head, [`SUPER`] units at
-//! a time, packs what they need in four forms, and for these its keys, [`SUPER`] units at a time, in three forms. Inside, blocks of up to
-//! [`QUERY_BLOCK`] by [`KEY_BLOCK`] units make S^T and dP^T, from them P^T and dS^T rounded to bf16, and then
+//! A task owns the gradients of one segment and key/value head. It walks its queries, head after
+//! head, [`SUPER`] units at a time, packs what they need in four forms, and for these its keys,
+//! [`SUPER`] units at a time, in three forms. Inside, blocks of up to [`QUERY_BLOCK`] by
+//! [`KEY_BLOCK`] units make S^T and dP^T, from them P^T and dS^T rounded to bf16, and then
 //!
 //! | product | left | right | sums over |
 //! |---|---|---|---|
@@ -10,8 +11,9 @@
 //! | dK += dS^T Q | dS^T as made | Q, pairs of queries | query units of the block |
 //! | dQ^T += K^T dS^T | K, columns | dS^T, pairs of keys | key units of the block |
 //!
-//! dQ^T is f32 for the queries at hand, dK and dV for the whole segment. dS^T by pairs of keys is made by the two cheap in-lane
-//! interleaves, which leaves its queries in another order along the lanes ([`lane_query`]); dQ^T undoes that once, at the end.
+//! dQ^T is f32 for the queries at hand, dK and dV for the whole segment. dS^T by pairs of keys is
+//! made by the two cheap in-lane interleaves, which leaves its queries in another order along the
+//! lanes ([`lane_query`]); dQ^T undoes that once, at the end.
 
 use super::{LOG2_E, PAIR, QUAD, Quads, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
 use crate::cpu::amx::Pairs;
@@ -29,8 +31,8 @@ const KEY_BLOCK: usize = 4;
 /// What the log-sum-exp of a query that has no probabilities is taken to be: 2^-this is 0.
 const NOWHERE: f32 = 1e30;
 
-/// The parts of the workspace, in floats, without the sums of dK and dV: K rows, V rows, K columns; Q^T, dO^T, Q, dO; dQ^T; P^T,
-/// dS^T, dS^T by pairs; S^T, dP^T; log-sum-exp, delta.
+/// The parts of the workspace, in floats, without the sums of dK and dV: K rows, V rows, K columns;
+/// Q^T, dO^T, Q, dO; dQ^T; P^T, dS^T, dS^T by pairs; S^T, dP^T; log-sum-exp, delta.
 fn parts(spec: &AttentionSpec) -> [usize; 15] {
     let d = units(spec.head_dim);
     let pair = PAIR / 4;
@@ -44,9 +46,11 @@ pub(in crate::cpu::attention) fn floats(spec: &AttentionSpec, keys: usize) -> us
     total(&parts(spec)) + 2 * units(keys) * units(spec.head_dim) * QUAD
 }
 
-/// One segment and key/value head: all its queries and keys. `next` is what this thread will probably do next.
+/// One segment and key/value head: all its queries and keys. `next` is what this thread will
+/// probably do next.
 pub(in crate::cpu::attention) fn task<T: Element, Q: Quads>(job: &Backward<'_, T>, task: &Task, next: Option<&Task>) {
-    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these features detects.
+    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these
+    // features detects.
     with(floats(job.spec, task.segment.keys.len()), |space| unsafe { run::<T, Q>(job, task, next, space) });
 }
 
@@ -163,7 +167,8 @@ fn run<T: Element, Q: Quads>(job: &Backward<'_, T>, task: &Task, next: Option<&T
                     }
                 }
             }
-            // SAFETY: the sums of these queries lie in `dq_t`; this task alone writes these rows of this head.
+            // SAFETY: the sums of these queries lie in `dq_t`; this task alone writes these rows of
+            // this head.
             unsafe { space.store_queries(job, segment, head, &query_units) };
         }
     }
@@ -262,7 +267,8 @@ impl Space {
         }
     }
 
-    /// The query units `queries` (packed from unit `queries_from` on) against the key units `keys` (packed from `keys_from` on).
+    /// The query units `queries` (packed from unit `queries_from` on) against the key units `keys`
+    /// (packed from `keys_from` on).
     ///
     /// # Safety
     /// They were packed, and are no more than a block each.
@@ -278,7 +284,8 @@ impl Space {
         keys_from: usize,
     ) {
         let row = self.dims * PAIR;
-        // For each query unit the key units of the block that it sees; both bounds rise with the query unit.
+        // For each query unit the key units of the block that it sees; both bounds rise with the
+        // query unit.
         let mut seen = [const { 0..0 }; QUERY_BLOCK];
         for (j, unit) in queries.clone().enumerate() {
             let queries = unit * UNIT..segment.queries.len().min((unit + 1) * UNIT);
@@ -337,7 +344,8 @@ impl Space {
         }
     }
 
-    /// P^T and dS^T of key unit `i` and query unit `j` of the block (packed query unit `at`) from the scores and dP^T.
+    /// P^T and dS^T of key unit `i` and query unit `j` of the block (packed query unit `at`) from
+    /// the scores and dP^T.
     ///
     /// # Safety
     /// `i`, `j` and `at` lie inside.
@@ -414,8 +422,8 @@ impl Space {
     }
 }
 
-/// The query of the unit in lane `lane` of tile `half` of dQ^T: `vpunpcklwd` takes words 0 to 3 of every eight, `vpunpckhwd`
-/// words 4 to 7.
+/// The query of the unit in lane `lane` of tile `half` of dQ^T: `vpunpcklwd` takes words 0 to 3 of
+/// every eight, `vpunpckhwd` words 4 to 7.
 fn lane_query(half: usize, lane: usize) -> usize {
     lane / 4 * 8 + half * 4 + lane % 4
 }

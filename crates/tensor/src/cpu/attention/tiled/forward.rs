@@ -1,12 +1,13 @@
 //! Forward on tiles.
 //!
-//! A task packs the Q of its queries (all heads of a group), then walks its keys by [`SUPER`] units: packs K^T and V of
-//! those, and for each query unit walks blocks of up to [`BLOCK`] key units: scores, maxima, probabilities, then
-//! `O += P V` over the whole block, so that sums are loaded into tiles and stored once per block.
+//! A task packs the Q of its queries (all heads of a group), then walks its keys by [`SUPER`]
+//! units: packs K^T and V of those, and for each query unit walks blocks of up to [`BLOCK`] key
+//! units: scores, maxima, probabilities, then `O += P V` over the whole block, so that sums are
+//! loaded into tiles and stored once per block.
 //!
-//! Scores lie as the product makes them, queries down and keys along the lanes, so that probabilities are a left factor
-//! as soon as they are rounded, and V needs no transpose. What this costs is horizontal maxima and sums, sixteen queries at
-//! once and once per block ([`fold`]).
+//! Scores lie as the product makes them, queries down and keys along the lanes, so that
+//! probabilities are a left factor as soon as they are rounded, and V needs no transpose. What this
+//! costs is horizontal maxima and sums, sixteen queries at once and once per block ([`fold`]).
 
 use super::{CHUNK, LOG2_E, PAIR, QUAD, Quads, SUPER, UNIT, UnitMask, as_bf16, exp2, pack, round_pair, units};
 use crate::cpu::amx::Pairs;
@@ -26,7 +27,8 @@ fn query_units(spec: &AttentionSpec) -> usize {
     spec.group() * plan::chunk(spec, CHUNK, UNIT) / UNIT
 }
 
-/// The parts of the workspace, in floats: Q, K^T, V, O, scores, probabilities, maxima, sums, factors of a unit's rows.
+/// The parts of the workspace, in floats: Q, K^T, V, O, scores, probabilities, maxima, sums,
+/// factors of a unit's rows.
 fn parts(spec: &AttentionSpec) -> [usize; 9] {
     let (d, queries) = (units(spec.head_dim), query_units(spec));
     let pair = PAIR / 4;
@@ -49,14 +51,16 @@ pub(in crate::cpu::attention) fn floats(spec: &AttentionSpec) -> usize {
     total(&parts(spec))
 }
 
-/// One chunk of the queries of the heads of one key/value head. `next` is what this thread will probably do next.
+/// One chunk of the queries of the heads of one key/value head. `next` is what this thread will
+/// probably do next.
 pub(in crate::cpu::attention) fn task<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Task>) {
-    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these features detects.
+    // SAFETY: jobs come here only on rungs from AVX-512 BF16 on, which no CPU without these
+    // features detects.
     with(floats(job.spec), |space| unsafe { run::<T, Q>(job, task, next, space) });
 }
 
-/// Fetches part `part` of `parts` of what a task reads first into the L2 cache. A head's rows lie on different pages, where no
-/// hardware prefetcher follows.
+/// Fetches part `part` of `parts` of what a task reads first into the L2 cache. A head's rows lie
+/// on different pages, where no hardware prefetcher follows.
 fn fetch<T: Element>(job: &Forward<'_, T>, task: &Task, part: usize, parts: usize) {
     let (d, segment) = (job.spec.head_dim, &task.segment);
     let share = |rows: &Range<usize>| {
@@ -91,7 +95,8 @@ fn run<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Ta
     };
     let rows_of = |queries: &Range<usize>| segment.queries.start + queries.start..segment.queries.start + queries.end;
     let cols = |head: usize, dim: usize| head * d + dim * UNIT..head * d + d.min((dim + 1) * UNIT);
-    // The largest score is the largest product only when the scale is positive: a negative sign goes into Q.
+    // The largest score is the largest product only when the scale is positive: a negative sign
+    // goes into Q.
     let scale = spec.scale.abs() * LOG2_E;
 
     for unit in 0..group * chunk_units {
@@ -110,7 +115,8 @@ fn run<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Ta
         if segment.visible_to_any(spec, &queries).is_empty() {
             let (head, lanes) = (task.kv_head * group + unit / chunk_units, unit * UNIT..(unit + 1) * UNIT);
             let sums = o.wrapping_add(unit * dims * QUAD);
-            // SAFETY: the sums lie in their part, to which nothing refers; this task alone writes these rows of this head.
+            // SAFETY: the sums lie in their part, to which nothing refers; this task alone writes
+            // these rows of this head.
             unsafe {
                 std::slice::from_raw_parts_mut(sums, dims * QUAD).fill(0.0);
                 finish(job, head, &rows_of(&queries), sums, &max[lanes.clone()], &sum[lanes]);
@@ -122,7 +128,8 @@ fn run<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Ta
     let quads = unsafe { Q::begin() };
     let visible = segment.visible_to_any(spec, &task.chunk);
     let key_units = visible.start / UNIT..units(visible.end);
-    // Blocks lie on a grid from the segment's start, so that a query's arithmetic does not depend on its chunk.
+    // Blocks lie on a grid from the segment's start, so that a query's arithmetic does not depend
+    // on its chunk.
     for first in (key_units.start / SUPER * SUPER..key_units.end).step_by(SUPER) {
         let end = key_units.end.min(first + SUPER);
         for unit in first.max(key_units.start)..end {
@@ -177,17 +184,20 @@ fn run<T: Element, Q: Quads>(job: &Forward<'_, T>, task: &Task, next: Option<&Ta
                 }
             }
             if seen.end <= end {
-                // SAFETY: the sums are complete and lie in their part; this task alone writes these rows of this head.
+                // SAFETY: the sums are complete and lie in their part; this task alone writes these
+                // rows of this head.
                 unsafe { finish(job, head, &rows, o.add(unit * dims * QUAD), &max[lanes.clone()], &sum[lanes]) };
             }
         }
     }
 }
 
-/// Writes the output and the log-sum-exp of the queries `rows` of `head` from their sums `o` and statistics.
+/// Writes the output and the log-sum-exp of the queries `rows` of `head` from their sums `o` and
+/// statistics.
 ///
 /// # Safety
-/// `o` are as many quads as a head has units of columns; this task alone writes these rows of this head.
+/// `o` are as many quads as a head has units of columns; this task alone writes these rows of this
+/// head.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn finish<T>(job: &Forward<'_, T>, head: usize, rows: &Range<usize>, o: *mut f32, max: &[f32], sum: &[f32])
 where
@@ -228,7 +238,8 @@ struct Block {
 
 impl Block {
     /// # Safety
-    /// The pointers are aligned parts of the workspace, packed as far as `count` key units need; `max` and `sum` hold 32.
+    /// The pointers are aligned parts of the workspace, packed as far as `count` key units need;
+    /// `max` and `sum` hold 32.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     #[inline]
     unsafe fn run(
@@ -261,7 +272,8 @@ impl Block {
         }
     }
 
-    /// The probabilities of 16 queries, the upper or the lower ones of the unit, and their statistics.
+    /// The probabilities of 16 queries, the upper or the lower ones of the unit, and their
+    /// statistics.
     ///
     /// # Safety
     /// As [`run`](Block::run); `max` and `sum` hold 16.
@@ -322,8 +334,8 @@ impl Block {
     }
 }
 
-/// Folds the lanes of each of 16 vectors; lane `r` of the result is vector `r`'s. Four rounds of halving: lanes of 128 bits
-/// twice, then their elements.
+/// Folds the lanes of each of 16 vectors; lane `r` of the result is vector `r`'s. Four rounds of
+/// halving: lanes of 128 bits twice, then their elements.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn fold(x: [__m512; 16], with: impl Fn(__m512, __m512) -> __m512) -> __m512 {
@@ -355,7 +367,8 @@ unsafe fn raise(scores: *const f32, keys: impl Fn(usize) -> u32, max: &mut [__m5
     }
 }
 
-/// The probabilities of 16 queries against a unit of keys as a tile of a left factor, added to the sums of each lane.
+/// The probabilities of 16 queries against a unit of keys as a tile of a left factor, added to the
+/// sums of each lane.
 ///
 /// # Safety
 /// `scores` are two tiles, `shift` 16 floats, and `out` is one tile.

@@ -1,8 +1,10 @@
-//! The tiled form, for bf16 operands: every product on tiles of pairs, by AMX or by `vdpbf16ps`, everything between them in AVX-512.
+//! The tiled form, for bf16 operands: every product on tiles of pairs, by AMX or by `vdpbf16ps`,
+//! everything between them in AVX-512.
 //!
-//! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head): a product of two units is two by two tiles
-//! ([`Quads`]). Operands are packed once per task into tiles without gaps; where a pack holds units of rows and of
-//! columns, pair `(row unit r, column unit c)` of a head of `D` column units is pair `r * D + c`.
+//! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head): a product of two
+//! units is two by two tiles ([`Quads`]). Operands are packed once per task into tiles without
+//! gaps; where a pack holds units of rows and of columns, pair `(row unit r, column unit c)` of a
+//! head of `D` column units is pair `r * D + c`.
 //!
 //! | pack | tile contents | used as |
 //! |---|---|---|
@@ -11,8 +13,10 @@
 //! | pairs | 16 pairs of rows, interleaved, of 16 columns in the order of `pack::place` | right factor X |
 //! | columns | 16 columns, in the same order, of 32 rows | left factor X^T |
 //!
-//! Forward makes scores with queries down, `S = Q K^T`, so that probabilities are a left factor as they come; backward makes
-//! them transposed, `S^T = K Q^T`, because P^T and dS^T are the left factors of dV and dK. Rows and columns beyond the ends are packed as zeros. bf16 products are exact in f32; sums are f32 in the order of the hardware.
+//! Forward makes scores with queries down, `S = Q K^T`, so that probabilities are a left factor as
+//! they come; backward makes them transposed, `S^T = K Q^T`, because P^T and dS^T are the left
+//! factors of dV and dK. Rows and columns beyond the ends are packed as zeros. bf16 products are
+//! exact in f32; sums are f32 in the order of the hardware.
 
 mod backward;
 mod forward;
@@ -33,8 +37,9 @@ use std::ops::Range;
 
 /// Rows or columns of a unit.
 pub(super) const UNIT: usize = 32;
-/// Query rows of a forward task, counted over the heads of a group: packing 512 keys is then some 5 % of the work on them,
-/// and O, Q and the packs of [`SUPER`] keys stay within half of the 2 MiB of L2 that every AMX core has, up to heads of 128.
+/// Query rows of a forward task, counted over the heads of a group: packing 512 keys is then some 5
+/// % of the work on them, and O, Q and the packs of [`SUPER`] keys stay within half of the 2 MiB of
+/// L2 that every AMX core has, up to heads of 128.
 pub(super) const CHUNK: usize = 512;
 /// Key units packed at a time: 512 keys.
 const SUPER: usize = 16;
@@ -51,18 +56,21 @@ const fn units(len: usize) -> usize {
     len.div_ceil(UNIT)
 }
 
-/// What multiplies two by two tiles. A left pair is two tiles one below the other, a right pair two tiles side by side.
+/// What multiplies two by two tiles. A left pair is two tiles one below the other, a right pair two
+/// tiles side by side.
 pub(super) trait Quads {
     /// Gets ready; dropping the value ends it.
     ///
     /// # Safety
-    /// The CPU must have what it multiplies with, and the thread use no other configuration of tiles while the value lives.
+    /// The CPU must have what it multiplies with, and the thread use no other configuration of
+    /// tiles while the value lives.
     unsafe fn begin() -> Self;
 
     /// `C = A B` over `steps > 0` pairs; `C` is the tiles (0, 0), (0, 1), (1, 0), (1, 1), 4 KiB.
     ///
     /// # Safety
-    /// All pairs of `a` and `b` must be readable, `c` writable, all aligned to 64 bytes, and `c` overlap neither.
+    /// All pairs of `a` and `b` must be readable, `c` writable, all aligned to 64 bytes, and `c`
+    /// overlap neither.
     unsafe fn quad(&self, c: *mut f32, a: Pairs, b: Pairs, steps: usize);
 
     /// `C += A B`, otherwise as [`quad`](Quads::quad).
@@ -96,10 +104,12 @@ fn as_bf16<T: Scalar>(x: Rows<'_, T>) -> Rows<'_, bf16> {
     x.cast()
 }
 
-/// `2^x` of each lane for `x <= 0` (and a little above), relative error 2.6e-6; 0 far below; NaN stays NaN.
+/// `2^x` of each lane for `x <= 0` (and a little above), relative error 2.6e-6; 0 far below; NaN
+/// stays NaN.
 ///
-/// `2^x = 2^floor(x) 2^(x - floor(x))`; the second factor is the minimax polynomial of degree 4 on `[0, 1)` in relative error,
-/// found by Remez' exchange. Its error is 1/1500 of what rounding a probability to bf16 makes.
+/// `2^x = 2^floor(x) 2^(x - floor(x))`; the second factor is the minimax polynomial of degree 4 on
+/// `[0, 1)` in relative error, found by Remez' exchange. Its error is 1/1500 of what rounding a
+/// probability to bf16 makes.
 #[target_feature(enable = "avx512f,avx512dq")]
 #[inline]
 fn exp2(x: __m512) -> __m512 {
@@ -134,8 +144,8 @@ struct UnitMask {
 }
 
 impl UnitMask {
-    /// The mask of the queries `queries` (of one unit) against the keys `keys` (a whole unit, of which some may lie beyond
-    /// the segment), or `None` when everything is visible.
+    /// The mask of the queries `queries` (of one unit) against the keys `keys` (a whole unit, of
+    /// which some may lie beyond the segment), or `None` when everything is visible.
     fn of(spec: &AttentionSpec, segment: &Segment, queries: &Range<usize>, keys: usize) -> Option<UnitMask> {
         if segment.all_visible(spec, queries, &(keys..keys + UNIT)) {
             return None;

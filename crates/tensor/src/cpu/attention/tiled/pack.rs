@@ -60,8 +60,9 @@ unsafe fn store_tile(tile: *mut u8, rows: &[__m512i; 16]) {
     }
 }
 
-/// The two tiles of pairs of rows: row `r` interleaves rows `2r` and `2r + 1`. `vpunpcklwd` and `vpunpckhwd` take half the time of
-/// permutations across lanes and give the columns in another order: see [`place`].
+/// The two tiles of pairs of rows: row `r` interleaves rows `2r` and `2r + 1`. `vpunpcklwd` and
+/// `vpunpckhwd` take half the time of permutations across lanes and give the columns in another
+/// order: see [`place`].
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn interleaved(unit: &Unit<'_>) -> [[__m512i; 16]; 2] {
@@ -100,7 +101,8 @@ fn in_order(row: __m512i) -> __m512i {
 /// Left factor X.
 ///
 /// # Safety
-/// For this and the functions below: `pair` is 2 KiB, writable and 64-byte aligned, and the CPU has AVX-512 F and BW.
+/// For this and the functions below: `pair` is 2 KiB, writable and 64-byte aligned, and the CPU has
+/// AVX-512 F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn rows(unit: &Unit<'_>, pair: *mut u8) {
     for r in 0..UNIT {
@@ -137,7 +139,8 @@ pub(super) unsafe fn pairs(unit: &Unit<'_>, pair: *mut u8) {
     }
 }
 
-/// Left factor X^T: pairs of rows are dwords, so that the transpose of their tile has a column's 32 rows in a row.
+/// Left factor X^T: pairs of rows are dwords, so that the transpose of their tile has a column's 32
+/// rows in a row.
 ///
 /// # Safety
 /// As [`rows`].
@@ -160,7 +163,8 @@ pub(super) fn add_row_dots(a: &Unit<'_>, b: &Unit<'_>, sums: &mut [f32]) {
     }
 }
 
-/// Writes a quad of sums made with an interleaved right factor to the rows `rows` and columns `cols` of `y`, row `r` times `factors[r]`.
+/// Writes a quad of sums made with an interleaved right factor to the rows `rows` and columns
+/// `cols` of `y`, row `r` times `factors[r]`.
 ///
 /// # Safety
 /// `quad` is one; the caller alone writes these elements, and the CPU has AVX-512 F, BW and BF16.
@@ -184,11 +188,13 @@ pub(super) unsafe fn store_rows<T: Element>(
     }
 }
 
-/// Sixteen rows of 32 columns from transposed sums made with an interleaved left factor: columns down in two tiles 2 KiB apart (a
-/// column of the quad's tiles), each lane multiplied by its factor. Vector `r` holds row `r`, rounded.
+/// Sixteen rows of 32 columns from transposed sums made with an interleaved left factor: columns
+/// down in two tiles 2 KiB apart (a column of the quad's tiles), each lane multiplied by its
+/// factor. Vector `r` holds row `r`, rounded.
 ///
 /// # Safety
-/// `tiles` and the tile 2 KiB after it are readable and 64-byte aligned; the CPU has AVX-512 F and BF16.
+/// `tiles` and the tile 2 KiB after it are readable and 64-byte aligned; the CPU has AVX-512 F and
+/// BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) unsafe fn transposed_rows(tiles: *const f32, factor: __m512) -> [__m512i; 16] {
     let interleave = {

@@ -35,9 +35,11 @@ impl Quads for Vectors {
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn quad<const ADD: bool>(c: *mut f32, a: Pairs, b: Pairs, steps: usize) {
     for band in 0..32 / ROWS {
-        // Rows of the left tiles, one tile below the other, and of the sums, whose tiles (0, 0), (0, 1), (1, 0), (1, 1) follow each other.
+        // Rows of the left tiles, one tile below the other, and of the sums, whose tiles (0, 0),
+        // (0, 1), (1, 0), (1, 1) follow each other.
         let (tile, row) = (band * ROWS / 16, band * ROWS % 16);
-        // SAFETY: eight rows of two tiles of `c`, of one of each left pair, and both of each right pair, inside by the contract.
+        // SAFETY: eight rows of two tiles of `c`, of one of each left pair, and both of each right
+        // pair, inside by the contract.
         unsafe {
             let at = |r: usize, side: usize| c.add(((2 * tile + side) * 16 + row + r) * 16);
             let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
@@ -93,7 +95,8 @@ mod tests {
         }
         let steps = 3;
         let number = |i: usize| ((i * 7919) % 13) as f32 - 6.0;
-        // Left: rows of 32 numbers, tile below tile. Right: of each 32 x 32 the pairs of rows of its left half, then of its right.
+        // Left: rows of 32 numbers, tile below tile. Right: of each 32 x 32 the pairs of rows of
+        // its left half, then of its right.
         let a = |step: usize, row: usize, k: usize| number(step * 1024 + row * 32 + k);
         let b = |step: usize, k: usize, column: usize| number(5000 + step * 1024 + k * 32 + column);
         with(2 * steps * 512 + 1024, |space| {
@@ -112,7 +115,8 @@ mod tests {
             }
             let pairs = |data: &[f32]| Pairs { first: data.as_ptr().cast(), step: 2 * TILE };
             for times in 1..=2 {
-                // SAFETY: the rung was detected; operands and sums are lines of the workspace, as large as needed.
+                // SAFETY: the rung was detected; operands and sums are lines of the workspace, as
+                // large as needed.
                 unsafe {
                     let quads = Vectors::begin();
                     match times {
