@@ -7,8 +7,8 @@
 //! is compared per purpose. Beside the errors a row keeps where they are: seconds by kind of
 //! instruction and, of one more step with the calls recorded, by kernel.
 
-use crate::crew::{Crew, inputs};
 use crate::forecast::{Forecast, forecast};
+use crate::probe_group::{ProbeGroup, inputs};
 use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
 use std::collections::BTreeMap;
@@ -146,25 +146,25 @@ pub fn cases_on(machine: &Machine) -> Vec<Case> {
     cases().into_iter().filter(|case| processes.is_none_or(|count| case.ranks == count)).collect()
 }
 
-/// Trains and predicts every `every`th of those [cases](cases_on) that the crew can run.
+/// Trains and predicts every `every`th of those [cases](cases_on) that the group can run.
 ///
 /// # Errors
 ///
 /// A configuration that cannot be trained.
 pub fn rows(
-    crew: &Crew,
+    group: &ProbeGroup,
     profile: &MachineProfile,
     every: usize,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<Vec<Row>, CalibrateError> {
-    let sampler = Sampler::new(crew)?;
-    let cases: Vec<Case> = cases_on(crew.machine()).into_iter().step_by(every.max(1)).collect();
+    let sampler = Sampler::new(group)?;
+    let cases: Vec<Case> = cases_on(group.machine()).into_iter().step_by(every.max(1)).collect();
     let mut rows = Vec::with_capacity(cases.len());
     for (number, case) in cases.iter().enumerate() {
         progress(number as f64 / cases.len() as f64, &case.name);
         let failed = |source: EngineError| CalibrateError::Probe { probe: case.name.clone(), source };
-        let resolved = crew.resolve(&case.sets).map_err(failed)?;
-        rows.push(row(crew, &case.name, &resolved, profile, &sampler, &failed)?);
+        let resolved = group.resolve(&case.sets).map_err(failed)?;
+        rows.push(row(group, &case.name, &resolved, profile, &sampler, &failed)?);
     }
     Ok(rows)
 }
@@ -180,40 +180,40 @@ const CHANGE_MAX: f64 = 1.1;
 const OFF_MAX: f64 = 1.3;
 
 fn row(
-    crew: &Crew,
+    group: &ProbeGroup,
     name: &str,
     resolved: &Resolved,
     profile: &MachineProfile,
     sampler: &Sampler,
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<Row, CalibrateError> {
-    let forecast = forecast(resolved, crew.machine()).map_err(failed)?;
-    let mut ranks = crew.ranks(resolved).map_err(failed)?;
+    let forecast = forecast(resolved, group.machine()).map_err(failed)?;
+    let mut ranks = group.ranks(resolved).map_err(failed)?;
     ranks.step().map_err(failed)?;
-    let mut steps: Vec<Step> = Vec::new();
+    let mut steps: Vec<TimedStep> = Vec::new();
     let mut before = sampler.sample()?;
     let began = Instant::now();
     loop {
         let elapsed = began.elapsed().as_secs_f64();
         let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
         let enough = steady >= *STEPS.end() || elapsed >= *CASE_S.start() && steady >= *STEPS.start();
-        if crew.agree(steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()))? {
+        if group.agree(steps.len() >= *STEPS.start() && (enough || elapsed >= *CASE_S.end()))? {
             break;
         }
-        crew.meet()?;
+        group.meet()?;
         let timed = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
         let (change, off) = (sample::factor(&before, &after), sample::factor(&speeds, &profile.speeds));
         let unsteadiness = (change / CHANGE_MAX).max(off / OFF_MAX);
-        let seconds = crew.most(timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max))?;
+        let seconds = group.most(timed.iter().map(|rank| rank.seconds).fold(0.0, f64::max))?;
         let predicted_s = forecast.step(profile, &speeds).simulated.step_s;
-        steps.push(Step { timed, speeds, unsteadiness, seconds, predicted_s });
+        steps.push(TimedStep { timed, speeds, unsteadiness, seconds, predicted_s });
         before = after;
     }
     let steps = steady(steps);
     let usage = ranks.members()[0].device.pool().usage();
-    let middle = |value: &dyn Fn(&Step) -> f64| median(steps.iter().map(value)).unwrap_or(f64::NAN);
+    let middle = |value: &dyn Fn(&TimedStep) -> f64| median(steps.iter().map(value)).unwrap_or(f64::NAN);
     // Each step against its own prediction, since speeds change from one to the next.
     let measured = middle(&|step| step.seconds);
     let step_s = Pair { measured, predicted: measured * middle(&|step| step.predicted_s / step.seconds) };
@@ -236,7 +236,7 @@ fn row(
 }
 
 /// A measured step.
-struct Step {
+struct TimedStep {
     /// Of every rank.
     timed: Vec<Timed>,
     /// The machine's meanwhile.
@@ -251,7 +251,7 @@ struct Step {
 
 /// The steady steps, as long as there are enough; else those during which the machine was
 /// steadiest.
-fn steady(mut steps: Vec<Step>) -> Vec<Step> {
+fn steady(mut steps: Vec<TimedStep>) -> Vec<TimedStep> {
     steps.sort_by(|a, b| a.unsteadiness.total_cmp(&b.unsteadiness));
     let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
     steps.truncate(steady.max(*STEPS.start()));
@@ -371,7 +371,7 @@ mod tests {
         let of = |unsteadiness: &[f64]| -> Vec<f64> {
             let speeds = Speeds { f32_flops: 1.0, bf16_flops: 1.0, copy_bytes_per_s: 1.0 };
             let timed = Vec::new();
-            let step = |&unsteadiness: &f64| Step {
+            let step = |&unsteadiness: &f64| TimedStep {
                 timed: timed.clone(),
                 speeds,
                 unsteadiness,

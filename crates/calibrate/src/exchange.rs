@@ -2,7 +2,7 @@
 //! other when they run at once.
 
 use crate::CalibrateError;
-use crate::crew::Crew;
+use crate::probe_group::ProbeGroup;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_comm::bench::{fit, time};
@@ -32,22 +32,22 @@ pub(crate) struct Group {
     pub hosts: u32,
 }
 
-/// Curves of the groups that the crew's ranks can make.
-pub fn collectives(crew: &Crew) -> Result<Vec<CollectiveCurve>, CalibrateError> {
+/// Curves of the groups that the group's ranks can make.
+pub fn collectives(probers: &ProbeGroup) -> Result<Vec<CollectiveCurve>, CalibrateError> {
     let mut curves = Vec::new();
-    let groups = match &crew.machine().processes {
+    let groups = match &probers.machine().processes {
         Some(processes) => groups(processes),
-        None => groups_of_threads(crew.machine().cores),
+        None => groups_of_threads(probers.machine().cores),
     };
     for group in groups {
         let round = || -> Result<Vec<Vec<f64>>, CalibrateError> {
-            match crew.world() {
+            match probers.world() {
                 Some(world) => {
                     let comm = members(world, group)?;
                     // All groups begin a case together, and the slowest counts.
                     cases(group.ranks, |operation, bytes| {
-                        crew.meet()?;
-                        crew.most(once(&comm, operation, bytes)?)
+                        probers.meet()?;
+                        probers.most(once(&comm, operation, bytes)?)
                     })
                 }
                 None => Ok(on_threads(group.ranks)?),
@@ -189,14 +189,14 @@ struct Doing {
 }
 
 /// Ranks that share all cores multiply and exchange: alone, and both at once.
-pub fn interference(crew: &Crew) -> Result<Interference> {
-    let cores = crew.machine().cores;
-    let (ranks, threads) = match &crew.machine().processes {
-        Some(processes) => (processes.on_a_host(), crew.threads()),
+pub fn interference(probers: &ProbeGroup) -> Result<Interference> {
+    let cores = probers.machine().cores;
+    let (ranks, threads) = match &probers.machine().processes {
+        Some(processes) => (processes.on_a_host(), probers.threads()),
         None => (cores.clamp(2, 4), (cores / cores.clamp(2, 4)).max(1)),
     };
     let run = |multiplies, exchanges| {
-        let comms = match crew.world() {
+        let comms = match probers.world() {
             Some(world) => vec![world.duplicate("interference")?],
             None => local::World::new(ranks as usize),
         };
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn lanes_beside_each_other_are_no_faster_than_alone() {
-        let found = interference(&Crew::alone()).unwrap();
+        let found = interference(&ProbeGroup::alone()).unwrap();
         assert!((1.0..=COMPUTE_MAX).contains(&found.compute) && found.start_s >= 0.0, "{found:?}");
         assert!(found.communication >= 1.0 && found.communication.is_finite(), "{found:?}");
     }

@@ -1,7 +1,7 @@
 //! The step of a configuration, before it runs.
 
 use trainyard_engine::config::{DeviceKind, Resolved};
-use trainyard_engine::predict::Prediction;
+use trainyard_engine::predict::StepNeeds;
 use trainyard_engine::{EngineError, bench};
 use trainyard_program::Program;
 use trainyard_sim::MachineProfile;
@@ -14,7 +14,7 @@ pub struct Forecast {
     /// Rank 0's program; all ranks do the same.
     pub program: Program,
     /// Memory, FLOPs and kernel calls, from executing it without data.
-    pub needs: Prediction,
+    pub needs: StepNeeds,
     /// How the cores are shared.
     pub layout: HostLayout,
 }

@@ -18,12 +18,12 @@
 
 pub mod check;
 mod collect;
-pub mod crew;
 mod disk;
 mod exchange;
 mod forecast;
 pub mod gpu;
 mod gpu_exchange;
+pub mod probe_group;
 pub mod probes;
 mod ranks;
 mod sample;
@@ -33,7 +33,7 @@ pub use ranks::Ranks;
 pub use sample::Sampler;
 
 use collect::Collector;
-use crew::Crew;
+use probe_group::ProbeGroup;
 use probes::Probe;
 use std::path::Path;
 use std::time::{Instant, SystemTime};
@@ -99,7 +99,7 @@ pub enum CalibrateError {
     },
 }
 
-/// Measures what `crew` runs on; the disk in `folder`. `progress` is told the share that is done,
+/// Measures what `group` runs on; the disk in `folder`. `progress` is told the share that is done,
 /// and what comes next. Of processes all do this together; rank 0 gets the profile, in which its
 /// kernels stand for those of all, and the others None.
 ///
@@ -107,35 +107,35 @@ pub enum CalibrateError {
 ///
 /// Anything of the engine, the communicators and the disk that does not work.
 pub fn calibrate(
-    crew: &Crew,
+    group: &ProbeGroup,
     how: Thoroughness,
     folder: &Path,
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<Option<MachineProfile>, CalibrateError> {
     progress(0.0, "speeds");
-    let sampler = Sampler::new(crew)?;
+    let sampler = Sampler::new(group)?;
     // One at a time: ranks share it, and predictions divide it among them.
-    let disk = crew.is_first().then(|| disk::measure(folder)).transpose();
+    let disk = group.is_first().then(|| disk::measure(folder)).transpose();
     let disk = disk.map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
-    let layouts = crew.layouts();
+    let layouts = group.layouts();
     let probes: Vec<Probe> = layouts.iter().flat_map(|layout| probes::all(*layout, how.every)).collect();
     let mut collector = Collector::default();
     let began = Instant::now();
     let mut rounds = 0;
-    while rounds < how.rounds && crew.agree(rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max))? {
+    while rounds < how.rounds && group.agree(rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max))? {
         for at in 0..probes.len() {
             // Every other round backwards, so that no drift looks like a dependence on shape.
             let probe = &probes[if rounds % 2 == 0 { at } else { probes.len() - 1 - at }];
             let done = (rounds as usize * probes.len() + at) as f64 / (how.rounds as usize * probes.len()) as f64;
             progress(0.9 * done, &format!("round {} of {}: {}", rounds + 1, how.rounds, probe.name()));
-            probe.run(crew, &sampler, &mut collector)?;
+            probe.run(group, &sampler, &mut collector)?;
         }
         rounds += 1;
     }
     progress(0.9, "collectives");
-    let collectives = exchange::collectives(crew)?;
+    let collectives = exchange::collectives(group)?;
     progress(0.95, "lanes beside each other");
-    let interference = exchange::interference(crew)?;
+    let interference = exchange::interference(group)?;
     let speeds = Speeds::median(collector.speeds()).expect("every probe samples the speeds");
     let Some(disk) = disk else { return Ok(None) };
     Ok(Some(MachineProfile {
@@ -145,7 +145,7 @@ pub fn calibrate(
             "medians of {rounds} interleaved rounds over {} probes; each point keeps the speeds (of a reference product and a copy) that were sampled beside it, and predictions scale with those of their own moment",
             probes.len()
         ),
-        machine: crew.machine().clone(),
+        machine: group.machine().clone(),
         speeds,
         overheads: collector.overheads(),
         interference,

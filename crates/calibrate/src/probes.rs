@@ -6,7 +6,7 @@
 //! second adds its gradients to the first's.
 
 use crate::collect::Collector;
-use crate::crew::Crew;
+use crate::probe_group::ProbeGroup;
 use crate::ranks::{Ranks, resolve};
 use crate::sample::Sampler;
 use crate::{CalibrateError, sample};
@@ -148,19 +148,24 @@ impl Probe {
 
     /// Runs it once to settle and a few times to be counted, in turn with samples of the machine's
     /// speeds.
-    pub(crate) fn run(&self, crew: &Crew, sampler: &Sampler, collector: &mut Collector) -> Result<(), CalibrateError> {
+    pub(crate) fn run(
+        &self,
+        group: &ProbeGroup,
+        sampler: &Sampler,
+        collector: &mut Collector,
+    ) -> Result<(), CalibrateError> {
         match self {
             Probe::Steps { layout, model } => {
                 let failed = |source: EngineError| CalibrateError::Probe { probe: self.name(), source };
-                steps(crew, *layout, model, sampler, collector, &failed)
+                steps(group, *layout, model, sampler, collector, &failed)
             }
-            Probe::Sums { layout, elements } => sums(crew, *layout, *elements, sampler, collector),
+            Probe::Sums { layout, elements } => sums(group, *layout, *elements, sampler, collector),
         }
     }
 }
 
 fn steps(
-    crew: &Crew,
+    group: &ProbeGroup,
     layout: Layout,
     model: &Model,
     sampler: &Sampler,
@@ -168,16 +173,16 @@ fn steps(
     failed: &dyn Fn(EngineError) -> CalibrateError,
 ) -> Result<(), CalibrateError> {
     let resolved = resolve(&model.sets(layout.threads), Inputs::of_this_machine()).map_err(failed)?;
-    let mut ranks = Ranks::apart(&resolved, crew.own(layout)).map_err(failed)?;
+    let mut ranks = Ranks::apart(&resolved, group.own(layout)).map_err(failed)?;
     ranks.step().map_err(failed)?;
     ranks.members().iter().for_each(|rank| rank.device.set_recording(true));
     let mut before = sampler.sample()?;
     let began = Instant::now();
     for step in 0..*STEPS.end() {
-        if crew.agree(step >= *STEPS.start() && began.elapsed().as_secs_f64() > PROBE_S)? {
+        if group.agree(step >= *STEPS.start() && began.elapsed().as_secs_f64() > PROBE_S)? {
             break;
         }
-        crew.meet()?;
+        group.meet()?;
         let timed: Vec<Timed> = ranks.step().map_err(failed)?;
         let after = sampler.sample()?;
         let speeds = sample::between(before, after);
@@ -193,16 +198,17 @@ fn steps(
 }
 
 fn sums(
-    crew: &Crew,
+    group: &ProbeGroup,
     layout: Layout,
     elements: usize,
     sampler: &Sampler,
     collector: &mut Collector,
 ) -> Result<(), CalibrateError> {
     let isa = trainyard_tensor::cpu::Isa::detect();
-    let devices: Vec<Device> = (0..crew.own(layout)).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
+    let devices: Vec<Device> =
+        (0..group.own(layout)).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
     let before = sampler.sample()?;
-    crew.meet()?;
+    group.meet()?;
     let results: Vec<Result<Vec<Call>, trainyard_tensor::TensorError>> = std::thread::scope(|scope| {
         let threads: Vec<_> = devices.iter().map(|device| scope.spawn(move || sums_on(device, elements))).collect();
         threads.into_iter().map(|thread| thread.join().expect("sums do not panic")).collect()
@@ -275,8 +281,8 @@ mod tests {
 
     #[test]
     fn a_probe_measures_every_kernel_of_its_step() {
-        let crew = Crew::alone();
-        let sampler = Sampler::new(&crew).unwrap();
+        let group = ProbeGroup::alone();
+        let sampler = Sampler::new(&group).unwrap();
         let mut collector = Collector::default();
         let layout = Layout { ranks: 2, threads: 1 };
         let model = Model {
@@ -289,8 +295,8 @@ mod tests {
             length: 8,
             accumulation: 2,
         };
-        Probe::Steps { layout, model }.run(&crew, &sampler, &mut collector).unwrap();
-        Probe::Sums { layout, elements: 4096 }.run(&crew, &sampler, &mut collector).unwrap();
+        Probe::Steps { layout, model }.run(&group, &sampler, &mut collector).unwrap();
+        Probe::Sums { layout, elements: 4096 }.run(&group, &sampler, &mut collector).unwrap();
         let curves = collector.curves();
         let has =
             |kernel: &str, dtype: &str| curves.iter().any(|c| (c.kernel.as_str(), c.dtype.as_str()) == (kernel, dtype));

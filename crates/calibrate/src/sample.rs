@@ -6,7 +6,7 @@
 //! copy; each is a median.
 
 use crate::CalibrateError;
-use crate::crew::Crew;
+use crate::probe_group::ProbeGroup;
 use std::cell::RefCell;
 use std::time::Instant;
 use trainyard_sim::machine::{Speeds, median};
@@ -27,7 +27,7 @@ const PART_S: f64 = 3e-3;
 /// which nothing else should run. Processes sample at the same time, each on its share of the
 /// cores, and each knows its own speeds.
 pub struct Sampler<'c> {
-    crew: &'c Crew,
+    group: &'c ProbeGroup,
     device: Device,
     from: Tensor,
     /// Input and weights in bf16 and in f32.
@@ -41,8 +41,8 @@ impl<'c> Sampler<'c> {
     /// # Errors
     ///
     /// No memory for them; a process that does not come.
-    pub fn new(crew: &'c Crew) -> Result<Sampler<'c>, CalibrateError> {
-        let device = Device::cpu(Isa::detect(), crew.threads() as usize, None);
+    pub fn new(group: &'c ProbeGroup) -> Result<Sampler<'c>, CalibrateError> {
+        let device = Device::cpu(Isa::detect(), group.threads() as usize, None);
         let from = device.zeros([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
         let [m, n, k] = PRODUCT;
         let matrix = |rows: usize, dtype| device.zeros([rows, k], dtype, Purpose::Workspace);
@@ -50,7 +50,7 @@ impl<'c> Sampler<'c> {
             Ok((matrix(m, dtype)?, (0..WEIGHTS).map(|_| matrix(n, dtype)).collect::<Result<_, _>>()?))
         };
         let operands = [operands(DType::BF16)?, operands(DType::F32)?];
-        let sampler = Sampler { crew, device, from, operands, next: RefCell::new(0) };
+        let sampler = Sampler { group, device, from, operands, next: RefCell::new(0) };
         // The first one wakes threads and touches memory.
         sampler.sample()?;
         Ok(sampler)
@@ -62,7 +62,7 @@ impl<'c> Sampler<'c> {
     ///
     /// As [`Sampler::new`].
     pub fn sample(&self) -> Result<Speeds, CalibrateError> {
-        self.crew.meet()?;
+        self.group.meet()?;
         let [bf16_flops, f32_flops] = [self.product(0)?, self.product(1)?];
         let mut to = self.device.empty([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
         let copy_s = repeated(|| ops::cast_into(&self.from, &mut to))?;
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn samples_are_rates_and_what_lies_between_two_is_their_mean() {
-        let sample = Sampler::new(&Crew::alone()).unwrap().sample().unwrap();
+        let sample = Sampler::new(&ProbeGroup::alone()).unwrap().sample().unwrap();
         assert!(sample.f32_flops > 1e6 && sample.bf16_flops > 1e6 && sample.copy_bytes_per_s > 1e6, "{sample:?}");
         let four = Speeds { f32_flops: 4.0 * sample.f32_flops, ..sample };
         assert!((between(sample, four).f32_flops / sample.f32_flops - 2.0).abs() < 1e-9);

@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_calibrate::check::summary;
-use trainyard_calibrate::crew::inputs;
 use trainyard_calibrate::gpu::{Sizes, calibrate, calibrate_together, check};
+use trainyard_calibrate::probe_group::inputs;
 use trainyard_calibrate::{forecast, layout};
 use trainyard_comm::local;
 use trainyard_engine::config::{Config, Inputs};

@@ -1,7 +1,7 @@
 //! What a run is expected to take on this machine, from the machine's own profile.
 
 use std::collections::BTreeMap;
-use trainyard_calibrate::{crew, layout};
+use trainyard_calibrate::{layout, probe_group};
 use trainyard_comm::Communicator;
 use trainyard_engine::config::{Config, DeviceKind};
 use trainyard_engine::predict::TimePrediction;
@@ -42,7 +42,7 @@ pub fn place(config: &Config, world: &Communicator) -> Result<(ProfileKind, Mach
     if world.backend() == "local" {
         return Ok((profile_kind(config), Machine::here()));
     }
-    let machine = crew::machine(world).map_err(|error| error.to_string())?;
+    let machine = probe_group::machine(world).map_err(|error| error.to_string())?;
     Ok(match profile_kind_on(config, &machine) {
         // Whoever starts its ranks, a host's GPUs were measured by one process.
         ProfileKind::Gpu => (ProfileKind::Gpu, Machine::here()),

@@ -15,7 +15,7 @@ use crate::links::Links;
 use crate::metrics::{MetricsError, Throughput};
 use crate::peaks::Peaks;
 use crate::precision::LossScaler;
-use crate::predict::{Prediction, predict};
+use crate::predict::{StepNeeds, predict};
 use crate::rank::{Launches, Rank, RankSettings, StepSettings};
 use crate::session;
 use crate::shape::{self, compute_dtype, model_spec};
@@ -388,7 +388,7 @@ fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
 /// # Errors
 ///
 /// A model that does not fit.
-pub fn forecast(resolved: &Resolved) -> Result<(Program, Prediction)> {
+pub fn forecast(resolved: &Resolved) -> Result<(Program, StepNeeds)> {
     let model = Model::new(model_spec(resolved)?)?;
     let program = program(resolved, &model, 0)?;
     let prediction = predict(model, &program, &batch_shape(resolved), &settings(resolved))?;

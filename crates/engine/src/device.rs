@@ -4,11 +4,11 @@ use crate::Result;
 use crate::config::{AttentionKernels, DeviceKind, Resolved};
 use crate::host;
 use crate::limit::mebibytes;
-use crate::predict::Prediction;
+use crate::predict::StepNeeds;
 use crate::state::does_not_fit;
 use std::sync::Arc;
 use trainyard_comm::{Communicator, Environment};
-use trainyard_tensor::cpu::Crew;
+use trainyard_tensor::cpu::LentThreads;
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::{Computes, DType, Device, Purpose};
@@ -35,11 +35,11 @@ pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
 ///
 /// # Errors
 /// On a GPU: what the machine lacks for it, or that a step does not fit in what is free.
-pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Option<&Prediction>) -> Result<Device> {
+pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Option<&StepNeeds>) -> Result<Device> {
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else {
-        return Ok(match world.and_then(|world| crew(resolved, world)) {
-            Some(crew) => Device::cpu_in_crew(resolved.isa, resolved.threads, limit, &crew),
+        return Ok(match world.and_then(|world| lent(resolved, world)) {
+            Some(lent) => Device::cpu_lending_threads(resolved.isa, resolved.threads, limit, &lent),
             None => Device::cpu(resolved.isa, resolved.threads, limit),
         });
     };
@@ -124,7 +124,7 @@ pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
 
 /// The ranks that this one works for while it waits, and they for it: those of its process, where
 /// each of their threads has a core.
-fn crew(resolved: &Resolved, world: &Communicator) -> Option<Arc<Crew>> {
+fn lent(resolved: &Resolved, world: &Communicator) -> Option<Arc<LentThreads>> {
     let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores();
     lends.then(|| world.common()).flatten()
 }
@@ -138,7 +138,7 @@ fn cores() -> usize {
 ///
 /// # Errors
 /// By how much it does not, for what, and what to do.
-pub fn check_host(prediction: &Prediction, ranks: usize) -> Result<()> {
+pub fn check_host(prediction: &StepNeeds, ranks: usize) -> Result<()> {
     let each = prediction.host_memory.peak_total();
     match (each > 0).then(host::memory).flatten() {
         Some(memory) => fits_on_host(prediction, ranks, memory.available),
@@ -147,7 +147,7 @@ pub fn check_host(prediction: &Prediction, ranks: usize) -> Result<()> {
     }
 }
 
-fn fits_on_host(prediction: &Prediction, ranks: usize, available: usize) -> Result<()> {
+fn fits_on_host(prediction: &StepNeeds, ranks: usize, available: usize) -> Result<()> {
     let needed = ranks.max(1) * prediction.host_memory.peak_total();
     if needed <= available {
         return Ok(());
@@ -163,7 +163,7 @@ fn fits_on_host(prediction: &Prediction, ranks: usize, available: usize) -> Resu
 }
 
 /// The host's memory that a rank's step needs, in words.
-pub fn pinned(prediction: &Prediction) -> String {
+pub fn pinned(prediction: &StepNeeds) -> String {
     let purposes = Purpose::ALL.map(|purpose| (purpose, prediction.host_memory.peak(purpose)));
     let purposes = purposes.into_iter().filter(|(_, bytes)| *bytes > 0);
     let purposes: Vec<String> = purposes.map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(bytes))).collect();
@@ -241,7 +241,7 @@ mod tests {
         let host = Device::meta();
         let _state = host.zeros([3 << 20], DType::F32, Purpose::Optimizer).unwrap();
         let (memory, host_memory) = (Device::meta().pool().usage(), host.pool().usage());
-        let prediction = Prediction {
+        let prediction = StepNeeds {
             memory,
             host_memory,
             disk: 0,
@@ -261,7 +261,7 @@ mod tests {
         ] {
             assert!(error.contains(part), "{part}: {error}");
         }
-        let nothing = Prediction { host_memory: memory, ..prediction };
+        let nothing = StepNeeds { host_memory: memory, ..prediction };
         assert!(check_host(&nothing, 1 << 30).is_ok());
     }
 }

@@ -7,7 +7,7 @@ use crate::bench::forecast;
 use crate::config::Resolved;
 use crate::host::{self, ASIDE};
 use crate::limit::at_most;
-use crate::predict::Prediction;
+use crate::predict::StepNeeds;
 use crate::shape::model_spec;
 use crate::{EngineError, Result, room};
 use trainyard_model::Model;
@@ -50,7 +50,7 @@ impl Room {
     }
 
     /// Whether a step with these needs fits.
-    pub fn holds(&self, prediction: &Prediction) -> bool {
+    pub fn holds(&self, prediction: &StepNeeds) -> bool {
         at_most(prediction) <= self.device
             && prediction.host_memory.peak_total() <= self.host
             && prediction.disk <= self.disk
@@ -66,7 +66,7 @@ pub struct Largest {
     /// Its configuration.
     pub resolved: Resolved,
     /// What a step of it needs.
-    pub prediction: Prediction,
+    pub prediction: StepNeeds,
 }
 
 /// The most blocks, up to [`LAYERS_MAX`], with which a step of what `configure` makes of a number

@@ -15,7 +15,6 @@
 //! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in
 //! the program.
 
-mod alike;
 pub mod bench;
 pub mod checkpoint;
 pub mod collectives;
@@ -43,6 +42,7 @@ pub mod predict;
 pub mod rank;
 mod resume;
 mod room;
+mod same_on_all_ranks;
 pub mod schedule;
 pub mod session;
 pub mod shape;

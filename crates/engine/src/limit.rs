@@ -6,14 +6,14 @@
 use crate::Result;
 use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
 use crate::host::{self, ASIDE};
-use crate::predict::{Prediction, predict};
+use crate::predict::{StepNeeds, predict};
 use crate::shape;
 use crate::state::does_not_fit;
 use trainyard_model::{BatchShape, Model, ModelSpec};
 use trainyard_tensor::Purpose;
 
 /// A step's needs under `resolved`, on rank `rank`.
-pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<Prediction> {
+pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
     let model = Model::new(spec.clone())?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
     let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
@@ -24,7 +24,7 @@ pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<
 
 /// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings
 /// fit.
-pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Prediction) -> Result<()> {
+pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &StepNeeds) -> Result<()> {
     match resolved.config.memory.limit {
         Some(limit) => keeps(resolved, spec, rank, prediction, limit.0 as usize, "memory.limit"),
         None => Ok(()),
@@ -37,7 +37,7 @@ pub fn check_machine(
     resolved: &Resolved,
     spec: &ModelSpec,
     rank: u32,
-    prediction: &Prediction,
+    prediction: &StepNeeds,
     ranks: usize,
 ) -> Result<Option<String>> {
     let Some(memory) = host::memory().filter(|_| resolved.config.compute.device == DeviceKind::Cpu) else {
@@ -68,7 +68,7 @@ pub enum Copies {
 
 /// Whether all of `ranks_here` ranks of this host can each keep a copy of their state beside the
 /// step, in `memory.limit` and in what the host has to give.
-pub fn copies(resolved: &Resolved, prediction: &Prediction, ranks_here: usize) -> Copies {
+pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) -> Copies {
     let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
     let step = if on_cpu { at_most(prediction) } else { prediction.host_memory.peak_total() };
     let needed = step + prediction.copy;
@@ -95,7 +95,7 @@ fn keeps(
     resolved: &Resolved,
     spec: &ModelSpec,
     rank: u32,
-    prediction: &Prediction,
+    prediction: &StepNeeds,
     limit: usize,
     what: &str,
 ) -> Result<()> {
@@ -118,7 +118,7 @@ fn keeps(
 
 /// The most that a step holds: its peak in the program's order, and the staging of reductions,
 /// whose lane may meet that peak at any time.
-pub(crate) fn at_most(prediction: &Prediction) -> usize {
+pub(crate) fn at_most(prediction: &StepNeeds) -> usize {
     prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
 }
 

@@ -16,7 +16,7 @@ use trainyard_tensor::{Call, Cost, Device, Purpose, Usage};
 
 /// A step's needs, before it runs.
 #[derive(Clone, Debug)]
-pub struct Prediction {
+pub struct StepNeeds {
     /// Peak bytes per purpose and in total, of a steady step.
     pub memory: Usage,
     /// The same of the host's memory beside a GPU, for what is offloaded to it; nothing elsewhere.
@@ -36,7 +36,7 @@ pub struct Prediction {
 }
 
 /// Executes one rank's `program` once on meta, as the device that the settings name would run it.
-pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<Prediction> {
+pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<StepNeeds> {
     let began = std::time::Instant::now();
     let device = Device::meta_for(settings.computes);
     let tiers = Tiers::nowhere(program);
@@ -56,7 +56,7 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
     let calls = [Some(device), host].into_iter().flatten().flat_map(|device| device.take_calls()).collect();
-    Ok(Prediction { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
+    Ok(StepNeeds { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
 }
 
 /// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it
@@ -71,7 +71,7 @@ pub struct TimePrediction {
     pub basis: String,
 }
 
-impl Prediction {
+impl StepNeeds {
     /// (purpose, predicted peak bytes), largest first, without those that are not used.
     pub fn purposes(&self) -> Vec<(Purpose, usize)> {
         let mut all: Vec<_> = Purpose::ALL.map(|p| (p, self.memory.peak(p))).into();

@@ -1,6 +1,5 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
-use crate::alike;
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
@@ -9,10 +8,11 @@ use crate::limit::{self, Copies, mebibytes};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
-use crate::predict::{Prediction, TimePrediction, predict};
+use crate::predict::{StepNeeds, TimePrediction, predict};
 use crate::rank::{self, Rank, RankSettings};
 use crate::resume;
 use crate::room;
+use crate::same_on_all_ranks;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
@@ -65,7 +65,7 @@ pub struct Session {
     /// The step without and with a snapshot at its end.
     pub programs: [Program; 2],
     /// What a step will need.
-    pub prediction: Prediction,
+    pub prediction: StepNeeds,
     /// Whether checkpoints are written from a copy, while training goes on.
     pub copies_state: bool,
     /// What this host reaches on the threads of all its ranks, or rank 0's GPU; rank 0's to know.
@@ -82,7 +82,7 @@ impl Session {
     /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this
     /// together, as everything here.
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
-        alike::check(config, &world)?;
+        same_on_all_ranks::check(config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
         let folder = from_first(&world, || Ok(new_folder(&resolved)?.into_os_string().into_encoded_bytes()))?;
         let folder =
@@ -128,7 +128,7 @@ impl Session {
     /// its configuration, which keeps them.
     pub fn resume(folder: &Path, sets: &[String], world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let config = Session::configuration(folder, sets)?;
-        alike::check(&config, &world)?;
+        same_on_all_ranks::check(&config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
         // Opening clears what a crash left behind, and brings back a checkpoint whose replacement

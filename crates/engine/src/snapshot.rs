@@ -6,7 +6,7 @@
 //! writes the elements that it holds; so what reads them needs to know nothing of how the writers'
 //! buffers lay.
 
-use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Part, Region, Snapshot};
+use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Region, Snapshot, SnapshotPart};
 use crate::fp8::AmaxHistory;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
@@ -77,7 +77,7 @@ pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'sta
     })
 }
 
-fn parts(rank: &Rank, copies: bool) -> Result<Vec<Part<'static>>> {
+fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
     let (replica, replicas) = rank.replica();
     let share = |range: &Range<usize>| {
         let cut = |part: usize| range.len() * part / replicas;
@@ -98,7 +98,7 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<Part<'static>>> {
         optimizer.extend(region(name, &[elements], share, range, bytes));
     }
     let parts = [(MODEL, model), (OPTIMIZER, optimizer)];
-    Ok(parts.into_iter().map(|(name, regions)| Part { name: name.into(), regions }).collect())
+    Ok(parts.into_iter().map(|(name, regions)| SnapshotPart { name: name.into(), regions }).collect())
 }
 
 /// Bytes of the copy that [`take`] makes.

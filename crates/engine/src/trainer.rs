@@ -4,7 +4,7 @@ use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
 use crate::config::Limits;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::measured::{Kinds, Measured};
-use crate::metrics::beaten::{Beaten, Work};
+use crate::metrics::above_peak::{AbovePeak, Work};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
 use crate::schedule::Schedule;
@@ -147,7 +147,7 @@ struct Run<'s> {
     evaluation: Option<EvaluationMetrics>,
     steps: Vec<StepMetrics>,
     kinds: Kinds,
-    beaten: Beaten,
+    above_peak: AbovePeak,
     last_loss: f64,
     first_step_done_s: Option<f64>,
 }
@@ -239,7 +239,7 @@ impl<'s> Run<'s> {
             evaluation: None,
             steps: Vec::new(),
             kinds: Kinds::default(),
-            beaten: Beaten::default(),
+            above_peak: AbovePeak::default(),
             last_loss: f64::NAN,
             first_step_done_s: None,
         })
@@ -414,7 +414,7 @@ impl<'s> Run<'s> {
 
     fn throughput(&mut self, work: Work) -> Throughput {
         let dtype = compute_dtype(&self.session.resolved);
-        let Run { session, progress, clock, beaten, .. } = self;
+        let Run { session, progress, clock, above_peak, .. } = self;
         let peak = session.peak_flops(dtype);
         let measure = || {
             let again = session.measure_peaks_again()?;
@@ -424,7 +424,7 @@ impl<'s> Run<'s> {
             clock.last_step_end = Instant::now();
             Ok(session.peak_flops(dtype))
         };
-        beaten.rates(work, peak, measure, |text| progress.note(text))
+        above_peak.rates(work, peak, measure, |text| progress.note(text))
     }
 
     /// Stops a run whose steps are skipped one after another, leaving the checkpoint from before.

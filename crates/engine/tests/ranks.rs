@@ -14,7 +14,7 @@ use trainyard_engine::state::Holding;
 use trainyard_engine::world::run;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Model};
 use trainyard_program::{MemoryKind, Program};
-use trainyard_tensor::cpu::{Crew, Isa};
+use trainyard_tensor::cpu::{Isa, LentThreads};
 use trainyard_tensor::{Device, Purpose, Usage};
 
 const LENGTH: usize = 8;
@@ -90,7 +90,7 @@ fn train_rank_with(
     instead: impl Fn(u64) -> Option<Result<Batch, EngineError>> + Sync,
 ) -> Result<End, EngineError> {
     let device = match world.common().filter(|_| resolved.config.parallel.lend_threads) {
-        Some(crew) => Device::cpu_in_crew(Isa::detect(), resolved.threads, None, &crew),
+        Some(lent) => Device::cpu_lending_threads(Isa::detect(), resolved.threads, None, &lent),
         None => Device::cpu(Isa::detect(), resolved.threads, None),
     };
     let spec = shape::model_spec(resolved)?;
@@ -227,7 +227,7 @@ fn threads_that_are_lent_change_no_bit() {
     let train = |more: &str| {
         let resolved = resolved(&[LLAMA, &wide, &[more]].concat());
         let worlds = local::World::new(2);
-        let crew = worlds[0].common::<Crew>().unwrap();
+        let lent = worlds[0].common::<LentThreads>().unwrap();
         // The second rank's batches come late, so the first waits for its gradients.
         let late = |rank: usize| {
             move |_| {
@@ -242,7 +242,7 @@ fn threads_that_are_lent_change_no_bit() {
             });
             ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
         });
-        (losses(&ends), weights(&ends), crew.lent())
+        (losses(&ends), weights(&ends), lent.lent())
     };
     let [lending, alone] = ["parallel.lend_threads=true", "parallel.lend_threads=false"].map(train);
     assert!(lending.2 > 0 && alone.2 == 0, "{} and {} tasks were lent", lending.2, alone.2);

@@ -28,8 +28,8 @@ use crate::price::Known;
 use std::collections::HashMap;
 use std::ops::Range;
 use trainyard_program::{
-    Action, Axis, Collective, Extent, Instruction, Keep, Mesh, Offload, Part, Phase, PipelineSchedule, Placement,
-    Program, ReduceSchedule, Reshard, State, StateBytes,
+    Action, Axis, BackwardPart, Collective, Extent, Instruction, Keep, Mesh, Offload, Phase, PipelineSchedule,
+    Placement, Program, ReduceSchedule, Reshard, State, StateBytes,
 };
 
 /// Kinds of unit, each as one that is of it, and how many there are.
@@ -203,7 +203,7 @@ impl Prices<'_> {
         for unit in range.clone() {
             let keep = keep[unit as usize];
             let pass = |phase, part| self.pass_s(unit, phase, part, keep);
-            let whole = [pass(Phase::Forward, Part::Whole), pass(Phase::Backward, Part::Whole)];
+            let whole = [pass(Phase::Forward, BackwardPart::Whole), pass(Phase::Backward, BackwardPart::Whole)];
             // What the pass's result goes through before the next unit has it; the last one's goes
             // on to another stage, or another micro-batch comes next.
             let after = [Phase::Forward, Phase::Backward].map(|phase| {
@@ -217,8 +217,8 @@ impl Prices<'_> {
             }
             stretch.forward_s += whole[0] + between[0];
             stretch.backward_s += whole[1] + between[1];
-            stretch.input_s += pass(Phase::Backward, Part::Input) + between[1];
-            stretch.weights_s += pass(Phase::Backward, Part::Weights);
+            stretch.input_s += pass(Phase::Backward, BackwardPart::Input) + between[1];
+            stretch.weights_s += pass(Phase::Backward, BackwardPart::Weights);
             let saved = self.known.shape.units[unit as usize].saved_bytes[keep as usize];
             stretch.saved_bytes += saved as f64 / f64::from(tp * cp);
         }
@@ -229,14 +229,14 @@ impl Prices<'_> {
                 let [ring, between] = self.exchanges_s(unit, phase, Keep::InputOnly);
                 ring + between
             });
-            let seconds = |phase| self.pass_s(unit, phase, Part::Whole, least);
+            let seconds = |phase| self.pass_s(unit, phase, BackwardPart::Whole, least);
             let (forward_s, backward_s) = (seconds(Phase::Forward), seconds(Phase::Backward));
             stretch.main = Main { unit, count, forward_s, backward_s, exchange_s };
         }
         stretch
     }
 
-    fn pass_s(&self, unit: u32, phase: Phase, part: Part, keep: Keep) -> f64 {
+    fn pass_s(&self, unit: u32, phase: Phase, part: BackwardPart, keep: Keep) -> f64 {
         let micro_batch = 0;
         let action = match phase {
             Phase::Forward => Action::Forward { unit, micro_batch, keep },

@@ -11,7 +11,7 @@ use trainyard_sim::{RankTime, Span};
 /// What time is spent on.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Part {
+pub enum TimeCategory {
     /// Forwards.
     Forward,
     /// Backwards, with what they repeat.
@@ -40,75 +40,75 @@ pub enum Part {
     Beside,
 }
 
-impl Part {
+impl TimeCategory {
     /// Every part, in the order of displays.
-    pub const ALL: [Part; 13] = [
-        Part::Forward,
-        Part::Backward,
-        Part::Update,
-        Part::Slowed,
-        Part::Gather,
-        Part::Reduce,
-        Part::Tensor,
-        Part::Context,
-        Part::Expert,
-        Part::Pipeline,
-        Part::Data,
-        Part::Host,
-        Part::Beside,
+    pub const ALL: [TimeCategory; 13] = [
+        TimeCategory::Forward,
+        TimeCategory::Backward,
+        TimeCategory::Update,
+        TimeCategory::Slowed,
+        TimeCategory::Gather,
+        TimeCategory::Reduce,
+        TimeCategory::Tensor,
+        TimeCategory::Context,
+        TimeCategory::Expert,
+        TimeCategory::Pipeline,
+        TimeCategory::Data,
+        TimeCategory::Host,
+        TimeCategory::Beside,
     ];
 
     /// In words.
     pub const fn words(self) -> &'static str {
         match self {
-            Part::Forward => "forward",
-            Part::Backward => "backward",
-            Part::Update => "update",
-            Part::Slowed => "compute slowed by communication beside it",
-            Part::Gather => "waiting for parameters to be gathered",
-            Part::Reduce => "waiting for gradients to be summed",
-            Part::Tensor => "tensor-parallel exchanges",
-            Part::Context => "context-parallel exchanges",
-            Part::Expert => "expert-parallel exchanges",
-            Part::Pipeline => "waiting for other pipeline stages",
-            Part::Data => "waiting for data",
-            Part::Host => "waiting for host memory",
-            Part::Beside => "starting and ending the step",
+            TimeCategory::Forward => "forward",
+            TimeCategory::Backward => "backward",
+            TimeCategory::Update => "update",
+            TimeCategory::Slowed => "compute slowed by communication beside it",
+            TimeCategory::Gather => "waiting for parameters to be gathered",
+            TimeCategory::Reduce => "waiting for gradients to be summed",
+            TimeCategory::Tensor => "tensor-parallel exchanges",
+            TimeCategory::Context => "context-parallel exchanges",
+            TimeCategory::Expert => "expert-parallel exchanges",
+            TimeCategory::Pipeline => "waiting for other pipeline stages",
+            TimeCategory::Data => "waiting for data",
+            TimeCategory::Host => "waiting for host memory",
+            TimeCategory::Beside => "starting and ending the step",
         }
     }
 
     /// Whether the device computes meanwhile.
     pub const fn is_work(self) -> bool {
-        matches!(self, Part::Forward | Part::Backward | Part::Update)
+        matches!(self, TimeCategory::Forward | TimeCategory::Backward | TimeCategory::Update)
     }
 
     /// What `action` is spent on.
-    pub(crate) fn of(action: &Action) -> Part {
+    pub(crate) fn of(action: &Action) -> TimeCategory {
         match action {
-            Action::Forward { .. } => Part::Forward,
-            Action::Backward { .. } => Part::Backward,
-            Action::Fold { .. } | Action::Clip | Action::Update { .. } => Part::Update,
-            Action::Gather { .. } | Action::Release { .. } => Part::Gather,
-            Action::Reduce { .. } | Action::Tie { .. } | Action::Count => Part::Reduce,
-            Action::Exchange { axis: Axis::Context, .. } => Part::Context,
-            Action::Exchange { axis: Axis::Expert, .. } => Part::Expert,
-            Action::Exchange { .. } => Part::Tensor,
-            Action::Send { .. } | Action::Recv { .. } => Part::Pipeline,
-            Action::Load { .. } => Part::Data,
-            Action::Fetch { .. } | Action::Evict { .. } | Action::Snapshot => Part::Host,
+            Action::Forward { .. } => TimeCategory::Forward,
+            Action::Backward { .. } => TimeCategory::Backward,
+            Action::Fold { .. } | Action::Clip | Action::Update { .. } => TimeCategory::Update,
+            Action::Gather { .. } | Action::Release { .. } => TimeCategory::Gather,
+            Action::Reduce { .. } | Action::Tie { .. } | Action::Count => TimeCategory::Reduce,
+            Action::Exchange { axis: Axis::Context, .. } => TimeCategory::Context,
+            Action::Exchange { axis: Axis::Expert, .. } => TimeCategory::Expert,
+            Action::Exchange { .. } => TimeCategory::Tensor,
+            Action::Send { .. } | Action::Recv { .. } => TimeCategory::Pipeline,
+            Action::Load { .. } => TimeCategory::Data,
+            Action::Fetch { .. } | Action::Evict { .. } | Action::Snapshot => TimeCategory::Host,
         }
     }
 }
 
 /// Seconds by part; together they are the step.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
-pub struct Breakdown(pub Vec<(Part, f64)>);
+pub struct Breakdown(pub Vec<(TimeCategory, f64)>);
 
 impl Breakdown {
     /// Of one rank, from when each instruction of its program ran, in a step of `step_s`.
     pub fn of(program: &Program, time: &RankTime, step_s: f64) -> Breakdown {
         let (spans, streams) = (&time.spans, Streams::new(program));
-        let mut seconds = [0.0; Part::ALL.len()];
+        let mut seconds = [0.0; TimeCategory::ALL.len()];
         let mut now = 0.0;
         for (number, instruction) in program.instructions.iter().enumerate() {
             if instruction.action.lane() != Lane::Compute {
@@ -117,30 +117,30 @@ impl Breakdown {
             let Span { start_s: start, end_s: end } = spans[number];
             if start > now {
                 let part = last_before(&streams, spans, number)
-                    .map_or(Part::Beside, |last| waited_for(program, &streams, spans, last));
+                    .map_or(TimeCategory::Beside, |last| waited_for(program, &streams, spans, last));
                 seconds[part as usize] += start - now;
             }
-            seconds[Part::of(&instruction.action) as usize] += end - start.max(now);
+            seconds[TimeCategory::of(&instruction.action) as usize] += end - start.max(now);
             now = end.max(now);
         }
         let ended = (0..spans.len()).max_by(|a, b| spans[*a].end_s.total_cmp(&spans[*b].end_s));
         if let Some(ended) = ended.filter(|ended| spans[*ended].end_s > now) {
-            seconds[Part::of(&program.instructions[ended].action) as usize] += spans[ended].end_s - now;
+            seconds[TimeCategory::of(&program.instructions[ended].action) as usize] += spans[ended].end_s - now;
             now = spans[ended].end_s;
         }
-        seconds[Part::Beside as usize] += (step_s - now).max(0.0);
-        let passes = seconds[Part::Forward as usize] + seconds[Part::Backward as usize];
+        seconds[TimeCategory::Beside as usize] += (step_s - now).max(0.0);
+        let passes = seconds[TimeCategory::Forward as usize] + seconds[TimeCategory::Backward as usize];
         let slowed = time.interference_s.min(passes);
         if slowed > 0.0 {
-            seconds[Part::Forward as usize] *= 1.0 - slowed / passes;
-            seconds[Part::Backward as usize] *= 1.0 - slowed / passes;
-            seconds[Part::Slowed as usize] = slowed;
+            seconds[TimeCategory::Forward as usize] *= 1.0 - slowed / passes;
+            seconds[TimeCategory::Backward as usize] *= 1.0 - slowed / passes;
+            seconds[TimeCategory::Slowed as usize] = slowed;
         }
-        Breakdown(Part::ALL.into_iter().zip(seconds).filter(|(_, seconds)| *seconds > 0.0).collect())
+        Breakdown(TimeCategory::ALL.into_iter().zip(seconds).filter(|(_, seconds)| *seconds > 0.0).collect())
     }
 
     /// Seconds of one part.
-    pub fn seconds(&self, part: Part) -> f64 {
+    pub fn seconds(&self, part: TimeCategory) -> f64 {
         self.0.iter().find(|(p, _)| *p == part).map_or(0.0, |(_, seconds)| *seconds)
     }
 
@@ -163,7 +163,7 @@ fn last_before(streams: &Streams<'_>, spans: &[Span], number: usize) -> Option<u
 
 /// A collective that began late because of another lane is not to blame itself: a gather that
 /// waited for a fetch waited for the host.
-fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> Part {
+fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> TimeCategory {
     let instruction = &program.instructions[number];
     let Span { start_s: start, end_s: end } = spans[number];
     match last_before(streams, spans, number) {
@@ -172,8 +172,8 @@ fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: 
                 && spans[before].end_s >= start - 1e-12
                 && spans[before].end_s - spans[before].start_s > end - start =>
         {
-            Part::Host
+            TimeCategory::Host
         }
-        _ => Part::of(&instruction.action),
+        _ => TimeCategory::of(&instruction.action),
     }
 }

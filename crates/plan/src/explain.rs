@@ -1,7 +1,7 @@
 //! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the
 //! best would do.
 
-use crate::{Memory, Objective, Part, Plan};
+use crate::{Memory, Objective, Plan, TimeCategory};
 
 /// A change of one choice of the best plan, simulated.
 #[derive(Clone, PartialEq, Debug)]
@@ -70,10 +70,10 @@ fn bound(best: &Plan) -> String {
         Some((part, seconds)) if *seconds > 0.3 * total => format!(
             "It is bound by {}: {} of the step go into {}, while the device computes for {}.",
             match part {
-                Part::Pipeline => "its pipeline",
-                Part::Data => "its data",
-                Part::Host => "the link to host memory",
-                Part::Beside => "what happens between steps",
+                TimeCategory::Pipeline => "its pipeline",
+                TimeCategory::Data => "its data",
+                TimeCategory::Host => "the link to host memory",
+                TimeCategory::Beside => "what happens between steps",
                 _ => "communication",
             },
             percent(*seconds, total),
@@ -131,8 +131,8 @@ fn loses(best: &Plan, next: &Plan, objective: Objective) -> String {
         Objective::Cost => f64::from(plan.candidate.mesh.ranks()),
     };
     let price = |plan: &Plan| devices(plan) * plan.step_s;
-    let spent = |plan: &Plan, part: Part| devices(plan) * plan.breakdown.seconds(part);
-    let mut parts: Vec<(Part, f64)> = Part::ALL
+    let spent = |plan: &Plan, part: TimeCategory| devices(plan) * plan.breakdown.seconds(part);
+    let mut parts: Vec<(TimeCategory, f64)> = TimeCategory::ALL
         .into_iter()
         .map(|part| (part, spent(next, part) - spent(best, part)))
         .filter(|(_, seconds)| seconds.abs() > 0.002 * price(best))
@@ -165,7 +165,7 @@ mod tests {
     use trainyard_program::{MemoryKind, Mesh};
     use trainyard_sim::Format;
 
-    fn plan(layout: &str, parts: &[(Part, f64)]) -> Plan {
+    fn plan(layout: &str, parts: &[(TimeCategory, f64)]) -> Plan {
         let breakdown = Breakdown(parts.to_vec());
         Plan {
             candidate: Candidate::plain(Mesh::default(), 1, 1, Format::Bf16),
@@ -188,8 +188,10 @@ mod tests {
 
     #[test]
     fn reasons_name_what_bounds_and_what_the_next_loses() {
-        let best = plan("tp 8", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Pipeline, 1.0)]);
-        let next = plan("tp 4", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Gather, 2.0)]);
+        let best =
+            plan("tp 8", &[(TimeCategory::Forward, 3.0), (TimeCategory::Backward, 6.0), (TimeCategory::Pipeline, 1.0)]);
+        let next =
+            plan("tp 4", &[(TimeCategory::Forward, 3.0), (TimeCategory::Backward, 6.0), (TimeCategory::Gather, 2.0)]);
         let neighbours = [
             Neighbour { words: "no checkpointing".into(), relative: 0.9, bytes: 100 << 30 },
             Neighbour { words: "micro-batch 2".into(), relative: 1.021, bytes: 72 << 30 },
@@ -206,7 +208,7 @@ mod tests {
                  1.00 s less waiting for other pipeline stages.",
             ]
         );
-        let slow = plan("dp", &[(Part::Forward, 1.0), (Part::Reduce, 3.0)]);
+        let slow = plan("dp", &[(TimeCategory::Forward, 1.0), (TimeCategory::Reduce, 3.0)]);
         assert!(
             reasons(&[slow], &[], 1 << 30, Objective::Speed)[0]
                 .starts_with("It is bound by communication: 75 % of the step go into waiting for grad")
@@ -217,8 +219,12 @@ mod tests {
     /// A next best of twice the devices that took half the time was said to take as long.
     #[test]
     fn the_next_best_of_the_cheapest_loses_money_not_time() {
-        let best = plan("dp 1", &[(Part::Forward, 3.0), (Part::Backward, 6.0), (Part::Beside, 1.0)]);
-        let mut next = plan("shard 2", &[(Part::Forward, 1.5), (Part::Backward, 3.0), (Part::Beside, 1.0)]);
+        let best =
+            plan("dp 1", &[(TimeCategory::Forward, 3.0), (TimeCategory::Backward, 6.0), (TimeCategory::Beside, 1.0)]);
+        let mut next = plan(
+            "shard 2",
+            &[(TimeCategory::Forward, 1.5), (TimeCategory::Backward, 3.0), (TimeCategory::Beside, 1.0)],
+        );
         next.candidate.mesh = Mesh::data(1, 2);
         let neighbours = [Neighbour { words: "no offload".into(), relative: 0.9, bytes: 100 << 30 }];
         let said = reasons(&[best, next], &neighbours, 79 << 30, Objective::Cost);

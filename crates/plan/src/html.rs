@@ -4,7 +4,7 @@
 use crate::explain::{duration, size};
 use crate::svg::{Mark, Point, Scatter, escaped, scatter};
 use crate::table::{cells, count, heading, titles};
-use crate::{Answer, MemorySeries, Request, Step, timeline};
+use crate::{Answer, MemorySeries, PricedStep, Request, timeline};
 use std::fmt::Write as _;
 
 /// What a page is made of.
@@ -14,7 +14,7 @@ pub struct Page<'a> {
     /// What was found.
     pub answer: &'a Answer,
     /// The step that the timeline shows, and the number of its plan counted from 1.
-    pub step: (&'a Step, usize),
+    pub step: (&'a PricedStep, usize),
     /// Memory of each of its programs.
     pub memory: &'a [MemorySeries],
     /// The best plans of other numbers of devices, for cost against throughput: devices, tokens per

@@ -28,11 +28,11 @@ pub mod timeline;
 mod what_if;
 
 pub use answer::{Answer, Counts, Memory, Outline, Plan};
-pub use breakdown::{Breakdown, Part};
+pub use breakdown::{Breakdown, TimeCategory};
 pub use candidate::{Candidate, Checkpointing, Layout, state_bytes};
 pub use nearest::PlanError;
 pub use planner::{Facts, plan, step};
-pub use price::{MemorySeries, Pricer, Step};
+pub use price::{MemorySeries, PricedStep, Pricer};
 pub use request::{Limits, Objective, Request};
 pub use search::Budget;
 pub use space::{Extent, Fixed, Mode};

@@ -6,11 +6,11 @@ use crate::search::{Bound, Found, Saving, Search};
 use crate::space::candidates;
 use crate::{
     Answer, Breakdown, Candidate, Checkpointing, Counts, Layout, Memory, MemorySeries, Outline, Plan, PlanError,
-    Pricer, Request, Step,
+    PricedStep, Pricer, Request,
 };
 use std::collections::HashMap;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Program, Tier};
-use trainyard_sim::{Constants, Family, Stack};
+use trainyard_sim::{Constants, Generation, Stack};
 
 /// Facts that prices rest on.
 #[derive(Clone, Debug)]
@@ -222,7 +222,7 @@ impl<'a> Planner<'a> {
         })
     }
 
-    fn memory(&self, step: &Step) -> Memory {
+    fn memory(&self, step: &PricedStep) -> Memory {
         let fullest = (0..step.memory.len())
             .max_by(|a, b| step.memory[*a].peak_bytes.total_cmp(&step.memory[*b].peak_bytes).then(b.cmp(a)))
             .expect("a step has ranks");
@@ -257,7 +257,7 @@ impl<'a> Planner<'a> {
 
 /// The step of `candidate`, with the memory of each of its programs over time; None when there is
 /// no lowering for it.
-pub fn step(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<(Step, Vec<MemorySeries>)> {
+pub fn step(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<(PricedStep, Vec<MemorySeries>)> {
     let pricer = Pricer::new(request, &[*candidate], &facts.stack, &facts.constants);
     let step = pricer.step(candidate)?;
     let memory = pricer.memory_over_time(candidate, &step);
@@ -278,7 +278,7 @@ fn instruction_words(program: &Program, number: usize) -> String {
 }
 
 /// Of the stage whose compute lane works longest: the others wait for it.
-fn breakdown(step: &Step) -> Breakdown {
+fn breakdown(step: &PricedStep) -> Breakdown {
     let compute = trainyard_program::Lane::Compute as usize;
     let longest = (0..step.times.len())
         .max_by(|a, b| step.times[*a].busy_s[compute].total_cmp(&step.times[*b].busy_s[compute]).then(b.cmp(a)))
@@ -347,6 +347,6 @@ impl Request {
 
     /// Whether devices have a host with memory of its own.
     pub fn has_host_tier(&self) -> bool {
-        self.cluster.device.family != Family::Cpu
+        self.cluster.device.family != Generation::Cpu
     }
 }

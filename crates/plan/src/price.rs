@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use trainyard_program::{MemoryKind, ModelShape, Program, lower_rank};
 use trainyard_sim::transformer::{Units, Workload};
-use trainyard_sim::{Constants, Costs, Family, Format, MemoryUse, RankTime, Stack, memory, own_units, simulate};
+use trainyard_sim::{Constants, Costs, Format, Generation, MemoryUse, RankTime, Stack, memory, own_units, simulate};
 use trainyard_tensor::DType;
 
 /// What candidates share whose micro-batch costs a rank the same.
@@ -103,7 +103,7 @@ pub struct Pricer<'a> {
 
 /// A candidate's step: the programs of the ranks that differ, when their instructions ran, what
 /// they held.
-pub struct Step {
+pub struct PricedStep {
     /// One per pipeline stage.
     pub programs: Vec<Program>,
     /// When their instructions ran.
@@ -186,7 +186,7 @@ impl<'a> Pricer<'a> {
     }
 
     /// Lowers and simulates; None when there is no lowering for it.
-    pub fn step(&self, candidate: &Candidate) -> Option<Step> {
+    pub fn step(&self, candidate: &Candidate) -> Option<PricedStep> {
         let known = self.known(candidate);
         let Known { shape, costs } = known;
         let mut strategy = candidate.strategy(shape.units.len());
@@ -197,7 +197,7 @@ impl<'a> Pricer<'a> {
         let simulated = simulate(&programs, costs).ok()?;
         let memory =
             programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, costs)).collect();
-        Some(Step { programs, times: simulated.ranks, memory, step_s: simulated.step_s })
+        Some(PricedStep { programs, times: simulated.ranks, memory, step_s: simulated.step_s })
     }
 
     /// The price that the search compares.
@@ -220,7 +220,7 @@ impl<'a> Pricer<'a> {
     pub fn with_overhead(&self, bytes: f64) -> u64 {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
-            Family::Cpu => bytes as u64,
+            Generation::Cpu => bytes as u64,
             _ => (bytes * (1.0 + constants.fragmentation) + 1e9 * constants.context_gb) as u64,
         }
     }
@@ -230,7 +230,7 @@ impl<'a> Pricer<'a> {
     }
 
     /// Memory of each program of `step` over time.
-    pub fn memory_over_time(&self, candidate: &Candidate, step: &Step) -> Vec<MemorySeries> {
+    pub fn memory_over_time(&self, candidate: &Candidate, step: &PricedStep) -> Vec<MemorySeries> {
         let costs = &self.known(candidate).costs;
         step.programs.iter().zip(&step.times).map(|(program, time)| MemorySeries::of(program, time, costs)).collect()
     }

@@ -110,7 +110,7 @@ impl Request {
             kv_heads: self.model.kv_heads,
             experts: self.model.experts.map_or(1, |experts| experts.count),
             formats: self.formats.clone(),
-            host_tier: self.cluster.device.family != trainyard_sim::Family::Cpu,
+            host_tier: self.cluster.device.family != trainyard_sim::Generation::Cpu,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! A simulated step over time: as a trace that Perfetto and chrome://tracing open, with memory as
 //! counters, and as an SVG of lanes.
 
-use crate::breakdown::Part;
+use crate::breakdown::TimeCategory;
 use crate::svg::{escaped, short, ticks};
-use crate::{MemorySeries, Step};
+use crate::{MemorySeries, PricedStep};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use trainyard_program::{Action, Lane, MemoryKind, Program};
@@ -11,7 +11,7 @@ use trainyard_sim::Span;
 
 /// The trace in Chrome's trace event format, times in microseconds: a process per pipeline stage, a
 /// thread per lane, a counter of memory by kind. `memory` is that of each program of `step`.
-pub fn trace(step: &Step, memory: &[MemorySeries]) -> Value {
+pub fn trace(step: &PricedStep, memory: &[MemorySeries]) -> Value {
     let mut events = Vec::new();
     for (stage, (program, time)) in step.programs.iter().zip(&step.times).enumerate() {
         let name = format!("rank {} (stage {stage})", program.rank);
@@ -59,7 +59,7 @@ const STAGES_MAX: usize = 16;
 
 /// The lanes of the rank that works longest, the compute lanes of other stages below them, and its
 /// memory.
-pub fn svg(step: &Step, memory: &[MemorySeries]) -> String {
+pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
     let compute = Lane::Compute as usize;
     let Some(longest) = (0..step.times.len())
         .max_by(|a, b| step.times[*a].busy_s[compute].total_cmp(&step.times[*b].busy_s[compute]).then(b.cmp(a)))
@@ -118,11 +118,11 @@ pub fn svg(step: &Step, memory: &[MemorySeries]) -> String {
 
 /// Spans of a lane as stretches of one colour; what is narrower than a third of a pixel goes with
 /// what is beside it.
-fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f64) -> Vec<(Part, f64, f64)> {
+fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f64) -> Vec<(TimeCategory, f64, f64)> {
     const NARROW: f64 = 0.33;
-    let mut blocks: Vec<(Part, f64, f64)> = Vec::new();
+    let mut blocks: Vec<(TimeCategory, f64, f64)> = Vec::new();
     for number in program.on_lane(lane) {
-        let part = Part::of(&program.instructions[number].action);
+        let part = TimeCategory::of(&program.instructions[number].action);
         let (from, to) = (px(spans[number].start_s), px(spans[number].end_s));
         match blocks.last_mut() {
             Some(last) if from - last.2 < NARROW && (part == last.0 || to - from < NARROW) => last.2 = last.2.max(to),
@@ -134,16 +134,16 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f6
 }
 
 /// The class that the page's style colours.
-fn class(part: Part) -> &'static str {
+fn class(part: TimeCategory) -> &'static str {
     match part {
-        Part::Forward => "forward",
-        Part::Backward => "backward",
-        Part::Update => "update",
-        Part::Gather => "gather",
-        Part::Reduce => "reduce",
-        Part::Tensor | Part::Context | Part::Expert => "exchange",
-        Part::Pipeline => "pipeline",
-        Part::Slowed | Part::Data | Part::Host | Part::Beside => "host",
+        TimeCategory::Forward => "forward",
+        TimeCategory::Backward => "backward",
+        TimeCategory::Update => "update",
+        TimeCategory::Gather => "gather",
+        TimeCategory::Reduce => "reduce",
+        TimeCategory::Tensor | TimeCategory::Context | TimeCategory::Expert => "exchange",
+        TimeCategory::Pipeline => "pipeline",
+        TimeCategory::Slowed | TimeCategory::Data | TimeCategory::Host | TimeCategory::Beside => "host",
     }
 }
 

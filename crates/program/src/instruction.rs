@@ -19,7 +19,7 @@ pub enum Keep {
 /// Which gradients a backward computes; zero-bubble schedules do the halves apart.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Part {
+pub enum BackwardPart {
     /// Those of the input and of the weights.
     #[default]
     Whole,
@@ -121,7 +121,7 @@ pub enum Action {
         /// On which micro-batch.
         micro_batch: u32,
         /// Which gradients.
-        part: Part,
+        part: BackwardPart,
     },
     /// Folds a micro-batch's gradient of a unit into those before it along a binary tree: while the
     /// lowest two buffers stand for equally many micro-batches, the later is added to the earlier

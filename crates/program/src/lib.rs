@@ -27,7 +27,7 @@ mod update;
 mod windows;
 
 pub use check::{CheckError, Deadlock, check, check_ranks};
-pub use instruction::{Action, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Part, Phase, State};
+pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use lower::{lower, lower_rank};
 pub use memory::{LaneSummary, Memory, Report};
 pub use mesh::{Axis, Coordinates, Group, Mesh};

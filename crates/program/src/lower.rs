@@ -18,7 +18,7 @@ use crate::sizes::Sizes;
 use crate::strategy::validate;
 use crate::windows::{GradientSpan, Stay, Window, activation_trips, gradient_spans, gradient_stays, parameter_windows};
 use crate::{
-    Action, Axis, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Part, Phase, Placement, Program,
+    Action, Axis, BackwardPart, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Phase, Placement, Program,
     ReduceSchedule, Reshard, State, Strategy, StrategyError,
 };
 
@@ -357,7 +357,7 @@ impl<'a> Lowering<'a> {
             pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(received));
         }
         let lowest = self.program.stages[0].start;
-        if phase == Phase::Backward && part != Part::Input && unit == lowest {
+        if phase == Phase::Backward && part != BackwardPart::Input && unit == lowest {
             pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
         }
         if self.sizes.placement.fresh_gradients == Fresh::InPlace {
@@ -386,7 +386,7 @@ impl<'a> Lowering<'a> {
         giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last])
     }
 
-    fn pass_with_activations(&self, phase: Phase, part: Part, unit: u32, micro_batch: u32) -> Instruction {
+    fn pass_with_activations(&self, phase: Phase, part: BackwardPart, unit: u32, micro_batch: u32) -> Instruction {
         let (saved, everything) = (self.sizes.saved(unit), self.sizes.everything(unit));
         let recomputed = everything.saturating_sub(saved);
         let backward = Instruction::new(Action::Backward { unit, micro_batch, part });
@@ -395,17 +395,17 @@ impl<'a> Lowering<'a> {
                 let keep = self.sizes.keep(unit);
                 Instruction::new(Action::Forward { unit, micro_batch, keep }).taking(MemoryKind::Activations, saved)
             }
-            (_, Part::Whole) => backward.giving_back(MemoryKind::Activations, saved).working(recomputed),
+            (_, BackwardPart::Whole) => backward.giving_back(MemoryKind::Activations, saved).working(recomputed),
             // What the first half recomputes, the second half reads too.
-            (_, Part::Input) => backward.taking(MemoryKind::Activations, recomputed),
-            (_, Part::Weights) => backward.giving_back(MemoryKind::Activations, saved + recomputed),
+            (_, BackwardPart::Input) => backward.taking(MemoryKind::Activations, recomputed),
+            (_, BackwardPart::Weights) => backward.giving_back(MemoryKind::Activations, saved + recomputed),
         }
     }
 
     /// What the input of pass `at` waits for.
     pub(crate) fn inputs(&self, at: usize) -> Vec<u32> {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
-        if part == Part::Weights {
+        if part == BackwardPart::Weights {
             return Vec::new();
         }
         let before = at.checked_sub(1).map_or(self.counted, |before| self.ran[before]);
@@ -430,7 +430,7 @@ impl<'a> Lowering<'a> {
     /// The collectives inside the unit, and the send of its result to the next stage.
     fn pass_on(&mut self, at: usize) {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
-        if part == Part::Weights {
+        if part == BackwardPart::Weights {
             return;
         }
         let exchange = self.exchange(at);
@@ -577,7 +577,7 @@ fn sums_needed<'a>(
 /// Whether a pass's input comes from another stage.
 fn crosses_in(program: &Program, pass: &Pass) -> bool {
     match (pass.phase, pass.part) {
-        (_, Part::Weights) => false,
+        (_, BackwardPart::Weights) => false,
         (Phase::Forward, _) => pass.unit > 0 && program.stages.iter().any(|stretch| stretch.start == pass.unit),
         (Phase::Backward, _) => {
             pass.unit < program.loss_unit() && program.stages.iter().any(|stretch| stretch.end == pass.unit + 1)

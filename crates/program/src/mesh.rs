@@ -55,9 +55,9 @@ pub struct Coordinates {
     pub dp_replicate: u32,
     /// Place in the shard axis.
     pub dp_shard: u32,
-    /// Part of the sequence.
+    /// BackwardPart of the sequence.
     pub cp: u32,
-    /// Part of the products.
+    /// BackwardPart of the products.
     pub tp: u32,
 }
 

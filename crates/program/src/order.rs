@@ -1,6 +1,6 @@
 //! The order in which a rank runs its units forward and backward, and how a pipeline is cut.
 
-use crate::{Mesh, Part, Phase, PipelineSchedule, Strategy};
+use crate::{BackwardPart, Mesh, Phase, PipelineSchedule, Strategy};
 use std::ops::Range;
 
 /// One run of a unit on a micro-batch.
@@ -9,7 +9,7 @@ pub struct Pass {
     /// Forward or backward.
     pub phase: Phase,
     /// Which half of a backward.
-    pub part: Part,
+    pub part: BackwardPart,
     /// Which unit.
     pub unit: u32,
     /// On which micro-batch.
@@ -23,7 +23,7 @@ pub struct Turn {
     /// Forward or backward.
     pub phase: Phase,
     /// Which half of a backward.
-    pub part: Part,
+    pub part: BackwardPart,
     /// Which of the stage's stretches.
     pub chunk: usize,
     /// Which micro-batch.
@@ -94,7 +94,7 @@ fn units_of(turn: &Turn, stretch: &Range<u32>) -> Vec<Pass> {
 }
 
 fn plain(phase: Phase, micro_batch: u32) -> Turn {
-    Turn { phase, part: Part::Whole, chunk: 0, micro_batch }
+    Turn { phase, part: BackwardPart::Whole, chunk: 0, micro_batch }
 }
 
 /// Each micro-batch forward and then backward: what a rank does that holds all units.
@@ -125,7 +125,7 @@ fn interleaved(phase: Phase, number: u32, stages: u32, chunks: u32) -> Turn {
         Phase::Forward => place / stages,
         Phase::Backward => chunks - 1 - place / stages,
     };
-    Turn { phase, part: Part::Whole, chunk: chunk as usize, micro_batch: round * stages + place % stages }
+    Turn { phase, part: BackwardPart::Whole, chunk: chunk as usize, micro_batch: round * stages + place % stages }
 }
 
 /// ZB-H1: gradients of weights come `late` backwards after those of inputs, which fills the stage's
@@ -137,8 +137,8 @@ fn weights_later(turns: &[Turn], late: u32) -> Vec<Turn> {
         match turn.phase {
             Phase::Forward => all.push(*turn),
             Phase::Backward => {
-                all.push(Turn { part: Part::Input, ..*turn });
-                waiting.push_back(Turn { part: Part::Weights, ..*turn });
+                all.push(Turn { part: BackwardPart::Input, ..*turn });
+                waiting.push_back(Turn { part: BackwardPart::Weights, ..*turn });
                 if waiting.len() > late as usize {
                     all.extend(waiting.pop_front());
                 }

@@ -1,6 +1,6 @@
 //! Programs as text.
 
-use crate::{Action, Effect, Instruction, Keep, Memory, Part, Phase, Program, State};
+use crate::{Action, BackwardPart, Effect, Instruction, Keep, Memory, Phase, Program, State};
 use std::fmt;
 
 impl fmt::Display for Program {
@@ -112,9 +112,9 @@ fn describe(program: &Program, action: Action) -> String {
         }
         Action::Backward { unit, micro_batch, part } => {
             let part = match part {
-                Part::Whole => "",
-                Part::Input => ", of the input",
-                Part::Weights => ", of the weights",
+                BackwardPart::Whole => "",
+                BackwardPart::Input => ", of the input",
+                BackwardPart::Weights => ", of the weights",
             };
             format!("{name} {} {micro_batch}{part}", unit_name(unit))
         }

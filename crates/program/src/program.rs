@@ -1,6 +1,6 @@
 //! One rank's step.
 
-use crate::{Action, Effect, Instruction, Lane, Mesh, Offload, Part, Phase, Placement, State, Tier};
+use crate::{Action, BackwardPart, Effect, Instruction, Lane, Mesh, Offload, Phase, Placement, State, Tier};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -114,10 +114,10 @@ impl Program {
     /// Whether a pass over `unit` adds to the gradients of the units it reads: a backward that
     /// differentiates weights, and the loss's forward, which differentiates while it has the logits
     /// (in a pipeline, whose schedules part forwards from backwards, its backward does).
-    pub fn adds_gradients(&self, unit: u32, phase: Phase, part: Part) -> bool {
+    pub fn adds_gradients(&self, unit: u32, phase: Phase, part: BackwardPart) -> bool {
         match phase {
             Phase::Forward => unit == self.loss_unit() && self.mesh.pp == 1,
-            Phase::Backward => part != Part::Input,
+            Phase::Backward => part != BackwardPart::Input,
         }
     }
 }

@@ -2,7 +2,7 @@
 //! and when gradients begin and end.
 
 use crate::order::Pass;
-use crate::{Part, Phase, Reshard};
+use crate::{BackwardPart, Phase, Reshard};
 
 /// From the first to the last pass that uses a unit's parameters without letting go of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -151,7 +151,7 @@ pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Ve
     for (at, pass) in passes.iter().enumerate() {
         match pass.phase {
             Phase::Forward => forwards[place(pass)] = at,
-            Phase::Backward if pass.part == Part::Weights => {}
+            Phase::Backward if pass.part == BackwardPart::Weights => {}
             Phase::Backward => {
                 let forward = forwards[place(pass)];
                 trips[forward] = (at - forward > reach).then_some(at);

@@ -91,14 +91,14 @@ impl Cluster {
 
 /// What nodes of `device` are usually joined by: the network of the vendor's own systems.
 pub fn usual_network(device: &Device) -> &'static str {
-    use crate::profile::Family;
+    use crate::profile::Generation;
     match device.family {
-        Family::Volta => "edr-1",
-        Family::Ampere if device.link_gb_s > 100.0 => "hdr-8",
-        Family::Hopper if device.link_gb_s > 100.0 => "ndr-8",
-        Family::Blackwell => "ndr-8",
-        Family::Cdna3 => "ndr-8",
-        Family::Cpu | Family::Ada | Family::Ampere | Family::Hopper => "ethernet-25g",
+        Generation::Volta => "edr-1",
+        Generation::Ampere if device.link_gb_s > 100.0 => "hdr-8",
+        Generation::Hopper if device.link_gb_s > 100.0 => "ndr-8",
+        Generation::Blackwell => "ndr-8",
+        Generation::Cdna3 => "ndr-8",
+        Generation::Cpu | Generation::Ada | Generation::Ampere | Generation::Hopper => "ethernet-25g",
     }
 }
 

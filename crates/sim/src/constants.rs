@@ -4,7 +4,7 @@
 //! They lie in `data/constants.toml`; `cargo xtask validate --fit` fits those of the table `fitted`
 //! on the sources that the file names and on no others. docs/cost-model.md derives each one.
 
-use crate::profile::Family;
+use crate::profile::Generation;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -61,7 +61,7 @@ pub struct Constants {
     pub fragmentation: f64,
     /// What it holds beyond what is used while there is room, when its segments do not grow.
     pub cached: f64,
-    attention: BTreeMap<AttentionKind, BTreeMap<Family, Shares>>,
+    attention: BTreeMap<AttentionKind, BTreeMap<Generation, Shares>>,
 }
 
 /// Which attention kernel.
@@ -91,7 +91,7 @@ struct File {
     fitted_on: Vec<String>,
     fitted: BTreeMap<String, f64>,
     assumed: BTreeMap<String, f64>,
-    attention: BTreeMap<AttentionKind, BTreeMap<Family, Shares>>,
+    attention: BTreeMap<AttentionKind, BTreeMap<Generation, Shares>>,
 }
 
 impl Constants {
@@ -101,20 +101,20 @@ impl Constants {
     }
 
     /// Sustained over best measured rate of products.
-    pub fn sustained(&self, family: Family) -> f64 {
+    pub fn sustained(&self, family: Generation) -> f64 {
         match family {
-            Family::Volta => self.sustained_volta,
-            Family::Ampere => self.sustained_ampere,
-            Family::Cpu => 1.0,
-            Family::Ada | Family::Hopper | Family::Blackwell | Family::Cdna3 => self.sustained_hopper,
+            Generation::Volta => self.sustained_volta,
+            Generation::Ampere => self.sustained_ampere,
+            Generation::Cpu => 1.0,
+            Generation::Ada | Generation::Hopper | Generation::Blackwell | Generation::Cdna3 => self.sustained_hopper,
         }
     }
 
     /// Share of peak that the fused attention kernel `kind` reaches; a family without an entry
     /// takes the nearest older one.
-    pub fn attention_share(&self, kind: AttentionKind, family: Family, backward: bool) -> f64 {
+    pub fn attention_share(&self, kind: AttentionKind, family: Generation, backward: bool) -> f64 {
         let table = &self.attention[&kind];
-        let family = if family <= Family::Ada { Family::Ampere } else { Family::Hopper };
+        let family = if family <= Generation::Ada { Generation::Ampere } else { Generation::Hopper };
         let shares = table[&family];
         if backward { shares.backward } else { shares.forward }
     }
@@ -195,7 +195,14 @@ mod tests {
         let named: Vec<&str> = constants.fitted_mut().map(|(name, _)| name).into();
         assert_eq!(named.len(), file.fitted.len());
         assert!(named.iter().all(|name| file.fitted.contains_key(*name)));
-        for family in [Family::Volta, Family::Ampere, Family::Ada, Family::Hopper, Family::Blackwell, Family::Cdna3] {
+        for family in [
+            Generation::Volta,
+            Generation::Ampere,
+            Generation::Ada,
+            Generation::Hopper,
+            Generation::Blackwell,
+            Generation::Cdna3,
+        ] {
             assert!(constants.sustained(family) > 0.3);
             for kind in [AttentionKind::Flash1, AttentionKind::Flash2, AttentionKind::Flash3] {
                 assert!(constants.attention_share(kind, family, true) > 0.05);

@@ -8,7 +8,7 @@ use crate::profile::Format;
 use crate::stack::{Bundle, Dispatch, Stack};
 use crate::transformer::{UnitWork, Units, Workload};
 use trainyard_program::{
-    Action, Axis, Collective, Instruction, Keep, Mesh, ModelShape, Part, Program, Tier, UnitShape,
+    Action, Axis, BackwardPart, Collective, Instruction, Keep, Mesh, ModelShape, Program, Tier, UnitShape,
 };
 
 /// What a device's share of its host's memory reaches in an update there: sockets with eight
@@ -189,12 +189,12 @@ impl Costs {
             Action::Backward { unit, part, .. } => {
                 let [forward, backward] = self.unit(unit).launches;
                 let again = match keep {
-                    _ if part == Part::Weights => 0.0,
+                    _ if part == BackwardPart::Weights => 0.0,
                     Keep::Everything => 0.0,
                     Keep::Selective => self.unit(unit).selective_launches,
                     Keep::InputOnly => forward,
                 };
-                each * (again + backward * if part == Part::Whole { 1.0 } else { 0.5 })
+                each * (again + backward * if part == BackwardPart::Whole { 1.0 } else { 0.5 })
             }
             Action::Exchange { collective, axis: Axis::Tensor, times, .. } => {
                 let collectives = f64::from(times) * if collective == Collective::GatherScatter { 2.0 } else { 1.0 };
@@ -223,7 +223,7 @@ impl Costs {
         }
     }
 
-    fn backward_s(&self, unit: u32, part: Part, keep: Keep) -> f64 {
+    fn backward_s(&self, unit: u32, part: BackwardPart, keep: Keep) -> f64 {
         let cost = self.unit(unit);
         let again = match keep {
             Keep::Everything => 0.0,
@@ -232,9 +232,9 @@ impl Costs {
         };
         let weights = cost.backward_weights_s + cost.accumulate_s;
         match part {
-            Part::Whole => again + cost.backward_input_s + weights,
-            Part::Input => again + cost.backward_input_s,
-            Part::Weights => weights,
+            BackwardPart::Whole => again + cost.backward_input_s + weights,
+            BackwardPart::Input => again + cost.backward_input_s,
+            BackwardPart::Weights => weights,
         }
     }
 

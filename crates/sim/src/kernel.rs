@@ -11,7 +11,7 @@
 //! - **Streaming** kernels move bytes.
 
 use crate::constants::{AttentionKind, Constants};
-use crate::profile::{Device, Family, Format};
+use crate::profile::{Device, Format, Generation};
 
 /// One kernel launch, or several equal ones.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -139,7 +139,7 @@ impl Engine<'_> {
         }
         let traffic = self.format.bytes() * (m * k + k * n) + 2.0 * m * n;
         let moved = traffic / self.bandwidth();
-        if self.device.family == Family::Cpu {
+        if self.device.family == Generation::Cpu {
             return (2.0 * m * n * k / self.rate()).max(moved);
         }
         let cores = f64::from(self.device.multiprocessors);
@@ -147,7 +147,7 @@ impl Engine<'_> {
         // operation.
         let tiles: [(f64, f64, f64); 4] =
             [(128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (64.0, 128.0, 1.25), (64.0, 64.0, 1.6)];
-        let largest = if self.device.family == Family::Volta { 1 } else { 0 };
+        let largest = if self.device.family == Generation::Volta { 1 } else { 0 };
         let seconds = |(rows, columns, slower): (f64, f64, f64)| {
             let waves = (m / rows).ceil() * (n / columns).ceil() / cores;
             let waves = if waves <= 1.0 { 1.0 } else { waves + (waves.ceil() - waves) * self.constants.wave_share };

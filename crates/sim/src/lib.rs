@@ -36,6 +36,6 @@ pub use machine::{MachineError, MachineProfile, ProfileKind, load_local_profile,
 pub use models::{model, models};
 pub use own::own_units;
 pub use predict::{Lowered, PredictError, Prediction, predict};
-pub use profile::{Device, Family, Format, Network, ProfileError, Profiles};
+pub use profile::{Device, Format, Generation, Network, ProfileError, Profiles};
 pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate};
 pub use stack::{Bundle, Dispatch, Partition, Selective, Stack};

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// Which generation a device is of; efficiency curves are per family.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Family {
+pub enum Generation {
     /// V100.
     Volta,
     /// A100, A10.
@@ -76,7 +76,7 @@ pub struct Device {
     /// Its name, e.g. `A100-80GB`.
     pub name: String,
     /// Its generation.
-    pub family: Family,
+    pub family: Generation,
     /// Peak of dense products, 1e12 FLOP/s, by format.
     pub dense_tflops: BTreeMap<Format, f64>,
     /// The best 16-bit product (32-bit on hosts) that anyone measured in a framework, 1e12 FLOP/s.

@@ -12,7 +12,7 @@
 
 use crate::costs::Costs;
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Instruction, Keep, Lane, MemoryKind, Part, Phase, Program, Streams};
+use trainyard_program::{Action, BackwardPart, Instruction, Keep, Lane, MemoryKind, Phase, Program, Streams};
 
 const LANES: usize = Lane::ALL.len();
 
@@ -306,7 +306,7 @@ impl<'a> Player<'a> {
             }
             Action::Backward { unit, part, .. } => {
                 let (keep, open) = self.keep[unit as usize];
-                if part != Part::Weights {
+                if part != BackwardPart::Weights {
                     self.keep[unit as usize].1 = open.saturating_sub(1);
                 }
                 keep

@@ -6,7 +6,7 @@
 //! FLOPs, bytes and memory exactly as the run will have them; of kernels' scratch a meta device
 //! takes what the device takes that it stands for ([`Computes`]).
 
-use crate::cpu::{Cpu, Crew, Isa};
+use crate::cpu::{Cpu, Isa, LentThreads};
 use crate::cuda::{self, Cuda, Mark};
 use crate::error::{Result, TensorError};
 use crate::pool::{MemoryPool, Purpose};
@@ -190,20 +190,20 @@ impl Device {
         Device::new(Kind::Cpu(Cpu::new(isa, threads)), MemoryPool::new(true, limit))
     }
 
-    /// As [`Device::cpu`], for a rank of a crew.
-    pub fn cpu_in_crew(isa: Isa, threads: usize, limit: Option<usize>, crew: &Arc<Crew>) -> Device {
-        Device::new(Kind::Cpu(Cpu::in_crew(isa, threads, crew)), MemoryPool::new(true, limit))
+    /// As [`Device::cpu`], for a rank that lends its threads to others.
+    pub fn cpu_lending_threads(isa: Isa, threads: usize, limit: Option<usize>, lent: &Arc<LentThreads>) -> Device {
+        Device::new(Kind::Cpu(Cpu::lending(isa, threads, lent)), MemoryPool::new(true, limit))
     }
 
-    /// Whether this device is one of a crew, whose other ranks it may [help](Device::lend).
-    pub fn is_in_crew(&self) -> bool {
-        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some())
+    /// Whether this device lends its threads: it may then [help](Device::lend).
+    pub fn lends_threads(&self) -> bool {
+        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.lent().is_some())
     }
 
-    /// Does a task of another rank of the crew on this thread, which has to wait anyway; false when
+    /// Does a task of another rank on this thread, which has to wait anyway; false when
     /// there is none.
     pub fn lend(&self) -> bool {
-        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.crew().is_some_and(|crew| crew.lend()))
+        matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.lent().is_some_and(|lent| lent.lend()))
     }
 
     /// A GPU; at most `limit` live bytes of its memory.

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_calibrate::check::{self, BARS, Pair, Row};
-use trainyard_calibrate::crew::{self, Crew};
+use trainyard_calibrate::probe_group::{self, ProbeGroup};
 use trainyard_calibrate::{Thoroughness, calibrate, gpu};
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::DeviceKind;
@@ -88,15 +88,15 @@ fn run_together(args: &Args, world: Communicator) -> Result<()> {
         bail!("--compare runs nothing: start it without a launcher, with --out for the profile of the processes");
     }
     let path = profile_path(args, ProfileKind::Processes)?;
-    let crew = Crew::of(world.duplicate("measurement")?)?;
+    let group = ProbeGroup::of(world.duplicate("measurement")?)?;
     if !args.check {
-        return measure(args, &crew, &path);
+        return measure(args, &group, &path);
     }
-    if check::cases_on(crew.machine()).is_empty() {
+    if check::cases_on(group.machine()).is_empty() {
         bail!("--check has configurations of two and of four ranks, and there are {} processes", world.size());
     }
-    let text = if crew.is_first() {
-        let profile = MachineProfile::load(&path, crew.machine());
+    let text = if group.is_first() {
+        let profile = MachineProfile::load(&path, group.machine());
         let profile = profile.context("a profile is needed first: `trainyard calibrate` under this launcher")?;
         profile.to_toml().into_bytes()
     } else {
@@ -104,13 +104,13 @@ fn run_together(args: &Args, world: Communicator) -> Result<()> {
     };
     let text = world::from_first(&world, || Ok(text))?;
     let profile = MachineProfile::parse(&String::from_utf8_lossy(&text)).map_err(anyhow::Error::msg)?;
-    let rows = rows_on(args, &crew, &path, &profile)?;
-    if crew.is_first() { show_check(args, &rows) } else { Ok(()) }
+    let rows = rows_on(args, &group, &path, &profile)?;
+    if group.is_first() { show_check(args, &rows) } else { Ok(()) }
 }
 
 /// What one of several processes on several hosts does, which have a GPU each.
 fn run_on_gpus(args: &Args, world: &Communicator, ordinal: Option<usize>) -> Result<()> {
-    let machine = crew::machine(world)?;
+    let machine = probe_group::machine(world)?;
     let processes = machine.processes.context("processes that a launcher started")?;
     if processes.hosts == 1 {
         bail!(
@@ -154,7 +154,7 @@ fn run_alone(args: &Args) -> Result<()> {
     }
     if args.check {
         let rows = match args.device {
-            DeviceKind::Cpu => rows_on(args, &Crew::alone(), &path, &load(&path)?)?,
+            DeviceKind::Cpu => rows_on(args, &ProbeGroup::alone(), &path, &load(&path)?)?,
             DeviceKind::Cuda(ordinal) => rows_on_gpu(ordinal.unwrap_or(0), &path)?,
         };
         return show_check(args, &rows);
@@ -163,7 +163,7 @@ fn run_alone(args: &Args) -> Result<()> {
         return run_compare(&path, other);
     }
     match args.device {
-        DeviceKind::Cpu => measure(args, &Crew::alone(), &path),
+        DeviceKind::Cpu => measure(args, &ProbeGroup::alone(), &path),
         DeviceKind::Cuda(ordinal) => measure_gpu(args, ordinal.unwrap_or(0), &path),
     }
 }
@@ -175,15 +175,15 @@ fn profile_path(args: &Args, kind: ProfileKind) -> Result<PathBuf> {
     })
 }
 
-/// Measures what `crew` runs on into the file `path`.
-fn measure(args: &Args, crew: &Crew, path: &Path) -> Result<()> {
+/// Measures what `group` runs on into the file `path`.
+fn measure(args: &Args, group: &ProbeGroup, path: &Path) -> Result<()> {
     let how = if args.quick { Thoroughness::QUICK } else { Thoroughness::FULL };
-    let bar = crew.is_first().then(bar);
-    if crew.is_first() {
-        note(&format!("measuring {}; nothing else should run meanwhile", crew.machine()));
+    let bar = group.is_first().then(bar);
+    if group.is_first() {
+        note(&format!("measuring {}; nothing else should run meanwhile", group.machine()));
     }
     let progress = &mut |done: f64, what: &str| bar.iter().for_each(|bar| show(bar, done, what));
-    let Some(profile) = calibrate(crew, how, folder(path), progress)? else { return Ok(()) };
+    let Some(profile) = calibrate(group, how, folder(path), progress)? else { return Ok(()) };
     bar.iter().for_each(ProgressBar::finish_and_clear);
     keep(&profile, path)
 }
@@ -311,15 +311,15 @@ fn comparable(path: &Path) -> Result<MachineProfile> {
     }
 }
 
-/// Trains configurations on what `crew` runs on, and compares them with its `profile`, which lies
+/// Trains configurations on what `group` runs on, and compares them with its `profile`, which lies
 /// at `path`.
-fn rows_on(args: &Args, crew: &Crew, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
-    let bar = crew.is_first().then(bar);
-    if crew.is_first() {
+fn rows_on(args: &Args, group: &ProbeGroup, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
+    let bar = group.is_first().then(bar);
+    if group.is_first() {
         note(&format!("{}: measured {}", path.display(), profile.measured));
     }
     let progress = &mut |done: f64, what: &str| bar.iter().for_each(|bar| show(bar, done, what));
-    let rows = check::rows(crew, profile, usize::from(args.every), progress)?;
+    let rows = check::rows(group, profile, usize::from(args.every), progress)?;
     bar.iter().for_each(ProgressBar::finish_and_clear);
     Ok(rows)
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
 use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
 use trainyard_engine::limit;
-use trainyard_engine::predict::{Prediction, predict};
+use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
 use trainyard_engine::shape::{compute_dtype, mesh, model_shape, model_spec, programs, rank_settings, strategy};
 use trainyard_model::{BatchShape, Model, preset};
@@ -143,7 +143,7 @@ fn indented(text: &str) -> String {
 
 /// The model, rank `rank`'s step program without and with a snapshot, and the step's price; None
 /// while the vocabulary is unknown.
-pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], Prediction)>> {
+pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], StepNeeds)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()
     {

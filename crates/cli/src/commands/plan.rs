@@ -21,7 +21,7 @@ use trainyard_plan::{
 };
 use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Family, Format, ProfileKind, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Generation, Format, ProfileKind, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///
@@ -277,7 +277,7 @@ fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
         Some(format!("memory.offload.{part}={tier}"))
     }));
     sets.extend(here::precision(&[candidate.format])?);
-    if request.cluster.device.family != Family::Cpu {
+    if request.cluster.device.family != Generation::Cpu {
         sets.push("compute.device=cuda".to_owned());
     }
     Ok(sets)
@@ -389,7 +389,7 @@ fn this_machine() -> Result<Cluster> {
     let tflops = |flops: f64| flops / 1e12;
     let profile = trainyard_sim::Device {
         name: format!("CPU ({} threads, {})", runtime.threads, peaks.isa),
-        family: Family::Cpu,
+        family: Generation::Cpu,
         // Products in f16 run in f32.
         dense_tflops: [
             (Format::Fp32, tflops(peaks.f32_flops)),

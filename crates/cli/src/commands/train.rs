@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use trainyard_calibrate::crew;
+use trainyard_calibrate::probe_group;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Inputs, Limits};
 use trainyard_engine::faults::{Faults, VARIABLE};
@@ -277,7 +277,7 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     // All hear what rank 0 has picked, or why it could not, and end alike.
     let mut own = None;
     let picked = world::from_first(world, || {
-        let picked = crew::machine(world).map_err(anyhow::Error::from);
+        let picked = probe_group::machine(world).map_err(anyhow::Error::from);
         let picked = picked
             .and_then(|machine| choose(&load, &machine, &world::inputs(world), args.trial_seconds))
             .map_err(|error| own.insert(error));

@@ -24,7 +24,7 @@ use crate::corpus::{Corpus, OnInvalid};
 use crate::error::{DataError, Result};
 use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path, with_suffix};
 use crate::tokenizer::Tokenizer;
-use pipeline::{Encoded, Part, Split};
+use pipeline::{Encoded, Split, TargetSplit};
 
 /// What to prepare.
 #[derive(Debug, Clone, PartialEq)]
@@ -226,8 +226,8 @@ fn build(
     };
     let counts = pipeline::run(corpus, tokenizer, split, workers, |piece: Encoded| {
         let output = match piece.part {
-            Part::Train => &mut train,
-            Part::Validation => validation.as_mut().unwrap_or(&mut train),
+            TargetSplit::Train => &mut train,
+            TargetSplit::Validation => validation.as_mut().unwrap_or(&mut train),
         };
         output.writer.append(&piece.tokens)?;
         output.text_bytes += piece.text_bytes;

@@ -20,14 +20,14 @@ const JOBS_PER_WORKER: usize = 4;
 
 /// Where a text goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum TargetSplit {
     Train,
     Validation,
 }
 
 /// Tokens of one piece of text, in reading order.
 pub(super) struct Encoded {
-    pub(super) part: Part,
+    pub(super) part: TargetSplit,
     /// Whether the document ends here.
     pub(super) ends_document: bool,
     /// Whether it ends here for this part: also where a document is cut between the parts.
@@ -123,7 +123,7 @@ fn wanted(fraction: f64, bytes: u64) -> f64 {
 
 /// A piece of text on its way to a worker.
 struct Piece {
-    part: Part,
+    part: TargetSplit,
     ends_document: bool,
     ends_part: bool,
     file: usize,
@@ -195,8 +195,8 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             counts.by_position = true;
             counts.divided_documents += 1;
             let (train, validation) = divide(&text, split.fraction)?;
-            batch.add(tokenizer, Part::Train, file, train, false, outlet)
-                && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
+            batch.add(tokenizer, TargetSplit::Train, file, train, false, outlet)
+                && batch.add(tokenizer, TargetSplit::Validation, file, validation, true, outlet)
         } else {
             let hash = split.hash(&text);
             let bytes = text.len() as u64;
@@ -207,11 +207,11 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             if share > 0.0 && share < 1.0 {
                 counts.divided_documents += 1;
                 let (train, validation) = divide(&text, share)?;
-                batch.add(tokenizer, Part::Train, file, train, false, outlet)
-                    && batch.add(tokenizer, Part::Validation, file, validation, true, outlet)
+                batch.add(tokenizer, TargetSplit::Train, file, train, false, outlet)
+                    && batch.add(tokenizer, TargetSplit::Validation, file, validation, true, outlet)
             } else {
-                let part = if share == 1.0 { Part::Validation } else { Part::Train };
-                counts.validation_documents += u64::from(part == Part::Validation);
+                let part = if share == 1.0 { TargetSplit::Validation } else { TargetSplit::Train };
+                counts.validation_documents += u64::from(part == TargetSplit::Validation);
                 batch.add(tokenizer, part, file, &text, true, outlet)
             }
         };
@@ -247,7 +247,15 @@ struct Batch {
 }
 
 impl Batch {
-    fn add(&mut self, tokenizer: &Tokenizer, part: Part, file: usize, text: &str, ends: bool, outlet: &Outlet) -> bool {
+    fn add(
+        &mut self,
+        tokenizer: &Tokenizer,
+        part: TargetSplit,
+        file: usize,
+        text: &str,
+        ends: bool,
+        outlet: &Outlet,
+    ) -> bool {
         let pieces = tokenizer.pieces(text, JOB_BYTES);
         let last = pieces.len() - 1;
         for (number, piece) in pieces.into_iter().enumerate() {

@@ -55,7 +55,7 @@ pub struct Snapshot<'a> {
     /// Completed optimizer steps.
     pub step: u64,
     /// Groups of tensors, each in files of its own.
-    pub parts: Vec<Part<'a>>,
+    pub parts: Vec<SnapshotPart<'a>>,
     /// What the trainer needs besides: position of the data, loss scale, counters.
     pub state: serde_json::Value,
     /// Small files to lie beside the tensors, by name: `config.json`, `tokenizer.json`.
@@ -64,7 +64,7 @@ pub struct Snapshot<'a> {
 
 /// A group of tensors.
 #[derive(Clone, Debug)]
-pub struct Part<'a> {
+pub struct SnapshotPart<'a> {
     /// The stem of its file names: `model` makes a folder that Hugging Face libraries load.
     pub name: String,
     /// In any order; names are unique.

@@ -43,8 +43,8 @@ fn snapshot(step: u64) -> Snapshot<'static> {
     Snapshot {
         step,
         parts: vec![
-            Part { name: "model".to_owned(), regions: model },
-            Part { name: "optimizer".to_owned(), regions: optimizer },
+            SnapshotPart { name: "model".to_owned(), regions: model },
+            SnapshotPart { name: "optimizer".to_owned(), regions: optimizer },
         ],
         state: json!({ "position": step * 17, "loss": 0.1 + step as f64 / 3.0 }),
         attachments: vec![("config.json".to_owned(), b"{}".to_vec())],
@@ -570,7 +570,7 @@ proptest! {
         let regions = sizes.iter().enumerate().map(|(i, n)| region(&format!("tensor {i} \"é\\"), DType::F32, &[*n], i as u64)).collect();
         let want = Snapshot {
             step: u64::from(step),
-            parts: vec![Part { name: "model".to_owned(), regions }],
+            parts: vec![SnapshotPart { name: "model".to_owned(), regions }],
             state: json!({ "numbers": numbers, "big": u64::MAX }),
             attachments: vec![],
         };

@@ -2,7 +2,7 @@
 
 use super::fault::{Disk, Output};
 use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, PieceEntry, TensorEntry, hex, is_plain};
-use super::{Bytes, CheckpointError, Part, Region, Snapshot};
+use super::{Bytes, CheckpointError, Region, Snapshot, SnapshotPart};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,7 +60,7 @@ pub(super) const fn dtype_name(dtype: DType) -> &'static str {
 pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
     let refuse = |what: String| Err(CheckpointError::Snapshot(what));
     let mut parts = BTreeSet::new();
-    for Part { name: part, regions } in &snapshot.parts {
+    for SnapshotPart { name: part, regions } in &snapshot.parts {
         if !is_plain(part) || part.contains('.') || !parts.insert(part) {
             return refuse(format!("the part name {part:?} is no plain word or is used twice"));
         }
@@ -213,7 +213,7 @@ fn merge(manifest: &mut Manifest, partials: Vec<Partial>) -> Result<(), Checkpoi
 fn write_part(
     disk: &mut Disk,
     folder: &Path,
-    part: &Part<'_>,
+    part: &SnapshotPart<'_>,
     sizes: Sizes,
     writer: Writer,
     partial: &mut Partial,

@@ -8,7 +8,7 @@
 //! Steps count completed optimizer steps: the record of the first step has `step = 1`, and a
 //! checkpoint of step n is taken after the record n.
 
-pub(crate) mod beaten;
+pub(crate) mod above_peak;
 pub mod jsonl;
 pub mod progress;
 pub mod tensorboard;

@@ -8,15 +8,15 @@
 //! needs afterwards, and everything that happens once has happened: kernels loaded, algorithms of
 //! products measured, tables on the device. The second captures it. From then on a step writes its
 //! batches over those of the graph, the step's number and the scale of the loss into memory that
-//! kernels read, launches the graph, and puts what the host knows (gradients, losses, marks) where
+//! kernels read, launches the graph, and puts what the host knows (gradients, losses, events) where
 //! the captured step left it.
 //!
 //! A step of other shapes gives the graph back and begins anew. A stretch that cannot be captured
 //! is run again as always, since nothing of it has been done. Both are said.
 
 use super::Rank;
-use super::marks::{Ends, Marks};
-use super::step::{Launches, Step};
+use super::events::{Ends, Events};
+use super::step::{Launches, RunningStep};
 use crate::Result;
 use crate::state::{AfterBackward, lock};
 use std::ops::Range;
@@ -95,7 +95,7 @@ struct Key {
 }
 
 impl Key {
-    fn of(rank: &Rank, step: &Step<'_>, stretch: &Range<usize>) -> Key {
+    fn of(rank: &Rank, step: &RunningStep<'_>, stretch: &Range<usize>) -> Key {
         let batches = step.batches();
         let gradients = rank.gradients.residents();
         Key {
@@ -148,7 +148,7 @@ struct Captured {
     batches: Vec<(Batch, Segments)>,
     losses: Vec<Option<Tensor>>,
     gradients: Vec<AfterBackward>,
-    marks: Vec<Ends>,
+    events: Vec<Ends>,
     held: Held,
     arena: Arena,
 }
@@ -158,9 +158,9 @@ impl Graphs {
     pub fn run(
         &self,
         rank: &Rank,
-        step: &Step<'_>,
+        step: &RunningStep<'_>,
         stretch: &Range<usize>,
-        marks: &Marks<'_>,
+        events: &Events<'_>,
         all: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         if rank.device.times_calls() {
@@ -171,11 +171,11 @@ impl Graphs {
         let mut state = lock(&self.0);
         let (next, launches, note) = match std::mem::take(&mut *state) {
             State::Captured(mut captured) if captured.key == key => {
-                captured.replay(rank, step, stretch, marks)?;
+                captured.replay(rank, step, stretch, events)?;
                 (State::Captured(captured), Launches::Replayed, None)
             }
             State::Rehearsed(rehearsed, arena) if rehearsed == key => {
-                match Captured::new(rank, step, stretch, marks, all, key, arena)? {
+                match Captured::new(rank, step, stretch, events, all, key, arena)? {
                     Ok(captured) => {
                         let note = captured.describe();
                         (State::Captured(captured), Launches::Captured, Some(note))
@@ -218,7 +218,7 @@ impl State {
 }
 
 /// What varies from step to step.
-fn varying(rank: &Rank, step: &Step<'_>) -> Varying {
+fn varying(rank: &Rank, step: &RunningStep<'_>) -> Varying {
     Varying { step: step.settings().step as u32, scale: rank.loss_scale(step) }
 }
 
@@ -226,15 +226,15 @@ impl Captured {
     /// Captures and launches it. Inside, why it could not be captured: then nothing has been done.
     fn new(
         rank: &Rank,
-        step: &Step<'_>,
+        step: &RunningStep<'_>,
         stretch: &Range<usize>,
-        marks: &Marks<'_>,
+        events: &Events<'_>,
         all: &dyn Fn() -> Result<()>,
         key: Key,
         arena: Arena,
     ) -> Result<Result<Box<Captured>, String>> {
         let device = &rank.device;
-        marks.wait_before_all(step.program(), stretch)?;
+        events.wait_before_all(step.program(), stretch)?;
         let own = step.batches();
         for batch in &own {
             batch.segments.bring_to(device)?;
@@ -243,9 +243,9 @@ impl Captured {
         let bounded = |batch: &Batch| Batch { positions_end: key.reach, ..batch.clone() };
         step.set_batches(own.iter().map(bounded).collect());
         let capture = device.begin_capture(varying(rank, step))?;
-        marks.set_captured(true);
+        events.set_captured(true);
         let ran = arena.within(true, all);
-        marks.set_captured(false);
+        events.set_captured(false);
         let captured = match ran {
             Ok(((), held)) => capture.end().map(|graph| (graph, held)).map_err(|error| error.to_string()),
             Err(error) => {
@@ -264,13 +264,19 @@ impl Captured {
         };
         graph.launch(varying(rank, step))?;
         let batches = own.into_iter().map(|batch| (batch.clone(), batch.segments)).collect();
-        let (losses, gradients, marks) = (step.losses(), rank.gradients.stand(), marks.of(stretch));
-        Ok(Ok(Box::new(Captured { key, graph, batches, losses, gradients, marks, held, arena })))
+        let (losses, gradients, events) = (step.losses(), rank.gradients.stand(), events.of(stretch));
+        Ok(Ok(Box::new(Captured { key, graph, batches, losses, gradients, events, held, arena })))
     }
 
     /// Launches it for the batches of `step`.
-    fn replay(&mut self, rank: &Rank, step: &Step<'_>, stretch: &Range<usize>, marks: &Marks<'_>) -> Result<()> {
-        marks.wait_before_all(step.program(), stretch)?;
+    fn replay(
+        &mut self,
+        rank: &Rank,
+        step: &RunningStep<'_>,
+        stretch: &Range<usize>,
+        events: &Events<'_>,
+    ) -> Result<()> {
+        events.wait_before_all(step.program(), stretch)?;
         for ((batch, shown), new) in self.batches.iter_mut().zip(step.batches()) {
             batch.overwrite(&new, shown)?;
         }
@@ -279,14 +285,14 @@ impl Captured {
         self.arena.repeat(&self.held);
         step.set_losses(&self.losses);
         rank.gradients.stand_at(&self.gradients);
-        marks.set(stretch, &self.marks);
+        events.set(stretch, &self.events);
         Ok(())
     }
 
     fn describe(&self) -> String {
         format!(
             "{} instructions of a step, its forwards and backwards, are launched as one CUDA graph from here on; norm and update are not in it",
-            self.marks.len()
+            self.events.len()
         )
     }
 }

@@ -6,11 +6,11 @@
 //! around the whole: each works on units that the program's dependencies make its own for that
 //! time, and talks to other ranks through links that no other lane has.
 
-mod away;
+mod events;
 mod graphs;
 mod ledger;
-mod marks;
 mod offload;
+mod offloaded_activations;
 mod step;
 
 pub use graphs::{kept, stretch};
@@ -28,10 +28,10 @@ use crate::precision::LossScaler;
 use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
+use events::Events;
 use graphs::Graphs;
-use marks::Marks;
 use std::sync::{Arc, Mutex};
-use step::Step;
+use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
@@ -312,15 +312,15 @@ impl Rank {
     ) -> Result<StepOutcome> {
         let rank: &Rank = self;
         rank.gradients.begin_step();
-        let step = &Step::new(program, settings);
+        let step = &RunningStep::new(program, settings);
         let first = lock(step.ledger()).start();
         rank.take_for(&first, step)?;
-        let marks = &Marks::new(&rank.device, program)?;
+        let events = &Events::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
             tag_calls(number as u32);
             let what = describe(program, instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
-            let performed = marks.around(number, instruction, || rank.perform(program, instruction, &at, body));
+            let performed = events.around(number, instruction, || rank.perform(program, instruction, &at, body));
             match performed {
                 Err(EngineError::Comm(source)) => {
                     Err(EngineError::Exchange { rank: program.rank, step: at.step, what: at.what, source })
@@ -386,7 +386,7 @@ impl Rank {
                     return Ok(());
                 }
                 let all = || stretch.clone().try_for_each(|number| one(number, &program.instructions[number]));
-                graphs.run(rank, step, stretch, marks, &all)
+                graphs.run(rank, step, stretch, events, &all)
             }
             _ => one(number, instruction),
         };
@@ -395,12 +395,12 @@ impl Rank {
             Vec::new()
         } else {
             let lend = || rank.device.lend();
-            let meanwhile = rank.device.is_in_crew().then_some(&lend as lanes::Meanwhile<'_>);
+            let meanwhile = rank.device.lends_threads().then_some(&lend as lanes::Meanwhile<'_>);
             lanes::run(program, handlers, compute, meanwhile, &|error| rank.raise_alarm(error))?
         };
         enter_lane(Lane::Compute as usize);
         rank.end_step(step);
-        let ended = marks.end(spans);
+        let ended = events.end(spans);
         lock(&rank.gather_links).forget();
         // What came over the wire when the others had failed is worth nothing, and what the device
         // then says of itself is no news.
@@ -464,7 +464,13 @@ impl Rank {
         }
     }
 
-    fn reduce(&self, number: usize, instruction: &Instruction, step: &Step<'_>, links: &mut ReduceLinks) -> Result<()> {
+    fn reduce(
+        &self,
+        number: usize,
+        instruction: &Instruction,
+        step: &RunningStep<'_>,
+        links: &mut ReduceLinks,
+    ) -> Result<()> {
         match instruction.action {
             Action::Count => step.count(&links.data),
             Action::Reduce { unit, accumulate } => {

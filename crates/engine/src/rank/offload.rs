@@ -2,7 +2,7 @@
 //! reading all of it outside of steps.
 
 use super::ledger::chunks_at_once;
-use super::step::Step;
+use super::step::RunningStep;
 use super::{Rank, cannot};
 use crate::Result;
 use crate::links::Link;
@@ -123,7 +123,7 @@ impl Rank {
     }
 
     /// Every lane has finished: what lies in tiers has no memory left.
-    pub(super) fn end_step(&self, step: &Step<'_>) {
+    pub(super) fn end_step(&self, step: &RunningStep<'_>) {
         self.optimizer.give_back_staging();
         self.gradients.leave_all();
         if self.parameters.is_offloaded() {
@@ -132,7 +132,7 @@ impl Rank {
     }
 
     /// The instructions of the host lane that move state.
-    pub(super) fn move_state(&self, action: Action, step: &Step<'_>) -> Result<()> {
+    pub(super) fn move_state(&self, action: Action, step: &RunningStep<'_>) -> Result<()> {
         match action {
             Action::Fetch { unit, state: State::Parameters } => self.parameters.fetch(unit as usize),
             Action::Evict { unit, state: State::Parameters, write: true } => self.parameters.write(unit as usize),
@@ -144,10 +144,10 @@ impl Rank {
                 self.optimizer.evict(unit as usize, chunk, &self.parameters)
             }
             Action::Fetch { unit, state: State::Activations { micro_batch } } => {
-                step.away().read(&self.tiers, (unit, micro_batch))
+                step.offloaded_activations().read(&self.tiers, (unit, micro_batch))
             }
             Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
-                step.away().write(&self.tiers, (unit, micro_batch))
+                step.offloaded_activations().write(&self.tiers, (unit, micro_batch))
             }
             Action::Fetch { unit, state: State::Gradients } => self.gradients.fetch(unit as usize),
             Action::Evict { unit, state: State::Gradients, .. } => self.gradients.evict(unit as usize),
@@ -156,7 +156,7 @@ impl Rank {
     }
 
     /// Takes memory for gathers, fetches and reductions.
-    pub(super) fn take_for(&self, numbers: &[u32], step: &Step<'_>) -> Result<()> {
+    pub(super) fn take_for(&self, numbers: &[u32], step: &RunningStep<'_>) -> Result<()> {
         for number in numbers {
             match step.action(*number) {
                 Action::Gather { unit, .. } => self.parameters.take_whole(unit as usize)?,
@@ -165,7 +165,7 @@ impl Rank {
                     self.optimizer.take_staging(chunks_at_once(step.program()))?;
                 }
                 Action::Fetch { unit, state: State::Activations { micro_batch } } => {
-                    step.away().take(&self.device, (unit, micro_batch))?;
+                    step.offloaded_activations().take(&self.device, (unit, micro_batch))?;
                 }
                 Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
                     self.gradients.take(unit as usize)?;
@@ -177,13 +177,13 @@ impl Rank {
     }
 
     /// Gives back what releases and evictions free.
-    fn give_back(&self, numbers: &[u32], step: &Step<'_>) -> Result<()> {
+    fn give_back(&self, numbers: &[u32], step: &RunningStep<'_>) -> Result<()> {
         for number in numbers {
             match step.action(*number) {
                 Action::Release { unit, keep } => self.parameters.release(unit as usize, keep as usize)?,
                 Action::Evict { unit, state: State::Parameters, .. } => self.parameters.give_back(unit as usize),
                 Action::Evict { unit, state: State::Activations { micro_batch }, .. } => {
-                    step.away().give_back((unit, micro_batch));
+                    step.offloaded_activations().give_back((unit, micro_batch));
                 }
                 Action::Evict { unit, state: State::Gradients, .. } => self.gradients.leave(unit as usize),
                 _ => {}
@@ -193,13 +193,13 @@ impl Rank {
     }
 
     /// Before an instruction of the compute lane, whose dependencies have finished.
-    pub(super) fn before(&self, step: &Step<'_>, instruction: &Instruction) -> Result<()> {
+    pub(super) fn before(&self, step: &RunningStep<'_>, instruction: &Instruction) -> Result<()> {
         let due = lock(step.ledger()).begin(&instruction.after);
         self.give_back(&due, step)
     }
 
     /// After an instruction of the compute lane.
-    pub(super) fn after(&self, step: &Step<'_>, number: usize) -> Result<()> {
+    pub(super) fn after(&self, step: &RunningStep<'_>, number: usize) -> Result<()> {
         let (due, takes) = lock(step.ledger()).end(number as u32);
         self.give_back(&due, step)?;
         self.take_for(&takes, step)

@@ -1,8 +1,8 @@
 //! One step: what it carries from instruction to instruction, and the instructions of the compute
 //! lane.
 
-use super::away::Away;
 use super::ledger::Ledger;
+use super::offloaded_activations::OffloadedActivations;
 use super::{Rank, cannot, data_index};
 use crate::Result;
 use crate::fp8::over_ranks;
@@ -15,7 +15,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use trainyard_autograd::{Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
-use trainyard_program::{Action, Extent, Instruction, Keep, Lane, Part, Program, State};
+use trainyard_program::{Action, BackwardPart, Extent, Instruction, Keep, Lane, Program, State};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{Purpose, Tensor};
 
@@ -121,7 +121,7 @@ enum Pending {
 }
 
 /// What a step carries from instruction to instruction.
-pub(super) struct Step<'p> {
+pub(super) struct RunningStep<'p> {
     program: &'p Program,
     settings: StepSettings,
     /// Whether micro-batches have gradients of their own, which are folded or reduced one by one.
@@ -133,7 +133,7 @@ pub(super) struct Step<'p> {
     ledger: Mutex<Ledger>,
     /// Units and micro-batches whose activations leave between forward and backward.
     leave: BTreeSet<(u32, u32)>,
-    away: Away,
+    offloaded_activations: OffloadedActivations,
     outcome: Mutex<StepOutcome>,
 }
 
@@ -151,8 +151,8 @@ struct Carried {
     reduced: u32,
 }
 
-impl<'p> Step<'p> {
-    pub fn new(program: &'p Program, settings: StepSettings) -> Step<'p> {
+impl<'p> RunningStep<'p> {
+    pub fn new(program: &'p Program, settings: StepSettings) -> RunningStep<'p> {
         let micro_batches = program.micro_batches as usize;
         let carried = Carried {
             pending: BTreeMap::new(),
@@ -162,7 +162,7 @@ impl<'p> Step<'p> {
             rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1 },
             reduced: 0,
         };
-        Step {
+        RunningStep {
             program,
             settings,
             apart: program.instructions.iter().any(|instruction| {
@@ -173,7 +173,7 @@ impl<'p> Step<'p> {
             carried: Mutex::new(carried),
             ledger: Mutex::new(Ledger::new(program)),
             leave: program.instructions.iter().filter_map(leaves).collect(),
-            away: Away::default(),
+            offloaded_activations: OffloadedActivations::default(),
             outcome: Mutex::default(),
         }
     }
@@ -190,8 +190,8 @@ impl<'p> Step<'p> {
         &self.ledger
     }
 
-    pub fn away(&self) -> &Away {
-        &self.away
+    pub fn offloaded_activations(&self) -> &OffloadedActivations {
+        &self.offloaded_activations
     }
 
     pub fn put_batch(&self, micro_batch: u32, batch: Batch) {
@@ -283,11 +283,11 @@ impl<'p> Step<'p> {
 
 impl Rank {
     /// The instructions of the compute lane.
-    pub(super) fn compute(&self, instruction: &Instruction, step: &Step<'_>) -> Result<()> {
+    pub(super) fn compute(&self, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part: Part::Whole } => {
+            Action::Backward { unit, micro_batch, part: BackwardPart::Whole } => {
                 self.backward(step, carried, unit, micro_batch)
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
@@ -299,7 +299,7 @@ impl Rank {
 
     fn forward_unit(
         &self,
-        step: &Step<'_>,
+        step: &RunningStep<'_>,
         carried: &mut Carried,
         unit: u32,
         micro_batch: u32,
@@ -321,14 +321,14 @@ impl Rank {
         let leaves = step.leave.contains(&(unit, micro_batch));
         let pending = match kept {
             Some(input) if leaves => {
-                step.away.put(&self.tiers, (unit, micro_batch), input.into_iter().collect())?;
+                step.offloaded_activations.put(&self.tiers, (unit, micro_batch), input.into_iter().collect())?;
                 Pending::InputOnly { input: None }
             }
             Some(input) => Pending::InputOnly { input },
             None => {
                 let mut recording = recording;
                 if leaves {
-                    step.away.put(&self.tiers, (unit, micro_batch), recording.take_saved())?;
+                    step.offloaded_activations.put(&self.tiers, (unit, micro_batch), recording.take_saved())?;
                 }
                 let (input, output) = (input.as_ref().map(Place::from), Place::from(&output));
                 Pending::Recorded { recording, input, output }
@@ -341,7 +341,7 @@ impl Rank {
     /// Runs a unit's forward on a new tape.
     fn run(
         &self,
-        step: &Step<'_>,
+        step: &RunningStep<'_>,
         unit: u32,
         micro_batch: u32,
         input: Option<Tensor>,
@@ -369,13 +369,13 @@ impl Rank {
     }
 
     /// What the sum of the step's losses is multiplied by.
-    pub(super) fn loss_scale(&self, step: &Step<'_>) -> f32 {
+    pub(super) fn loss_scale(&self, step: &RunningStep<'_>) -> f32 {
         (self.scaler().scale() / step.targets().max(1) as f64) as f32
     }
 
-    fn backward(&self, step: &Step<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
+    fn backward(&self, step: &RunningStep<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
         let pending = carried.pending.remove(&(unit, micro_batch)).expect("the program runs forward before backward");
-        let back = step.away.remove((unit, micro_batch));
+        let back = step.offloaded_activations.remove((unit, micro_batch));
         let (recording, input, output) = match pending {
             Pending::Recorded { mut recording, input, output } => {
                 back.map_or(Ok(()), |back| recording.put_back(back))?;
@@ -406,7 +406,7 @@ impl Rank {
         Ok(())
     }
 
-    fn clip(&self, step: &Step<'_>, carried: &mut Carried) -> Result<()> {
+    fn clip(&self, step: &RunningStep<'_>, carried: &mut Carried) -> Result<()> {
         self.gradients.end_backward()?;
         let chunks = self.gradients.chunk_sums_of_squares()?;
         let summed = Instant::now();
@@ -458,7 +458,7 @@ impl Rank {
         Ok(Some(over_ranks(&data.all_gather_numbers(&own)?, own.len())))
     }
 
-    fn update(&self, step: &Step<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
+    fn update(&self, step: &RunningStep<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
         // A copy that lies in a tier, and is not its own master, is written anew and not read for
         // that.
         let anew = self.parameters.is_offloaded() && self.parameters.is_apart();

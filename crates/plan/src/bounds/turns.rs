@@ -5,7 +5,7 @@
 //! below it, since the simulation's turns take at least as long and wait for at least the same.
 
 use super::{Prices, Stage};
-use trainyard_program::{Part, Phase, Turn, turns};
+use trainyard_program::{BackwardPart, Phase, Turn, turns};
 use trainyard_sim::collective::message_s;
 
 impl Prices<'_> {
@@ -28,7 +28,7 @@ impl Prices<'_> {
                 while let Some(turn) = orders[stage].get(played[stage]) {
                     let number = turn.chunk * pp as usize + stage;
                     let ready = match (turn.phase, turn.part) {
-                        (_, Part::Weights) => 0.0,
+                        (_, BackwardPart::Weights) => 0.0,
                         (Phase::Forward, _) if number == 0 => 0.0,
                         (Phase::Forward, _) => arrived[0][place(number - 1, turn.micro_batch)],
                         (Phase::Backward, _) if number + 1 == stretches => 0.0,
@@ -38,7 +38,8 @@ impl Prices<'_> {
                         break;
                     }
                     let stretch = &stages[stage].stretches[turn.chunk];
-                    if turn.micro_batch + 1 == micro_batches && (turn.phase, turn.part) != (Phase::Forward, Part::Whole)
+                    if turn.micro_batch + 1 == micro_batches
+                        && (turn.phase, turn.part) != (Phase::Forward, BackwardPart::Whole)
                     {
                         // Its gradients are completed here or later, and then summed.
                         began[number] = free[stage].max(ready);
@@ -46,11 +47,11 @@ impl Prices<'_> {
                     free[stage] = free[stage].max(ready)
                         + match (turn.phase, turn.part) {
                             (Phase::Forward, _) => stretch.forward_s,
-                            (_, Part::Whole) => stretch.backward_s,
-                            (_, Part::Input) => stretch.input_s,
-                            (_, Part::Weights) => stretch.weights_s,
+                            (_, BackwardPart::Whole) => stretch.backward_s,
+                            (_, BackwardPart::Input) => stretch.input_s,
+                            (_, BackwardPart::Weights) => stretch.weights_s,
                         };
-                    if turn.part != Part::Weights {
+                    if turn.part != BackwardPart::Weights {
                         let phase = turn.phase as usize;
                         let after = stretch.after_s[phase] + messages[number][phase];
                         arrived[phase][place(number, turn.micro_batch)] = free[stage] + after;

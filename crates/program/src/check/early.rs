@@ -3,7 +3,7 @@
 
 use super::CheckError;
 use crate::clocks::HappensBefore;
-use crate::{Action, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State};
+use crate::{Action, BackwardPart, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State};
 
 /// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it
 /// has to.
@@ -111,7 +111,7 @@ fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Opt
 }
 
 /// Whether a pass over `runs` adds to the gradient of `unit`.
-fn adds(program: &Program, runs: u32, phase: Phase, part: Part, unit: u32) -> bool {
+fn adds(program: &Program, runs: u32, phase: Phase, part: BackwardPart, unit: u32) -> bool {
     program.adds_gradients(runs, phase, part) && program.reads(runs).any(|read| read == unit)
 }
 
@@ -127,7 +127,7 @@ fn uses(program: &Program, pass: Action, brings: Action) -> bool {
             !forward && (runs, on) == (unit, micro_batch)
         }
         Action::Fetch { unit, state: State::Gradients } => match pass {
-            Action::Forward { .. } => adds(program, runs, Phase::Forward, Part::Whole, unit),
+            Action::Forward { .. } => adds(program, runs, Phase::Forward, BackwardPart::Whole, unit),
             Action::Backward { part, .. } => adds(program, runs, Phase::Backward, part, unit),
             _ => false,
         },

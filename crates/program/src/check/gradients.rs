@@ -1,6 +1,6 @@
 //! Every gradient is summed over all micro-batches and all ranks, once.
 
-use crate::{Axis, Part, Phase, Program};
+use crate::{Axis, BackwardPart, Phase, Program};
 
 /// The gradients of all units while a step goes by.
 pub struct Gradients {
@@ -31,7 +31,7 @@ impl Gradients {
         let empty = Gradient { added: vec![0; batches as usize], ..Gradient::default() };
         let mut units = vec![empty; program.units.len()];
         for runs in program.stages.iter().cloned().flatten() {
-            let forward = program.adds_gradients(runs, Phase::Forward, Part::Whole);
+            let forward = program.adds_gradients(runs, Phase::Forward, BackwardPart::Whole);
             let passes = if forward { 2 } else { 1 };
             for unit in program.reads(runs) {
                 units[unit as usize].expected += passes;

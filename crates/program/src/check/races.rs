@@ -2,7 +2,7 @@
 
 use super::CheckError;
 use crate::clocks::{HappensBefore, STREAMS};
-use crate::{Action, Collective, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
+use crate::{Action, BackwardPart, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier};
 
 /// Something that instructions read and change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -178,8 +178,8 @@ impl<'p> Touching<'p> {
             Action::Release { unit, .. } => self.changes.push(Thing::Gathered(unit)),
             Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
             Action::Backward { unit, micro_batch, part } => {
-                self.backward(unit, micro_batch, part != Part::Weights);
-                if part != Part::Input {
+                self.backward(unit, micro_batch, part != BackwardPart::Weights);
+                if part != BackwardPart::Input {
                     self.adds_to_gradients(unit);
                 }
             }
@@ -266,7 +266,7 @@ impl<'p> Touching<'p> {
             self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
         }
         self.changes.extend([Thing::Activations(unit, micro_batch), Thing::Result(Phase::Forward, unit, micro_batch)]);
-        if self.program.adds_gradients(unit, Phase::Forward, Part::Whole) {
+        if self.program.adds_gradients(unit, Phase::Forward, BackwardPart::Whole) {
             self.adds_to_gradients(unit);
         }
     }

@@ -3,11 +3,13 @@
 
 use super::CheckError;
 use super::gradients::Gradients;
-use crate::{Action, Collective, Effect, Extent, Fresh, Instruction, MemoryKind, Part, Phase, Program, State, Tier};
+use crate::{
+    Action, BackwardPart, Collective, Effect, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
+};
 
 /// Runs through `program` and notes what is there.
 pub fn check(program: &Program) -> Result<(), CheckError> {
-    let mut step = Step::new(program);
+    let mut step = StepCheck::new(program);
     for (number, instruction) in program.instructions.iter().enumerate() {
         let wrong = |what| CheckError::Order { number, action: instruction.action.name(), what };
         step.apply(instruction).map_err(wrong)?;
@@ -57,7 +59,7 @@ struct Unit {
     sum: Kept,
 }
 
-struct Step<'p> {
+struct StepCheck<'p> {
     program: &'p Program,
     trains: Vec<u32>,
     runs: Vec<Run>,
@@ -76,8 +78,8 @@ fn must(holds: bool, otherwise: impl FnOnce() -> String) -> Verdict {
     if holds { Ok(()) } else { Err(otherwise()) }
 }
 
-impl<'p> Step<'p> {
-    fn new(program: &'p Program) -> Step<'p> {
+impl<'p> StepCheck<'p> {
+    fn new(program: &'p Program) -> StepCheck<'p> {
         let run = Run {
             forwarded: false,
             kept: Kept::Nothing,
@@ -97,7 +99,7 @@ impl<'p> Step<'p> {
             stale: false,
             sum: Kept::Nothing,
         };
-        Step {
+        StepCheck {
             program,
             trains: program.trains(),
             runs: vec![run; program.units.len() * program.micro_batches as usize],
@@ -227,10 +229,10 @@ impl<'p> Step<'p> {
         let run = self.run(unit, micro_batch);
         must(!std::mem::replace(&mut run.forwarded, true), || format!("unit {unit} ran on micro-batch {micro_batch}"))?;
         run.kept = Kept::Here;
-        self.add_gradients(unit, micro_batch, Phase::Forward, Part::Whole)
+        self.add_gradients(unit, micro_batch, Phase::Forward, BackwardPart::Whole)
     }
 
-    fn backward(&mut self, unit: u32, micro_batch: u32, part: Part) -> Verdict {
+    fn backward(&mut self, unit: u32, micro_batch: u32, part: BackwardPart) -> Verdict {
         must(!self.clipped, || "the norm is taken already".to_owned())?;
         self.readable(unit)?;
         let loss = unit == self.program.loss_unit();
@@ -243,10 +245,10 @@ impl<'p> Step<'p> {
             Kept::Nothing => return Err(format!("unit {unit} has kept nothing of micro-batch {micro_batch}")),
             Kept::Away => return Err(format!("the activations of unit {unit} are in a lower tier")),
         }
-        if part != Part::Weights {
+        if part != BackwardPart::Weights {
             must(!std::mem::replace(&mut run.differentiated_input, true), || format!("unit {unit} again"))?;
         }
-        if part != Part::Input {
+        if part != BackwardPart::Input {
             must(run.differentiated_input, || format!("the input of unit {unit} comes before its weights"))?;
             must(!std::mem::replace(&mut run.differentiated_weights, true), || format!("unit {unit} again"))?;
             run.kept = Kept::Nothing;
@@ -254,7 +256,7 @@ impl<'p> Step<'p> {
         self.add_gradients(unit, micro_batch, Phase::Backward, part)
     }
 
-    fn add_gradients(&mut self, unit: u32, micro_batch: u32, phase: Phase, part: Part) -> Verdict {
+    fn add_gradients(&mut self, unit: u32, micro_batch: u32, phase: Phase, part: BackwardPart) -> Verdict {
         if self.program.adds_gradients(unit, phase, part) {
             for unit in self.program.reads(unit) {
                 self.adds_to_sum(unit, Fresh::InPlace)?;

@@ -5,7 +5,7 @@
 //! for each other for ever are an error, and what comes out are the weights. Programs are
 //! equivalent when no order tells them apart.
 
-use trainyard_program::{Action, Axis, Extent, Fresh, Lane, MemoryKind, Part, Program, State, Tier};
+use trainyard_program::{Action, Axis, BackwardPart, Extent, Fresh, Lane, MemoryKind, Program, State, Tier};
 
 /// Which of the instructions that can run goes first.
 #[derive(Clone, Copy, Debug)]
@@ -472,7 +472,7 @@ impl Rank {
         let output = mix(&[u64::from(unit), self.reads(program, unit)?, input, targets]);
         let place = Self::place(program, unit, micro_batch);
         (self.outputs[place], self.kept[place]) = (Some(output), Some(output));
-        if program.adds_gradients(unit, trainyard_program::Phase::Forward, Part::Whole) {
+        if program.adds_gradients(unit, trainyard_program::Phase::Forward, BackwardPart::Whole) {
             self.add_gradients(program, number, output);
         }
         Ok(())

@@ -20,14 +20,14 @@ const LANES: usize = Lane::ALL.len();
 struct Running {
     number: usize,
     start_s: f64,
-    /// Seconds alone that are left of each [`Part`].
+    /// Seconds alone that are left of each [`WorkPhase`].
     left: [f64; PARTS],
     exchange_ranks: u32,
 }
 
 /// What an instruction does, one after the other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Part {
+enum WorkPhase {
     /// Its thread is woken.
     Wake,
     /// An exchange waits for the cores that compute keeps busy; when compute rests they are free.
@@ -40,14 +40,14 @@ enum Part {
 
 const PARTS: usize = 4;
 
-impl Part {
-    const ALL: [Part; PARTS] = [Part::Wake, Part::Queue, Part::Work, Part::Exchange];
+impl WorkPhase {
+    const ALL: [WorkPhase; PARTS] = [WorkPhase::Wake, WorkPhase::Queue, WorkPhase::Work, WorkPhase::Exchange];
 }
 
 impl Running {
     /// Which part it is in; None when it is done.
-    fn part(&self) -> Option<Part> {
-        Part::ALL.into_iter().find(|part| self.left[*part as usize] > 0.0)
+    fn part(&self) -> Option<WorkPhase> {
+        WorkPhase::ALL.into_iter().find(|part| self.left[*part as usize] > 0.0)
     }
 }
 
@@ -140,7 +140,7 @@ impl<'a> Host<'a> {
     /// Whether the compute lane has work, or is being woken for it.
     fn computes(&self) -> bool {
         let running = self.lanes[Lane::Compute as usize].3;
-        running.is_some_and(|running| matches!(running.part(), Some(Part::Wake | Part::Work)))
+        running.is_some_and(|running| matches!(running.part(), Some(WorkPhase::Wake | WorkPhase::Work)))
     }
 
     fn end_of(&self, number: u32) -> f64 {
@@ -150,8 +150,8 @@ impl<'a> Host<'a> {
     /// Threads of one rank that an instruction keeps busy.
     fn threads(&self, running: &Running) -> f64 {
         match running.part() {
-            Some(Part::Work) => f64::from(self.layout.threads),
-            Some(Part::Exchange) => 1.0,
+            Some(WorkPhase::Work) => f64::from(self.layout.threads),
+            Some(WorkPhase::Exchange) => 1.0,
             _ => 0.0,
         }
     }
@@ -164,15 +164,15 @@ impl<'a> Host<'a> {
         let wanted: f64 = ranks * running.iter().map(|running| self.threads(running)).sum::<f64>();
         let share = (cores / wanted.max(1e-9)).min(1.0);
         let computes = self.computes();
-        let beside = |part: Part| running.iter().any(|other| other.part() == Some(part));
+        let beside = |part: WorkPhase| running.iter().any(|other| other.part() == Some(part));
         let speed = |running: &Running| match running.part() {
-            Some(Part::Work) if beside(Part::Exchange) => share / self.profile.interference.compute,
-            Some(Part::Work) => share,
-            Some(Part::Queue) if !computes => f64::INFINITY,
-            Some(Part::Exchange) => {
+            Some(WorkPhase::Work) if beside(WorkPhase::Exchange) => share / self.profile.interference.compute,
+            Some(WorkPhase::Work) => share,
+            Some(WorkPhase::Queue) if !computes => f64::INFINITY,
+            Some(WorkPhase::Exchange) => {
                 // What it got when it was measured alone.
                 let alone = (cores / f64::from(running.exchange_ranks.max(1))).min(1.0);
-                let lost = if beside(Part::Work) { self.profile.interference.communication } else { 1.0 };
+                let lost = if beside(WorkPhase::Work) { self.profile.interference.communication } else { 1.0 };
                 share / alone / lost
             }
             _ => 1.0,

@@ -7,7 +7,6 @@ pub mod attention;
 pub mod cast;
 #[cfg(test)]
 mod conformance;
-mod crew;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
@@ -15,6 +14,7 @@ pub mod fp8;
 pub mod gemm;
 pub mod head;
 pub mod isa;
+mod lent_threads;
 pub mod loss;
 pub mod muon;
 pub mod norm;
@@ -30,8 +30,8 @@ pub mod threads;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 pub(crate) mod tile_emulator;
 
-pub use crew::Crew;
 pub use isa::{Isa, IsaError};
+pub use lent_threads::LentThreads;
 pub use threads::Threads;
 
 use std::sync::Arc;
@@ -54,8 +54,8 @@ impl Cpu {
         Cpu { isa, threads: Threads::new(threads) }
     }
 
-    /// As [`Cpu::new`], for a rank of a crew.
-    pub fn in_crew(isa: Isa, threads: usize, crew: &Arc<Crew>) -> Cpu {
-        Cpu { isa, threads: Threads::in_crew(threads, crew) }
+    /// As [`Cpu::new`], for a rank that lends its threads to others.
+    pub fn lending(isa: Isa, threads: usize, lent: &Arc<LentThreads>) -> Cpu {
+        Cpu { isa, threads: Threads::lending(threads, lent) }
     }
 }

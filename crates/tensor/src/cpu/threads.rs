@@ -9,9 +9,10 @@
 //! counter); results must not depend on it, nor on how many tasks a kernel cuts its work into,
 //! which follows the number of threads.
 //!
-//! Ranks that are threads of one process lend each other threads that wait: [`super::crew`].
+//! Ranks that are threads of one process lend each other threads that wait:
+//! [`super::lent_threads`].
 
-use super::crew::{Crew, Region};
+use super::lent_threads::{LentThreads, Region};
 use std::any::Any;
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -61,7 +62,7 @@ pub struct Threads {
     /// One region at a time: lanes of a rank that compute at once take turns.
     turn: Mutex<()>,
     /// Other ranks of this process that may help.
-    crew: Option<Arc<Crew>>,
+    lent: Option<Arc<LentThreads>>,
 }
 
 /// A region's body with its lifetime erased; it outlives the region because [`Threads::run`] waits
@@ -114,14 +115,15 @@ impl Threads {
                     .expect("the operating system starts a thread")
             })
             .collect();
-        Threads { shared, workers, turn: Mutex::new(()), crew: None }
+        Threads { shared, workers, turn: Mutex::new(()), lent: None }
     }
 
-    /// As [`Threads::new`], for a rank of a crew: the others may join its regions.
-    pub fn in_crew(count: usize, crew: &Arc<Crew>) -> Threads {
+    /// As [`Threads::new`], for a rank that lends its threads to others: the others may join its
+    /// regions.
+    pub fn lending(count: usize, lent: &Arc<LentThreads>) -> Threads {
         let mut threads = Threads::new(count);
-        crew.join(threads.count());
-        threads.crew = Some(Arc::clone(crew));
+        lent.join(threads.count());
+        threads.lent = Some(Arc::clone(lent));
         threads
     }
 
@@ -130,15 +132,15 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// The number of threads that a region may meet: those of the whole crew, where this rank is in
-    /// one.
+    /// The number of threads that a region may meet: those of all ranks that lend each other
+    /// threads, where this rank is one.
     pub fn hands(&self) -> usize {
-        self.crew.as_ref().map_or(0, |crew| crew.hands()).max(self.count())
+        self.lent.as_ref().map_or(0, |lent| lent.hands()).max(self.count())
     }
 
     /// The ranks that this one's threads work with.
-    pub fn crew(&self) -> Option<&Arc<Crew>> {
-        self.crew.as_ref()
+    pub fn lent(&self) -> Option<&Arc<LentThreads>> {
+        self.lent.as_ref()
     }
 
     /// Runs `body(thread)` once on every thread, `thread` in `0..count()`, and returns when all are
@@ -190,8 +192,8 @@ impl Threads {
             }
             _ => self.run(|_| region.all()),
         };
-        match &self.crew {
-            Some(crew) => crew.with_guests(&region, work),
+        match &self.lent {
+            Some(lent) => lent.with_guests(&region, work),
             None => work(),
         }
     }
@@ -205,8 +207,8 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        if let Some(crew) = &self.crew {
-            crew.leave(self.count());
+        if let Some(lent) = &self.lent {
+            lent.leave(self.count());
         }
         {
             let mut state = self.shared.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -9,10 +9,10 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::Path;
-use trainyard_calibrate::crew::inputs;
+use trainyard_calibrate::probe_group::inputs;
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_engine::shape::model_spec;
-use trainyard_plan::{Fixed, Mode, Step, table, timeline};
+use trainyard_plan::{Fixed, Mode, PricedStep, table, timeline};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Format, MachineProfile, ProfileKind};
@@ -193,7 +193,7 @@ fn lines(ways: &choose::Ways, tokens: u64, top: usize) -> String {
 
 /// A way that is looked at closely.
 struct Shown {
-    step: Step,
+    step: PricedStep,
     text: String,
 }
 
@@ -234,7 +234,10 @@ impl Shown {
         }
         let mut ranks = forecast.step(profile, &profile.speeds).simulated.ranks;
         ranks.truncate(1);
-        Ok(Shown { step: Step { programs: vec![forecast.program], times: ranks, memory: Vec::new(), step_s }, text })
+        Ok(Shown {
+            step: PricedStep { programs: vec![forecast.program], times: ranks, memory: Vec::new(), step_s },
+            text,
+        })
     }
 }
 

@@ -12,7 +12,7 @@ type Place = (u32, u32);
 
 /// What forwards kept and gave up, by unit and micro-batch.
 #[derive(Default)]
-pub(super) struct Away(Mutex<State>);
+pub(super) struct OffloadedActivations(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -34,7 +34,7 @@ struct Kept {
     on_host: Vec<Tensor>,
 }
 
-impl Away {
+impl OffloadedActivations {
     /// A forward gives up `tensors`, which are to be written.
     pub fn put(&self, tiers: &Tiers, place: Place, tensors: Vec<Tensor>) -> Result<()> {
         let host = tiers.activations.as_ref().and_then(Lower::host);

@@ -4,7 +4,7 @@
 //! There a lane is a stream, or the host lane two ([`Streams`]), and "finished" means "launched".
 //! An instruction on another stream waits, on the device, for a mark at the end of what it depends
 //! on; the host waits for the device where it reads values, and at the end of a step, whose times
-//! come from the marks. On the CPU all of this is nothing.
+//! come from the events. On the CPU all of this is nothing.
 
 use crate::Result;
 use crate::lanes::Span;
@@ -20,7 +20,7 @@ use trainyard_tensor::cuda::Mark;
 use trainyard_tensor::device::enter_lane;
 
 /// The marks of one step.
-pub struct Marks<'d> {
+pub struct Events<'d> {
     /// None: work is done when a call returns.
     device: Option<&'d Device>,
     streams: Streams<'d>,
@@ -34,15 +34,15 @@ pub struct Marks<'d> {
 /// The marks before and after what an instruction has launched.
 pub type Ends = (Mark, Mark);
 
-impl<'d> Marks<'d> {
+impl<'d> Events<'d> {
     /// For a step of `program` that begins now.
-    pub fn new(device: &'d Device, program: &'d Program) -> Result<Marks<'d>> {
+    pub fn new(device: &'d Device, program: &'d Program) -> Result<Events<'d>> {
         let is_cuda = device.as_cuda().is_some();
         let began = device.mark()?;
         let count = if is_cuda { program.instructions.len() } else { 0 };
         let instructions = (0..count).map(|_| Mutex::default()).collect();
         let (streams, captured) = (Streams::new(program), AtomicBool::new(false));
-        Ok(Marks { device: is_cuda.then_some(device), streams, began, instructions, captured })
+        Ok(Events { device: is_cuda.then_some(device), streams, began, instructions, captured })
     }
 
     /// Runs an instruction on its stream, after those it depends on.
@@ -66,8 +66,8 @@ impl<'d> Marks<'d> {
             device.wait_for(&self.began)?;
         }
         for before in self.streams.waits(number) {
-            let marks = lock(&self.instructions[before as usize]);
-            let (_, end) = marks.as_ref().expect("the host runs it after what it depends on");
+            let events = lock(&self.instructions[before as usize]);
+            let (_, end) = events.as_ref().expect("the host runs it after what it depends on");
             device.wait_for(end)?;
         }
         Ok(())
@@ -93,7 +93,7 @@ impl<'d> Marks<'d> {
         stretch.clone().map(ends).collect()
     }
 
-    /// The instructions of `stretch` were launched otherwise, between these marks.
+    /// The instructions of `stretch` were launched otherwise, between these events.
     pub fn set(&self, stretch: &Range<usize>, ends: &[Ends]) {
         for (number, ends) in stretch.clone().zip(ends) {
             *lock(&self.instructions[number]) = Some(ends.clone());
@@ -107,9 +107,9 @@ impl<'d> Marks<'d> {
         device.synchronize_lanes()?;
         let mut spans: Vec<Span> = Vec::with_capacity(self.instructions.len());
         let mut streams: BTreeMap<usize, Duration> = BTreeMap::new();
-        for (number, marks) in self.instructions.iter().enumerate() {
-            let marks = lock(marks);
-            let (start, end) = marks.as_ref().expect("every instruction of a step that succeeded was run");
+        for (number, events) in self.instructions.iter().enumerate() {
+            let events = lock(events);
+            let (start, end) = events.as_ref().expect("every instruction of a step that succeeded was run");
             let since = |mark| self.began.seconds_to(mark).map(|s| Duration::from_secs_f64(s.max(0.0)));
             let (start, end) = (since(start)?, since(end)?);
             let ready = streams.insert(self.streams.of(number), end).unwrap_or_default();

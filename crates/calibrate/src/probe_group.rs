@@ -14,18 +14,18 @@ use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{Machine, Processes};
 
 /// Those who measure together.
-pub struct Crew {
+pub struct ProbeGroup {
     world: Option<Communicator>,
     machine: Machine,
     /// Of this process's kernels.
     threads: u32,
 }
 
-impl Crew {
+impl ProbeGroup {
     /// This process.
-    pub fn alone() -> Crew {
+    pub fn alone() -> ProbeGroup {
         let machine = Machine::here();
-        Crew { world: None, threads: Inputs::of_this_machine().cores as u32, machine }
+        ProbeGroup { world: None, threads: Inputs::of_this_machine().cores as u32, machine }
     }
 
     /// The processes of `world`.
@@ -33,11 +33,11 @@ impl Crew {
     /// # Errors
     ///
     /// Processes that are not dealt to hosts in order and in equal numbers.
-    pub fn of(world: Communicator) -> Result<Crew, CalibrateError> {
+    pub fn of(world: Communicator) -> Result<ProbeGroup, CalibrateError> {
         let inputs = world::inputs(&world);
         let machine = machine(&world)?;
         let threads = (inputs.cores / inputs.sharing.max(1)).max(1) as u32;
-        Ok(Crew { world: Some(world), machine, threads })
+        Ok(ProbeGroup { world: Some(world), machine, threads })
     }
 
     /// What they run on.
@@ -167,12 +167,12 @@ mod tests {
 
     #[test]
     fn who_is_alone_measures_every_layout_and_agrees_with_itself() {
-        let crew = Crew::alone();
-        assert_eq!(crew.layouts(), Layout::of(Machine::here().cores));
-        let layout = *crew.layouts().last().unwrap();
-        assert_eq!(crew.own(layout), layout.ranks);
-        assert!(crew.is_first() && crew.agree(true).unwrap() && !crew.agree(false).unwrap());
-        assert_eq!(crew.most(1.5).unwrap(), 1.5);
-        crew.meet().unwrap();
+        let group = ProbeGroup::alone();
+        assert_eq!(group.layouts(), Layout::of(Machine::here().cores));
+        let layout = *group.layouts().last().unwrap();
+        assert_eq!(group.own(layout), layout.ranks);
+        assert!(group.is_first() && group.agree(true).unwrap() && !group.agree(false).unwrap());
+        assert_eq!(group.most(1.5).unwrap(), 1.5);
+        group.meet().unwrap();
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! Two ranks on two cores are as fast as the slower core, step after step, where cores differ: a
 //! neighbour on the other hyperthread, a hotter core, an interrupt. The threads of *one* rank
-//! balance by themselves, because they take tasks as they become free. So do the ranks of a crew:
-//! while a rank waits for another, it takes tasks from the other's open regions ([`Crew::lend`]),
-//! one at a time, and looks between tasks whether it still has to wait. Results do not depend on
-//! it, as they depend on no thread.
+//! balance by themselves, because they take tasks as they become free. So do ranks that lend each
+//! other threads: while a rank waits for another, it takes tasks from the other's open regions
+//! ([`LentThreads::lend`]), one at a time, and looks between tasks whether it still has to wait.
+//! Results do not depend on it, as they depend on no thread.
 //!
-//! A crew is for ranks that have a core for each of their threads. Where they share cores, a guest
+//! Lending is for ranks that have a core for each of their threads. Where they share cores, a guest
 //! that is not running would be waited for.
 
 use super::threads::{inside_region, mark_inside};
@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The parallel regions that ranks of a process have open, for others to join.
 #[derive(Default)]
-pub struct Crew {
+pub struct LentThreads {
     open: Mutex<Vec<Entry>>,
     hands: AtomicUsize,
     lent: AtomicU64,
@@ -43,9 +43,9 @@ struct Entry(*const Region<'static>);
 // SAFETY: a region is shared by reference: its body is `Sync`, the rest atomics and a mutex.
 unsafe impl Send for Entry {}
 
-impl std::fmt::Debug for Crew {
+impl std::fmt::Debug for LentThreads {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Crew({} threads)", self.hands())
+        write!(f, "LentThreads({} threads)", self.hands())
     }
 }
 
@@ -73,7 +73,7 @@ impl<'b> Region<'b> {
     }
 }
 
-impl Crew {
+impl LentThreads {
     /// Threads of all ranks that joined.
     pub fn hands(&self) -> usize {
         self.hands.load(Ordering::Relaxed)
@@ -100,7 +100,7 @@ impl Crew {
     /// What a guest panicked with is raised here.
     pub(super) fn with_guests(&self, region: &Region<'_>, work: impl FnOnce()) {
         /// Also when `work` panics, the region must not end before its guests have left.
-        struct Shown<'c>(&'c Crew, Entry);
+        struct Shown<'c>(&'c LentThreads, Entry);
         impl Drop for Shown<'_> {
             fn drop(&mut self) {
                 self.0.open().retain(|entry| *entry != self.1);
@@ -160,16 +160,16 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::thread::{ThreadId, current};
 
-    /// Runs `body` on the threads of one rank, while another of its crew has nothing to do.
+    /// Runs `body` on the threads of one rank, while another has nothing to do.
     fn beside<R>(own: usize, body: impl FnOnce(&Threads) -> R) -> R {
-        let crew = Arc::new(Crew::default());
-        let (threads, other) = (Threads::in_crew(own, &crew), Threads::in_crew(1, &crew));
+        let lent = Arc::new(LentThreads::default());
+        let (threads, other) = (Threads::lending(own, &lent), Threads::lending(1, &lent));
         assert_eq!((threads.count(), threads.hands(), other.hands()), (own, own + 1, own + 1));
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(Ordering::Acquire) {
-                    if !crew.lend() {
+                    if !lent.lend() {
                         std::thread::yield_now();
                     }
                 }
@@ -201,7 +201,7 @@ mod tests {
             beside(own, |threads| {
                 let by = two_that_meet(threads);
                 assert!(by[0] != by[1]);
-                let lent = threads.crew().unwrap().lent();
+                let lent = threads.lent().unwrap().lent();
                 assert!(lent <= 2 && (own > 1 || lent == 1), "{lent} lent");
             });
         }
@@ -209,11 +209,11 @@ mod tests {
 
     #[test]
     fn a_rank_whose_others_have_left_works_alone() {
-        let crew = Arc::new(Crew::default());
-        let (threads, other) = (Threads::in_crew(1, &crew), Threads::in_crew(3, &crew));
+        let lent = Arc::new(LentThreads::default());
+        let (threads, other) = (Threads::lending(1, &lent), Threads::lending(3, &lent));
         assert_eq!(threads.hands(), 4);
         drop(other);
-        assert_eq!((threads.hands(), crew.lend()), (1, false));
+        assert_eq!((threads.hands(), lent.lend()), (1, false));
     }
 
     #[test]

@@ -19,11 +19,11 @@ pub(crate) struct Work {
     pub seconds: f64,
 }
 
-/// Counts how often a run's peak was beaten.
+/// Counts how often a run's peak was above_peak.
 #[derive(Default)]
-pub(crate) struct Beaten(u32);
+pub(crate) struct AbovePeak(u32);
 
-impl Beaten {
+impl AbovePeak {
     /// Rates of a step against `peak`, FLOP/s. A step that beats it has `measure` tell the peak
     /// anew, a few times in a run; where that does not explain it the step has no utilisation: a
     /// training does not end for a figure. `note` is told what was done about it.
@@ -68,21 +68,21 @@ mod tests {
     /// A run of 100 steps measured it 100 times, longer than it trained.
     #[test]
     fn a_peak_that_every_step_beats_is_measured_again_a_few_times() {
-        let (mut beaten, mut measured, mut notes) = (Beaten::default(), 0, Vec::new());
+        let (mut above_peak, mut measured, mut notes) = (AbovePeak::default(), 0, Vec::new());
         let work = Work { tokens: 10, flops: 2e12, seconds: 1.0 };
         for _ in 0..100 {
             let measure = || {
                 measured += 1;
                 Ok(Some(1e12))
             };
-            let rates = beaten.rates(work, Some(1e12), measure, |text| notes.push(text.to_owned()));
+            let rates = above_peak.rates(work, Some(1e12), measure, |text| notes.push(text.to_owned()));
             assert_eq!(rates, Throughput { tps: 10.0, tflops: 2.0, mfu: None });
         }
         assert_eq!((measured, notes.len()), (3, 4));
         assert!(notes[2].ends_with("measured again: 1.000 TFLOP/s"), "{}", notes[2]);
         assert!(notes[3].ends_with("from here on steps that beat it have no utilisation"), "{}", notes[3]);
         let slower = Work { seconds: 4.0, ..work };
-        let rates = beaten.rates(slower, Some(1e12), || unreachable!("it is possible"), |_| unreachable!());
+        let rates = above_peak.rates(slower, Some(1e12), || unreachable!("it is possible"), |_| unreachable!());
         assert_eq!(rates.mfu, Some(0.5));
     }
 
@@ -90,7 +90,7 @@ mod tests {
     fn a_peak_that_was_measured_on_a_busy_machine_is_mended_by_the_next() {
         let work = Work { tokens: 10, flops: 2e12, seconds: 1.0 };
         let mut said = String::new();
-        let rates = Beaten::default().rates(work, Some(1e12), || Ok(Some(4e12)), |text| said = text.to_owned());
+        let rates = AbovePeak::default().rates(work, Some(1e12), || Ok(Some(4e12)), |text| said = text.to_owned());
         assert_eq!(rates.mfu, Some(0.5));
         assert!(said.ends_with("measured again: 4.000 TFLOP/s"), "{said}");
     }
