@@ -1,5 +1,5 @@
 //! Every chore of the project:
-//! `cargo xtask test | tidy | bench | choices | gpu | overlap | validate`.
+//! `cargo xtask test | tidy | bench | choices | gpu | overlap | pictures | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -13,6 +13,7 @@ mod gpu;
 mod lexer;
 mod markdown;
 mod overlap;
+mod pictures;
 mod test;
 mod tidy;
 mod validate;
@@ -49,6 +50,8 @@ enum Chore {
     /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by
     /// NVRTC, without one.
     Gpu(gpu::Options),
+    /// Draw the pictures of the documentation from what the code computes.
+    Pictures(pictures::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.
     Validate(validate::Options),
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
+        Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
     };
     match outcome {

@@ -3,9 +3,6 @@
 /// An error of the device, its driver or its libraries.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CudaError {
-    /// The program was built without what opens a GPU.
-    #[error("this build cannot open GPUs: build it with the feature `cuda`, which is one of the default features")]
-    NotBuilt,
     /// There is no driver.
     #[error(
         "no NVIDIA driver here (libcuda.so.1 is not found): run on the processor (device=cpu), or \

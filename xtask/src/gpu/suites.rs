@@ -141,7 +141,7 @@ impl Executables {
         command.args(["test", "--locked", "--no-run", "--message-format=json-render-diagnostics"]).current_dir(root);
         let packages: BTreeSet<&str> = SUITES.iter().map(|suite| suite.package).collect();
         command.args(packages.iter().flat_map(|package| ["--package", *package]));
-        command.args(["--test", "kernels", "--test", "cuda", "--features", "trainyard-tensor/nvidia"]);
+        command.args(["--test", "kernels", "--test", "cuda"]);
         let output = command.stderr(std::process::Stdio::inherit()).output().context("cannot run cargo")?;
         if !output.status.success() {
             bail!("the suites do not compile");

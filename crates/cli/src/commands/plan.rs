@@ -21,7 +21,7 @@ use trainyard_plan::{
 };
 use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Generation, Format, ProfileKind, Profiles, Stack, models};
+use trainyard_sim::{Cluster, Constants, Format, Generation, ProfileKind, Profiles, Stack, models};
 
 /// Find the best way to train a model on a cluster, and say why.
 ///

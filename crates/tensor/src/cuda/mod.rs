@@ -33,9 +33,7 @@ pub use attention::AttentionChoice;
 pub use lanes::Mark;
 pub(crate) use lanes::{LANES, enter_lane, lane};
 pub use trainyard_cuda::kernels::AttentionForm;
-pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version};
-#[cfg(feature = "emulation")]
-pub use trainyard_cuda::{stand_in, tested};
+pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version, stand_in, tested};
 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
 pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};

@@ -1,0 +1,55 @@
+//! `cargo xtask pictures`: draws the pictures of the documentation into `docs/pictures`.
+//!
+//! Every picture is computed by the code that it explains: memory by the lowering, a step by the
+//! simulator, plans by the search. So a picture cannot show what the program does not do. With
+//! `--check` nothing is written, and a picture that differs from its file fails the command;
+//! `cargo xtask test` runs that.
+
+mod canvas;
+mod data;
+mod memory;
+mod mesh;
+mod steps;
+
+use anyhow::{Context, Result};
+use std::path::Path;
+
+/// The options of the chore.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Compare with the files instead of writing them.
+    #[arg(long)]
+    check: bool,
+}
+
+/// Where the pictures lie, below the root of the repository.
+const FOLDER: &str = "docs/pictures";
+
+/// Draws all pictures; true if they were written or, with `--check`, are the files that are there.
+pub fn run(root: &Path, options: &Options) -> Result<bool> {
+    let mut same = true;
+    for (name, picture) in all()? {
+        let path = root.join(FOLDER).join(name);
+        if !options.check {
+            std::fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+            println!("{FOLDER}/{name}");
+            continue;
+        }
+        if std::fs::read_to_string(&path).ok().as_deref() != Some(picture.as_str()) {
+            println!("{FOLDER}/{name} is not what the code draws: run `cargo xtask pictures`");
+            same = false;
+        }
+    }
+    Ok(same)
+}
+
+fn all() -> Result<Vec<(&'static str, String)>> {
+    Ok(vec![
+        ("memory.svg", memory::picture()?),
+        ("mesh.svg", mesh::picture()),
+        ("data.svg", data::picture()),
+        ("step.svg", steps::sharded()?),
+        ("offload.svg", steps::offloaded()?),
+        ("plans.svg", steps::plans()?),
+    ])
+}
