@@ -18,17 +18,17 @@ const KEY: [(&str, &str); 6] = [
 
 /// A step of ZeRO-3 on eight GPUs.
 pub fn sharded() -> Result<String> {
-    let request = request("gpt2-xl", "1x8xA100-80GB", 64, 1024)?;
+    let request = request("gpt2-1.5b", "1x8xA100-80GB", 64, 1024)?;
     let candidate = Candidate { zero_stage: 3, ..Candidate::plain(Mesh::data(1, 8), 8, 1, Format::Bf16) };
-    timeline_of("A predicted step: GPT-2 XL, fully sharded (ZeRO-3) over eight A100", &request, &candidate)
+    timeline_of("A predicted step: GPT-2 1.5B, fully sharded (ZeRO-3) over eight A100", &request, &candidate)
 }
 
 /// The same model on one GPU, its optimizer in the host's memory.
 pub fn offloaded() -> Result<String> {
-    let request = request("gpt2-xl", "1x1xA100-80GB", 8, 1024)?;
+    let request = request("gpt2-1.5b", "1x1xA100-80GB", 8, 1024)?;
     let offload = Offload { optimizer: Some(Tier::Host), ..Offload::default() };
     let candidate = Candidate { offload, ..Candidate::plain(Mesh::default(), 8, 1, Format::Bf16) };
-    timeline_of("A predicted step: GPT-2 XL on one A100, its optimizer in the host's memory", &request, &candidate)
+    timeline_of("A predicted step: GPT-2 1.5B on one A100, its optimizer in the host's memory", &request, &candidate)
 }
 
 /// Every plan that a search simulated.
