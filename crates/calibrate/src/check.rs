@@ -13,12 +13,13 @@ use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
 use std::collections::BTreeMap;
 use std::time::Instant;
+use trainyard_base::median;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Timed;
 use trainyard_engine::config::Resolved;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::host::HostPrices;
-use trainyard_sim::machine::{Machine, Speeds, median};
+use trainyard_sim::machine::{Machine, Speeds};
 use trainyard_tensor::Purpose;
 
 /// A configuration to train.

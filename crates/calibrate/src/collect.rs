@@ -1,9 +1,10 @@
 //! What probes measured, gathered into curves and overheads.
 
 use std::collections::BTreeMap;
+use trainyard_base::median;
 use trainyard_engine::bench::Timed;
 use trainyard_program::{Lane, Program};
-use trainyard_sim::machine::{KernelCurve, Overheads, Point, Speeds, median};
+use trainyard_sim::machine::{KernelCurve, Overheads, Point, Speeds};
 use trainyard_tensor::{Call, Cost, Dims};
 
 /// Which curve: kernel with its form, dtype, ranks, threads.

@@ -23,7 +23,8 @@ use crate::kernels::{Argument, File, Float, Launch};
 use crate::nccl::{Comm, Exchange, Nccl, UniqueId};
 use order::{Clock, Order};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
+use trainyard_base::lock;
 
 /// Runs kernels on the host, with host addresses as those of the device.
 pub trait Kernels: Send + Sync {
@@ -288,7 +289,7 @@ impl Work {
 
 impl State {
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queues)
     }
 
     /// Runs what can be run until `done`, waiting for other devices where streams do.

@@ -2,7 +2,8 @@
 
 use crate::spec::{ModelSpec, RopeScaling};
 use crate::{ModelError, Result};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+use trainyard_base::lock;
 use trainyard_tensor::cpu::rope::{RopeScaling as Scaling, RopeTable};
 
 /// Cosines and sines of a model's rotary embedding, as far as positions have reached so far.
@@ -52,7 +53,7 @@ impl RopeTables {
 
     /// A table for the positions before `end`, at least.
     pub fn reaching(&self, end: usize) -> Result<Arc<RopeTable>> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = lock(&self.table);
         if let Some(table) = table.as_ref().filter(|table| table.positions >= end) {
             return Ok(table.clone());
         }

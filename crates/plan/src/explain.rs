@@ -2,6 +2,7 @@
 //! best would do.
 
 use crate::{Memory, Objective, Plan, TimeCategory};
+use trainyard_base::format_bytes;
 
 /// A change of one choice of the best plan, simulated.
 #[derive(Clone, PartialEq, Debug)]
@@ -38,15 +39,6 @@ pub fn duration(seconds: f64) -> String {
         s if s >= 0.9995 => format!("{s:.2} s"),
         s if s >= 0.000_999_5 => format!("{:.1} ms", 1e3 * s),
         s => format!("{:.0} us", 1e6 * s),
-    }
-}
-
-/// `79.2 GiB`
-pub fn size(bytes: u64) -> String {
-    let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
-        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
-        None => format!("{bytes} B"),
     }
 }
 
@@ -88,12 +80,12 @@ fn memory(memory: &Memory, bytes_max: u64) -> String {
     let mut kinds = memory.by_kind.clone();
     kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
     let kinds: Vec<String> =
-        kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), size(*bytes))).collect();
+        kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), format_bytes(*bytes))).collect();
     format!(
         "The fullest device (rank {}) holds {} of {} at {}: {}.",
         memory.rank,
-        size(memory.total),
-        size(bytes_max),
+        format_bytes(memory.total),
+        format_bytes(bytes_max),
         memory.at,
         kinds.join(", ")
     )
@@ -102,7 +94,7 @@ fn memory(memory: &Memory, bytes_max: u64) -> String {
 fn too_large(neighbours: &[Neighbour], bytes_max: u64, objective: Objective) -> Option<String> {
     // Only what would be better is worth a word.
     let large = neighbours.iter().filter(|n| n.bytes > bytes_max && n.relative < 1.0);
-    let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, size(n.bytes))).collect();
+    let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, format_bytes(n.bytes))).collect();
     let better = if objective == Objective::Cost { "Cheaper" } else { "Faster" };
     (!said.is_empty()).then(|| format!("{better}, but too large: {}.", said.join("; ")))
 }

@@ -1,11 +1,12 @@
 //! The answer as one HTML page: table, plots, timeline, reasons. No scripts, nothing loaded from
 //! elsewhere.
 
-use crate::explain::{duration, size};
+use crate::explain::duration;
 use crate::svg::{Mark, Point, Scatter, escaped, scatter};
-use crate::table::{cells, count, heading, titles};
+use crate::table::{cells, heading, titles};
 use crate::{Answer, MemorySeries, PricedStep, Request, timeline};
 use std::fmt::Write as _;
+use trainyard_base::{format_bytes, format_count};
 
 /// What a page is made of.
 pub struct Page<'a> {
@@ -74,11 +75,11 @@ pub fn page(page: &Page<'_>) -> String {
     let _ = writeln!(
         html,
         "<p>{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p>\n<h2>Why</h2>\n<ul>",
-        count(counts.considered as f64),
-        count(counts.too_large as f64),
-        count(counts.too_slow as f64),
+        format_count(counts.considered as f64),
+        format_count(counts.too_large as f64),
+        format_count(counts.too_slow as f64),
         answer.objective.better(),
-        count(counts.simulated as f64)
+        format_count(counts.simulated as f64)
     );
     for reason in &answer.reasons {
         let _ = writeln!(html, "<li>{}</li>", escaped(reason));
@@ -135,7 +136,7 @@ fn memory_plot(request: &Request, answer: &Answer) -> String {
                 outline.candidate.micro_batch,
                 outline.candidate.accumulation,
                 duration(outline.step_s),
-                size(outline.bytes)
+                format_bytes(outline.bytes)
             );
             Point { x: outline.bytes as f64 / GIB, y: tokens / outline.step_s, label: words, mark }
         })

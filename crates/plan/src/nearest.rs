@@ -1,9 +1,9 @@
 //! When nothing works: why, and the nearest that would.
 
-use crate::explain::size;
 use crate::planner::{Facts, Planner};
 use crate::space::meshes;
 use crate::{Fixed, Limits, Request};
+use trainyard_base::format_bytes;
 use trainyard_sim::Cluster;
 
 /// A request without an answer.
@@ -23,7 +23,7 @@ pub enum PlanError {
         nearest: String,
     },
     /// The smallest candidate is larger than a device.
-    #[error("nothing fits: the least that any plan needs is {} per device ({layout}), and {} may be used{nearest}", size(*needed), size(*available))]
+    #[error("nothing fits: the least that any plan needs is {} per device ({layout}), and {} may be used{nearest}", format_bytes(*needed), format_bytes(*available))]
     DoesNotFit {
         /// Bytes of the smallest plan.
         needed: u64,
@@ -224,7 +224,7 @@ pub(crate) fn nearest_for_memory(request: &Request, facts: &Facts, needed: u64, 
     let device = (request.cluster.device.memory_gb * 1e9) as u64;
     let mut said = Vec::new();
     if needed <= device {
-        said.push(format!("a limit of {}", size(needed)));
+        said.push(format!("a limit of {}", format_bytes(needed)));
     }
     said.extend(more_nodes(request, facts));
     said.extend(shorter(request, facts));

@@ -180,6 +180,6 @@ fn memory_curve(series: &MemorySeries, top: f64, px: &impl Fn(f64) -> f64) -> St
         LEFT - 6.0,
         bottom - 4.0,
         top + 10.0,
-        crate::explain::size(peak as u64)
+        trainyard_base::format_bytes(peak as u64)
     )
 }

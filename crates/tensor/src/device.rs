@@ -18,6 +18,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+use trainyard_base::lock;
 
 /// What one kernel call does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -349,13 +350,13 @@ impl Device {
         };
         let work = work.into();
         if profiling {
-            let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut profile = lock(&self.0.profile);
             let entry = profile.kernels.entry(kernel).or_default();
             entry.calls += 1;
             entry.cost += work.cost;
             entry.seconds += seconds;
         }
-        if recording && let Some(calls) = &mut *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+        if recording && let Some(calls) = &mut *lock(&self.0.calls) {
             calls.push(Call { kernel, work, seconds, tag: TAG.get(), computes: self.computes() });
         }
         Ok(())
@@ -363,13 +364,13 @@ impl Device {
 
     /// Whether calls are recorded one by one; off by default. What was recorded before is dropped.
     pub fn set_recording(&self, on: bool) {
-        *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = on.then(Vec::new);
+        *lock(&self.0.calls) = on.then(Vec::new);
         self.0.recording.store(on, Ordering::Relaxed);
     }
 
     /// The calls recorded since they were last taken, each lane's in order.
     pub fn take_calls(&self) -> Vec<Call> {
-        let mut calls = self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut calls = lock(&self.0.calls);
         calls.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
@@ -380,7 +381,7 @@ impl Device {
 
     /// The profile since it was last taken.
     pub fn take_profile(&self) -> Profile {
-        std::mem::take(&mut self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+        std::mem::take(&mut lock(&self.0.profile))
     }
 
     /// A tensor with arbitrary contents.

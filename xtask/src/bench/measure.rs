@@ -133,13 +133,10 @@ pub struct Case {
     pub theirs: Option<f64>,
 }
 
-fn median(mut values: Vec<f64>) -> Result<f64> {
-    if values.is_empty() || values.iter().any(|v| !v.is_finite()) {
-        bail!("cannot take the median of {values:?}");
-    }
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    Ok(if values.len() % 2 == 1 { values[middle] } else { 0.5 * (values[middle - 1] + values[middle]) })
+/// The median of finite values.
+fn median(values: Vec<f64>) -> Result<f64> {
+    let finite = values.iter().all(|value| value.is_finite()).then_some(values.iter().copied());
+    finite.and_then(trainyard_base::median).with_context(|| format!("cannot take the median of {values:?}"))
 }
 
 /// `exp(mean(ln))`; what a mean of ratios has to be.

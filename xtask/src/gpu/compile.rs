@@ -12,6 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use trainyard_base::lock;
 
 use crate::bench::target_folder;
 use anyhow::{Context, Result, bail};
@@ -106,7 +107,7 @@ fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
         while let Some((file, float, architecture)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)).copied() {
             let at = (file, float, architecture);
             let compiled = nvrtc.compile_with(file.name(), &file.source(float), architecture, &["--ptxas-options=-v"]);
-            results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(at, compiled);
+            lock(&results).insert(at, compiled);
         }
     };
     std::thread::scope(|scope| {

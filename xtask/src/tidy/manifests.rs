@@ -11,26 +11,28 @@ const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// Which of our crates each of our crates may use: the floors of docs/ARCHITECTURE.md. A new crate
 /// gets a line here.
-const ARROWS: [(&str, &[&str]); 16] = [
+const ARROWS: [(&str, &[&str]); 17] = [
+    ("base", &[]),
     // The kernels are tested against the oracles of `tensor`, which is the only reason for this
     // arrow upward: tests.
-    ("cuda", &["tensor"]),
-    ("tensor", &["cuda"]),
+    ("cuda", &["base", "tensor"]),
+    ("tensor", &["base", "cuda"]),
     ("autograd", &["tensor"]),
-    ("model", &["tensor", "autograd"]),
+    ("model", &["base", "tensor", "autograd"]),
     ("program", &[]),
-    ("comm", &["cuda", "tensor"]),
-    ("data", &["tensor"]),
-    ("engine", &["tensor", "autograd", "model", "program", "comm", "data"]),
-    ("sim", &["tensor", "autograd", "model", "program"]),
-    ("plan", &["tensor", "model", "program", "sim"]),
-    ("calibrate", &["tensor", "program", "comm", "engine", "sim"]),
-    ("observe", &["program", "sim"]),
-    ("tune", &["tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
-    ("compress", &["tensor", "autograd", "model", "program", "comm", "data", "engine"]),
+    ("comm", &["base", "cuda", "tensor"]),
+    ("data", &["base", "tensor"]),
+    ("engine", &["base", "tensor", "autograd", "model", "program", "comm", "data"]),
+    ("sim", &["base", "tensor", "autograd", "model", "program"]),
+    ("plan", &["base", "tensor", "model", "program", "sim"]),
+    ("calibrate", &["base", "tensor", "program", "comm", "engine", "sim"]),
+    ("observe", &["base", "program", "sim"]),
+    ("tune", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
+    ("compress", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine"]),
     (
         "cli",
         &[
+            "base",
             "tensor",
             "autograd",
             "model",
@@ -46,7 +48,7 @@ const ARROWS: [(&str, &[&str]); 16] = [
             "compress",
         ],
     ),
-    ("xtask", &["cuda", "sim"]),
+    ("xtask", &["base", "cuda", "sim"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {

@@ -12,8 +12,9 @@ use crate::error::{CudaError, Result};
 use crate::nccl::{Comm, Element, Exchange, State, UniqueId};
 use half::bf16;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
+use trainyard_base::lock;
 
 /// What goes wrong at a device's `call`-th group of exchanges, counted from 0 over all of its
 /// communicators.
@@ -118,7 +119,7 @@ impl Network {
     }
 
     fn lock(&self) -> MutexGuard<'_, Links> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The number of a device that joins.

@@ -14,7 +14,8 @@ use crate::fp8::Fp8;
 use crate::kernels::Float;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use trainyard_base::lock;
 
 type Status = c_int;
 type Handle = *mut c_void;
@@ -218,7 +219,7 @@ impl Lt {
         form: &Product,
         operands: &Operands,
     ) -> Result<()> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut plans = lock(&self.plans);
         if !plans.contains_key(form) {
             plans.insert(*form, self.plan(form)?);
         }

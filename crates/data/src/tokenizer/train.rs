@@ -1,6 +1,7 @@
 //! Training of byte-level BPE, by the trainer of the crate `tokenizers`.
 
 use std::sync::Mutex;
+use trainyard_base::lock;
 
 use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -58,7 +59,7 @@ where
     let feed = Mutex::new(Feed { error: None, bytes: 0, progress });
     let pieces = texts
         .map_while(|text| {
-            let mut feed = feed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut feed = lock(&feed);
             match text {
                 Ok(text) => {
                     feed.bytes += text.len() as u64;

@@ -16,6 +16,7 @@ pub use identity::{Gpu, Machine, Processes};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use trainyard_base::median;
 
 /// The version of the file's format.
 pub const FORMAT: u32 = 1;
@@ -120,15 +121,6 @@ impl Speeds {
             copy_bytes_per_s: of(|s| s.copy_bytes_per_s)?,
         })
     }
-}
-
-/// The middle one of `values`, the mean of two where they are even in number; None of none.
-pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.into_iter().collect();
-    values.sort_by(f64::total_cmp);
-    let high = *values.get(values.len() / 2)?;
-    let low = values[(values.len() - 1) / 2];
-    Some((low + high) / 2.0)
 }
 
 /// Seconds that an engine spends outside of kernels.

@@ -7,12 +7,6 @@ pub mod gemm;
 pub mod gpu;
 pub mod memory_bound;
 
-/// The upper one of two in the middle.
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 /// Peaks that no kernel reaches.
 #[cfg(test)]
 const UNBEATEN: crate::cpu::peak::Peaks = crate::cpu::peak::Peaks {

@@ -14,7 +14,8 @@ use super::threads::{inside_region, mark_inside};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+use trainyard_base::lock;
 
 /// The parallel regions that ranks of a process have open, for others to join.
 #[derive(Default)]
@@ -93,7 +94,7 @@ impl LentThreads {
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.open)
     }
 
     /// Lets other ranks join `region` while `work` runs, and returns when nobody is in it any more.
@@ -114,7 +115,7 @@ impl LentThreads {
         let shown = Shown(self, entry);
         work();
         drop(shown);
-        let panic = region.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let panic = lock(&region.panic).take();
         if let Some(panic) = panic {
             std::panic::resume_unwind(panic);
         }
@@ -143,7 +144,7 @@ impl LentThreads {
         let done = catch_unwind(AssertUnwindSafe(|| region.one()));
         let did = *done.as_ref().unwrap_or(&true);
         if let Err(panic) = done {
-            region.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+            lock(&region.panic).get_or_insert(panic);
         }
         self.lent.fetch_add(u64::from(did), Ordering::Relaxed);
         // The last touch: from here on the region may end.

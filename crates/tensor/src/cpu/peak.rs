@@ -13,6 +13,7 @@ use crate::simd_fn;
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::Instant;
+use trainyard_base::lock;
 
 /// The measured peaks of an instruction set on a number of threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,7 +119,7 @@ fn fastest(cpu: &Cpu, instruction: Instruction, rounds: usize, seconds: f64) -> 
     cpu.threads.run(|_| {
         let times = (rate(TRIAL) * seconds / repeat(cpu.isa, instruction, 0)).max(TRIAL as f64) as usize;
         let best = (0..rounds).map(|_| rate(times)).fold(0.0, f64::max);
-        *total.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += best;
+        *lock(&total) += best;
     });
     total.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

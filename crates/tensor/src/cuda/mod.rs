@@ -56,7 +56,8 @@ use crate::error::{Result, TensorError};
 use crate::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
+use trainyard_base::lock;
 use trainyard_cuda::driver::{Driver, Event, Precision, Properties, Region, Stream};
 use trainyard_cuda::kernels::{File, Float};
 
@@ -174,10 +175,6 @@ impl fmt::Debug for Cuda {
         let properties = self.properties();
         write!(f, "cuda:{} ({}, {})", properties.ordinal, properties.name, properties.architecture())
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The module that computes on a dtype.
