@@ -53,7 +53,7 @@ pub fn table(request: &Request, answer: &Answer) -> String {
     text
 }
 
-/// What was asked, in a line or two.
+/// The request, in a line or two.
 pub fn heading(request: &Request) -> String {
     let cluster = &request.cluster;
     let devices = request.device_counts().first().copied().unwrap_or(cluster.devices());
@@ -120,8 +120,8 @@ fn rows(request: &Request, plans: &[Plan]) -> String {
     lines(&titles(request), plans.iter().map(|plan| cells(request, plan)))
 }
 
-/// Rows below their titles, numbered from 1. The first, the third and the last column are words, to
-/// the left; the others are numbers, to the right.
+/// Aligned rows below their titles, numbered from 1. The first, third and last column are words,
+/// aligned left; the others are numbers, aligned right.
 pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item = Row>) -> String {
     let rows: Vec<Row> = rows.into_iter().collect();
     let width = |column: usize| {
@@ -148,7 +148,7 @@ pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item
     text
 }
 
-/// Everything about plan number `number`, counted from 1.
+/// The details of plan number `number`, counted from 1.
 pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64) -> String {
     let candidate = &plan.candidate;
     let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = candidate.mesh;
@@ -216,7 +216,7 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
     text
 }
 
-/// What a change does to the best plan.
+/// The effect of a change on the best plan.
 pub fn difference(what: &str, before: &Plan, after: &Plan) -> String {
     let percent = |before: f64, after: f64| format!("{:+.1} %", 100.0 * (after / before - 1.0));
     let mut text = format!("what if {what}\n");
