@@ -9,7 +9,8 @@ pub use philox::philox4x32;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The median of `values`: the middle one, or the mean of the middle two; None if there are none.
+/// Returns the median of `values`: the middle one, or the mean of the middle two; None if there are
+/// none.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
@@ -18,7 +19,7 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     Some((low + high) / 2.0)
 }
 
-/// A number of bytes in the largest binary unit that leaves at least one before the point:
+/// Writes a number of bytes in the largest binary unit that leaves at least one before the point:
 /// `79.2 GiB`.
 pub fn format_bytes(bytes: u64) -> String {
     let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
@@ -28,8 +29,8 @@ pub fn format_bytes(bytes: u64) -> String {
     }
 }
 
-/// The whole number nearest to `n` (0 or more), in groups of three digits: `1,234,567`. Exact up to
-/// 2^53.
+/// Writes the whole number nearest to `n` (0 or more) in groups of three digits: `1,234,567`. Exact
+/// up to 2^53.
 pub fn format_count(n: f64) -> String {
     let digits = format!("{n:.0}");
     let mut text = String::new();

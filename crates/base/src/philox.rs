@@ -1,7 +1,7 @@
 //! Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //!
-//! This is the plain form, one counter at a time. The data loader draws from it, and it is the oracle
-//! of the vectorised form in `trainyard-tensor` and of the kernels in `trainyard-cuda`.
+//! This is the plain form, one counter at a time. The data loader draws from it. It is also the
+//! oracle of the vectorised form in `trainyard-tensor` and of the kernels in `trainyard-cuda`.
 
 /// Returns 128 random bits for a 128-bit counter under a 64-bit key.
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {

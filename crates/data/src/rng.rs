@@ -1,5 +1,5 @@
-//! Counter-based random numbers and permutations: the value at any index without the values before
-//! it.
+//! Counter-based random numbers and permutations: any value can be computed without the values
+//! before it.
 //!
 //! The generator is Philox4x32-10. A sample's content is a pure function of (seed, index), so any
 //! number of ranks and workers draws the same samples, and resuming costs nothing.
@@ -46,10 +46,10 @@ impl Stream {
 /// A seeded bijection of `0..n` that is computed per element, so that shuffling a trillion rows
 /// needs no memory.
 ///
-/// A balanced Feistel network over the smallest even number of bits that holds `n`, with Philox as
-/// round function; results outside the domain walk on along their cycle until they fall inside
-/// (Black and Rogaway, CT-RSA 2002). The network's domain is below 4 n, so four walks are expected
-/// at most.
+/// It is a balanced Feistel network over the smallest even number of bits that holds `n`, with
+/// Philox as round function. A result outside the domain is permuted again until it falls inside
+/// (Black and Rogaway, CT-RSA 2002). The network's domain is below 4 n, so at most four rounds of
+/// this are expected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     n: u64,
@@ -71,7 +71,7 @@ impl Permutation {
         Self { n, half_bits: bits.div_ceil(2), key, stream, epoch: epoch as u32 }
     }
 
-    /// Where `index` goes. `index` must be below `n`; others are answered with themselves.
+    /// The image of `index`, which must be below `n`; larger values are returned unchanged.
     pub fn apply(&self, index: u64) -> u64 {
         if index >= self.n || self.n == 1 {
             return index;
