@@ -120,7 +120,7 @@ struct Entry {
     data_offsets: [u64; 2],
 }
 
-/// Header entries in file order, so that a name that stands there twice is seen.
+/// Header entries in file order, so that a repeated name is noticed.
 struct Entries(Vec<(String, Entry)>);
 
 impl<'de> Deserialize<'de> for Entries {
