@@ -16,15 +16,15 @@ use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use trainyard_base::lock;
 
-/// What goes wrong at a device's `call`-th group of exchanges, counted from 0 over all of its
+/// A fault at a device's `call`-th group of exchanges, counted from 0 over all of its
 /// communicators.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
     /// The device, in the order in which they joined the network.
     pub device: usize,
-    /// Which of its calls.
+    /// Index of the call.
     pub call: usize,
-    /// What happens.
+    /// The fault.
     pub kind: FaultKind,
 }
 
@@ -84,7 +84,7 @@ struct Member {
     device: usize,
     failed: Option<String>,
     aborted: bool,
-    /// Whether its end was asked for, which comes after all that is on streams.
+    /// True once its end was requested. The end comes after everything that is on streams.
     ending: bool,
     collectives: usize,
     sent: BTreeMap<usize, usize>,
@@ -113,7 +113,7 @@ impl Network {
         network
     }
 
-    /// What did not fit together so far.
+    /// The mismatches between ranks so far.
     pub fn problems(&self) -> Vec<String> {
         self.lock().problems.clone()
     }
@@ -340,7 +340,7 @@ impl Circle {
     }
 }
 
-/// What all ranks must agree on: kind, element or root, and bytes.
+/// The properties on which all ranks must agree: kind, element or root, and bytes.
 fn form(exchange: &Exchange) -> (u8, usize, usize, usize) {
     match *exchange {
         Exchange::AllReduce { from, to, element } => (0, element as usize, from.bytes, to.bytes),

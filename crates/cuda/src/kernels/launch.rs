@@ -15,7 +15,7 @@ pub struct Launch {
     pub shared: u32,
 }
 
-/// What a kernel's blocks are; the comments say what the `sizes` of [`Rule::launch`] are.
+/// The meaning of a kernel's blocks. The comments describe the `sizes` of [`Rule::launch`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rule {
     /// `[elements, 1, 1]`: 8 elements a thread.
