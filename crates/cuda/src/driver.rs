@@ -1,11 +1,11 @@
-//! What a device is asked to do: memory, streams, events, launches, products. A trait, so that
+//! The interface of a device: memory, streams, events, launches, products. It is a trait, so that
 //! everything above it runs in tests without a GPU: [`crate::fake`] is the other implementation
 //! beside [`crate::nvidia`].
 //!
-//! Work is put on streams and runs in order there; streams are ordered among each other by events
-//! alone. No call here waits for work but [`Driver::synchronize`] and [`Driver::wait_on_host`].
-//! Work can be captured as a graph and launched again in one call. Arguments of kernels and
-//! products say which memory they read and write, which the device does not need and a test does.
+//! Work on a stream runs in order; only events order streams among each other. No call here waits
+//! for work except [`Driver::synchronize`] and [`Driver::wait_on_host`]. Work can be captured as a
+//! graph and launched again in one call. Arguments of kernels and products say which memory they
+//! read and write. The device does not need this, but a test does.
 
 use crate::error::Result;
 use crate::fp8::Fp8;

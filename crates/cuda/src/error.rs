@@ -1,4 +1,4 @@
-//! What can go wrong with a CUDA device, in sentences that say what to do.
+//! The errors of a CUDA device, in sentences that say what to do.
 
 /// An error of the device, its driver or its libraries.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -1,5 +1,5 @@
-//! Which device a suite of tests runs on: kernels emulated on the fake driver, or a GPU. The suites
-//! are the same.
+//! The device of a suite of tests: kernels emulated on the fake driver, or a GPU. The suites are
+//! the same.
 
 use crate::driver::Driver;
 use crate::emulated::Emulated;

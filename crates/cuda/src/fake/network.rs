@@ -1,10 +1,10 @@
-//! What connects fake devices: communicators between them, which really move the bytes, and go
-//! wrong when a test asks for it.
+//! The network between fake devices: communicators that really move bytes, and fail when a test
+//! asks for it.
 //!
-//! A device comes to an exchange when it is at the head of a stream. The last rank to come moves
-//! everybody's bytes, so what a rank has not yet written by then is missing. Sequences of calls
-//! that do not fit together are noted as [`Network::problems`] and never end, as on a real network.
-//! Sums go around a ring, in another order than this project's own.
+//! A device reaches an exchange when the exchange is at the head of a stream. The last rank to
+//! arrive moves the bytes of all, so data that a rank has not written by then is missing. Sequences
+//! of calls that do not match are noted as [`Network::problems`] and never end, as on a real
+//! network. Sums go around a ring, in another order than this project's own.
 
 use super::{State as Device, bytes, bytes_mut};
 use crate::driver::Region;

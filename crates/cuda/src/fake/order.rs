@@ -1,4 +1,4 @@
-//! Which accesses come after which others, by the events that order streams.
+//! The order of accesses, by the events that order streams.
 
 use crate::driver::Address;
 use std::collections::BTreeMap;

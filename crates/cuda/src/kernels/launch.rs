@@ -1,4 +1,4 @@
-//! How large a launch is: grid, block, dynamic shared memory, from the sizes of the work.
+//! The size of a launch: grid, block, dynamic shared memory, from the sizes of the work.
 //!
 //! Nothing here asks the device: grids depend on shapes alone, so that sums have the same order on
 //! every GPU.

@@ -1,4 +1,4 @@
-//! Which algorithm a product takes: measured once for each form, kept in memory and on disk.
+//! The algorithm of a product: measured once for each form, kept in memory and on disk.
 
 use crate::cache::Cache;
 use crate::driver::Product;

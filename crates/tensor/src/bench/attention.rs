@@ -17,7 +17,7 @@ use trainyard_base::median;
 /// One shape to time.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What the shape is of.
+    /// Name of the model that the shape is from.
     pub name: &'static str,
     /// The attention function.
     pub spec: AttentionSpec,
@@ -54,7 +54,7 @@ impl Case {
     }
 }
 
-/// What was measured of one case.
+/// The measurements of one case.
 #[derive(Clone, Debug)]
 pub struct Measured {
     /// The case's name.
@@ -103,7 +103,7 @@ pub enum BenchError {
         what: &'static str,
         /// The relative distance.
         error: f64,
-        /// What rounding explains.
+        /// Largest error that rounding explains.
         bound: f64,
     },
 }

@@ -72,7 +72,7 @@ pub struct Timing {
     pub layer: Layer,
     /// Rows.
     pub tokens: usize,
-    /// Which product.
+    /// The form of the product.
     pub form: Form,
     /// Storage type of the operands.
     pub dtype: DType,

@@ -1,4 +1,4 @@
-//! What kernels reach on this machine, in percent of its measured peaks: functions that check a
+//! Benchmarks of kernels on this machine, in percent of its measured peaks. The functions check a
 //! kernel's results, then time it, and return figures for others to print.
 
 mod array;

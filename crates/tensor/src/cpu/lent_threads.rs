@@ -1,14 +1,14 @@
-//! The ranks of one process lend each other threads that wait.
+//! The ranks of one process lend each other waiting threads.
 //!
-//! Two ranks on two cores are as fast as the slower core, step after step, where cores differ: a
-//! neighbour on the other hyperthread, a hotter core, an interrupt. The threads of *one* rank
-//! balance by themselves, because they take tasks as they become free. So do ranks that lend each
-//! other threads: while a rank waits for another, it takes tasks from the other's open regions
-//! ([`LentThreads::lend`]), one at a time, and looks between tasks whether it still has to wait.
+//! If cores differ (a neighbour on the other hyperthread, a hotter core, an interrupt), two ranks
+//! on two cores are as fast as the slower core, step after step. The threads of *one* rank balance
+//! by themselves, because they take tasks as they become free. Lending does the same between ranks.
+//! While a rank waits for another, it takes tasks from the other's open regions
+//! ([`LentThreads::lend`]), one at a time, and checks between tasks whether it still has to wait.
 //! Results do not depend on it, as they depend on no thread.
 //!
-//! Lending is for ranks that have a core for each of their threads. Where they share cores, a guest
-//! that is not running would be waited for.
+//! Lending is for ranks that have a core for each of their threads. If ranks shared cores, the
+//! owner would have to wait for a guest that is not running.
 
 use super::threads::{inside_region, mark_inside};
 use std::any::Any;
@@ -32,7 +32,7 @@ pub(super) struct Region<'b> {
     body: &'b (dyn Fn(usize) + Sync),
     /// Threads of other ranks that are at work in it.
     guests: AtomicUsize,
-    /// What a guest panicked with: its owner's to raise.
+    /// The panic of a guest, for the owner to raise.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 

@@ -1,9 +1,9 @@
-//! What this machine's arithmetic and memory can do at best: the denominators of utilisation.
+//! The peaks of this machine's arithmetic and memory: the denominators of utilisation.
 //!
 //! Peaks are measured, not looked up: clock rates under vector load, the number of multiply-add
 //! units and the share of a virtual machine are not in any table. Each is the fastest of several
-//! rounds of ten milliseconds that do nothing but the instruction in question on registers, on all
-//! threads at once, so that no product can be faster; a utilisation above 100 % is a bug.
+//! rounds of ten milliseconds that run only the instruction in question on registers, on all
+//! threads at once. No product can be faster; a utilisation above 100 % is a bug.
 
 use super::simd::Simd;
 use super::{Cpu, Isa};

@@ -23,14 +23,14 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use trainyard_base::lock;
 
-/// How many times a waiting thread polls before it sleeps: some 20 to 50 microseconds.
+/// Number of polls of a waiting thread before it sleeps: about 20 to 50 microseconds.
 const SPINS: u32 = 2_000;
 
 thread_local! {
     static INSIDE_REGION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is at work in a region.
+/// True if this thread is at work in a region.
 pub(super) fn inside_region() -> bool {
     INSIDE_REGION.get()
 }

@@ -73,19 +73,19 @@ pub struct Cuda {
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
     capturing: graph::Capturing,
-    /// How products of f32 are multiplied.
+    /// Precision of products of f32.
     precision: Precision,
-    /// How attention multiplies on tensor cores, once that was chosen.
+    /// The form of attention on tensor cores, once chosen.
     attention: OnceLock<AttentionChoice>,
     /// For what the host makes: initial values.
     host: Cpu,
 }
 
 impl Cuda {
-    /// Whether GPU `ordinal` is there, without opening it.
+    /// Checks without opening it that GPU `ordinal` exists.
     ///
     /// # Errors
-    /// What the machine or this build lacks for it, in a sentence.
+    /// The missing part of the machine or of this build, in a sentence.
     pub fn check(ordinal: usize) -> Result<()> {
         Ok(trainyard_cuda::check(ordinal)?)
     }
@@ -126,7 +126,7 @@ impl Cuda {
         self
     }
 
-    /// What it is.
+    /// The properties of the GPU.
     pub fn properties(&self) -> &Properties {
         self.driver.properties()
     }
