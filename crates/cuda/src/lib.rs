@@ -5,9 +5,9 @@
 //! `emulation/` to check it there. [`kernels`] lists every entry point.
 //!
 //! [`driver::Driver`] is the interface of a device, and [`nccl::Nccl`] that of several devices
-//! together. [`nvidia`] implements them by NVIDIA's driver, which is loaded when a GPU is asked for,
-//! and [`fake`] without a GPU, for tests. Nothing here knows tensors; `trainyard-tensor` launches
-//! the kernels.
+//! together. [`nvidia`] implements them by NVIDIA's driver, which is loaded when a GPU is asked
+//! for, and [`fake`] without a GPU, for tests. Nothing here knows tensors; `trainyard-tensor`
+//! launches the kernels.
 
 pub mod cache;
 pub mod driver;

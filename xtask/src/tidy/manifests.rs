@@ -17,7 +17,7 @@ const ARROWS: [(&str, &[&str]); 17] = [
     // upward arrow.
     ("cuda", &["base", "tensor"]),
     ("tensor", &["base", "cuda"]),
-    ("autograd", &["tensor"]),
+    ("autograd", &["base", "tensor"]),
     ("model", &["base", "tensor", "autograd"]),
     ("program", &[]),
     ("comm", &["base", "cuda", "tensor"]),

@@ -16,7 +16,7 @@ impl Cuda {
     /// The identity of GPU `ordinal`, which is the same for every process of the host.
     ///
     /// # Errors
-    /// The missing part of the machine or of this build, in a sentence.
+    /// The missing part of the machine, in a sentence.
     pub fn identity(ordinal: usize) -> Result<[u8; 16]> {
         Ok(trainyard_cuda::identity(ordinal)?)
     }

@@ -85,7 +85,7 @@ impl Cuda {
     /// Checks without opening it that GPU `ordinal` exists.
     ///
     /// # Errors
-    /// The missing part of the machine or of this build, in a sentence.
+    /// The missing part of the machine, in a sentence.
     pub fn check(ordinal: usize) -> Result<()> {
         Ok(trainyard_cuda::check(ordinal)?)
     }
