@@ -1,8 +1,8 @@
 #![no_main]
-//! A configuration is rejected with reasons or resolved; what a resolved one prints must resolve to
-//! itself.
+//! A configuration is rejected with reasons or resolved. The printed form of a resolved one must
+//! resolve to itself.
 //!
-//! The text is the file; `--set` overrides, a line each, may follow behind the first byte 0x1e.
+//! The text is the file. `--set` overrides, one per line, may follow behind the first byte 0x1e.
 
 use std::path::Path;
 

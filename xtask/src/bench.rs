@@ -1,14 +1,13 @@
-//! `cargo xtask bench`: the release build against its bars and its peers.
+//! `cargo xtask bench`: compares the release build with its bars and its peers.
 //!
-//! A benchmark is a row of the table in [`table`]: what to run of ours, what to run of theirs, how
-//! the JSON line that each prints becomes figures, and the bar that each figure has to reach. This
-//! module runs them: it builds, finds the peer's Python and its allocator, picks the fastest of the
-//! peer's ways, then runs ours and theirs in turn, because a machine's speed drifts by a third from
-//! hour to hour and only neighbours compare. Medians are compared with the bars, everything is
-//! printed as one table, and all that was measured goes to `target/bench/NAME.json`.
+//! A benchmark is a row of the table in [`table`]: the command of this side, the command of the
+//! peer, the conversion of the JSON line that each prints into figures, and the bar of each figure.
+//! This module builds the program, finds the peer's Python and its allocator, and picks the fastest
+//! of the peer's variants. It then runs both sides in turn, because a machine's speed drifts by a
+//! third from hour to hour and only neighbouring runs compare. Medians are compared with the bars,
+//! everything is printed as one table, and all measurements go to `target/bench/NAME.json`.
 //!
-//! It does not judge noise: on a machine that does something else at the same time the figures mean
-//! nothing.
+//! It does not judge noise: on a busy machine the figures mean nothing.
 
 pub mod measure;
 mod peers;
@@ -32,14 +31,14 @@ use table::{BENCHMARKS, Benchmark, Ours, Peer};
 pub struct Options {
     /// Benchmarks to run; all of them when none is named.
     names: Vec<String>,
-    /// How often ours and theirs run in turn; medians are compared.
+    /// Number of pairs of runs, ours and PyTorch's in turn; medians are compared.
     #[arg(long, default_value_t = 3)]
     pairs: usize,
     /// The text of the character-level recipe (tiny Shakespeare, 1.1 MB); without it those
     /// benchmarks are skipped.
     #[arg(long, default_value = "data/shakespeare.txt")]
     text: PathBuf,
-    /// Run ours alone; bars that are ratios are not judged then.
+    /// Run our side alone; bars that are ratios are not judged then.
     #[arg(long)]
     without_peers: bool,
     /// Measure this program instead of building `target/release/trainyard`.
@@ -50,7 +49,7 @@ pub struct Options {
     list: bool,
 }
 
-/// Runs the benchmarks that were asked for; whether every bar was reached.
+/// Runs the benchmarks that were asked for. Returns true if every bar was reached.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     if options.list {
         for benchmark in BENCHMARKS {
@@ -110,7 +109,7 @@ fn choose(names: &[String]) -> Result<Vec<&'static Benchmark>> {
     names.iter().map(find).collect()
 }
 
-/// Everything that is the same for all benchmarks of one call.
+/// The settings that all benchmarks of one call share.
 struct Bench {
     binary: PathBuf,
     peers: Option<Peers>,
@@ -121,8 +120,8 @@ struct Bench {
 
 impl Bench {
     fn run(&self, benchmark: &Benchmark) -> Result<Vec<Row>> {
-        // A first run of ours is not counted: it warms the page cache, and its output tells the
-        // peer which cases to run.
+        // The first run of our side is not counted. It warms the page cache, and its output tells
+        // the peer which cases to run.
         let first = self.ours(benchmark)?;
         let ours_file = self.folder.join(format!("{}.ours.json", benchmark.name));
         fs::write(&ours_file, first.to_string()).with_context(|| format!("cannot write {}", ours_file.display()))?;
@@ -180,8 +179,8 @@ impl Bench {
         measure::last_json_line(&mut command, &self.log(benchmark, "peer"))
     }
 
-    /// Runs each way of the peer once (that also fills the compiler's caches) and takes the one
-    /// with the best figure.
+    /// Runs each variant of the peer once (which also fills the compiler's caches) and takes the
+    /// one with the best figure.
     fn fastest_peer<'a>(&'a self, benchmark: &'a Benchmark, ours: &Path) -> Result<Option<(&'a Peers, &'a Peer)>> {
         let Some(peers) = &self.peers else { return Ok(None) };
         let mut best: Option<(f64, &Peer)> = None;
@@ -202,7 +201,7 @@ impl Bench {
         Ok(best.map(|(_, peer)| (peers, peer)))
     }
 
-    /// An empty folder to run in, so that no benchmark finds what another left.
+    /// An empty folder to run in, so that no benchmark finds the files of another.
     fn scratch(&self, benchmark: &Benchmark) -> Result<PathBuf> {
         let scratch = self.folder.join("scratch").join(benchmark.name);
         if scratch.exists() {
@@ -236,18 +235,19 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
     Ok(target.join("release/trainyard"))
 }
 
-/// Where cargo builds: `CARGO_TARGET_DIR`, else `target`.
+/// The folder of cargo's builds: `CARGO_TARGET_DIR`, else `target`.
 pub fn target_folder(root: &Path) -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |folder| root.join(folder))
 }
 
-/// As seen from the folder that the command was called in, because benchmarks run in another one.
+/// Resolves a path against the folder in which the command was called, because benchmarks run in
+/// another one.
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).with_context(|| format!("cannot resolve {}", path.display()))
 }
 
-/// What the figures depend on: the processor, how many of its threads we may use, and its matrix
-/// instructions.
+/// The properties of the machine that figures depend on: the processor, the number of usable
+/// threads, and its matrix instructions.
 fn machine() -> Value {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -275,7 +275,7 @@ mod tests {
         assert!(error.contains("no benchmark `kernel`; there are kernels"), "{error}");
     }
 
-    /// A stand-in for the binary that prints what the real one would; ours alone.
+    /// A stand-in for the binary prints what the real one would, without a peer.
     #[test]
     fn a_benchmark_runs_and_leaves_its_record() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,12 +1,12 @@
-//! Whether `--plan auto` picks rightly: small models and limits of memory, of each of which every
-//! runnable way is trained for a few steps.
+//! `cargo xtask choices`: checks that `--plan auto` picks well. It trains every runnable candidate
+//! of small models and limits of memory for a few steps.
 //!
-//! The ways, their predictions and the pick are those of
-//! `trainyard plan c.toml --json --trial-seconds 20`; each way is trained by the settings that
-//! stand there, so what is measured is what would run. The machine's speed drifts, and only ever
-//! down from what it can do, so the pick, what prediction alone would have picked, and the fastest
-//! few are trained again in turn, and the best of those rounds are compared. The bar: the pick is
-//! within 5 % of the fastest. Needs a profile of the machine (`trainyard calibrate`).
+//! The candidates, their predictions and the pick come from
+//! `trainyard plan c.toml --json --trial-seconds 20`. Each candidate is trained with the settings
+//! listed there, so the measured run is the one that would run. A machine's speed drifts, and only
+//! downward from its best. The pick, the one that prediction alone would pick, and the fastest few
+//! are therefore trained again in turn, and the best of those rounds are compared. The bar: the
+//! pick is within 5 % of the fastest. It needs a profile of the machine (`trainyard calibrate`).
 
 use crate::bench::measure::{figure, output, records};
 use crate::bench::program;
@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What to run.
+/// Arguments of `cargo xtask choices`.
 #[derive(Args)]
 pub struct Options {
     /// Only the configurations from this number, counted from 1.
@@ -31,8 +31,8 @@ pub struct Options {
     /// Rounds in which the pick and the fastest few are trained in turn.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Seconds for which the likeliest ways are tried before one is picked; 0: picked by prediction
-    /// alone.
+    /// Seconds for which the most promising candidates are tried before one is picked; 0:
+    /// prediction alone picks.
     #[arg(long, default_value_t = 20.0)]
     trial_seconds: f64,
     /// The program. Default: the release build, made first.
@@ -40,13 +40,13 @@ pub struct Options {
     program: Option<PathBuf>,
 }
 
-/// How much slower than the fastest the pick may be.
+/// Largest slowdown of the pick against the fastest.
 const BAR: f64 = 0.05;
-/// Ways that are trained again in turn, with the picks.
+/// Number of candidates that are trained again in turn, beside the picks.
 const FINALISTS: usize = 3;
 
-/// Family, width, blocks, heads, sequence, global batch, dtype, and where the limit of memory lies
-/// between what the leanest way needs (0) and the fastest; 1: no limit.
+/// Family, width, blocks, heads, sequence, global batch, dtype, and the limit of memory as a
+/// position between the needs of the leanest candidate (0) and of the fastest; 1: no limit.
 type Case = (&'static str, u32, u32, u32, u32, u32, &'static str, f64);
 
 const CASES: [Case; 12] = [
@@ -64,7 +64,7 @@ const CASES: [Case; 12] = [
     ("llama", 512, 2, 8, 256, 4, "bf16", 0.8),
 ];
 
-/// One way, predicted and measured.
+/// One candidate, predicted and measured.
 struct Way {
     words: String,
     sets: Vec<String>,
@@ -73,16 +73,16 @@ struct Way {
 }
 
 impl Way {
-    /// Of the rounds, each of which is a median of steps.
+    /// The best of its rounds, each of which is a median of steps.
     fn best(&self) -> f64 {
         self.measured_s.iter().copied().fold(f64::INFINITY, f64::min)
     }
 }
 
-/// Trains them all; false when a pick misses the bar.
+/// Trains every candidate of every case; false if a pick misses the bar.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    // Both commands run in the folder of the text, because paths in a configuration are seen from
-    // where a command runs.
+    // Both commands run in the folder of the text, because paths in a configuration are relative to
+    // the working folder.
     let program = options.program.clone().map_or_else(|| program(root), Ok)?;
     let program = std::path::absolute(&program).with_context(|| format!("cannot resolve {}", program.display()))?;
     let folder = std::env::temp_dir().join(format!("trainyard-choices-{}", std::process::id()));
@@ -130,8 +130,8 @@ fn judge(number: usize, case: Case, program: &Path, folder: &Path, options: &Opt
         way.measured_s.push(train(program, &config, &way.sets)?);
     }
     let count = ways.len();
-    // The pick stays first, and what prediction alone picks second where that is another; of the
-    // others the fastest few follow.
+    // The pick stays first, followed by the pick of prediction alone if that is another. The
+    // fastest few of the others come next.
     let predicted =
         (0..count).min_by(|a, b| ways[*a].predicted_s.total_cmp(&ways[*b].predicted_s)).expect("there are ways");
     let mut picks = 1;

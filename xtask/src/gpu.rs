@@ -1,19 +1,19 @@
-//! `cargo xtask gpu`: everything that needs a GPU, in one command of some minutes, so that whoever
-//! has one for half an hour learns everything at once.
+//! `cargo xtask gpu`: runs everything that needs a GPU in one command of some minutes, so that half
+//! an hour of access is enough to learn everything.
 //!
-//! It says what the machine is, then runs three parts, each whatever became of the others:
+//! It describes the machine, then runs three parts, each whatever the result of the others:
 //!
 //! 1. conformance: every kernel against the oracles in f64, every operation and training itself
 //!    against the CPU;
 //! 2. accuracy: logits and gradients against transformers, a loss curve in bf16 against the CPU's;
 //! 3. bars: whole steps, attention, products and streaming kernels, in percent of the measured
-//!    peaks and beside PyTorch where there is one.
+//!    peaks and beside PyTorch if there is one.
 //!
-//! The first two are the suites of `cargo test`, told to run on the GPU by a variable; with
-//! `--emulated` they run as in `cargo test`, which is how this chore is tested without a GPU. On a
-//! machine without cargo they come from a folder that `--pack` has filled elsewhere. A bar that is
-//! missed is said and no failure; a result that is wrong is one. Without a GPU the chore says why
-//! there is none, and passes.
+//! The first two are the suites of `cargo test`, which an environment variable sends to the GPU.
+//! With `--emulated` they run as in `cargo test`, so that this chore can be tested without a GPU.
+//! On a machine without cargo they come from a folder that `--pack` has filled elsewhere. A missed
+//! bar is reported but is no failure; a wrong result is one. Without a GPU the chore gives the
+//! reason and passes.
 
 mod bars;
 mod compile;
@@ -42,26 +42,27 @@ pub struct Options {
     /// Run one part alone.
     #[arg(long, value_name = "PART", conflicts_with = "compile")]
     only: Option<Only>,
-    /// Write what was found here too, as JSON; beside target/bench/gpu.json.
+    /// Also write the results here, as JSON, in addition to target/bench/gpu.json.
     #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
-    /// How often ours and PyTorch run in turn; medians are compared.
+    /// Number of pairs of runs, ours and PyTorch's in turn; medians are compared.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pairs: u16,
-    /// Build what the chore runs into a folder, to be carried to a machine without cargo, and stop:
-    /// there, FOLDER/xtask gpu --prebuilt FOLDER in the root of the sources.
+    /// Build everything that the chore runs into a folder and stop. The folder can be carried to a
+    /// machine without cargo: run FOLDER/xtask gpu --prebuilt FOLDER there, in the root of the
+    /// sources.
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["compile", "prebuilt", "emulated"])]
     pack: Option<PathBuf>,
-    /// Take what is run from a folder that --pack has filled.
+    /// Take the executables from a folder that --pack has filled.
     #[arg(long, value_name = "FOLDER", conflicts_with = "compile")]
     prebuilt: Option<PathBuf>,
-    /// Run the suites on emulated kernels, and the measuring of bars with tiny sizes: a test of
-    /// this chore, which needs no GPU and measures nothing.
+    /// Run the suites on emulated kernels, and the bars with tiny sizes: a test of this chore that
+    /// needs no GPU and measures nothing.
     #[arg(long, conflicts_with = "compile")]
     emulated: bool,
 }
 
-/// What `--only` can name.
+/// The values of `--only`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Only {
     /// Results of kernels, operations and training.
@@ -76,7 +77,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     if options.compile {
         return compile::run(root, options.json.as_deref());
     }
-    // Where this was built is not where it runs once it was carried.
+    // The executable may have been carried here from the machine that built it.
     let here = std::env::current_dir().context("there is no current folder")?;
     let root = if options.prebuilt.is_some() { here.as_path() } else { root };
     if let Some(folder) = &options.pack {
@@ -111,7 +112,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
         }
         if part == Part::Bars && !options.emulated {
             let bars = bars::run(root, &executables, machine.python.as_ref(), usize::from(options.pairs));
-            // What could not be measured was wrong, or failed: the text says which.
+            // A bar that could not be measured had a wrong result or failed; the text says which.
             right &= bars.failures.is_empty();
             text += &format!("\n{}", bars.text());
             found[part.name()] = json!(bars);
@@ -122,7 +123,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
             found[part.name()] = json!(outcomes);
         }
         found["right"] = right.into();
-        // After each part: a machine that is lent may be taken away before the last one ends.
+        // Written after each part: a borrowed machine may be taken away before the last one ends.
         for path in &files {
             std::fs::write(path, format!("{found:#}\n")).with_context(|| format!("cannot write {}", path.display()))?;
         }

@@ -1,14 +1,14 @@
 //! Splits Rust source into code, string contents and comments, line by line.
 //!
-//! The rules of [`tidy`](crate::tidy) ask questions such as "does `unsafe` appear in code?", which
-//! a search through the text answers wrongly as soon as the word stands in a comment or a string.
-//! This is the part of Rust's lexical grammar that decides it: comments (nested), plain, raw, byte
-//! and C strings, character literals against lifetimes. It does not parse.
+//! The rules of [`tidy`](crate::tidy) ask questions such as "does `unsafe` appear in code?". A
+//! plain text search answers them wrongly if the word is in a comment or a string. This module
+//! implements the part of Rust's lexical grammar that decides it: comments (nested), plain, raw,
+//! byte and C strings, and character literals against lifetimes. It does not parse.
 
-/// One line of source, its bytes handed out to three strings.
+/// One line of source, divided into three strings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Line {
-    /// What the compiler sees, each string literal reduced to its quotes.
+    /// The code that the compiler sees, with each string literal reduced to its quotes.
     pub code: String,
     /// The contents of string literals.
     pub strings: String,
@@ -22,12 +22,12 @@ impl Line {
         words(&self.code)
     }
 
-    /// Whether the code holds `word` as a whole identifier.
+    /// True if the code holds `word` as a whole identifier.
     pub fn has_word(&self, word: &str) -> bool {
         self.words().any(|w| w == word)
     }
 
-    /// Whether there is neither code nor a string.
+    /// True if there is neither code nor a string.
     pub fn is_only_comment(&self) -> bool {
         self.code.trim().is_empty() && !self.comment.is_empty()
     }
@@ -132,7 +132,8 @@ pub fn lines(source: &str) -> Vec<Line> {
     lines
 }
 
-/// How many characters after an opening `'` belong to a character literal; 0 for a lifetime.
+/// The number of characters after an opening `'` that belong to a character literal; 0 for a
+/// lifetime.
 fn char_literal_length(after: &[char]) -> usize {
     match after {
         // '\n', '\'', '\u{1F600}': up to the quote that is not the escaped character itself.
@@ -142,7 +143,7 @@ fn char_literal_length(after: &[char]) -> usize {
     }
 }
 
-/// The number of `#` when a raw string (`r"`, `r#"`, `br"`, `cr"`) begins with the `r` at `at`.
+/// The number of `#` if a raw string (`r"`, `r#"`, `br"`, `cr"`) begins with the `r` at `at`.
 fn raw_string_start(chars: &[char], at: usize) -> Option<usize> {
     if chars[at] != 'r' {
         return None;

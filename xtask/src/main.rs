@@ -79,7 +79,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The folder with the workspace's `Cargo.toml`: the parent of this crate's.
+/// The folder with the workspace's `Cargo.toml`, which is the parent of this crate's folder.
 fn workspace_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies inside the workspace").to_path_buf()
 }

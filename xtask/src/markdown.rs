@@ -6,9 +6,9 @@
 /// A link with the line that it stands on, counted from 1.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Link {
-    /// As written: a path, `#anchor`, path with anchor or an address.
+    /// Target as written: a path, an `#anchor`, a path with anchor, or an address.
     pub target: String,
-    /// Counted from 1.
+    /// Line number, counted from 1.
     pub line: usize,
 }
 
@@ -52,8 +52,8 @@ pub fn links(text: &str) -> Vec<Link> {
     found
 }
 
-/// The anchors of the headings, made as GitHub makes them: lower case, punctuation dropped, spaces
-/// to hyphens.
+/// The anchors of the headings, formed as GitHub does: lower case, punctuation dropped, spaces to
+/// hyphens.
 pub fn anchors(text: &str) -> Vec<String> {
     let mut slugs: Vec<String> = Vec::new();
     let mut anchors = Vec::new();

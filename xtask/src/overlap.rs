@@ -1,14 +1,15 @@
-//! `cargo xtask overlap`: how much of the communication over a slow link hides behind computing.
+//! `cargo xtask overlap`: measures how much of the communication over a slow link hides behind
+//! computing.
 //!
-//! Two network namespaces are joined by a virtual cable (veth). Each holds one rank, a process of
-//! its own; MPI runs over TCP between them. First the cable is as fast as the kernel makes it,
-//! which tells a step's compute time and the bytes that it sends. Then `tc … tbf` gives it the rate
-//! at which those bytes take `--share` of that time, and the run is measured again. Hidden is
-//! `1 - comm_exposed_s / comm_s`, both of rank 0 and summed over the steps but the first two.
-//! `comm_s` also holds the time for which a reduction waits for the slower of the two ranks, so it
-//! is more than the time on the cable, which is shown beside it.
+//! A virtual cable (veth) joins two network namespaces. Each holds one rank, a process of its own;
+//! MPI runs over TCP between them. At first the cable is as fast as the kernel allows, which gives
+//! a step's compute time and its bytes. Then `tc … tbf` limits the rate so that those bytes take
+//! `--share` of that time, and the run is measured again. The hidden share is
+//! `1 - comm_exposed_s / comm_s`, both of rank 0 and summed over all steps but the first two.
+//! `comm_s` also includes the time for which a reduction waits for the slower rank, so it is more
+//! than the time on the cable, which is printed beside it.
 //!
-//! Needs root on Linux, the programs `ip` and `tc` (iproute2), `unshare`, and Open MPI with its
+//! It needs root on Linux, the programs `ip` and `tc` (iproute2), `unshare`, and Open MPI with its
 //! headers. Nothing else should run meanwhile.
 
 use std::fs;
@@ -18,8 +19,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// GPT-2's blocks on bytes: with a vocabulary of 50,304 the last reduction of a step would be a
-/// third of all, which no schedule can hide.
+/// GPT-2's blocks on bytes. With a vocabulary of 50,304 the last reduction of a step would be a
+/// third of the communication, which no schedule can hide.
 const CONFIG: &str = "\
 [run]
 name = 'overlap'
@@ -45,9 +46,9 @@ compute = 'bf16'
 threads = 1
 ";
 const STRATEGIES: [(&str, &str); 2] = [("DDP", "parallel.zero_stage=0"), ("ZeRO-3", "parallel.zero_stage=3")];
-/// Steps in which caches and connections settle.
+/// Number of steps in which caches and connections settle.
 const WARMUP: usize = 2;
-/// The share of communication that has to be hidden.
+/// The share of communication that must be hidden.
 const BAR: f64 = 0.8;
 
 /// Arguments of `cargo xtask overlap`.
@@ -64,12 +65,12 @@ pub struct Options {
     binary: Option<PathBuf>,
 }
 
-/// Measures both strategies; whether both reach the bar.
+/// Measures both strategies. Returns true if both reach the bar.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     if options.steps <= WARMUP || !(0.01..=10.0).contains(&options.share) {
         bail!("--steps has to be more than {WARMUP}, --share from 0.01 to 10");
     }
-    // Before minutes of compiling: whether namespaces are permitted at all.
+    // Checks before minutes of compiling that namespaces are permitted.
     drop(Cable::new(None)?);
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |folder| root.join(folder));
     let binary = match &options.binary {
@@ -117,7 +118,7 @@ struct Step {
     step_s: f64,
     comm_s: f64,
     exposed_s: f64,
-    /// Sent by rank 0 in a step.
+    /// Bytes that rank 0 sends in a step.
     bytes: f64,
 }
 
@@ -131,7 +132,7 @@ impl Step {
     }
 }
 
-/// Trains over a cable of so many bits per second.
+/// Trains over a cable with the given rate.
 fn measure(folder: &Path, binary: &Path, stage: &str, steps: usize, bits_per_s: Option<u64>) -> Result<Step> {
     let runs = folder.join("runs");
     if runs.exists() {
@@ -142,7 +143,7 @@ fn measure(folder: &Path, binary: &Path, stage: &str, steps: usize, bits_per_s: 
     let mut command = Command::new("ip");
     command.args(["netns", "exec", &namespace(0), "unshare", "--uts", "sh", "-c"]);
     command.args([&format!("hostname {}; exec \"$@\"", namespace(0)), "sh", "mpirun"]);
-    // The second namespace looks like another host, reached by the agent.
+    // The second namespace looks like another host, which the agent reaches.
     command.args(["--allow-run-as-root", "--bind-to", "none", "--timeout", "600", "-np", "2"]);
     command.args(["-H", &format!("{}:1,{}:1", address(0), address(1))]);
     let network = format!("{NETWORK}.0/24");
@@ -182,8 +183,8 @@ fn address(end: usize) -> String {
     format!("{NETWORK}.{}", end + 1)
 }
 
-/// What mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs too, so
-/// that nothing is shared through memory.
+/// The script that mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs
+/// too, so that nothing is shared through memory.
 fn agent_script() -> String {
     format!(
         "#!/bin/sh\nwhile [ \"${{1#-}}\" != \"$1\" ]; do shift; done\nshift\n\
@@ -192,12 +193,12 @@ fn agent_script() -> String {
     )
 }
 
-/// Two namespaces and the cable between them, gone when dropped.
+/// Two namespaces and the cable between them. They are removed on drop.
 struct Cable;
 
 impl Cable {
     fn new(bits_per_s: Option<u64>) -> Result<Cable> {
-        // What an interrupted measurement left.
+        // Removes the remains of an interrupted measurement.
         Cable::remove();
         let cable = Cable;
         let ip = |arguments: &str| run_command(Command::new("ip").args(arguments.split(' ')));
@@ -233,7 +234,7 @@ impl Cable {
 
     fn remove() {
         for end in 0..2 {
-            // It may not be there.
+            // It may not exist.
             let _ = Command::new("ip").args(["netns", "del", &namespace(end)]).stderr(Stdio::null()).status();
         }
     }
@@ -255,7 +256,7 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
     Ok(target.join("release/trainyard"))
 }
 
-/// Runs a command; what it printed.
+/// Runs a command and returns its output.
 fn run_command(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output();
     let output = output.with_context(|| format!("cannot run {}", command.get_program().to_string_lossy()))?;

@@ -1,12 +1,12 @@
-//! `cargo xtask test`: everything that must hold, in one command.
+//! `cargo xtask test`: checks everything that must hold, in one command.
 //!
-//! The order is by cost: a forgotten module essay is said in a second and not after the tests. A
-//! failed check does not stop the later ones, so that one run shows everything. The commands of the
-//! documentation are among the tests (`crates/cli/tests/docs.rs`).
+//! Cheap checks come first: a missing module essay is reported in a second and not after the tests.
+//! A failed check does not stop the later ones, so that one run shows everything. The commands of
+//! the documentation are among the tests (`crates/cli/tests/docs.rs`).
 //!
-//! Output streams through while the `test result:` lines are read from it; their sums stand alone
-//! on the last line. A run in which no test ran has failed, whatever cargo said: that is how a
-//! broken test setup looks.
+//! Output streams through while the `test result:` lines are read from it; their sums are the last
+//! line. A run in which no test ran has failed, whatever cargo reported: a broken test setup looks
+//! like that.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -19,7 +19,7 @@ use trainyard_cuda::stand_in::StandIn;
 
 use crate::{gpu, tidy};
 
-/// What the `test result:` lines said, summed.
+/// The sums of the `test result:` lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Counts {
     passed: usize,
@@ -27,7 +27,7 @@ struct Counts {
 }
 
 impl Counts {
-    /// Adds what `line` says, if it is a result line:
+    /// Adds the counts of `line` if it is a result line:
     /// `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
     fn read(&mut self, line: &str) {
         let Some((_, figures)) = line.split_once("test result:") else { return };
@@ -45,7 +45,7 @@ impl Counts {
     }
 }
 
-/// Runs every check; whether all of them passed.
+/// Runs every check. Returns true if all of them passed.
 pub fn run(root: &Path) -> Result<bool> {
     let mut failures: Vec<&str> = Vec::new();
     let mut checked = |name: &'static str, check: &mut dyn FnMut() -> Result<bool>| -> Result<()> {
@@ -92,7 +92,7 @@ pub fn run(root: &Path) -> Result<bool> {
     checked("mpi", &mut || {
         let Some(missing) = missing_for_mpi() else {
             let own = ["--package", "trainyard-comm", "--features", "mpi"];
-            // Of the program, what runs under mpirun.
+            // The tests of the program that run under mpirun.
             let program = ["--package", "trainyard", "--features", "mpi", "--test", "mpi", "--test", "mpi_faults"];
             let mut passed = true;
             for tests in [&own[..], &program] {
@@ -116,13 +116,13 @@ pub fn run(root: &Path) -> Result<bool> {
     Ok(failures.is_empty())
 }
 
-/// Whether installing what tests need is ours to do: as root in continuous integration.
+/// True if this command may install what tests need: as root in continuous integration.
 fn may_install() -> bool {
     std::env::var_os("CI").is_some() && runs("id", &["-u"]).as_deref() == Some("0")
 }
 
-/// The kernels of GPUs are tested by the host's C++ compiler; where there is none and this fails,
-/// their tests say so.
+/// Installs a C++ compiler, which the tests of GPU kernels use. If this fails, those tests report
+/// it.
 fn install_cpp_compiler() {
     let given = std::env::var("CXX").ok();
     let none = given
@@ -135,12 +135,12 @@ fn install_cpp_compiler() {
     }
 }
 
-/// What keeps the feature `mpi` from being tested here, after an attempt to install it where that
-/// is ours to do.
+/// The obstacle to testing the feature `mpi` here, after an attempt to install it if that is
+/// allowed.
 fn missing_for_mpi() -> Option<&'static str> {
     if lacks_for_mpi().is_some() && may_install() {
         let packages = ["install", "-y", "-q", "libopenmpi-dev", "openmpi-bin", "libclang-dev"];
-        // Where this fails, what is missing says so.
+        // If this fails, the check below reports what is missing.
         let _ = runs("apt-get", &["update", "-q"]).and_then(|_| runs("apt-get", &packages));
     }
     lacks_for_mpi()
@@ -166,7 +166,7 @@ fn lacks_for_mpi() -> Option<&'static str> {
     if libclang() { None } else { Some("there is no libclang") }
 }
 
-/// What a program says, if it exists and succeeds.
+/// The output of a program, if it exists and succeeds.
 fn runs(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).stdin(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -178,7 +178,7 @@ fn cargo(root: &Path, subcommand: &str, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a cargo subcommand that not every installation has; says so and passes where it is missing.
+/// Runs a cargo subcommand that not every installation has. If it is missing, says so and passes.
 fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<bool> {
     let probe = cargo(root, subcommand, &["--version"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !probe.is_ok_and(|status| status.success()) {
@@ -190,14 +190,15 @@ fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<bool> {
     Ok(status.success())
 }
 
-/// Runs `command` with its output passed to `out`; whether it succeeded, and the sums of its result
+/// Runs `command` with its output passed to `out`. Returns its success and the sums of its result
 /// lines.
 fn count_tests(command: &mut Command, out: &mut dyn Write) -> Result<(bool, Counts)> {
     let mut child = command.stdout(Stdio::piped()).spawn().context("cannot run cargo test")?;
     let mut counts = Counts::default();
     let mut reader = BufReader::new(child.stdout.take().expect("piped above"));
     let mut line = Vec::new();
-    // Bytes rather than `lines()`: a test may print what is not UTF-8, and its results still count.
+    // Bytes rather than `lines()`: a test may print bytes that are not UTF-8, and its results still
+    // count.
     while reader.read_until(b'\n', &mut line)? > 0 {
         out.write_all(&line)?;
         out.flush()?;

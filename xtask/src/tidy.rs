@@ -1,9 +1,9 @@
-//! `cargo xtask tidy`: the rules of the house that no compiler checks.
+//! `cargo xtask tidy`: checks the rules of the project that no compiler checks.
 //!
-//! Each rule is a function from the sources to complaints; a complaint names a file, a line and
-//! what to do. The rules are run on this repository by a test, and each has tests of its own that
-//! show it failing, because a rule that cannot fail protects nothing. There is no list of
-//! exceptions: a rule that needs one is changed here, in sight of review.
+//! Each rule is a function from the sources to complaints. A complaint names a file, a line and
+//! what to do. A test runs the rules on this repository, and each rule has tests that show it
+//! failing, because a rule that cannot fail protects nothing. There is no list of exceptions: a
+//! rule that needs one is changed here, visible in review.
 
 mod manifests;
 mod sources;
@@ -21,9 +21,9 @@ use crate::lexer;
 pub struct Source {
     /// Relative to the root, with `/`.
     pub path: String,
-    /// Its contents; empty when it is not text.
+    /// Its contents; empty if it is not text.
     pub text: String,
-    /// For `.rs` files, the text taken apart.
+    /// For `.rs` files, the text divided by the lexer.
     pub lines: Vec<lexer::Line>,
 }
 
@@ -40,7 +40,7 @@ impl Source {
     }
 }
 
-/// What is wrong, where, and what to do.
+/// A violation: the fault, its place, and what to do.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Complaint {
     path: String,
@@ -64,7 +64,7 @@ impl fmt::Display for Complaint {
     }
 }
 
-/// Prints the complaints; whether there was none.
+/// Prints the complaints. Returns true if there are none.
 pub fn run(root: &Path) -> Result<bool> {
     let sources = read_all(root)?;
     let complaints = check(&sources);
@@ -82,14 +82,14 @@ fn check(sources: &[Source]) -> Vec<Complaint> {
     complaints
 }
 
-/// Folders at the root that hold what building and running leave behind, as in `.gitignore`.
+/// Folders at the root that hold the results of building and running, as in `.gitignore`.
 const NOT_SOURCES: [&str; 3] = ["target", "runs", "data"];
-/// What fuzzing leaves behind: inputs that are nobody's text.
+/// Folders of inputs that fuzzing leaves behind.
 const FUZZING: [&str; 3] = ["fuzz/corpus", "fuzz/artifacts", "fuzz/coverage"];
-/// Hidden folders that are sources all the same.
+/// Hidden folders that hold sources.
 const HIDDEN_SOURCES: [&str; 3] = [".ci", ".cargo", ".github"];
-/// Extensions of files that the rules read; a file without one (licences, `.ci/run`) is read as
-/// well. Of the others only the path is known, so that links to them resolve.
+/// Extensions of files that the rules read. Files without one (licences, `.ci/run`) are read as
+/// well. Of other files only the path is known, so that links to them resolve.
 const TEXT: [&str; 14] =
     ["rs", "toml", "md", "py", "sh", "txt", "json", "yml", "yaml", "html", "css", "js", "lock", "cu"];
 
@@ -119,7 +119,7 @@ fn read_all(root: &Path) -> Result<Vec<Source>> {
             }
             let text = if extension.is_none_or(|e| TEXT.contains(&e.as_str())) {
                 let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-                // A test's bad input may well be no UTF-8; there is nothing in it for the rules.
+                // A test's bad input may not be UTF-8, and has nothing for the rules.
                 String::from_utf8(bytes).unwrap_or_default()
             } else {
                 String::new()

@@ -1,14 +1,15 @@
-//! The simulator against published measurements, in the open.
+//! `cargo xtask validate`: compares the simulator with published measurements.
 //!
-//! For every source: how many rows, median and 90th percentile of the errors of speed and memory,
-//! wrong verdicts; with `--rows` the error of every row, worst first. Sources that the constants
-//! were fitted on are marked. The bars judge dense models in 16 bits, grades A and B.
+//! For every source it prints the number of rows, median and 90th percentile of the errors of speed
+//! and memory, and wrong verdicts; with `--rows` the error of every row, worst first. Sources that
+//! the constants were fitted on are marked. The bars apply to dense models in 16 bits of grades A
+//! and B.
 
 use clap::Args;
 use trainyard_sim::validate::{Outcome, compare, fit, quantiles};
 use trainyard_sim::{Constants, Profiles, measurement};
 
-/// What to print.
+/// Arguments of `cargo xtask validate`.
 #[derive(Args)]
 pub struct Options {
     /// Also print every row.
@@ -26,7 +27,7 @@ pub struct Options {
 /// The bars: median and 90th percentile of speed, median of memory, share of right verdicts.
 const BARS: (f64, f64, f64, f64) = (0.10, 0.25, 0.08, 0.95);
 
-/// Prints the comparison; false when a bar is missed.
+/// Prints the comparison; false if a bar is missed.
 pub fn run(options: &Options) -> anyhow::Result<bool> {
     let rows: Vec<_> = measurement::rows()?.into_iter().filter(|row| row.id.starts_with(&options.only)).collect();
     let profiles = Profiles::builtin();

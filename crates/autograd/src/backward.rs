@@ -1,4 +1,4 @@
-//! Differentiating: the nodes of a recording, last to first.
+//! Differentiation: walks the nodes of a recording from last to first.
 
 use crate::functions::Function;
 use crate::tape::{Node, Operand, Place, Recording, Saved, Value, Var, in_backward};
@@ -6,8 +6,8 @@ use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Res
 use std::collections::BTreeMap;
 use trainyard_tensor::{Tensor, ops};
 
-/// What the backward of one function sees: its saved tensors, its outputs' gradients, and where its
-/// inputs' gradients go.
+/// The view of one function's backward: its saved tensors, the gradients of its outputs, and the
+/// destinations of its inputs' gradients.
 pub struct Backward<'a> {
     parameters: &'a dyn Parameters,
     gradients: &'a mut dyn Gradients,
@@ -28,8 +28,8 @@ struct Flow {
 
 impl Recording {
     /// Runs backward from `outputs` (each with its gradient) and returns the gradients of `inputs`,
-    /// None where nothing flowed. Parameters' gradients go to `gradients`. What the recording kept
-    /// is freed as it is used.
+    /// None where nothing flowed. Gradients of parameters go to `gradients`. Saved tensors are
+    /// freed as they are used.
     pub fn backward(
         self,
         outputs: &[(&Var, Tensor)],
@@ -42,15 +42,15 @@ impl Recording {
         self.backward_at(&outputs, &inputs, parameters, gradients)
     }
 
-    /// Says that `one` is a scalar with the value 1, so that backward need not read it: on a GPU
-    /// the host would wait.
+    /// States that `one` is a scalar with the value 1, so that backward need not read it. On a GPU
+    /// the host would have to wait for it.
     pub fn with_one(mut self, one: &Tensor) -> Recording {
         self.one = Some(one.clone());
         self
     }
 
-    /// As [`Recording::backward`], from and to places in the graph, whose values need not be there
-    /// any more.
+    /// As [`Recording::backward`], from and to places in the graph. Their values need not exist any
+    /// more.
     pub fn backward_at(
         mut self,
         outputs: &[(Place, Tensor)],
@@ -105,18 +105,18 @@ impl Flow {
 }
 
 impl Backward<'_> {
-    /// The gradient of output `index`; None where nothing flowed into it. Owned, so it may be
-    /// worked on in place if unique.
+    /// The gradient of output `index`; None where nothing flowed into it. It is owned, so it may be
+    /// changed in place if it is unique.
     pub fn output_gradient(&mut self, index: usize) -> Option<Tensor> {
         self.flow.gradients[self.node.first_output + index].take()
     }
 
-    /// Whether a gradient is known to be a scalar 1.
+    /// True if a gradient is known to be a scalar 1.
     pub fn is_one(&self, gradient: &Tensor) -> bool {
         self.one.is_some_and(|one| one.is_same_region(gradient))
     }
 
-    /// Saved tensor `index`, recomputed when it was not kept.
+    /// Saved tensor `index`. It is recomputed if it was not kept.
     pub fn saved(&mut self, index: usize) -> Result<Tensor> {
         let saved = self.node.saved[index].clone();
         self.restore(saved)
@@ -147,7 +147,7 @@ impl Backward<'_> {
         Ok(tensor)
     }
 
-    /// Whether a gradient of input `index` is wanted.
+    /// True if a gradient of input `index` is wanted.
     pub fn wants(&self, index: usize) -> Result<bool> {
         match self.node.inputs[index] {
             Operand::Value(id) => Ok(self.values.get(id).is_some_and(|value| value.wanted)),
@@ -160,7 +160,8 @@ impl Backward<'_> {
         self.node.inputs.len()
     }
 
-    /// Adds to the gradient of input `index`, which is a value. Dropped when that input wants none.
+    /// Adds to the gradient of input `index`, which must be a value. The gradient is dropped if
+    /// that input wants none.
     pub fn add_gradient(&mut self, index: usize, gradient: Tensor) -> Result<()> {
         match self.node.inputs[index] {
             Operand::Value(id) if self.values.get(id).is_some_and(|value| value.wanted) => self.flow.add(id, gradient),
@@ -168,8 +169,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Takes what has so far flowed into input `index`, for kernels that add to it as they write;
-    /// to be given back through [`Backward::add_gradient`].
+    /// Takes the gradient that has flowed into input `index` so far, for kernels that add to it as
+    /// they write. Return it through [`Backward::add_gradient`].
     pub fn take_gradient(&mut self, index: usize) -> Option<Tensor> {
         match self.node.inputs[index] {
             Operand::Value(id) => self.flow.gradients.get_mut(id).and_then(Option::take),
@@ -185,8 +186,7 @@ impl Backward<'_> {
         }
     }
 
-    /// Where the gradient of input `index`, a parameter, is to be summed; None when it is not
-    /// trained.
+    /// The destination of the gradient of input `index`, a parameter; None if it is not trained.
     pub fn gradient_target(&mut self, index: usize) -> Result<Option<GradientTarget>> {
         match self.node.inputs[index] {
             Operand::Param(id) if self.parameters.parameter(id)?.trained => self.gradients.target(id),
@@ -194,7 +194,7 @@ impl Backward<'_> {
         }
     }
 
-    /// Whether input `index` is a parameter.
+    /// True if input `index` is a parameter.
     pub fn is_param(&self, index: usize) -> bool {
         matches!(self.node.inputs[index], Operand::Param(_))
     }

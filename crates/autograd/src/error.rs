@@ -14,7 +14,7 @@ pub enum AutogradError {
     InBackward {
         /// The function.
         function: &'static str,
-        /// What went wrong.
+        /// The cause.
         source: Box<AutogradError>,
     },
     /// A function that has no derivative was reached.
@@ -22,7 +22,7 @@ pub enum AutogradError {
         "`{0}` has no backward, yet a gradient reached it: stop the gradient before it, or use a differentiable form"
     )]
     NotDifferentiable(&'static str),
-    /// A parameter that the store does not hold, or not now.
+    /// The store does not hold the parameter, or not at this moment.
     #[error("parameter {0} is not available here: its unit is not gathered, or it was never declared")]
     NoParameter(ParamId),
     /// The gradient given for an output does not fit it.
@@ -39,7 +39,7 @@ pub enum AutogradError {
          fold the factor into the loss's scale, or record it without gradients at hand"
     )]
     EagerUpstream(f32),
-    /// Backward, or whoever puts activations back, misses one that was taken out of the recording.
+    /// A tensor that was taken out of the recording was not put back before it was needed.
     #[error("activation {0} was taken out of the recording and is not back")]
     Away(usize),
 }

@@ -1,15 +1,15 @@
-//! A define-by-run tape and the one table of differentiable functions.
+//! A define-by-run tape, and the one table of differentiable functions.
 //!
-//! What the model code did this step is the graph: a [`Tape`] records each function applied to a
-//! [`Var`], so lengths, branches and loops may differ every step. [`Tape::finish`] gives the
-//! [`Recording`], which owns what backward needs and refers to parameters by slot ([`ParamId`]),
-//! never by data, so that a unit's parameters can leave between forward and backward.
-//! [`Recording::backward`] starts from given output gradients and ends at the given leaves, so a
-//! unit is differentiated alone.
+//! The operations of a step form its graph: a [`Tape`] records each function applied to a [`Var`],
+//! so lengths, branches and loops may differ in every step. [`Tape::finish`] returns the
+//! [`Recording`], which owns the tensors that backward needs. It refers to parameters by slot
+//! ([`ParamId`]) and never by data, so that a unit's parameters can leave between forward and
+//! backward. [`Recording::backward`] starts from given output gradients and ends at the given
+//! leaves, so a unit is differentiated alone.
 //!
-//! The functions stand in one table, [`functions::TABLE`]; a test walks it and checks every
-//! backward against finite differences. This crate launches operations of `trainyard-tensor` and
-//! holds no arithmetic of its own.
+//! All functions are in one table, [`functions::TABLE`]. A test walks it and checks every backward
+//! against finite differences. This crate launches operations of `trainyard-tensor` and has no
+//! arithmetic of its own.
 
 mod backward;
 mod error;

@@ -1,11 +1,11 @@
-//! Parameters by slot, and where their gradients go.
+//! Parameters by slot, and the destinations of their gradients.
 
 use crate::{AutogradError, Result};
 use std::collections::BTreeMap;
 use std::fmt;
 use trainyard_tensor::{DType, Purpose, Tensor};
 
-/// A parameter's slot: its unit, and its place in that unit.
+/// A parameter's slot: its unit, and its index in that unit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ParamId {
     /// The unit's index in the model.
@@ -32,18 +32,18 @@ impl fmt::Display for ParamId {
 pub struct Parameter {
     /// The values, in the compute dtype.
     pub value: Tensor,
-    /// Whether training updates it.
+    /// True if training updates it.
     pub trained: bool,
 }
 
-/// Gives parameters by slot. What it gives may change between forward and backward (released,
-/// gathered again), the values may not.
+/// Gives parameters by slot. The tensors may change between forward and backward (released,
+/// gathered again), but not their values.
 pub trait Parameters {
     /// The parameter, or [`AutogradError::NoParameter`].
     fn parameter(&self, id: ParamId) -> Result<Parameter>;
 }
 
-/// Where one parameter's gradient is summed.
+/// The destination of one parameter's gradient.
 #[derive(Debug)]
 pub struct GradientTarget {
     /// f32, of the parameter's shape.
@@ -55,8 +55,8 @@ pub struct GradientTarget {
 
 /// Takes gradients of parameters.
 pub trait Gradients {
-    /// Where the gradient of `id` goes; None when it is not wanted (frozen). Each call is followed
-    /// by one contribution.
+    /// The destination of the gradient of `id`; None if it is not wanted (frozen). Each call is
+    /// followed by one contribution.
     fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>>;
 }
 

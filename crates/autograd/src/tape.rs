@@ -1,4 +1,4 @@
-//! Recording: values, nodes, and what is kept for backward.
+//! Recording: values, nodes, and the tensors kept for backward.
 
 use crate::functions::Function;
 use crate::{AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
@@ -7,16 +7,16 @@ pub use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::ops::fp8::Scaling;
 use trainyard_tensor::{Device, Purpose, Shape, Tensor};
 
-/// What a tape keeps for backward.
+/// The tensors that a tape keeps for backward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Policy {
     /// Nothing: evaluation, generation, and the first forward under full checkpointing.
     Nothing,
     /// Everything that backward asks for.
     Everything,
-    /// Everything but the results of cheap functions (norms, activations, dropout), which backward
-    /// recomputes from what those functions keep themselves. Matrix products and attention are
-    /// never repeated.
+    /// Everything but the results of cheap functions (norms, activations, dropout). Backward
+    /// recomputes those from the tensors that the functions keep themselves. Matrix products and
+    /// attention are never repeated.
     Selective,
 }
 
@@ -73,14 +73,14 @@ impl From<ParamId> for Operand {
     }
 }
 
-/// Something that backward will need.
+/// A tensor that backward will need.
 #[derive(Clone, Debug)]
 pub enum Saved {
     /// Kept.
     Tensor(Tensor),
     /// Not kept: recomputed by its producer, which is cheap.
     Recompute(usize),
-    /// Taken out by [`Recording::take_saved`]: which one, in this shape.
+    /// Taken out by [`Recording::take_saved`]: its index there, and its shape.
     Away(usize, Shape),
 }
 
@@ -96,11 +96,11 @@ pub(crate) struct Node {
 pub(crate) struct Value {
     /// The node that made it; None for leaves and constants.
     pub producer: Option<usize>,
-    /// Whether a gradient is to flow to it.
+    /// True if a gradient should flow to it.
     pub wanted: bool,
 }
 
-/// Records what the model code does.
+/// Records the functions that model code applies.
 pub struct Tape<'a> {
     device: Device,
     parameters: &'a dyn Parameters,
@@ -112,7 +112,7 @@ pub struct Tape<'a> {
     recording: Recording,
 }
 
-/// What was recorded; owns everything backward needs but the parameters.
+/// A finished recording. It owns everything that backward needs, except for parameters.
 #[derive(Default)]
 pub struct Recording {
     pub(crate) nodes: Vec<Node>,
@@ -122,10 +122,10 @@ pub struct Recording {
 }
 
 impl<'a> Tape<'a> {
-    /// A tape on `device` that reads `parameters`. `random` keys its random functions: `site` tells
-    /// where in the step this tape is (unit and micro-batch, at most 16 bits), and each random
-    /// function on the tape adds its own ordinal, so that a forward repeated under the same key
-    /// draws the same numbers.
+    /// Creates a tape on `device` that reads `parameters`. `random` keys its random functions. Its
+    /// `site` identifies the tape within the step (unit and micro-batch, at most 16 bits), and each
+    /// random function on the tape adds its own ordinal. A forward repeated under the same key
+    /// therefore draws the same numbers.
     pub fn new(device: &Device, parameters: &'a dyn Parameters, policy: Policy, random: RandomKey) -> Tape<'a> {
         Tape {
             device: device.clone(),
@@ -147,9 +147,9 @@ impl<'a> Tape<'a> {
         self
     }
 
-    /// Lets products with these weights in [`Tape::linear`] round their operands to eight bits. A
-    /// function keeps its scaling: its backward rounds with the scales that stand in the same
-    /// memory then.
+    /// Makes products with these weights in [`Tape::linear`] round their operands to eight bits. A
+    /// function keeps its scaling, and its backward rounds with the scales that are in the same
+    /// memory at that time.
     pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
         self.fp8 = Some(layers);
         self
@@ -159,12 +159,12 @@ impl<'a> Tape<'a> {
         self.fp8?.get(&weight)
     }
 
-    /// Where results go.
+    /// The device of the results.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Whether anything is kept for backward.
+    /// True if anything is kept for backward.
     pub fn records(&self) -> bool {
         self.policy != Policy::Nothing
     }
@@ -199,8 +199,8 @@ impl<'a> Tape<'a> {
         RandomKey { site: (self.random.site << 16) | self.sites, ..self.random }
     }
 
-    /// What backward needs of `x`: the tensor, or under [`Policy::Selective`] a note to recompute
-    /// it.
+    /// The form in which `x` is kept for backward: the tensor, or under [`Policy::Selective`] a
+    /// note to recompute it.
     pub fn save(&self, x: &Var) -> Saved {
         let cheap = self.policy == Policy::Selective
             && self
@@ -247,7 +247,7 @@ impl<'a> Tape<'a> {
         Ok(self.record(function, inputs, vec![output], saved)?.remove(0))
     }
 
-    /// Whether a gradient is wanted of any of the inputs.
+    /// True if a gradient is wanted of any of the inputs.
     pub fn any_wanted(&self, inputs: &[Operand]) -> Result<bool> {
         for input in inputs {
             let wanted = match input {
@@ -261,7 +261,7 @@ impl<'a> Tape<'a> {
         Ok(false)
     }
 
-    /// Ends the recording; backward may come later, with other copies of the parameters.
+    /// Ends the recording. Backward may run later, with other copies of the parameters.
     pub fn finish(self) -> Recording {
         self.recording
     }
@@ -288,7 +288,7 @@ impl Recording {
     }
 
     /// Takes out the activations that are kept for backward, each region of memory once. Until
-    /// [`Recording::put_back`] they can be anywhere.
+    /// [`Recording::put_back`] they may lie anywhere.
     pub fn take_saved(&mut self) -> Vec<Tensor> {
         let mut taken: Vec<Tensor> = Vec::new();
         for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
@@ -306,8 +306,8 @@ impl Recording {
         taken
     }
 
-    /// Puts back what [`Recording::take_saved`] took out, in the same order; the memory may be
-    /// another.
+    /// Puts back the tensors of [`Recording::take_saved`], in the same order. They may be in other
+    /// memory.
     pub fn put_back(&mut self, tensors: Vec<Tensor>) -> Result<()> {
         for saved in self.nodes.iter_mut().flat_map(|node| &mut node.saved) {
             if let Saved::Away(index, shape) = *saved {

@@ -1,5 +1,5 @@
-//! The plain functions together: as graphs that differ from step to step, as random programs, on
-//! every dtype and on meta.
+//! Tests of the plain functions together: graphs that differ from step to step, random programs,
+//! every dtype, and meta.
 
 mod common;
 
@@ -106,8 +106,8 @@ fn half_precision_follows_f32() {
     }
 }
 
-/// A model that is another graph each time: as many turns as `depth` says, another branch by the
-/// value at hand, and a recursion over halves of its input.
+/// A model with another graph each time: `depth` turns, a branch chosen by the values, and a
+/// recursion over halves of its input.
 fn recursive(t: &mut Tape<'_>, x: &Var, w: &Var, depth: usize) -> Result<Var> {
     let width = x.tensor().shape()[0];
     let mut h = t.matmul(x, w)?;
@@ -265,8 +265,8 @@ fn tensors_without_elements_pass_through() {
     assert_eq!(zeros[0].tensor().shape()[..], [5, 5]);
 }
 
-/// One step of a random program on values of shape [3, 4]: which function, and which earlier values
-/// it takes.
+/// One step of a random program on values of shape [3, 4]: the function, and the earlier values
+/// that it takes.
 fn apply(t: &mut Tape<'_>, function: usize, a: &Var, b: &Var) -> Result<Var> {
     match function {
         0 => t.add(a, b),
@@ -367,7 +367,7 @@ proptest! {
         let (wide, narrow) = (slope(2e-2), slope(1e-2));
         let change: Vec<f32> = narrow.iter().zip(&wide).map(|(n, w)| (4.0 * n - w) / 3.0).collect();
         let (numeric, analytic) = (dot(&g, &change), dot(&gradients[0], &u[0]) + dot(&gradients[1], &u[1]));
-        // What the extrapolation moved bounds what it left; a program that bends more than that is
+        // The change by extrapolation bounds the remaining error. A program that bends more is
         // beyond finite differences.
         let bend: f64 = narrow.iter().zip(&wide).map(|(n, w)| f64::from((n - w).abs())).sum();
         let scale = dot(&g, &g).sqrt() * dot(&change, &change).sqrt();

@@ -1,11 +1,11 @@
-//! Predictions against the engine: configurations are trained for a handful of steps and predicted
+//! Compares predictions with the engine: configurations are trained for a few steps and predicted
 //! in the same run.
 //!
-//! The table of [`cases`] has both families, four sizes that no probe has, several micro-batches,
-//! one to four ranks, ZeRO 0 to 3, the modes of checkpointing, and both dtypes. A step's prediction
-//! is for the speeds that were sampled around it; a row is the median of its steps' errors. Memory
-//! is compared per purpose. Beside the errors a row keeps where they are: seconds by kind of
-//! instruction and, of one more step with the calls recorded, by kernel.
+//! The table of [`cases`] covers both families, four sizes that no probe has, several
+//! micro-batches, one to four ranks, ZeRO 0 to 3, the modes of checkpointing, and both dtypes. Each
+//! step is predicted for the speeds that were sampled around it, and a row holds the median error
+//! of its steps. Memory is compared per purpose. To locate errors, a row also keeps seconds by kind
+//! of instruction and, from one more step with recorded calls, seconds by kernel.
 
 use crate::forecast::{Forecast, forecast};
 use crate::probe_group::{ProbeGroup, inputs};
@@ -13,36 +13,37 @@ use crate::ranks::{Ranks, resolve};
 use crate::{CalibrateError, Sampler, sample};
 use std::collections::BTreeMap;
 use std::time::Instant;
+use trainyard_base::median;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Timed;
 use trainyard_engine::config::Resolved;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::host::HostPrices;
-use trainyard_sim::machine::{Machine, Speeds, median};
+use trainyard_sim::machine::{Machine, Speeds};
 use trainyard_tensor::Purpose;
 
 /// A configuration to train.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Case {
-    /// What it is.
+    /// Description of the configuration.
     pub name: String,
-    /// Its keys.
+    /// Its configuration keys.
     pub sets: Vec<String>,
-    /// Its ranks.
+    /// Number of ranks.
     pub ranks: u32,
 }
 
-/// Measured and predicted.
+/// A measured and a predicted value.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Pair {
-    /// As it was.
+    /// The measured value.
     pub measured: f64,
-    /// As it was said to be.
+    /// The predicted value.
     pub predicted: f64,
 }
 
 impl Pair {
-    /// Predicted against measured, relative to the measurement; 0 where both are nothing.
+    /// The error of the prediction relative to the measurement; 0 if both are zero.
     pub fn error(&self) -> f64 {
         if self.measured == self.predicted { 0.0 } else { self.predicted / self.measured - 1.0 }
     }
@@ -51,10 +52,10 @@ impl Pair {
 /// A configuration, trained and predicted.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Row {
-    /// Which one.
+    /// Name of the configuration.
     pub name: String,
-    /// Seconds of a step: the median, and the median of the steps' ratios to their own predictions
-    /// times it.
+    /// Seconds of a step. The measurement is the median; the prediction is the median times the
+    /// median ratio of prediction to measurement over single steps.
     pub step_s: Pair,
     /// Peak bytes of rank 0, by purpose.
     pub memory: Vec<(&'static str, Pair)>,
@@ -62,13 +63,13 @@ pub struct Row {
     pub memory_total: Pair,
     /// Seconds of rank 0 by kind of instruction.
     pub instructions: BTreeMap<&'static str, Pair>,
-    /// Seconds of rank 0 by kernel, of one more step.
+    /// Seconds of rank 0 by kernel, in one more step.
     pub kernels: BTreeMap<String, Pair>,
-    /// Kernels that the profile has no curve of.
+    /// Kernels for which the profile has no curve.
     pub unpriced: Vec<String>,
 }
 
-/// The bars that the rows are held to.
+/// The errors over all rows, which the bars limit.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Summary {
     /// Median and 90th percentile of the absolute errors of step times.
@@ -77,7 +78,7 @@ pub struct Summary {
     pub memory: (f64, f64),
 }
 
-/// Bars: step's median and 90th percentile, memory per purpose and in total.
+/// The bars: median and 90th percentile of step times, memory per purpose and in total.
 pub const BARS: [f64; 4] = [0.05, 0.12, 0.02, 0.03];
 
 /// Width, blocks, heads, vocabulary.
@@ -102,8 +103,8 @@ const VARIATIONS: [Variation; 12] = [
     ("bf16", 2, 128, 4, 2, 3, "full", 1),
 ];
 
-/// All configurations: every family and size in half of the variations, the other half for the
-/// other family.
+/// All configurations. Each family and size runs half of the variations; the other family runs the
+/// other half.
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (size, shape) in SIZES.into_iter().enumerate() {
@@ -140,13 +141,14 @@ fn case(family: &str, (dim, layers, heads, vocab): (u32, u32, u32, u32), variati
     Case { name, sets, ranks }
 }
 
-/// The cases that `machine` can run: all, or those of as many ranks as it has processes.
+/// The cases that `machine` can run: all of them, or, if its profile is of processes, those with as
+/// many ranks.
 pub fn cases_on(machine: &Machine) -> Vec<Case> {
     let processes = machine.processes.as_ref().map(|processes| processes.count);
     cases().into_iter().filter(|case| processes.is_none_or(|count| case.ranks == count)).collect()
 }
 
-/// Trains and predicts every `every`th of those [cases](cases_on) that the group can run.
+/// Trains and predicts every `every`th of the [cases](cases_on) that the group can run.
 ///
 /// # Errors
 ///
@@ -169,14 +171,17 @@ pub fn rows(
     Ok(rows)
 }
 
-/// Steps that are counted, and the seconds that they take where that leaves a choice: more where
-/// the machine is unsteady.
+/// Number of steps of a case: at least and at most.
 const STEPS: std::ops::RangeInclusive<usize> = 5..=25;
+/// Seconds of a case. It ends after the first number if enough of its steps were steady, and after
+/// the second in any case.
 const CASE_S: std::ops::RangeInclusive<f64> = 1.2..=4.0;
-/// By what factor a speed may change during a step that counts, and be off the profile's, as long
-/// as enough such steps are found: a step that began on a faster machine than it ended on is no
-/// measurement of either, and a profile is of the machine undisturbed.
+/// Largest factor by which a speed may change during a steady step. A step that began on a faster
+/// machine than it ended on measures neither. Unsteady steps count only if there are too few steady
+/// ones.
 const CHANGE_MAX: f64 = 1.1;
+/// Largest factor by which the speeds of a steady step may differ from the profile's, which
+/// describes the undisturbed machine.
 const OFF_MAX: f64 = 1.3;
 
 fn row(
@@ -214,7 +219,8 @@ fn row(
     let steps = steady(steps);
     let usage = ranks.members()[0].device.pool().usage();
     let middle = |value: &dyn Fn(&TimedStep) -> f64| median(steps.iter().map(value)).unwrap_or(f64::NAN);
-    // Each step against its own prediction, since speeds change from one to the next.
+    // Each step is compared with its own prediction, because speeds change from one step to the
+    // next.
     let measured = middle(&|step| step.seconds);
     let step_s = Pair { measured, predicted: measured * middle(&|step| step.predicted_s / step.seconds) };
     let speeds = Speeds::median(&steps.iter().map(|step| step.speeds).collect::<Vec<_>>()).expect("steps were made");
@@ -237,20 +243,19 @@ fn row(
 
 /// A measured step.
 struct TimedStep {
-    /// Of every rank.
+    /// Measurements of each rank.
     timed: Vec<Timed>,
-    /// The machine's meanwhile.
+    /// The machine's speeds during the step.
     speeds: Speeds,
-    /// At most 1 when the machine was as steady as it should be.
+    /// At most 1 if the machine was as steady as required.
     unsteadiness: f64,
-    /// Of the slowest rank.
+    /// Seconds of the slowest rank.
     seconds: f64,
-    /// What such speeds were said to give.
+    /// Seconds predicted for these speeds.
     predicted_s: f64,
 }
 
-/// The steady steps, as long as there are enough; else those during which the machine was
-/// steadiest.
+/// The steady steps, if there are enough; otherwise the steadiest ones.
 fn steady(mut steps: Vec<TimedStep>) -> Vec<TimedStep> {
     steps.sort_by(|a, b| a.unsteadiness.total_cmp(&b.unsteadiness));
     let steady = steps.iter().filter(|step| step.unsteadiness <= 1.0).count();
@@ -258,7 +263,7 @@ fn steady(mut steps: Vec<TimedStep>) -> Vec<TimedStep> {
     steps
 }
 
-/// Seconds by kind of instruction: medians of each over the steps, summed.
+/// Seconds by kind of instruction: the sum of each instruction's median over the steps.
 fn instructions(
     forecast: &Forecast,
     steps: &[&Timed],
@@ -279,7 +284,7 @@ fn instructions(
     kinds
 }
 
-/// Seconds by kernel of one more step, each call against its price.
+/// Seconds by kernel in one more step: each call beside its price.
 fn kernels(
     forecast: &Forecast,
     ranks: &mut Ranks,
@@ -300,7 +305,7 @@ fn kernels(
     Ok(kernels)
 }
 
-/// What the rows come to; None of none.
+/// Summarises the rows; None if there are none.
 pub fn summary(rows: &[Row]) -> Option<Summary> {
     let mut steps: Vec<f64> = rows.iter().map(|row| row.step_s.error().abs()).collect();
     steps.sort_by(f64::total_cmp);
@@ -315,8 +320,8 @@ pub fn summary(rows: &[Row]) -> Option<Summary> {
     })
 }
 
-/// The relative difference of two profiles' predictions for every case that the first one's machine
-/// can run, at the speeds that it kept.
+/// Returns the relative difference of two profiles' predictions for every case that the first
+/// profile's machine can run, at the speeds in the first profile.
 ///
 /// # Errors
 ///

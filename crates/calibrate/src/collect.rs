@@ -1,12 +1,13 @@
-//! What probes measured, gathered into curves and overheads.
+//! Collects the measurements of probes and turns them into curves and overheads.
 
 use std::collections::BTreeMap;
+use trainyard_base::median;
 use trainyard_engine::bench::Timed;
 use trainyard_program::{Lane, Program};
-use trainyard_sim::machine::{KernelCurve, Overheads, Point, Speeds, median};
+use trainyard_sim::machine::{KernelCurve, Overheads, Point, Speeds};
 use trainyard_tensor::{Call, Cost, Dims};
 
-/// Which curve: kernel with its form, dtype, ranks, threads.
+/// Identity of a curve: kernel with its form, dtype, ranks, threads.
 type Key = (String, &'static str, u32, u32);
 
 /// Samples of one shape.
@@ -17,12 +18,12 @@ struct Samples {
     speeds: Vec<Speeds>,
 }
 
-/// Everything that was seen.
+/// All measurements so far.
 #[derive(Default)]
 pub struct Collector {
     kernels: BTreeMap<Key, BTreeMap<Dims, Samples>>,
     speeds: Vec<Speeds>,
-    /// Per instruction of the compute lane: launches, and seconds beyond them.
+    /// Per instruction of the compute lane: number of launches, and seconds outside of kernels.
     around: Vec<(f64, f64)>,
     handovers: Vec<f64>,
     steps: Vec<f64>,
@@ -34,13 +35,13 @@ impl Collector {
         self.speeds.push(speeds);
     }
 
-    /// All samples.
+    /// All samples of speeds.
     pub fn speeds(&self) -> &[Speeds] {
         &self.speeds
     }
 
-    /// Adds calls that `ranks` ranks of `threads` threads made at once while the machine had
-    /// `speeds`.
+    /// Adds calls that `ranks` ranks of `threads` threads made at the same time while the machine
+    /// had `speeds`.
     pub fn calls(&mut self, calls: &[Call], ranks: u32, threads: u32, speeds: Speeds) {
         for call in calls {
             let name = match call.work.variant {
@@ -55,7 +56,7 @@ impl Collector {
         }
     }
 
-    /// Adds what a step of a rank that is alone in its world spent beside its kernels.
+    /// Adds the time that a step spent outside of its kernels. The rank must be alone in its world.
     pub fn step(&mut self, program: &Program, timed: &Timed, calls: &[Call]) {
         let mut kernels = vec![(0.0, 0.0); program.instructions.len()];
         for call in calls {
@@ -69,7 +70,7 @@ impl Collector {
                 let (count, inside) = kernels[number];
                 self.around.push((count, seconds(span.end.saturating_sub(span.start)) - inside));
             }
-            // One who slept until another lane was done is woken.
+            // A lane that slept until another lane was done must be woken.
             if let Some(on) = span.waited_for {
                 self.handovers.push(seconds(span.start.saturating_sub(timed.spans[on as usize].end)));
             }
@@ -78,7 +79,7 @@ impl Collector {
         self.steps.push(timed.seconds - seconds(end));
     }
 
-    /// The medians of all that was seen beside kernels.
+    /// The medians of the time spent outside of kernels.
     pub fn overheads(&self) -> Overheads {
         let (launch_s, instruction_s) = line(&self.around);
         Overheads {
@@ -89,7 +90,7 @@ impl Collector {
         }
     }
 
-    /// A curve of medians for every kernel.
+    /// A curve for every kernel, made of medians.
     pub fn curves(&self) -> Vec<KernelCurve> {
         let curve = |((kernel, dtype, ranks, threads), shapes): (&Key, &BTreeMap<Dims, Samples>)| KernelCurve {
             kernel: kernel.clone(),
@@ -102,16 +103,16 @@ impl Collector {
     }
 }
 
-/// The median of the samples of one shape. Times and speeds are paired, so that a spell in which
-/// both were slow counts for itself: of all samples the one is taken whose arithmetic, in units of
-/// its own moment's peak, took the median time.
+/// The median of the samples of one shape. Times and speeds stay paired, so that a moment when both
+/// were slow does not distort the result: the sample is taken whose arithmetic, in units of the
+/// peak of its own moment, took the median time.
 fn point(dtype: &str, dims: &Dims, samples: &Samples) -> Option<Point> {
     let mut order: Vec<usize> = (0..samples.seconds.len()).filter(|at| samples.seconds[*at] > 0.0).collect();
     let scaled = |at: usize| {
         let (seconds, speeds) = (samples.seconds[at], &samples.speeds[at]);
         let arithmetic = samples.cost.flops as f64 / speeds.flops(dtype);
         let traffic = samples.cost.bytes as f64 / speeds.copy_bytes_per_s;
-        // A kernel is as much slower at a moment as the slower of its two parts.
+        // A kernel slows down as much as the slower of its two parts.
         seconds / (arithmetic + traffic).max(1e-12)
     };
     order.sort_by(|a, b| scaled(*a).total_cmp(&scaled(*b)));
@@ -127,8 +128,8 @@ fn point(dtype: &str, dims: &Dims, samples: &Samples) -> Option<Point> {
     })
 }
 
-/// Seconds per launch and per instruction: by the medians of the instructions of each number of
-/// launches, least squares, neither negative.
+/// Seconds per launch and per instruction, neither negative: least squares over the medians of
+/// instructions with equally many launches.
 fn line(around: &[(f64, f64)]) -> (f64, f64) {
     let mut groups: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     for (count, seconds) in around {

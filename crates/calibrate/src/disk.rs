@@ -1,4 +1,4 @@
-//! How fast the disk is.
+//! Measures the speed of the disk.
 
 use std::fs::{self, File};
 use std::io::{Read, Result, Write};
@@ -6,16 +6,15 @@ use std::path::Path;
 use std::time::Instant;
 use trainyard_sim::machine::Disk;
 
-/// Bytes written and read.
+/// Number of bytes written and read.
 const BYTES: usize = 64 << 20;
 
-/// Writes a file in `folder`, which is made where it is missing, until it is on the disk; and reads
-/// it back.
+/// Writes a file in `folder` (created if missing), synchronises it to the disk, and reads it back.
 pub fn measure(folder: &Path) -> Result<Disk> {
     fs::create_dir_all(folder)?;
     let path = folder.join(format!("disk-{}.tmp", std::process::id()));
     let result = at(&path);
-    // Also after a failure.
+    // The file is removed even after a failure.
     let removed = fs::remove_file(&path);
     let disk = result?;
     removed?;
@@ -32,7 +31,7 @@ fn at(path: &Path) -> Result<Disk> {
     file.sync_all()?;
     let write_bytes_per_s = BYTES as f64 / start.elapsed().as_secs_f64();
     let (mut buffer, mut file) = (vec![0; block.len()], File::open(path)?);
-    // What was just written lies in the page cache, past which offload reads.
+    // The bytes just written lie in the page cache, which offload bypasses.
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
     let start = Instant::now();
     while file.read(&mut buffer)? > 0 {}

@@ -1,38 +1,39 @@
-//! Collectives between ranks, threads or processes, and what compute and communication cost each
-//! other when they run at once.
+//! Measures collectives between ranks (threads or processes), and how much compute and
+//! communication slow each other down.
 
 use crate::CalibrateError;
 use crate::probe_group::ProbeGroup;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use trainyard_base::median;
 use trainyard_comm::bench::{fit, time};
 use trainyard_comm::{Communicator, Result, local};
-use trainyard_sim::machine::{CollectiveCurve, Interference, Processes, median};
+use trainyard_sim::machine::{CollectiveCurve, Interference, Processes};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
-/// Buffers, bytes.
+/// Sizes of the buffers, in bytes.
 const SIZES: [usize; 7] = [64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 24 << 20];
-/// Seconds of a case, which runs at least nine times.
+/// Seconds per case. A case runs at least nine times.
 const CASE_S: f64 = 0.02;
-/// Rounds over all cases.
+/// Number of rounds over all cases.
 const ROUNDS: usize = 2;
 
-/// The collectives as the engine calls them.
+/// The collectives, by the names that the engine uses.
 pub(crate) const OPERATIONS: [&str; 3] = ["all_gather", "reduce_scatter", "all_reduce"];
 
-/// Ranks that exchange with each other.
+/// A group of ranks that exchange with each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Group {
     pub ranks: u32,
-    /// From one of them to the next.
+    /// Difference between the numbers of neighbouring ranks.
     pub stride: u32,
-    /// That they are on.
+    /// Number of hosts of the group.
     pub hosts: u32,
 }
 
-/// Curves of the groups that the group's ranks can make.
+/// The curves of all groups that the ranks can form.
 pub fn collectives(probers: &ProbeGroup) -> Result<Vec<CollectiveCurve>, CalibrateError> {
     let mut curves = Vec::new();
     let groups = match &probers.machine().processes {
@@ -44,7 +45,7 @@ pub fn collectives(probers: &ProbeGroup) -> Result<Vec<CollectiveCurve>, Calibra
             match probers.world() {
                 Some(world) => {
                     let comm = members(world, group)?;
-                    // All groups begin a case together, and the slowest counts.
+                    // All groups begin a case together, and the slowest one counts.
                     cases(group.ranks, |operation, bytes| {
                         probers.meet()?;
                         probers.most(once(&comm, operation, bytes)?)
@@ -64,44 +65,45 @@ pub fn collectives(probers: &ProbeGroup) -> Result<Vec<CollectiveCurve>, Calibra
     Ok(curves)
 }
 
-/// Two and four ranks, and one on each core.
+/// Groups of two ranks, of four, and of one rank per core.
 fn groups_of_threads(cores: u32) -> Vec<Group> {
     let sizes = [2, 4].into_iter().chain((cores > 4).then_some(cores));
     sizes.map(|ranks| Group { ranks, stride: 1, hosts: 1 }).collect()
 }
 
-/// Neighbours: powers of two, a host, and all processes; and those at the same place on every host.
-/// Groups that leave nobody out, for all exchange at once.
+/// Two kinds of groups. Neighbours: powers of two, one host, all processes. Strided: the ranks with
+/// the same index on every host. Every group belongs to a partition of all ranks, because all
+/// groups exchange at once.
 pub(crate) fn groups(processes: &Processes) -> Vec<Group> {
     let (count, here) = (processes.count, processes.on_a_host());
     let powers = (1..31).map(|power| 1 << power).filter(|ranks| *ranks < count && count.is_multiple_of(*ranks));
     let mut sizes: Vec<u32> = powers.chain([here, count]).filter(|ranks| *ranks > 1).collect();
     sizes.sort_unstable();
     sizes.dedup();
-    // Groups that are on their hosts in unequal parts are not measured.
+    // Groups that would lie on their hosts in unequal parts are not measured.
     let neighbours = sizes.into_iter().filter(|ranks| ranks.is_multiple_of(here) || here.is_multiple_of(*ranks));
     let neighbours = neighbours.map(|ranks| Group { ranks, stride: 1, hosts: (ranks / here).max(1) });
     let across = Group { ranks: processes.hosts, stride: here, hosts: processes.hosts };
     neighbours.chain((processes.hosts > 1 && here > 1).then_some(across)).collect()
 }
 
-/// The group of this process.
+/// The communicator of the group that this process belongs to.
 pub(crate) fn members(world: &Communicator, group: Group) -> Result<Communicator> {
     let (rank, Group { ranks, stride, .. }) = (world.rank() as u32, group);
-    // Groups of neighbours follow each other; of those at a stride as many are interleaved.
+    // Groups of neighbours follow each other; groups with a stride are interleaved.
     let color = rank / (ranks * stride) * stride + rank % stride;
     world.split(color, rank, format!("{ranks} ranks"))
 }
 
-/// A curve through `points` of bytes and seconds on one host, with the straight line that people
-/// read.
+/// A curve through `points` of bytes and seconds on one host, with a straight line for human
+/// readers.
 pub(crate) fn curve(operation: &str, ranks: u32, points: Vec<[f64; 2]>) -> CollectiveCurve {
     let line = fit(&points.iter().map(|point| (point[0], point[1])).collect::<Vec<_>>());
     let (alpha_s, beta_s_per_byte) = line.map_or((0.0, 0.0), |line| (line.alpha, line.beta));
     CollectiveCurve { operation: operation.to_owned(), ranks, hosts: 1, alpha_s, beta_s_per_byte, points }
 }
 
-/// A size in whole f32 elements of every rank.
+/// A size rounded to whole f32 elements for every rank.
 fn bytes(size: usize, ranks: u32) -> usize {
     SIZES[size].next_multiple_of(4 * ranks as usize)
 }
@@ -112,7 +114,7 @@ fn cases<E>(ranks: u32, once: impl Fn(&str, usize) -> Result<f64, E>) -> Result<
     OPERATIONS.iter().map(case).collect()
 }
 
-/// The same of ranks that are threads of this process.
+/// The same for ranks that are threads of this process.
 fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
     std::thread::scope(|scope| {
         let worlds = local::World::new(ranks as usize);
@@ -123,13 +125,13 @@ fn on_threads(ranks: u32) -> Result<Vec<Vec<f64>>> {
     })
 }
 
-/// Bytes of the buffers that a case uses in turn, so that no exchange finds in its caches what it
-/// exchanged last; at most [`IN_TURN`] of them.
+/// Bytes of the buffers that a case uses in turn, so that no exchange finds its last data in the
+/// caches. There are at most [`IN_TURN`] buffers.
 const IN_TURN_BYTES: usize = 24 << 20;
 const IN_TURN: usize = 12;
 
-/// So many elements in memory as the engine gives it to what is exchanged: on huge pages where they
-/// are many, which decides how fast a transport copies them.
+/// A buffer allocated the way the engine allocates what it exchanges. Large buffers lie on huge
+/// pages, which decides how fast a transport copies them.
 fn buffer(elements: usize) -> Tensor {
     let device = Device::cpu(Isa::detect(), 1, None);
     device.zeros([elements], DType::F32, Purpose::Comm).expect("memory without a limit")
@@ -148,8 +150,8 @@ fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
     let mut run = |exchanges: bool| {
         time(comm, CASE_S, || {
             next = (next + 1) % count;
-            // What is exchanged was just written by its owner, as parameters by an update and
-            // gradients by a backward.
+            // The owner has just written the data, as an update writes parameters and a backward
+            // writes gradients.
             let (part, whole) = (data(&mut parts[next]), data(&mut wholes[next]));
             let gathers = operation == "all_gather";
             if gathers {
@@ -170,25 +172,27 @@ fn once(comm: &Communicator, operation: &str, bytes: usize) -> Result<f64> {
     Ok((both - written).max(0.1 * both))
 }
 
-/// Seconds that each part of the measurement of interference lasts.
+/// Duration of each part of the measurement of interference.
 const PART: Duration = Duration::from_millis(250);
-/// Elements of a rank's buffer in exchanges of which the start decides, and the bytes. Smaller ones
-/// go through MPI without a handshake, and do not wait for one.
+/// Elements of a rank's buffer in two kinds of exchange: one dominated by its start, and one
+/// dominated by its bytes. Smaller exchanges go through MPI without a handshake and do not wait for
+/// one.
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 2 << 20;
-/// Compute is believed to be slowed by so much beyond its share of the cores: more is a measurement
-/// of an exchange that hardly worked.
+/// Largest credible slowdown of compute beyond its share of the cores. Anything above comes from an
+/// exchange that hardly ran.
 const COMPUTE_MAX: f64 = 2.0;
 
-/// What ranks do in a part of the measurement.
+/// The work of ranks in one part of the measurement.
 #[derive(Clone, Copy)]
 struct Doing {
     multiplies: bool,
-    /// Elements.
+    /// Elements of the exchanges, if there are any.
     exchanges: Option<usize>,
 }
 
-/// Ranks that share all cores multiply and exchange: alone, and both at once.
+/// Measures the interference of compute and communication on ranks that share all cores: products
+/// alone, exchanges alone, and both at once.
 pub fn interference(probers: &ProbeGroup) -> Result<Interference> {
     let cores = probers.machine().cores;
     let (ranks, threads) = match &probers.machine().processes {
@@ -203,7 +207,7 @@ pub fn interference(probers: &ProbeGroup) -> Result<Interference> {
         during(Doing { multiplies, exchanges }, comms, threads)
     };
     let multiply = || run(true, None).map(|(products, _)| products);
-    // The first finds caches and memory as what came before left them.
+    // The first product finds caches and memory in whatever state the previous work left them.
     let products = [multiply()?, multiply()?, multiply()?];
     let alone = |elements| run(false, Some(elements)).map(|(_, exchanges)| 1.0 / exchanges);
     let (small_alone_s, large_alone_s) = (alone(SMALL)?, alone(LARGE)?);
@@ -214,45 +218,45 @@ pub fn interference(probers: &ProbeGroup) -> Result<Interference> {
         small_s: [small_alone_s, small_s],
         large_s: [large_alone_s, 1.0 / exchanges],
     };
-    // What fair shares of the cores leave of each: all threads that want to run, and those of the
-    // exchange alone.
+    // Fair shares of the cores: among all threads that want to run, and among those of the exchange
+    // alone.
     let share = |threads: u32| (f64::from(cores) / f64::from(threads)).min(1.0);
     let fair = share(ranks * threads + ranks);
     Ok(seen.explained(fair / share(ranks * threads), fair / share(ranks)))
 }
 
-/// What ranks that multiplied and exchanged at once reached.
+/// Measurements of ranks that multiplied and exchanged at once.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
-    /// Products beside large exchanges, over those alone.
+    /// Speed of products beside large exchanges, over their speed alone.
     products_left: f64,
     /// Seconds of a small exchange alone, and beside products.
     small_s: [f64; 2],
-    /// The same of a large one.
+    /// Seconds of a large exchange alone, and beside products.
     large_s: [f64; 2],
 }
 
 impl Seen {
-    /// What of it goes beyond fair shares of the cores, which leave these parts of compute and of
-    /// exchanges.
+    /// The interference beyond fair shares of the cores. The arguments are the shares that are left
+    /// for compute and for exchanges.
     fn explained(&self, compute_share: f64, exchange_share: f64) -> Interference {
         let ([small_alone, small], [large_alone, large]) = (self.small_s, self.large_s);
-        // What a small exchange takes longer than its share of the cores says is waking threads on
-        // busy cores, once or for every handshake. A large one takes that too.
+        // The extra time of a small exchange, beyond its share of the cores, is waking threads on
+        // busy cores, once or for every handshake. A large exchange pays it too.
         let start_s = (small - small_alone / exchange_share).clamp(0.0, 0.9 * large);
         let communication = (large - start_s) / large_alone * exchange_share;
-        // What compute lost it lost while the exchange worked and did not wait for a core.
+        // Compute loses speed only while the exchange works, not while it waits for a core.
         let lost = (1.0 - self.products_left) * large / (large - start_s);
         let compute = compute_share / (1.0 - lost).max(compute_share / COMPUTE_MAX);
-        // Less than nothing is chance.
+        // A negative loss is noise.
         Interference { compute: compute.max(1.0), communication: communication.max(1.0), start_s }
     }
 }
 
-/// Products and exchanges per second of each rank of this process, which exchange with those of
+/// Products and exchanges per second of each rank of this process. Ranks exchange with those of
 /// other processes over `comms`.
 fn during(doing: Doing, comms: Vec<Communicator>, threads: u32) -> Result<(f64, f64)> {
-    // Processes begin together; threads do anyway.
+    // Processes start together here; threads do so anyway.
     if let [comm] = &comms[..] {
         comm.barrier()?;
     }
@@ -277,7 +281,7 @@ fn during(doing: Doing, comms: Vec<Communicator>, threads: u32) -> Result<(f64, 
             let data = data(&mut buffer);
             data.fill(1e-30);
             let mut goes_on = [1u32];
-            // All end together: rank 0's word counts.
+            // All ranks end together when rank 0 says so.
             while goes_on[0] == 1 {
                 comm.all_reduce(data)?;
                 exchanged.fetch_add(1, Ordering::Relaxed);
@@ -321,17 +325,18 @@ mod tests {
                 "{found:?}"
             );
         };
-        // Two ranks on two cores: half for each. Fair shares, and nothing else.
+        // Two ranks on two cores get half of the cores each. This is fair sharing without
+        // interference.
         let fair = Seen { products_left: 0.5, small_s: [1e-5, 2e-5], large_s: [1e-3, 2e-3] };
         near(fair.explained(0.5, 0.5), [1.0, 1.0, 0.0]);
-        // Both lose beyond that.
+        // Both lose more than their fair share.
         let dear = Seen { products_left: 0.4, large_s: [1e-3, 3e-3], ..fair };
         near(dear.explained(0.5, 0.5), [1.25, 1.5, 0.0]);
-        // Every exchange waits 10 ms for a core, in which products lose nothing: of 12 ms they lose
-        // half of two.
+        // Every exchange waits 10 ms for a core, during which products lose nothing. Of its 12 ms,
+        // products lose half of the other two.
         let waiting = Seen { products_left: 1.0 - 1.0 / 12.0, small_s: [1e-5, 1.002e-2], large_s: [1e-3, 1.2e-2] };
         near(waiting.explained(0.5, 0.5), [1.0, 1.0, 1e-2]);
-        // Chance: faster than alone, and products that vanish.
+        // Noise: exchanges faster than alone, and products that vanish.
         let lucky = Seen { products_left: 1.1, small_s: [1e-5, 1e-5], large_s: [1e-3, 1e-3] };
         near(lucky.explained(0.5, 0.5), [1.0, 1.0, 0.0]);
         near(Seen { products_left: 0.0, ..fair }.explained(0.5, 0.5), [COMPUTE_MAX, 1.0, 0.0]);
@@ -348,7 +353,7 @@ mod tests {
         assert_eq!(of(6, 1), [(2, 1, 1), (6, 1, 1)]);
         assert_eq!(of(2, 2), [(2, 1, 2)]);
         assert_eq!(of(8, 2), [(2, 1, 1), (4, 1, 1), (8, 1, 2), (2, 4, 2)]);
-        // Groups of four would be on two hosts in unequal parts.
+        // Groups of four would lie on two hosts in unequal parts.
         assert_eq!(of(12, 2), [(2, 1, 1), (6, 1, 1), (12, 1, 2), (2, 6, 2)]);
     }
 

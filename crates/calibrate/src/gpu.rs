@@ -1,9 +1,9 @@
 //! Measures a GPU into a profile of the same format.
 //!
-//! As on the processor, small models are trained and every kernel call is recorded, here by the
-//! device's clock. Two steps are made of each: one in which nothing is recorded, whose instructions
-//! tell what launching costs beside the kernels, and one in which the host waits for every kernel,
-//! which tells the kernels' own times. Ranks have a GPU each, so there is one layout.
+//! As on a processor, small models are trained and every kernel call is recorded, here by the
+//! device's clock. Each model runs two kinds of steps. In one nothing is recorded, and its
+//! instructions show the cost of launching. In the other the host waits for every kernel, which
+//! gives the kernels' own times. Each rank has a GPU to itself, so there is only one layout.
 
 use crate::check::{Case, Pair, Row};
 use crate::collect::Collector;
@@ -14,12 +14,13 @@ use crate::{CalibrateError, disk, gpu_exchange, sample, utc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
+use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_engine::EngineError;
 use trainyard_engine::bench::Stepper;
 use trainyard_engine::config::Inputs;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Processes, Speeds, Transfers, median};
+use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Processes, Speeds, Transfers};
 use trainyard_tensor::bench::gpu::time;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::driver::Product;
@@ -28,29 +29,29 @@ use trainyard_tensor::cuda::{Cuda, link};
 use trainyard_tensor::ops::optim::{AdamW, OptimizerOperands, adamw};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
-/// What to measure.
+/// The sizes to measure.
 #[derive(Clone, Debug)]
 pub struct Sizes {
     /// Widths of the models.
     dims: Vec<u32>,
-    /// Sequences of a micro-batch, and tokens of each.
+    /// Number of sequences of a micro-batch, and tokens of each.
     batches: Vec<(u32, u32)>,
-    /// Rows of the embedding, in turn.
+    /// Rows of the embedding. Models take them in turn.
     vocabularies: Vec<u32>,
-    /// Columns of a head, in turn.
+    /// Widths of a head. Models take them in turn.
     head_dims: Vec<u32>,
-    /// Powers of two of elements that are summed and cast.
+    /// Exponents of two: numbers of elements that are summed and cast.
     sums: std::ops::Range<u32>,
-    /// Powers of two of bytes that GPUs exchange.
+    /// Exponents of two: bytes that GPUs exchange.
     exchanges: std::ops::Range<u32>,
     /// Side of the reference product, and bytes of the reference copy.
     reference: (usize, usize),
-    /// Rounds over all models.
+    /// Number of rounds over all models.
     rounds: u32,
 }
 
 impl Sizes {
-    /// What `trainyard calibrate --device cuda` does.
+    /// The sizes of `trainyard calibrate --device cuda`.
     pub fn of_a_gpu() -> Sizes {
         Sizes {
             dims: vec![768, 1024, 2048, 4096],
@@ -64,16 +65,16 @@ impl Sizes {
         }
     }
 
-    /// A part of it, once.
+    /// A part of the sizes, in one round.
     pub fn quick() -> Sizes {
         Sizes { dims: vec![1024, 4096], batches: vec![(8, 512), (4, 4096)], rounds: 1, ..Sizes::of_a_gpu() }
     }
 
-    /// Next to nothing: to test the measuring where a GPU is emulated.
+    /// Tiny sizes, to test the measuring itself on an emulated GPU.
     pub fn tiny() -> Sizes {
         Sizes {
             dims: vec![32],
-            // Two, so that both families come in bf16.
+            // Two batches, so that both families appear in bf16.
             batches: vec![(2, 8), (4, 8)],
             vocabularies: vec![64],
             head_dims: vec![16],
@@ -84,8 +85,8 @@ impl Sizes {
         }
     }
 
-    /// Twelve configurations, or fewer where fewer sizes are measured: both families, half as wide
-    /// again as what is measured and two blocks deep, every mode of recomputation, with and without
+    /// Twelve configurations, or fewer if fewer sizes are measured: both families, half as wide
+    /// again as the probes and two blocks deep, with every mode of recomputation, with and without
     /// accumulation.
     fn cases(&self) -> Vec<Case> {
         let modes = ["none", "selective", "full"];
@@ -121,7 +122,7 @@ impl Sizes {
         for (wide, dim) in self.dims.iter().enumerate() {
             for (long, (rows, length)) in self.batches.iter().enumerate() {
                 for (number, dtype) in ["bf16", "f32", "fp8"].into_iter().enumerate() {
-                    // In f32 the shorter half only: nobody trains the others so.
+                    // In f32 only the shorter half of the batches: nobody trains the others in f32.
                     if dtype == "f32" && 2 * long >= self.batches.len().max(2) || dtype == "fp8" && !has_fp8 {
                         continue;
                     }
@@ -143,20 +144,20 @@ impl Sizes {
     }
 }
 
-/// How collectives were measured, for people who read the file.
+/// Note for readers of the file on how collectives were measured.
 const BY_NCCL: &str = "collectives are NCCL's, on buffers that nobody has just written";
 
-/// Measures the first of `gpus`, which are those of this host and of one kind, what they exchange
-/// by NCCL where they are several, and the host's disk in `folder`. `progress` is told the share
-/// that is done, and what comes next.
+/// Measures the first of `gpus`, which must be the GPUs of this host and of one kind; the
+/// collectives between them over NCCL, if there are several; and the host's disk in `folder`. Calls
+/// `progress` with the fraction that is done and a description of the next part.
 ///
 /// # Errors
 ///
-/// Anything of the engine, the driver, NCCL and the disk that does not work.
+/// Any failure of the engine, the driver, NCCL or the disk.
 ///
 /// # Panics
 ///
-/// When there is no GPU.
+/// If `gpus` is empty.
 pub fn calibrate(
     gpus: &[Arc<Cuda>],
     sizes: &Sizes,
@@ -175,14 +176,14 @@ pub fn calibrate(
     Ok(MachineProfile { method, machine: Machine { gpu, ..profile.machine }, collectives, ..profile })
 }
 
-/// The same of the GPUs of all processes of `world`, which are dealt to hosts as `processes` says:
-/// each measures its own, `cuda`, at the same time as the others; rank 0's stands for all. What
-/// they exchange is measured among neighbours, among all, and among those at the same place on
-/// every host. The profile counts on rank 0.
+/// Does the same with the GPUs of all processes of `world`, which lie on hosts as `processes` says.
+/// Every process measures its own GPU, `cuda`, at the same time, and rank 0's results stand for
+/// all. Collectives are measured between neighbours, between all, and between the ranks with the
+/// same index on every host. Only rank 0's profile is to be used.
 ///
 /// # Errors
 ///
-/// As [`calibrate`]; there is no NCCL.
+/// As [`calibrate`], and a missing NCCL.
 pub fn calibrate_together(
     world: &Communicator,
     processes: &Processes,
@@ -192,13 +193,13 @@ pub fn calibrate_together(
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<MachineProfile, CalibrateError> {
     progress(0.0, "disk");
-    // One at a time: ranks share it, and predictions divide it among them.
+    // One process at a time: ranks share the disk, and predictions divide it among them.
     let own = if world.rank() == 0 { Some(disk_in(folder)?) } else { None };
     let mut disk = own.map_or([0.0; 2], |disk| [disk.write_bytes_per_s, disk.read_bytes_per_s]);
     world.broadcast(&mut disk, 0)?;
     let disk = Disk { write_bytes_per_s: disk[0], read_bytes_per_s: disk[1] };
     let (profile, exchanged) = one(cuda, sizes, disk, progress)?;
-    // Who is done first waits here, and not for NCCL.
+    // The faster processes wait here and not in NCCL.
     world.barrier()?;
     let collectives = gpu_exchange::among(world, processes, cuda, &exchanged)?;
     let processes = Some(Processes { backend: "nccl".to_owned(), ..processes.clone() });
@@ -210,7 +211,8 @@ fn disk_in(folder: &Path) -> Result<Disk, CalibrateError> {
     disk::measure(folder).map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })
 }
 
-/// What one GPU does by itself, beside a host with `disk`, and the bytes that GPUs exchange.
+/// Measures one GPU by itself, for a host with `disk` and collectives on the given numbers of
+/// bytes.
 fn one(
     cuda: &Arc<Cuda>,
     sizes: &Sizes,
@@ -218,14 +220,14 @@ fn one(
     progress: &mut dyn FnMut(f64, &str),
 ) -> Result<(MachineProfile, Vec<usize>), CalibrateError> {
     progress(0.0, "speeds");
-    // As in a run that leaves it open; the models compute in bf16, or in f32.
+    // As in a run that leaves the choice open. The models compute in bf16 or in f32.
     cuda.choose_attention(DType::BF16, None)?;
     let sampler = Sampler::new(cuda, sizes)?;
     let mut collector = Collector::default();
     let models = sizes.models(cuda.properties().capability >= Product::FP8_CAPABILITY);
     for round in 0..sizes.rounds {
         for at in 0..models.len() {
-            // Every other round backwards, as on the processor.
+            // Every other round goes backwards, as on the processor.
             let model = &models[if round % 2 == 0 { at } else { models.len() - 1 - at }];
             let done = (round as usize * models.len() + at) as f64 / (sizes.rounds as usize * models.len()) as f64;
             let Model { family, dim, dtype, rows, length, .. } = model;
@@ -279,7 +281,7 @@ fn one(
     Ok((profile, exchanged))
 }
 
-/// Bytes a second of AdamW on the host, with all its cores, on tensors of `bytes`.
+/// Bytes per second of an AdamW update on the host, with all its cores, on tensors of `bytes`.
 fn host_update(bytes: usize) -> Result<f64, TensorError> {
     let host = Device::cpu(Isa::detect(), Inputs::of_this_machine().cores, None);
     let f32s = |purpose| host.zeros([bytes / 4], DType::F32, purpose);
@@ -293,17 +295,17 @@ fn host_update(bytes: usize) -> Result<f64, TensorError> {
             OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 1.0, copy: Some(&mut copy) };
         adamw(hyper, step, operands, &mut first, &mut second)?;
     }
-    // The first wakes threads and touches memory.
+    // The first call wakes threads and touches memory.
     let calls = host.take_calls().into_iter().skip(1);
     Ok(median(calls.map(|call| call.work.cost.bytes as f64 / call.seconds)).expect("four are left"))
 }
 
-/// Steps of a configuration that count; their median does.
+/// Number of steps of a configuration that count. The result is their median.
 const STEPS: usize = 5;
 
-/// Trains the configurations of `sizes` that are no probes, wider, longer or deeper, on the GPU
-/// behind `cuda`, and compares steps and memory with what `profile` predicts. `progress` is told
-/// the share that is done, and what comes next.
+/// Trains configurations that differ from the probes of `sizes` (wider, longer or deeper) on the
+/// GPU behind `cuda`, and compares steps and memory with the predictions of `profile`. Calls
+/// `progress` with the fraction that is done and a description of the next part.
 ///
 /// # Errors
 ///
@@ -331,7 +333,7 @@ fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, E
     let predicted = forecast.step(profile, &profile.speeds);
     let device = Device::cuda(Arc::clone(cuda), None);
     let mut stepper = Stepper::on(&device, &resolved, None)?;
-    // The first one compiles, searches and allocates; the second settles.
+    // The first step compiles, searches and allocates; the second one settles.
     for _ in 0..2 {
         stepper.step()?;
     }
@@ -351,15 +353,15 @@ fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, E
     })
 }
 
-/// One model: a step to settle, one whose instructions are timed, one whose kernels are.
+/// Runs one model: a step to settle, one with timed instructions, and one with timed kernels.
 fn steps(cuda: &Arc<Cuda>, model: &Model, sampler: &Sampler, collector: &mut Collector) -> Result<(), EngineError> {
     let mut sets = model.sets(1);
     sets.push("compute.device='cuda'".to_owned());
     let resolved = resolve(&sets, Inputs::of_this_machine())?;
-    // Its memory is given back with it.
+    // The device's memory is freed together with the device.
     let device = Device::cuda(Arc::clone(cuda), None);
     let mut stepper = Stepper::on(&device, &resolved, None)?;
-    // In fp8 the first computes in bf16.
+    // In fp8 the first step computes in bf16.
     stepper.step()?;
     let before = sampler.sample()?;
     let timed = stepper.step()?;
@@ -375,10 +377,10 @@ fn steps(cuda: &Arc<Cuda>, model: &Model, sampler: &Sampler, collector: &mut Col
     Ok(())
 }
 
-/// Samples the GPU's speeds: a product of middling size and a copy, by its own clock.
+/// Samples the GPU's speeds, by its own clock: a product of middling size and a copy.
 struct Sampler {
     device: Device,
-    /// In bf16 and in f32.
+    /// Operands in bf16 and in f32.
     operands: [[Tensor; 2]; 2],
     from: Tensor,
 }

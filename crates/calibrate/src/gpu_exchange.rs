@@ -1,4 +1,4 @@
-//! Collectives between GPUs, of one host or of several, by NCCL, on each GPU's own clock.
+//! Measures NCCL collectives between GPUs of one host or several, on each GPU's own clock.
 
 use crate::CalibrateError;
 use crate::exchange::{OPERATIONS, curve, groups, members};
@@ -10,15 +10,15 @@ use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::nccl::Element;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// Exchanges between two marks.
+/// Number of exchanges between two time marks.
 const ROUNDS: usize = 10;
 
-/// Curves of groups of two, four, eight … of `gpus`, and of all of them, on buffers of `bytes`.
-/// Nothing of a single GPU.
+/// Returns curves of groups of two, four, eight … of `gpus`, and of all of them, on buffers of
+/// `bytes`. A single GPU has no curves.
 ///
 /// # Errors
 ///
-/// There is no NCCL, a GPU refuses, or one does not come.
+/// NCCL is missing, a GPU refuses, or a rank does not join.
 pub fn collectives(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<CollectiveCurve>, CalibrateError> {
     let powers = (1..).map(|power| 1 << power).take_while(|ranks| *ranks < gpus.len());
     let groups = powers.chain((gpus.len() > 1).then_some(gpus.len()));
@@ -30,8 +30,8 @@ pub fn collectives(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Collective
     Ok(curves)
 }
 
-/// The same of the groups that the processes of `world` can make, each of which has `cuda` to
-/// itself. All groups of a kind exchange at once, and the slowest counts; all processes get all
+/// Returns curves of the groups that the processes of `world` can form, each with `cuda` to itself.
+/// All groups of a kind exchange at once, and the slowest one counts. Every process gets all
 /// curves.
 ///
 /// # Errors
@@ -54,12 +54,12 @@ pub fn among(
     Ok(curves)
 }
 
-/// `bytes` in whole packs of the part of every one of `ranks`.
+/// `bytes` rounded so that the part of each of `ranks` is a whole number of packs.
 fn packs(bytes: &[usize], ranks: usize) -> Vec<usize> {
     bytes.iter().map(|bytes| bytes.next_multiple_of(256 * ranks)).collect()
 }
 
-/// A curve an operation, through `seconds` by operation and size.
+/// One curve per operation, through `seconds` by operation and size.
 fn curves_of(
     ranks: usize,
     hosts: u32,
@@ -72,7 +72,7 @@ fn curves_of(
     })
 }
 
-/// Seconds by operation and size of the slowest rank.
+/// Seconds of the slowest rank, by operation and size.
 fn between(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Vec<f64>>, CalibrateError> {
     let results: Vec<Result<Vec<Vec<f64>>, CalibrateError>> = std::thread::scope(|scope| {
         let ranks = local::World::new(gpus.len()).into_iter().zip(gpus);
@@ -86,8 +86,8 @@ fn between(gpus: &[Arc<Cuda>], bytes: &[usize]) -> Result<Vec<Vec<f64>>, Calibra
     results.into_iter().next().expect("a group has ranks")
 }
 
-/// Seconds by operation and size of the slowest rank of `world`, whose ranks exchange over circles
-/// like `circle` at the same time.
+/// Seconds of the slowest rank of `world`, by operation and size. All of its ranks exchange over
+/// circles like `circle` at the same time.
 fn on_rank(
     world: &Communicator,
     cuda: &Arc<Cuda>,
@@ -97,9 +97,9 @@ fn on_rank(
     let device = Device::cuda(Arc::clone(cuda), None);
     let case = |operation: &str, bytes: usize| -> Result<f64, CalibrateError> {
         let own = once(&device, circle, operation, bytes);
-        // The others wait for a rank that has failed.
+        // After a failure of this rank, aborting tells the other ranks, which wait for it.
         let own = own.inspect_err(|error| drop(world.abort(error.to_string())))?;
-        // What the device has done is worth nothing where the world has failed meanwhile.
+        // The device's results are worthless if the world has failed meanwhile.
         world.failure().map_or(Ok(()), Err)?;
         let mut all = vec![0.0f64; world.size()];
         world.all_gather(&[own], &mut all)?;
@@ -122,7 +122,7 @@ fn once(device: &Device, circle: &Circle, operation: &str, bytes: usize) -> Resu
         }
         Ok(())
     };
-    // The first connects.
+    // The first exchange connects the ranks.
     run()?;
     device.synchronize()?;
     let began = device.mark()?;

@@ -1,18 +1,18 @@
 //! Measures this machine, predicts runs on it, and compares the two.
 //!
-//! There is no benchmark of kernels here. [`calibrate`] trains small models with the engine
-//! ([`probes`]), one rank on all cores or several on a part each, and records every kernel call
-//! with its shape and time: in the order, the memory and the caches of a real step. What a step
-//! spends outside of kernels is what its instructions took beyond them. Exchanges, their
-//! interference with compute, and the disk are measured apart. The result is a
+//! There are no kernel benchmarks here. [`calibrate`] trains small models with the engine
+//! ([`probes`]), with one rank on all cores or several on a part each. It records every kernel call
+//! with its shape and time, in the order, the memory and the caches of a real step. The time of an
+//! instruction beyond its kernels is the engine's overhead. Collectives, their interference with
+//! compute, and the disk are measured separately. The result is a
 //! [`MachineProfile`](trainyard_sim::MachineProfile).
 //!
-//! The machine's speed drifts while it is measured, so probes are run in several rounds over all of
-//! them, in turn with samples of its speeds ([`Sampler`]); every time is kept with the speeds of
-//! its moment, and a curve is made of medians.
+//! The machine's speed drifts while it is measured. Several rounds therefore run over all probes,
+//! in turn with samples of the speeds ([`Sampler`]). Every time is kept with the speeds of its
+//! moment, and a curve is made of medians.
 //!
-//! [`forecast`] predicts a configuration's step from a profile, and [`check`] trains configurations
-//! and compares.
+//! [`forecast`] predicts a configuration's step from a profile. [`check`] trains configurations and
+//! compares.
 
 #![forbid(unsafe_code)]
 
@@ -43,53 +43,53 @@ use trainyard_sim::machine::{FORMAT, Speeds};
 use trainyard_sim::{MachineError, MachineProfile};
 use trainyard_tensor::TensorError;
 
-/// How thoroughly to measure.
+/// The thoroughness of a calibration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Thoroughness {
-    /// Rounds over all probes; a curve is the median of them.
+    /// Number of rounds over all probes. A curve is the median of the rounds.
     pub rounds: u32,
-    /// One of how many probes is run.
+    /// Runs every `every`th probe.
     pub every: usize,
-    /// No round begins after so many seconds of the others.
+    /// No further round begins after this many seconds.
     pub rounds_s_max: u32,
 }
 
 impl Thoroughness {
-    /// What `trainyard calibrate` does.
+    /// The setting of `trainyard calibrate`.
     pub const FULL: Thoroughness = Thoroughness { rounds: 3, every: 1, rounds_s_max: 45 };
-    /// A third of the shapes, once.
+    /// A third of the shapes, in one round.
     pub const QUICK: Thoroughness = Thoroughness { rounds: 1, every: 3, rounds_s_max: 45 };
 }
 
-/// A calibration that came to nothing.
+/// The reason why a calibration failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrateError {
-    /// A probe that could not be trained.
+    /// A probe could not be trained.
     #[error("cannot train the probe {probe}: {source}")]
     Probe {
-        /// Which one.
+        /// Name of the probe.
         probe: String,
-        /// Why.
+        /// Cause.
         source: EngineError,
     },
-    /// Ranks that could not talk, or another process that has failed.
+    /// Ranks could not communicate, or another process has failed.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// Kernels that refused their operands.
+    /// Kernels refused their operands.
     #[error("the machine's speed cannot be sampled: {0}")]
     Sample(#[from] TensorError),
-    /// The disk.
+    /// The disk could not be measured.
     #[error("the disk cannot be measured in {folder}: {source}")]
     Disk {
-        /// Where.
+        /// The folder.
         folder: String,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
-    /// The profile.
+    /// The profile is invalid.
     #[error(transparent)]
     Profile(#[from] MachineError),
-    /// Processes that nothing can be said of.
+    /// Processes lie on hosts in a way that profiles cannot describe.
     #[error(
         "ranks must be dealt to hosts in order, and as many to each: these are on {hosts} (`mpirun --map-by slot` and `trainyard launch` deal them so)"
     )]
@@ -99,13 +99,14 @@ pub enum CalibrateError {
     },
 }
 
-/// Measures what `group` runs on; the disk in `folder`. `progress` is told the share that is done,
-/// and what comes next. Of processes all do this together; rank 0 gets the profile, in which its
-/// kernels stand for those of all, and the others None.
+/// Measures the machine of `group`, with the disk in `folder`. Calls `progress` with the fraction
+/// that is done and a description of the next part. If the group consists of processes, they all
+/// measure together. Rank 0 gets the profile, in which its kernels stand for those of all ranks;
+/// the others get None.
 ///
 /// # Errors
 ///
-/// Anything of the engine, the communicators and the disk that does not work.
+/// Any failure of the engine, the communicators or the disk.
 pub fn calibrate(
     group: &ProbeGroup,
     how: Thoroughness,
@@ -114,7 +115,7 @@ pub fn calibrate(
 ) -> Result<Option<MachineProfile>, CalibrateError> {
     progress(0.0, "speeds");
     let sampler = Sampler::new(group)?;
-    // One at a time: ranks share it, and predictions divide it among them.
+    // One process at a time: ranks share the disk, and predictions divide it among them.
     let disk = group.is_first().then(|| disk::measure(folder)).transpose();
     let disk = disk.map_err(|source| CalibrateError::Disk { folder: folder.display().to_string(), source })?;
     let layouts = group.layouts();
@@ -124,7 +125,8 @@ pub fn calibrate(
     let mut rounds = 0;
     while rounds < how.rounds && group.agree(rounds == 0 || began.elapsed().as_secs() < u64::from(how.rounds_s_max))? {
         for at in 0..probes.len() {
-            // Every other round backwards, so that no drift looks like a dependence on shape.
+            // Every other round goes backwards, so that drift does not look like a dependence on
+            // shape.
             let probe = &probes[if rounds % 2 == 0 { at } else { probes.len() - 1 - at }];
             let done = (rounds as usize * probes.len() + at) as f64 / (how.rounds as usize * probes.len()) as f64;
             progress(0.9 * done, &format!("round {} of {}: {}", rounds + 1, how.rounds, probe.name()));

@@ -1,7 +1,7 @@
-//! Who measures: this process alone, whose ranks are threads, or the processes that a launcher
-//! started, each of them one rank.
+//! The ranks that measure together: threads of this process, or processes started by a launcher,
+//! each of them one rank.
 //!
-//! Processes do everything at the same time, as the ranks of a run do: they meet before each step,
+//! Processes do everything at the same time, as the ranks of a run do. They meet before each step,
 //! and rank 0 decides when a loop ends.
 
 use crate::CalibrateError;
@@ -13,26 +13,26 @@ use trainyard_engine::{Result, world};
 use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{Machine, Processes};
 
-/// Those who measure together.
+/// A group of ranks that measure together.
 pub struct ProbeGroup {
     world: Option<Communicator>,
     machine: Machine,
-    /// Of this process's kernels.
+    /// Number of threads of this process's kernels.
     threads: u32,
 }
 
 impl ProbeGroup {
-    /// This process.
+    /// The group of this process alone.
     pub fn alone() -> ProbeGroup {
         let machine = Machine::here();
         ProbeGroup { world: None, threads: Inputs::of_this_machine().cores as u32, machine }
     }
 
-    /// The processes of `world`.
+    /// The group of the processes of `world`.
     ///
     /// # Errors
     ///
-    /// Processes that are not dealt to hosts in order and in equal numbers.
+    /// Processes that do not lie on hosts in order and in equal numbers.
     pub fn of(world: Communicator) -> Result<ProbeGroup, CalibrateError> {
         let inputs = world::inputs(&world);
         let machine = machine(&world)?;
@@ -40,12 +40,12 @@ impl ProbeGroup {
         Ok(ProbeGroup { world: Some(world), machine, threads })
     }
 
-    /// What they run on.
+    /// The machine of the group.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// Whether this process is the one that keeps what was found.
+    /// True if this process keeps the results.
     pub fn is_first(&self) -> bool {
         self.world.as_ref().is_none_or(|world| world.rank() == 0)
     }
@@ -54,12 +54,12 @@ impl ProbeGroup {
         self.world.as_ref()
     }
 
-    /// Threads that this process may keep busy.
+    /// Number of threads that this process may keep busy.
     pub(crate) fn threads(&self) -> u32 {
         self.threads
     }
 
-    /// How ranks share a host's cores: processes in one way, threads in several.
+    /// The layouts of ranks on a host's cores: one for processes, several for threads.
     pub(crate) fn layouts(&self) -> Vec<Layout> {
         match &self.machine.processes {
             Some(processes) => vec![Layout { ranks: processes.on_a_host(), threads: self.threads }],
@@ -67,24 +67,24 @@ impl ProbeGroup {
         }
     }
 
-    /// How many of a layout's ranks are in this process.
+    /// The number of a layout's ranks that are in this process.
     pub(crate) fn own(&self, layout: Layout) -> u32 {
         if self.world.is_some() { 1 } else { layout.ranks }
     }
 
-    /// Returns when all are here.
+    /// Returns once all processes have called it.
     pub(crate) fn meet(&self) -> Result<(), CalibrateError> {
         Ok(self.world.as_ref().map_or(Ok(()), Communicator::barrier)?)
     }
 
-    /// What rank 0 says.
+    /// Rank 0's value of `own`, on every process.
     pub(crate) fn agree(&self, own: bool) -> Result<bool, CalibrateError> {
         let mut word = [u32::from(own)];
         self.world.as_ref().map_or(Ok(()), |world| world.broadcast(&mut word, 0))?;
         Ok(word[0] == 1)
     }
 
-    /// The largest of all processes' numbers.
+    /// The largest `own` of all processes.
     pub(crate) fn most(&self, own: f64) -> Result<f64, CalibrateError> {
         let Some(world) = &self.world else { return Ok(own) };
         let mut all = vec![0.0; world.size()];
@@ -92,12 +92,13 @@ impl ProbeGroup {
         Ok(all.into_iter().fold(own, f64::max))
     }
 
-    /// The configuration that `sets` describe, on random tokens; of processes every one is a rank.
+    /// Resolves the configuration with the keys `sets` on random tokens. Each process is one of its
+    /// ranks.
     pub(crate) fn resolve(&self, sets: &[String]) -> Result<Resolved> {
         resolve(sets, self.world.as_ref().map_or_else(Inputs::of_this_machine, world::inputs))
     }
 
-    /// The ranks of one run of `resolved` that are in this process.
+    /// The ranks of a run of `resolved` that are in this process.
     pub(crate) fn ranks(&self, resolved: &Resolved) -> Result<Ranks> {
         match &self.world {
             Some(world) => Ranks::one_of(resolved, world.duplicate("probe")?),
@@ -106,11 +107,11 @@ impl ProbeGroup {
     }
 }
 
-/// What the processes of `world` run on.
+/// The machine of the processes of `world`.
 ///
 /// # Errors
 ///
-/// Processes that are not dealt to hosts in order and in equal numbers.
+/// Processes that do not lie on hosts in order and in equal numbers.
 pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
     let hosts: Vec<String> = (0..world.size()).map(|rank| world.place(rank).host).collect();
     let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
@@ -118,8 +119,8 @@ pub fn machine(world: &Communicator) -> Result<Machine, CalibrateError> {
     Ok(Machine { cores: world::cores_here(world) as u32, processes: Some(processes), ..Machine::here() })
 }
 
-/// What a configuration depends on where its ranks run on what was measured: this machine, or
-/// processes of as many threads as they had then.
+/// The inputs of a configuration whose ranks run where `profile` was measured: on this machine, or
+/// on as many processes as the profile has.
 pub fn inputs(profile: &MachineProfile) -> Inputs {
     let here = Inputs::of_this_machine();
     let Some(processes) = &profile.machine.processes else { return here };
@@ -135,7 +136,7 @@ pub fn inputs(profile: &MachineProfile) -> Inputs {
     }
 }
 
-/// Processes that talk over `backend` and are on `hosts`, by rank.
+/// Describes processes that communicate over `backend`; `hosts` has the host of each rank.
 fn processes(backend: &str, hosts: &[&str]) -> Result<Processes, CalibrateError> {
     let here = hosts.iter().take_while(|host| **host == hosts[0]).count();
     let in_order = hosts.chunks(here).all(|chunk| chunk.len() == here && chunk.iter().all(|host| *host == chunk[0]));

@@ -1,8 +1,8 @@
-//! What is trained to measure kernels: one block of many widths, on few and many tokens, in both
-//! families and dtypes.
+//! The models that are trained to measure kernels: one block of many widths, on few and many
+//! tokens, in both families and dtypes.
 //!
-//! A probe runs on every core: one rank with all of them, or several with their parts, which is how
-//! ranks of a run find their memory. Probes of few tokens take two micro-batches, of which the
+//! A probe uses every core, by one rank with all of them or several ranks with a part each. Memory
+//! and caches are then shared as in a real run. Probes of few tokens take two micro-batches; the
 //! second adds its gradients to the first's.
 
 use crate::collect::Collector;
@@ -17,39 +17,39 @@ use trainyard_engine::config::Inputs;
 use trainyard_sim::machine::Speeds;
 use trainyard_tensor::{Call, DType, Device, Purpose, bf16, ops};
 
-/// How many ranks share the machine, and with how many threads each.
+/// The number of ranks that share the machine, and the threads of each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Layout {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u32,
-    /// Threads of each.
+    /// Number of threads of each.
     pub threads: u32,
 }
 
 impl Layout {
-    /// The layouts that are measured on `cores` cores: one rank, two, and four where there are
-    /// cores for them.
+    /// The layouts to measure on `cores` cores: one rank, two, and four if there are cores for
+    /// them.
     pub fn of(cores: u32) -> Vec<Layout> {
         let all = [1, 2, 4].into_iter().filter(|ranks| *ranks <= cores.max(1));
         all.map(|ranks| Layout { ranks, threads: cores / ranks }).collect()
     }
 }
 
-/// One thing to run.
+/// One measurement.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Probe {
     /// Steps of a small model.
     Steps {
-        /// How the cores are shared.
+        /// Ranks and threads.
         layout: Layout,
-        /// What it is.
+        /// The model.
         model: Model,
     },
-    /// Sums and casts of buffers of so many elements: what reductions do besides exchanging.
+    /// Sums and casts of buffers with this many elements: the kernels of a reduction.
     Sums {
-        /// How the cores are shared.
+        /// Ranks and threads.
         layout: Layout,
-        /// Elements.
+        /// Number of elements.
         elements: usize,
     },
 }
@@ -63,24 +63,25 @@ pub struct Model {
     pub dtype: &'static str,
     /// Width.
     pub dim: u32,
-    /// Of a head.
+    /// Width of a head.
     pub head_dim: u32,
-    /// Tokens that it knows.
+    /// Size of the vocabulary.
     pub vocab: u32,
-    /// Sequences of a micro-batch.
+    /// Number of sequences of a micro-batch.
     pub rows: u32,
-    /// Tokens of each.
+    /// Number of tokens of each.
     pub length: u32,
-    /// Micro-batches.
+    /// Number of micro-batches.
     pub accumulation: u32,
 }
 
-/// Widths.
+/// Widths of the models.
 const DIMS: [u32; 5] = [64, 128, 256, 512, 1024];
-/// Sequences and their length, by number of tokens.
+/// Sequences and their lengths, by number of tokens.
 const BATCHES: [[(u32, u32); 2]; 4] =
     [[(1, 64), (2, 32)], [(1, 256), (4, 64)], [(4, 256), (2, 512)], [(4, 1024), (16, 256)]];
-/// Steps of a probe in a round that count: as many as fit into the time, at least one.
+/// Number of counted steps of a probe in a round: as many as fit into [`PROBE_S`], within this
+/// range.
 const STEPS: std::ops::RangeInclusive<u32> = 1..=6;
 /// Seconds that the counted steps of a probe take in a round.
 const PROBE_S: f64 = 0.12;
@@ -91,7 +92,8 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
     for (wide, dim) in DIMS.into_iter().enumerate() {
         for (long, batches) in BATCHES.into_iter().enumerate() {
             for (number, dtype) in ["bf16", "f32"].into_iter().enumerate() {
-                // What costs most comes once: in f32 the largest width on few tokens only.
+                // The most expensive probes are reduced: in f32 the largest width runs on few
+                // tokens only.
                 if dtype == "f32" && dim == 1024 && long > 1 || dtype == "bf16" && dim == 1024 && long > 2 {
                     continue;
                 }
@@ -111,7 +113,7 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
 }
 
 impl Model {
-    /// The keys of its configuration.
+    /// The configuration keys of the model.
     pub(crate) fn sets(&self, threads: u32) -> Vec<String> {
         let Model { family, dtype, dim, head_dim, vocab, rows, length, accumulation } = *self;
         let (compute, fp8) = if dtype == "fp8" { ("bf16", "hybrid") } else { (dtype, "off") };
@@ -133,7 +135,7 @@ impl Model {
 }
 
 impl Probe {
-    /// What it is, for people.
+    /// Description of the probe.
     pub fn name(&self) -> String {
         match self {
             Probe::Steps { layout: Layout { ranks, threads }, model } => {
@@ -146,8 +148,8 @@ impl Probe {
         }
     }
 
-    /// Runs it once to settle and a few times to be counted, in turn with samples of the machine's
-    /// speeds.
+    /// Runs the probe once to settle and then a few times to count, in turn with samples of the
+    /// machine's speeds.
     pub(crate) fn run(
         &self,
         group: &ProbeGroup,
@@ -221,9 +223,11 @@ fn sums(
     Ok(())
 }
 
-/// What a reduction does with a gradient: added or written over, to bf16 and back.
+/// Runs the kernels that a reduction uses on a gradient: adding, overwriting, and casts to bf16 and
+/// back.
 pub(crate) fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, trainyard_tensor::TensorError> {
-    // Several, used in turn: a reduction does not find in its caches what it summed last.
+    // Several buffers are used in turn, because a reduction does not find its last sum in its
+    // caches.
     let f32s = || device.zeros([elements], DType::F32, Purpose::Workspace);
     let bf16s = || device.tensor([elements], &vec![bf16::ZERO; elements], Purpose::Workspace);
     let mut sets = Vec::new();
@@ -231,7 +235,7 @@ pub(crate) fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, tra
         sets.push((f32s()?, f32s()?, bf16s()?));
     }
     for round in 0..3 {
-        // The first touches new memory.
+        // The first round touches new memory.
         if round == 1 {
             device.set_recording(true);
         }

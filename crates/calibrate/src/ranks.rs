@@ -1,6 +1,6 @@
 //! Ranks that train side by side on random tokens, step by step.
 //!
-//! Each has a thread of its own for as long as they live: kernels keep their buffers per thread.
+//! Each rank keeps one thread for its whole life, because kernels keep their buffers per thread.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -12,35 +12,36 @@ use trainyard_engine::{EngineError, Result};
 use trainyard_program::Program;
 use trainyard_tensor::Device;
 
-/// The configuration that `sets` describe, on random tokens, where ranks run on what `inputs` say.
+/// Resolves the configuration with the keys `sets` on random tokens. `inputs` describes where its
+/// ranks run.
 ///
 /// # Errors
 ///
-/// Keys that do not exist or do not fit together.
+/// Keys that do not exist or contradict each other.
 pub fn resolve(sets: &[String], inputs: Inputs) -> Result<Resolved> {
     let inputs = Inputs { batches_supplied: true, ..inputs };
     Ok(Config::parse(Path::new("probe"), "", sets)?.resolve(&inputs)?)
 }
 
-/// Ranks of this process, each with its own threads.
+/// The ranks of this process, each with its own threads.
 pub struct Ranks {
     ranks: Vec<Member>,
 }
 
-/// One rank, as the others see it.
+/// One rank, seen from outside its thread.
 pub struct Member {
-    /// Where its kernels run.
+    /// The device of its kernels.
     pub device: Device,
-    /// What it executes.
+    /// The program of its step.
     pub program: Program,
-    /// A step for each word; it ends when nobody can send one any more.
+    /// Each message starts a step. The thread ends when the sender is dropped.
     go: Option<Sender<()>>,
     made: Receiver<Result<Timed>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Ranks {
-    /// The ranks of one run of `resolved`.
+    /// Starts the ranks of one run of `resolved`.
     ///
     /// # Errors
     ///
@@ -50,8 +51,8 @@ impl Ranks {
         Ranks::of(resolved, worlds.collect())
     }
 
-    /// The one rank of a run of `resolved` that is in this process; the others are in the other
-    /// processes of `world`.
+    /// Starts the one rank of a run of `resolved` that is in this process. The other ranks are in
+    /// the other processes of `world`.
     ///
     /// # Errors
     ///
@@ -60,7 +61,7 @@ impl Ranks {
         Ranks::of(resolved, vec![Some(world)])
     }
 
-    /// `ranks` runs of one rank each that know nothing of each other.
+    /// Starts `ranks` independent runs of one rank each.
     ///
     /// # Errors
     ///
@@ -80,14 +81,14 @@ impl Ranks {
         &self.ranks
     }
 
-    /// One step on every rank at once.
+    /// Runs one step on every rank at once.
     ///
     /// # Errors
     ///
-    /// The first rank's that fails; the others are told.
+    /// The error of the first rank that fails. The others are told.
     pub fn step(&mut self) -> Result<Vec<Timed>> {
         for rank in &self.ranks {
-            // Who has ended says so below.
+            // If a rank has ended, its error is reported below.
             let _ = rank.go.as_ref().map(|go| go.send(()));
         }
         let made: Vec<Result<Timed>> =
@@ -96,7 +97,7 @@ impl Ranks {
     }
 }
 
-/// A rank that is being made.
+/// A rank that is being started.
 struct Begun {
     made: Receiver<Result<(Device, Program)>>,
     go: Sender<()>,
@@ -104,7 +105,7 @@ struct Begun {
     thread: JoinHandle<()>,
 }
 
-/// Starts a rank's thread. All ranks of a world make themselves together.
+/// Starts a rank's thread. All ranks of a world start together.
 fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
     let (tell, made) = channel();
     let (go, words) = channel();
@@ -114,7 +115,7 @@ fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
             Ok(stepper) => stepper,
             Err(error) => {
                 tell_others(world.as_ref(), &error);
-                // Nobody waits any more: they have failed.
+                // The receiver is gone only if the caller has failed.
                 let _ = tell.send(Err(error));
                 return;
             }
@@ -135,7 +136,7 @@ fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
 }
 
 fn tell_others(world: Option<&Communicator>, error: &EngineError) {
-    // Of several failures the world's first counts.
+    // If several ranks failed, the first failure of the world counts.
     if let Some(world) = world {
         world.abort(error.to_string());
     }
@@ -154,11 +155,11 @@ impl Begun {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        // All are told before any is waited for: they end together.
+        // All threads are told before any is joined, because ranks end together.
         self.ranks.iter_mut().for_each(|rank| rank.go = None);
         for rank in &mut self.ranks {
             if let Some(thread) = rank.thread.take() {
-                // A panic was told by the step that it ended.
+                // The step that a panic ended has reported it.
                 let _ = thread.join();
             }
         }

@@ -1,31 +1,32 @@
-//! The machine's speeds, now.
+//! Samples the machine's current speeds.
 //!
-//! A peak on registers is a poor measure of a moment: what a neighbour on the same core, on the
-//! memory or in the last-level cache takes shows in products and not there. So the unit of
-//! arithmetic is a product of a middling shape, by the kernel that training calls, and of memory a
-//! copy; each is a median.
+//! The peak of arithmetic on registers is a poor measure of the current speed. Neighbours that take
+//! time on the same core, memory bandwidth or last-level cache slow down products, but not such a
+//! peak. The unit of arithmetic is therefore a product of middling shape, by the kernel that
+//! training calls. The unit of memory traffic is a copy. Both are medians.
 
 use crate::CalibrateError;
 use crate::probe_group::ProbeGroup;
 use std::cell::RefCell;
 use std::time::Instant;
-use trainyard_sim::machine::{Speeds, median};
+use trainyard_base::median;
+use trainyard_sim::machine::Speeds;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
 /// Elements of each of the two buffers that a copy goes between: 32 MiB.
 const COPY_ELEMENTS: usize = 8 << 20;
-/// Rows, columns and length of the sums of the reference product.
+/// Rows, columns and inner length of the reference product.
 const PRODUCT: [usize; 3] = [256, 768, 768];
-/// Weights that it takes in turn: more than an L2 cache holds.
+/// Number of weights that the product takes in turn. Together they exceed an L2 cache.
 const WEIGHTS: usize = 4;
-/// Seconds of each of the three parts of a sample, which has at least three repetitions.
+/// Seconds of each of the three parts of a sample. A part has at least three repetitions.
 const PART_S: f64 = 3e-3;
 
-/// Samples products and copies on all cores; one sample takes some fifteen milliseconds, during
+/// Samples products and copies on all cores. One sample takes about fifteen milliseconds, during
 /// which nothing else should run. Processes sample at the same time, each on its share of the
-/// cores, and each knows its own speeds.
+/// cores, and each gets its own speeds.
 pub struct Sampler<'c> {
     group: &'c ProbeGroup,
     device: Device,
@@ -36,11 +37,11 @@ pub struct Sampler<'c> {
 }
 
 impl<'c> Sampler<'c> {
-    /// Makes the operands.
+    /// Allocates the operands.
     ///
     /// # Errors
     ///
-    /// No memory for them; a process that does not come.
+    /// Not enough memory for them, or a process that does not join.
     pub fn new(group: &'c ProbeGroup) -> Result<Sampler<'c>, CalibrateError> {
         let device = Device::cpu(Isa::detect(), group.threads() as usize, None);
         let from = device.zeros([COPY_ELEMENTS], DType::F32, Purpose::Workspace)?;
@@ -51,12 +52,12 @@ impl<'c> Sampler<'c> {
         };
         let operands = [operands(DType::BF16)?, operands(DType::F32)?];
         let sampler = Sampler { group, device, from, operands, next: RefCell::new(0) };
-        // The first one wakes threads and touches memory.
+        // The first sample wakes threads and touches memory.
         sampler.sample()?;
         Ok(sampler)
     }
 
-    /// One sample.
+    /// Takes one sample.
     ///
     /// # Errors
     ///
@@ -69,7 +70,7 @@ impl<'c> Sampler<'c> {
         Ok(Speeds { f32_flops, bf16_flops, copy_bytes_per_s: 8.0 * COPY_ELEMENTS as f64 / copy_s })
     }
 
-    /// Operations a second of the reference product.
+    /// Operations per second of the reference product.
     fn product(&self, dtype: usize) -> Result<f64, TensorError> {
         let (x, weights) = &self.operands[dtype];
         let seconds = repeated(|| {
@@ -82,7 +83,7 @@ impl<'c> Sampler<'c> {
     }
 }
 
-/// Median seconds of `body`, which is run once before it counts.
+/// Median seconds of `body`, after one run that does not count.
 fn repeated(mut body: impl FnMut() -> Result<(), TensorError>) -> Result<f64, TensorError> {
     body()?;
     let (began, mut times) = (Instant::now(), Vec::new());
@@ -94,7 +95,7 @@ fn repeated(mut body: impl FnMut() -> Result<(), TensorError>) -> Result<f64, Te
     Ok(median(times).expect("at least three"))
 }
 
-/// The speeds while something ran between two samples.
+/// The speeds during something that ran between two samples.
 pub fn between(before: Speeds, after: Speeds) -> Speeds {
     let mean = |a: f64, b: f64| (a * b).sqrt();
     Speeds {
@@ -104,7 +105,7 @@ pub fn between(before: Speeds, after: Speeds) -> Speeds {
     }
 }
 
-/// The largest factor between the same speeds of two.
+/// The largest factor by which a speed differs between two samples.
 pub fn factor(one: &Speeds, other: &Speeds) -> f64 {
     let factor = |a: f64, b: f64| (a / b).max(b / a);
     factor(one.f32_flops, other.f32_flops)

@@ -1,5 +1,5 @@
-//! A GPU's profile, of emulated kernels or of a GPU (`TRAINYARD_TEST_DEVICE`): valid, read again,
-//! and enough to price a run.
+//! The profile of a GPU, emulated or real (`TRAINYARD_TEST_DEVICE`): it is valid, can be read
+//! again, and suffices to price a run.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -41,8 +41,8 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
     let text = profile.to_toml();
     assert!(!text.contains("nan") && !text.contains("inf\n"), "{text}");
 
-    // A model of neither width nor length that was measured, on one rank and on four; in eight
-    // bits, where the GPU has them.
+    // A model whose width and length were not measured, on one rank and on four, and in eight bits
+    // if the GPU has them.
     let has_fp8 = tested.driver.properties().capability >= Product::FP8_CAPABILITY;
     for (ranks, fp8) in [(1, "off"), (4, "off"), (1, "hybrid")] {
         if fp8 != "off" && !has_fp8 {
@@ -74,7 +74,7 @@ fn a_gpus_profile_is_read_again_and_prices_every_kernel_of_a_run() {
         assert_eq!(layout(&resolved, &read.machine).threads, 1);
         let step = forecast(&resolved, &read.machine).unwrap().step(&read, &read.speeds);
         assert!(step.simulated.step_s > 0.0 && step.simulated.step_s.is_finite());
-        // Sums over ranks come with ranks, and are measured too.
+        // Sums over ranks appear only with several ranks, and are measured too.
         assert_eq!(step.unpriced.into_keys().collect::<Vec<_>>(), [""; 0], "on {ranks} ranks, fp8 {fp8}");
     }
 }
@@ -90,8 +90,8 @@ fn fakes_on(network: &Arc<Network>, count: u64) -> Vec<Arc<Fake>> {
     (0..count).map(fake).collect()
 }
 
-/// Four processes on two hosts: neighbours are on one, all are on both, and so are those at the
-/// same place.
+/// Four processes on two hosts: neighbours share a host, all ranks lie on both, and so do ranks
+/// with the same index.
 #[test]
 fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts() {
     let network = Arc::new(Network::new(&[]));
@@ -116,7 +116,7 @@ fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts
     let operations = ["all_gather", "reduce_scatter", "all_reduce"];
     let groups = [(2, 1), (4, 2), (2, 2)];
     assert_eq!(curves, groups.map(|(ranks, hosts)| operations.map(|name| (name, ranks, hosts))).concat());
-    // Everybody has seen the slowest, and the disk that rank 0 measured.
+    // Every process knows the slowest times, and the disk that rank 0 measured.
     assert!(profiles.iter().all(|other| other.collectives == profile.collectives && other.disk == profile.disk));
     assert_eq!(profile.machine.to_string(), "4 x fake, sm_90a, on 2 hosts");
     let path = folder.path().join("gpu-processes.toml");
@@ -124,8 +124,8 @@ fn gpus_of_several_hosts_are_measured_together_and_price_exchanges_between_hosts
     let read = MachineProfile::read(&path).unwrap();
     assert_eq!(&read, profile);
 
-    // Replicas at the same place on both hosts, shards on one: as if what crosses took a second for
-    // each reduction.
+    // Replicas with the same index on both hosts, shards within one: as if crossing hosts took a
+    // second per reduction.
     let mut slow = read.clone();
     for curve in slow.collectives.iter_mut().filter(|curve| (curve.ranks, curve.hosts) == (2, 2)) {
         curve.points.iter_mut().for_each(|point| point[1] += 1.0);
@@ -190,12 +190,12 @@ fn predictions_are_compared_with_steps_of_models_that_no_probe_was() {
     let rows = check(&cuda, &profile, &Sizes::tiny(), &mut |_, _| {}).unwrap();
     assert_eq!(rows.len(), 3);
     for row in &rows {
-        // Emulated steps take the host's time and are predicted by the fake's clock: neither says
-        // anything of the other.
+        // Emulated steps are measured in the host's time and predicted by the fake's clock, so the
+        // two cannot be compared.
         assert!(row.step_s.measured > 0.0 && row.step_s.predicted > 0.0, "{row:?}");
         assert_eq!(row.unpriced, [""; 0], "{}", row.name);
     }
-    // Memory is what it is anywhere.
+    // Memory does not depend on emulation.
     let (purpose, total) = summary(&rows).unwrap().memory;
     assert!(purpose <= 0.02 && total <= 0.02, "{rows:?}");
     assert_eq!(tested.problems(), [""; 0]);

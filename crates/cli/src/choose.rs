@@ -14,9 +14,10 @@
 
 use crate::commands::config::resolve_for;
 use crate::forecast::by_kind;
-use crate::output::size;
+
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
+use trainyard_base::format_bytes;
 use trainyard_calibrate::forecast;
 use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Resolved};
 use trainyard_engine::host;
@@ -391,7 +392,7 @@ impl Ways {
         }
         match self.too_large.first() {
             Some(least) => {
-                let limit = size(least.limit.map_or(0, |limit| limit.bytes));
+                let limit = format_bytes(least.limit.map_or(0, |limit| limit.bytes));
                 let (limit, nearest) = match least.limit.map(|limit| limit.of) {
                     Some(Bound::Gpu) => (format!("a GPU here has {limit}"), "more GPUs, a larger one".to_owned()),
                     Some(Bound::Host) | None => {
@@ -405,7 +406,7 @@ impl Ways {
                 bail!(
                     "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and {limit}; the nearest that would: \
                      {nearest}, a smaller model, a shorter sequence, or an optimizer with less state",
-                    size(least.bytes_max),
+                    format_bytes(least.bytes_max),
                     least.words()
                 )
             }
@@ -430,12 +431,16 @@ impl Ways {
             dearest.join(", ")
         )];
         if let Some(limit) = best.limit {
-            said.push(format!("A rank holds {} of {} that it may.", size(best.bytes_max), size(limit.bytes)));
+            said.push(format!(
+                "A rank holds {} of {} that it may.",
+                format_bytes(best.bytes_max),
+                format_bytes(limit.bytes)
+            ));
         }
         if let Some(faster) =
             self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))
         {
-            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), size(faster.bytes_max)));
+            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), format_bytes(faster.bytes_max)));
         }
         match (best.tried, self.fitting.get(1)) {
             (Some(tried), _) => said.push(self.tried(tried)),

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use std::fmt::{Display, Write as _};
 use std::io::Write as _;
+use trainyard_base::format_bytes;
 use trainyard_engine::EngineError;
 
 /// Prints results. Unlike `print!`, it does not panic when nobody reads any more.
@@ -44,19 +45,10 @@ pub fn chain(error: &anyhow::Error) -> String {
     text
 }
 
-/// `1.5 GiB`
-pub fn size(bytes: u64) -> String {
-    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
-        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
-        None => format!("{bytes} B"),
-    }
-}
-
 /// `1,234,567`
 pub fn count(n: u64) -> String {
     // Exact up to 2^53, more than anything that is counted here.
-    trainyard_plan::table::count(n as f64)
+    trainyard_base::format_count(n as f64)
 }
 
 /// Lines of peak memory, measured beside predicted: `(what, measured, predicted)`, and the total.
@@ -68,7 +60,8 @@ pub fn memory(rows: &[(&str, u64, u64)], total: (u64, u64)) -> String {
             _ => format!("{:+.1} %", 100.0 * (measured as f64 / predicted as f64 - 1.0)),
         };
         // Writing to a String cannot fail.
-        let _ = writeln!(text, "  {what:<16} {:>11} {:>11}  {difference}", size(measured), size(predicted));
+        let _ =
+            writeln!(text, "  {what:<16} {:>11} {:>11}  {difference}", format_bytes(measured), format_bytes(predicted));
     };
     for (what, measured, predicted) in rows {
         line(what, *measured, *predicted);
@@ -91,7 +84,6 @@ mod tests {
     #[test]
     fn numbers_are_readable() {
         assert_eq!([0, 999, 1000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
-        assert_eq!([5, 2048, 3 << 29].map(size), ["5 B", "2.0 KiB", "1.5 GiB"]);
         assert!(memory(&[("activations", 3 << 20, 2 << 20)], (1, 0)).contains("+50.0 %"));
     }
 }

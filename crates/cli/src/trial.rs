@@ -20,9 +20,9 @@ use crate::commands::config::resolve;
 use crate::output::{chain, note};
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
+use trainyard_base::median;
 use trainyard_calibrate::Ranks;
 use trainyard_engine::config::{Config, Limits, Resolved};
-use trainyard_sim::machine::median;
 
 /// Contenders at most.
 const CONTENDERS_MAX: usize = 10;

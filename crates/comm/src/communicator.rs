@@ -13,8 +13,9 @@ use crate::place::{Place, Position};
 use std::any::TypeId;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
+use trainyard_base::lock;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// How long ranks wait for each other unless told otherwise.
@@ -551,8 +552,4 @@ fn corrupted(input: &[u8], sent: Range<usize>, number: u64) -> Vec<u64> {
     bytes[..input.len()].copy_from_slice(input);
     bytes[sent.start + number as usize % sent.len()] ^= 1 << (number % 8);
     copy
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

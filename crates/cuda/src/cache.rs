@@ -1,7 +1,8 @@
-//! Compiled kernels and chosen algorithms on disk, under the hash of all that they depend on.
+//! A cache on disk of compiled kernels and chosen algorithms, under the hash of everything that
+//! they depend on.
 //!
-//! A file is the content and its checksum, and appears by a rename: what another process has half
-//! written, or a disk has damaged, is not found.
+//! A file holds the content and its checksum, and appears by a rename. A file that another process
+//! has half written, or that a disk has damaged, counts as missing.
 
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
@@ -31,7 +32,7 @@ impl Cache {
         Some(self.0.as_ref()?.join(format!("{:032x}", xxh3_128(key.as_bytes()))))
     }
 
-    /// What was kept under a key, if it is whole.
+    /// The content kept under a key, if it is whole.
     pub fn get(&self, key: &str) -> Option<Vec<u8>> {
         let mut content = std::fs::read(self.file(key)?).ok()?;
         let sum = content.split_off(content.len().checked_sub(8)?);

@@ -1,11 +1,11 @@
-//! What a device is asked to do: memory, streams, events, launches, products. A trait, so that
+//! The interface of a device: memory, streams, events, launches, products. It is a trait, so that
 //! everything above it runs in tests without a GPU: [`crate::fake`] is the other implementation
 //! beside [`crate::nvidia`].
 //!
-//! Work is put on streams and runs in order there; streams are ordered among each other by events
-//! alone. No call here waits for work but [`Driver::synchronize`] and [`Driver::wait_on_host`].
-//! Work can be captured as a graph and launched again in one call. Arguments of kernels and
-//! products say which memory they read and write, which the device does not need and a test does.
+//! Work on a stream runs in order; only events order streams among each other. No call here waits
+//! for work except [`Driver::synchronize`] and [`Driver::wait_on_host`]. Work can be captured as a
+//! graph and launched again in one call. Arguments of kernels and products say which memory they
+//! read and write. The device does not need this, but a test does.
 
 use crate::error::Result;
 use crate::fp8::Fp8;
@@ -31,7 +31,7 @@ pub struct Function(pub usize);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Graph(pub usize);
 
-/// What a device is.
+/// The properties of a device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Properties {
     /// Its name, as the driver gives it.
@@ -51,8 +51,8 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// What kernels are compiled for: `sm_90a` on Hopper, where the instructions of the tensor
-    /// cores are of that chip alone.
+    /// The architecture that kernels are compiled for: `sm_90a` on Hopper, where the instructions
+    /// of the tensor cores exist on that chip alone.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         let suffix = if major == 9 { "a" } else { "" };
@@ -67,7 +67,7 @@ pub struct Region {
     pub address: Address,
     /// Its bytes.
     pub bytes: usize,
-    /// Whether it is written.
+    /// True if the region is written.
     pub written: bool,
 }
 
@@ -91,7 +91,7 @@ pub struct Call<'a> {
     pub regions: &'a [Region],
 }
 
-/// How operands of f32 are multiplied.
+/// The precision of products of f32 operands.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub enum Precision {
     /// As they are.
@@ -101,7 +101,7 @@ pub enum Precision {
     Tf32,
 }
 
-/// What is done to a product before it is stored.
+/// The function applied to a product before it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub enum Activation {
     /// Nothing.
@@ -122,11 +122,11 @@ pub struct Product {
     pub m: usize,
     /// Columns of the result.
     pub n: usize,
-    /// What is summed over.
+    /// Inner length of the product.
     pub k: usize,
-    /// Whether a is stored as [k, m].
+    /// True if a is stored as [k, m].
     pub a_transposed: bool,
-    /// Whether b is stored as [n, k].
+    /// True if b is stored as [n, k].
     pub b_transposed: bool,
     /// Of a and b.
     pub operands: Float,
@@ -137,15 +137,15 @@ pub struct Product {
     pub result: Float,
     /// For operands of f32.
     pub precision: Precision,
-    /// Whether a bias is added.
+    /// True if a bias is added.
     pub bias: bool,
-    /// What follows the bias. With c there is none.
+    /// Function applied after the bias. It must be none if c is added.
     pub activation: Activation,
-    /// Whether the argument of the activation is stored too, in the form of d.
+    /// True if the argument of the activation is stored too, in the form of d.
     pub keeps_argument: bool,
-    /// Whether c is added. It may be d.
+    /// True if c is added. It may be d.
     pub adds: bool,
-    /// How many such products lie one after the other in every operand.
+    /// Number of such products that lie one after the other in every operand.
     pub batch: usize,
     /// A power of two, at most [`Product::ALIGNMENT`], of which the addresses of a, b, c and d are
     /// multiples: an algorithm may rely on it.
@@ -211,7 +211,7 @@ pub struct Operands {
     pub argument: Region,
     /// Scratch for the algorithm.
     pub workspace: Region,
-    /// What operands of eight bits are multiplied by, an f32 each.
+    /// Scales of operands of eight bits, one f32 each.
     pub scales: [Region; 2],
     /// Multiplies the product of a and b.
     pub scale: f32,
@@ -238,7 +238,7 @@ impl Operands {
 
 /// A device. Calls can come from any thread.
 pub trait Driver: Send + Sync {
-    /// What it is.
+    /// The properties of the device.
     fn properties(&self) -> &Properties;
 
     /// Bytes free and in all.
@@ -280,7 +280,7 @@ pub trait Driver: Send + Sync {
     /// Lets what is put on the stream from now on wait for the mark.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
 
-    /// Whether all that comes before a recorded mark is done.
+    /// True if all work before a recorded event is done.
     ///
     /// # Errors
     /// Also those of the work itself.

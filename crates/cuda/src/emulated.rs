@@ -1,6 +1,6 @@
 //! The kernels compiled by the host's C++ compiler against `emulation/cuda.h`, for a
-//! [`Fake`](crate::fake::Fake) that is to compute. Tests alone use this: a kernel runs block by
-//! block, thread by thread, some thousand times slower than on a GPU.
+//! [`Fake`](crate::fake::Fake) that should compute. Only tests use this: a kernel runs block by
+//! block and thread by thread, about a thousand times slower than on a GPU.
 
 use crate::fake::Kernels;
 use crate::kernels::{Argument, File, Float, Launch};
@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
+use trainyard_base::lock;
 use xxhash_rust::xxh3::xxh3_64;
 
 const FLAGS: [&str; 8] = ["-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-x", "c++"];
@@ -100,16 +101,12 @@ impl Emulated {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 thread_local! {
     static FALLING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether kernels that this thread runs take the threads of a block in falling order; they begin
-/// with the rising one.
+/// Sets the order in which kernels of this host thread run the threads of a block: falling if true,
+/// rising (the default) if false.
 pub fn set_falling(falling: bool) {
     FALLING.set(falling);
 }

@@ -1,4 +1,4 @@
-//! What can go wrong with a CUDA device, in sentences that say what to do.
+//! The errors of a CUDA device, in sentences that say what to do.
 
 /// An error of the device, its driver or its libraries.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -12,19 +12,19 @@ pub enum CudaError {
     /// The driver is older than the calls that are made.
     #[error("the NVIDIA driver supports CUDA {found}, and {needed} is the least that is needed: update the driver")]
     OldDriver {
-        /// What it supports, `major.minor`.
+        /// Version that the driver supports, `major.minor`.
         found: String,
-        /// What is needed.
+        /// Version that is needed.
         needed: String,
     },
     /// There are fewer devices.
     #[error("there is no GPU {asked}: {present} visible to this process{visible}")]
     NoDevice {
-        /// Which was asked for, from 0.
+        /// Index that was asked for, from 0.
         asked: usize,
         /// `1 GPU is` or `2 GPUs are`.
         present: String,
-        /// What `CUDA_VISIBLE_DEVICES` says, where it is set.
+        /// Value of `CUDA_VISIBLE_DEVICES`, if it is set.
         visible: String,
     },
     /// The device is too old for the kernels.
@@ -43,19 +43,19 @@ pub enum CudaError {
          the Python package {package} (activate its environment, or set VIRTUAL_ENV)"
     )]
     NoLibrary {
-        /// What it is: `NVRTC`.
+        /// Name of the library: `NVRTC`.
         library: &'static str,
         /// Where.
         looked: String,
-        /// Who ships it on PyPI.
+        /// Its package on PyPI.
         package: &'static str,
-        /// Who ships it otherwise.
+        /// Its other sources.
         shipped: &'static str,
     },
     /// A library is older than the calls that are made.
     #[error("{path} is {library} {found}, and {needed} is the least that is needed: update it")]
     OldLibrary {
-        /// What it is.
+        /// Name of the library.
         library: &'static str,
         /// Where it was found.
         path: String,
@@ -89,7 +89,7 @@ pub enum CudaError {
         call: &'static str,
         /// Its status by name.
         code: String,
-        /// What it means here; may be empty.
+        /// Explanation; may be empty.
         hint: &'static str,
     },
     /// Kernels do not compile.
@@ -99,7 +99,7 @@ pub enum CudaError {
         source_name: String,
         /// `sm_90a`.
         architecture: String,
-        /// What the compiler says.
+        /// Messages of the compiler.
         log: String,
     },
     /// A launch that the device cannot make.
@@ -107,7 +107,7 @@ pub enum CudaError {
     Launch {
         /// The kernel.
         kernel: String,
-        /// What is wrong with it.
+        /// The fault.
         what: String,
     },
     /// A product that the library does not have.

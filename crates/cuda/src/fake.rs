@@ -1,14 +1,15 @@
-//! A device without a GPU, for tests: host memory, streams that are run late and in any order that
+//! A device without a GPU, for tests: host memory, streams that run late and in any order that
 //! their events allow, and a check of that order.
 //!
-//! Work is only queued until somebody waits for it. Then heads of streams are taken by a seeded
-//! choice, so that what was not ordered by an event runs in the wrong order for some seed. Beside
-//! that every access is checked as it is queued: memory must lie inside an allocation, and what
-//! conflicts with an earlier access of another stream must come after it by events (vector clocks,
-//! Lamport 1978, Mattern 1989). Products are computed; kernels are computed by what
-//! [`Options::kernels`] gives, else only recorded. Devices of one [`Network`] exchange what they
-//! have. Captures keep the driver's rules, and a graph that is launched is queued and checked like
-//! the work that was captured.
+//! Work is only queued until something waits for it. A seeded choice then picks which stream runs
+//! next, so that work without an ordering event runs in the wrong order for some seed. In addition,
+//! every access is checked when it is queued. Memory must lie inside an allocation, and an access
+//! that conflicts with an earlier one on another stream must be ordered after it by events (vector
+//! clocks, Lamport 1978, Mattern 1989).
+//!
+//! Products are computed. Kernels are computed by [`Options::kernels`] if given, otherwise only
+//! recorded. Devices of one [`Network`] exchange data. Captures follow the driver's rules, and a
+//! launched graph is queued and checked like the work that was captured.
 
 mod capture;
 mod network;
@@ -23,7 +24,8 @@ use crate::kernels::{Argument, File, Float, Launch};
 use crate::nccl::{Comm, Exchange, Nccl, UniqueId};
 use order::{Clock, Order};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
+use trainyard_base::lock;
 
 /// Runs kernels on the host, with host addresses as those of the device.
 pub trait Kernels: Send + Sync {
@@ -31,19 +33,19 @@ pub trait Kernels: Send + Sync {
     fn run(&self, file: File, float: Float, name: &str, launch: Launch, arguments: &[Argument]) -> Result<(), String>;
 }
 
-/// What a fake device has and does.
+/// The properties and equipment of a fake device.
 pub struct Options {
     /// Bytes of its memory.
     pub memory: usize,
     /// Of the choice among streams.
     pub seed: u64,
-    /// What computes kernels; None: they are recorded and compute nothing.
+    /// The implementation of kernels; None: they are recorded and compute nothing.
     pub kernels: Option<Box<dyn Kernels>>,
     /// The kernel or `"product"` that cannot be launched; `"capture"`: no capture succeeds.
     pub failing: Option<&'static str>,
     /// Its compute capability.
     pub capability: (u32, u32),
-    /// What connects it to others; None: it has no NCCL.
+    /// The network to other devices; None: the device has no NCCL.
     pub network: Option<Arc<Network>>,
 }
 
@@ -80,7 +82,7 @@ pub struct Fake {
     device: Arc<State>,
 }
 
-/// What works by itself.
+/// The part of the device that is shared with its queues.
 struct State {
     kernels: Option<Box<dyn Kernels>>,
     network: Option<Arc<Network>>,
@@ -122,10 +124,10 @@ struct Allocation {
 
 #[derive(Default)]
 struct Mark {
-    /// How often it was recorded.
+    /// Number of times it was recorded.
     recorded: u64,
-    /// Which of those have not passed: an event that is recorded again on another stream may pass
-    /// there first.
+    /// The recordings that have not passed yet. An event that is recorded again on another stream
+    /// may pass there first.
     coming: BTreeSet<u64>,
     clock: Clock,
     time: f64,
@@ -175,10 +177,10 @@ enum Work {
     },
 }
 
-/// What every piece of work takes on the fake's clocks, and what each byte of its regions, each
-/// byte that comes from or goes to the host and each operation of a product adds: round numbers, so
-/// that times are the same everywhere and grow with the work, and mean nothing else. The host's
-/// bytes take little, so that small models hide them.
+/// Seconds of every piece of work on the fake's clocks, and additions for each byte of its regions,
+/// each byte to or from the host, and each operation of a product. They are round numbers, so that
+/// times are the same everywhere and grow with the work; they mean nothing else. The host's bytes
+/// take little time, so that small models hide them.
 const SECONDS_OF_WORK: f64 = 1e-6;
 const SECONDS_OF_BYTE: f64 = 1e-9;
 const SECONDS_OF_HOST_BYTE: f64 = 1e-10;
@@ -234,12 +236,12 @@ impl Fake {
         Fake { properties, failing: options.failing, network, device }
     }
 
-    /// What was put on streams since this was last asked, in the order of the host's calls.
+    /// The records of work put on streams since the last call, in the order of the host's calls.
     pub fn take_records(&self) -> Vec<Record> {
         std::mem::take(&mut self.lock().records)
     }
 
-    /// What was wrong so far: accesses outside of memory, and those that no event orders.
+    /// The problems so far: accesses outside of memory, and accesses that no event orders.
     pub fn problems(&self) -> Vec<String> {
         self.lock().problems.clone()
     }
@@ -288,7 +290,7 @@ impl Work {
 
 impl State {
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queues)
     }
 
     /// Runs what can be run until `done`, waiting for other devices where streams do.

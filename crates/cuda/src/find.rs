@@ -1,8 +1,8 @@
-//! Where NVIDIA's libraries lie: the toolkit, the system, Python's packages.
+//! Finds NVIDIA's libraries: in the toolkit, the system, or Python's packages.
 //!
-//! In this order: what `CUDA_HOME` or `CUDA_PATH` names; what the loader finds by itself and the
-//! usual folders; the `nvidia-*` packages of the Python environment that is active, or whose
-//! `python3` is on the path. A library of a later major version than the driver's is taken last.
+//! The order is: the folder named by `CUDA_HOME` or `CUDA_PATH`; the loader's own search and the
+//! usual folders; the `nvidia-*` packages of the Python environment that is active, or of the
+//! `python3` on the path. A library with a later major version than the driver's is tried last.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 /// A library.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Library {
-    /// What messages call it.
+    /// Name in messages.
     pub name: &'static str,
     /// Its file is `lib{stem}.so.{major}`.
     pub stem: &'static str,
-    /// Who ships it on PyPI.
+    /// Its package on PyPI.
     pub package: &'static str,
-    /// Who ships it otherwise.
+    /// Its other sources.
     pub shipped: &'static str,
     /// Its major versions, those of CUDA if it is a part of that; latest first.
     pub majors: &'static [u32],
@@ -82,8 +82,8 @@ impl Places {
         Places { toolkit: libraries_of(&homes), system, python }
     }
 
-    /// What to try for a library with a driver of major version `driver`, best first. A name
-    /// without a folder is the loader's to find.
+    /// The files to try for a library with a driver of major version `driver`, best first. The
+    /// loader searches for a name without a folder.
     pub fn candidates(&self, library: &Library, driver: u32) -> Vec<PathBuf> {
         let within = |folders: &[PathBuf]| folders.iter().flat_map(|folder| files(folder, library)).collect::<Vec<_>>();
         let mut all = within(&self.toolkit);
@@ -119,7 +119,7 @@ fn libraries_of(homes: &[PathBuf]) -> Vec<PathBuf> {
     homes.iter().flat_map(|home| below.map(|folder| home.join(folder))).filter(|folder| folder.is_dir()).collect()
 }
 
-/// What is in a folder, in order; nothing when there is none.
+/// The entries of a folder, in order; none if it does not exist.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

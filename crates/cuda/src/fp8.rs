@@ -1,9 +1,9 @@
-//! Numbers of eight bits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1): E4M3
-//! for what needs precision, E5M2 for what needs range.
+//! Eight-bit floats (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1): E4M3 for
+//! precision, E5M2 for range.
 //!
-//! Rounding is to nearest, ties to even, and saturates: beyond the largest number it gives the
-//! largest, as the conversions of GPUs do that end a tensor's scaling. NaN stays NaN. Codes are
-//! those of the hardware: sign, exponent, mantissa from the highest bit down.
+//! Rounding is to nearest, ties to even, and saturates: a value beyond the largest number becomes
+//! the largest, as in the conversions that GPUs use after scaling a tensor. NaN stays NaN. Codes
+//! are those of the hardware: sign, exponent, mantissa from the highest bit down.
 
 /// A format of eight bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -36,7 +36,7 @@ impl Fp8 {
         }
     }
 
-    /// What is taken from the exponent's bits.
+    /// The bias of the exponent.
     pub const fn bias(self) -> u32 {
         match self {
             Fp8::E4M3 => 7,

@@ -1,15 +1,15 @@
-//! The table of kernels: name, source, parameters, and how large a launch is.
+//! The table of kernels: name, source, parameters, and the size of a launch.
 //!
-//! A module is one source file compiled for one float dtype, `T` in the signatures below:
-//! [`File::source`] gives the whole text, for NVRTC as for the host's compiler. A kernel that takes
-//! no `T` is the same in every module of its file. Names carry no dtype.
+//! A module is one source file compiled for one float dtype, `T` in the signatures below.
+//! [`File::source`] gives the whole text, both for NVRTC and for the host's compiler. A kernel
+//! without `T` is the same in every module of its file. Names carry no dtype.
 //!
-//! Pointers are to dense row-major arrays of the shapes that stand with each kernel; `[x]?` may be
-//! null. Pointers to `T` that are read or written in runs of 16 bytes need not be aligned to 16:
-//! kernels look, and take the slower way where they are not (tensor cores ask for alignment, see
+//! Pointers are to dense row-major arrays of the shapes given with each kernel; `[x]?` may be null.
+//! Pointers to `T` that are read or written in runs of 16 bytes need not be aligned to 16: kernels
+//! check, and take a slower path if they are not (tensor cores require alignment, see
 //! [`attention`]). Reductions have a fixed order that depends on shapes alone: nothing here adds
-//! floats atomically. Indices are not checked by the kernels that use them beyond staying inside
-//! the memory: `check_indices` finds the first wrong one.
+//! floats atomically. Kernels that use indices only make sure to stay inside the memory;
+//! `check_indices` finds the first wrong one.
 
 mod launch;
 mod list;
@@ -66,8 +66,7 @@ pub enum File {
     AttentionWarpgroup,
     /// Norms.
     Norm,
-    /// What works element by element and belongs to transformers: activations, casts, sums,
-    /// dropout, rotary positions.
+    /// Element-wise functions of transformers: activations, casts, sums, dropout, rotary positions.
     Pointwise,
     /// Sums over columns and whole buffers, and what works on rows.
     Reduce,
@@ -116,12 +115,12 @@ impl File {
         }
     }
 
-    /// Whether the file can be compiled for `float`.
+    /// True if the file can be compiled for `float`.
     pub const fn supports(self, float: Float) -> bool {
         !matches!((self, float), (File::AttentionMma | File::AttentionWarpgroup, Float::F32))
     }
 
-    /// Whether the file can be compiled for an architecture, e.g. `sm_90a`.
+    /// True if the file can be compiled for an architecture, e.g. `sm_90a`.
     pub fn runs_on(self, architecture: &str) -> bool {
         self != File::AttentionWarpgroup || architecture == "sm_90a"
     }
@@ -178,13 +177,13 @@ pub struct Kernel {
     pub name: &'static str,
     /// Where it stands.
     pub file: File,
-    /// How large a launch is.
+    /// The size of a launch.
     pub rule: Rule,
     /// Its parameters, as they stand in the source.
     pub signature: &'static str,
 }
 
-/// What a parameter is.
+/// The kind of a parameter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parameter {
     /// A device address; `element` as in the source (`T`, `float`, `int`, `unsigned`,
@@ -192,7 +191,7 @@ pub enum Parameter {
     Pointer {
         /// The type pointed to.
         element: &'static str,
-        /// Whether the kernel writes there.
+        /// True if the kernel writes there.
         written: bool,
     },
     /// `int`
@@ -264,7 +263,7 @@ pub const AXES_MAX: usize = 12;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(C)]
 pub struct Axes {
-    /// How many axes there are.
+    /// Number of axes.
     pub count: i64,
     /// Positions of each.
     pub len: [i64; AXES_MAX],
@@ -280,7 +279,7 @@ impl Kernel {
         self.signature.split(',').map(|parameter| parse(parameter.trim())).collect()
     }
 
-    /// What is wrong with the arguments, if anything is.
+    /// Checks the arguments; the error names the fault.
     pub fn check(&self, arguments: &[Argument]) -> Result<(), String> {
         let parameters = self.parameters();
         if parameters.len() != arguments.len() {
@@ -343,7 +342,7 @@ pub enum AttentionForm {
 }
 
 impl AttentionForm {
-    /// What it is called in messages.
+    /// The name in messages.
     pub const fn name(self) -> &'static str {
         match self {
             AttentionForm::MultiplyAdds => "multiply-adds",
@@ -352,9 +351,9 @@ impl AttentionForm {
         }
     }
 
-    /// Whether it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to
+    /// True if it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to
     /// 128 columns that are a multiple of 8, and tensors that start at multiples of 16 bytes
-    /// (`aligned`); multiply-adds heads of up to [`HEAD_DIM_MAX`] columns.
+    /// (`aligned`). Multiply-adds take heads of up to [`HEAD_DIM_MAX`] columns.
     pub const fn takes(self, float: Float, head_dim: usize, aligned: bool) -> bool {
         match self {
             AttentionForm::MultiplyAdds => head_dim >= 1 && head_dim <= HEAD_DIM_MAX,

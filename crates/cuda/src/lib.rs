@@ -1,13 +1,13 @@
-//! CUDA: the kernels as sources and as a table, and what compiles and launches them.
+//! CUDA: the kernels, as sources and as a table, and the code that compiles and launches them.
 //!
-//! The sources in `kernels/` are CUDA C++ without any header but their own, so that NVRTC alone
-//! compiles them, for sm_80 and later; the same text is compiled by the host's C++ compiler against
-//! `emulation/` and checked there. [`kernels`] lists every entry point.
+//! The sources in `kernels/` are CUDA C++ that includes only their own headers, so that NVRTC alone
+//! compiles them, for sm_80 and later. The host's C++ compiler compiles the same text against
+//! `emulation/` to check it there. [`kernels`] lists every entry point.
 //!
-//! [`driver::Driver`] is what a device is asked to do, and [`nccl::Nccl`] what several are asked to
-//! do together. [`nvidia`] does it by NVIDIA's driver, which is loaded when a GPU is asked for;
-//! [`fake`] does it without a GPU, for tests. Nothing here knows tensors: `trainyard-tensor`
-//! launches.
+//! [`driver::Driver`] is the interface of a device, and [`nccl::Nccl`] that of several devices
+//! together. [`nvidia`] implements them by NVIDIA's driver, which is loaded when a GPU is asked
+//! for, and [`fake`] without a GPU, for tests. Nothing here knows tensors; `trainyard-tensor`
+//! launches the kernels.
 
 pub mod cache;
 pub mod driver;
@@ -24,10 +24,10 @@ pub mod tested;
 
 pub use error::{CudaError, Result};
 
-/// Looks for GPU `ordinal` among those that the process sees, without opening it.
+/// Checks without opening it that GPU `ordinal` exists among those that the process sees.
 ///
 /// # Errors
-/// What the machine lacks for it, in a sentence.
+/// The missing part of the machine, in a sentence.
 pub fn check(ordinal: usize) -> Result<()> {
     nvidia::Nvidia::find(ordinal).map(drop)
 }
@@ -45,11 +45,10 @@ pub fn open(ordinal: usize) -> Result<std::sync::Arc<dyn driver::Driver>> {
     Ok(std::sync::Arc::new(nvidia::Nvidia::open(ordinal)?))
 }
 
-/// Which GPU `ordinal` is, whatever this process calls it: its UUID, the same in every process of
-/// the host.
+/// The UUID of GPU `ordinal`, which is the same in every process of the host.
 ///
 /// # Errors
-/// What the machine lacks for it, in a sentence.
+/// The missing part of the machine, in a sentence.
 pub fn identity(ordinal: usize) -> Result<[u8; 16]> {
     nvidia::Nvidia::identity(ordinal)
 }

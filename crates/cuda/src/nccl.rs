@@ -1,12 +1,11 @@
-//! Collectives between the memories of several devices: what NCCL is asked to do. The sibling of
+//! Collectives between the memories of several devices: the interface of NCCL. It is the sibling of
 //! [`Driver`](crate::driver::Driver), which hands it out:
 //! [`Driver::nccl`](crate::driver::Driver::nccl).
 //!
-//! Nothing here waits. A communicator is begun by every one of its ranks with the same [`UniqueId`]
-//! and is ready when [`Nccl::state`] says so; what is put on a stream runs there in order once all
-//! ranks have come to it, and whether anything failed on the way is again what `state` says.
-//! Deadlines, and whom to blame when they pass, are the business of whoever waits
-//! (`trainyard-comm`).
+//! Nothing here waits. Every rank begins a communicator with the same [`UniqueId`], and
+//! [`Nccl::state`] says when it is ready. Work on a stream runs there in order once all ranks have
+//! reached it, and `state` reports failures on the way. The caller (`trainyard-comm`) handles
+//! deadlines and finds the rank to blame when they pass.
 
 use crate::driver::{Region, Stream};
 use crate::error::Result;
@@ -19,7 +18,7 @@ pub struct UniqueId(pub [u8; 128]);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Comm(pub usize);
 
-/// What sums are made of.
+/// The element type of sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Element {
     /// IEEE 754 binary32.
@@ -45,7 +44,7 @@ impl Element {
 pub enum Exchange {
     /// Everybody gets the sum of everybody's `from`; `to` is as long and may be the same memory.
     AllReduce {
-        /// What is summed.
+        /// The summands.
         from: Region,
         /// The sum.
         to: Region,
@@ -75,12 +74,12 @@ pub enum Exchange {
         from: Region,
         /// The result.
         to: Region,
-        /// Whose.
+        /// The rank that sends.
         root: usize,
     },
     /// To one rank.
     Send {
-        /// What.
+        /// The data to send.
         from: Region,
         /// To whom.
         peer: usize,
@@ -95,7 +94,7 @@ pub enum Exchange {
 }
 
 impl Exchange {
-    /// What it reads, and what it writes.
+    /// The region that it reads, and the region that it writes.
     pub fn regions(&self) -> [Region; 2] {
         match *self {
             Exchange::AllReduce { from, to, .. }
@@ -108,7 +107,7 @@ impl Exchange {
     }
 }
 
-/// How a communicator does.
+/// The state of a communicator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum State {
     /// All that was asked for is on its streams.
@@ -132,7 +131,7 @@ pub trait Nccl: Send + Sync {
     /// all have.
     fn init(&self, id: &UniqueId, rank: usize, size: usize) -> Result<Comm>;
 
-    /// How it does.
+    /// The state of the communicator.
     fn state(&self, comm: Comm) -> Result<State>;
 
     /// Puts operations on a stream as one group: they progress together, and none ends before all

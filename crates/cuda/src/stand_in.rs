@@ -1,6 +1,6 @@
-//! A stand-in for NVIDIA's driver and libraries, which the loader finds in their place: programs
-//! under test take it for GPUs. What it is, what it checks and which variables choose its GPUs
-//! stands in `emulation/standin/standin.h`.
+//! A stand-in for NVIDIA's driver and libraries, which the loader finds in their place. Programs
+//! under test take it for GPUs. `emulation/standin/standin.h` describes it, its checks, and the
+//! variables that choose its GPUs.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 const SOURCES: [&str; 4] = ["driver.cc", "nvrtc.cc", "cublaslt.cc", "nccl.cc"];
 const HEADERS: [&str; 2] = ["standin.h", "numbers.h"];
 const FLAGS: [&str; 6] = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-w"];
-/// What the loader, and who looks for the libraries, find it by.
+/// The names under which the loader, and the search for libraries, find it.
 const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12", "libnccl.so.2"];
 
 /// The libraries, built.

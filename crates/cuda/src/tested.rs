@@ -1,5 +1,5 @@
-//! Which device a suite of tests runs on: kernels emulated on the fake driver, or a GPU. The suites
-//! are the same.
+//! The device of a suite of tests: kernels emulated on the fake driver, or a GPU. The suites are
+//! the same.
 
 use crate::driver::Driver;
 use crate::emulated::Emulated;
@@ -14,7 +14,7 @@ pub const VARIABLE: &str = "TRAINYARD_TEST_DEVICE";
 /// A device under test.
 #[derive(Clone)]
 pub struct Tested {
-    /// What it is asked through.
+    /// The interface of the device.
     pub driver: Arc<dyn Driver>,
     /// The fake behind it; None on a GPU.
     pub fake: Option<Arc<Fake>>,
@@ -48,7 +48,7 @@ impl Tested {
         Ok(Tested { driver: fake.clone(), fake: Some(fake) })
     }
 
-    /// What the fake found wrong; a GPU tells of nothing but failures.
+    /// The problems that the fake found. A GPU reports nothing but failures.
     pub fn problems(&self) -> Vec<String> {
         self.fake.as_ref().map_or_else(Vec::new, |fake| fake.problems())
     }

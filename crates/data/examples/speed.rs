@@ -71,8 +71,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let config = LoaderConfig { workers, ..LoaderConfig::new(rows) };
             let mut loader = Loader::new(Arc::clone(&dataset), config, Position::default())?;
             loader.next()?;
-            // With a worker the consumer pauses as a training step would, so that `waited` shows
-            // what a step sees.
+            // With a worker, the consumer pauses as a training step would, so that `waited` shows
+            // the delay that a step sees.
             let batches = if workers == 0 { 20_000 } else { 500 };
             let before = loader.waited();
             let begin = Instant::now();

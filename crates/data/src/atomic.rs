@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::error::{DataError, Result};
 
-/// A file being written beside its destination; dropped without [`AtomicFile::commit`] it leaves
+/// A file being written beside its destination. Dropped without [`AtomicFile::commit`], it leaves
 /// nothing behind.
 pub(crate) struct AtomicFile {
     destination: PathBuf,
@@ -21,11 +21,11 @@ pub(crate) struct AtomicFile {
 static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 impl AtomicFile {
-    /// Starts a file that will appear at `destination`, or where a link there leads, creating
-    /// missing folders above it.
+    /// Starts a file that will appear at `destination`, or at the target of a link there, and
+    /// creates missing folders above it.
     ///
     /// # Errors
-    /// What is there and no file, such as a device, and those of the system.
+    /// The destination exists and is not a file (a device, for example), and errors of the system.
     pub(crate) fn create(destination: &Path) -> Result<Self> {
         let destination = &fs::canonicalize(destination).unwrap_or_else(|_| destination.to_path_buf());
         if fs::metadata(destination).is_ok_and(|there| !there.is_file()) {
@@ -43,8 +43,8 @@ impl AtomicFile {
         let temporary = folder.join(format!(".{name}.{}-{serial}.tmp", std::process::id()));
         clear_left_behind(folder, &name);
         let file = File::create(&temporary).map_err(DataError::io("create", &temporary))?;
-        // Held until this process ends, however it does. Where locks are not supported, what is
-        // left behind stays.
+        // The lock is held until this process ends, in whatever way. Where locks are not supported,
+        // abandoned files stay.
         let _ = file.try_lock();
         let writer = BufWriter::with_capacity(1 << 18, file);
         Ok(Self { destination: destination.to_path_buf(), temporary, writer: Some(writer) })
@@ -79,20 +79,20 @@ impl AtomicFile {
 impl Drop for AtomicFile {
     fn drop(&mut self) {
         if self.writer.take().is_some() {
-            // The error that brought us here is the one worth reporting.
+            // The error that led here is the one worth reporting.
             let _ = fs::remove_file(&self.temporary);
         }
     }
 }
 
-/// A file that was touched more recently may be another process's that has not locked it yet.
+/// A younger file may belong to another process that has not locked it yet.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
-/// Removes what processes that were killed left of the file `name`: temporary files of its size,
-/// hidden by their names.
+/// Removes temporary files for `name` that killed processes left behind, so that their hidden names
+/// do not take disk space for ever.
 fn clear_left_behind(folder: &Path, name: &str) {
     let prefix = format!(".{name}.");
-    // What cannot be looked at stays: a new file can be written beside it.
+    // Anything that cannot be examined stays: a new file can be written beside it.
     let Ok(entries) = fs::read_dir(folder) else { return };
     for path in entries.flatten().map(|entry| entry.path()) {
         let is_ours = |file: &str| {
@@ -125,7 +125,7 @@ pub(crate) fn remove_if_present(path: &Path) -> Result<()> {
     }
 }
 
-/// The folder a path lies in; `.` for a bare name.
+/// The folder that a path lies in; `.` for a bare name.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -164,7 +164,7 @@ mod tests {
         let mut left: Vec<_> =
             fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         left.sort();
-        // Locked, no number of a process, another file's, and too young.
+        // These are locked, without a process number, of another file, or too young.
         assert_eq!(left, [".a.bin.78-1.tmp", ".a.bin.79-0.tmp", ".a.bin.x-1.tmp", ".b.bin.77-0.tmp", "a.bin"]);
     }
 }

@@ -1,5 +1,5 @@
-//! What can go wrong between a text on disk and a batch, said so that the reader knows which file,
-//! where, and what to do.
+//! The errors between a text on disk and a batch. Each says which file is wrong, where, and what to
+//! do.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 /// Shorthand for results of this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
 
-/// Everything this crate reports. Every message names the object, what is wrong with it, and what
-/// to do.
+/// All errors of this crate. Every message names the object, the fault, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, permission, full disk.
@@ -24,69 +23,69 @@ pub enum DataError {
     /// A text, JSONL or compressed file whose content cannot be used.
     #[error("{}{}: {what}; {fix}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
     Input {
-        /// The file.
+        /// Line counted from 1, if the fault belongs to one.
         path: PathBuf,
-        /// Line counted from 1, where the fault has one.
+        /// The fault.
         line: Option<u64>,
-        /// What is wrong.
+        /// Advice.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
-    /// A token file (`.bin`, `.idx` or its sidecar) that is damaged or does not say the truth.
+    /// A token file (`.bin`, `.idx` or its sidecar) is damaged or contradicts itself.
     #[error("{}: {what}; {fix}", path.display())]
     TokenFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
-    /// A tokenizer that cannot be read, trained or used.
+    /// A tokenizer cannot be read, trained or used.
     #[error("tokenizer {origin}: {what}; {fix}")]
     Tokenizer {
-        /// Its file, or its kind when it has none.
+        /// Its file, or its kind if it has none.
         origin: String,
-        /// What is wrong.
+        /// The fault.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
-    /// Tokens or characters outside the vocabulary they are used with.
+    /// Tokens or characters lie outside the vocabulary that they are used with.
     #[error("{origin}: {what}; {fix}")]
     Vocabulary {
         /// The data or text.
         origin: String,
-        /// What is wrong.
+        /// The fault.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
     /// There is less data than the request needs.
     #[error("{what}; {fix}")]
     TooLittle {
-        /// What is there and what was needed.
+        /// The amount of data, and the amount that was needed.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
-    /// A setting outside its range.
+    /// A setting is outside its range.
     #[error("{name}: {what}; {fix}")]
     Setting {
         /// The setting's name as the caller spells it.
         name: &'static str,
-        /// What is wrong.
+        /// The fault.
         what: String,
-        /// What to do.
+        /// Advice.
         fix: String,
     },
-    /// A worker thread ended without an answer; a defect of this crate.
+    /// A worker thread ended without an answer, which is a defect of this crate.
     #[error(
         "a data worker stopped unexpectedly while {doing}; please report this, with the command and the data it ran on"
     )]
     Worker {
-        /// What it was doing.
+        /// Task of the worker.
         doing: &'static str,
     },
     /// The loader already reported its error and delivers nothing more.
@@ -118,7 +117,7 @@ impl DataError {
     }
 }
 
-/// What to do about the errors that people meet most.
+/// Advice on the most common errors of the system.
 fn io_advice(reason: &io::Error) -> &'static str {
     match reason.kind() {
         io::ErrorKind::NotFound => "; check the path",

@@ -1,4 +1,5 @@
-//! A whole split in order, for losses that compare between runs, models and tokenizers.
+//! Cuts a whole split in order, for losses that can be compared between runs, models and
+//! tokenizers.
 
 use crate::dataset::MicroBatch;
 use crate::error::{DataError, Result};
@@ -6,14 +7,14 @@ use crate::indexed::IndexedTokens;
 use crate::prepare::Sidecar;
 use crate::tokenizer::Tokenizer;
 
-/// How a split is cut for evaluation.
+/// The cut of a split for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvalOptions {
-    /// Tokens of a row.
+    /// Number of tokens of a row.
     pub sequence_length: usize,
-    /// Rows of a batch.
+    /// Number of rows of a batch.
     pub rows: usize,
-    /// Tokens must lie below this.
+    /// Tokens must be below this number.
     pub vocab_size: u32,
     /// As in training.
     pub respect_document_boundaries: bool,
@@ -24,13 +25,13 @@ pub struct EvalOptions {
 pub struct EvalBatches<'t> {
     tokens: &'t IndexedTokens,
     options: EvalOptions,
-    /// First input of the next row.
+    /// Position of the next row's first input.
     next: u64,
     has_failed: bool,
 }
 
-/// Cuts a whole split into rows that lie back to back: every token but the first is the target of
-/// exactly one row (but the first of each document, where boundaries are respected).
+/// Cuts a whole split into consecutive rows. Every token but the first is the target of exactly one
+/// row. (If boundaries are respected, the first token of each document is no target.)
 ///
 /// The last batch may have fewer rows, and its last row ends in padding without targets.
 pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<EvalBatches<'_>> {
@@ -53,7 +54,7 @@ pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<Eval
 }
 
 impl EvalBatches<'_> {
-    /// Batches in all.
+    /// Number of batches.
     pub fn batches(&self) -> u64 {
         let rows = (self.tokens.tokens() - 1).div_ceil(self.options.sequence_length as u64);
         rows.div_ceil(self.options.rows as u64)
@@ -88,8 +89,8 @@ impl Iterator for EvalBatches<'_> {
     }
 }
 
-/// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte: from the
-/// description beside the files, else by decoding document for document.
+/// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte. They come from
+/// the description beside the files if there is one, otherwise from decoding every document.
 ///
 /// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens stand for
 /// no bytes.

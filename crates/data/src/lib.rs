@@ -1,20 +1,20 @@
-//! Corpora, tokenizers, token files, packing and loaders: from text on disk to micro-batches of
-//! plain integers.
+//! Turns text on disk into micro-batches of plain integers: corpora, tokenizers, token files,
+//! packing and loaders.
 //!
-//! The way of the data, one module per stop:
+//! The data pass through these modules in order:
 //!
-//! ```text
-//! corpus     files and folders        -> documents          streamed, typed errors with file and line
-//! tokenizer  documents                -> tokens             tokenizer.json, bytes, characters; trains byte-level BPE
-//! prepare    documents + tokenizer    -> token files        parallel, deterministic, reused when nothing changed
-//! indexed    token files (.bin/.idx)  -> mapped tokens      Megatron-LM's format, validated before use
-//! dataset    token files + spec       -> sample i           packing, shuffle, mixture: a pure function of i
-//! loader     dataset + position       -> micro-batches      prefetched in order; resume is a number
-//! evaluation token files              -> every token once   for losses and bits per byte
-//! ```
+//! | module | from | to |
+//! |---|---|---|
+//! | [`corpus`] | files and folders | documents: streamed, with errors that name file and line |
+//! | [`tokenizer`] | documents | tokens: `tokenizer.json`, bytes, characters; BPE training |
+//! | [`prepare`] | documents, tokenizer | token files: parallel, deterministic, reused |
+//! | [`indexed`] | token files | mapped tokens: Megatron-LM's format, validated before use |
+//! | [`dataset`] | token files, specification | sample i, a pure function of i: packing, mixture |
+//! | [`loader`] | dataset, position | micro-batches: prefetched in order; resume is a number |
+//! | [`evaluation`] | token files | every token once, for losses and bits per byte |
 //!
-//! What it does not do: it knows no tensors (a micro-batch is vectors), starts no training,
-//! downloads nothing.
+//! This crate knows no tensors (a micro-batch is vectors), starts no training and downloads
+//! nothing.
 
 mod atomic;
 pub mod corpus;

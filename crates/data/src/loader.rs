@@ -1,11 +1,11 @@
-//! Micro-batches ahead of time: worker threads fill a bounded queue, the consumer takes them in
-//! order.
+//! Makes micro-batches ahead of time: worker threads fill bounded queues, and the consumer takes
+//! the batches in order.
 //!
-//! A step of the whole job is a run of samples, cut into `world` x `accumulation_steps`
-//! micro-batches of which rank `r` takes the `r`-th `accumulation_steps`: the samples of a step,
-//! and their division into micro-batches, are the same whatever the number of ranks. A batch is
-//! some microseconds of copying from mapped files, so one worker is plenty and sleeps nearly
-//! always; what it hides is a disk that is slow now and then.
+//! A step of the whole job is a run of samples. It is cut into `world` x `accumulation_steps`
+//! micro-batches, of which rank `r` takes the `r`-th group of `accumulation_steps`. The samples of
+//! a step and their division into micro-batches are therefore the same whatever the number of
+//! ranks. Making a batch means some microseconds of copying from mapped files, so one worker is
+//! plenty and sleeps nearly always. It hides a disk that is slow now and then.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -15,25 +15,25 @@ use std::time::{Duration, Instant};
 use crate::dataset::{Dataset, MicroBatch, Position};
 use crate::error::{DataError, Result};
 
-/// How a rank reads a dataset.
+/// The way in which a rank reads a dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderConfig {
-    /// Rows of a micro-batch.
+    /// Number of rows of a micro-batch.
     pub micro_batch_size: usize,
-    /// Threads; with 0 a batch is made when it is asked for.
+    /// Number of threads. With 0 a batch is made when it is asked for.
     pub workers: usize,
-    /// Batches made ahead, in all.
+    /// Number of batches made ahead, in all.
     pub prefetch: usize,
-    /// Micro-batches of a rank in one step.
+    /// Number of micro-batches of a rank in one step.
     pub accumulation_steps: usize,
     /// This rank.
     pub rank: usize,
-    /// Ranks that read different samples.
+    /// Number of ranks that read different samples.
     pub world: usize,
 }
 
 impl LoaderConfig {
-    /// One worker four batches ahead, one rank.
+    /// One worker, four batches ahead, one rank.
     pub fn new(micro_batch_size: usize) -> Self {
         Self { micro_batch_size, workers: 1, prefetch: 4, accumulation_steps: 1, rank: 0, world: 1 }
     }
@@ -45,17 +45,17 @@ pub struct Loader {
     dataset: Arc<Dataset>,
     config: LoaderConfig,
     start: Position,
-    /// Micro-batches delivered.
+    /// Number of micro-batches delivered.
     delivered: u64,
     waited: Duration,
     has_failed: bool,
-    /// Queue of each worker: worker `w` makes the batches `w`, `w` + workers, …
+    /// Queue of each worker. Worker `w` makes the batches `w`, `w` + workers, …
     queues: Vec<Receiver<Result<MicroBatch>>>,
     workers: Vec<JoinHandle<()>>,
 }
 
 impl Loader {
-    /// Starts at `position`, at once wherever that is.
+    /// Starts at `position`, in constant time.
     pub fn new(dataset: Arc<Dataset>, config: LoaderConfig, position: Position) -> Result<Self> {
         check(&dataset, &config)?;
         let mut loader = Self {
@@ -81,8 +81,8 @@ impl Loader {
         Ok(loader)
     }
 
-    /// The next micro-batch of this rank. An error is given in its place in the order, once; after
-    /// it the loader has [`DataError::Stopped`].
+    /// Returns the next micro-batch of this rank. An error is returned once, in its place in the
+    /// order; afterwards the loader returns [`DataError::Stopped`].
     #[expect(clippy::should_implement_trait, reason = "endless and fallible: `?` reads better than `transpose`")]
     pub fn next(&mut self) -> Result<MicroBatch> {
         if self.has_failed {
@@ -101,15 +101,15 @@ impl Loader {
         batch
     }
 
-    /// Where a loader must start to go on after what this one delivered. Exact once every rank has
-    /// taken equally many, as at the end of a step.
+    /// The position at which a loader must start to continue after this one. It is exact once every
+    /// rank has taken equally many batches, as at the end of a step.
     pub fn position(&self) -> Position {
         Position {
             samples: self.start.samples + self.delivered * (self.config.micro_batch_size * self.config.world) as u64,
         }
     }
 
-    /// Time that `next` has taken so far, in all.
+    /// Total time that `next` has taken so far.
     pub fn waited(&self) -> Duration {
         self.waited
     }
@@ -119,23 +119,23 @@ impl Loader {
         &self.dataset
     }
 
-    /// How it reads.
+    /// The configuration.
     pub fn config(&self) -> &LoaderConfig {
         &self.config
     }
 
-    /// Memory that batches waiting in the queues, and one in each worker's hands, can take.
+    /// Maximum bytes of the batches that wait in the queues and of those that workers are making.
     pub fn prefetch_bytes(&self) -> usize {
         let per_worker = self.config.prefetch.div_ceil(self.config.workers.max(1)).max(1) + 1;
         let tokens = self.config.micro_batch_size * self.dataset.spec().sequence_length;
-        // Tokens, targets, positions, and at worst as many segment starts.
+        // Tokens, targets, positions, and in the worst case as many segment starts.
         self.config.workers * per_worker * tokens * 4 * size_of::<i32>()
     }
 }
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        // A worker that waits for room in its queue sees the receiver go.
+        // A worker that waits for room in its queue notices that the receiver is gone.
         self.queues.clear();
         for worker in self.workers.drain(..) {
             let _ = worker.join();
@@ -174,7 +174,7 @@ fn make(dataset: &Dataset, config: &LoaderConfig, start: Position, k: u64) -> Re
     dataset.micro_batch(start.samples + group * config.micro_batch_size as u64, config.micro_batch_size)
 }
 
-/// A worker's life: until an error, or until nobody takes its batches.
+/// The loop of a worker, until an error, or until the loader is dropped.
 fn fill(
     dataset: &Dataset,
     config: &LoaderConfig,
@@ -193,7 +193,7 @@ fn fill(
     }
 }
 
-/// The next of a worker's batches; a worker that vanished without an error panicked.
+/// Takes a worker's next batch. A worker that ended without an error has panicked.
 fn take(queue: &Receiver<Result<MicroBatch>>) -> Result<MicroBatch> {
     match queue.try_recv() {
         Ok(batch) => batch,

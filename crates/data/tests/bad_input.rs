@@ -1,5 +1,5 @@
-//! What people really hand in: each case a clear error of the right kind that names the object and
-//! says what to do.
+//! Bad input as users hand it in. Each case must give an error of the right kind that names the
+//! object and says what to do.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use trainyard_data::{
     LoaderConfig, Position, PrepareOptions, Sampling, Source, Tokenizer, eval_batches, prepare,
 };
 
-/// A case: what is done in a fresh folder, the kind of error expected, and words that its message
+/// A case: an operation in a fresh folder, the expected kind of error, and words that its message
 /// must contain.
 struct Case {
     name: &'static str,
@@ -540,7 +540,7 @@ fn every_case_is_a_clear_error() {
     assert!(CASES.len() >= 25);
 }
 
-/// The system's own refusal, from a device that is always full, gets the advice for it.
+/// The system's own refusal, from a device that is always full, gets the matching advice.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_full_disk_is_said() {

@@ -1,4 +1,5 @@
-//! From files to token files: the same bytes whatever the workers, divided, described, and reused.
+//! From files to token files: the bytes do not depend on the workers; results are divided,
+//! described and reused.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -68,7 +69,7 @@ fn documents_are_divided_by_hash_and_none_is_lost() {
     assert_eq!((last.documents, last.text_bytes, last.tokens), (2000, bytes, train.tokens + validation.tokens));
     assert_eq!(train.tokens, train.text_bytes + train.documents, "an end-of-text token for each");
 
-    // The same documents, each with its end, whichever side.
+    // The same documents, each with its end, on whichever side.
     let decode = |prefix: &Path| tokenizer.decode(&all_tokens(prefix));
     let both = decode(&done.train) + &decode(&done.validation.clone().unwrap());
     let mut found: Vec<&str> = both.split_terminator("<|endoftext|>").collect();
@@ -77,7 +78,7 @@ fn documents_are_divided_by_hash_and_none_is_lost() {
     expected.sort_unstable();
     assert_eq!(found, expected);
 
-    // What the description says is what decoding finds.
+    // The description agrees with the decoded tokens.
     let tokens = IndexedTokens::open(&done.validation.unwrap()).unwrap();
     assert_eq!(text_bytes(&tokens, &tokenizer).unwrap(), validation.text_bytes);
     let other_seed = PrepareOptions { seed: 1, ..options };
@@ -119,7 +120,7 @@ fn a_small_corpus_fills_both_sides() {
     }
 }
 
-/// Not one of three books for a hundredth of the text.
+/// None of three books validates whole for a hundredth of the text.
 #[test]
 fn a_few_books_give_their_share_to_validation_and_no_whole_book() {
     let folder = tempfile::tempdir().unwrap();
@@ -140,13 +141,13 @@ fn a_few_books_give_their_share_to_validation_and_no_whole_book() {
     assert_eq!((done.sidecar.documents(), done.sidecar.split.divided_documents), (3, 1), "a divided book counts once");
     assert_eq!(train.text_bytes + validation.text_bytes, bytes as u64);
     assert!(validation.text_bytes.abs_diff(bytes as u64 / 100) <= 1, "{} of {bytes}", validation.text_bytes);
-    // One book's beginning and end are the whole book.
+    // One book's beginning and end make up the whole book.
     let (train, validation) = (all_tokens(&done.train), all_tokens(&done.validation.unwrap()));
     let tokenizer = Tokenizer::bytes();
     let (train, end) = (tokenizer.decode(&train), tokenizer.decode(&validation));
     assert!((1..=3).any(|n| book(n).ends_with(end.trim_end_matches(|c| c != ' '))), "{end}");
     assert!((1..=3).filter(|n| train.contains(&book(*n))).count() == 2);
-    // Whichever book the seed picks.
+    // For every seed, and hence for each of the books.
     for seed in 0..24 {
         let options = PrepareOptions { seed, validation_fraction: 0.1, ..options.clone() };
         let validation = run(&corpus, &Tokenizer::bytes(), &options).sidecar.validation.unwrap();

@@ -1,5 +1,5 @@
-//! Megatron's `.bin/.idx`: a golden file made without our code, round trips, and every way of lying
-//! about it.
+//! Megatron's `.bin/.idx`: a golden file made without this code, round trips, and every kind of
+//! corruption.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ fn what_we_write_is_the_golden_file() {
     let one_sequence_each = [vec![1, 2, 3], vec![4, 5, 6], vec![65499]];
     write(&prefix, TokenType::U16, &one_sequence_each);
     assert_eq!(fs::read(bin_path(&prefix)).unwrap(), fs::read(bin_path(&golden())).unwrap());
-    // We write a document as one sequence; the golden file has two in its second.
+    // The writer makes one sequence per document; the golden file has two in its second.
     let mut expected = fs::read(idx_path(&golden())).unwrap();
     expected[18..26].copy_from_slice(&3u64.to_le_bytes());
     let arrays: Vec<u8> = [3i32, 3, 1]

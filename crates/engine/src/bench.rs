@@ -24,6 +24,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
+use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchShape, BatchSlices, Model};
@@ -184,7 +185,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
 
     let tokens = resolved.tokens_per_step();
     let flops = spec.flops_per_token(resolved.sequence_length).convention * tokens as f64;
-    let step_s = median(timed.iter().map(|t| t.seconds));
+    let step_s = median(timed.iter().map(|t| t.seconds)).unwrap_or(0.0);
     let rates = Throughput::new(tokens, flops, step_s, Some(peak)).map_err(MetricsError::from)?;
     let memory = Purpose::ALL.map(|purpose| PurposeMemory {
         purpose: purpose.name(),
@@ -205,7 +206,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         peak_tflops: peak / 1e12,
         first_step_s,
         first_step_system_s,
-        data_wait_s: median(timed.iter().map(|t| t.data_wait_s)),
+        data_wait_s: median(timed.iter().map(|t| t.data_wait_s)).unwrap_or(0.0),
         peak_rss_bytes,
         replayed: timed.iter().all(|t| t.launches == Launches::Replayed),
         loss: timed.last().map_or(f64::NAN, |t| t.loss),
@@ -433,12 +434,6 @@ fn system_s_of(stat: &str) -> Option<f64> {
     let (_, from_third) = stat.rsplit_once(") ")?;
     let ticks: u64 = from_third.split(' ').nth(12)?.parse().ok()?;
     Some(ticks as f64 / 100.0)
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
 }
 
 #[cfg(test)]

@@ -3,10 +3,10 @@
 use crate::Result;
 use crate::config::{AttentionKernels, DeviceKind, Resolved};
 use crate::host;
-use crate::limit::mebibytes;
 use crate::predict::StepNeeds;
 use crate::state::does_not_fit;
 use std::sync::Arc;
+use trainyard_base::format_bytes;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_tensor::cpu::LentThreads;
 use trainyard_tensor::cuda::driver::Product;
@@ -157,8 +157,8 @@ fn fits_on_host(prediction: &StepNeeds, ranks: usize, available: usize) -> Resul
         "what memory.offload puts on the host needs {}{share}, {} more than the {} that are available: offload less, or to \"disk\"; or shard it \
          over more hosts (docs/parallelism.md)",
         pinned(prediction),
-        mebibytes(needed - available),
-        mebibytes(available),
+        format_bytes((needed - available) as u64),
+        format_bytes(available as u64),
     )))
 }
 
@@ -166,8 +166,9 @@ fn fits_on_host(prediction: &StepNeeds, ranks: usize, available: usize) -> Resul
 pub fn pinned(prediction: &StepNeeds) -> String {
     let purposes = Purpose::ALL.map(|purpose| (purpose, prediction.host_memory.peak(purpose)));
     let purposes = purposes.into_iter().filter(|(_, bytes)| *bytes > 0);
-    let purposes: Vec<String> = purposes.map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(bytes))).collect();
-    format!("{} of pinned memory ({})", mebibytes(prediction.host_memory.peak_total()), purposes.join(", "))
+    let purposes: Vec<String> =
+        purposes.map(|(purpose, bytes)| format!("{purpose} {}", format_bytes(bytes as u64))).collect();
+    format!("{} of pinned memory ({})", format_bytes(prediction.host_memory.peak_total() as u64), purposes.join(", "))
 }
 
 /// The rank's place among those on its host, which is that of its GPU.

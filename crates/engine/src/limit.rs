@@ -9,6 +9,7 @@ use crate::host::{self, ASIDE};
 use crate::predict::{StepNeeds, predict};
 use crate::shape;
 use crate::state::does_not_fit;
+use trainyard_base::format_bytes;
 use trainyard_model::{BatchShape, Model, ModelSpec};
 use trainyard_tensor::Purpose;
 
@@ -44,15 +45,15 @@ pub fn check_machine(
         return Ok(None);
     };
     let share = if ranks > 1 { "a rank's share of " } else { "" };
-    let what = format!("{share}{} less {} for the process", memory.name(), mebibytes(ASIDE));
+    let what = format!("{share}{} less {} for the process", memory.name(), format_bytes(ASIDE as u64));
     keeps(resolved, spec, rank, prediction, (memory.for_steps() + memory.swap) / ranks, &what)?;
     let needed = ranks * at_most(prediction) + ASIDE;
     Ok((needed > memory.available).then(|| {
         format!(
             "a run needs {} of memory{}, and {} are free: the system may swap, or end the run",
-            mebibytes(needed),
+            format_bytes(needed as u64),
             if ranks > 1 { " on all ranks here" } else { "" },
-            mebibytes(memory.available)
+            format_bytes(memory.available as u64)
         )
     }))
 }
@@ -84,9 +85,9 @@ pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) ->
     }
     Copies::No(format!(
         "training waits while a checkpoint is written: a copy of the state, {}, would make {}, and {what} {}",
-        mebibytes(prediction.copy),
-        mebibytes(needed),
-        mebibytes(room)
+        format_bytes(prediction.copy as u64),
+        format_bytes(needed as u64),
+        format_bytes(room as u64)
     ))
 }
 
@@ -103,14 +104,17 @@ fn keeps(
     if needed <= limit {
         return Ok(());
     }
-    let purposes: Vec<String> =
-        prediction.purposes().iter().map(|(purpose, bytes)| format!("{purpose} {}", mebibytes(*bytes))).collect();
+    let purposes: Vec<String> = prediction
+        .purposes()
+        .iter()
+        .map(|(purpose, bytes)| format!("{purpose} {}", format_bytes(*bytes as u64)))
+        .collect();
     Err(does_not_fit(format!(
         "a step needs {}{}, {} over {what} = {} (at most: {}); {}",
-        mebibytes(needed),
+        format_bytes(needed as u64),
         if resolved.parallel.ranks > 1 { " on each rank" } else { "" },
-        mebibytes(needed - limit),
-        mebibytes(limit),
+        format_bytes((needed - limit) as u64),
+        format_bytes(limit as u64),
         purposes.join(", "),
         what_fits(resolved, spec, rank, limit)?
     )))
@@ -133,7 +137,7 @@ fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> 
         let needed = at_most(&predict_step(&changed, spec, rank)?);
         let names = changes.iter().map(Change::name).collect::<Vec<_>>().join(", ");
         if needed <= limit {
-            fitting.push(format!("{names} ({})", mebibytes(needed)));
+            fitting.push(format!("{names} ({})", format_bytes(needed as u64)));
         }
         if least.as_ref().is_none_or(|(bytes, _)| needed < *bytes) {
             least = Some((needed, names));
@@ -146,7 +150,7 @@ fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> 
         ([], Some((bytes, names))) => format!(
             "none of checkpointing, micro-batch, ZeRO stage and offload makes it fit: the least, {}, is {names}; a smaller \
              model, a shorter training.sequence_length or a higher limit is needed",
-            mebibytes(bytes)
+            format_bytes(bytes as u64)
         ),
         ([], None) => "a smaller model, a shorter training.sequence_length or a higher limit is needed".to_owned(),
         (fitting, _) => format!("it fits with {}", fitting.join("; or ")),
@@ -253,9 +257,4 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
         is_new
     });
     all
-}
-
-/// In words.
-pub(crate) fn mebibytes(bytes: usize) -> String {
-    format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)
 }

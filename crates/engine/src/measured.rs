@@ -3,6 +3,7 @@
 use crate::lanes::Span;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use trainyard_base::median;
 use trainyard_program::Program;
 
 /// Seconds of instructions by kind, step by step.
@@ -40,12 +41,8 @@ impl Kinds {
     /// The median step's seconds by kind; the first step, which touches memory for the first time,
     /// counts only when there is no other.
     pub fn medians(&self) -> BTreeMap<String, f64> {
-        let median = |seconds: &Vec<f64>| {
-            let mut rest = seconds[usize::from(seconds.len() > 1)..].to_vec();
-            rest.sort_by(f64::total_cmp);
-            rest[rest.len() / 2]
-        };
-        self.0.iter().map(|(kind, seconds)| ((*kind).to_owned(), median(seconds))).collect()
+        let rest = |seconds: &Vec<f64>| median(seconds[usize::from(seconds.len() > 1)..].iter().copied());
+        self.0.iter().filter_map(|(kind, seconds)| Some(((*kind).to_owned(), rest(seconds)?))).collect()
     }
 }
 

@@ -2,11 +2,11 @@
 //! hours.
 
 use crate::Result;
-use crate::limit::mebibytes;
 use crate::session::Session;
 use crate::snapshot;
 use crate::state::does_not_fit;
 use std::path::Path;
+use trainyard_base::format_bytes;
 
 /// Of rank 0: an error when not even one checkpoint fits where the run's folder is; a sentence when
 /// not all fit that a new run keeps.
@@ -20,7 +20,7 @@ pub(crate) fn check(session: &Session) -> Result<Option<String>> {
 }
 
 fn judge(each: u64, free: u64, kept: u64, is_new: bool, folder: &Path) -> Result<Option<String>> {
-    let (size, left) = (mebibytes(each as usize), mebibytes(free as usize));
+    let (size, left) = (format_bytes(each), format_bytes(free));
     if free < each {
         return Err(does_not_fit(format!(
             "a checkpoint takes {size}, and {left} are free where {} is: free some, or name a folder on another disk with run.directory",

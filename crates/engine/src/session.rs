@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
-use crate::limit::{self, Copies, mebibytes};
+use crate::limit::{self, Copies};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_autograd::ParamId;
+use trainyard_base::format_bytes;
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
@@ -218,7 +219,7 @@ impl Session {
             "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
             if world.size() > 1 { format!("{}; rank 0: ", resolved.parallel) } else { String::new() },
             model.parameter_count(),
-            mebibytes(prediction.memory.peak_total()),
+            format_bytes(prediction.memory.peak_total() as u64),
             if world.size() > 1 { " on each rank" } else { "" },
             prediction.cost.flops as f64 / 1e12
         ));

@@ -1,6 +1,6 @@
-//! Exports a small model of every kind that Hugging Face has a class for, with the logits that we
-//! compute from it, for `scripts/golden/check_export.py` to compare with what transformers computes
-//! from the export.
+//! Exports a small model of every kind that Hugging Face has a class for, with the logits that this
+//! crate computes from it. `scripts/golden/check_export.py` compares them with those that
+//! transformers computes from the export.
 //!
 //!     cargo run --release -p trainyard-model --example export_samples -- FOLDER
 

@@ -1,5 +1,5 @@
-//! A model of one's own in under a hundred lines of code: blocks whose attention and MLP run side
-//! by side from one norm, as in GPT-J and PaLM, which neither built-in family has. It learns to
+//! A model of one's own in under a hundred lines of code. Its blocks run attention and MLP side by
+//! side from one norm, as in GPT-J and PaLM, which neither built-in family does. It learns to
 //! repeat the token before the current one.
 //!
 //!     cargo run --release -p trainyard-model --example own_model
@@ -16,7 +16,7 @@ const HEADS: usize = 4;
 const VOCAB: usize = 16;
 const LENGTH: usize = 24;
 
-/// Which part of the model a unit is.
+/// The part of the model that a unit is.
 enum Part {
     Embedding,
     ParallelBlock,

@@ -1,7 +1,7 @@
-//! What a unit runs on: the tokens of a micro-batch on the device.
+//! The input of a unit: the tokens of a micro-batch on the device.
 //!
-//! Sequences are packed one after another into one row of m tokens; `cu_seqlens` holds where each
-//! begins, `[0, …, m]`, and attention stays within them. There is no padding and no mask: unequal
+//! Sequences are packed one after another into one row of m tokens. `cu_seqlens` holds the start of
+//! each, `[0, …, m]`, and attention stays within them. There is no padding and no mask, so unequal
 //! lengths cost nothing.
 
 use crate::{ModelError, Result};
@@ -16,11 +16,11 @@ pub const IGNORED: i32 = -100;
 pub struct BatchSlices<'a> {
     /// Token ids, [m].
     pub tokens: &'a [i32],
-    /// The token to predict at each place, or [`IGNORED`], [m]; absent in generation.
+    /// The token to predict at each position, or [`IGNORED`], [m]; absent in generation.
     pub targets: Option<&'a [i32]>,
-    /// The place of each token in its sequence, [m].
+    /// The position of each token in its sequence, [m].
     pub positions: &'a [i32],
-    /// Where sequences begin, and at last m.
+    /// The starts of sequences, and finally m.
     pub cu_seqlens: &'a [i32],
 }
 
@@ -33,9 +33,9 @@ pub struct Batch {
     pub targets: Option<Tensor>,
     /// i32 [m].
     pub positions: Tensor,
-    /// Where sequences begin; on the host.
+    /// The starts of sequences, on the host.
     pub segments: Segments,
-    /// Targets that count.
+    /// The number of targets that count.
     pub counted: usize,
     /// One more than the largest position.
     pub positions_end: usize,
@@ -96,10 +96,10 @@ impl Batch {
         })
     }
 
-    /// Writes what `other`, a batch of as many tokens, has on the device over what this one has
-    /// there, which keeps its place: for work that was captured with this batch. What the host
-    /// knows of this one stays as it is; `shown` is what its kernels read as segments so far, and
-    /// is kept.
+    /// Overwrites the device tensors of this batch, in place, with those of `other`, which has as
+    /// many tokens. Work that was captured with this batch then runs on the new values. The host's
+    /// view of this batch stays as it is. `shown` holds the segments that the kernels have read so
+    /// far, and is updated.
     pub fn overwrite(&mut self, other: &Batch, shown: &mut Segments) -> Result<()> {
         self.tokens.copy_from(&other.tokens)?;
         self.positions.copy_from(&other.positions)?;
@@ -120,13 +120,13 @@ impl Batch {
         self.tokens.elements()
     }
 
-    /// Whether there are none; no batch is.
+    /// True if there are no tokens, which no batch allows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// A batch's shape without its contents: what the cost of a step depends on.
+/// The shape of a batch without its contents. The cost of a step depends on nothing else.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BatchShape {
     /// The length of each sequence.

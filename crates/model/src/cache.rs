@@ -1,4 +1,4 @@
-//! Keys and values of the tokens so far, so that generation pays for new tokens only.
+//! A cache of keys and values, so that generation computes new tokens only.
 
 use crate::spec::ModelSpec;
 use crate::{ModelError, Result};
@@ -25,17 +25,17 @@ impl KvCache {
         Ok(KvCache { layers, len: 0, capacity: capacity.max(1) })
     }
 
-    /// Tokens in it.
+    /// The number of tokens in it.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds nothing yet.
+    /// True if it holds nothing yet.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that fit.
+    /// The number of tokens that fit.
     pub fn capacity(&self) -> usize {
         self.capacity
     }

@@ -1,10 +1,10 @@
-//! What each unit of a model costs, from running its own code on a device without data.
+//! The cost of each unit of a model, from running its own code on a device without data.
 //!
-//! There is no formula per layer here: [`unit_costs`] runs forward and backward of every unit on
+//! There is no formula per layer here. [`unit_costs`] runs forward and backward of every unit on
 //! [`Device::meta`], where each kernel states its FLOPs and bytes and every allocation is counted.
 //! A user's own unit is priced the same way.
 //!
-//! Beside it stands [`FlopsPerToken`], the figure that the field reports utilisation with.
+//! [`FlopsPerToken`] is the figure with which the field reports utilisation.
 
 use crate::batch::{Batch, BatchShape};
 use crate::spec::ModelSpec;
@@ -22,31 +22,32 @@ pub struct UnitCost {
     pub parameters: usize,
     /// FLOPs and bytes moved by forward.
     pub forward: Cost,
-    /// The same of backward, with what it repeats of forward under full checkpointing.
+    /// The same for backward, including the repeated forward under full checkpointing.
     pub backward: Cost,
-    /// Bytes that live from forward to backward: what the unit keeps and, for all but the first,
-    /// its input. Each buffer once.
+    /// Bytes that live from forward to backward: the tensors that the unit keeps and, for all units
+    /// but the first, its input. Each buffer counts once.
     pub saved_bytes: usize,
     /// Bytes of its output.
     pub output_bytes: usize,
-    /// The most bytes of activations at once inside forward, beyond its input.
+    /// The peak of activation bytes inside forward, beyond its input.
     pub forward_peak_bytes: usize,
-    /// The same inside backward, what forward saved and the output's gradient included.
+    /// The same inside backward, including the tensors that forward saved and the output's
+    /// gradient.
     pub backward_peak_bytes: usize,
-    /// The most bytes of kernels' scratch memory at once.
+    /// The peak of kernels' scratch memory.
     pub workspace_bytes: usize,
 }
 
-/// Prices every unit of `model` for micro-batches of `shape` in `dtype`, with what is kept for
-/// backward given by `policy`: [`Policy::Nothing`] is full checkpointing, where a unit keeps its
+/// Prices every unit of `model` for micro-batches of `shape` in `dtype`. `policy` says which
+/// tensors are kept for backward: [`Policy::Nothing`] is full checkpointing, where a unit keeps its
 /// input and repeats its forward.
 pub fn unit_costs(model: &Model, shape: &BatchShape, dtype: DType, policy: Policy) -> Result<Vec<UnitCost>> {
     let device = Device::meta();
     unit_costs_on(&device, model, shape, dtype, policy)
 }
 
-/// [`unit_costs`] measured on `device`, which must be idle: on a real device what it launches is
-/// what is counted. All parameters are zero there.
+/// Does the same on `device`, which must be idle. On a real device the kernels that it launches are
+/// counted. All parameters are zero there.
 pub fn unit_costs_on(
     device: &Device,
     model: &Model,
@@ -94,7 +95,7 @@ fn unit_cost(
     let forward_peak_bytes = peak(Purpose::Activations) - before;
     let forward_workspace = peak(Purpose::Workspace) - scratch_before;
     let output_bytes = run.output.tensor().buffer_bytes();
-    // The output goes to the next unit; here it counts only when backward keeps it too.
+    // The output goes to the next unit. It counts here only if backward keeps it too.
     let passed_on = if run.output.tensor().is_unique() { output_bytes } else { 0 };
     let saved_bytes = input_bytes + live(Purpose::Activations) - before - passed_on;
 
@@ -159,15 +160,16 @@ impl Run {
 /// FLOPs of training on one token, by two conventions.
 ///
 /// Utilisation (MFU) is reported with `convention`, so that figures compare with those of other
-/// systems; `causal` is what the mathematics needs. Neither counts what checkpointing repeats.
+/// systems. `causal` counts what the mathematics needs. Neither counts recomputation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlopsPerToken {
-    /// `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B): N the parameters that every token is
-    /// multiplied by, that is all but tables that are only looked up (an untied token table,
-    /// learned positions); L layers, h c the width of all heads, s the sequence's length. Attention
-    /// as if every token saw all of its sequence.
+    /// `6 N + 12 L h c s` (Chowdhery et al. 2022, appendix B). N counts the parameters that every
+    /// token is multiplied by, which are all but tables that are only looked up (an untied token
+    /// table, learned positions). L is the number of layers, h c the width of all heads, and s the
+    /// sequence's length. Attention counts as if every token saw its whole sequence.
     pub convention: f64,
-    /// The same with attention only to what a token sees: half of the sequence, or its window.
+    /// The same, with attention only to the tokens that a token sees: half of the sequence, or its
+    /// window.
     pub causal: f64,
 }
 

@@ -8,34 +8,34 @@ use trainyard_tensor::TensorError;
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// A description that no model can follow.
+    /// The description contradicts itself, so that no model can follow it.
     #[error("model.{field}: {problem}")]
     Spec {
         /// The field of [`ModelSpec`](crate::ModelSpec).
         field: &'static str,
-        /// What is wrong with it, and what would be right.
+        /// The fault, and what would be right.
         problem: String,
     },
-    /// A preset that does not exist.
+    /// The preset does not exist.
     #[error("there is no model preset `{asked}`; presets are: {known}")]
     Preset {
-        /// What was asked for.
+        /// The name that was asked for.
         asked: String,
-        /// All names.
+        /// All names of presets.
         known: String,
     },
-    /// A batch that the model cannot take.
+    /// The model cannot take the batch.
     #[error("batch: {0}")]
     Batch(String),
-    /// Units that do not fit together or were called wrongly.
+    /// Units do not fit together or were called wrongly.
     #[error("unit `{unit}`: {problem}")]
     Unit {
         /// The unit's name.
         unit: String,
-        /// What is wrong.
+        /// The fault.
         problem: String,
     },
-    /// A key/value cache that cannot take what was asked of it.
+    /// The key/value cache cannot do what was asked.
     #[error("key/value cache: {0}")]
     Cache(String),
     /// A Hugging Face configuration.

@@ -1,5 +1,5 @@
-//! Initial values: a function of (seed, slot, element), so that a shard fills its part by itself
-//! and gets the same bits.
+//! Initial values as a function of (seed, slot, element). A shard fills its part by itself and gets
+//! the same bits.
 
 use crate::parameter::{Init, ParameterSpec};
 use trainyard_autograd::ParamId;

@@ -1,20 +1,19 @@
 //! Models: units, layers, the GPT-2 and Llama families, Hugging Face configurations and weights.
 //!
-//! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). A unit is
-//! what the rest of the system moves about (shards, gathers, checkpoints, cuts, freezes), so it
-//! states its parameters and runs on any tape, and holds no values. What is here:
+//! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). Sharding,
+//! gathering, checkpointing, cutting and freezing all work on units. A unit therefore states its
+//! parameters and runs on any tape, and holds no values.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
-//! | [`unit`], [`batch`], [`cache`] | the interface of a unit and what it runs on |
+//! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
-//! | [`parameter`], [`init`] | what a parameter is, its place in its unit's flat buffer, its initial values |
+//! | [`parameter`], [`init`] | parameters, their layout in a unit's flat buffer, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
 //!
-//! What it does not do: it holds no parameters and no optimizer, runs no training step, and samples
-//! no text.
+//! This crate holds no parameters and no optimizer, runs no training step, and samples no text.
 
 pub mod batch;
 pub mod cache;

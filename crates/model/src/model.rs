@@ -13,8 +13,8 @@ use std::sync::Arc;
 use trainyard_autograd::{ParamId, Store, Tape, Var};
 use trainyard_tensor::{DType, Device, Purpose};
 
-/// A chain of units. It holds no parameter values: those are the engine's, or a
-/// [`Store`](trainyard_autograd::Store)'s.
+/// A chain of units. It holds no parameter values: those belong to the engine, or to a
+/// [`Store`](trainyard_autograd::Store).
 pub struct Model {
     spec: Option<ModelSpec>,
     units: Vec<Box<dyn Unit>>,
@@ -22,12 +22,12 @@ pub struct Model {
     positions_max: Option<usize>,
 }
 
-/// Where a forward stands with a unit.
+/// The moment of a forward at a unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Passage {
-    /// It is about to run.
+    /// The unit is about to run.
     Enter,
-    /// It has run.
+    /// The unit has run.
     Leave,
 }
 
@@ -45,7 +45,7 @@ impl Model {
         Ok(Model { spec: Some(spec), units, vocab_size, positions_max })
     }
 
-    /// A model of one's own units. `vocab_size` bounds tokens and targets.
+    /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
         let model = Model { spec: None, units, vocab_size, positions_max: None };
         model.check_units()?;
@@ -73,7 +73,7 @@ impl Model {
         Ok(())
     }
 
-    /// The description it was built from; None for a model of one's own units.
+    /// The description that it was built from; None for a model of the caller's own units.
     pub fn spec(&self) -> Option<&ModelSpec> {
         self.spec.as_ref()
     }
@@ -106,12 +106,12 @@ impl Model {
         Some(format!("{}.{}", self.units[id.unit as usize].name(), parameter.name))
     }
 
-    /// Elements of all parameters; what is tied counts once.
+    /// Elements of all parameters. Tied ones count once.
     pub fn parameter_count(&self) -> usize {
         self.parameters().map(|(_, parameter)| parameter.elements()).sum()
     }
 
-    /// How the parameters of `unit` lie in its flat buffer.
+    /// The layout of the parameters of `unit` in its flat buffer.
     pub fn layout(&self, unit: usize, shards: usize) -> UnitLayout {
         UnitLayout::new(self.units[unit].parameters(), shards)
     }
@@ -150,7 +150,7 @@ impl Model {
         self.forward_by_unit(tape, cx, |_, _| Ok(()))
     }
 
-    /// As [`Model::forward`]; `around` is told before and after each unit runs, and can bring its
+    /// As [`Model::forward`]. `around` is called before and after each unit runs, and can bring its
     /// parameters and take them away.
     pub fn forward_by_unit<E: From<ModelError>>(
         &self,

@@ -1,28 +1,29 @@
-//! What a unit says of each of its parameters, and how they lie in its flat buffer.
+//! A unit's description of its parameters, and their layout in its flat buffer.
 //!
-//! Fused projections are one parameter made of several tensors of the interchange format: query,
-//! key and value are rows of one matrix, gate and up of another, so that each is one product.
-//! [`Source`] says which rows come from where.
+//! A fused projection is one parameter made of several tensors of the interchange format. Query,
+//! key and value are rows of one matrix, gate and up of another, so that each needs one product.
+//! [`Source`] says which rows come from which tensor.
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// What a parameter is to the optimizer: decay groups and the choice of algorithm follow from it.
+/// The role of a parameter for the optimizer. Decay groups and the choice of algorithm follow from
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ParameterKind {
-    /// The weight of a product; decays, and is what Muon is for.
+    /// The weight of a product. It decays, and Muon is made for it.
     Matrix,
-    /// A table whose rows are looked up (and, when tied, multiplied by); decays.
+    /// A table whose rows are looked up (and, if tied, multiplied by). It decays.
     Embedding,
-    /// The gain of a normalisation; does not decay.
+    /// The gain of a normalisation. It does not decay.
     Norm,
-    /// An addend; does not decay.
+    /// An addend. It does not decay.
     Bias,
 }
 
 impl ParameterKind {
-    /// Whether weight decay applies by default.
+    /// True if weight decay applies by default.
     pub fn decays(self) -> bool {
         matches!(self, ParameterKind::Matrix | ParameterKind::Embedding)
     }
@@ -46,11 +47,11 @@ pub enum Init {
 /// A tensor of the interchange format that is part of a parameter.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Source {
-    /// Its name there.
+    /// Its name in files.
     pub hf_name: String,
-    /// The rows of our parameter (elements, when that has one dimension) that it is.
+    /// Its rows in the parameter (elements, if the parameter has one dimension).
     pub rows: Range<usize>,
-    /// Whether it lies transposed there: [columns, rows] (GPT-2's `Conv1D`).
+    /// True if files hold it transposed: [columns, rows] (GPT-2's `Conv1D`).
     pub transposed: bool,
 }
 
@@ -77,10 +78,10 @@ pub struct ParameterSpec {
     pub shape: Vec<usize>,
     /// Its initial values.
     pub init: Init,
-    /// What it is to the optimizer.
+    /// Its role for the optimizer.
     pub kind: ParameterKind,
-    /// What it is in files, in the order of rows and covering all of them; empty for a parameter
-    /// that has no name there.
+    /// Its tensors in files, in the order of rows and covering all of them; empty if it has no name
+    /// in files.
     pub sources: Vec<Source>,
 }
 
@@ -129,10 +130,10 @@ impl ParameterSpec {
     }
 }
 
-/// Where a unit's parameters lie in its one flat buffer.
+/// The positions of a unit's parameters in its one flat buffer.
 ///
-/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements, and the whole is padded
-/// so that it divides into equal shards of whole [`UnitLayout::QUANTUM`] elements: one collective
+/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements. The whole is padded so
+/// that it divides into equal shards of whole [`UnitLayout::QUANTUM`] elements. One collective then
 /// moves a unit without copies. The elements of the gaps are zero and stay zero.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitLayout {
@@ -146,8 +147,8 @@ impl UnitLayout {
     /// Elements: a cache line (and a widest vector) of the smallest dtype in use, two bytes.
     pub const ALIGN: usize = 32;
 
-    /// A shard is a whole number of chunks of so many elements, over which gradient norms are
-    /// summed: their bits then depend on no number of shards.
+    /// Number of elements in a chunk over which gradient norms are summed. A shard is a whole
+    /// number of chunks, so that the norm's bits do not depend on the number of shards.
     pub const QUANTUM: usize = 4096;
 
     /// The layout of `parameters` in order, for `shards` shards.
@@ -188,8 +189,8 @@ impl UnitLayout {
         self.elements / self.shards
     }
 
-    /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty
-    /// when none does.
+    /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty if
+    /// none does.
     pub fn part_in_shard(&self, index: usize, shard: usize) -> Range<usize> {
         let parameter = &self.ranges[index];
         let shard = shard * self.shard_elements()..(shard + 1) * self.shard_elements();

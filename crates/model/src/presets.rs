@@ -1,8 +1,7 @@
-//! Models by name: published shapes, and the small ones that this project's own commands and tests
-//! use.
+//! Models by name: published shapes, and small ones for this project's own commands and tests.
 //!
-//! A preset gives shapes and hyper-parameters, not weights. Dropout is 0 everywhere: the field
-//! pre-trains without it.
+//! A preset gives shapes and hyper-parameters, not weights. Dropout is 0 everywhere, because the
+//! field pre-trains without it.
 
 use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 use crate::{ModelError, Result};

@@ -2,13 +2,14 @@
 
 use crate::spec::{ModelSpec, RopeScaling};
 use crate::{ModelError, Result};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+use trainyard_base::lock;
 use trainyard_tensor::cpu::rope::{RopeScaling as Scaling, RopeTable};
 
-/// Cosines and sines of a model's rotary embedding, as far as positions have reached so far.
+/// Cosines and sines of a model's rotary embedding, up to the largest position so far.
 ///
-/// A model may allow 131,072 positions and be trained on 2,048 of them: the table starts small and
-/// doubles when a batch reaches beyond it. A position's values do not depend on the table's length.
+/// A model may allow 131,072 positions and be trained on 2,048 of them. The table starts small and
+/// doubles when a batch exceeds it. A position's values do not depend on the table's length.
 #[derive(Debug)]
 pub struct RopeTables {
     dim: usize,
@@ -52,7 +53,7 @@ impl RopeTables {
 
     /// A table for the positions before `end`, at least.
     pub fn reaching(&self, end: usize) -> Result<Arc<RopeTable>> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = lock(&self.table);
         if let Some(table) = table.as_ref().filter(|table| table.positions >= end) {
             return Ok(table.clone());
         }

@@ -1,14 +1,13 @@
-//! What a model is, as data: our configuration of it.
+//! The configuration of a model, as data.
 //!
-//! A [`ModelSpec`] holds every choice that changes the function computed or its initial weights,
-//! resolved: nothing here is derived when it is read. [`presets`](crate::presets) fill it in by
-//! name, [`hf`](crate::hf) translates it from and to `config.json`.
+//! A [`ModelSpec`] holds every choice that changes the function computed or its initial weights.
+//! All values are resolved: nothing is derived when it is read. [`presets`](crate::presets) fill it
+//! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
-/// The two shapes of block there are. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other
-/// fields.
+/// The two shapes of block. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other fields.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Family {
@@ -41,7 +40,7 @@ pub struct RopeSpec {
     /// The part of each head that is rotated.
     #[serde(default = "one")]
     pub partial_factor: f64,
-    /// How wavelengths are stretched to reach beyond the context of pre-training.
+    /// The rule that stretches wavelengths beyond the context of pre-training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling: Option<RopeScaling>,
 }
@@ -89,7 +88,7 @@ pub enum RopeScaling {
         /// The same in its denominator.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mscale_all_dim: Option<f64>,
-        /// Whether the blend's ends are rounded outwards to whole dimensions.
+        /// True if the blend's ends are rounded outwards to whole dimensions.
         #[serde(default = "yes")]
         truncate: bool,
     },
@@ -133,28 +132,28 @@ pub struct ModelSpec {
     pub activation: Activation,
     /// Added to the variance (LayerNorm) or mean square (RMSNorm).
     pub norm_eps: f64,
-    /// Whether norms add a bias; LayerNorm only.
+    /// True if norms add a bias; LayerNorm only.
     #[serde(default)]
     pub norm_bias: bool,
-    /// Whether the query, key and value projections have biases.
+    /// True if the query, key and value projections have biases.
     #[serde(default)]
     pub qkv_bias: bool,
-    /// Whether the projection after attention has one.
+    /// True if the projection after attention has a bias.
     #[serde(default)]
     pub o_bias: bool,
-    /// Whether the products of the MLP have them.
+    /// True if the products of the MLP have biases.
     #[serde(default)]
     pub mlp_bias: bool,
     /// RMSNorm on each query and key head before the rotation (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
-    /// Whether the head multiplies by the token table (Press & Wolf 2017).
+    /// True if the head multiplies by the token table (Press & Wolf 2017).
     #[serde(default)]
     pub tie_embeddings: bool,
     /// Rotary positions; present exactly in `llama`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope: Option<RopeSpec>,
-    /// The most tokens a query sees back, itself included (Beltagy et al. 2020).
+    /// Maximum number of tokens that a query sees, including its own (Beltagy et al. 2020).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
     /// The layers with a sliding window; all when absent.
@@ -255,12 +254,12 @@ impl ModelSpec {
         self.rope.as_ref().map_or(0, |rope| (self.head_dim as f64 * rope.partial_factor) as usize)
     }
 
-    /// The most positions that weights exist for; None where positions are computed.
+    /// The number of positions that have weights; None if positions are computed.
     pub fn learned_positions(&self) -> Option<usize> {
         self.rope.is_none().then_some(self.max_positions)
     }
 
-    /// Checks that a model can be built, naming the first field that stands in the way.
+    /// Checks that a model can be built. The error names the first field that prevents it.
     pub fn validate(&self) -> Result<()> {
         let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
         for (field, value, limit) in [

@@ -1,8 +1,9 @@
-//! The unit: the grain at which a model is sharded, gathered, checkpointed, cut and frozen.
+//! The unit: the part of a model that is sharded, gathered, checkpointed, cut and frozen as a
+//! whole.
 //!
-//! A model is a chain of units: the first takes tokens, each other one the output of the one
-//! before, the last gives the loss. A unit says what its parameters are ([`ParameterSpec`]) and
-//! runs them on a tape; it holds no values. To add a model of one's own, implement [`Unit`] and
+//! A model is a chain of units. The first takes tokens, each other one takes the output of the one
+//! before, and the last gives the loss. A unit describes its parameters ([`ParameterSpec`]) and
+//! runs them on a tape; it holds no values. To add a model of your own, implement [`Unit`] and
 //! chain the units with [`Model::from_units`](crate::Model::from_units); see
 //! `examples/own_model.rs`.
 
@@ -11,14 +12,14 @@ use crate::{Batch, ModelError, ParameterSpec, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_tensor::Tensor;
 
-/// What the last unit is to give.
+/// The result of the last unit.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Output {
     /// `scale` times the sum of the losses of all targets that count: a scalar in f32. For the mean
-    /// over a step, `scale` is 1 / (targets that count in the whole step); under f16 times the loss
-    /// scale.
+    /// over a step, `scale` is 1 / (targets that count in the whole step); under f16 that is
+    /// multiplied by the loss scale.
     Loss {
-        /// What the sum is multiplied by.
+        /// Factor of the sum.
         scale: f32,
     },
     /// The logits of every token, [m, v].
@@ -27,31 +28,32 @@ pub enum Output {
     LastLogits,
 }
 
-/// What a unit's forward sees beside its input.
+/// The context of a unit's forward, beside its input.
 pub struct Forward<'a> {
     /// The micro-batch.
     pub batch: &'a Batch,
-    /// Whether dropout acts.
+    /// True if dropout acts.
     pub training: bool,
-    /// What the last unit is to give.
+    /// The result of the last unit.
     pub output: Output,
-    /// Keys and values of earlier tokens, for generation. The batch then is one sequence that
-    /// continues it.
+    /// Keys and values of earlier tokens, for generation. The batch is then one sequence that
+    /// continues them.
     pub cache: Option<&'a mut KvCache>,
 }
 
 impl<'a> Forward<'a> {
-    /// For training: dropout acts, the head gives the loss.
+    /// The context of training: dropout acts, and the head gives the loss.
     pub fn training(batch: &'a Batch, scale: f32) -> Forward<'a> {
         Forward { batch, training: true, output: Output::Loss { scale }, cache: None }
     }
 
-    /// For evaluation.
+    /// The context of evaluation.
     pub fn evaluation(batch: &'a Batch, output: Output) -> Forward<'a> {
         Forward { batch, training: false, output, cache: None }
     }
 
-    /// For generation: the logits of what follows the batch, which continues `cache`.
+    /// The context of generation: the head gives the logits of the token after the batch, which
+    /// continues `cache`.
     pub fn generation(batch: &'a Batch, cache: &'a mut KvCache) -> Forward<'a> {
         Forward { batch, training: false, output: Output::LastLogits, cache: Some(cache) }
     }
@@ -71,13 +73,13 @@ pub trait Unit: Send + Sync {
     /// Its parameters; their order is their index in [`ParamId`].
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Parameters of other units that forward or backward reads: a head tied to the embedding names
-    /// the token table here.
+    /// Parameters of other units that forward or backward reads. A head that is tied to the
+    /// embedding names the token table here.
     fn borrowed(&self) -> &[ParamId] {
         &[]
     }
 
-    /// Runs it. `input` is the output of the unit before, [m, d]; None for the first.
+    /// Runs the unit. `input` is the output of the unit before, [m, d]; None for the first.
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var>;
 }
 
@@ -105,7 +107,7 @@ impl Slots {
         ParamId::new(self.unit, self.specs.len() as u32 - 1)
     }
 
-    /// What was added.
+    /// The parameters that were added.
     pub fn finish(self) -> Vec<ParameterSpec> {
         self.specs
     }

@@ -1,4 +1,4 @@
-//! What holds of a model whatever its values: caches, packing, dropout, costs.
+//! Properties of a model that hold whatever its values: caches, packing, dropout, costs.
 
 mod common;
 
@@ -111,8 +111,8 @@ fn packed_sequences_do_not_see_each_other() {
     }
 }
 
-/// Forward and backward unit by unit, as the engine runs them, under every policy: the bits of the
-/// whole on one tape.
+/// Forward and backward unit by unit, as the engine runs them, give the bits of the whole model on
+/// one tape, under every policy.
 #[test]
 fn units_one_at_a_time_give_the_bits_of_one_tape() {
     let device = cpu();
@@ -157,8 +157,8 @@ fn units_one_at_a_time_give_the_bits_of_one_tape() {
     }
 }
 
-/// With the same key a step with dropout is the same bits, whatever is kept and recomputed; with
-/// another it is not.
+/// A step with dropout under the same key gives the same bits, whatever is kept and recomputed.
+/// Another key gives others.
 #[test]
 fn dropout_replays_bit_exactly() {
     let device = cpu();
@@ -188,7 +188,7 @@ fn dropout_replays_bit_exactly() {
     }
 }
 
-/// What meta predicts is what the CPU launches and allocates.
+/// The costs that meta predicts are the launches and allocations of the CPU.
 #[test]
 fn costs_on_meta_are_the_counters_of_the_cpu() {
     for (name, spec) in small_models() {

@@ -37,7 +37,7 @@ fn write_all(folder: &Path, model: &Model, dtype: DType, max_shard_bytes: u64, u
     .unwrap();
 }
 
-/// What transformers wrote, read and written by us, is the same file to the last byte.
+/// A file of transformers that is read and written again is the same to the last byte.
 #[test]
 fn reading_and_writing_a_transformers_file_gives_the_same_bytes() {
     for name in GOLDENS {
@@ -90,7 +90,7 @@ fn shards_hold_what_one_file_holds() {
             };
             assert!((a - b).abs() <= tolerance, "{dtype}: {a} and {b}");
         }
-        // What was rounded once is exact from then on.
+        // Values that were rounded once stay exact.
         let again = tempfile::tempdir().unwrap();
         write_all(again.path(), &model, dtype, 10_000, &back);
         assert_eq!(read_all(&model, &WeightReader::open(again.path(), &model).unwrap()), back);

@@ -1,4 +1,4 @@
-//! Times of a search and of its parts on the two requests that have a bar, and of simulating one
+//! Times the search and its parts on the two requests that have a bar, and the simulation of one
 //! step: `cargo run --release -p trainyard-plan --example search`.
 
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! What the planner answers: plans with their prices, and the reasons in words.
+//! The planner's answer: plans with their prices, and the reasons in words.
 
 use crate::{Breakdown, Candidate, Objective};
 use serde::Serialize;
@@ -7,65 +7,66 @@ use trainyard_program::MemoryKind;
 /// A plan: a candidate with its simulated price.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
-    /// What is done.
+    /// The choices that the plan makes.
     pub candidate: Candidate,
-    /// Its layout in words.
+    /// The layout in words.
     pub layout: String,
     /// Seconds of a step.
     pub step_s: f64,
     /// Tokens per second of all devices together.
     pub tokens_per_s: f64,
-    /// Model FLOP/s per device: 6 N per token and 12 L h c s for attention, without what is
-    /// computed twice (Chowdhery et al. 2022).
+    /// Model FLOP/s per device: 6 N per token and 12 L h c s for attention, without recomputation
+    /// (Chowdhery et al. 2022).
     pub model_flops_per_s: f64,
-    /// The same over the device's peak.
+    /// Model FLOPs utilisation: the same over the device's peak.
     pub mfu: f64,
-    /// What the fullest device holds.
+    /// Memory of the fullest device.
     pub memory: Memory,
-    /// US dollars per million tokens; None without a price of the device.
+    /// US dollars per million tokens; None if the device has no price.
     pub usd_per_million_tokens: Option<f64>,
-    /// Where the time goes on the rank that works longest.
+    /// The parts of a step's time on the rank that works longest.
     pub breakdown: Breakdown,
 }
 
-/// What the fullest device holds at its peak.
+/// The peak memory of the fullest device.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Memory {
-    /// Bytes together, with what driver and libraries hold.
+    /// Bytes in total, including those of driver and libraries.
     pub total: u64,
-    /// By purpose.
+    /// Bytes by purpose.
     pub by_kind: Vec<(MemoryKind, u64)>,
-    /// What driver, libraries and kernels' scratch memory hold.
+    /// Bytes of driver, libraries and kernels' scratch memory.
     pub other: u64,
-    /// The rank.
+    /// The fullest rank.
     pub rank: u32,
-    /// The instruction at the peak.
+    /// The instruction at which the peak is reached.
     pub at: String,
 }
 
 /// Everything that the planner found.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Answer {
-    /// Best first, each of another layout.
+    /// Plans, best first. Each has another layout.
     pub plans: Vec<Plan>,
-    /// Why the first is the first, a sentence each.
+    /// Sentences that explain why the first plan is best.
     pub reasons: Vec<String>,
-    /// How the search went.
+    /// The number of candidates that reached each stage of the search.
     pub search: Counts,
-    /// What part of its cost any plan could be better than the first; 0 when none can.
+    /// The fraction of its cost by which any plan could still be better than the first; 0 if the
+    /// first is proven best.
     pub gap: f64,
     /// Bytes of a device that a plan may use.
     pub bytes_max: u64,
-    /// What is best.
+    /// The quantity that was minimised.
     pub objective: Objective,
     /// Every simulated candidate that fits, for plots.
     pub simulated: Vec<Outline>,
 }
 
-/// A simulated candidate in few numbers.
+/// A simulated candidate in a few numbers.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Outline {
-    /// What it is.
+    /// The choices of the candidate.
     pub candidate: Candidate,
     /// Seconds of a step.
     pub step_s: f64,
@@ -73,17 +74,17 @@ pub struct Outline {
     pub bytes: u64,
 }
 
-/// How many candidates came how far.
+/// The number of candidates that reached each stage of the search.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Counts {
-    /// All that divide devices and batch.
+    /// All candidates that divide devices and batch.
     pub considered: usize,
-    /// Dropped: their state alone does not fit.
+    /// Candidates dropped because their state alone does not fit.
     pub too_large: usize,
-    /// Dropped: even with all communication hidden they are slower than the best.
+    /// Candidates dropped because they are slower than the best even with all communication hidden.
     pub too_slow: usize,
-    /// Priced by simulating their programs.
+    /// Candidates whose programs were simulated.
     pub simulated: usize,
-    /// Of those, above the limit of memory at their peak.
+    /// Simulated candidates whose peak is above the memory limit.
     pub out_of_memory: usize,
 }

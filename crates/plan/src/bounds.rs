@@ -1,24 +1,24 @@
-//! Lower bounds of time and memory, from the prices of single instructions and facts that hold for
-//! every program of a candidate.
+//! Lower bounds of time and memory, from the prices of single instructions and from facts that hold
+//! for every program of a candidate.
 //!
-//! Time, for each pipeline stage:
+//! The bound of time takes the longest pipeline stage. It rests on three facts:
 //!
-//! - Its first forward waits for those of the stages before it, and for its first gather; its
-//!   compute lane then does all of its passes, one after another, and what tensor and expert
-//!   parallelism exchange between the units of a stretch lies between them. After its last backward
-//!   come those of the stages before it. The last gradient that is completed is still to be summed,
-//!   and then come the updates. Nothing of that can overlap.
-//! - Where parameters are gathered for every pass, no more than `prefetch` of them are under way
-//!   ahead: the gathers of a stretch's pass, all but the first few, lie inside it.
-//! - No gradient is summed before it is complete: without a pipeline, all sums but that of the last
-//!   unit come after the last backward began.
+//! - A stage's first forward waits for the forwards of the stages before it and for the stage's
+//!   first gather. Its compute lane then runs all of its passes one after another. The collectives
+//!   of tensor and expert parallelism between the units of a stretch lie between the passes. After
+//!   its last backward, the stages before it still have theirs. Then the last gradient is summed,
+//!   and the updates follow. None of this can overlap.
+//! - If parameters are gathered for every pass, at most `prefetch` gathers run ahead. The gathers
+//!   of a stretch's pass, except for the first few, therefore lie inside the pass.
+//! - No gradient is summed before it is complete. Without a pipeline, all sums except the last
+//!   unit's come after the start of the last backward.
 //!
-//! Of pipelines there is a closer bound, which takes longer: their [turns] are played.
+//! For pipelines there is a closer bound that takes longer to compute: it plays their [turns].
 //!
-//! Memory: what is resident, and the activations of the micro-batches that a stage has begun when
-//! its first backward starts.
+//! The bound of memory is the resident state plus the activations of the micro-batches that a stage
+//! has begun when its first backward starts.
 //!
-//! What a simulation adds to these is left out: interference, launches, norms, exchanges that could
+//! Both leave out what a simulation adds: interference, launches, norms, and exchanges that could
 //! be hidden.
 
 mod turns;
@@ -32,10 +32,10 @@ use trainyard_program::{
     Placement, Program, ReduceSchedule, Reshard, State, StateBytes,
 };
 
-/// Kinds of unit, each as one that is of it, and how many there are.
+/// Kinds of unit: an example unit of each kind, and the number of units of the kind.
 type Kinds = Vec<(u32, f64)>;
 
-/// The kind of unit that a stretch has most of.
+/// The most frequent kind of unit in a stretch.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 struct Main {
     unit: u32,
@@ -45,22 +45,23 @@ struct Main {
     exchange_s: [f64; 2],
 }
 
-/// Seconds of one micro-batch on a stretch of units that a stage runs without a break.
+/// Seconds of one micro-batch on a stretch of units that a stage runs without interruption.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(crate) struct Stretch {
     kinds: Kinds,
-    /// With the exchanges between its units.
+    /// Seconds of the forward, with the exchanges between its units.
     forward_s: f64,
     backward_s: f64,
-    /// What most of its units are.
+    /// The most frequent kind of its units.
     main: Main,
     saved_bytes: f64,
-    /// Of the backward, its first half, and its second, which nothing waits for but the update.
+    /// Seconds of the backward's first half, and of its second half. Only the update waits for the
+    /// second half.
     input_s: f64,
     weights_s: f64,
-    /// Exchanges that follow a turn's last pass: of a forward, of a backward.
+    /// Seconds of the exchanges that follow the last pass of a turn: forward, backward.
     after_s: [f64; 2],
-    /// The first and the last unit.
+    /// Index of the first unit and of the last.
     ends: [u32; 2],
 }
 
@@ -69,35 +70,35 @@ pub(crate) struct Stretch {
 pub(crate) struct Stage {
     stretches: Vec<Stretch>,
     kinds: Kinds,
-    /// What one micro-batch keeps.
+    /// Bytes of activations that one micro-batch keeps.
     saved_bytes: f64,
     /// Elements of its parameters on a rank, before sharding.
     elements: f64,
-    /// What the last unit's backward recomputes of a micro-batch.
+    /// Bytes that the last unit's backward recomputes for a micro-batch.
     recomputed_bytes: f64,
 }
 
-/// Of a stage: when its passes can begin, all of them together, and the last backward.
+/// Seconds of a stage's passes: the earliest start, the sum of all passes, and the last backward.
 struct Passes {
     start: f64,
     all: f64,
     last_backward: f64,
 }
 
-/// What decides how units are dealt to stages and what they keep: pipeline degree, chunks,
+/// The choices that decide which units a stage has and what they keep: pipeline degree, chunks,
 /// checkpointing.
 type Dealt = (u32, u32, crate::Checkpointing);
 
-/// The bounds of candidates of one class.
+/// Computes the bounds of candidates of one class.
 pub struct Bounds<'a> {
     known: &'a Known,
     dealt: HashMap<Dealt, Vec<Stage>>,
-    /// Only mesh and placement are filled in, which is what prices of single instructions ask for.
+    /// Only mesh and placement are filled in. The prices of single instructions need nothing else.
     program: Program,
 }
 
 impl<'a> Bounds<'a> {
-    /// For candidates that share `known`.
+    /// Prepares bounds for the candidates that share `known`.
     pub fn new(known: &'a Known) -> Bounds<'a> {
         let program = Program {
             rank: 0,
@@ -118,16 +119,16 @@ impl<'a> Bounds<'a> {
         Bounds { known, dealt: HashMap::new(), program }
     }
 
-    /// Bytes of tensors that no simulation of `candidate` is below, and where `worth` says so of
-    /// them seconds; otherwise 0 seconds.
+    /// Returns lower bounds of any simulation of `candidate`: bytes of tensors, and seconds.
+    /// Seconds are 0 unless `worth` is true for those bytes.
     pub fn of(&mut self, candidate: &Candidate, worth: impl Fn(f64) -> bool) -> (f64, f64) {
         let (prices, stages) = self.dealt(candidate);
         let bytes = prices.bytes(stages);
         (if worth(bytes) { prices.seconds(stages) } else { 0.0 }, bytes)
     }
 
-    /// Seconds that no simulation of `candidate` is below, closer than those of [`Bounds::of`]
-    /// where it is a pipeline: its turns are played.
+    /// Returns a lower bound of seconds for any simulation of `candidate`. For pipelines it is
+    /// closer than [`Bounds::of`], because their turns are played.
     pub fn closer(&mut self, candidate: &Candidate) -> f64 {
         let (prices, stages) = self.dealt(candidate);
         let seconds = prices.seconds(stages);
@@ -138,7 +139,7 @@ impl<'a> Bounds<'a> {
         self.program.mesh = candidate.mesh;
         self.program.placement = candidate.placement();
         let prices = Prices { known: self.known, program: &self.program, candidate };
-        // The other degrees are those of the class, or change nothing of what stages are.
+        // The other degrees belong to the class, or have no influence on the stages.
         let key = (candidate.mesh.pp, candidate.chunks(), candidate.checkpointing);
         let stages = self.dealt.entry(key).or_insert_with(|| prices.deal());
         (prices, stages)
@@ -159,7 +160,7 @@ impl Prices<'_> {
         self.known.costs.device_s(self.program, &instruction, keep)
     }
 
-    /// The stages, each with what one micro-batch costs it.
+    /// The stages, each with the costs of one micro-batch.
     fn deal(&self) -> Vec<Stage> {
         let units = self.known.shape.units.len();
         let keep = self.candidate.checkpointing.keep(units, self.candidate.mesh.pp > 1);
@@ -204,8 +205,8 @@ impl Prices<'_> {
             let keep = keep[unit as usize];
             let pass = |phase, part| self.pass_s(unit, phase, part, keep);
             let whole = [pass(Phase::Forward, BackwardPart::Whole), pass(Phase::Backward, BackwardPart::Whole)];
-            // What the pass's result goes through before the next unit has it; the last one's goes
-            // on to another stage, or another micro-batch comes next.
+            // The collectives between the pass and the next unit. After the last unit, the result
+            // goes to another stage, or another micro-batch follows.
             let after = [Phase::Forward, Phase::Backward].map(|phase| {
                 let [ring, between] = self.exchanges_s(unit, phase, keep);
                 (ring - whole[phase as usize]).max(0.0) + between
@@ -223,7 +224,7 @@ impl Prices<'_> {
             stretch.saved_bytes += saved as f64 / f64::from(tp * cp);
         }
         if let Some((unit, count)) = stretch.kinds.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1)) {
-            // Where blocks keep unlike amounts, what any of them takes at least.
+            // Where blocks keep different amounts, the least that any of them takes.
             let least = Keep::Everything;
             let exchange_s = [Phase::Forward, Phase::Backward].map(|phase| {
                 let [ring, between] = self.exchanges_s(unit, phase, Keep::InputOnly);
@@ -245,7 +246,7 @@ impl Prices<'_> {
         self.price(action, 0.0, keep)
     }
 
-    /// What goes around beside a pass, and what comes after it.
+    /// Seconds of the collectives beside a pass, and of those after it.
     fn exchanges_s(&self, unit: u32, phase: Phase, keep: Keep) -> [f64; 2] {
         let Mesh { cp, tp, .. } = self.candidate.mesh;
         let shape = &self.known.shape.units[unit as usize];
@@ -289,7 +290,7 @@ impl Prices<'_> {
         self.price(Action::Gather { unit, over }, bytes, Keep::Everything)
     }
 
-    /// Over `kinds`: the sum, the least and the most of `seconds`.
+    /// The sum, minimum and maximum of `seconds` over `kinds`.
     fn over(&self, kinds: &Kinds, seconds: impl Fn(u32) -> f64) -> (f64, f64, f64) {
         let (mut sum, mut least, mut most) = (0.0, f64::INFINITY, 0.0f64);
         for (unit, count) in kinds {
@@ -324,14 +325,14 @@ impl Prices<'_> {
         least + self.rest_s()
     }
 
-    /// What every step has beside its programs.
+    /// Seconds that every step takes beside its programs.
     fn rest_s(&self) -> f64 {
         let costs = &self.known.costs;
         costs.constants.step_s + costs.straggle_s()
     }
 
-    /// The first gather of a stage, and all of its passes: none is faster than what has to be
-    /// gathered and summed meanwhile.
+    /// Seconds of a stage's first gather and of its passes. Passes take at least as long as the
+    /// gathers and reductions beside them.
     fn passes_seconds(&self, stage: &Stage) -> Passes {
         let candidate = self.candidate;
         let mut first = 0.0;
@@ -342,10 +343,10 @@ impl Prices<'_> {
             first = self.over(&stage.kinds, |unit| self.gather_s(unit, shards)).1;
         }
         let again = if let Reshard::To(n) = candidate.reshard { n } else { shards };
-        // In a pipeline a forward may follow another one, which kept a part.
+        // In a pipeline a forward may follow another one that kept a part.
         let forward_over = if candidate.mesh.pp == 1 { shards } else { again };
-        // As many gathers may have begun before a turn does, and as many sums be left when its last
-        // pass begins.
+        // As many gathers may have begun before a turn, and as many reductions may be left at the
+        // start of its last pass.
         let ahead = f64::from(candidate.prefetch.max(1) + 1);
         for stretch in &stage.stretches {
             let mut forward = stretch.forward_s;
@@ -372,17 +373,17 @@ impl Prices<'_> {
         Passes { start: first, all: f64::from(candidate.accumulation) * seconds, last_backward }
     }
 
-    /// Whether each micro-batch's gradients are summed, and further ones wait for that.
+    /// True if each micro-batch's gradients are summed, and later micro-batches wait for that.
     fn sums_every_micro_batch(&self) -> bool {
         self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch
             && self.candidate.pipeline != PipelineSchedule::ZeroBubble
     }
 
-    /// All passes, with what communication costs that runs beside them.
+    /// Seconds of all passes, with the cost of communication beside them.
     ///
-    /// The next unit's gather starts with a unit's pass, and so does the reduction of the unit
-    /// before: what does not overlap the exchange before the pass overlaps the pass and slows it,
-    /// or lasts longer than it.
+    /// The next unit's gather starts with a unit's pass, and so does the reduction of the previous
+    /// unit. The part of a collective that does not overlap the exchange before the pass either
+    /// overlaps the pass and slows it down, or outlasts it.
     fn slowed_seconds(&self, stage: &Stage) -> f64 {
         let candidate = self.candidate;
         let steps = f64::from(candidate.accumulation);
@@ -407,13 +408,14 @@ impl Prices<'_> {
             let reduces = if candidate.mesh.pp == 1 { reduces.max(1.0) } else { reduces };
             beside += reduces * count * overlap(self.reduce_s(unit), exchange_s[1], backward_s);
         }
-        // Two lanes of collectives may lie beside the same pass, which is longer then by what they
-        // slow it.
+        // Two lanes of collectives may run beside the same pass, which they lengthen by their
+        // interference.
         steps * plain + share / (1.0 + share) * beside
     }
 
-    /// From the end of a stage's passes to the end of the step: at least, and when all sums come
-    /// after the last backward, of `last_backward` seconds, began; and from the end of all sums.
+    /// Lower bounds of three times until the end of the step: from the end of a stage's passes;
+    /// from the start of the last backward of `last_backward` seconds, if all reductions come after
+    /// it; and from the end of all reductions.
     fn end_seconds(&self, stage: &Stage, last_backward: f64) -> [f64; 3] {
         let candidate = self.candidate;
         let (reduces, last_reduce, _) = self.over(&stage.kinds, |unit| self.reduce_s(unit));
@@ -433,7 +435,8 @@ impl Prices<'_> {
         [last_reduce + finish, tail + finish, finish]
     }
 
-    /// All of a stage's sums, which one lane runs, and none before a forward is over.
+    /// Seconds of all reductions of a stage. One lane runs them, and none before the first forward
+    /// is over.
     fn sums_seconds(&self, stage: &Stage) -> f64 {
         let times = match self.candidate.reduce_schedule {
             ReduceSchedule::PerStep => 1,
@@ -442,8 +445,8 @@ impl Prices<'_> {
         f64::from(times) * self.over(&stage.kinds, |unit| self.reduce_s(unit)).0
     }
 
-    /// What the host's link takes at least, when state or activations lie there; `work` is when the
-    /// last pass ends.
+    /// A lower bound for the host's link, if state or activations lie on the host. `work` is the
+    /// end of the last pass.
     fn host_seconds(&self, stage: &Stage, work: f64) -> f64 {
         let Offload { optimizer, activations, gradients, .. } = self.candidate.offload;
         let (unit, state) = (stage.kinds[0].0, State::Optimizer { chunk: 0 });
@@ -458,15 +461,15 @@ impl Prices<'_> {
                 Extent::Shard => f64::from(self.candidate.mesh.shard_degree()),
                 Extent::Full => 1.0,
             };
-            // Each unit's gradients go there after the last pass, or beside the passes, and its
-            // copy comes back after the update, beside the gradients of others.
+            // Each unit's gradients go to the host after the last pass, or beside the passes. Its
+            // copy returns after the update, beside the gradients of other units.
             let moved = |width: u32| stage.elements / part * f64::from(width);
             let down = self.price(Action::Fetch { unit, state }, moved(bytes.gradient), Keep::Everything);
             let up = self.price(Action::Evict { unit, state, write: true }, moved(bytes.parameter), Keep::Everything);
             least = if gradients.is_some() { down.max(work + up) } else { work + down.max(up) };
         }
         if activations.is_some() && self.candidate.mesh.pp == 1 {
-            // All but what the last few units keep, whose backward follows at once.
+            // Everything except what the last few units keep, whose backward follows at once.
             let most = |unit| self.known.shape.units[unit as usize].saved_bytes[0] as f64;
             let kept = self.over(&stage.kinds, most).2;
             let split = f64::from(self.candidate.mesh.tp * self.candidate.mesh.cp);
@@ -495,7 +498,7 @@ impl Prices<'_> {
             + held(placement.gradients, bytes.gradient, offload.gradients.is_none());
         let Mesh { pp, .. } = candidate.mesh;
         let begun = match candidate.pipeline {
-            // A turn is one stretch on one micro-batch: those of the warm-up and the next
+            // A turn is one stretch on one micro-batch: the turns of the warm-up and the next one
             // (Narayanan et al. 2021, section 2.2).
             PipelineSchedule::Interleaved { chunks } => {
                 let turns = (2 * (pp - number - 1) + (chunks - 1) * pp + 1).min(candidate.accumulation * chunks);
@@ -509,23 +512,24 @@ impl Prices<'_> {
         let begun_turns = if chunks == 1 { pp - number } else { 2 * (pp - number - 1) + (chunks - 1) * pp + 1 };
         let again = if chunks == 1 { turns > begun_turns } else { turns >= begun_turns + 2 * chunks * pp };
         let whole_gradients = f64::from(bytes.gradient) * stage.elements;
-        // The first backward is that of the last unit, which works on what it recomputes, and whose
+        // The first backward is that of the last unit. It holds what it recomputes, and its
         // gradient begins.
         let last = stage.stretches[stage.stretches.len() - 1].ends[1];
         let mut working = self.known.costs.unit(last).working[1] + stage.recomputed_bytes;
         let mut later_gradients = 0.0;
         if placement.gradients == Extent::Shard && per_step && again {
-            // Whole gradients of all units wait for the last micro-batch, while others go forward.
+            // Whole gradients of all units wait for the last micro-batch while other micro-batches
+            // run forward.
             working += whole_gradients;
         } else if placement.gradients == Extent::Shard {
             working += f64::from(bytes.gradient) * self.elements(last);
-            // They are all there when the first backward is over, and with them the micro-batches
+            // They are all present when the first backward is over, together with the micro-batches
             // begun after it.
             later_gradients = if per_step && candidate.accumulation > 1 && chunks == 1 { whole_gradients } else { 0.0 };
         }
         if placement.parameters == Extent::Shard {
-            // What stays after a forward is all there when the last unit's forward ends, and that
-            // unit is there as a whole.
+            // Everything that stays after a forward is present when the last unit's forward ends,
+            // and that unit is whole.
             let shards = f64::from(candidate.mesh.shard_degree());
             let stays = match candidate.reshard {
                 Reshard::Never => 1.0 - 1.0 / shards,

@@ -1,47 +1,48 @@
-//! Where a step's time goes: the compute lane's work, and what each of its pauses waited for.
+//! The breakdown of a step's time: the work of the compute lane, and the cause of each of its
+//! pauses.
 //!
 //! The pauses of the compute lane are the exposed part of everything else. A pause before an
-//! instruction is put down to the lane whose instruction it waited for and that ended last; what
-//! follows the lane's last instruction, to what ended the step.
+//! instruction counts for the lane of the dependency that ended last. The time after the compute
+//! lane's last instruction counts for the instruction that ended the step.
 
 use serde::Serialize;
 use trainyard_program::{Action, Axis, Lane, Program, Streams};
 use trainyard_sim::{RankTime, Span};
 
-/// What time is spent on.
+/// A category of a step's time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TimeCategory {
     /// Forwards.
     Forward,
-    /// Backwards, with what they repeat.
+    /// Backwards, including recomputation.
     Backward,
     /// Norms, updates, folds.
     Update,
-    /// Compute that collectives beside it slowed down.
+    /// Time by which collectives slowed down the compute beside them.
     Slowed,
-    /// Parameters under way.
+    /// Waiting for gathered parameters.
     Gather,
-    /// Gradients being summed.
+    /// Waiting for gradients to be summed.
     Reduce,
-    /// Collectives of tensor parallelism.
+    /// Waiting for collectives of tensor parallelism.
     Tensor,
-    /// Keys and values of context parallelism.
+    /// Waiting for keys and values of context parallelism.
     Context,
-    /// Tokens on the way to experts and back.
+    /// Waiting for tokens on the way to experts and back.
     Expert,
-    /// Other pipeline stages: the bubble, and messages.
+    /// Waiting for other pipeline stages: the bubble, and messages.
     Pipeline,
-    /// Batches.
+    /// Waiting for batches.
     Data,
-    /// State on its way from and to lower tiers.
+    /// Waiting for state on its way to or from lower tiers.
     Host,
-    /// What a step costs beside its instructions.
+    /// Costs of a step outside its instructions.
     Beside,
 }
 
 impl TimeCategory {
-    /// Every part, in the order of displays.
+    /// Every category, in display order.
     pub const ALL: [TimeCategory; 13] = [
         TimeCategory::Forward,
         TimeCategory::Backward,
@@ -58,7 +59,7 @@ impl TimeCategory {
         TimeCategory::Beside,
     ];
 
-    /// In words.
+    /// The category in words.
     pub const fn words(self) -> &'static str {
         match self {
             TimeCategory::Forward => "forward",
@@ -77,12 +78,12 @@ impl TimeCategory {
         }
     }
 
-    /// Whether the device computes meanwhile.
+    /// True if the device computes during this time.
     pub const fn is_work(self) -> bool {
         matches!(self, TimeCategory::Forward | TimeCategory::Backward | TimeCategory::Update)
     }
 
-    /// What `action` is spent on.
+    /// The category that `action` belongs to.
     pub(crate) fn of(action: &Action) -> TimeCategory {
         match action {
             Action::Forward { .. } => TimeCategory::Forward,
@@ -100,12 +101,13 @@ impl TimeCategory {
     }
 }
 
-/// Seconds by part; together they are the step.
+/// Seconds by category. Together they are the step.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Breakdown(pub Vec<(TimeCategory, f64)>);
 
 impl Breakdown {
-    /// Of one rank, from when each instruction of its program ran, in a step of `step_s`.
+    /// The breakdown of one rank, from the times at which the instructions of its program ran, in a
+    /// step of `step_s` seconds.
     pub fn of(program: &Program, time: &RankTime, step_s: f64) -> Breakdown {
         let (spans, streams) = (&time.spans, Streams::new(program));
         let mut seconds = [0.0; TimeCategory::ALL.len()];
@@ -139,30 +141,30 @@ impl Breakdown {
         Breakdown(TimeCategory::ALL.into_iter().zip(seconds).filter(|(_, seconds)| *seconds > 0.0).collect())
     }
 
-    /// Seconds of one part.
+    /// Seconds of one category.
     pub fn seconds(&self, part: TimeCategory) -> f64 {
         self.0.iter().find(|(p, _)| *p == part).map_or(0.0, |(_, seconds)| *seconds)
     }
 
-    /// Seconds in which the device computes.
+    /// Seconds during which the device computes.
     pub fn work(&self) -> f64 {
         self.0.iter().filter(|(part, _)| part.is_work()).map(|(_, seconds)| seconds).sum()
     }
 
-    /// All seconds.
+    /// Seconds of the whole step.
     pub fn total(&self) -> f64 {
         self.0.iter().map(|(_, seconds)| seconds).sum()
     }
 }
 
-/// Of what an instruction waits for, what ended last.
+/// The dependency of an instruction that ended last.
 fn last_before(streams: &Streams<'_>, spans: &[Span], number: usize) -> Option<usize> {
     let waits = streams.waits(number).map(|before| before as usize);
     waits.max_by(|a, b| spans[*a].end_s.total_cmp(&spans[*b].end_s))
 }
 
-/// A collective that began late because of another lane is not to blame itself: a gather that
-/// waited for a fetch waited for the host.
+/// The category that an instruction waited for. A collective that began late because of another
+/// lane is not the cause itself: a gather that waited for a fetch waited for the host.
 fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> TimeCategory {
     let instruction = &program.instructions[number];
     let Span { start_s: start, end_s: end } = spans[number];

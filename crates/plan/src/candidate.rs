@@ -1,5 +1,5 @@
-//! A candidate: one way to run a step, as few numbers, and the mesh and strategy that it stands
-//! for.
+//! A candidate: one way to run a step as a few numbers, with the mesh and the strategy that they
+//! stand for.
 
 use serde::Serialize;
 use std::fmt;
@@ -8,20 +8,20 @@ use trainyard_program::{
 };
 use trainyard_sim::Format;
 
-/// How many of a model's blocks keep how little for backward; the others keep everything.
+/// Activation checkpointing: the number of blocks that keep less than everything for backward.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, Serialize)]
 pub struct Checkpointing {
     /// Blocks that keep only their input.
     pub full: u32,
-    /// Blocks that keep all but the results of cheap functions.
+    /// Blocks that keep everything but the results of cheap functions.
     pub selective: u32,
 }
 
 impl Checkpointing {
-    /// What each of `units` units keeps. The first and the last one, embedding and head, keep
-    /// everything: they have nothing worth repeating. Without a pipeline the first blocks are the
-    /// ones that keep less, which a configuration says in one line; on a pipeline they are spread,
-    /// so that every stage has its share.
+    /// The activations that each of `units` units keeps. Embedding and head (the first and the last
+    /// unit) keep everything, because they have nothing worth recomputing. Without a pipeline the
+    /// first blocks keep less, which a configuration can say in one line. In a pipeline these
+    /// blocks are spread, so that every stage has its share.
     pub fn keep(self, units: usize, spread: bool) -> Vec<Keep> {
         let blocks = units.saturating_sub(2);
         let (full, selective) = (self.full as usize, self.selective as usize);
@@ -44,33 +44,33 @@ impl Checkpointing {
 /// One way to run a step.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate {
-    /// Degrees.
+    /// Degree along each axis.
     pub mesh: Mesh,
-    /// Sequences of a micro-batch.
+    /// Number of sequences of a micro-batch.
     pub micro_batch: u32,
-    /// Micro-batches that a rank sums before an update.
+    /// Number of micro-batches that a rank sums before an update.
     pub accumulation: u32,
-    /// What is sharded.
+    /// ZeRO stage: the state that is sharded.
     pub zero_stage: u8,
-    /// Stage 3: what stays of a gathered unit after its forward.
+    /// Stage 3: the part of a gathered unit that stays after its forward.
     pub reshard: Reshard,
-    /// Stage 3: units gathered ahead.
+    /// Stage 3: number of units that are gathered ahead.
     pub prefetch: u32,
-    /// When gradients are summed over ranks.
+    /// The time at which gradients are summed over ranks.
     pub reduce_schedule: ReduceSchedule,
-    /// What blocks keep for backward.
+    /// Activations that blocks keep for backward.
     pub checkpointing: Checkpointing,
-    /// What lies in a lower tier.
+    /// State that lies in a lower tier.
     pub offload: Offload,
-    /// The pipeline's order.
+    /// The pipeline schedule.
     pub pipeline: PipelineSchedule,
-    /// What products are computed in.
+    /// The number format of products.
     pub format: Format,
 }
 
 impl Candidate {
-    /// The plainest way on `mesh`: nothing sharded, recomputed or put elsewhere, sums once a step,
-    /// 1F1B.
+    /// The plainest candidate on `mesh`: nothing sharded, recomputed or offloaded, gradients summed
+    /// once a step, 1F1B.
     pub fn plain(mesh: Mesh, micro_batch: u32, accumulation: u32, format: Format) -> Candidate {
         Candidate {
             mesh,
@@ -104,13 +104,13 @@ impl Candidate {
         }
     }
 
-    /// Where a rank's state lies.
+    /// The placement of a rank's state.
     pub fn placement(&self) -> Placement {
-        // What is kept has no say in it.
+        // The placement does not depend on the number of units or what they keep.
         Placement::of(&self.mesh, &self.strategy(0))
     }
 
-    /// Stretches of units per pipeline stage.
+    /// Number of stretches of units per pipeline stage.
     pub fn chunks(&self) -> u32 {
         match self.pipeline {
             PipelineSchedule::Interleaved { chunks } => chunks,
@@ -118,12 +118,12 @@ impl Candidate {
         }
     }
 
-    /// Sequences of a step over all ranks.
+    /// Number of sequences of a step over all ranks.
     pub fn global_batch(&self) -> u64 {
         u64::from(self.mesh.data_parallel()) * u64::from(self.micro_batch) * u64::from(self.accumulation)
     }
 
-    /// What stands in the way of running it with this program; None when nothing does.
+    /// The reason why this program cannot run the candidate; None if it can.
     pub fn not_runnable(&self) -> Option<&'static str> {
         let Mesh { pp, cp, tp, ep, .. } = self.mesh;
         if pp * cp * tp * ep > 1 {
@@ -132,21 +132,21 @@ impl Candidate {
         None
     }
 
-    /// The degrees and what is sharded: candidates of one layout differ only in how they run on it.
+    /// Degrees, ZeRO stage and format. Candidates of one layout differ only in how they run on it.
     pub fn layout(&self) -> Layout {
         let sharded = self.mesh.shard_degree() > 1;
         Layout { mesh: self.mesh, zero_stage: if sharded { self.zero_stage } else { 0 }, format: self.format }
     }
 }
 
-/// Degrees, ZeRO stage and precision.
+/// Degrees, ZeRO stage and number format.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Layout {
-    /// Degrees.
+    /// Degree along each axis.
     pub mesh: Mesh,
-    /// What is sharded.
+    /// ZeRO stage: the state that is sharded.
     pub zero_stage: u8,
-    /// What products are computed in.
+    /// The number format of products.
     pub format: Format,
 }
 
@@ -159,7 +159,7 @@ pub fn state_bytes(format: Format) -> StateBytes {
 }
 
 impl fmt::Display for Layout {
-    /// `tp 8 · pp 4 · dp 2 x 8 · ZeRO-1`, without what is 1.
+    /// `tp 8 · pp 4 · dp 2 x 8 · ZeRO-1`; degrees of 1 are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = self.mesh;
         let mut parts: Vec<String> = [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)]
@@ -180,7 +180,7 @@ impl fmt::Display for Layout {
     }
 }
 
-/// What differs from the usual choice, in words.
+/// The choices that differ from the usual ones, in words.
 pub fn details(candidate: &Candidate) -> Vec<String> {
     let mut parts = Vec::new();
     if candidate.layout().zero_stage == 3 {

@@ -1,20 +1,22 @@
-//! Reasons in words: what bounds the best plan, what the next one loses, what small changes of the
-//! best would do.
+//! Reasons in words: the bottleneck of the best plan, the loss of the next best, and the effect of
+//! small changes to the best.
 
 use crate::{Memory, Objective, Plan, TimeCategory};
+use trainyard_base::format_bytes;
 
 /// A change of one choice of the best plan, simulated.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Neighbour {
-    /// What is changed, e.g. `without checkpointing`.
+    /// Words for the change, e.g. `without checkpointing`.
     pub words: String,
-    /// Cost relative to the best, in the units of the objective; 1.02 is 2 % worse.
+    /// Cost relative to the best; 1.02 is 2 % worse.
     pub relative: f64,
     /// Peak bytes of the fullest device.
     pub bytes: u64,
 }
 
-/// Sentences about `plans`, best first by `objective`, of which each device may use `bytes_max`.
+/// Sentences about `plans`, which are sorted by `objective`, best first. A device may use
+/// `bytes_max` bytes.
 pub fn reasons(plans: &[Plan], neighbours: &[Neighbour], bytes_max: u64, objective: Objective) -> Vec<String> {
     let Some(best) = plans.first() else { return Vec::new() };
     let mut reasons = vec![bound(best), memory(&best.memory, bytes_max)];
@@ -41,16 +43,7 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// `79.2 GiB`
-pub fn size(bytes: u64) -> String {
-    let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    match units.into_iter().find(|(_, unit)| bytes >= *unit) {
-        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
-        None => format!("{bytes} B"),
-    }
-}
-
-/// What bounds it: compute, or the part that is waited for longest.
+/// The bottleneck of a plan: compute, or the category that it waits for longest.
 fn bound(best: &Plan) -> String {
     let total = best.breakdown.total();
     let mut waits: Vec<_> = best.breakdown.0.iter().filter(|(part, _)| !part.is_work()).copied().collect();
@@ -88,21 +81,21 @@ fn memory(memory: &Memory, bytes_max: u64) -> String {
     let mut kinds = memory.by_kind.clone();
     kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
     let kinds: Vec<String> =
-        kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), size(*bytes))).collect();
+        kinds.iter().take(3).map(|(kind, bytes)| format!("{} {}", kind.name(), format_bytes(*bytes))).collect();
     format!(
         "The fullest device (rank {}) holds {} of {} at {}: {}.",
         memory.rank,
-        size(memory.total),
-        size(bytes_max),
+        format_bytes(memory.total),
+        format_bytes(bytes_max),
         memory.at,
         kinds.join(", ")
     )
 }
 
 fn too_large(neighbours: &[Neighbour], bytes_max: u64, objective: Objective) -> Option<String> {
-    // Only what would be better is worth a word.
+    // Only a change that would be better is mentioned.
     let large = neighbours.iter().filter(|n| n.bytes > bytes_max && n.relative < 1.0);
-    let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, size(n.bytes))).collect();
+    let said: Vec<String> = large.map(|n| format!("{} needs {}", n.words, format_bytes(n.bytes))).collect();
     let better = if objective == Objective::Cost { "Cheaper" } else { "Faster" };
     (!said.is_empty()).then(|| format!("{better}, but too large: {}.", said.join("; ")))
 }
@@ -122,10 +115,10 @@ fn slower(neighbours: &[Neighbour], bytes_max: u64) -> Option<String> {
     (!said.is_empty()).then(|| format!("Of its choices, {}.", said.join("; ")))
 }
 
-/// What the next best one loses, by the parts that grew most: in seconds of a step, or of its
-/// devices together where cost is minimised.
+/// The loss of the next best plan, by the categories that grew most: in seconds of a step, or, if
+/// cost is minimised, in seconds of all devices together.
 fn loses(best: &Plan, next: &Plan, objective: Objective) -> String {
-    // All plans train on the same tokens in a step.
+    // All plans train on the same number of tokens per step.
     let devices = |plan: &Plan| match objective {
         Objective::Speed => 1.0,
         Objective::Cost => f64::from(plan.candidate.mesh.ranks()),
@@ -216,7 +209,8 @@ mod tests {
         assert!(reasons(&[], &[], 0, Objective::Speed).is_empty());
     }
 
-    /// A next best of twice the devices that took half the time was said to take as long.
+    /// Regression: a next best plan that took half the time on twice the devices was said to take
+    /// as long.
     #[test]
     fn the_next_best_of_the_cheapest_loses_money_not_time() {
         let best =

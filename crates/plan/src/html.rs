@@ -1,37 +1,37 @@
-//! The answer as one HTML page: table, plots, timeline, reasons. No scripts, nothing loaded from
-//! elsewhere.
+//! The answer as one HTML page: table, plots, timeline, reasons. It has no scripts and loads
+//! nothing.
 
-use crate::explain::{duration, size};
+use crate::explain::duration;
 use crate::svg::{Mark, Point, Scatter, escaped, scatter};
-use crate::table::{cells, count, heading, titles};
+use crate::table::{cells, heading, titles};
 use crate::{Answer, MemorySeries, PricedStep, Request, timeline};
 use std::fmt::Write as _;
+use trainyard_base::{format_bytes, format_count};
 
-/// What a page is made of.
+/// The content of a page.
 pub struct Page<'a> {
-    /// What was asked.
+    /// The request.
     pub request: &'a Request,
-    /// What was found.
+    /// The answer.
     pub answer: &'a Answer,
-    /// The step that the timeline shows, and the number of its plan counted from 1.
+    /// The step that the timeline shows, and the number of its plan, counted from 1.
     pub step: (&'a PricedStep, usize),
-    /// Memory of each of its programs.
+    /// Memory of each program of that step.
     pub memory: &'a [MemorySeries],
-    /// The best plans of other numbers of devices, for cost against throughput: devices, tokens per
-    /// second, dollars per million tokens.
+    /// The best plans for other numbers of devices, for the plot of cost against throughput.
     pub scaling: &'a [Scaling],
 }
 
-/// The best plan of a number of devices.
+/// The best plan for a number of devices.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Scaling {
-    /// Devices.
+    /// Number of devices.
     pub devices: u32,
-    /// Its layout.
+    /// The plan's layout.
     pub layout: String,
-    /// Tokens per second of all devices.
+    /// Tokens per second of all devices together.
     pub tokens_per_s: f64,
-    /// US dollars per million tokens, or device seconds per million tokens where devices have no
+    /// US dollars per million tokens, or device seconds per million tokens if devices have no
     /// price.
     pub cost: f64,
 }
@@ -61,7 +61,7 @@ const KEY: [(&str, &str); 8] = [
     ("#8d99ae", "data, host"),
 ];
 
-/// The page.
+/// Renders the page.
 pub fn page(page: &Page<'_>) -> String {
     let Page { request, answer, .. } = page;
     let counts = &answer.search;
@@ -74,11 +74,11 @@ pub fn page(page: &Page<'_>) -> String {
     let _ = writeln!(
         html,
         "<p>{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p>\n<h2>Why</h2>\n<ul>",
-        count(counts.considered as f64),
-        count(counts.too_large as f64),
-        count(counts.too_slow as f64),
+        format_count(counts.considered as f64),
+        format_count(counts.too_large as f64),
+        format_count(counts.too_slow as f64),
         answer.objective.better(),
-        count(counts.simulated as f64)
+        format_count(counts.simulated as f64)
     );
     for reason in &answer.reasons {
         let _ = writeln!(html, "<li>{}</li>", escaped(reason));
@@ -135,7 +135,7 @@ fn memory_plot(request: &Request, answer: &Answer) -> String {
                 outline.candidate.micro_batch,
                 outline.candidate.accumulation,
                 duration(outline.step_s),
-                size(outline.bytes)
+                format_bytes(outline.bytes)
             );
             Point { x: outline.bytes as f64 / GIB, y: tokens / outline.step_s, label: words, mark }
         })

@@ -1,12 +1,13 @@
-//! The planner: which way to train a model on a cluster is best, and why.
+//! The planner: finds the best way to train a model on a cluster, and explains why it is best.
 //!
-//! A [`Request`] says what is asked: model, cluster, batch, limits. [`space`] lists every
-//! [`Candidate`] that could run it, bounds and [`search`] choose which of them are simulated,
-//! [`Answer`] holds the plans with their prices and the reasons in words. Every plan that is
-//! reported was priced by simulating its programs; bounds serve only to leave out what cannot win,
-//! and a test holds them below the simulation.
+//! A [`Request`] holds the model, the cluster, the batch and the limits. [`space`] lists every
+//! [`Candidate`] that could run it. Lower bounds and [`search`] choose the candidates that are
+//! simulated. The [`Answer`] holds the plans with their prices and the reasons in words.
 //!
-//! This crate neither runs anything nor reads files: the program's commands do.
+//! Every reported plan was priced by simulating its programs. Bounds only leave out candidates that
+//! cannot win, and a test holds them below the simulation.
+//!
+//! This crate neither runs anything nor reads files; the commands of the cli do that.
 
 #![forbid(unsafe_code)]
 

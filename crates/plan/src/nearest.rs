@@ -1,43 +1,43 @@
-//! When nothing works: why, and the nearest that would.
+//! Errors of the planner: the reason why nothing works, and the nearest request that would.
 
-use crate::explain::size;
 use crate::planner::{Facts, Planner};
 use crate::space::meshes;
 use crate::{Fixed, Limits, Request};
+use trainyard_base::format_bytes;
 use trainyard_sim::Cluster;
 
 /// A request without an answer.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum PlanError {
-    /// Something asked for is zero or out of range.
+    /// A number of the request is zero or out of range.
     #[error("{0}")]
     Request(String),
-    /// Devices, batch and what is fixed have no common divisors.
+    /// No mesh divides the devices and the batch under the fixed choices.
     #[error("no mesh of {devices} devices works for {why}{nearest}")]
     NoMesh {
-        /// How many devices may be used.
+        /// Number of devices that may be used.
         devices: u32,
-        /// What stands in the way.
+        /// The obstacle, in words.
         why: String,
-        /// What would work.
+        /// The nearest requests that would work, in words.
         nearest: String,
     },
     /// The smallest candidate is larger than a device.
-    #[error("nothing fits: the least that any plan needs is {} per device ({layout}), and {} may be used{nearest}", size(*needed), size(*available))]
+    #[error("nothing fits: the least that any plan needs is {} per device ({layout}), and {} may be used{nearest}", format_bytes(*needed), format_bytes(*available))]
     DoesNotFit {
-        /// Bytes of the smallest plan.
+        /// Bytes per device of the smallest plan.
         needed: u64,
         /// Its layout.
         layout: String,
-        /// Bytes that may be used.
+        /// Bytes of a device that may be used.
         available: u64,
-        /// What would work.
+        /// The nearest requests that would work, in words.
         nearest: String,
     },
 }
 
 impl Request {
-    /// Whether the numbers make sense by themselves.
+    /// Checks that the numbers of the request make sense by themselves.
     pub(crate) fn check(&self) -> Result<(), PlanError> {
         let fail = |text: String| Err(PlanError::Request(text));
         if self.global_batch == 0 || self.sequence_length == 0 {
@@ -98,7 +98,7 @@ impl Request {
         Ok(())
     }
 
-    /// Devices within all limits.
+    /// The largest number of devices within all limits.
     fn devices_max(&self) -> u32 {
         let mut devices = self.cluster.devices().min(self.limits.devices.unwrap_or(u32::MAX));
         let price = self.cluster.device.usd_per_hour;
@@ -109,7 +109,7 @@ impl Request {
     }
 }
 
-/// Why nothing divides, with what would.
+/// The error for a request that no mesh divides, with the nearest that would work.
 pub(crate) fn nothing_divides(request: &Request) -> PlanError {
     let devices = request.devices_max();
     let model = &request.model;
@@ -131,7 +131,7 @@ pub(crate) fn nothing_divides(request: &Request) -> PlanError {
     PlanError::NoMesh { devices, why, nearest: nearest_division(request, devices) }
 }
 
-/// The choices that stand, as they were given.
+/// The fixed choices, as they were given.
 fn fixed_words(fixed: &Fixed) -> Vec<String> {
     let degrees = [
         ("tp", fixed.tp),
@@ -147,7 +147,7 @@ fn fixed_words(fixed: &Fixed) -> Vec<String> {
     degrees.into_iter().filter_map(|(name, value)| Some(format!("{name}={}", value?))).collect()
 }
 
-/// What of the choices cannot be, whatever else is chosen.
+/// The fixed choices that are impossible whatever else is chosen.
 fn contradictions(request: &Request, devices: u32) -> Vec<String> {
     let Request { fixed, model, cluster, .. } = request;
     let one = |degree: Option<u32>| u64::from(degree.unwrap_or(1));
@@ -178,13 +178,14 @@ fn nearest_division(request: &Request, devices: u32) -> String {
         devices > 0 && !crate::space::candidates(&request.extent(devices), &request.fixed).is_empty()
     };
     let mut said = Vec::new();
-    // Without one of the fixed choices.
+    // Alternatives that give up one of the fixed choices.
     for (name, relaxed) in relaxations(&request.fixed) {
         if works(&Request { fixed: relaxed, ..request.clone() }, devices) {
             said.push(format!("leave {name} open"));
         }
     }
-    // What divides may still leave no way to run it, which takes longer to find out.
+    // Maximum number of alternatives to examine. A mesh that divides everything may still have no
+    // strategy that runs on it, which takes longer to find out.
     const TRIES: usize = 200;
     let divides = |request: &Request, devices: u32| !meshes(&request.extent(devices), &request.fixed).is_empty();
     let mut smaller = (1..devices).rev().filter(|count| divides(request, *count)).take(TRIES);
@@ -198,7 +199,7 @@ fn nearest_division(request: &Request, devices: u32) -> String {
     if said.is_empty() { String::new() } else { format!("; the nearest that would: {}", said.join(", or ")) }
 }
 
-/// Each fixed choice left open in turn.
+/// The fixed choices with each one left open in turn.
 fn relaxations(fixed: &Fixed) -> Vec<(&'static str, Fixed)> {
     let mut all = Vec::new();
     let mut add = |given: bool, name, relaxed: Fixed| {
@@ -218,13 +219,13 @@ fn relaxations(fixed: &Fixed) -> Vec<(&'static str, Fixed)> {
     all
 }
 
-/// The smallest plan is too large: what would hold it.
+/// The error for a smallest plan that is too large, with alternatives that would fit.
 pub(crate) fn nearest_for_memory(request: &Request, facts: &Facts, needed: u64, layout: String) -> PlanError {
     let available = request.bytes_max();
     let device = (request.cluster.device.memory_gb * 1e9) as u64;
     let mut said = Vec::new();
     if needed <= device {
-        said.push(format!("a limit of {}", size(needed)));
+        said.push(format!("a limit of {}", format_bytes(needed)));
     }
     said.extend(more_nodes(request, facts));
     said.extend(shorter(request, facts));
@@ -233,7 +234,7 @@ pub(crate) fn nearest_for_memory(request: &Request, facts: &Facts, needed: u64, 
     PlanError::DoesNotFit { needed, layout, available, nearest }
 }
 
-/// Whether anything fits, by simulation of the smallest.
+/// True if the smallest candidate fits, by simulation.
 fn fits(request: &Request, facts: &Facts) -> bool {
     Planner::new(request, facts).is_ok_and(|planner| planner.smallest().0 <= request.bytes_max())
 }

@@ -1,4 +1,4 @@
-//! From a request to an answer.
+//! The planner's main path, from a request to an answer.
 
 use crate::explain::{Neighbour, reasons};
 use crate::nearest::{nearest_for_memory, nothing_divides};
@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Program, Tier};
 use trainyard_sim::{Constants, Generation, Stack};
 
-/// Facts that prices rest on.
+/// The facts that prices rest on.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// The software that will run the step.
@@ -25,7 +25,8 @@ pub struct Facts {
 ///
 /// # Errors
 ///
-/// Nothing divides devices and batch, nothing fits: in words, with the nearest that would work.
+/// Nothing divides devices and batch, or nothing fits. The error gives the nearest request that
+/// would work.
 pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
     let planner = Planner::new(request, facts)?;
     let mut found = planner.search();
@@ -35,7 +36,7 @@ pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
     Ok(planner.answer(&found))
 }
 
-/// A search that is set up.
+/// A search that is ready to run.
 pub(crate) struct Planner<'a> {
     request: &'a Request,
     candidates: Vec<Candidate>,
@@ -90,7 +91,8 @@ impl<'a> Planner<'a> {
         )
     }
 
-    /// Candidates that differ only in checkpointing and offload stand next to one another.
+    /// The memory savings of each candidate, for the search. Candidates that differ only in
+    /// checkpointing and offload stand next to one another.
     fn savings(&self) -> Vec<Saving> {
         let bare = |candidate: &Candidate| Candidate {
             checkpointing: Checkpointing::default(),
@@ -109,7 +111,8 @@ impl<'a> Planner<'a> {
             let bit = |tier: Option<Tier>, bit: u8| if tier.is_some() { 1 << bit } else { 0 };
             Saving {
                 family,
-                // A block that keeps only its input costs more than all that keep a selection.
+                // A block that keeps only its input costs more than all blocks that keep a
+                // selection.
                 level: full * (self.blocks() + 1) + selective,
                 tier: bit(optimizer, 0) | bit(activations, 1) | bit(parameters, 2) | bit(gradients, 3),
             }
@@ -117,7 +120,8 @@ impl<'a> Planner<'a> {
         self.candidates.iter().map(saving).collect()
     }
 
-    /// About how many instructions its programs have: passes, with what stands beside each.
+    /// The approximate number of instructions of a candidate's programs: its passes, with the
+    /// instructions beside each.
     fn instructions(&self, candidate: &Candidate) -> u64 {
         let passes = 2 * u64::from(self.blocks() + 2) * u64::from(candidate.accumulation);
         let Mesh { tp, cp, ep, .. } = candidate.mesh;
@@ -130,7 +134,7 @@ impl<'a> Planner<'a> {
         self.request.model.layers + self.request.model.encoder_layers
     }
 
-    /// The least that any candidate needs, and which one.
+    /// The candidate that needs the least memory, and its bytes.
     pub(crate) fn smallest(&self) -> (u64, &Candidate) {
         let least = self.least();
         let candidate = &self.candidates[least];
@@ -142,8 +146,8 @@ impl<'a> Planner<'a> {
         (0..self.bounds.len()).min_by_key(|index| self.bounds[*index].bytes).expect("there are candidates")
     }
 
-    /// Where the budget was over before anything was found that fits: the smallest candidate, if
-    /// that does.
+    /// If the budget ran out before anything that fits was found, takes the smallest candidate, if
+    /// that fits.
     fn take_the_smallest(&self, found: &mut Found) -> bool {
         let (least, bytes_max) = (self.least(), self.request.bytes_max());
         let simulated = self.pricer.simulated(&self.candidates[least]);
@@ -255,8 +259,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The step of `candidate`, with the memory of each of its programs over time; None when there is
-/// no lowering for it.
+/// The step of `candidate`, with the memory of each of its programs over time; None if there is no
+/// lowering for it.
 pub fn step(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<(PricedStep, Vec<MemorySeries>)> {
     let pricer = Pricer::new(request, &[*candidate], &facts.stack, &facts.constants);
     let step = pricer.step(candidate)?;
@@ -277,7 +281,7 @@ fn instruction_words(program: &Program, number: usize) -> String {
     words
 }
 
-/// Of the stage whose compute lane works longest: the others wait for it.
+/// The breakdown of the stage whose compute lane works longest; the other stages wait for it.
 fn breakdown(step: &PricedStep) -> Breakdown {
     let compute = trainyard_program::Lane::Compute as usize;
     let longest = (0..step.times.len())
@@ -345,7 +349,7 @@ impl Request {
         6.0 * multiplied + 12.0 * layers * f64::from(model.heads * model.head_dim) * self.sequence_length as f64
     }
 
-    /// Whether devices have a host with memory of its own.
+    /// True if devices have a host with memory of its own.
     pub fn has_host_tier(&self) -> bool {
         self.cluster.device.family != Generation::Cpu
     }

@@ -1,8 +1,7 @@
-//! Prices of candidates: by lowering and simulating them, and before that by bounds that no
-//! simulation is below.
+//! Prices of candidates: lower bounds first, then the simulation of their lowered programs.
 //!
-//! What depends only on micro-batch, tensor, context and expert degree and number format is worked
-//! out once per such class.
+//! Prices that depend only on micro-batch, tensor, context and expert degree and number format are
+//! computed once per such class.
 
 use crate::bounds::Bounds;
 use crate::candidate::state_bytes;
@@ -15,7 +14,7 @@ use trainyard_sim::transformer::{Units, Workload};
 use trainyard_sim::{Constants, Costs, Format, Generation, MemoryUse, RankTime, Stack, memory, own_units, simulate};
 use trainyard_tensor::DType;
 
-/// What candidates share whose micro-batch costs a rank the same.
+/// The choices that decide what a micro-batch costs a rank. Candidates of one class share them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Class {
     micro_batch: u32,
@@ -44,8 +43,8 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// The first unit of every stretch of `candidate`'s pipeline but the first: stretches of equal
-    /// work, as near as whole units come to it.
+    /// The first unit of every pipeline stretch of `candidate` but the first. The stretches have
+    /// equal work, as nearly as whole units allow.
     pub(crate) fn cuts(&self, candidate: &Candidate) -> Vec<u32> {
         let count = candidate.mesh.pp * candidate.chunks();
         let units = self.shape.units.len() as u32;
@@ -59,7 +58,7 @@ impl Known {
         for cut in 1..count {
             let wanted = total * f64::from(cut) / f64::from(count);
             let least = cuts.last().map_or(1, |last| last + 1);
-            // As many units must be left as there are stretches to come.
+            // Enough units must be left for the remaining stretches.
             let most = units - (count - cut);
             while unit < most && (unit < least || before + 0.5 * work(unit) <= wanted) {
                 before += work(unit);
@@ -70,8 +69,8 @@ impl Known {
         cuts
     }
 
-    /// The stretches of units that each stage of `candidate`'s pipeline runs: number chunk x pp +
-    /// stage of the model's.
+    /// The stretches of units that each pipeline stage of `candidate` runs. The numbers of
+    /// stretches in the model are chunk x pp + stage.
     pub(crate) fn stages(&self, candidate: &Candidate) -> Vec<Vec<Range<u32>>> {
         let cuts = self.cuts(candidate);
         let starts = std::iter::once(0).chain(cuts.iter().copied());
@@ -82,8 +81,8 @@ impl Known {
     }
 }
 
-/// A unit's kernels and bytes: of a model that this program trains, unsplit, those that its own
-/// code has; of others those of a transformer.
+/// A unit's kernels and bytes. For a model that this program trains, they are those of its own
+/// code, unsplit. Other models are taken as transformers.
 fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Units {
     let dtype = match class.format {
         Format::Fp32 | Format::Tf32 => DType::F32,
@@ -101,26 +100,27 @@ pub struct Pricer<'a> {
     known: HashMap<Class, Known>,
 }
 
-/// A candidate's step: the programs of the ranks that differ, when their instructions ran, what
-/// they held.
+/// A candidate's step: the programs of the ranks that differ, the times of their instructions, and
+/// their memory.
 pub struct PricedStep {
     /// One per pipeline stage.
     pub programs: Vec<Program>,
-    /// When their instructions ran.
+    /// Times at which their instructions ran.
     pub times: Vec<RankTime>,
-    /// What they held.
+    /// Their memory.
     pub memory: Vec<MemoryUse>,
     /// Seconds of the step.
     pub step_s: f64,
 }
 
-/// Bytes by kind of [`MemoryKind::ALL`], from each time in seconds until the next.
+/// Bytes by kind, in the order of [`MemoryKind::ALL`], each from its time in seconds until the
+/// next.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct MemorySeries(pub Vec<(f64, [f64; MemoryKind::ALL.len()])>);
 
 impl MemorySeries {
-    /// Of one rank whose instructions ran as `time` says: the same changes that [`memory`] finds
-    /// the peak of.
+    /// The series of one rank whose instructions ran at `time`. [`memory`] finds its peak from the
+    /// same changes.
     fn of(program: &Program, time: &RankTime, costs: &Costs) -> MemorySeries {
         let mut now = [0.0; MemoryKind::ALL.len()];
         for effect in &program.resident {
@@ -143,7 +143,7 @@ impl MemorySeries {
         for (at, _, kind, change) in changes {
             now[kind as usize] += change;
             match series.last_mut() {
-                // What is given back at a moment makes room for what is taken then.
+                // Memory that is given back at a moment makes room for what is taken then.
                 Some(last) if last.0 == at => last.1 = now,
                 _ => series.push((at, now)),
             }
@@ -158,7 +158,7 @@ impl MemorySeries {
 }
 
 impl<'a> Pricer<'a> {
-    /// Works out what `candidates` share.
+    /// Computes what `candidates` share.
     pub fn new(request: &'a Request, candidates: &[Candidate], stack: &Stack, constants: &Constants) -> Pricer<'a> {
         let mut known = HashMap::new();
         for candidate in candidates {
@@ -185,7 +185,7 @@ impl<'a> Pricer<'a> {
         &self.known[&Class::of(candidate)]
     }
 
-    /// Lowers and simulates; None when there is no lowering for it.
+    /// Lowers and simulates a candidate; None if there is no lowering for it.
     pub fn step(&self, candidate: &Candidate) -> Option<PricedStep> {
         let known = self.known(candidate);
         let Known { shape, costs } = known;
@@ -207,7 +207,7 @@ impl<'a> Pricer<'a> {
         Some(Simulated { cost: self.cost(candidate, step.step_s), bytes: self.with_overhead(peak) })
     }
 
-    /// Seconds, or device seconds where cost is minimised.
+    /// Seconds, or device seconds if cost is minimised.
     fn cost(&self, candidate: &Candidate, step_s: f64) -> f64 {
         match self.request.objective {
             Objective::Speed => step_s,
@@ -215,8 +215,8 @@ impl<'a> Pricer<'a> {
         }
     }
 
-    /// What a device holds when tensors take `bytes`: the driver's and libraries' share comes on
-    /// top, and what an allocator cannot use.
+    /// Bytes of a device whose tensors take `bytes`: adds the driver's and libraries' share, and
+    /// the memory that an allocator cannot use.
     pub fn with_overhead(&self, bytes: f64) -> u64 {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
@@ -235,8 +235,8 @@ impl<'a> Pricer<'a> {
         step.programs.iter().zip(&step.times).map(|(program, time)| MemorySeries::of(program, time, costs)).collect()
     }
 
-    /// What no simulation of each of `candidates` is below; no seconds of those whose bytes are
-    /// above the limit.
+    /// Lower bounds of each candidate's simulation. Candidates whose bytes exceed the limit get no
+    /// seconds.
     pub fn bounds(&self, candidates: &[Candidate]) -> Vec<Bound> {
         let bytes_max = self.request.bytes_max();
         let some = |candidates: &[Candidate]| {

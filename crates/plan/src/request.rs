@@ -1,4 +1,4 @@
-//! What is asked: a model on a cluster, a batch, limits, choices that stand.
+//! The planner's question: a model on a cluster, a batch, limits, and fixed choices.
 
 use crate::search::Budget;
 use crate::{Extent, Fixed};
@@ -11,42 +11,43 @@ use trainyard_sim::{Cluster, Format};
 pub struct Request {
     /// The model.
     pub model: trainyard_sim::transformer::Architecture,
-    /// The same where this program trains it: then what it keeps is what its own code keeps.
+    /// The same model as this program trains it, if it does. Kernels and kept activations are then
+    /// those of its own code.
     pub own: Option<ModelSpec>,
-    /// What it is to be trained on.
+    /// The cluster to train on.
     pub cluster: Cluster,
-    /// Sequences of a step, over all ranks. No plan changes it.
+    /// Number of sequences of a step, over all ranks. Every plan keeps it.
     pub global_batch: u64,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub sequence_length: u64,
     /// Number formats to choose among.
     pub formats: Vec<Format>,
-    /// What must not be exceeded.
+    /// Limits of a plan.
     pub limits: Limits,
-    /// What is not to be searched.
+    /// Choices that are not searched.
     pub fixed: Fixed,
-    /// What is best.
+    /// The quantity to minimise.
     pub objective: Objective,
-    /// How many plans of different layouts to return.
+    /// Number of plans of different layouts to return.
     pub shown: usize,
-    /// Threads of the search.
+    /// Number of threads of the search.
     pub threads: usize,
-    /// What the search may take.
+    /// Limit of the search's work.
     pub budget: Budget,
 }
 
-/// What must not be exceeded.
+/// Limits of a plan.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Limits {
-    /// Bytes of a device that a step may use; None: all that it has.
+    /// Bytes of a device that a step may use; None: all of its memory.
     pub memory_bytes: Option<u64>,
-    /// Devices.
+    /// Maximum number of devices.
     pub devices: Option<u32>,
     /// US dollars an hour for all devices together.
     pub usd_per_hour: Option<f64>,
 }
 
-/// What is best.
+/// The quantity to minimise.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Objective {
@@ -58,7 +59,7 @@ pub enum Objective {
 }
 
 impl Objective {
-    /// What a better plan is.
+    /// The adjective for a better plan.
     pub fn better(self) -> &'static str {
         match self {
             Objective::Speed => "faster",
@@ -68,9 +69,9 @@ impl Objective {
 }
 
 impl Request {
-    /// The numbers of devices that are searched, most first: whole nodes within the limits. For
-    /// speed the few largest that divide the batch in some way; for cost also halves, quarters and
-    /// so on.
+    /// The numbers of devices to search, largest first: whole nodes within the limits. For speed
+    /// these are the few largest that divide the batch in some way; for cost also halves, quarters
+    /// and so on.
     pub fn device_counts(&self) -> Vec<u32> {
         let Cluster { devices_per_node, nodes, .. } = self.cluster;
         let mut devices = nodes * devices_per_node;
@@ -80,7 +81,7 @@ impl Request {
         {
             devices = devices.min((usd / self.cluster.device.usd_per_hour).floor() as u32);
         }
-        // Inside one node any number will do; beyond, whole nodes.
+        // Inside one node any number is allowed; beyond it, whole nodes.
         let step = if devices >= devices_per_node { devices_per_node } else { 1 };
         let largest = devices / step * step;
         let possible = |count: &u32| !crate::space::meshes(&self.extent(*count), &self.fixed).is_empty();
@@ -98,7 +99,7 @@ impl Request {
         }
     }
 
-    /// What the model and the batch allow on `devices` devices.
+    /// The space of candidates for the model and the batch on `devices` devices.
     pub fn extent(&self, devices: u32) -> Extent {
         Extent {
             devices,

@@ -1,19 +1,21 @@
-//! The search: best first by lower bounds of time, ended when no bound can beat what was found.
+//! The search: simulates candidates in the order of their lower bounds, and ends when no bound can
+//! beat the best result.
 //!
 //! A candidate whose lower bound of memory is above the limit is dropped. The others are simulated
-//! in the order of their lower bounds of time until the next bound is above the best simulated
-//! time: then nothing that is left can be faster, and the best is that of an exhaustive search. On
-//! the way, what only saves memory (recomputing more, state on the host) is passed over where the
-//! same candidate fits without: see [`Saving`]. For the runners-up, candidates of layouts not seen
-//! yet are simulated until enough layouts are there; they are the best of what was simulated, while
-//! the best one is proven.
+//! in the order of their lower bounds of time, until the next bound is above the best simulated
+//! time. No remaining candidate can then be faster, so the result equals that of an exhaustive
+//! search. Candidates that only save memory (by recomputing more, or with state on the host) are
+//! skipped if the same candidate fits without: see [`Saving`].
 //!
-//! Bounds come in two kinds: cheap ones of every candidate, and closer ones, which take longer, of
-//! those whose cheap ones are below the best so far.
+//! For the runners-up, candidates of new layouts are simulated until there are enough layouts. The
+//! best plan is proven; the runners-up are the best among those simulated.
 //!
-//! Work is bounded by a [`Budget`]: half of it looks at the most promising candidates of every
-//! kind, so that a good one is found early, the rest follows the bounds. When it runs out before
-//! the proof is complete, [`Found::gap`] says how much better than the best a plan could still be.
+//! There are two kinds of bounds: cheap ones for every candidate, and closer ones, which take
+//! longer, for candidates whose cheap bound is below the best so far.
+//!
+//! A [`Budget`] limits the work. Half of it goes to the most promising candidates of every kind, so
+//! that a good one is found early; the rest follows the bounds. If the budget runs out before the
+//! proof is complete, [`Found::gap`] says how much better a plan could still be.
 //!
 //! Rounds have a fixed size, so that the result does not depend on the number of threads.
 
@@ -22,14 +24,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// What a search may take.
+/// The limit of a search's work.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Budget {
-    /// So many simulated instructions, a few million a second: the answer is the same on every
-    /// machine.
+    /// Number of simulated instructions, a few million of which take a second. The answer is the
+    /// same on every machine.
     Instructions(u64),
-    /// So much time: where it runs out, the answer depends on the machine.
+    /// Seconds. If they run out, the answer depends on the machine.
     Seconds(f64),
 }
 
@@ -40,90 +42,93 @@ impl Default for Budget {
     }
 }
 
-/// What a candidate cannot be better than.
+/// Lower bounds of a candidate's simulation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Bound {
-    /// Cost that no simulation is below: seconds, or dollars where those are minimised.
+    /// Cost that no simulation is below: seconds, or device seconds if cost is minimised.
     pub cost: f64,
     /// Bytes that no simulation's peak is below.
     pub bytes: u64,
 }
 
-/// What a simulation says.
+/// The result of a simulation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Simulated {
-    /// In the units of [`Bound::cost`].
+    /// Cost in the units of [`Bound::cost`].
     pub cost: f64,
-    /// Peak of the fullest rank.
+    /// Peak bytes of the fullest rank.
     pub bytes: u64,
 }
 
-/// How a candidate saves memory: of candidates with the same `family`, one that fits makes those
-/// pointless that save more at the same or a higher price.
+/// The memory savings of a candidate. If a candidate fits, those of the same `family` that save
+/// more at the same or a higher price are pointless.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Saving {
-    /// The candidate without what it saves.
+    /// Identifies the candidate without its savings.
     pub family: u32,
-    /// How much is recomputed; more is slower.
+    /// Amount of recomputation; more is slower.
     pub level: u32,
-    /// What lies in a lower tier; 0 is nothing, which is faster than anything else.
+    /// Amount of state in a lower tier. 0 is nothing, which is faster than anything else.
     pub tier: u8,
 }
 
-/// How a search went.
+/// The result of a search.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Found {
-    /// Simulated candidates that fit, by cost, then number.
+    /// Simulated candidates that fit, sorted by cost and then by number.
     pub fitting: Vec<usize>,
-    /// Candidates in all.
+    /// Number of candidates.
     pub considered: usize,
-    /// Dropped since their least memory is above the limit.
+    /// Number dropped because their lower bound of memory is above the limit.
     pub too_large: usize,
-    /// Dropped since they cannot be faster than the best, or than what fits with less saving.
+    /// Number dropped because they cannot be faster than the best, or than one that fits with less
+    /// saving.
     pub too_slow: usize,
-    /// Simulated.
+    /// Number simulated.
     pub simulated: usize,
-    /// Simulated, and above the limit of memory.
+    /// Number simulated whose peak is above the memory limit.
     pub out_of_memory: usize,
-    /// What part of its cost any candidate could be better than the best; 0 when the best is
-    /// proven.
+    /// The fraction of its cost by which any candidate could be better than the best; 0 if the best
+    /// is proven.
     pub gap: f64,
     /// Simulated results by candidate.
     pub results: BTreeMap<usize, Simulated>,
 }
 
-/// What a search is given beside its candidates.
+/// The input of a search beside its candidates.
 pub struct Search<'a> {
-    /// By candidate.
+    /// Lower bounds, by candidate.
     pub bounds: &'a [Bound],
-    /// By candidate.
+    /// Memory savings, by candidate.
     pub savings: &'a [Saving],
-    /// The group of each candidate; runners-up are of other groups than the best and one another.
+    /// The group of each candidate. Each runner-up is of another group than the best and the other
+    /// runners-up.
     pub groups: &'a [u32],
-    /// The kind of each candidate: every kind is looked at before any is followed.
+    /// The kind of each candidate. Every kind is tried before any is followed.
     pub kinds: &'a [u32],
-    /// What simulating each candidate takes, in instructions.
+    /// The cost of simulating each candidate, in instructions.
     pub work: &'a [u64],
-    /// What it may take; the runners-up may take a quarter more.
+    /// Limit of the work. The runners-up may take a quarter more.
     pub budget: Budget,
     /// Bytes of a device that may be used.
     pub bytes_max: u64,
-    /// How many groups to show.
+    /// Number of groups to show.
     pub shown: usize,
-    /// Threads to simulate on.
+    /// Number of threads to simulate on.
     pub threads: usize,
 }
 
-/// Candidates that are simulated between two looks at the best.
+/// Number of candidates that are simulated between two comparisons with the best.
 const ROUND: usize = 16;
-/// Closer bounds that are worked out between two looks at the clock.
+/// Number of closer bounds that are computed between two looks at the clock.
 const BOUNDS: usize = 256;
-/// A closer bound takes about so much less than a simulation.
+/// The cost of a simulation over that of a closer bound, roughly.
 const CHEAPER: u64 = 64;
 
 impl Search<'_> {
-    /// Searches. `simulate` may say None for a candidate that cannot be lowered; such ones count as
-    /// too large. `closer` is a bound of cost like those of [`Search::bounds`], and closer.
+    /// Searches. `simulate` may return None for a candidate that cannot be lowered, which then
+    /// counts as too large. `closer` returns a bound of cost that is closer than that of
+    /// [`Search::bounds`].
     pub fn run(
         &self,
         closer: impl Fn(usize) -> f64 + Sync,
@@ -165,8 +170,8 @@ impl Search<'_> {
         order.iter().filter(|index| wanted(index)).copied().collect()
     }
 
-    /// Those of `order` that could be the best, by the closer of their bounds; when `share` of the
-    /// budget is spent, the others by their cheap ones.
+    /// The candidates of `order` that could be the best, sorted by the closer of their bounds. Once
+    /// `share` of the budget is spent, the others follow by their cheap bounds.
     fn by_closer_bound(
         &self,
         order: &[usize],
@@ -194,8 +199,8 @@ impl Search<'_> {
         bounds
     }
 
-    /// Simulates in the order of bounds until the next one is above the best, or `share` of the
-    /// budget is spent: then the next one is returned.
+    /// Simulates in the order of bounds until the next one is above the best, or until `share` of
+    /// the budget is spent; then returns the next one.
     fn follow(
         &self,
         order: &[(f64, usize)],
@@ -220,7 +225,7 @@ impl Search<'_> {
         None
     }
 
-    /// Simulates `round`, and learns from it.
+    /// Simulates the candidates of `round` and records their results.
     fn simulate_round(
         &self,
         round: &[usize],
@@ -239,7 +244,7 @@ impl Search<'_> {
         }
     }
 
-    /// Goes on through `order` with candidates of groups that are not among the fitting ones yet.
+    /// Continues through `order` with candidates of groups that are not among the fitting ones yet.
     fn runners_up(
         &self,
         order: &[usize],
@@ -253,7 +258,7 @@ impl Search<'_> {
         if groups.is_empty() {
             return;
         }
-        // A group that does not fit the first few times is not worth more.
+        // Number of attempts per group. A group that does not fit in the first few is given up.
         const TRIES: u32 = 3;
         let mut tried: BTreeMap<u32, u32> = BTreeMap::new();
         let spent = state.spent(&self.budget);
@@ -285,7 +290,7 @@ impl Search<'_> {
         found.results.extend(self.in_parallel(indices, simulate));
     }
 
-    /// What `work` says of each of `indices`, ascending, without those of which it says nothing.
+    /// The results of `work` for `indices`, ascending, without those that are None.
     fn in_parallel<T: Send>(&self, indices: &[usize], work: impl Fn(usize) -> Option<T> + Sync) -> Vec<(usize, T)> {
         if self.threads <= 1 || indices.len() <= 1 {
             return indices.iter().filter_map(|index| Some((*index, work(*index)?))).collect();
@@ -317,11 +322,11 @@ impl Found {
     }
 }
 
-/// What a search knows so far.
+/// The knowledge of a search so far.
 struct State {
     fitted: Fitted,
     best: f64,
-    /// Instructions simulated.
+    /// Number of instructions simulated.
     work: u64,
     began: Instant,
     seen: HashSet<usize>,
@@ -332,7 +337,7 @@ impl State {
         State { fitted: Fitted::default(), best: f64::INFINITY, work: 0, began: Instant::now(), seen: HashSet::new() }
     }
 
-    /// The share of `budget` that is spent.
+    /// The fraction of `budget` that is spent.
     fn spent(&self, budget: &Budget) -> f64 {
         match budget {
             Budget::Instructions(most) => self.work as f64 / *most as f64,
@@ -429,14 +434,14 @@ mod tests {
         let found = run(10_000, 1.0);
         assert!(found.simulated <= 3 + ROUND, "{}", found.simulated);
         assert_eq!((found.fitting[0], found.gap), (0, 0.0));
-        // Bounds far below the truth, and work for a part of the candidates: what could still be
-        // better is said.
+        // With bounds far below the truth and work for only a part of the candidates, the gap says
+        // what could still be better.
         let found = run(64, 500.0);
         assert!(found.simulated < 100 && found.gap > 0.8, "{} {}", found.simulated, found.gap);
     }
 
-    /// Levels 0 to 99 of one family, of which those from 40 fit: those above need not be looked at,
-    /// and neither need tiers above what fits without.
+    /// Levels 0 to 99 of one family, of which those from 40 fit. Levels above need not be
+    /// simulated, nor do tiers above one that fits without.
     #[test]
     fn what_only_saves_memory_is_passed_over_where_it_is_not_needed() {
         let mut fitted = Fitted::default();

@@ -1,49 +1,49 @@
 //! The space: every candidate for a model, a batch and a number of devices that could be run at
 //! all.
 //!
-//! What is left out, and why nothing is lost by it:
+//! Some candidates are left out because nothing is lost by it:
 //!
 //! - Tensor parallelism beyond a node: two collectives per block on the network.
 //! - GPipe: 1F1B has its bubble with fewer activations (Narayanan et al. 2019).
-//! - ZeRO-0 on a shard group: that is a replica, which the replicate degree says.
+//! - ZeRO-0 on a shard group: it is the same as a replica, which the replicate degree covers.
 //! - Summing gradients per micro-batch where they are kept whole anyway: the same result for more
 //!   traffic.
 //! - Gathering parameters again in every pass of a pipeline, and state on the host beside one: each
 //!   stage would move its weights for every micro-batch.
-//! - Shard groups between a node's and all ranks other than in steps of four: prices change little
-//!   from one to the next.
+//! - Shard groups larger than a node in steps smaller than four: prices change little from one to
+//!   the next.
 
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::Format;
 
-/// What the model and the batch allow.
+/// The dimensions of the model, the batch and the cluster that bound the space.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Extent {
-    /// Devices that the mesh covers.
+    /// Number of devices that the mesh covers.
     pub devices: u32,
-    /// Devices of a node.
+    /// Number of devices of a node.
     pub devices_per_node: u32,
-    /// Sequences of a step.
+    /// Number of sequences of a step.
     pub global_batch: u64,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub sequence_length: u64,
-    /// Blocks of the model, without embedding and head.
+    /// Number of blocks of the model, without embedding and head.
     pub blocks: u32,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: u32,
-    /// Heads of keys and values.
+    /// Number of key/value heads.
     pub kv_heads: u32,
-    /// Experts of a block; 1 for dense models.
+    /// Number of experts of a block; 1 for dense models.
     pub experts: u32,
     /// Number formats to try.
     pub formats: Vec<Format>,
-    /// Whether state can lie on the host: where devices have memory of their own.
+    /// True if state can lie on the host, because devices have memory of their own.
     pub host_tier: bool,
 }
 
-/// Choices that are not to be searched.
+/// Choices that are given and not searched.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Fixed {
     /// Tensor-parallel degree.
@@ -54,44 +54,44 @@ pub struct Fixed {
     pub cp: Option<u32>,
     /// Expert-parallel degree.
     pub ep: Option<u32>,
-    /// Replicas of the sharded state.
+    /// Number of replicas of the sharded state.
     pub dp_replicate: Option<u32>,
-    /// Ranks that share a state.
+    /// Number of ranks that share a state.
     pub dp_shard: Option<u32>,
     /// ZeRO stage.
     pub zero_stage: Option<u8>,
-    /// Sequences of a micro-batch.
+    /// Number of sequences of a micro-batch.
     pub micro_batch: Option<u32>,
-    /// Micro-batches of a rank.
+    /// Number of micro-batches of a rank.
     pub accumulation: Option<u32>,
-    /// What all blocks keep: `none`, `selective` or `full`.
+    /// Activations that all blocks keep.
     pub checkpointing: Option<Mode>,
-    /// Whether state may lie on the host.
+    /// True if state may lie on the host, false if it must not.
     pub offload: Option<bool>,
-    /// Only what this program can run.
+    /// True to leave out what this program cannot run.
     pub runnable: bool,
 }
 
-/// What all blocks keep.
+/// The activations that all blocks keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
     /// Everything.
     None,
-    /// All but the results of cheap functions.
+    /// Everything but the results of cheap functions.
     Selective,
-    /// The input.
+    /// The input only.
     Full,
 }
 
-/// Tokens of a rank's micro-batch at most, beyond its first sequence: products with more rows are
-/// no faster.
+/// Maximum number of tokens of a rank's micro-batch beyond its first sequence. Products with more
+/// rows are no faster.
 const MICRO_BATCH_TOKENS_MAX: u64 = 1 << 16;
-/// Stages of a pipeline at most.
+/// Maximum number of pipeline stages.
 const STAGES_MAX: u32 = 64;
-/// Chunks of an interleaved schedule at most.
+/// Maximum number of chunks of an interleaved schedule.
 const CHUNKS_MAX: u32 = 8;
-/// Fewest tokens that a rank of a context group should have.
+/// Minimum number of tokens of a sequence on a rank of a context group.
 const CONTEXT_TOKENS_MIN: u64 = 1024;
 
 fn allowed<T: PartialEq + Copy>(fixed: Option<T>, value: T) -> bool {
@@ -103,7 +103,7 @@ pub fn divisors(n: u64, limit: u64) -> impl Iterator<Item = u64> {
     (1..=limit.min(n)).filter(move |d| n.is_multiple_of(*d))
 }
 
-/// Every candidate, in an order that depends on nothing but the arguments.
+/// Every candidate. The order depends only on the arguments.
 pub fn candidates(extent: &Extent, fixed: &Fixed) -> Vec<Candidate> {
     let mut all = Vec::new();
     for mesh in meshes(extent, fixed) {
@@ -133,7 +133,8 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
             continue;
         }
         for cp in divisors(devices / tp, extent.sequence_length / CONTEXT_TOKENS_MIN.min(extent.sequence_length)) {
-            // Causal attention is balanced by giving each rank one piece from either end.
+            // Causal attention is balanced by giving each rank one piece from either end of the
+            // sequence.
             if !extent.sequence_length.is_multiple_of(2 * cp) && cp > 1 || !allowed(fixed.cp, cp as u32) {
                 continue;
             }
@@ -168,13 +169,13 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
     all
 }
 
-/// Data-parallel ranks of a node when each is `width` devices.
+/// Number of data-parallel ranks of a node if each is `width` devices.
 fn devices_of_node(extent: &Extent, width: u64) -> u64 {
     (u64::from(extent.devices_per_node) / width).max(1)
 }
 
-/// The divisors of `dp` that are worth a look: those inside a node, those at least four times
-/// apart, and all.
+/// The divisors of `dp` that are worth trying: those inside a node, larger ones at least four times
+/// apart, and `dp`.
 fn shard_degrees(dp: u64, node: u64) -> Vec<u64> {
     let mut all: Vec<u64> = Vec::new();
     for degree in divisors(dp, dp) {
@@ -185,7 +186,7 @@ fn shard_degrees(dp: u64, node: u64) -> Vec<u64> {
     all
 }
 
-/// Every way to run `base`'s mesh and batch.
+/// Every candidate with the mesh and batch of `base`.
 fn ways_to_run(base: Candidate, extent: &Extent, fixed: &Fixed, all: &mut Vec<Candidate>) {
     for (zero_stage, reshard, prefetch, reduce_schedule) in shardings(&base, extent) {
         if !allowed(fixed.zero_stage, zero_stage) {
@@ -241,8 +242,8 @@ fn schedules(base: &Candidate, extent: &Extent) -> Vec<PipelineSchedule> {
     let mut all = vec![PipelineSchedule::OneForwardOneBackward];
     if pp > 1 {
         all.push(PipelineSchedule::ZeroBubble);
-        // Micro-batches run in groups of pp (Narayanan et al. 2021), and chunks should be of one
-        // size.
+        // Micro-batches run in groups of pp (Narayanan et al. 2021), and chunks should have equal
+        // sizes.
         let even =
             |chunks: &u32| pp * chunks <= extent.blocks && (extent.blocks.is_multiple_of(pp * chunks) || *chunks == 2);
         let chunks = (2..=CHUNKS_MAX).filter(even).filter(|_| base.accumulation.is_multiple_of(pp));
@@ -340,7 +341,7 @@ mod tests {
         let runnable = Fixed { runnable: true, ..Fixed::default() };
         let all = candidates(&extent(), &runnable);
         assert!(all.iter().all(|candidate| candidate.not_runnable().is_none()));
-        // What lies on the host of a GPU runs; cores have no other host.
+        // Offload to the host is for GPUs; CPU cores have no other host.
         let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
         assert!(all.iter().any(on_host));
         assert!(!candidates(&Extent { host_tier: false, ..extent() }, &runnable).iter().any(on_host));

@@ -1,5 +1,5 @@
-//! Plots as inline SVG: a scatter with axes and a frontier, and a timeline of lanes. Deterministic
-//! text, no scripts, readable in light and dark.
+//! Plots as inline SVG: a scatter with axes and a frontier, and a timeline of lanes. The text is
+//! deterministic, has no scripts, and is readable in light and dark.
 
 use std::fmt::Write as _;
 
@@ -10,35 +10,35 @@ pub struct Point {
     pub x: f64,
     /// Ordinate.
     pub y: f64,
-    /// What the reader sees on it.
+    /// Text that the reader sees on the point.
     pub label: String,
-    /// How it is drawn.
+    /// Appearance.
     pub mark: Mark,
 }
 
-/// How a point is drawn.
+/// The appearance of a point.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mark {
-    /// One of many.
+    /// One of many candidates.
     Faint,
-    /// One that the table lists.
+    /// A plan that the table lists.
     Listed,
-    /// The best.
+    /// The best plan.
     Best,
 }
 
-/// A scatter; more is better on the y axis, less on the x axis.
+/// A scatter plot. More is better on the y axis, less on the x axis.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Scatter<'a> {
-    /// Its heading.
+    /// Heading.
     pub title: &'a str,
-    /// What x is, with its unit.
+    /// Label of the x axis, with its unit.
     pub x: &'a str,
-    /// What y is, with its unit.
+    /// Label of the y axis, with its unit.
     pub y: &'a str,
     /// The points.
     pub points: &'a [Point],
-    /// A vertical line, with its words: a limit.
+    /// A vertical line for a limit, with its label.
     pub limit: Option<(f64, &'a str)>,
 }
 
@@ -49,12 +49,12 @@ const RIGHT: f64 = 20.0;
 const TOP: f64 = 34.0;
 const BOTTOM: f64 = 48.0;
 
-/// Text as XML shows it.
+/// `text` with the special characters of XML escaped.
 pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// Round numbers from at most `low` to at least `high`: 1, 2 or 5 times a power of ten apart.
+/// Round numbers that cover `low` to `high`, 1, 2 or 5 times a power of ten apart.
 pub fn ticks(low: f64, high: f64) -> Vec<f64> {
     let span = if high > low { high - low } else { low.abs().max(1.0) };
     let raw = span / 5.0;
@@ -75,7 +75,7 @@ pub fn short(value: f64) -> String {
     format!("{text}{unit}")
 }
 
-/// Indices of the points that no other one beats in both axes, by x.
+/// Indices of the points that no other point beats in both axes, sorted by x.
 pub fn frontier(points: &[Point]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..points.len()).collect();
     order.sort_by(|a, b| points[*a].x.total_cmp(&points[*b].x).then(points[*b].y.total_cmp(&points[*a].y)));

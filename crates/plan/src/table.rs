@@ -1,23 +1,11 @@
 //! The answer for a terminal: a table of plans, the reasons, and the details of one.
 
 use crate::candidate::{checkpointing_words, details, schedule_words};
-use crate::explain::{duration, size};
+use crate::explain::duration;
 use crate::{Answer, Plan, Request};
 use std::fmt::Write as _;
+use trainyard_base::{format_bytes, format_count};
 use trainyard_program::Mesh;
-
-/// `1,234,567`, of the nearest whole number.
-pub fn count(n: f64) -> String {
-    let digits = format!("{n:.0}");
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
 
 /// `124M`, `70.6B`
 pub fn parameters(n: f64) -> String {
@@ -42,14 +30,14 @@ pub fn table(request: &Request, answer: &Answer) -> String {
     let _ = writeln!(
         text,
         "{} candidates considered: {} too large, {} cannot be {}, {} simulated{}",
-        count(counts.considered as f64),
-        count(counts.too_large as f64),
-        count(counts.too_slow as f64),
+        format_count(counts.considered as f64),
+        format_count(counts.too_large as f64),
+        format_count(counts.too_slow as f64),
         answer.objective.better(),
-        count(counts.simulated as f64),
+        format_count(counts.simulated as f64),
         match counts.out_of_memory {
             0 => String::new(),
-            n => format!(", {} of them out of memory", count(n as f64)),
+            n => format!(", {} of them out of memory", format_count(n as f64)),
         }
     );
     if answer.gap > 0.0 {
@@ -65,7 +53,7 @@ pub fn table(request: &Request, answer: &Answer) -> String {
     text
 }
 
-/// What was asked, in a line or two.
+/// The request, in a line or two.
 pub fn heading(request: &Request) -> String {
     let cluster = &request.cluster;
     let devices = request.device_counts().first().copied().unwrap_or(cluster.devices());
@@ -73,14 +61,14 @@ pub fn heading(request: &Request) -> String {
     let mut text = format!(
         "{} parameters; {} sequences of {} tokens a step; {} x {} {}{network}",
         parameters(request.model.parameters()),
-        count(request.global_batch as f64),
-        count(request.sequence_length as f64),
+        format_count(request.global_batch as f64),
+        format_count(request.sequence_length as f64),
         cluster.nodes,
         cluster.devices_per_node,
         cluster.device.name,
     );
     if devices < cluster.devices() {
-        let _ = write!(text, ", of which {} devices", count(f64::from(devices)));
+        let _ = write!(text, ", of which {} devices", format_count(f64::from(devices)));
     }
     text.push('\n');
     text
@@ -106,10 +94,10 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
         format!("{} x {}", candidate.micro_batch, candidate.accumulation),
         checkpointing_words(candidate.checkpointing, blocks),
         duration(plan.step_s),
-        count(plan.tokens_per_s),
-        count(plan.tokens_per_s / f64::from(devices)),
+        format_count(plan.tokens_per_s),
+        format_count(plan.tokens_per_s / f64::from(devices)),
         format!("{:.1} %", 100.0 * plan.mfu),
-        size(plan.memory.total),
+        format_bytes(plan.memory.total),
     ];
     if request.cluster.device.usd_per_hour > 0.0 {
         columns.push(plan.usd_per_million_tokens.map_or(String::new(), dollars));
@@ -132,8 +120,8 @@ fn rows(request: &Request, plans: &[Plan]) -> String {
     lines(&titles(request), plans.iter().map(|plan| cells(request, plan)))
 }
 
-/// Rows below their titles, numbered from 1. The first, the third and the last column are words, to
-/// the left; the others are numbers, to the right.
+/// Aligned rows below their titles, numbered from 1. The first, third and last column are words,
+/// aligned left; the others are numbers, aligned right.
 pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item = Row>) -> String {
     let rows: Vec<Row> = rows.into_iter().collect();
     let width = |column: usize| {
@@ -160,7 +148,7 @@ pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item
     text
 }
 
-/// Everything about plan number `number`, counted from 1.
+/// The details of plan number `number`, counted from 1.
 pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64) -> String {
     let candidate = &plan.candidate;
     let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = candidate.mesh;
@@ -201,25 +189,25 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
     let _ = writeln!(
         text,
         "\n{} of {} on the fullest device (rank {}) at {}:",
-        size(plan.memory.total),
-        size(bytes_max),
+        format_bytes(plan.memory.total),
+        format_bytes(bytes_max),
         plan.memory.rank,
         plan.memory.at
     );
     for (kind, bytes) in &plan.memory.by_kind {
-        let _ = writeln!(text, "  {:<40} {:>11}", kind.name(), size(*bytes));
+        let _ = writeln!(text, "  {:<40} {:>11}", kind.name(), format_bytes(*bytes));
     }
-    let _ = writeln!(text, "  {:<40} {:>11}", "driver, libraries, scratch", size(plan.memory.other));
+    let _ = writeln!(text, "  {:<40} {:>11}", "driver, libraries, scratch", format_bytes(plan.memory.other));
     let _ = writeln!(
         text,
         "\n{} model TFLOP/s per device, {:.1} % of peak; {} tokens/s{}",
-        count(plan.model_flops_per_s / 1e12),
+        format_count(plan.model_flops_per_s / 1e12),
         100.0 * plan.mfu,
-        count(plan.tokens_per_s),
+        format_count(plan.tokens_per_s),
         plan.usd_per_million_tokens.map_or(String::new(), |usd| format!(
             "; {} per million tokens, {} per trillion",
             dollars(usd),
-            format_args!("${}", count(1e6 * usd))
+            format_args!("${}", format_count(1e6 * usd))
         ))
     );
     if let Some(why) = candidate.not_runnable() {
@@ -228,7 +216,7 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
     text
 }
 
-/// What a change does to the best plan.
+/// The effect of a change on the best plan.
 pub fn difference(what: &str, before: &Plan, after: &Plan) -> String {
     let percent = |before: f64, after: f64| format!("{:+.1} %", 100.0 * (after / before - 1.0));
     let mut text = format!("what if {what}\n");
@@ -240,11 +228,11 @@ pub fn difference(what: &str, before: &Plan, after: &Plan) -> String {
     let step = percent(before.step_s, after.step_s);
     line("step", duration(before.step_s), duration(after.step_s), step);
     let speed = percent(before.tokens_per_s, after.tokens_per_s);
-    line("tokens/s", count(before.tokens_per_s), count(after.tokens_per_s), speed);
+    line("tokens/s", format_count(before.tokens_per_s), format_count(after.tokens_per_s), speed);
     let mfu = |plan: &Plan| format!("{:.1} %", 100.0 * plan.mfu);
     line("MFU", mfu(before), mfu(after), format!("{:+.1} points", 100.0 * (after.mfu - before.mfu)));
     let memory = percent(before.memory.total as f64, after.memory.total as f64);
-    line("memory", size(before.memory.total), size(after.memory.total), memory);
+    line("memory", format_bytes(before.memory.total), format_bytes(after.memory.total), memory);
     if let (Some(a), Some(b)) = (before.usd_per_million_tokens, after.usd_per_million_tokens) {
         line("$ per million tokens", dollars(a), dollars(b), percent(a, b));
     }

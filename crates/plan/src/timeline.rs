@@ -1,4 +1,4 @@
-//! A simulated step over time: as a trace that Perfetto and chrome://tracing open, with memory as
+//! A simulated step over time: as a trace for Perfetto and chrome://tracing with memory as
 //! counters, and as an SVG of lanes.
 
 use crate::breakdown::TimeCategory;
@@ -9,8 +9,9 @@ use std::fmt::Write as _;
 use trainyard_program::{Action, Lane, MemoryKind, Program};
 use trainyard_sim::Span;
 
-/// The trace in Chrome's trace event format, times in microseconds: a process per pipeline stage, a
-/// thread per lane, a counter of memory by kind. `memory` is that of each program of `step`.
+/// The trace in Chrome's trace event format, in microseconds: a process per pipeline stage, a
+/// thread per lane, a counter of memory by kind. `memory` holds the series of each program of
+/// `step`.
 pub fn trace(step: &PricedStep, memory: &[MemorySeries]) -> Value {
     let mut events = Vec::new();
     for (stage, (program, time)) in step.programs.iter().zip(&step.times).enumerate() {
@@ -54,11 +55,11 @@ const LEFT: f64 = 110.0;
 const ROW: f64 = 18.0;
 const TOP: f64 = 8.0;
 const MEMORY: f64 = 90.0;
-/// Stages that are drawn.
+/// Maximum number of stages that are drawn.
 const STAGES_MAX: usize = 16;
 
-/// The lanes of the rank that works longest, the compute lanes of other stages below them, and its
-/// memory.
+/// The lanes of the rank that works longest, below them the compute lanes of other stages, and the
+/// rank's memory.
 pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
     let compute = Lane::Compute as usize;
     let Some(longest) = (0..step.times.len())
@@ -116,8 +117,8 @@ pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
     svg + "</svg>\n"
 }
 
-/// Spans of a lane as stretches of one colour; what is narrower than a third of a pixel goes with
-/// what is beside it.
+/// The spans of a lane as stretches of one colour. A stretch narrower than a third of a pixel is
+/// merged with its neighbour.
 fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f64) -> Vec<(TimeCategory, f64, f64)> {
     const NARROW: f64 = 0.33;
     let mut blocks: Vec<(TimeCategory, f64, f64)> = Vec::new();
@@ -133,7 +134,7 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f6
     blocks
 }
 
-/// The class that the page's style colours.
+/// The CSS class of a category's colour.
 fn class(part: TimeCategory) -> &'static str {
     match part {
         TimeCategory::Forward => "forward",
@@ -156,7 +157,7 @@ fn memory_curve(series: &MemorySeries, top: f64, px: &impl Fn(f64) -> f64) -> St
     }
     let bottom = top + MEMORY;
     let py = |bytes: f64| bottom - bytes / peak * MEMORY;
-    // At most one point per pixel: the most that was held in it.
+    // At most one point per pixel: the largest value within it.
     let mut points: Vec<(f64, f64)> = Vec::new();
     for (at, bytes) in &series.0 {
         let (x, y) = (px(*at).round(), py(total(bytes)));
@@ -180,6 +181,6 @@ fn memory_curve(series: &MemorySeries, top: f64, px: &impl Fn(f64) -> f64) -> St
         LEFT - 6.0,
         bottom - 4.0,
         top + 10.0,
-        crate::explain::size(peak as u64)
+        trainyard_base::format_bytes(peak as u64)
     )
 }

@@ -1,4 +1,4 @@
-//! What if: a request with one thing changed, as text says it.
+//! Hypothetical changes to a request ("what if"): one thing changed, written as `KEY=VALUE`.
 
 use crate::Request;
 use std::fmt;
@@ -18,33 +18,33 @@ enum Value {
     Name(String),
 }
 
-/// A change that cannot be.
+/// The reason why a change is impossible.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum ChangeError {
-    /// Not `KEY=VALUE`, or a key that nothing has.
+    /// The text is not `KEY=VALUE`, or the key does not exist.
     #[error("`{given}` is no change: write one of {known}")]
     Key {
-        /// What was given.
+        /// The text that was given.
         given: String,
-        /// What can be said.
+        /// The keys that exist.
         known: String,
     },
-    /// A value that the key cannot have.
+    /// The key does not accept the value.
     #[error("`{key}={value}`: {expected}")]
     Value {
-        /// Of which key.
+        /// The key.
         key: &'static str,
-        /// What was given.
+        /// The value that was given.
         value: String,
-        /// What is possible.
+        /// The values that are accepted.
         expected: &'static str,
     },
-    /// A device or network that no profile has.
+    /// No profile has the device or the network.
     #[error(transparent)]
     Profile(#[from] ProfileError),
 }
 
-/// Keys with what their value is, and an example.
+/// The keys, each with the meaning of its value and an example.
 const KEYS: [(&str, &str, &str); 10] = [
     ("interconnect", "a factor", "interconnect=2x"),
     ("network", "a factor or a network's name", "network=ndr-8"),
@@ -59,11 +59,11 @@ const KEYS: [(&str, &str, &str); 10] = [
 ];
 
 impl Change {
-    /// From `KEY=VALUE`: factors are written `2x`.
+    /// Parses `KEY=VALUE`. Factors are written `2x`.
     ///
     /// # Errors
     ///
-    /// Keys and values that there are not; the error lists what there is.
+    /// The key or the value does not exist; the error lists those that do.
     pub fn parse(text: &str) -> Result<Change, ChangeError> {
         let unknown =
             || ChangeError::Key { given: text.to_owned(), known: KEYS.map(|(_, _, example)| example).join(", ") };
@@ -82,11 +82,11 @@ impl Change {
         Ok(Change { key, value })
     }
 
-    /// The request with this changed; `profiles` knows the names of devices and networks.
+    /// Returns the request with this change. `profiles` knows the names of devices and networks.
     ///
     /// # Errors
     ///
-    /// Names that the profiles lack.
+    /// The profiles lack a name.
     pub fn apply(&self, request: &Request, profiles: &Profiles) -> Result<Request, ChangeError> {
         let mut changed = request.clone();
         let cluster = &mut changed.cluster;

@@ -1,5 +1,5 @@
-//! The planner against exhaustive search, its bounds against the simulation, and its answers to
-//! what cannot be.
+//! Tests of the planner against exhaustive search, of its bounds against the simulation, and of its
+//! answers to impossible requests.
 
 use trainyard_plan::search::Simulated;
 use trainyard_plan::space::candidates;
@@ -15,7 +15,7 @@ fn facts() -> Facts {
     Facts { stack: Stack::named("trainyard").unwrap(), constants: Constants::builtin() }
 }
 
-/// A model of 0.2 billion parameters, so that simulating is quick.
+/// A model of 0.2 billion parameters, which is quick to simulate.
 fn small() -> Architecture {
     Architecture {
         dim: 1024,
@@ -118,7 +118,7 @@ fn the_best_is_that_of_an_exhaustive_search_and_bounds_are_below_the_simulation(
     }
 }
 
-/// A selection cost no time on clusters, and split by tensor parallelism spared no memory.
+/// Regression: a selection cost no time on clusters, and with tensor parallelism saved no memory.
 #[test]
 fn recomputing_nothing_a_selection_and_all_are_in_order() {
     let facts = facts();
@@ -132,8 +132,8 @@ fn recomputing_nothing_a_selection_and_all_are_in_order() {
             Pricer::new(&request, &[candidate], &facts.stack, &facts.constants).simulated(&candidate).unwrap()
         };
         let [nothing, selection, some, all] = [(0, 0), (0, 32), (16, 16), (32, 0)].map(|(f, s)| priced(f, s));
-        // A block is recomputed for a quarter of a step; of norms and gates 1 to 5 %, less where
-        // tensor parallelism waits.
+        // Recomputing a block costs a quarter of a step; recomputing norms and gates costs 1 to 5
+        // %, and less where tensor parallelism waits.
         let seconds = [nothing, selection, some, all].map(|priced| priced.cost / nothing.cost);
         assert!((1.005..1.05).contains(&seconds[1]) && (1.15..1.4).contains(&seconds[3]), "tp {tp}: {seconds:?}");
         assert!(seconds.is_sorted(), "tp {tp}: {seconds:?}");
@@ -142,7 +142,7 @@ fn recomputing_nothing_a_selection_and_all_are_in_order() {
     }
 }
 
-/// Every so manieth candidate of large requests.
+/// A sample of the candidates of large requests.
 #[test]
 fn bounds_are_below_the_simulation_on_large_clusters() {
     let model = |name| trainyard_sim::model(name).unwrap();

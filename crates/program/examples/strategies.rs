@@ -23,7 +23,7 @@ fn main() {
     print!("{}", sections());
 }
 
-/// All sections, as they stand in the documentation.
+/// All sections, as the documentation shows them.
 pub fn sections() -> String {
     let plain = Strategy { bytes: StateBytes::MIXED, ..Strategy::new(4) };
     let accumulating = Strategy { accumulation_steps: 2, ..plain.clone() };

@@ -1,37 +1,37 @@
-//! What must have finished when an instruction starts: vector clocks over lanes or streams (Fidge
-//! 1988, Mattern 1989).
+//! Vector clocks over lanes or streams: everything that has finished when an instruction starts
+//! (Fidge 1988, Mattern 1989).
 
 use crate::{Program, Streams};
 
-/// How many streams there are; the first are the lanes.
+/// Number of streams. The first ones are the lanes.
 pub const STREAMS: usize = Streams::COUNT;
 
-/// Per stream, one more than the number of the last instruction that is known to have finished; 0:
-/// none is.
+/// Per stream, one more than the number of the last instruction that is known to have finished; 0
+/// if none has.
 pub type Clock = [u32; STREAMS];
 
-/// Takes over all that `other` knows.
+/// Adds everything that `other` knows.
 pub fn merge(clock: &mut Clock, other: &Clock) {
     for (ours, theirs) in clock.iter_mut().zip(other) {
         *ours = (*theirs).max(*ours);
     }
 }
 
-/// Which instructions of a program wait, directly or not, for which.
+/// The order of a program's instructions: which of them wait for which, directly or indirectly.
 pub struct HappensBefore {
     streams: Vec<usize>,
     clocks: Vec<Clock>,
 }
 
 impl HappensBefore {
-    /// Of a program whose dependencies point backwards.
+    /// The order of a program whose dependencies point backwards, with its lanes as streams.
     pub fn of(program: &Program) -> HappensBefore {
         let instructions = &program.instructions;
         let lane = |number: usize| instructions[number].action.lane() as usize;
         HappensBefore::new(instructions.len(), lane, |number| instructions[number].after.iter().copied())
     }
 
-    /// Of the same on streams.
+    /// The order of the same program on `streams`.
     pub fn on_streams(program: &Program, streams: &Streams<'_>) -> HappensBefore {
         HappensBefore::new(program.instructions.len(), |number| streams.of(number), |number| streams.waits(number))
     }
@@ -57,12 +57,12 @@ impl HappensBefore {
         order
     }
 
-    /// Whether `earlier` has finished whenever `later` starts.
+    /// True if `earlier` has always finished when `later` starts.
     pub fn holds(&self, earlier: u32, later: u32) -> bool {
         earlier != later && self.clocks[later as usize][self.stream(earlier)] > earlier
     }
 
-    /// Which stream an instruction is on.
+    /// Index of the stream that an instruction runs on.
     pub fn stream(&self, number: u32) -> usize {
         self.streams[number as usize]
     }

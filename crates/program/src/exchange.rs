@@ -1,22 +1,22 @@
-//! The collectives inside units: tensor, context and expert parallelism.
+//! The collectives inside units, which tensor, context and expert parallelism need.
 //!
-//! A unit is the grain of programs, so its collectives stand beside its pass: those of tensor and
-//! expert parallelism after it, since products wait for them and they for products; the ring of
-//! context parallelism beside it, since keys and values of the next part travel while those at hand
-//! are used.
+//! A program never divides a unit, so the collectives of a unit stand next to its pass. Those of
+//! tensor and expert parallelism follow the pass: products wait for them, and they wait for
+//! products. The ring of context parallelism runs beside the pass: the next keys and values travel
+//! while those at hand are used.
 
 use crate::lower::Lowering;
 use crate::order::Pass;
 use crate::{Action, Axis, Collective, Instruction, Keep, Phase};
 
 impl Lowering<'_> {
-    /// Emits the collectives of pass `at`, and returns the last: what uses the pass's result waits
-    /// for it.
+    /// Emits the collectives of pass `at` and returns the last one. Instructions that use the
+    /// pass's result wait for it.
     pub(crate) fn exchange(&mut self, at: usize) -> Option<u32> {
         let Pass { phase, unit, micro_batch, .. } = self.passes[at];
         let shape = &self.sizes.model.units[unit as usize];
         let cp = u64::from(self.sizes.mesh.cp);
-        // A backward that runs the forward again repeats its collectives.
+        // A backward that runs the forward again repeats the forward's collectives.
         let recomputed = phase == Phase::Backward && self.sizes.keep(unit) == Keep::InputOnly;
         let again = if recomputed { 2 } else { 1 };
         let tensor = match self.strategy.sequence_parallel {
@@ -31,7 +31,7 @@ impl Lowering<'_> {
         ];
         let mut last = None;
         for (collective, axis, bytes, times) in exchanges {
-            // The first unit's input has no gradient.
+            // The first unit's input needs no gradient.
             let needless = phase == Phase::Backward && unit == 0 && axis == Axis::Tensor;
             if self.sizes.mesh.degree(axis) == 1 || bytes == 0 || times == 0 || needless {
                 continue;

@@ -1,31 +1,31 @@
-//! What a step is made of.
+//! The instructions of a step: actions, the lanes they run on, and their effects on memory.
 
 use crate::Axis;
 use serde::{Deserialize, Serialize};
 
-/// How much a forward keeps for its backward.
+/// The amount of activations that a forward keeps for its backward.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Keep {
-    /// All that backward reads.
+    /// Everything that backward reads.
     #[default]
     Everything,
-    /// All but the results of cheap functions, which backward recomputes.
+    /// Everything but the results of cheap functions, which backward recomputes.
     Selective,
-    /// The unit's input; backward runs the forward again first.
+    /// The unit's input only. Backward runs the forward again first.
     InputOnly,
 }
 
-/// Which gradients a backward computes; zero-bubble schedules do the halves apart.
+/// The gradients that a backward computes. Zero-bubble schedules compute the two halves separately.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BackwardPart {
-    /// Those of the input and of the weights.
+    /// The gradients of the input and of the weights.
     #[default]
     Whole,
-    /// Those of the input.
+    /// The gradient of the input only.
     Input,
-    /// Those of the weights.
+    /// The gradients of the weights only.
     Weights,
 }
 
@@ -33,190 +33,192 @@ pub enum BackwardPart {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Activations go up.
+    /// Activations travel from the first unit to the last.
     Forward,
-    /// Their gradients come down.
+    /// Gradients of activations travel from the last unit to the first.
     Backward,
 }
 
-/// State of a unit that can lie in a lower tier.
+/// State of a unit that can lie in a lower tier (host memory or disk).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum State {
-    /// The copy that forward reads, in its resident extent.
+    /// The resident copy of the parameters, which forward reads: whole or a shard, as
+    /// [`Placement`](crate::Placement) says.
     Parameters,
-    /// Masters and optimizer state of a chunk of what the rank holds of the unit; with them come
-    /// its gradients, where those lie in the tier too. Where the state lies on the host, what is
-    /// fetched are the gradients alone, and what is evicted is the copy that the update wrote: the
-    /// update runs where the state is.
+    /// Masters and optimizer state of one chunk of the rank's part of the unit, together with its
+    /// gradients if those lie in the tier too.
+    ///
+    /// If the state lies on the host, the update runs there. The fetch then moves only gradients to
+    /// the host, and the eviction moves the updated parameters back to the device.
     Optimizer {
-        /// Which chunk.
+        /// Index of the chunk.
         chunk: u32,
     },
-    /// The sum of gradients that the update reads, as far as it has come.
+    /// The sum of gradients that the update reads, with the contributions so far.
     Gradients,
-    /// What a forward kept.
+    /// The activations that a forward kept.
     Activations {
-        /// Of which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
     },
 }
 
-/// What a collective inside a unit does.
+/// The kind of a collective inside a unit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collective {
-    /// Sums, whole on every rank.
+    /// Every rank gets the whole sum.
     AllReduce,
-    /// Parts to wholes and wholes to summed parts, of the same bytes: an all-reduce in two steps
-    /// with the sequence split between them.
+    /// An all-gather before the products and a reduce-scatter after them. Together they move the
+    /// bytes of an all-reduce, with the sequence split between them.
     GatherScatter,
-    /// Every rank's keys and values pass by every other.
+    /// The keys and values of every rank pass by every other rank.
     Ring,
-    /// A part from every rank to every rank.
+    /// Every rank sends a part to every other rank.
     AllToAll,
 }
 
-/// One thing that a rank does. `unit` and `micro_batch` count from zero; a rank's micro-batch m of
-/// A is number (data-parallel rank) x A + m of the global batch.
+/// One thing that a rank does. `unit` and `micro_batch` count from zero. With A micro-batches per
+/// rank, micro-batch m of a rank is number (data-parallel rank) x A + m of the global batch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
-    /// Takes the next micro-batch from the loader to the device.
+    /// Copies the next micro-batch from the loader to the device.
     Load {
-        /// Which of the rank's micro-batches.
+        /// Index of the micro-batch on this rank.
         micro_batch: u32,
     },
-    /// Sums the step's tokens and targets over the data ranks: the loss is a mean over the targets
-    /// of the whole global batch.
+    /// Sums the step's tokens and targets over the data ranks. The loss is a mean over the targets
+    /// of the whole global batch, so every rank needs their number.
     Count,
-    /// Gathers a unit's parameters from neighbours of the shard group.
+    /// Gathers a unit's parameters from ranks of the shard group.
     Gather {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// From how many neighbours, this rank included: the whole shard group, or the part of it
-        /// that a release kept the unit in.
+        /// Number of ranks that take part, this one included: the whole shard group, or the part of
+        /// it over which a release kept the unit.
         over: u32,
     },
-    /// Drops a gathered copy.
+    /// Frees a gathered copy.
     Release {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// One of how many parts stays: the shard group's size leaves only the resident shard.
+        /// The 1/`keep` part stays. If `keep` is the size of the shard group, only the resident
+        /// shard stays.
         keep: u32,
     },
-    /// Runs a unit.
+    /// Runs a unit forward.
     Forward {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// On which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
-        /// What is kept for backward.
+        /// Activations to keep for backward.
         keep: Keep,
     },
-    /// Differentiates a unit, after running it again if only its input was kept.
+    /// Runs a unit backward. If only its input was kept, the forward runs again first.
     Backward {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// On which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
-        /// Which gradients.
+        /// Gradients to compute.
         part: BackwardPart,
     },
-    /// Folds a micro-batch's gradient of a unit into those before it along a binary tree: while the
-    /// lowest two buffers stand for equally many micro-batches, the later is added to the earlier
-    /// and given back.
+    /// Adds a micro-batch's gradient of a unit to earlier ones along a binary tree. While the last
+    /// two buffers sum equally many micro-batches, the later one is added to the earlier one and
+    /// freed.
     Fold {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// The micro-batch just differentiated; odd, since even ones have nothing to be folded
-        /// with.
+        /// The micro-batch whose backward has just run. It is odd: an even one has no partner yet.
         micro_batch: u32,
     },
     /// Sums a unit's gradient over the data ranks: reduce-scatter inside the shard group, then
-    /// all-reduce of the shard across replicas. Each rank keeps what its placement says.
+    /// all-reduce of the shard across replicas. Each rank keeps the extent that its placement says.
     Reduce {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// Whether the sum is added to the resident one instead of taking its place.
+        /// True if the result is added to the resident sum, false if it replaces it.
         accumulate: bool,
     },
-    /// Sums the gradient of a unit that several stages of a pipeline hold (a tied embedding) over
-    /// them.
+    /// Sums the gradient of a unit that several pipeline stages hold (a tied embedding) over those
+    /// stages.
     Tie {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
     },
-    /// Sends the activations of a unit, or their gradients, across a pipeline cut.
+    /// Sends a unit's output, or the gradient of that output, to another pipeline stage.
     Send {
-        /// To which rank.
+        /// Rank that receives.
         to: u32,
-        /// Whose output crosses.
+        /// Index of the unit whose output this is.
         unit: u32,
-        /// Of which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
-        /// Activations (forward) or their gradients (backward).
+        /// Forward: the output. Backward: its gradient.
         phase: Phase,
     },
-    /// Receives them.
+    /// Receives a unit's output, or the gradient of that output, from another pipeline stage.
     Recv {
-        /// From which rank.
+        /// Rank that sends.
         from: u32,
-        /// Whose output crosses.
+        /// Index of the unit whose output this is.
         unit: u32,
-        /// Of which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
-        /// Activations (forward) or their gradients (backward).
+        /// Forward: the output. Backward: its gradient.
         phase: Phase,
     },
-    /// The collectives inside a unit that tensor, context and expert parallelism need.
+    /// A collective inside a unit, for tensor, context or expert parallelism.
     Exchange {
-        /// What is done.
+        /// Kind of collective.
         collective: Collective,
-        /// Among whom.
+        /// Axis of the mesh along which ranks take part.
         axis: Axis,
-        /// Inside which unit.
+        /// Index of the unit.
         unit: u32,
-        /// On which micro-batch.
+        /// Index of the micro-batch.
         micro_batch: u32,
-        /// In its forward or its backward.
+        /// Pass that the collective belongs to.
         phase: Phase,
-        /// How often, each of the instruction's bytes.
+        /// Number of repetitions. Each one moves the instruction's bytes.
         times: u32,
     },
-    /// The global gradient norm, and from it the factor that updates multiply gradients by; and the
-    /// step's loss.
+    /// Computes the global gradient norm, from it the factor by which updates scale gradients, and
+    /// the step's loss.
     Clip,
-    /// The optimizer on a chunk of what the rank holds of a unit's masters; writes that part of the
-    /// next compute copy.
+    /// Runs the optimizer on a chunk of the rank's masters of a unit, and writes that part of the
+    /// copy that the next forward reads.
     Update {
-        /// Which unit.
+        /// Index of the unit.
         unit: u32,
-        /// Which chunk: a unit is one, unless its optimizer state lies in a tier.
+        /// Index of the chunk. A unit has one chunk, unless its optimizer state lies in a tier.
         chunk: u32,
     },
-    /// Brings state from its tier.
+    /// Copies state from its tier to where it is used.
     Fetch {
-        /// Of which unit.
+        /// Index of the unit.
         unit: u32,
-        /// What.
+        /// State to fetch.
         state: State,
     },
-    /// Gives back the device's copy of state that lies in a tier.
+    /// Frees the working copy of state that lies in a tier.
     Evict {
-        /// Of which unit.
+        /// Index of the unit.
         unit: u32,
-        /// What.
+        /// State to evict.
         state: State,
-        /// Whether it is written there first; otherwise the tier has it already.
+        /// True if the state is written to its tier first, false if the tier has it already.
         write: bool,
     },
     /// Hands the state to the checkpoint writer.
     Snapshot,
 }
 
-/// Where an instruction runs. The instructions of one lane run in program order; lanes run beside
-/// each other.
+/// A queue in which instructions run. The instructions of one lane run in program order; lanes run
+/// concurrently.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
@@ -226,10 +228,10 @@ pub enum Lane {
     Gather,
     /// Gradient reductions.
     Reduce,
-    /// Sends of a pipeline.
+    /// Sends between pipeline stages.
     Send,
-    /// Its receives; apart from the sends, so that neighbours that both send do not wait for each
-    /// other.
+    /// Receives between pipeline stages. They have a lane of their own, so that two neighbours that
+    /// both send do not wait for each other.
     Receive,
     /// Collectives inside units: tensor, context and expert parallelism.
     Inner,
@@ -240,7 +242,7 @@ pub enum Lane {
 }
 
 impl Lane {
-    /// Every lane, in the order of displays.
+    /// Every lane, in display order.
     pub const ALL: [Lane; 8] =
         [Lane::Compute, Lane::Gather, Lane::Reduce, Lane::Send, Lane::Receive, Lane::Inner, Lane::Input, Lane::HostIo];
 
@@ -301,7 +303,7 @@ impl Action {
         }
     }
 
-    /// The unit it is about.
+    /// The unit that the action is about.
     pub const fn unit(self) -> Option<u32> {
         match self {
             Action::Gather { unit, .. }
@@ -321,7 +323,7 @@ impl Action {
         }
     }
 
-    /// The micro-batch it is about.
+    /// The micro-batch that the action is about.
     pub const fn micro_batch(self) -> Option<u32> {
         match self {
             Action::Load { micro_batch }
@@ -338,14 +340,14 @@ impl Action {
     }
 }
 
-/// What memory is held for; the words of the engine's pool, which counts parameters and masters as
-/// one.
+/// The purpose of memory. The names are those of the engine's pool, except that the pool counts
+/// masters as parameters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryKind {
-    /// The resident copy that forward reads.
+    /// The resident copy of parameters, which forward reads.
     Parameters,
-    /// f32 masters, where they are apart from it.
+    /// The f32 masters, where they are separate from that copy.
     Masters,
     /// Gathered parameters.
     Gathered,
@@ -355,14 +357,14 @@ pub enum MemoryKind {
     Optimizer,
     /// Activations kept between a forward and its backward.
     Activations,
-    /// Staging of collectives.
+    /// Staging buffers of collectives.
     Communication,
     /// Batches.
     Data,
 }
 
 impl MemoryKind {
-    /// Every kind, in the order of displays.
+    /// Every kind, in display order.
     pub const ALL: [MemoryKind; 8] = [
         MemoryKind::Parameters,
         MemoryKind::Masters,
@@ -389,35 +391,36 @@ impl MemoryKind {
     }
 }
 
-/// Memory held, or a change of it that outlasts its instruction.
+/// Memory that is held, or a change of it that outlasts its instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Effect {
-    /// Of which kind.
+    /// Purpose of the memory.
     pub kind: MemoryKind,
-    /// Bytes taken (positive) or given back (negative). What an instruction takes it takes when it
-    /// starts; what it gives back it gives back when it ends.
+    /// Bytes taken (positive) or given back (negative). An instruction takes memory when it starts
+    /// and gives memory back when it ends.
     pub bytes: i64,
 }
 
-/// An action in its place: its number is its index in the program.
+/// An action with its dependencies and costs. Its number is its index in the program.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Instruction {
-    /// What is done.
+    /// The action.
     #[serde(flatten)]
     pub action: Action,
-    /// Instructions of other lanes that must have finished, by number, descending. Those that
-    /// earlier ones of the same lane or these themselves waited for are implied.
+    /// Numbers of instructions on other lanes that must have finished, descending. Dependencies
+    /// that follow from these, or from earlier instructions of the same lane, are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u32>,
-    /// Bytes of the message: of the whole buffer that a collective works on (an all-gather's
-    /// output, a reduce-scatter's input), of what a send, fetch or evict moves. 0 for what stays on
-    /// the rank, and for a group of one.
+    /// Bytes of the message. For a collective this is the whole buffer (an all-gather's output, a
+    /// reduce-scatter's input); for a send, fetch or evict, the bytes that it moves. 0 if nothing
+    /// leaves the rank, and for a group of one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub bytes: u64,
-    /// Bytes of activations that it holds while it runs and not after: what a backward recomputes.
+    /// Bytes of activations that are held only while the instruction runs: the ones that a backward
+    /// recomputes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub working_bytes: u64,
-    /// What it does to memory for longer than it runs.
+    /// Changes of memory that outlast the instruction.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub effects: Vec<Effect>,
 }
@@ -427,7 +430,7 @@ fn is_zero(bytes: &u64) -> bool {
 }
 
 impl Instruction {
-    /// An action that waits for nothing, moves nothing and holds nothing.
+    /// An instruction that waits for nothing, moves nothing and holds nothing.
     pub fn new(action: Action) -> Instruction {
         Instruction { action, after: Vec::new(), bytes: 0, working_bytes: 0, effects: Vec::new() }
     }

@@ -1,11 +1,13 @@
-//! The step as a program: instructions, lanes, dependencies, lowerings, checker. Plain data.
+//! One training step as a program: instructions, lanes, dependencies, lowerings and the checker.
+//! Plain data.
 //!
-//! One training step of one rank is a [`Program`]: an ordered list of typed instructions, each on a
-//! lane, with what it must wait for, the bytes it moves and what it does to memory. A strategy is a
-//! *lowering*, `(model, mesh, strategy) -> programs` ([`lower`]). The engine executes a program,
-//! the simulator prices it, the doctor compares the two; none of them knows strategies.
+//! The step of one rank is a [`Program`]: an ordered list of typed instructions. Each instruction
+//! names its lane, the instructions it waits for, the bytes it moves and its effects on memory. A
+//! strategy such as ZeRO or a pipeline is a *lowering*, `(model, mesh, strategy) -> programs`
+//! ([`lower`]). The engine executes a program and the simulator prices it; neither knows
+//! strategies.
 //!
-//! This crate knows no tensors, threads, files or clocks. Programs are serialisable, printable
+//! This crate knows no tensors, threads, files or clocks. Programs can be serialised, printed
 //! ([`Program`]'s `Display`) and checked ([`check`]) before they run.
 
 mod builder;

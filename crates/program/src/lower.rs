@@ -1,16 +1,15 @@
-//! The lowering: from a model, a mesh and a strategy to the program of a rank.
+//! The lowering: turns a model, a mesh and a strategy into the program of a rank.
 //!
-//! There is one for every strategy. It walks the rank's forwards and backwards in order, and around
-//! each it puts what the [`Placement`] asks for:
+//! One lowering serves every strategy. It walks through the rank's forwards and backwards in order.
+//! Around each pass it inserts the instructions that the [`Placement`] requires:
 //!
-//! - before a pass, what the passes up to `prefetch` ahead of it need and is not resident: gathers,
-//!   fetches, receives;
-//! - after it, what is not needed any more: releases, evictions; and what others need: sends,
-//!   collectives inside the unit;
-//! - after the pass that completes a gradient: its fold, its reduction, and its way to its tier.
+//! - before the pass: gathers, fetches and receives for the passes up to `prefetch` ahead;
+//! - after the pass: releases and evictions of what is not needed any more, collectives inside the
+//!   unit, and sends to other stages;
+//! - after the pass that completes a gradient: its fold, its reduction, and its move to its tier.
 //!
-//! Then come the norm and the [updates](crate::update). With one rank nothing is gathered and
-//! nothing reduced; the walk is the same.
+//! The norm and the [updates](crate::update) follow. With one rank nothing is gathered and nothing
+//! is reduced; the walk is the same.
 
 use crate::builder::Builder;
 use crate::order::{self, Pass};
@@ -22,7 +21,7 @@ use crate::{
     ReduceSchedule, Reshard, State, Strategy, StrategyError,
 };
 
-/// The programs of all ranks.
+/// Returns the programs of all ranks.
 ///
 /// # Errors
 ///
@@ -37,8 +36,8 @@ pub fn lower(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec
     Ok(programs)
 }
 
-/// The program of one rank. All ranks of a pipeline stage have the same, but for their own numbers
-/// and those of the ranks they send to and receive from.
+/// Returns the program of one rank. The ranks of a pipeline stage have equal programs, except for
+/// rank numbers.
 ///
 /// # Errors
 ///
@@ -62,7 +61,7 @@ pub fn lower_rank(model: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u3
     Ok(lowering.finish())
 }
 
-/// The program of the rank `offset` further on in the same stage.
+/// The program of the rank `offset` after `first` in the same stage.
 fn at_rank(first: &Program, offset: u32) -> Program {
     let mut program = Program { rank: first.rank + offset, ..first.clone() };
     for instruction in &mut program.instructions {
@@ -74,72 +73,71 @@ fn at_rank(first: &Program, offset: u32) -> Program {
     program
 }
 
-/// A program under construction, with what later instructions must know of earlier ones.
-/// Instructions are known by number.
+/// A program under construction, with the instructions that later ones depend on. Instructions are
+/// identified by their numbers.
 pub(crate) struct Lowering<'a> {
     pub(crate) strategy: &'a Strategy,
     pub(crate) sizes: Sizes<'a>,
     pub(crate) builder: Builder,
-    /// All but the instructions.
+    /// Everything but the instructions.
     pub(crate) program: Program,
-    /// The units whose state the rank has.
+    /// The units whose state the rank holds.
     pub(crate) trains: Vec<u32>,
     pub(crate) passes: Vec<Pass>,
-    /// The instruction of each pass so far.
+    /// Per pass so far, its instruction.
     pub(crate) ran: Vec<u32>,
-    /// What the first pass waits for.
+    /// The instruction that the first pass waits for.
     counted: u32,
-    /// By first use; those before `next_window` have begun.
+    /// Windows in order of first use. Those before `next_window` have been brought.
     windows: Vec<Window>,
     next_window: usize,
-    /// Indices of windows by their last pass.
+    /// Per pass, the windows that end with it.
     window_ends: Vec<Vec<usize>>,
-    /// Per unit, what brought its parameters.
+    /// Per unit, the instruction that brought its parameters.
     pub(crate) present: Vec<Option<u32>>,
-    /// Per unit, what gave back its parameters to their tier.
+    /// Per unit, the instruction that returned its parameters to their tier.
     pub(crate) dropped: Vec<Option<u32>>,
-    /// Per forward pass, the backward pass that its activations are away until; those backward
-    /// passes, ascending; and what fetched for them.
+    /// Per forward pass, the backward pass until which its activations are offloaded; those
+    /// backward passes, ascending; and the evictions and fetches of activations.
     trips: Vec<Option<usize>>,
     returns: Vec<usize>,
     next_return: usize,
     /// Passes whose input comes from another stage, ascending.
     receives: Vec<usize>,
     next_receive: usize,
-    /// Per pass, what brought its activations and its input.
+    /// Per pass, the instructions that brought its activations and its input.
     brought: Vec<Brought>,
     /// Per phase, unit and micro-batch, the collective that completes the pass.
     exchanged: [Vec<Option<u32>>; 2],
-    /// Gradients by the pass that begins and the pass that completes them.
+    /// The gradients that begin and those that are complete with each pass.
     gradients: Vec<GradientSpan>,
     begins: Vec<Vec<usize>>,
     completes: Vec<Vec<usize>>,
-    /// Where sums of gradients lie in a tier: when they are on the device, by the first and by the
-    /// last pass; those before `next_stay` that come from there have been fetched; and per unit,
-    /// what fetched its sum.
+    /// Where gradient sums lie in a tier: the times when they are on the device, by first and by
+    /// last pass. Those before `next_stay` have been fetched. Then, per unit, the fetch of its sum.
     stays: Vec<Stay>,
     next_stay: usize,
     stay_begins: Vec<Vec<usize>>,
     stay_ends: Vec<Vec<usize>>,
     sum_fetched: Vec<Option<u32>>,
-    /// Every eviction so far that gives back what the compute lane takes: of activations, of sums
-    /// of gradients, and of updated parameters.
+    /// All evictions so far that free memory which the compute lane takes: of activations, of
+    /// gradient sums and of updated parameters.
     evictions: Vec<u32>,
     pub(crate) sums_evicted: Vec<u32>,
     pub(crate) copies_evicted: Vec<u32>,
-    /// Every reduction so far, and which units have been reduced.
+    /// All reductions so far, and the units that have been reduced.
     pub(crate) reduces: Vec<u32>,
     reduced: Vec<bool>,
-    /// Per unit, what its gradient's sum waits for.
+    /// Per unit, the instruction that completes its gradient sum.
     pub(crate) summed: Vec<Option<u32>>,
-    /// Units and their chunks in the order of updates; what fetched their state, as far as it is in
-    /// a tier; and how many are updated.
+    /// Units and their chunks in update order, the fetches of their state where it lies in a tier,
+    /// and the number of updates so far.
     pub(crate) pieces: Vec<(u32, u32)>,
     pub(crate) fetched: Vec<u32>,
     pub(crate) updated: usize,
 }
 
-/// What brought a pass what it reads, where that is not on the rank.
+/// The instructions that bring what a pass reads, where that is not on the rank.
 #[derive(Clone, Copy, Default)]
 struct Brought {
     activations: Option<u32>,
@@ -245,20 +243,20 @@ impl<'a> Lowering<'a> {
         self.program
     }
 
-    /// All micro-batches are loaded first: the loss is a mean over the targets of the whole step,
-    /// so their number must be known before the first backward. A batch is a few kilobytes.
+    /// Loads all micro-batches first. The loss is a mean over the targets of the whole step, so
+    /// their number must be known before the first backward. A batch takes a few kilobytes.
     fn load(&mut self) {
         let mut last = 0;
         for micro_batch in 0..self.strategy.accumulation_steps {
             let load = Instruction::new(Action::Load { micro_batch });
             last = self.builder.push(load.taking(MemoryKind::Data, self.sizes.batch()), []);
         }
-        // Two numbers: tokens and targets.
+        // The message is two numbers: tokens and targets.
         let count = Instruction::new(Action::Count).moving(self.sizes.message(Axis::Data, 16));
         self.counted = self.builder.push(count, [last]);
     }
 
-    /// Begins to receive the inputs of the next stretch of units, while this one runs.
+    /// Starts to receive the inputs of the next stretch of units while this one runs.
     fn receive(&mut self, at: usize) {
         let stretch = self.program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
         let before = at.checked_sub(1).map(|before| self.ran[before]);
@@ -278,10 +276,10 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Begins to bring what the passes up to `prefetch` after `at` need.
+    /// Starts to bring what the passes up to `prefetch` after `at` need.
     fn acquire(&mut self, at: usize) {
         let horizon = at + self.strategy.prefetch as usize;
-        // Nothing is brought earlier than that, so that no more of it is there at once.
+        // Waiting for the pass before `at` bounds the memory of what is brought ahead.
         let before = at.checked_sub(1).map(|before| self.ran[before]);
         while let Some(window) = self.windows.get(self.next_window).copied().filter(|w| w.first <= horizon) {
             self.next_window += 1;
@@ -309,7 +307,7 @@ impl<'a> Lowering<'a> {
     fn bring_parameters(&mut self, window: &Window, before: Option<u32>) -> u32 {
         let Window { unit, over, .. } = *window;
         let shards = self.sizes.mesh.shard_degree();
-        // What stayed since the forward needs nothing from the tier.
+        // A part that stayed since the forward is not fetched from the tier again.
         let from_tier = self.strategy.offload.parameters.is_some() && over == shards;
         let fetched = from_tier.then(|| self.fetch_parameters(unit, before));
         match fetched {
@@ -342,7 +340,7 @@ impl<'a> Lowering<'a> {
         evict
     }
 
-    /// Runs a pass once all that it reads is there.
+    /// Runs a pass once everything that it reads is there.
     fn run(&mut self, at: usize) {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
         let mut needs = self.inputs(at);
@@ -379,8 +377,8 @@ impl<'a> Lowering<'a> {
         self.ran.push(self.builder.push(pass, needs));
     }
 
-    /// What must have given back its memory before more of the kind is taken: as many as are
-    /// fetched ahead may be under way.
+    /// The release that must finish before the next piece of memory of its kind may be taken. At
+    /// most `prefetch` pieces are in flight.
     pub(crate) fn room(&self, giving_back: &[u32]) -> Option<u32> {
         let under_way = self.strategy.prefetch.max(1) as usize;
         giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last])
@@ -396,13 +394,13 @@ impl<'a> Lowering<'a> {
                 Instruction::new(Action::Forward { unit, micro_batch, keep }).taking(MemoryKind::Activations, saved)
             }
             (_, BackwardPart::Whole) => backward.giving_back(MemoryKind::Activations, saved).working(recomputed),
-            // What the first half recomputes, the second half reads too.
+            // The second half reads what the first half recomputed.
             (_, BackwardPart::Input) => backward.taking(MemoryKind::Activations, recomputed),
             (_, BackwardPart::Weights) => backward.giving_back(MemoryKind::Activations, saved + recomputed),
         }
     }
 
-    /// What the input of pass `at` waits for.
+    /// The instructions that the input of pass `at` depends on.
     pub(crate) fn inputs(&self, at: usize) -> Vec<u32> {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
         if part == BackwardPart::Weights {
@@ -427,7 +425,7 @@ impl<'a> Lowering<'a> {
         (unit * self.strategy.accumulation_steps + micro_batch) as usize
     }
 
-    /// The collectives inside the unit, and the send of its result to the next stage.
+    /// Emits the collectives inside the unit, and the send of its result to the next stage.
     fn pass_on(&mut self, at: usize) {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
         if part == BackwardPart::Weights {
@@ -448,7 +446,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Gives back what pass `at` was the last to use for now.
+    /// Frees what pass `at` was the last to use for now.
     fn let_go(&mut self, at: usize) {
         let ran = self.ran[at];
         for window in std::mem::take(&mut self.window_ends[at]) {
@@ -511,39 +509,39 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// The sums in tiers that have to be on the device from pass `at` on.
+    /// The gradient sums in tiers that must be on the device from pass `at` on.
     fn stays_from(&self, at: usize) -> Vec<Stay> {
         self.stay_begins[at].iter().map(|stay| self.stays[*stay]).collect()
     }
 
-    /// Bytes of the sum of a unit's gradients that the update reads.
+    /// Bytes of the gradient sum that a unit's update reads.
     fn sum(&self, unit: u32) -> u64 {
         self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient)
     }
 
-    /// What adding to a unit's sum waits for where sums lie in a tier: that it is fetched, or that
-    /// there is room for it.
+    /// The instruction that an addition to a unit's sum waits for where sums lie in a tier: the
+    /// fetch of the sum, or the eviction that makes room for it.
     fn room_for_sum(&self, unit: u32) -> Option<u32> {
         self.sum_fetched[unit as usize].or_else(|| self.room(&self.sums_evicted))
     }
 
-    /// Whether a gradient starts in a buffer of its own: always a transient one, and in elastic
-    /// sums that of every micro-batch but the first.
+    /// True if a gradient starts in a buffer of its own. Transient gradients always do; elastic
+    /// sums do for every micro-batch but the first.
     fn begins_in_a_buffer(&self, micro_batch: u32) -> bool {
         self.sizes.placement.fresh_gradients == Fresh::Transient || self.strategy.elastic && micro_batch > 0
     }
 }
 
-/// How windows over parameters are formed: nothing comes and goes when all is resident.
+/// The rules by which windows over parameters are formed. Resident parameters have none.
 fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::windows::Reach {
     let whole = placement.parameters == Extent::Full;
     crate::windows::Reach {
         come_and_go: !whole || strategy.offload.parameters.is_some(),
         shards: mesh.shard_degree(),
-        // Whole parameters, which come from a tier, have no parts that could stay.
+        // Parameters that are whole and come from a tier have no parts that could stay.
         reshard: match strategy.reshard_after_forward {
             Reshard::To(_) if whole => Reshard::Always,
-            // One part of one: all stays.
+            // One part of one: everything stays.
             Reshard::To(1) => Reshard::Never,
             reshard => reshard,
         },
@@ -551,8 +549,9 @@ fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::wind
     }
 }
 
-/// When each unit's sum of gradients is needed: in place while a micro-batch adds to it, apart when
-/// a reduction does. Folding needs it all the time.
+/// The passes during which each unit's gradient sum is needed. In-place sums are needed while a
+/// micro-batch adds to them, transient ones when a reduction does. Folding needs the sum all the
+/// time.
 fn sums_needed<'a>(
     of_micro_batches: Vec<GradientSpan>,
     strategy: &'a Strategy,
@@ -574,7 +573,7 @@ fn sums_needed<'a>(
     spans.into_iter().filter(move |span| !whole || span.micro_batch == last)
 }
 
-/// Whether a pass's input comes from another stage.
+/// True if a pass's input comes from another stage.
 fn crosses_in(program: &Program, pass: &Pass) -> bool {
     match (pass.phase, pass.part) {
         (_, BackwardPart::Weights) => false,
@@ -585,7 +584,7 @@ fn crosses_in(program: &Program, pass: &Pass) -> bool {
     }
 }
 
-/// Whether a pass's result goes to another stage.
+/// True if a pass's result goes to another stage.
 fn crosses_out(program: &Program, pass: &Pass) -> bool {
     match pass.phase {
         Phase::Forward => {
@@ -595,7 +594,7 @@ fn crosses_out(program: &Program, pass: &Pass) -> bool {
     }
 }
 
-/// The indices of `ends` grouped by pass.
+/// Per pass, the indices of the `ends` that name it.
 fn by_pass(passes: usize, ends: impl Iterator<Item = usize>) -> Vec<Vec<usize>> {
     let mut groups = vec![Vec::new(); passes];
     for (index, end) in ends.enumerate() {

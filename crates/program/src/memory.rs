@@ -1,38 +1,37 @@
-//! Memory over a program, and what its lanes move.
+//! Memory over the course of a program, and the traffic of its lanes.
 
 use crate::{Effect, Lane, MemoryKind, Program};
 use serde::Serialize;
 
 /// A rank's memory over its program, one instruction after the other. Lanes that run ahead of that
-/// order may hold a little more for a while; the program's dependencies bound it by what `prefetch`
-/// allows.
+/// order may hold a little more for a while; the program's dependencies bound it by `prefetch`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Memory {
-    /// Held from the first instruction to the last.
+    /// Bytes held from the first instruction to the last.
     pub resident_bytes: u64,
-    /// Per instruction, bytes held while it runs: what it takes and works with included, what it
-    /// gives back still there.
+    /// Per instruction, bytes held while it runs. They include what it takes and works with; what
+    /// it gives back still counts.
     pub running_bytes: Vec<u64>,
-    /// The most of them.
+    /// Maximum of `running_bytes`.
     pub peak_bytes: u64,
-    /// The first instruction at which it is reached.
+    /// The first instruction that reaches the peak.
     pub peak_at: usize,
-    /// What is held there, by kind.
+    /// Bytes at the peak, by kind.
     pub at_peak: Vec<Effect>,
 }
 
-/// What a lane does in a step.
+/// The instructions and traffic of a lane in one step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct LaneSummary {
-    /// Which.
+    /// The lane.
     pub lane: Lane,
-    /// Its instructions.
+    /// Number of its instructions.
     pub instructions: usize,
-    /// The messages of all of them.
+    /// Sum of their message bytes.
     pub bytes: u64,
 }
 
-/// A program with what it holds and moves: what `trainyard program --json` prints.
+/// A program with its memory and lanes, as `trainyard program --json` prints it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Report<'p> {
     /// The program.
@@ -81,7 +80,7 @@ impl Program {
         Report { program: self, memory: Memory::of(self), lanes: self.summary() }
     }
 
-    /// What each lane does that has anything to do.
+    /// A summary per lane that has instructions.
     pub fn summary(&self) -> Vec<LaneSummary> {
         let of = |lane| {
             let bytes = self.on_lane(lane).map(|number| self.instructions[number].bytes).sum();

@@ -1,35 +1,35 @@
-//! The mesh: how ranks are numbered along the axes of parallelism, and which ranks work together
-//! along each.
+//! The mesh: the numbering of ranks along the axes of parallelism, and the group of ranks that
+//! works together along each axis.
 
 use serde::{Deserialize, Serialize};
 
 /// The degree along each axis. Ranks are numbered with `tp` innermost and `pp` outermost, as in
-/// torchtitan: rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, for R =
+/// torchtitan: rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, with R =
 /// `dp_replicate` and F = `dp_shard`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Mesh {
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub pp: u32,
-    /// Replicas of the sharded model.
+    /// Number of replicas of the sharded model.
     pub dp_replicate: u32,
-    /// Data-parallel ranks over which state is sharded.
+    /// Number of data-parallel ranks over which state is sharded.
     pub dp_shard: u32,
-    /// Ranks that share a sequence.
+    /// Number of ranks that share a sequence (context parallelism).
     pub cp: u32,
-    /// Ranks that share every product.
+    /// Number of ranks that share every product (tensor parallelism).
     pub tp: u32,
-    /// Ranks that share the experts of a layer; they are neighbours of one shard group, so this
-    /// divides `dp_shard` x `cp`.
+    /// Number of ranks that share the experts of a layer. They are neighbours in one shard group,
+    /// so this divides `dp_shard` x `cp`.
     pub ep: u32,
 }
 
-/// The ranks that work together in a collective.
+/// A direction of the mesh. The ranks along it work together in a collective.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Axis {
     /// The stages of one pipeline.
     Pipeline,
-    /// The ranks with the same shard.
+    /// The ranks with the same shard, one per replica.
     Replicate,
     /// The ranks that together hold one copy of the sharded state: `dp_shard` x `cp` (as
     /// torchtitan's `dp_shard_cp`).
@@ -46,28 +46,28 @@ pub enum Axis {
     World,
 }
 
-/// A rank's place along the axes.
+/// The position of a rank along the axes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Coordinates {
-    /// Pipeline stage.
+    /// Index of the pipeline stage.
     pub pp: u32,
-    /// Replica.
+    /// Index of the replica.
     pub dp_replicate: u32,
-    /// Place in the shard axis.
+    /// Index along the shard axis.
     pub dp_shard: u32,
-    /// BackwardPart of the sequence.
+    /// Index of the part of the sequence.
     pub cp: u32,
-    /// BackwardPart of the products.
+    /// Index of the part of every product.
     pub tp: u32,
 }
 
-/// Ranks that work together, in the order of their sums, and the place among them of the rank that
+/// The ranks that work together, in the order of their sums, and the position of the rank that
 /// asked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Group {
-    /// Ascending.
+    /// Rank numbers, ascending.
     pub ranks: Vec<u32>,
-    /// `ranks[index]` is the rank that asked.
+    /// Position of the rank that asked: `ranks[index]`.
     pub index: u32,
 }
 
@@ -84,23 +84,23 @@ impl Mesh {
         Mesh { dp_replicate, dp_shard, ..Mesh::default() }
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn ranks(&self) -> u32 {
         self.pp * self.stage_ranks()
     }
 
-    /// The ranks of one pipeline stage.
+    /// The number of ranks of one pipeline stage.
     pub fn stage_ranks(&self) -> u32 {
         self.dp_replicate * self.dp_shard * self.cp * self.tp
     }
 
-    /// Ranks with different micro-batches: `dp_replicate` x `dp_shard`. The global batch is this x
-    /// accumulation x micro-batch.
+    /// The number of ranks with different micro-batches: `dp_replicate` x `dp_shard`. The global
+    /// batch is this x accumulation x micro-batch.
     pub fn data_parallel(&self) -> u32 {
         self.dp_replicate * self.dp_shard
     }
 
-    /// Over how many ranks sharded state lies.
+    /// The number of ranks over which state is sharded.
     pub fn shard_degree(&self) -> u32 {
         self.dp_shard * self.cp
     }
@@ -119,7 +119,7 @@ impl Mesh {
         }
     }
 
-    /// Where `rank` is.
+    /// The coordinates of `rank`.
     pub fn coordinates(&self, rank: u32) -> Coordinates {
         let (rest, tp) = (rank / self.tp, rank % self.tp);
         let (rest, cp) = (rest / self.cp, rest % self.cp);
@@ -135,15 +135,15 @@ impl Mesh {
         Group { ranks: (0..count).map(|i| first + i * stride).collect(), index: (rank - first) / stride }
     }
 
-    /// The first `over` neighbours, aligned, of `rank` in its group along `axis`: what a gather
-    /// over a part of the shard group takes.
+    /// The aligned block of `over` ranks around `rank` in its group along `axis`. A gather over a
+    /// part of the shard group runs over it.
     pub fn neighbours(&self, rank: u32, axis: Axis, over: u32) -> Group {
         let group = self.group(rank, axis);
         let start = group.index / over * over;
         Group { ranks: group.ranks[start as usize..(start + over) as usize].to_vec(), index: group.index - start }
     }
 
-    /// Every group is an arithmetic progression of ranks: its first rank and its stride.
+    /// The first rank and the stride of a group: every group is an arithmetic progression of ranks.
     fn progression(&self, rank: u32, axis: Axis) -> (u32, u32) {
         let stride = match axis {
             Axis::Tensor | Axis::World => 1,

@@ -1,4 +1,4 @@
-//! The order in which a rank runs its units forward and backward, and how a pipeline is cut.
+//! The order in which a rank runs its units forward and backward, and the cuts of a pipeline.
 
 use crate::{BackwardPart, Mesh, Phase, PipelineSchedule, Strategy};
 use std::ops::Range;
@@ -8,29 +8,29 @@ use std::ops::Range;
 pub struct Pass {
     /// Forward or backward.
     pub phase: Phase,
-    /// Which half of a backward.
+    /// The gradients that a backward computes.
     pub part: BackwardPart,
-    /// Which unit.
+    /// Index of the unit.
     pub unit: u32,
-    /// On which micro-batch.
+    /// Index of the micro-batch.
     pub micro_batch: u32,
 }
 
-/// A forward or backward of a whole stretch of units on a micro-batch: what a pipeline's schedule
-/// puts in order.
+/// A forward or backward of a whole stretch of units on a micro-batch. A pipeline schedule is an
+/// order of turns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Turn {
     /// Forward or backward.
     pub phase: Phase,
-    /// Which half of a backward.
+    /// The gradients that a backward computes.
     pub part: BackwardPart,
-    /// Which of the stage's stretches.
+    /// Index of the stretch among those of the stage.
     pub chunk: usize,
-    /// Which micro-batch.
+    /// Index of the micro-batch.
     pub micro_batch: u32,
 }
 
-/// The stretches of units of every pipeline stage: stretch c of stage s is number c · pp + s of the
+/// The stretches of units of every pipeline stage. Stretch c of stage s is number c · pp + s of the
 /// model's.
 pub fn stages(units: u32, mesh: &Mesh, strategy: &Strategy) -> Vec<Vec<Range<u32>>> {
     let chunks = chunks(strategy);
@@ -44,7 +44,7 @@ pub fn stages(units: u32, mesh: &Mesh, strategy: &Strategy) -> Vec<Vec<Range<u32
         .collect()
 }
 
-/// Stretches of units per stage.
+/// Number of stretches of units per stage.
 pub fn chunks(strategy: &Strategy) -> u32 {
     match strategy.pipeline {
         PipelineSchedule::Interleaved { chunks } => chunks,
@@ -52,8 +52,8 @@ pub fn chunks(strategy: &Strategy) -> u32 {
     }
 }
 
-/// Blocks in equal parts, those left over to the stretches in the middle; the first unit goes with
-/// the first, the last with the last.
+/// Cuts that give every stretch equally many blocks; stretches in the middle get the remainder. The
+/// first unit belongs to the first stretch, the last unit to the last.
 fn even_cuts(units: u32, count: u32) -> Vec<u32> {
     if units < count + 2 {
         return (1..count).map(|cut| cut * units / count).collect();
@@ -64,7 +64,7 @@ fn even_cuts(units: u32, count: u32) -> Vec<u32> {
     (1..count).map(|cut| 1 + cut * each + cut.saturating_sub(first_with_more).min(left)).collect()
 }
 
-/// What stage `stage` does in which order.
+/// The passes of stage `stage`, in order.
 pub fn passes(stage: u32, stretches: &[Range<u32>], mesh: &Mesh, strategy: &Strategy) -> Vec<Pass> {
     let turns = turns(stage, mesh.pp, strategy.pipeline, strategy.accumulation_steps);
     turns.iter().flat_map(|turn| units_of(turn, &stretches[turn.chunk])).collect()
@@ -97,14 +97,14 @@ fn plain(phase: Phase, micro_batch: u32) -> Turn {
     Turn { phase, part: BackwardPart::Whole, chunk: 0, micro_batch }
 }
 
-/// Each micro-batch forward and then backward: what a rank does that holds all units.
+/// Each micro-batch forward and then backward: the order of a rank that holds all units.
 fn one_after_the_other(micro_batches: u32) -> Vec<Turn> {
     (0..micro_batches)
         .flat_map(|micro_batch| [Phase::Forward, Phase::Backward].map(|phase| plain(phase, micro_batch)))
         .collect()
 }
 
-/// `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+/// `warm_up` forwards, then alternating forwards and backwards, then the remaining backwards.
 fn warmed_up(total: u32, warm_up: u32, turn: impl Fn(Phase, u32) -> Turn) -> Vec<Turn> {
     let warm_up = warm_up.min(total);
     let forwards = 0..warm_up;
@@ -118,7 +118,7 @@ fn warmed_up(total: u32, warm_up: u32, turn: impl Fn(Phase, u32) -> Turn) -> Vec
 }
 
 /// The `number`-th forward or backward of an interleaved schedule: `stages` micro-batches on one
-/// stretch, the same on the next (Narayanan et al. 2021, section 2.2).
+/// stretch, then the same ones on the next (Narayanan et al. 2021, section 2.2).
 fn interleaved(phase: Phase, number: u32, stages: u32, chunks: u32) -> Turn {
     let (round, place) = (number / (stages * chunks), number % (stages * chunks));
     let chunk = match phase {

@@ -52,17 +52,18 @@ impl Program {
         writeln!(f, "peak      {peak}: {}", list(&memory.at_peak))
     }
 
-    /// Instruction `number` in words, without lane and dependencies.
+    /// Describes instruction `number` in words, without lane and dependencies.
     ///
     /// # Panics
     ///
-    /// When there is none.
+    /// If there is no such instruction.
     pub fn describe(&self, number: usize) -> String {
         describe(self, self.instructions[number].action)
     }
 }
 
-/// Bytes with a unit, to four digits.
+/// Bytes with a unit. Values below ten get two decimals: listings of small programs are read
+/// closely.
 fn size(bytes: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes as f64, "B");
@@ -156,7 +157,7 @@ fn state_name(program: &Program, unit: u32, state: State) -> String {
     }
 }
 
-/// Which chunk of several.
+/// The chunk in words, if the unit has several.
 fn part(program: &Program, unit: u32, chunk: u32) -> String {
     match program.chunks_of(unit) {
         1 => String::new(),

@@ -1,42 +1,45 @@
-//! One rank's step.
+//! The program of one rank.
 
 use crate::{Action, BackwardPart, Effect, Instruction, Lane, Mesh, Offload, Phase, Placement, State, Tier};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// One rank's step.
+/// The program of one rank's step: instructions, and the facts about model and mesh that they refer
+/// to.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Program {
-    /// Whose.
+    /// The rank that runs it.
     pub rank: u32,
-    /// Among which.
+    /// The mesh that the rank belongs to.
     pub mesh: Mesh,
-    /// What the rank keeps between steps.
+    /// The extent of the state that the rank keeps between steps.
     pub placement: Placement,
-    /// Where state lies that is fetched and evicted.
+    /// The tiers of state that is fetched and evicted.
     pub offload: Offload,
-    /// Per unit, in how many chunks its optimizer state is fetched and updated; empty: each in one.
+    /// Per unit, the number of chunks in which its optimizer state is fetched and updated. Empty:
+    /// one chunk each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub chunks: Vec<u32>,
-    /// The names of the model's units, by number.
+    /// Names of the model's units, by index.
     pub units: Vec<String>,
-    /// Per unit, the units whose parameters it reads besides its own.
+    /// Per unit, the other units whose parameters it reads.
     pub borrows: Vec<Vec<u32>>,
-    /// The stretches of units that this rank runs, ascending; without a pipeline, one of all units.
+    /// The stretches of units that this rank runs, ascending. Without a pipeline there is one
+    /// stretch of all units.
     pub stages: Vec<Range<u32>>,
-    /// How many micro-batches a rank's step has.
+    /// Number of micro-batches per step on this rank.
     pub micro_batches: u32,
-    /// Whether each micro-batch's gradient has buffers of its own, which are folded along a binary
-    /// tree.
+    /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
+    /// binary tree.
     pub folded: bool,
-    /// Whether the state is handed to the checkpoint writer.
+    /// True if the step ends by handing the state to the checkpoint writer.
     pub snapshot: bool,
-    /// How many passes ahead of its use anything is brought, and how many reductions may be under
-    /// way while gradients are computed.
+    /// Number of passes that anything may be brought ahead of its use. Also the number of
+    /// reductions that may be in flight while gradients are computed.
     pub prefetch: u32,
     /// Bytes held for the whole step.
     pub resident: Vec<Effect>,
-    /// In order; dependencies point backwards only.
+    /// Instructions in order. Dependencies point backwards only.
     pub instructions: Vec<Instruction>,
 }
 
@@ -46,12 +49,12 @@ impl Program {
         self.instructions.iter().enumerate().filter(move |(_, i)| i.action.lane() == lane).map(|(number, _)| number)
     }
 
-    /// The lanes that have anything to do.
+    /// The lanes that have instructions.
     pub fn lanes(&self) -> impl Iterator<Item = Lane> + '_ {
         Lane::ALL.into_iter().filter(|lane| self.on_lane(*lane).next().is_some())
     }
 
-    /// Whether the rank runs `unit`.
+    /// True if this rank runs `unit`.
     pub fn runs(&self, unit: u32) -> bool {
         self.stages.iter().any(|stage| stage.contains(&unit))
     }
@@ -61,12 +64,13 @@ impl Program {
         std::iter::once(unit).chain(self.borrows[unit as usize].iter().copied())
     }
 
-    /// In how many chunks the optimizer state of `unit` is updated.
+    /// The number of chunks in which the optimizer state of `unit` is updated.
     pub fn chunks_of(&self, unit: u32) -> u32 {
         self.chunks.get(unit as usize).copied().unwrap_or(1)
     }
 
-    /// The units that the rank trains: those it runs, and those they borrow; ascending.
+    /// The units that the rank trains, ascending: those it runs, and those whose parameters they
+    /// borrow.
     pub fn trains(&self) -> Vec<u32> {
         let units = self.stages.iter().cloned().flatten();
         let mut units: Vec<u32> = units.flat_map(|unit| self.reads(unit)).collect();
@@ -75,13 +79,14 @@ impl Program {
         units
     }
 
-    /// Whether other stages of the pipeline hold `unit` too: it is borrowed from them or by them.
+    /// True if other pipeline stages hold `unit` too, because a unit on one side of a cut borrows
+    /// it.
     pub fn is_shared_between_stages(&self, unit: u32) -> bool {
         let borrows = |(by, from): (u32, &Vec<u32>)| from.contains(&unit) && self.runs(by) != self.runs(unit);
         (0..).zip(&self.borrows).any(borrows)
     }
 
-    /// Where what an action fetches or evicts lies; None for others.
+    /// The tier of the state that an action fetches or evicts; None for other actions.
     pub fn tier_of(&self, action: Action) -> Option<Tier> {
         match action {
             Action::Fetch { state, .. } | Action::Evict { state, .. } => match state {
@@ -94,8 +99,8 @@ impl Program {
         }
     }
 
-    /// Whether an action copies from the device to the host: what is evicted, and the gradients
-    /// that an optimizer there fetches, which evicts to the device.
+    /// True for device-to-host copies: evictions, and, for a host optimizer, gradient fetches. (A
+    /// host optimizer's eviction goes the other way.)
     pub fn leaves_device(&self, action: Action) -> bool {
         let of_optimizer = |state| matches!(state, State::Optimizer { .. });
         self.tier_of(action) == Some(Tier::Host)
@@ -111,9 +116,10 @@ impl Program {
         self.units.len() as u32 - 1
     }
 
-    /// Whether a pass over `unit` adds to the gradients of the units it reads: a backward that
-    /// differentiates weights, and the loss's forward, which differentiates while it has the logits
-    /// (in a pipeline, whose schedules part forwards from backwards, its backward does).
+    /// True if a pass over `unit` adds to the gradients of the units it reads. Backwards that
+    /// differentiate weights do. The loss's forward does too, because it differentiates while it
+    /// has the logits. In a pipeline, whose schedules separate forwards from backwards, the loss's
+    /// backward does it instead.
     pub fn adds_gradients(&self, unit: u32, phase: Phase, part: BackwardPart) -> bool {
         match phase {
             Phase::Forward => unit == self.loss_unit() && self.mesh.pp == 1,

@@ -1,21 +1,21 @@
-//! What the engine can run of what can be lowered.
+//! The strategies that the engine can run, among those that can be lowered.
 
 use crate::{Mesh, PipelineSchedule, Strategy};
 use std::fmt;
 
-/// Whether a strategy can be run, or only priced. `Display` says it in words.
+/// The answer to whether a strategy can be run or only priced. `Display` gives it in words.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Runnable {
     /// The engine runs it.
     Yes,
-    /// The lowering exists and the checker passes it, but the engine lacks these.
+    /// The lowering exists and the checker accepts it, but the engine lacks something.
     PricedOnly {
-        /// In words.
+        /// The missing features, in words.
         lacks: Vec<String>,
     },
 }
 
-/// What the engine lacks to run `strategy` on `mesh`.
+/// Lists what the engine lacks to run `strategy` on `mesh`.
 pub fn runnable(mesh: &Mesh, strategy: &Strategy) -> Runnable {
     let degrees = [
         (mesh.pp, "pipeline parallelism"),

@@ -1,14 +1,14 @@
-//! How large a rank's part of everything is.
+//! The sizes of one rank's state and messages.
 
 use crate::{Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, Strategy, chunk_elements, padded};
 
-/// The sizes of one rank's state and messages; those of ranks of one pipeline stage are equal.
+/// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage.
 pub struct Sizes<'a> {
     pub model: &'a ModelShape,
     pub mesh: &'a Mesh,
     pub strategy: &'a Strategy,
     pub placement: Placement,
-    /// Per unit: elements of the flat buffer when it is whole, and of the rank's shard.
+    /// Per unit: elements of the whole flat buffer, and of the rank's shard.
     elements: Vec<[u64; 2]>,
 }
 
@@ -18,8 +18,8 @@ impl<'a> Sizes<'a> {
         let elements = |unit: &crate::UnitShape| {
             let experts = unit.expert_elements.min(unit.flat_elements);
             let [dense, experts] = [unit.flat_elements - experts, experts].map(|elements| elements.div_ceil(tp));
-            // Experts are split over `ep` neighbours of the shard group and sharded over what is
-            // left of it.
+            // Experts are split over `ep` neighbours of the shard group, and sharded over the rest
+            // of it.
             let shard = padded(dense + experts, shards) / u64::from(shards);
             [padded(dense + experts.div_ceil(ep), shards), shard]
         };
@@ -32,7 +32,7 @@ impl<'a> Sizes<'a> {
         self.elements[unit as usize][0] * u64::from(width)
     }
 
-    /// Bytes of what the rank holds of it.
+    /// Bytes of the part of a unit's flat buffer that the rank holds.
     pub fn held(&self, unit: u32, extent: Extent, width: u32) -> u64 {
         match extent {
             Extent::Full => self.full(unit, width),
@@ -40,18 +40,18 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Bytes of the resident copy that forward reads.
+    /// Bytes of the resident copy, which forward reads.
     pub fn parameters(&self, unit: u32) -> u64 {
         self.held(unit, self.placement.parameters, self.strategy.bytes.parameter)
     }
 
-    /// Bytes of masters and of optimizer state.
+    /// Bytes of a unit's masters and of its optimizer state.
     pub fn optimizer(&self, unit: u32) -> [u64; 2] {
         let bytes = &self.strategy.bytes;
         [bytes.master, bytes.optimizer].map(|width| self.held(unit, self.placement.masters, width))
     }
 
-    /// In how many chunks the optimizer state of a unit is fetched.
+    /// The number of chunks in which a unit's optimizer state is fetched.
     pub fn chunks(&self, unit: u32) -> u32 {
         match self.strategy.update_chunk.filter(|_| self.strategy.offload.optimizer.is_some()) {
             Some(elements) => {
@@ -62,24 +62,25 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Bytes of masters and of optimizer state of one of them.
+    /// Bytes of one chunk's masters and of its optimizer state.
     pub fn optimizer_chunk(&self, unit: u32, chunk: u32) -> [u64; 2] {
         [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| self.of_chunk(unit, chunk, width))
     }
 
-    /// Bytes of one of them at `width` bytes per element.
+    /// Bytes of one chunk at `width` bytes per element.
     pub fn of_chunk(&self, unit: u32, chunk: u32, width: u32) -> u64 {
         let held = self.held(unit, self.placement.masters, 1);
         let each = chunk_elements(held, self.chunks(unit));
         each.min(held - u64::from(chunk) * each) * u64::from(width)
     }
 
-    /// Bytes of a gradient before it is sharded.
+    /// Bytes of a unit's gradient before it is sharded.
     pub fn gradient(&self, unit: u32) -> u64 {
         self.full(unit, self.strategy.bytes.gradient)
     }
 
-    /// What forward keeps; the last unit's backward follows at once.
+    /// The activations that a unit's forward keeps. The last unit keeps everything, because its
+    /// backward follows at once.
     pub fn keep(&self, unit: u32) -> Keep {
         let last = unit as usize + 1 == self.model.units.len();
         if last { Keep::Everything } else { self.strategy.keep[unit as usize] }
@@ -90,7 +91,7 @@ impl<'a> Sizes<'a> {
         self.saved_under(unit, self.keep(unit))
     }
 
-    /// Bytes that a backward reads.
+    /// Bytes of activations that a unit's backward reads.
     pub fn everything(&self, unit: u32) -> u64 {
         self.saved_under(unit, Keep::Everything)
     }
@@ -123,19 +124,19 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Bytes of a micro-batch.
+    /// Bytes of one micro-batch.
     pub fn batch(&self) -> u64 {
         self.model.batch_bytes / u64::from(self.mesh.cp)
     }
 
-    /// The norm's partial sums over `units`, one f64 per chunk, and a loss per micro-batch of the
-    /// step.
+    /// Bytes that the norm holds: its partial sums over `units`, one f64 per chunk, and a loss per
+    /// micro-batch of the step.
     pub fn norm(&self, units: &[u32]) -> u64 {
         let chunks: u64 = units.iter().map(|unit| self.full(*unit, 1) / SHARD_QUANTUM).sum();
         8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))
     }
 
-    /// The bytes of a message; a group of one sends nothing.
+    /// Bytes of a message along `axis`. A group of one sends nothing.
     pub fn message(&self, axis: Axis, bytes: u64) -> u64 {
         if self.mesh.degree(axis) > 1 { bytes } else { 0 }
     }

@@ -1,11 +1,11 @@
-//! What a lowering is given: the model's units, how the step is to be run, and what follows for
-//! where state lies.
+//! The input of a lowering: the model's units, the strategy, and the placement of state that
+//! follows from them.
 
 use crate::{Keep, Mesh};
 use serde::{Deserialize, Serialize};
 
-/// Shards divide into chunks of so many elements, over which gradient norms are summed: a rank's
-/// shard is a whole number of chunks, so the norm's bits depend on no sharding factor.
+/// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
+/// number of chunks, so the norm's bits do not depend on the sharding factor.
 pub const SHARD_QUANTUM: u64 = 4096;
 
 /// Elements of a unit's flat buffer when it is padded to `shards` equal shards of whole chunks.
@@ -13,58 +13,58 @@ pub fn padded(flat_elements: u64, shards: u32) -> u64 {
     flat_elements.next_multiple_of(SHARD_QUANTUM * u64::from(shards.max(1)))
 }
 
-/// Elements of each of `chunks` parts of what a rank holds of a unit, `held` elements; the last may
-/// have fewer.
+/// Elements of each of `chunks` parts of the `held` elements that a rank holds of a unit. The last
+/// part may have fewer.
 pub fn chunk_elements(held: u64, chunks: u32) -> u64 {
     held.div_ceil(u64::from(chunks.max(1))).next_multiple_of(SHARD_QUANTUM)
 }
 
-/// What a lowering knows of a unit. Sizes are those of one rank's micro-batch on an unsplit model;
-/// a lowering divides them by the degrees that split them.
+/// The facts about a unit that a lowering needs. Sizes are those of one rank's micro-batch on an
+/// unsplit model; a lowering divides them by the degrees that split them.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct UnitShape {
-    /// Its name, for prints and reports.
+    /// Name, for prints and reports.
     pub name: String,
-    /// Elements of its flat buffer before padding to shards, the gaps between parameters included.
+    /// Elements of the flat buffer before padding to shards, including the gaps between parameters.
     pub flat_elements: u64,
-    /// Units whose parameters it reads besides its own (tied embeddings).
+    /// Other units whose parameters it reads (tied embeddings).
     pub borrows: Vec<u32>,
-    /// Bytes that a forward keeps, by [`Keep`]: everything, selective, input only.
+    /// Bytes that a forward keeps, in the order of [`Keep`]: everything, selective, input only.
     pub saved_bytes: [u64; 3],
-    /// Bytes of its output, which cross a pipeline cut and are what tensor parallelism exchanges; 0
-    /// for the loss.
+    /// Bytes of its output. This is what crosses a pipeline cut and what tensor parallelism
+    /// exchanges; 0 for the loss.
     pub output_bytes: u64,
     /// Collectives of `output_bytes` inside a forward under tensor parallelism, and as many inside
     /// a backward: 2 for a transformer block.
     pub tensor_collectives: u32,
-    /// Bytes of keys and values, which context parallelism passes around.
+    /// Bytes of keys and values, which the ring of context parallelism passes on.
     pub kv_bytes: u64,
     /// Elements of `flat_elements` that expert parallelism splits.
     pub expert_elements: u64,
-    /// Bytes that a dispatch to experts sends, and a combine again.
+    /// Bytes that a dispatch to experts sends. A combine sends as many.
     pub expert_bytes: u64,
 }
 
-/// What a lowering knows of a model: its units in order of execution. The last one computes the
-/// loss.
+/// The facts about a model that a lowering needs: its units in order of execution. The last one
+/// computes the loss.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ModelShape {
-    /// First to last.
+    /// Units from first to last.
     pub units: Vec<UnitShape>,
     /// Bytes of a micro-batch's tokens, targets and positions on the device.
     pub batch_bytes: u64,
 }
 
-/// Bytes per element of what a rank keeps.
+/// Bytes per element of the state that a rank keeps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateBytes {
-    /// The copy that forward reads.
+    /// The copy of parameters that forward reads.
     pub parameter: u32,
-    /// The f32 master; 0 when the compute copy is the master.
+    /// The f32 master; 0 if the compute copy is the master.
     pub master: u32,
     /// A gradient.
     pub gradient: u32,
-    /// The optimizer's state.
+    /// The optimizer state.
     pub optimizer: u32,
     /// A gradient while it is summed over ranks.
     pub reduce: u32,
@@ -77,7 +77,7 @@ impl StateBytes {
     pub const F32: StateBytes = StateBytes { parameter: 4, master: 0, gradient: 4, optimizer: 8, reduce: 4 };
 }
 
-/// When parameters that were gathered for a forward are given back (FSDP's
+/// The time at which parameters that were gathered for a forward are released (FSDP's
 /// `reshard_after_forward`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -85,14 +85,14 @@ pub enum Reshard {
     /// After each forward; backward gathers again.
     #[default]
     Always,
-    /// After the last backward: gathered once a step.
+    /// After the last backward: parameters are gathered once a step.
     Never,
-    /// After each forward down to 1 / n, so that backward gathers from n neighbours (of one node,
-    /// say).
+    /// After each forward, down to the 1/n part. Backward then gathers from n neighbours (of one
+    /// node, say).
     To(u32),
 }
 
-/// When gradients are summed over ranks.
+/// The time at which gradients are summed over ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceSchedule {
@@ -103,35 +103,35 @@ pub enum ReduceSchedule {
     PerMicroBatch,
 }
 
-/// A memory below the device's.
+/// A memory below the device's, to which state can be offloaded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tier {
-    /// Host memory, for devices that have their own.
+    /// Host memory, for devices that have memory of their own.
     Host,
     /// A local disk.
     Disk,
 }
 
-/// What lies in a lower tier while it is not used; None: on the device. Optimizer state on the host
-/// is not brought to the device: the update runs there, on gradients that are fetched, and what is
-/// evicted is the copy that it wrote.
+/// The tier in which each kind of state lies while it is not used; None: on the device.
+///
+/// Optimizer state on the host is not brought to the device. The update runs on the host: gradients
+/// are fetched to it, and the updated parameters are evicted to the device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Offload {
     /// Masters and optimizer state.
     pub optimizer: Option<Tier>,
-    /// The copy that forward reads.
+    /// The copy of parameters that forward reads.
     pub parameters: Option<Tier>,
-    /// What forward keeps for backward.
+    /// Activations that forward keeps for backward.
     pub activations: Option<Tier>,
-    /// Gradients, from when all that a micro-batch adds to them is added until it is the next one's
-    /// turn, or the update's. They lie where the optimizer's state lies, whose update reads them
-    /// there.
+    /// The gradient sum, between the micro-batches that add to it and until the update. It lies in
+    /// the tier of the optimizer state, because the update reads it there.
     #[serde(default)]
     pub gradients: Option<Tier>,
 }
 
-/// The order of forwards and backwards of a pipeline.
+/// The order of forwards and backwards in a pipeline.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PipelineSchedule {
@@ -140,57 +140,59 @@ pub enum PipelineSchedule {
     /// One forward, one backward (Narayanan et al. 2019, "PipeDream-Flush").
     #[default]
     OneForwardOneBackward,
-    /// The same over `chunks` stretches of units per rank (Narayanan et al. 2021).
+    /// One forward, one backward over `chunks` stretches of units per rank (Narayanan et al. 2021).
     Interleaved {
-        /// Stretches of units per rank.
+        /// Number of stretches of units per rank.
         chunks: u32,
     },
-    /// Backward in two halves, weights when there is time (Qi et al. 2023, ZB-H1).
+    /// Backward in two halves. The half for weights runs when the stage would be idle (Qi et al.
+    /// 2023, ZB-H1).
     ZeroBubble,
 }
 
-/// How a step is to be run.
+/// The choices of how to run a step on a mesh.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Strategy {
-    /// Micro-batches of a rank that are summed before an update.
+    /// Number of micro-batches that a rank sums before an update.
     pub accumulation_steps: u32,
-    /// Per unit, what forward keeps; the last unit's is always everything, since its backward
-    /// follows at once.
+    /// Per unit, the activations that forward keeps. The last unit always keeps everything, because
+    /// its backward follows at once.
     pub keep: Vec<Keep>,
-    /// Whether the state is handed to the checkpoint writer after the update.
+    /// True if the state is handed to the checkpoint writer after the update.
     pub snapshot: bool,
-    /// What is sharded over the shard group (Rajbhandari et al. 2020): 0 nothing, 1 masters and
-    /// optimizer, 2 also gradients, 3 also parameters.
+    /// The state that is sharded over the shard group (Rajbhandari et al. 2020): 0 none, 1 masters
+    /// and optimizer, 2 also gradients, 3 also parameters.
     pub zero_stage: u8,
-    /// Stage 3: when gathered parameters are given back.
+    /// Stage 3: the time at which gathered parameters are released.
     pub reshard_after_forward: Reshard,
-    /// Units whose parameters are gathered, and state is fetched, ahead of their use; and
-    /// reductions that may be under way while the next gradient is computed (at least one).
+    /// Number of passes that gathers and fetches may run ahead of their use. Also the number of
+    /// reductions that may be in flight while the next gradient is computed (at least one).
     pub prefetch: u32,
-    /// When gradients are summed over ranks.
+    /// The time at which gradients are summed over ranks.
     pub reduce_schedule: ReduceSchedule,
-    /// Whether gradients are summed over micro-batches as they are over ranks, so that degrees 1,
-    /// 2, 4 .. give the same bits at one global batch.
+    /// True if gradients are summed over micro-batches along the same tree as over ranks. Degrees
+    /// 1, 2, 4, .. then give the same bits at one global batch.
     pub elastic: bool,
-    /// What lies in a lower tier.
+    /// The state that lies in a lower tier.
     pub offload: Offload,
-    /// Elements whose optimizer state is fetched from its tier and updated at a time, at most, in
-    /// whole quanta ([`SHARD_QUANTUM`]); None: a unit's.
+    /// Maximum number of elements whose optimizer state is fetched and updated at a time, in whole
+    /// quanta ([`SHARD_QUANTUM`]). None: a whole unit.
     pub update_chunk: Option<u64>,
-    /// Bytes per element of what is kept.
+    /// Bytes per element of the state.
     pub bytes: StateBytes,
-    /// The order of a pipeline's forwards and backwards.
+    /// The order of forwards and backwards in a pipeline.
     pub pipeline: PipelineSchedule,
-    /// The first unit of every stretch of the pipeline but the first, ascending; empty: blocks in
-    /// equal parts.
+    /// The first unit of every pipeline stretch but the first, ascending. Empty: stretches get
+    /// equally many blocks.
     pub cuts: Vec<u32>,
-    /// Whether tensor parallelism splits norms and residuals along the sequence too (Korthikanti et
+    /// True if tensor parallelism splits norms and residuals along the sequence too (Korthikanti et
     /// al. 2022).
     pub sequence_parallel: bool,
 }
 
 impl Strategy {
-    /// One micro-batch of mixed precision on `units` units, everything kept, nothing sharded.
+    /// One micro-batch of mixed precision on `units` units. Everything is kept and nothing is
+    /// sharded.
     pub fn new(units: usize) -> Strategy {
         Strategy {
             accumulation_steps: 1,
@@ -211,39 +213,39 @@ impl Strategy {
     }
 }
 
-/// How much of a unit's flat buffer a rank holds.
+/// The part of a unit's flat buffer that a rank holds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Extent {
     /// All of it.
     Full,
-    /// The rank's part, 1 / F.
+    /// The rank's shard, 1/F of it.
     Shard,
 }
 
-/// Where backward puts a gradient.
+/// The place where backward puts a gradient.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fresh {
     /// Into the resident sum.
     InPlace,
     /// Into a buffer that lives from the unit's first contribution to its reduction. With one
-    /// reduction per micro-batch the next buffer may begin while the one before is still being
-    /// reduced: a pass whose effects take gradient memory begins new ones.
+    /// reduction per micro-batch, the next buffer may begin while the previous one is still being
+    /// reduced. A pass with an effect that takes gradient memory begins a new buffer.
     Transient,
 }
 
-/// What a rank keeps between steps, and where fresh gradients go. All that the engine learns of a
-/// strategy.
+/// The extent of the state that a rank keeps between steps, and the place of fresh gradients. The
+/// engine learns nothing else of a strategy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Placement {
-    /// The copy that forward reads; a shard is gathered when needed.
+    /// The copy of parameters that forward reads. A shard is gathered when needed.
     pub parameters: Extent,
     /// f32 masters and optimizer state.
     pub masters: Extent,
-    /// The sum that the update reads.
+    /// The gradient sum that the update reads.
     pub gradients: Extent,
-    /// Where backward writes.
+    /// The place where backward writes gradients.
     pub fresh_gradients: Fresh,
 }
 
@@ -256,8 +258,8 @@ impl Placement {
         fresh_gradients: Fresh::InPlace,
     };
 
-    /// What `strategy` keeps where on `mesh`. A shard group of one holds everything whole, whatever
-    /// the stage.
+    /// The placement of state for `strategy` on `mesh`. A shard group of one holds everything
+    /// whole, whatever the stage.
     pub fn of(mesh: &Mesh, strategy: &Strategy) -> Placement {
         let stage = if mesh.shard_degree() == 1 { 0 } else { strategy.zero_stage };
         let from = |first: u8| if stage >= first { Extent::Shard } else { Extent::Full };
@@ -275,127 +277,128 @@ impl Placement {
 /// A strategy that does not fit the model or the mesh.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum StrategyError {
-    /// A step of nothing.
+    /// The step has no micro-batches.
     #[error("a step needs at least one micro-batch: accumulation_steps is 0")]
     NoMicroBatch,
-    /// No units.
+    /// The model has no units.
     #[error("a model needs at least one unit")]
     NoUnits,
-    /// The lengths disagree.
+    /// The list of activations to keep has the wrong length.
     #[error("what to keep is given for {given} units, but the model has {units}")]
     KeepLength {
-        /// Entries given.
+        /// Number of entries given.
         given: usize,
-        /// Units of the model.
+        /// Number of units of the model.
         units: usize,
     },
-    /// An axis of no ranks.
+    /// An axis has no ranks.
     #[error("every degree of the mesh must be at least 1: {0:?}")]
     EmptyAxis(Mesh),
     /// A unit borrows from one that does not exist, or from itself.
     #[error("unit {unit} borrows the parameters of unit {from}: the model's others are 0 to {last}")]
     Borrow {
-        /// Which unit.
+        /// Index of the borrowing unit.
         unit: u32,
-        /// From which.
+        /// Index of the unit it borrows from.
         from: u32,
-        /// The last unit.
+        /// Index of the model's last unit.
         last: u32,
     },
-    /// A stage that is none.
+    /// The ZeRO stage does not exist.
     #[error("zero_stage is {0}: it goes from 0 to 3")]
     ZeroStage(u8),
-    /// Parts that do not come out even.
+    /// The part that should stay after forward does not divide the shard group evenly.
     #[error("reshard_after_forward = {to} does not divide the shard group of {shards} ranks: use one of {possible:?}")]
     ReshardTo {
-        /// What was asked for.
+        /// Number of parts that was asked for.
         to: u32,
-        /// Ranks of the shard group.
+        /// Number of ranks of the shard group.
         shards: u32,
-        /// What would do.
+        /// Values that would be accepted.
         possible: Vec<u32>,
     },
-    /// Elastic bits need a binary tree.
+    /// Elastic bits need a binary tree, and the numbers are no powers of two.
     #[error("elastic bits need powers of two: accumulation is {accumulation} and the data-parallel degree {degree}")]
     Elastic {
-        /// Micro-batches per rank.
+        /// Number of micro-batches per rank.
         accumulation: u32,
         /// Data-parallel degree.
         degree: u32,
     },
-    /// Elastic bits fold micro-batches before ranks.
+    /// Elastic bits fold micro-batches before ranks, but gradients are reduced per micro-batch.
     #[error("elastic bits sum a rank's micro-batches first: reduce gradients once per step")]
     ElasticPerMicroBatch,
-    /// Experts are spread inside a shard group.
+    /// Experts are spread inside a shard group, and their degree does not divide it.
     #[error(
         "{experts} expert-parallel ranks do not divide the shard group of {shards}: raise dp_shard or cp to a multiple"
     )]
     Experts {
         /// Expert-parallel degree.
         experts: u32,
-        /// Ranks of the shard group.
+        /// Number of ranks of the shard group.
         shards: u32,
     },
-    /// Interleaving nothing.
+    /// Interleaving needs several stages and at least one stretch each.
     #[error(
         "{chunks} stretches of units per stage, with {stages} stages: interleaving needs at least one stretch, and several stages"
     )]
     Chunks {
-        /// Stretches per stage.
+        /// Number of stretches per stage.
         chunks: u32,
-        /// Pipeline stages.
+        /// Number of pipeline stages.
         stages: u32,
     },
-    /// A stage without units.
+    /// A stretch of the pipeline would have no units.
     #[error("a pipeline of {stretches} stretches needs as many units, and the model has {units}")]
     Stretches {
         /// Stages times stretches per stage.
         stretches: u32,
-        /// Units of the model.
+        /// Number of units of the model.
         units: u32,
     },
-    /// Interleaved schedules go round by round.
+    /// Interleaved schedules go round by round, and the micro-batches do not fill the last round.
     #[error(
         "an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches, not {micro_batches}"
     )]
     Interleaving {
-        /// Micro-batches of a step.
+        /// Number of micro-batches of a step.
         micro_batches: u32,
-        /// Pipeline stages.
+        /// Number of pipeline stages.
         stages: u32,
     },
-    /// Cuts that do not make the stretches.
+    /// The cuts do not divide the units into the wanted stretches.
     #[error(
         "the cuts {cuts:?} do not divide {units} units into {stretches} stretches that all have some: give {stretches} - 1, ascending"
     )]
     Cuts {
-        /// As given.
+        /// The cuts as given.
         cuts: Vec<u32>,
-        /// Stretches wanted.
+        /// Number of stretches wanted.
         stretches: u32,
-        /// Units of the model.
+        /// Number of units of the model.
         units: u32,
     },
-    /// Gradients that lie in a tier are read there, by the update of a state that is there too.
+    /// Gradients and optimizer state lie in different tiers, but the update reads both in one
+    /// place.
     #[error("gradients lie in the tier of the optimizer's state, or on the device: offload both to one tier")]
     GradientsApart,
-    /// Stages sum what they share where it is.
+    /// Gradients are offloaded in a pipeline, but stages sum shared gradients on the device.
     #[error("in a pipeline gradients stay on the device: leave out their offload, or use one stage")]
     GradientsOfStages,
-    /// Chunks of nothing.
+    /// Update chunks would have no elements.
     #[error("update_chunk is 0: a chunk has at least one element")]
     NoChunk,
-    /// No such rank.
+    /// The rank does not exist.
     #[error("rank {rank} is not in a mesh of {ranks} ranks, 0 to {}", .ranks - 1)]
     Rank {
-        /// Which.
+        /// The rank that was asked for.
         rank: u32,
-        /// How many there are.
+        /// Number of ranks of the mesh.
         ranks: u32,
     },
 }
 
-/// Checks that the three go together.
+/// Checks that model, mesh and strategy go together.
 pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {
     if strategy.accumulation_steps == 0 {
         return Err(StrategyError::NoMicroBatch);

@@ -1,31 +1,35 @@
-//! What waits for what where a device copies to and from its host on two streams, one for each
-//! direction.
+//! The streams of a device that copies to and from its host in both directions at once.
 //!
-//! The host lane has one order. A link works in both directions at once, so copies from the device
-//! have a stream of their own beside the host lane's, and of that order is kept: what moves the
-//! same, whichever way; what an instruction before waited for; and that whoever waits for a copy
-//! comes after all copies before it. State on disk is moved on the host lane's own stream, which
-//! what comes after it waits for.
+//! The host lane is one lane with one order. A link works in both directions at once, so copies
+//! from the device to the host get a stream of their own. Three parts of the host lane's order must
+//! be kept:
+//!
+//! - two copies that move the same thing keep their order, in whichever direction;
+//! - what an earlier instruction waited for has finished;
+//! - an instruction that waits for a copy comes after all copies before it.
+//!
+//! State on disk moves on the host lane's own stream, and everything after it on that lane waits
+//! for it.
 
 use crate::{Action, Lane, Program, State, Tier};
 use std::collections::BTreeMap;
 
-/// The streams of a program's lanes. Where nothing lies on the host each lane is one, and nothing
-/// is waited for but dependencies.
+/// The streams of a program's lanes. If nothing lies on the host, each lane is one stream, and
+/// instructions wait only for their dependencies.
 pub struct Streams<'p> {
     program: &'p Program,
-    /// Per instruction, whether it is on the stream of copies from the device; empty: there is
-    /// none.
+    /// Per instruction, true if it is on the stream of copies from the device. Empty: there is no
+    /// such stream.
     outward: Vec<bool>,
-    /// What instructions wait for beside their dependencies.
+    /// Additional instructions that an instruction waits for, beside its dependencies.
     also: BTreeMap<usize, Vec<u32>>,
 }
 
 impl<'p> Streams<'p> {
-    /// How many there are: one for each lane, and that of copies from the device to the host.
+    /// Number of streams: one for each lane, and one for copies from the device to the host.
     pub const COUNT: usize = Lane::ALL.len() + 1;
 
-    /// Those of `program`, whose dependencies point backwards.
+    /// The streams of `program`, whose dependencies must point backwards.
     pub fn new(program: &'p Program) -> Streams<'p> {
         let offload = &program.offload;
         let mut streams = Streams { program, outward: Vec::new(), also: BTreeMap::new() };
@@ -37,12 +41,12 @@ impl<'p> Streams<'p> {
         streams
     }
 
-    /// Whether there is a stream of copies from the device.
+    /// True if copies from the device have a stream of their own.
     pub fn are_apart(&self) -> bool {
         !self.outward.is_empty()
     }
 
-    /// Which stream an instruction is on: its lane's number, or the last.
+    /// Index of an instruction's stream: the number of its lane, or the last stream.
     pub fn of(&self, number: usize) -> usize {
         match self.outward.get(number) {
             Some(true) => Lane::ALL.len(),
@@ -50,7 +54,7 @@ impl<'p> Streams<'p> {
         }
     }
 
-    /// What an instruction waits for.
+    /// The instructions that an instruction waits for.
     pub fn waits(&self, number: usize) -> impl Iterator<Item = u32> + '_ {
         let also = self.also.get(&number).into_iter().flatten();
         self.program.instructions[number].after.iter().chain(also).copied()
@@ -58,12 +62,12 @@ impl<'p> Streams<'p> {
 
     fn order(&mut self) {
         let instructions = &self.program.instructions;
-        // Of copies in each direction: the last one; what others waited for that those have not;
-        // and all that move a unit's state.
+        // For copies in each direction: the last one; the instructions that others waited for and
+        // these have not; and all that move a unit's state.
         let mut last = [None; 2];
         let mut waited: [Vec<u32>; 2] = Default::default();
         let mut of_unit: [BTreeMap<u32, Vec<u32>>; 2] = Default::default();
-        // Per instruction of the host lane, the last copy before it in the other direction.
+        // Per instruction of the host lane, the last earlier copy in the other direction.
         let mut beside: Vec<Option<u32>> = vec![None; instructions.len()];
         let mut on_disk = None;
         for (number, instruction) in instructions.iter().enumerate() {
@@ -82,7 +86,7 @@ impl<'p> Streams<'p> {
                         also.extend(before.and_then(|before| before.iter().rev().find(moves_the_same)));
                         of_unit[way].entry(unit).or_default().push(number as u32);
                     }
-                    // It reads what was moved.
+                    // The instruction reads what was moved.
                     _ => also.extend(last[other]),
                 }
                 match self.program.tier_of(instruction.action) {
@@ -98,8 +102,8 @@ impl<'p> Streams<'p> {
     }
 }
 
-/// Whether two copies of one unit move the same. The copy that forward reads is written by an
-/// optimizer that lies on the host.
+/// True if two copies of one unit move the same thing. A host optimizer writes the copy that
+/// forward reads.
 fn is_the_same(a: Action, b: Action) -> bool {
     let state = |action| match action {
         Action::Fetch { state, .. } | Action::Evict { state, .. } => Some(state),

@@ -1,13 +1,14 @@
-//! The end of a step: what several stages share, the norm, and unit by unit the update with the
-//! state that it needs.
+//! The end of a step: the sum over stages of shared gradients, the norm, and the updates unit by
+//! unit.
 
 use crate::lower::Lowering;
 use crate::{Action, Axis, Effect, Instruction, MemoryKind, State, Tier};
 
 impl Lowering<'_> {
-    /// The norm, then unit by unit: fetch what its optimizer needs, update, pass on what others
-    /// hold too, evict. Gradients are complete once their norm is known, so an update that runs on
-    /// the host has them fetched after it, unless they are there.
+    /// Emits the norm and then, unit by unit: fetch the optimizer state, update, pass the result on
+    /// to ranks and stages that hold it too, evict. Gradients are complete once their norm is
+    /// known. An update on the host therefore fetches them after the norm, unless they are on the
+    /// host already.
     pub(crate) fn update(&mut self) {
         let last_pass = self.ran.last().copied();
         let tied = self.tie();
@@ -26,8 +27,8 @@ impl Lowering<'_> {
         }
         let mut updated = None;
         for at in 0..self.pieces.len() {
-            // The next piece of state comes while this one is updated; the one before has gone by
-            // then.
+            // The next piece of state is fetched while this one is updated. By then the previous
+            // one has been evicted.
             self.fetch_state(at + 1, None);
             updated = Some(self.update_piece(self.pieces[at]));
         }
@@ -36,18 +37,19 @@ impl Lowering<'_> {
         }
     }
 
-    /// Whether the update runs on the host, where the optimizer's state is.
+    /// True if the update runs on the host, where the optimizer state lies.
     fn updates_on_host(&self) -> bool {
         self.strategy.offload.optimizer == Some(Tier::Host)
     }
 
-    /// Whether the copy that forward reads is apart from the masters, so that an update writes it
+    /// True if the copy that forward reads is separate from the masters. An update then writes it
     /// without reading it.
     fn writes_copy(&self) -> bool {
         self.strategy.bytes.master != 0 || self.updates_on_host()
     }
 
-    /// A unit that several stages hold has contributions to its gradient from each of them.
+    /// Sums the gradients of units that several stages hold, because each stage contributes to
+    /// them.
     fn tie(&mut self) -> Option<u32> {
         let mut tied = None;
         for unit in self.trains.clone() {
@@ -61,10 +63,10 @@ impl Lowering<'_> {
         tied
     }
 
-    /// Fetches what the `at`-th update needs and is not here.
+    /// Fetches what the `at`-th update needs and is not on the device.
     fn fetch_state(&mut self, at: usize, before: Option<u32>) {
         let Some((unit, chunk)) = self.pieces.get(at).copied() else { return };
-        // The update of a copy that is its own master reads it; otherwise it is written anew.
+        // An update reads a copy that is its own master; a separate copy is written anew.
         if chunk == 0 {
             let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy();
             self.present[unit as usize] = reads.then(|| self.fetch_parameters(unit, before));
@@ -72,7 +74,7 @@ impl Lowering<'_> {
         let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer { chunk } });
         let fetch = match self.strategy.offload.optimizer {
             None => return,
-            // They are there already.
+            // The gradients are on the host already.
             Some(Tier::Host) if self.strategy.offload.gradients.is_some() => fetch,
             Some(Tier::Host) => fetch.moving(self.sizes.of_chunk(unit, chunk, self.strategy.bytes.gradient)),
             Some(Tier::Disk) => {
@@ -85,7 +87,7 @@ impl Lowering<'_> {
         self.fetched.push(self.builder.push(fetch, before));
     }
 
-    /// Bytes of gradients that come from a disk with a chunk of optimizer state.
+    /// Bytes of gradients that come from a disk together with a chunk of optimizer state.
     fn gradients_with(&self, unit: u32, chunk: u32) -> u64 {
         let width = if self.strategy.offload.gradients.is_some() { self.strategy.bytes.gradient } else { 0 };
         self.sizes.of_chunk(unit, chunk, width)
@@ -126,7 +128,7 @@ impl Lowering<'_> {
         update
     }
 
-    /// Gives others what was updated of a copy that they hold too, and the copy to its tier.
+    /// Sends updated parameters to the ranks that hold a copy of them, and the copy to its tier.
     fn pass_on_update(&mut self, unit: u32, written: u32) {
         let mut written = written;
         if self.sizes.placement.parameters != self.sizes.placement.masters {
@@ -140,7 +142,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// What is held from the first instruction to the last.
+    /// The memory that is held from the first instruction to the last.
     pub(crate) fn resident(&self) -> Vec<Effect> {
         let offload = &self.strategy.offload;
         let sum = |of: &dyn Fn(u32) -> u64| self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64;

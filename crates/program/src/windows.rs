@@ -1,39 +1,40 @@
-//! Windows: the stretches of a step during which something that is not resident has to be there,
-//! and when gradients begin and end.
+//! Windows: the stretches of a step during which something that is not resident must be on the
+//! device, and the spans of gradients.
 
 use crate::order::Pass;
 use crate::{BackwardPart, Phase, Reshard};
 
-/// From the first to the last pass that uses a unit's parameters without letting go of them.
+/// The stretch from the first to the last pass that uses a unit's parameters without a release in
+/// between.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Window {
-    /// Whose parameters.
+    /// Index of the unit.
     pub unit: u32,
-    /// Index of the first pass that uses them.
+    /// Index of the first pass that uses its parameters.
     pub first: usize,
-    /// Index of the last one.
+    /// Index of the last such pass.
     pub last: usize,
-    /// From how many neighbours they come.
+    /// Number of ranks that the gather runs over.
     pub over: u32,
-    /// One of how many parts stays afterwards.
+    /// The 1/`keep` part stays after the release.
     pub keep: u32,
 }
 
-/// How parameters come and go.
+/// The rules by which parameters are gathered and released.
 pub struct Reach {
-    /// Whether they do: they are not resident.
+    /// True if parameters are not resident.
     pub come_and_go: bool,
     /// The size of the shard group.
     pub shards: u32,
-    /// What stays after forwards.
+    /// The part that stays after forwards.
     pub reshard: Reshard,
-    /// How many passes ahead they are brought.
+    /// Number of passes by which gathers run ahead.
     pub prefetch: usize,
 }
 
-/// The windows of all units, by first use. `uses` are the units whose parameters a pass reads. Two
-/// uses no further apart than `prefetch` passes share a window: the next gather would begin before
-/// the release.
+/// The windows of all units, in order of first use. `uses` gives the units whose parameters a pass
+/// over a unit reads. Two uses that are at most `prefetch` passes apart share a window, because the
+/// next gather would begin before the release.
 pub fn parameter_windows(passes: &[Pass], units: usize, uses: impl Fn(u32) -> Vec<u32>, reach: &Reach) -> Vec<Window> {
     if !reach.come_and_go {
         return Vec::new();
@@ -61,7 +62,7 @@ pub fn parameter_windows(passes: &[Pass], units: usize, uses: impl Fn(u32) -> Ve
     windows
 }
 
-/// After a forward, a part may stay for the backward.
+/// The part that stays for the backward after a forward.
 fn part_that_stays(last_use: &Pass, shards: u32, reshard: Reshard) -> u32 {
     match (reshard, last_use.phase) {
         (Reshard::To(part), Phase::Forward) => part,
@@ -69,21 +70,21 @@ fn part_that_stays(last_use: &Pass, shards: u32, reshard: Reshard) -> u32 {
     }
 }
 
-/// When the gradient of a unit, or of a unit on one micro-batch, begins and is complete.
+/// The span of a gradient, of a unit or of a unit on one micro-batch: from its first contribution
+/// to its last.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GradientSpan {
-    /// Whose.
+    /// Index of the unit.
     pub unit: u32,
-    /// Of which micro-batch; when micro-batches share a buffer, of the last.
+    /// Index of the micro-batch; the last one, if micro-batches share a buffer.
     pub micro_batch: u32,
-    /// Index of the first pass that adds to it.
+    /// Index of the first pass that adds to the gradient.
     pub first: usize,
-    /// Index of the last one.
+    /// Index of the last such pass.
     pub last: usize,
 }
 
-/// The spans of all gradients, in no order that matters. With `apart`, every micro-batch has its
-/// own.
+/// The spans of all gradients, in arbitrary order. With `apart`, every micro-batch has its own.
 pub fn gradient_spans(
     passes: &[Pass],
     units: usize,
@@ -109,23 +110,22 @@ pub fn gradient_spans(
     spans.into_iter().flatten().collect()
 }
 
-/// From when a unit's sum of gradients has to be on the device until it may leave.
+/// A stretch of passes during which a unit's gradient sum must be on the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stay {
-    /// Whose.
+    /// Index of the unit.
     pub unit: u32,
-    /// Index of the pass that first adds to it, or completes what a reduction adds to it.
+    /// Index of the first pass that adds to the sum, or completes what a reduction adds to it.
     pub first: usize,
-    /// Index of the last one.
+    /// Index of the last such pass.
     pub last: usize,
-    /// Whether it begins there; otherwise it comes from its tier.
+    /// True if the sum begins on the device, false if it comes from its tier.
     pub begins: bool,
 }
 
-/// When sums of gradients are on the device, in order of their first pass: while a micro-batch adds
-/// to them. `needed` is the first and the last pass of each of these times, ascending for every
-/// unit. Two times no further apart than `reach` passes are one: the sum would be fetched before it
-/// is gone.
+/// The stretches during which gradient sums are on the device, in order of their first pass.
+/// `needed` gives the passes that need each sum, ascending for every unit. Two stretches that are
+/// at most `reach` passes apart become one, because the sum would be fetched before it is evicted.
 pub fn gradient_stays(needed: impl Iterator<Item = GradientSpan>, units: usize, reach: usize) -> Vec<Stay> {
     let mut open: Vec<Option<usize>> = vec![None; units];
     let mut stays: Vec<Stay> = Vec::new();
@@ -142,8 +142,8 @@ pub fn gradient_stays(needed: impl Iterator<Item = GradientSpan>, units: usize, 
     stays
 }
 
-/// Per forward pass, the backward pass that its activations can be away until: one more than
-/// `reach` passes later.
+/// Per forward pass, the backward pass until which its activations can be offloaded. It is more
+/// than `reach` passes later.
 pub fn activation_trips(passes: &[Pass], micro_batches: u32, reach: usize) -> Vec<Option<usize>> {
     let place = |pass: &Pass| pass.unit as usize * micro_batches as usize + pass.micro_batch as usize;
     let mut forwards = vec![0; passes.iter().map(place).max().map_or(0, |last| last + 1)];

@@ -1,4 +1,4 @@
-//! The programs in the documentation are those that the lowering makes.
+//! The programs shown in the documentation are those that the lowering makes.
 
 #[allow(dead_code)]
 #[path = "../examples/strategies.rs"]

@@ -1,4 +1,4 @@
-//! Lowerings give programs that pass the checker, and the checker refuses broken ones.
+//! Lowerings produce programs that pass the checker, and the checker refuses broken ones.
 
 mod common;
 

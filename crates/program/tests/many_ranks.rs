@@ -1,4 +1,4 @@
-//! Every lowering, on every mesh, passes the checker; and says what is known of memory.
+//! Every lowering on every mesh passes the checker, and its memory agrees with known formulas.
 
 mod common;
 
@@ -10,7 +10,7 @@ use trainyard_program::{
     UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
-/// 10,000 of everything: each lowered for all ranks and checked, alone and together.
+/// 10,000 random cases: each is lowered for all ranks and checked, alone and together.
 #[test]
 fn ten_thousand_random_lowerings_pass_the_checker() {
     let config = Config { cases: 10_000, failure_persistence: None, max_shrink_iters: 2000, ..Config::default() };
@@ -44,8 +44,8 @@ fn the_memory_table_of_zero() {
     assert_eq!(table, ["120.0", "31.4", "16.6", "1.9"]);
 }
 
-/// A program of a step that 16,384 ranks run is made for one rank of each stage; the others' differ
-/// in ranks' numbers alone.
+/// The program of a step on 16,384 ranks is made for one rank of each stage. The other ranks'
+/// programs differ only in rank numbers.
 #[test]
 fn ranks_of_a_stage_have_the_same_program() {
     let mesh = Mesh { pp: 4, dp_shard: 2, tp: 2, ..Mesh::default() };
@@ -57,9 +57,9 @@ fn ranks_of_a_stage_have_the_same_program() {
     assert!(programs[4].on_lane(Lane::Send).count() == 16 && programs[4].on_lane(Lane::Receive).count() == 16);
 }
 
-/// 1F1B keeps the activations of as many micro-batches as there are stages from a stage to the
-/// last, ZB-H1 on all stages those of as many as 1F1B on the first (Qi et al. 2023, table 1), GPipe
-/// those of all.
+/// Activations in flight (Qi et al. 2023, table 1): a stage of 1F1B keeps those of as many
+/// micro-batches as there are stages from it to the last; every stage of ZB-H1 keeps as many as the
+/// first of 1F1B; GPipe keeps those of all.
 #[test]
 fn a_pipeline_keeps_the_micro_batches_in_flight() {
     let mut model = common::model(10);
@@ -78,7 +78,7 @@ fn a_pipeline_keeps_the_micro_batches_in_flight() {
     assert_eq!(stages(PipelineSchedule::GPipe), [8; 4]);
 }
 
-/// What a mesh's numbering says: neighbours in the shard group are neighbours in rank, stages are
+/// The numbering of a mesh: neighbours in the shard group are neighbours in rank, and stages are
 /// furthest apart.
 #[test]
 fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
@@ -103,7 +103,7 @@ fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
     assert_eq!((place.pp, place.dp_replicate, place.dp_shard, place.cp, place.tp), (1, 0, 1, 0, 1));
 }
 
-/// Bad input is answered with what was asked for and what would do.
+/// Errors about bad input name what was asked for and what would work.
 #[test]
 fn strategies_that_do_not_fit_say_what_would() {
     let says = |mesh: Mesh, strategy: How, expected: &str| {

@@ -1,8 +1,8 @@
-//! What the checker lets through does no harm, and what it is shown broken it refuses.
+//! Programs that the checker accepts do no harm, and mutants that do harm are refused.
 //!
-//! Harm is judged by an interpreter that knows nothing of the checker: it runs the programs of all
-//! ranks, values standing for tensors, in many orders that lanes and dependencies allow. A mutant
-//! is harmful if some order fails or ends with other weights than the program it was made from.
+//! An interpreter that shares nothing with the checker judges the harm. It runs the programs of all
+//! ranks, with numbers for tensors, in many orders that lanes and dependencies allow. A mutant is
+//! harmful if some order fails or ends with other weights than the original program.
 
 mod common;
 mod interpreter;
@@ -25,7 +25,7 @@ fn orders(random: u64) -> Vec<Order> {
     eager.chain(Lane::ALL.into_iter().map(Order::Lazy)).chain((0..random).map(Order::Random)).collect()
 }
 
-/// The outcome of every order, if it is one.
+/// The outcome, if every order gives the same one.
 fn outcome(programs: &[Program], orders: &[Order]) -> Result<Outcome, String> {
     let mut outcomes = orders.iter().map(|order| run(programs, *order));
     let first = outcomes.next().expect("there are orders")?;
@@ -37,7 +37,7 @@ fn outcome(programs: &[Program], orders: &[Order]) -> Result<Outcome, String> {
     Ok(first)
 }
 
-/// Numbers from a seed.
+/// A seeded sequence of numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -59,8 +59,8 @@ enum Mutation {
 const MUTATIONS: [Mutation; 5] =
     [Mutation::Drop, Mutation::Duplicate, Mutation::SwapNeighbours, Mutation::Swap, Mutation::DropDependency];
 
-/// The program with its instructions in the order `order` of their old numbers, some left out, some
-/// twice; dependencies go with what they named.
+/// The program with its instructions in the order `order` (old numbers; some may be missing or
+/// repeated). Dependencies follow the instructions they named.
 fn reordered(program: &Program, order: &[usize]) -> Program {
     let new = |old: u32| order.iter().position(|number| *number == old as usize).map(|place| place as u32);
     let mut mutant = program.clone();
@@ -94,8 +94,8 @@ fn mutate(program: &Program, mutation: Mutation, dice: &mut Dice) -> Option<Prog
     (mutant != *program).then_some(mutant)
 }
 
-/// Lane by lane, the same instructions that wait for the same: the same program written down in
-/// another order.
+/// The instructions of each lane with their dependencies. Two programs with the same result are one
+/// program written down in different orders.
 fn lanes_alone(program: &Program) -> Vec<String> {
     let place = |number: u32| {
         let lane = program.instructions[number as usize].action.lane();
@@ -114,15 +114,15 @@ fn lanes_alone(program: &Program) -> Vec<String> {
 struct Count {
     made: u32,
     caught: u32,
-    /// Not caught, and the same lanes with the same dependencies in another order of writing.
+    /// Not caught: the same lanes with the same dependencies, written in another order.
     same: u32,
-    /// Not caught, and no order of execution tells it from its original.
+    /// Not caught: no order of execution tells the mutant from its original.
     harmless: u32,
     harmful: u32,
 }
 
-/// Dropped, duplicated and swapped instructions and dropped dependencies: none that does harm is
-/// let through.
+/// Mutants with dropped, duplicated or swapped instructions, or dropped dependencies: none that
+/// does harm is accepted.
 #[test]
 fn no_harmful_mutant_passes_the_checker() {
     let (mut runner, mut dice) = (runner(), Dice(3));
@@ -158,16 +158,15 @@ fn no_harmful_mutant_passes_the_checker() {
         println!("{mutation:?}: {count:?}");
     }
     assert!(missed.is_empty(), "{} missed, the first: {}", missed.len(), missed[0]);
-    // Of those that are written differently lane by lane, nearly all are caught; the others are
-    // what no order of execution can tell.
+    // Nearly all mutants that differ in some lane are caught. No order of execution tells the rest
+    // from the original.
     let [made, same, caught] =
         [counts.map(|c| c.made), counts.map(|c| c.same), counts.map(|c| c.caught)].map(|c| c.iter().sum::<u32>());
     assert!(made > 3000 && caught * 100 >= (made - same) * 97, "{caught} of {made} - {same} caught");
 }
 
-/// Invariant 7, in programs: whatever the order of lanes, and whatever the stage, sharding of the
-/// step, prefetch, offload or checkpointing, the same micro-batches on the same mesh end in the
-/// same weights.
+/// Invariant 7, in programs: the same micro-batches on the same mesh end in the same weights,
+/// whatever the order of lanes, stage, sharding of the step, prefetch, offload or checkpointing.
 #[test]
 fn strategies_and_orders_change_no_weight() {
     let mut runner = runner();
@@ -194,8 +193,7 @@ fn every_dependency_is_needed(model: &ModelShape, strategy: &How) {
     }
 }
 
-/// A dependency that is not implied is needed: without it the checker, and some order, see a
-/// difference.
+/// Every dependency is needed: without it, both the checker and some order notice a difference.
 #[test]
 fn no_dependency_is_superfluous() {
     let model = common::model(5);

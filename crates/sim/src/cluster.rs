@@ -7,47 +7,47 @@ use crate::profile::{Device, Format, Network, Profiles};
 pub struct Cluster {
     /// The device.
     pub device: Device,
-    /// Devices of a node, joined by the device's links.
+    /// Number of devices of a node, connected by the device's links.
     pub devices_per_node: u32,
-    /// Nodes.
+    /// Number of nodes.
     pub nodes: u32,
-    /// What joins the nodes.
+    /// The network that connects the nodes.
     pub network: Network,
 }
 
-/// A group of ranks as the network sees it: ranks are laid out on devices in order.
+/// The position of a group of ranks in the network. Ranks are assigned to devices in order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Placed {
-    /// Ranks of the group.
+    /// Number of ranks of the group.
     pub ranks: u32,
-    /// Ranks of it on one node.
+    /// Number of its ranks on one node.
     pub ranks_per_node: u32,
-    /// Nodes that it spans.
+    /// Number of nodes that it spans.
     pub nodes: u32,
-    /// Groups like it that use a node's network together.
+    /// Number of such groups that share a node's network.
     pub sharing: u32,
 }
 
-/// Devices of a cluster at most.
+/// Maximum number of devices of a cluster.
 pub const DEVICES_MAX: u32 = 1 << 20;
 
-/// A cluster that cannot be.
+/// The reason why a cluster is invalid.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// Not `NODESxDEVICESxNAME`.
+    /// The text is not `NODESxDEVICESxNAME`.
     #[error("`{0}` is no cluster: write NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if wanted")]
     Format(String),
-    /// More than anything here is made for.
+    /// The cluster is larger than anything here is made for.
     #[error("`{0}` has more than {DEVICES_MAX} devices")]
     Large(String),
-    /// A name that no profile has.
+    /// No profile has the name.
     #[error(transparent)]
     Profile(#[from] crate::ProfileError),
 }
 
 impl Cluster {
-    /// From `NODESxDEVICESxNAME`, e.g. `64x8xH100`, or `NODESxDEVICESxNAME:NETWORK`. Without a
-    /// network it is what the device is usually sold with: see [`usual_network`].
+    /// Parses `NODESxDEVICESxNAME`, e.g. `64x8xH100`, or `NODESxDEVICESxNAME:NETWORK`. Without a
+    /// network it takes the one that the device is usually sold with: see [`usual_network`].
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl Cluster {
         Ok(Cluster { device, devices_per_node, nodes, network })
     }
 
-    /// All devices.
+    /// The number of all devices.
     pub fn devices(&self) -> u32 {
         self.nodes * self.devices_per_node
     }
@@ -80,7 +80,7 @@ impl Cluster {
         f64::from(self.devices()) * self.device.peak(format)
     }
 
-    /// How a group of `ranks` lies whose neighbours are `stride` ranks apart.
+    /// The position of a group of `ranks` whose neighbours are `stride` ranks apart.
     pub fn place(&self, ranks: u32, stride: u32) -> Placed {
         let ranks_per_node = (self.devices_per_node / stride.max(1)).clamp(1, ranks.max(1));
         let nodes = ranks.div_ceil(ranks_per_node);
@@ -89,7 +89,7 @@ impl Cluster {
     }
 }
 
-/// What nodes of `device` are usually joined by: the network of the vendor's own systems.
+/// The usual network between nodes of `device`: that of the vendor's own systems.
 pub fn usual_network(device: &Device) -> &'static str {
     use crate::profile::Generation;
     match device.family {

@@ -1,30 +1,30 @@
-//! What collectives cost: latency and bandwidth, by algorithm and by where the group lies.
+//! The cost of collectives: latency and bandwidth, by algorithm and by the position of the group.
 //!
-//! The alpha-beta model (Hockney 1994; Thakur et al. 2005) as NCCL's own tuner uses it
-//! (`src/graph/tuning.cc`): a ring moves `(n - 1) / n` of the buffer per pass at the bandwidth of
-//! its slowest link, after one latency per step; a tree pays a latency per level. An all-reduce is
-//! two passes; it takes whichever algorithm is faster, all-gather and reduce-scatter are rings. A
-//! ring that spans nodes crosses the network once per node; groups that share a node's network
-//! share its bandwidth. Beyond a pod, bandwidth is divided by the oversubscription.
+//! This is the alpha-beta model (Hockney 1994; Thakur et al. 2005) in the form that NCCL's own
+//! tuner uses (`src/graph/tuning.cc`). A ring moves `(n - 1) / n` of the buffer per pass at the
+//! bandwidth of its slowest link, after one latency per step. A tree pays one latency per level. An
+//! all-reduce makes two passes and takes the faster algorithm; all-gather and reduce-scatter are
+//! rings. A ring that spans nodes crosses the network once per node. Groups that share a node's
+//! network share its bandwidth. Beyond a pod, bandwidth is divided by the oversubscription.
 
 use crate::cluster::{Cluster, Placed};
 use crate::constants::Constants;
 
-/// What a group does.
+/// The operation of a collective.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
-    /// Parts to wholes.
+    /// Every rank gets the parts of all ranks.
     AllGather,
-    /// Wholes to summed parts.
+    /// Every rank gets a part of the sum.
     ReduceScatter,
-    /// Wholes to summed wholes.
+    /// Every rank gets the whole sum.
     AllReduce,
-    /// A part from every rank to every rank.
+    /// Every rank sends a part to every other rank.
     AllToAll,
 }
 
-/// Seconds of `operation` on a buffer of `bytes` (the whole: an all-gather's output) in a group
-/// that lies as `placed`.
+/// Seconds of `operation` in a group at the position `placed`. `bytes` counts the whole buffer (an
+/// all-gather's output).
 pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operation, bytes: f64, placed: Placed) -> f64 {
     if placed.ranks <= 1 || bytes <= 0.0 {
         return 0.0;
@@ -41,7 +41,7 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     let bandwidth = network_bandwidth(cluster, placed).min(link);
     let nodes = f64::from(placed.nodes);
     if operation == Operation::AllToAll {
-        // What stays inside a node does not cross the network.
+        // Bytes that stay inside a node do not cross the network.
         let across = bytes * (nodes - 1.0) / nodes;
         return start + across / bandwidth + cluster.network.ring_us * 1e-6 * (nodes - 1.0).min(4.0);
     }
@@ -56,8 +56,8 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     ring.min(tree)
 }
 
-/// Seconds of one message between neighbouring pipeline stages, of which every device of a node
-/// sends one at once.
+/// Seconds of one message between neighbouring pipeline stages. Every device of a node sends one at
+/// the same time.
 pub fn message_s(cluster: &Cluster, constants: &Constants, bytes: f64, across_nodes: bool) -> f64 {
     if across_nodes {
         let each = cluster.network.gb_s * 1e9 / f64::from(cluster.devices_per_node);
@@ -96,8 +96,8 @@ mod tests {
         assert!((ours / measured - 1.0).abs() <= tolerance, "{ours:.1} against {measured}");
     }
 
-    /// stas00/ml-engineering network/README.md: rings of 8 GiB; the playbook's chart: 256 MB on
-    /// EFA.
+    /// Sources: stas00/ml-engineering network/README.md, rings of 8 GiB; the playbook's chart, 256
+    /// MB on EFA.
     #[test]
     fn large_messages_reach_the_measured_bus_bandwidth() {
         near(bus(&cluster("1x8xH200"), Operation::AllReduce, 8.6e9, 8), 365.6, 0.03);

@@ -1,74 +1,77 @@
-//! The constants that no datasheet gives: few, the same for every model, device and source, fitted
-//! in the open.
+//! The constants that no datasheet gives. There are few of them, they are the same for every model,
+//! device and source, and they are fitted in the open.
 //!
-//! They lie in `data/constants.toml`; `cargo xtask validate --fit` fits those of the table `fitted`
-//! on the sources that the file names and on no others. docs/cost-model.md derives each one.
+//! They lie in `data/constants.toml`. `cargo xtask validate --fit` fits those of the table `fitted`
+//! on the sources that the file names, and on no others. docs/cost-model.md derives each one.
 
 use crate::profile::Generation;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// All of them. Fields of `fitted` and `assumed` of the file, by name.
+/// All constants: the fields of `fitted` and `assumed` in the file, by name.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 #[serde(try_from = "File")]
 pub struct Constants {
-    /// Sources (prefixes of row ids) that the fit may see.
+    /// Sources (prefixes of row ids) that the fit may use.
     pub fitted_on: Vec<String>,
-    /// Sustained over best measured rate of products: clocks fall under hours of full power. V100.
-    pub sustained_volta: f64,
-    /// The same of Ampere.
-    pub sustained_ampere: f64,
-    /// The same of Hopper and everything later.
-    pub sustained_hopper: f64,
-    /// What a tile's start and end cost, as if its k were longer by this.
-    pub tile_start_k: f64,
-    /// How much of an unfilled last wave of tiles is lost: 1 all of it, 0 none (stream-K).
-    pub wave_share: f64,
-    /// As `tile_start_k`, of the batched products of unfused attention.
-    pub batched_start_k: f64,
-    /// Traffic of memory-bound kernels over that of their operands read and written once.
-    pub stream_factor: f64,
-    /// Traffic of the loss over its logits written and read once.
-    pub loss_factor: f64,
-    /// Seconds of compute lost per second of a collective beside it: it takes cores, bandwidth and
+    /// Sustained over best measured rate of products on V100. Clocks fall under hours of full
     /// power.
+    pub sustained_volta: f64,
+    /// The same for Ampere.
+    pub sustained_ampere: f64,
+    /// The same for Hopper and everything later.
+    pub sustained_hopper: f64,
+    /// Cost of a tile's start and end, as an addition to its k.
+    pub tile_start_k: f64,
+    /// Share of an unfilled last wave of tiles that is lost: 1 all of it, 0 none (stream-K).
+    pub wave_share: f64,
+    /// As `tile_start_k`, for the batched products of unfused attention.
+    pub batched_start_k: f64,
+    /// Traffic of memory-bound kernels, over the traffic of reading and writing their operands
+    /// once.
+    pub stream_factor: f64,
+    /// Traffic of the loss, over the traffic of writing and reading its logits once.
+    pub loss_factor: f64,
+    /// Seconds of compute lost per second of a collective beside it, which takes cores, bandwidth
+    /// and power.
     pub interference: f64,
     /// Host time per kernel in an eager framework, microseconds.
     pub dispatch_us: f64,
     /// Host time per collective inside a unit and per rank of its group, when pipeline messages
     /// synchronise the host, milliseconds.
     pub host_sync_ms: f64,
-    /// What each further node of that group adds to it, as a share of it.
+    /// Addition to `host_sync_ms` for each further node of the group, as a share of it.
     pub host_sync_node: f64,
     /// Share of memory bandwidth that streaming kernels reach.
     pub memory_share: f64,
-    /// Share of the f32 peak that products reach whose rows are no multiple of 16 bytes: tensor
-    /// cores cannot load them.
+    /// Share of the f32 peak that products reach if their rows are no multiple of 16 bytes, which
+    /// tensor cores cannot load.
     pub misaligned_share: f64,
-    /// A kernel's start and end, microseconds.
+    /// Start and end of a kernel, microseconds.
     pub launch_us: f64,
-    /// A collective's start, microseconds.
+    /// Start of a collective, microseconds.
     pub collective_start_us: f64,
-    /// A ring's step inside a node, microseconds.
+    /// A step of a ring inside a node, microseconds.
     pub link_hop_us: f64,
-    /// A pipeline message's start, microseconds.
+    /// Start of a pipeline message, microseconds.
     pub message_us: f64,
-    /// What a step costs beside its instructions: loader, logging, norms, seconds.
+    /// Cost of a step outside its instructions (loader, logging, norms), seconds.
     pub step_s: f64,
-    /// What the driver and the communication library hold, 1e9 bytes.
+    /// Memory of the driver and the communication library, 1e9 bytes.
     pub context_gb: f64,
-    /// What a caching allocator cannot use, as a share of what is used.
+    /// Memory that a caching allocator cannot use, as a share of the memory in use.
     pub fragmentation: f64,
-    /// What it holds beyond what is used while there is room, when its segments do not grow.
+    /// Memory that a caching allocator holds beyond the memory in use while there is room, if its
+    /// segments do not grow.
     pub cached: f64,
     attention: BTreeMap<AttentionKind, BTreeMap<Generation, Shares>>,
 }
 
-/// Which attention kernel.
+/// The attention kernel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AttentionKind {
-    /// Scores are written to memory; products, mask, softmax and dropout are kernels of their own.
+    /// Scores are written to memory. Products, mask, softmax and dropout are separate kernels.
     Unfused,
     /// FlashAttention (Dao et al. 2022), or its Triton form.
     Flash1,
@@ -95,7 +98,7 @@ struct File {
 }
 
 impl Constants {
-    /// The built-in ones.
+    /// The built-in constants.
     pub fn builtin() -> Constants {
         toml::from_str(include_str!("../data/constants.toml")).expect("built-in constants are tested")
     }
@@ -110,7 +113,7 @@ impl Constants {
         }
     }
 
-    /// Share of peak that the fused attention kernel `kind` reaches; a family without an entry
+    /// Share of peak that the fused attention kernel `kind` reaches. A generation without an entry
     /// takes the nearest older one.
     pub fn attention_share(&self, kind: AttentionKind, family: Generation, backward: bool) -> f64 {
         let table = &self.attention[&kind];
@@ -119,13 +122,13 @@ impl Constants {
         if backward { shares.backward } else { shares.forward }
     }
 
-    /// Whether every share is one.
+    /// True if every share, and the loss by interference, is at most 1.
     pub fn plausible(&self) -> bool {
         let shares = [self.sustained_volta, self.sustained_ampere, self.sustained_hopper, self.wave_share];
         shares.iter().all(|share| *share <= 1.0) && self.interference <= 1.0
     }
 
-    /// The fitted ones by name, to be changed by a fit.
+    /// The fitted constants by name, for a fit to change.
     pub fn fitted_mut(&mut self) -> [(&'static str, &mut f64); 12] {
         [
             ("sustained_volta", &mut self.sustained_volta),

@@ -1,4 +1,5 @@
-//! What instructions cost: seconds on the device, seconds of the host, bytes held while they run.
+//! The cost of instructions: seconds on the device, seconds of the host, and bytes held while they
+//! run.
 
 use crate::cluster::Cluster;
 use crate::collective::{Operation, collective_s, message_s};
@@ -11,56 +12,56 @@ use trainyard_program::{
     Action, Axis, BackwardPart, Collective, Instruction, Keep, Mesh, ModelShape, Program, Tier, UnitShape,
 };
 
-/// What a device's share of its host's memory reaches in an update there: sockets with eight
+/// Bytes per second of a device's share of its host's memory in an update there. Sockets with eight
 /// channels of DDR5-4800 have 307e9 bytes/s, two of them serve eight devices, and streams reach
 /// about 0.8 of it.
 const HOST_MEMORY_BYTES_S: f64 = 60e9;
 
-/// Collectives were measured on messages of this size: what is sent together pays their latency
-/// once for each.
+/// Size of the messages on which collectives were measured. Instructions that are sent together pay
+/// the latency once per message.
 const MESSAGE_BYTES: f64 = 256e6;
 
-/// Nodes of a network's `straggle_s`. It falls with the fourth power below; above, where nobody
-/// measured, it is taken to grow in proportion.
+/// The number of nodes that a network's `straggle_s` is for. Below it the wait falls with the
+/// fourth power; above it, where nobody measured, it is assumed to grow in proportion.
 const STRAGGLE_NODES: f64 = 64.0;
 
 /// Prices of one kind of unit on one rank.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct UnitCost {
-    /// Forward, seconds.
+    /// Seconds of the forward.
     pub forward_s: f64,
-    /// Gradient of the input, seconds.
+    /// Seconds of the input's gradient.
     pub backward_input_s: f64,
-    /// Gradients of the weights, seconds.
+    /// Seconds of the weights' gradients.
     pub backward_weights_s: f64,
-    /// Adding them into the sum over micro-batches, where that is a kernel of its own, seconds.
+    /// Seconds of adding them to the sum over micro-batches, if that is a kernel of its own.
     pub accumulate_s: f64,
-    /// What selective recomputation repeats, seconds.
+    /// Seconds of selective recomputation.
     pub selective_s: f64,
-    /// Launches of forward and backward.
+    /// Number of launches of forward and backward.
     pub launches: [f64; 2],
-    /// Launches of what selective recomputation repeats.
+    /// Number of launches of selective recomputation.
     pub selective_launches: f64,
-    /// Bytes held while forward and backward run, beyond what is kept.
+    /// Bytes held while forward and backward run, beyond the activations that are kept.
     pub working: [f64; 2],
-    /// Elements of parameters that the rank computes with.
+    /// Number of parameter elements that the rank computes with.
     pub elements: f64,
-    /// Tensors that they are.
+    /// Number of parameter tensors.
     pub tensors: f64,
 }
 
-/// Prices of all that a program can do on a cluster.
+/// The prices of every instruction on a cluster.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Costs {
-    /// Distinct units.
+    /// Prices of distinct units.
     pub kinds: Vec<UnitCost>,
-    /// Per unit, which of them.
+    /// Per unit, its index in `kinds`.
     pub kind_of: Vec<usize>,
-    /// Where it runs.
+    /// The cluster.
     pub cluster: Cluster,
-    /// With which constants.
+    /// The constants.
     pub constants: Constants,
-    /// By which software.
+    /// The software.
     pub stack: Stack,
 }
 
@@ -90,8 +91,8 @@ impl Costs {
         &self.kinds[self.kind_of[unit as usize]]
     }
 
-    /// Seconds that `instruction` takes on its lane; `keep` is what the unit's forward kept that
-    /// its backward is still to use.
+    /// Seconds that `instruction` takes on its lane. `keep` says which activations the unit's
+    /// forward kept for the backward to come.
     pub fn device_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
@@ -103,12 +104,12 @@ impl Costs {
             }
             Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
             Action::Reduce { .. } => self.reduce_s(mesh, bytes),
-            // The first and the last stage.
+            // The first and the last stage share the unit.
             Action::Tie { .. } => self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks()),
             Action::Send { to, .. } => {
                 let node = |rank: u32| rank / self.cluster.devices_per_node;
-                // Tensor-parallel ranks with a split sequence send parts; otherwise each sends a
-                // part and the parts are gathered.
+                // Tensor-parallel ranks with a split sequence send parts. Otherwise each sends a
+                // part, and the parts are gathered.
                 message_s(&self.cluster, &self.constants, bytes, node(program.rank) != node(to))
             }
             Action::Exchange { collective, axis, times, .. } => {
@@ -119,7 +120,8 @@ impl Costs {
                     trainyard_program::Extent::Full => 1.0,
                     trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
                 };
-                // Gradient read, master and both moments read and written, compute copy written.
+                // The gradient is read, the master and both moments are read and written, and the
+                // compute copy is written.
                 let state = &self.stack.state;
                 let moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
                 let chunks = f64::from(program.chunks_of(unit));
@@ -138,7 +140,7 @@ impl Costs {
                     trainyard_program::Extent::Full => 1.0,
                     trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
                 };
-                // What lies in a tier was squared on its way there.
+                // Gradients in a tier were squared on their way there.
                 let read = if program.offload.gradients.is_none() { elements / held } else { 0.0 };
                 self.stream_s(f64::from(self.stack.state.gradient) * read)
                     + self.collective(Operation::AllReduce, 8.0, mesh.ranks(), 1)
@@ -151,8 +153,8 @@ impl Costs {
         }
     }
 
-    /// Seconds that `instruction` spares when it goes with the collective before it: its share of a
-    /// start and of the steps' latencies, which are paid once for [`MESSAGE_BYTES`].
+    /// Seconds that `instruction` saves if it is sent together with the collective before it: its
+    /// share of the start and of the steps' latencies, which are paid once per [`MESSAGE_BYTES`].
     pub fn joined_s(&self, program: &Program, instruction: &Instruction) -> f64 {
         let latency = match instruction.action {
             Action::Gather { over, .. } if self.stack.gathers == Bundle::Queue => {
@@ -164,24 +166,24 @@ impl Costs {
         latency * (1.0 - instruction.bytes as f64 / MESSAGE_BYTES).max(0.0)
     }
 
-    /// A gather of each tensor by itself into a list of parts: one collective each, then a copy for
-    /// every rank (PyTorch's `all_gather` over a list). Hooks of modules gather for a recomputation
-    /// and once more for backward.
+    /// Seconds of gathering each tensor by itself into a list of parts: one collective each, then a
+    /// copy for every rank (PyTorch's `all_gather` over a list). Module hooks gather for a
+    /// recomputation and once more for backward.
     fn gather_of_tensors_s(&self, mesh: &Mesh, unit: u32, over: u32, bytes: f64, keep: Keep) -> f64 {
         let tensors = self.unit(unit).tensors;
         let one = self.collective(Operation::AllGather, bytes / tensors, over, mesh.tp);
-        // The library launches them, not the script.
+        // The library launches the copies, not the script.
         let copies = f64::from(over) * (self.constants.launch_us * 1e-6).max(self.dispatch_s(Dispatch::Compiled));
         let passes = if keep == Keep::InputOnly { 2.0 } else { 1.0 };
         passes * tensors * (one + copies)
     }
 
-    /// Seconds that the host needs to launch a kernel.
+    /// Seconds of the host to launch a kernel.
     fn dispatch_s(&self, dispatch: Dispatch) -> f64 {
         self.constants.dispatch_us * 1e-6 * if dispatch == Dispatch::Eager { 1.0 } else { 0.2 }
     }
 
-    /// Seconds that the host needs to launch `instruction`.
+    /// Seconds of the host to launch `instruction`.
     pub fn host_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
         let each = self.dispatch_s(self.stack.dispatch);
         match instruction.action {
@@ -207,14 +209,14 @@ impl Costs {
                 } else {
                     0.0
                 };
-                // Enqueue, hand over, wait, hand back.
+                // Each collective enqueues, hands over, waits and hands back.
                 collectives * (4.0 * each + waits)
             }
             _ => 0.0,
         }
     }
 
-    /// Bytes held while `instruction` runs and not after, beyond those the program states.
+    /// Bytes held only while `instruction` runs, beyond those that the program states.
     pub fn working(&self, instruction: &Instruction) -> f64 {
         match instruction.action {
             Action::Forward { unit, .. } => self.unit(unit).working[0],
@@ -253,7 +255,8 @@ impl Costs {
         collective_s(&self.cluster, &self.constants, operation, bytes, self.cluster.place(ranks, stride))
     }
 
-    /// Reduce-scatter inside the shard group, then all-reduce of the shard across replicas.
+    /// Seconds of a reduce-scatter inside the shard group and an all-reduce of the shard across
+    /// replicas.
     fn reduce_s(&self, mesh: &Mesh, bytes: f64) -> f64 {
         let shards = mesh.shard_degree();
         let scatter = self.collective(Operation::ReduceScatter, bytes, shards, mesh.tp);
@@ -285,13 +288,14 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
     let elements = ((unit.elements - unit.expert_elements) + unit.expert_elements / f64::from(work.expert))
         / f64::from(work.tensor);
     let launches = |kernels: &[&[Kernel]]| -> f64 { kernels.iter().flat_map(|k| k.iter()).map(Kernel::launches).sum() };
-    // The loss reads logits and writes their gradient; three quarters of the traffic is forward's.
+    // The loss reads logits and writes their gradient. Three quarters of the traffic belong to
+    // forward.
     let loss = |share: f64| share * unit.loss_traffic * constants.loss_factor / engine.bandwidth();
     UnitCost {
         forward_s: engine.seconds(&unit.forward) + loss(0.75),
         backward_input_s: engine.seconds(&unit.backward_input) + loss(0.25),
         backward_weights_s: engine.seconds(&unit.backward_weights),
-        // A 16-bit gradient is read, an f32 one read and written.
+        // A 16-bit gradient is read, and an f32 sum is read and written.
         accumulate_s: if stack.fused_accumulation { 0.0 } else { 10.0 * elements / engine.bandwidth() },
         selective_s: engine.seconds(&unit.selective),
         launches: [
@@ -306,15 +310,15 @@ fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stac
 }
 
 impl Units {
-    /// What a lowering must know of the model: sizes of one rank's micro-batch, as if nothing split
-    /// it.
+    /// The facts about the model that a lowering needs: sizes of one rank's micro-batch, as if
+    /// nothing split it.
     pub fn shape(&self, work: &Workload, tied: bool, sequence_parallel: bool) -> ModelShape {
         let (tensor, context) = (f64::from(work.tensor), f64::from(work.context));
         let last = self.order.len() - 1;
         let unit = |(index, (kind, name)): (usize, &(usize, String))| {
             let unit = &self.kinds[*kind];
-            // A lowering divides again: all by the tensor degree, or without a split sequence all
-            // but five outputs.
+            // A lowering divides again: everything by the tensor degree, or, without a split
+            // sequence, everything but five outputs.
             let round = |bytes: f64| {
                 let whole = if sequence_parallel { 0.0 } else { bytes.min(5.0 * unit.output) };
                 ((whole + (bytes - whole) * tensor) * context) as u64
@@ -343,7 +347,8 @@ mod tests {
     use super::*;
     use crate::{Profiles, model};
 
-    /// Selective recomputation cost nothing where attention was fused, whatever it repeated.
+    /// Regression: selective recomputation cost nothing where attention was fused, whatever it
+    /// repeated.
     #[test]
     fn recomputing_more_takes_longer_and_keeps_less_in_every_software() {
         let constants = Constants::builtin();

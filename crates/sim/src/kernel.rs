@@ -1,13 +1,13 @@
-//! Kernels and what they cost on a device: the efficiency curves.
+//! Kernels and their cost on a device: the efficiency curves.
 //!
-//! - A **product** is cut into tiles, which are dealt to cores in waves; a tile pays for its start
-//!   and end as if its k were longer, an unfilled last wave is partly lost, and no product is
-//!   faster than its operands can be moved (the roofline of Williams et al. 2009). Of several tile
-//!   shapes the fastest is taken, as libraries do.
-//! - A **batched product** is one per attention head, with small k: start costs and traffic decide.
-//!   Rows that are no multiple of 16 bytes cannot be loaded by tensor cores at all.
-//! - **Fused attention** reaches a share of peak that depends on the kernel's generation, with
-//!   tiles on the causal diagonal half wasted.
+//! - A **product** is cut into tiles, which are dealt to cores in waves. A tile's start and end
+//!   cost as much as a longer k would. An unfilled last wave is partly lost. No product is faster
+//!   than its operands can be moved (the roofline of Williams et al. 2009). Of several tile shapes
+//!   the fastest is taken, as libraries do.
+//! - A **batched product** is one product per attention head, with small k, so start costs and
+//!   traffic decide. Tensor cores cannot load rows that are no multiple of 16 bytes.
+//! - **Fused attention** reaches a share of peak that depends on the kernel's generation. Tiles on
+//!   the causal diagonal are half wasted.
 //! - **Streaming** kernels move bytes.
 
 use crate::constants::{AttentionKind, Constants};
@@ -16,55 +16,55 @@ use crate::profile::{Device, Format, Generation};
 /// One kernel launch, or several equal ones.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Kernel {
-    /// [m, k] times [k, n].
+    /// A product of [m, k] and [k, n].
     Product {
         /// Rows of the result.
         m: f64,
         /// Columns of the result.
         n: f64,
-        /// Length of the sums.
+        /// Inner length.
         k: f64,
     },
     /// `batch` independent products.
     Batched {
-        /// How many.
+        /// Number of products.
         batch: f64,
         /// Rows of each result.
         m: f64,
         /// Columns of each result.
         n: f64,
-        /// Length of the sums.
+        /// Inner length.
         k: f64,
-        /// Width of a head: what rows of the operands lie apart.
+        /// Width of a head: the distance between rows of the operands.
         head_dim: f64,
     },
     /// Fused attention, forward or backward.
     Attention {
-        /// Which kernel.
+        /// The kernel.
         kind: AttentionKind,
-        /// Sequences times heads.
+        /// Number of sequences times heads.
         heads: f64,
-        /// Queries per sequence.
+        /// Number of queries per sequence.
         queries: f64,
-        /// Keys per sequence.
+        /// Number of keys per sequence.
         keys: f64,
         /// Width of a head.
         head_dim: f64,
-        /// Whether a query sees only what comes before it.
+        /// True if a query sees only itself and what comes before it.
         causal: bool,
-        /// Whether it is the backward.
+        /// True for the backward.
         backward: bool,
     },
     /// Memory-bound work.
     Stream {
         /// Bytes read and written.
         bytes: f64,
-        /// Launches.
+        /// Number of launches.
         launches: f64,
     },
 }
 
-/// Where kernels run: a device, the format of products, the constants.
+/// The context in which kernels are priced: a device, the format of products, the constants.
 #[derive(Clone, Copy, Debug)]
 pub struct Engine<'a> {
     /// The device.
@@ -76,7 +76,7 @@ pub struct Engine<'a> {
 }
 
 impl Kernel {
-    /// Multiplications and additions that matter.
+    /// The floating-point operations that matter.
     pub fn flops(&self) -> f64 {
         match *self {
             Kernel::Product { m, n, k } => 2.0 * m * n * k,
@@ -89,7 +89,7 @@ impl Kernel {
         }
     }
 
-    /// How many times the host launches something.
+    /// The number of launches by the host.
     pub fn launches(&self) -> f64 {
         match *self {
             Kernel::Stream { launches, .. } => launches,
@@ -105,7 +105,7 @@ impl Engine<'_> {
         kernels.iter().map(|kernel| self.kernel_s(kernel)).sum()
     }
 
-    /// Seconds of one.
+    /// Seconds of one kernel.
     pub fn kernel_s(&self, kernel: &Kernel) -> f64 {
         let launch = kernel.launches() * self.constants.launch_us * 1e-6;
         let run = match *kernel {
@@ -113,7 +113,7 @@ impl Engine<'_> {
             Kernel::Batched { batch, m, n, k, head_dim } => self.batched_s(batch, m, n, k, head_dim),
             Kernel::Attention { kind, queries, backward, causal, .. } => {
                 let share = self.constants.attention_share(kind, self.device.family, backward);
-                // Attention stays in 16 bits when products are in 8.
+                // Attention stays in 16 bits if products are in 8.
                 let format = if self.format.bytes() < 2.0 { Format::Bf16 } else { self.format };
                 let diagonal = if causal { 1.0 + 256.0 / queries.max(1.0) } else { 1.0 };
                 kernel.flops() * diagonal / (share * self.device.peak(format))
@@ -143,7 +143,7 @@ impl Engine<'_> {
             return (2.0 * m * n * k / self.rate()).max(moved);
         }
         let cores = f64::from(self.device.multiprocessors);
-        // Tile shapes, and how much slower than the largest each one is: it loads more per
+        // Tile shapes, each with its slowdown against the largest: it loads more bytes per
         // operation.
         let tiles: [(f64, f64, f64); 4] =
             [(128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (64.0, 128.0, 1.25), (64.0, 64.0, 1.6)];

@@ -1,13 +1,14 @@
-//! What a step will cost, before it runs.
+//! Predicts the cost of a step before it runs.
 //!
 //! The simulator reads the programs that the engine runs; there is no second estimator. A
-//! [`Program`](trainyard_program::Program) says what is done in which order; [`Costs`] say how long
-//! each instruction takes, from the kernels of its unit ([`transformer`]) and a hardware profile
-//! ([`Profiles`], [`Cluster`]) through efficiency curves ([`kernel`]) and collective costs
-//! ([`collective`]); [`simulate`] plays the programs of the ranks that differ against each other:
-//! lanes, dependencies, messages, interference, memory over time.
+//! [`Program`](trainyard_program::Program) says which instructions run in which order. [`Costs`]
+//! give the seconds of each instruction: from the kernels of its unit ([`transformer`]) and a
+//! hardware profile ([`Profiles`], [`Cluster`]), through efficiency curves ([`kernel`]) and the
+//! costs of collectives ([`collective`]). [`simulate`] plays the programs of those ranks that
+//! differ against each other, with lanes, dependencies, messages, interference, and memory over
+//! time.
 //!
-//! Facts lie in `data/`, each with its source; the few fitted [`Constants`] are the same for every
+//! Facts lie in `data/`, each with its source. The few fitted [`Constants`] are the same for every
 //! model, device and source.
 
 #![forbid(unsafe_code)]

@@ -1,9 +1,10 @@
-//! Published measurements, and the case that each one is for the simulator.
+//! Published measurements, and the question that each one poses to the simulator.
 //!
 //! `data/measurements.csv` has one run per line: model, cluster, degrees, batch, precision,
-//! recomputation, software, and what was measured. `data/sources.toml` says where each prefix of an
-//! id was read and how its figures count. [`Row::case`] turns a row into what a user would ask: an
-//! architecture, a mesh, a strategy, a cluster. Nothing is looked up by row or by source.
+//! recomputation, software, and the measured figures. `data/sources.toml` says where each prefix of
+//! an id was read and how its figures count. [`Row::case`] turns a row into the question that a
+//! user would ask: an architecture, a mesh, a strategy, a cluster. No answer is looked up by row or
+//! by source.
 
 use crate::cluster::Cluster;
 use crate::profile::{Format, ProfileError, Profiles};
@@ -12,14 +13,14 @@ use crate::transformer::{Architecture, Experts, Workload};
 use serde::Deserialize;
 use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Strategy};
 
-/// What a memory figure counts.
+/// The bytes that a memory figure counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MemoryFigure {
-    /// Bytes that tensors hold.
+    /// Bytes of tensors.
     Allocated,
-    /// Bytes that the allocator holds.
+    /// Bytes of the allocator.
     Reserved,
-    /// All that the device holds (nvidia-smi).
+    /// All bytes in use on the device (nvidia-smi).
     Device,
 }
 
@@ -32,21 +33,21 @@ pub struct Row {
     pub family: String,
     /// The model; experts by family.
     pub model: Architecture,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub sequence: u32,
     /// Name of the device's profile.
     pub device: String,
     /// Name of the network's profile.
     pub network: String,
-    /// Devices in all.
+    /// Number of devices.
     pub devices: u32,
     /// Devices per node.
     pub devices_per_node: u32,
     /// Tensor-parallel degree.
     pub tp: u32,
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub pp: u32,
-    /// Stretches of layers per stage.
+    /// Number of stretches of layers per stage.
     pub chunks: u32,
     /// Context-parallel degree.
     pub cp: u32,
@@ -56,15 +57,15 @@ pub struct Row {
     pub dp: u32,
     /// ZeRO stage.
     pub zero: u8,
-    /// Sequences of a micro-batch.
+    /// Number of sequences of a micro-batch.
     pub micro_batch: u32,
-    /// Sequences of a step.
+    /// Number of sequences of a step.
     pub global_batch: u32,
     /// Number format of products.
     pub format: Format,
     /// `none`, `selective`, `alternate` (every second layer full), `full`.
     pub recompute: String,
-    /// Units gathered ahead, when the source says so.
+    /// Number of units gathered ahead, if the source says so.
     pub prefetch: Option<u32>,
     /// Name of the software stack.
     pub stack: String,
@@ -72,77 +73,77 @@ pub struct Row {
     pub tokens_per_s: Option<f64>,
     /// Measured memory of the fullest device, 1e9 bytes.
     pub memory_gb: Option<f64>,
-    /// What that counts.
+    /// The bytes that `memory_gb` counts.
     pub memory_figure: Option<MemoryFigure>,
-    /// Whether it ran out of memory.
+    /// True if the run was out of memory.
     pub out_of_memory: bool,
     /// `A`: fully specified; `B`: up to three fields missing.
     pub grade: String,
-    /// Whether the bars judge it: a dense model in 16 bits.
+    /// True if the bars apply to it: a dense model in 16 bits.
     pub judged: bool,
-    /// What the source says that explains its figure.
+    /// The source's remarks that explain the figure.
     pub remark: String,
 }
 
-/// What the simulator is asked.
+/// The question that a row poses to the simulator.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Case {
     /// The model.
     pub model: Architecture,
-    /// A rank's micro-batch and how units are split.
+    /// A rank's micro-batch and the way units are split.
     pub work: Workload,
-    /// How ranks are numbered.
+    /// The numbering of ranks.
     pub mesh: Mesh,
-    /// How the step is run.
+    /// The strategy of the step.
     pub strategy: Strategy,
-    /// Where.
+    /// The cluster.
     pub cluster: Cluster,
-    /// By which software.
+    /// The software.
     pub stack: Stack,
-    /// With products in which format.
+    /// The number format of products.
     pub format: Format,
 }
 
-/// A row that cannot be asked.
+/// The reason why a row is not a valid question.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum RowError {
-    /// Not the columns or not the numbers.
+    /// The columns or the numbers are wrong.
     #[error("measurements, line {line}: {problem}")]
     Parse {
-        /// Counted from 1.
+        /// Line number, counted from 1.
         line: usize,
-        /// What is wrong.
+        /// The fault.
         problem: String,
     },
-    /// A profile that does not exist.
+    /// A profile does not exist.
     #[error("{id}: {error}")]
     Profile {
-        /// Which row.
+        /// Id of the row.
         id: String,
-        /// What is missing.
+        /// The missing profile.
         error: ProfileError,
     },
-    /// A stack that does not exist, or degrees that do not come out even.
+    /// A stack does not exist, or degrees do not divide evenly.
     #[error("{id}: {problem}")]
     Shape {
-        /// Which row.
+        /// Id of the row.
         id: String,
-        /// What does not fit.
+        /// The contradiction.
         problem: String,
     },
 }
 
-/// Where a source was read and how it counts.
+/// A source of measurements, and the way its figures count.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
-    /// Of row ids.
+    /// Prefix of row ids.
     pub prefix: String,
     /// Author, year, title, table.
     pub citation: String,
-    /// What its speed figures are.
+    /// The kind of its speed figures.
     pub speed: String,
-    /// What its memory figures count.
+    /// The bytes that its memory figures count.
     pub memory: String,
 }
 
@@ -284,12 +285,12 @@ impl Fields<'_> {
 }
 
 impl Row {
-    /// The prefix of the id: which source it is from.
+    /// The prefix of the id, which identifies the source.
     pub fn source(&self) -> &str {
         self.id.split('-').next().unwrap_or_default()
     }
 
-    /// What the simulator is asked.
+    /// The question that the row poses to the simulator.
     ///
     /// # Errors
     ///
@@ -340,7 +341,7 @@ impl Row {
         strategy.accumulation_steps = accumulation_steps;
         strategy.keep = (0..units).map(keep).collect();
         strategy.keep[0] = Keep::Everything;
-        // FSDP's SHARD_GRAD_OP shards parameters too and keeps them gathered from forward to
+        // FSDP's SHARD_GRAD_OP also shards parameters, and keeps them gathered from forward to
         // backward.
         let fully = self.zero >= 2;
         strategy.zero_stage = if fully { 3 } else { self.zero };
@@ -360,13 +361,13 @@ impl Row {
 }
 
 impl Case {
-    /// Tokens of a step per device.
+    /// Number of tokens of a step per device.
     pub fn tokens_per_device(&self) -> f64 {
         let sequences = self.mesh.data_parallel() * self.strategy.accumulation_steps * self.work.micro_batch;
         f64::from(sequences) * f64::from(self.work.sequence) / f64::from(self.mesh.ranks())
     }
 
-    /// How units are dealt to stages.
+    /// The division of units among stages.
     pub fn partition(&self) -> Partition {
         self.stack.partition
     }

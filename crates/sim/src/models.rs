@@ -4,16 +4,16 @@ use crate::transformer::{Architecture, Experts};
 use std::collections::BTreeMap;
 use trainyard_model::{Family, ModelSpec};
 
-/// Every model that has a name, with its shape.
+/// Every named model, with its shape.
 pub fn models() -> BTreeMap<String, Architecture> {
     toml::from_str(include_str!("../data/models.toml")).expect("built-in models are tested")
 }
 
-/// The model called `name`.
+/// Returns the model called `name`.
 ///
 /// # Errors
 ///
-/// The names there are.
+/// An unknown name; the error lists the names that exist.
 pub fn model(name: &str) -> Result<Architecture, String> {
     let mut all = models();
     all.remove(name).ok_or_else(|| {
@@ -23,7 +23,7 @@ pub fn model(name: &str) -> Result<Architecture, String> {
 }
 
 impl From<&ModelSpec> for Architecture {
-    /// The shape of one of this project's models, be it from a configuration or from a Hugging Face
+    /// The shape of one of this project's models, from a configuration or from a Hugging Face
     /// `config.json`.
     fn from(spec: &ModelSpec) -> Architecture {
         let gated = spec.family == Family::Llama;
@@ -48,7 +48,7 @@ impl From<&ModelSpec> for Architecture {
 mod tests {
     use super::*;
 
-    /// Parameters as published, in units of the name.
+    /// Parameters as published, in the unit of the name.
     #[test]
     fn models_have_the_published_sizes() {
         for (name, billions) in [

@@ -1,8 +1,8 @@
 //! Units of this project's own models, from running their code on the `meta` device.
 //!
-//! What the engine will keep and hold is what its pool counts there, so memory needs no formula;
-//! and the FLOPs of a unit's kernels are asserted to be those that its code launches. Blocks that
-//! are equal are run once: a model of one block of each kind stands for all of them.
+//! Memory needs no formula: the engine's pool counts what is kept and held there. The FLOPs of a
+//! unit's kernels are asserted to equal those that its code launches. Equal blocks are run once: a
+//! model with one block of each kind stands for all of them.
 
 use crate::stack::Stack;
 use crate::transformer::{Architecture, Units, Workload};
@@ -11,12 +11,12 @@ use trainyard_model::costs::{UnitCost, unit_costs};
 use trainyard_model::{BatchShape, Model, ModelError, ModelSpec};
 use trainyard_tensor::DType;
 
-/// The units of `spec` on one rank of an unsplit model, with what the engine keeps and holds as its
-/// own pool counts it.
+/// The units of `spec` on one rank of an unsplit model, with the kept and held bytes that the
+/// engine's own pool counts.
 ///
 /// # Errors
 ///
-/// A `spec` that is no model; a sequence longer than its positions.
+/// A `spec` that is no valid model; a sequence longer than its positions.
 pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
     let mut units = Architecture::from(spec).units(work, stack);
     let one = Model::new(ModelSpec { layers: 1, sliding_layers: None, ..spec.clone() })?;
@@ -28,12 +28,12 @@ pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType)
         let saved = |costs: &[UnitCost]| costs[kind].saved_bytes as f64;
         unit.saved = [saved(&everything), saved(&selective), saved(&nothing)];
         let cost = &everything[kind];
-        // A peak counts what is kept; the program counts that itself.
+        // A peak includes the kept bytes, which the program counts itself.
         let beyond = |peak: usize| (peak.saturating_sub(cost.saved_bytes) + cost.workspace_bytes) as f64;
         unit.working = [beyond(cost.forward_peak_bytes), beyond(cost.backward_peak_bytes)];
         unit.output = cost.output_bytes as f64;
     }
-    // A loss is a number: nothing crosses from it.
+    // A loss is one number, so nothing crosses a cut after it.
     if let Some(head) = units.kinds.last_mut() {
         head.output = 0.0;
     }
@@ -45,8 +45,8 @@ mod tests {
     use super::*;
     use crate::kernel::Kernel;
 
-    /// The kernels that are priced do the arithmetic that the models' code does, products and
-    /// attention at least; what is left is element-wise.
+    /// The priced kernels do the arithmetic of the models' code: at least products and attention.
+    /// The rest is element-wise.
     #[test]
     fn kernels_have_the_flops_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();
@@ -73,8 +73,8 @@ mod tests {
         }
     }
 
-    /// Selective recomputation cost no time: it was taken for attention's scores, of which fused
-    /// attention keeps none.
+    /// Regression: selective recomputation cost no time. It was taken for the scores of attention,
+    /// of which fused attention keeps none.
     #[test]
     fn selective_recomputation_is_that_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();

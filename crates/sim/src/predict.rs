@@ -1,4 +1,4 @@
-//! From a question to an answer: lower, price, simulate, add up memory.
+//! The main path from a question to an answer: lower, price, simulate, add up memory.
 
 use crate::constants::Constants;
 use crate::costs::Costs;
@@ -8,7 +8,7 @@ use crate::stack::Partition;
 use crate::transformer::Units;
 use trainyard_program::{PipelineSchedule, Program, Strategy, StrategyError, lower_rank};
 
-/// A question, lowered: its programs depend on no price.
+/// A lowered question. Its programs do not depend on prices.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Lowered {
     case: Case,
@@ -17,37 +17,37 @@ pub struct Lowered {
     pub programs: Vec<Program>,
 }
 
-/// What is known of a step before it runs.
+/// The prediction of a step.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Prediction {
-    /// How the programs ran.
+    /// The simulation of the programs.
     pub simulated: Simulated,
     /// Memory of each stage.
     pub memory: Vec<MemoryUse>,
     /// Tokens per second and device.
     pub tokens_per_s: f64,
-    /// Bytes that the device has.
+    /// Bytes of the device's memory.
     pub device_bytes: f64,
-    /// What the driver and the communication library hold, bytes.
+    /// Bytes of the driver and the communication library.
     context_bytes: f64,
-    /// Shares that a caching allocator loses, and holds while there is room.
+    /// Shares of memory that a caching allocator loses, and that it holds while there is room.
     fragmentation: f64,
     cached: f64,
 }
 
-/// A question without an answer.
+/// The reason why there is no prediction.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum PredictError {
-    /// No program.
+    /// The strategy cannot be lowered.
     #[error(transparent)]
     Strategy(#[from] StrategyError),
-    /// A program that does not come to an end.
+    /// The programs do not come to an end.
     #[error(transparent)]
     Simulate(#[from] SimulateError),
 }
 
-/// Lowers `case`, prices the programs and plays them. Software that keeps gathered inputs of
-/// products gathers them again where keeping them does not fit.
+/// Lowers `case`, prices the programs and simulates them. Software that keeps gathered inputs of
+/// products gathers them again if keeping them does not fit.
 ///
 /// # Errors
 ///
@@ -63,7 +63,7 @@ pub fn predict(case: &Case, constants: &Constants) -> Result<Prediction, Predict
 }
 
 impl Lowered {
-    /// The programs of one rank of each stage.
+    /// Lowers one rank of each stage.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl Lowered {
         Costs::new(&self.units, work, cluster, stack, constants, *format)
     }
 
-    /// Seconds of a step, without memory.
+    /// Predicts the speed of a step without its memory: tokens per second and device.
     ///
     /// # Errors
     ///
@@ -93,7 +93,7 @@ impl Lowered {
         Ok(self.case.tokens_per_device() / simulated.step_s)
     }
 
-    /// Prices the programs and plays them.
+    /// Prices the programs and simulates them.
     ///
     /// # Errors
     ///
@@ -116,7 +116,7 @@ impl Lowered {
     }
 }
 
-/// The first unit of every stretch of the pipeline but the first, as the stack deals units to
+/// The first unit of every pipeline stretch but the first, by the stack's division of units among
 /// stages.
 fn cuts(case: &Case) -> Vec<u32> {
     let chunks = match case.strategy.pipeline {
@@ -127,15 +127,15 @@ fn cuts(case: &Case) -> Vec<u32> {
     let units = case.model.layers + case.model.encoder_layers + 2;
     match case.stack.partition {
         _ if stretches == 1 || units < stretches => Vec::new(),
-        // The lowering's own way.
+        // The lowering divides layers equally itself.
         Partition::Layers => Vec::new(),
         Partition::Units => (1..stretches).map(|cut| cut * units / stretches).collect(),
         Partition::Cost => {
             let head = f64::from(case.model.vocab) * f64::from(case.model.dim);
             let block = case.model.block_elements();
             let total = block * f64::from(units - 2) + head;
-            // A stage takes units up to the nearest to its share of the whole; the embedding counts
-            // nothing.
+            // A stage takes the units up to the one nearest to its share of the total. The
+            // embedding counts nothing.
             let mut cuts = Vec::new();
             for unit in 1..units {
                 let spent = block * f64::from(unit - 1);
@@ -151,13 +151,13 @@ fn cuts(case: &Case) -> Vec<u32> {
 }
 
 impl Prediction {
-    /// Bytes that the fullest stage holds in tensors.
+    /// Bytes of tensors on the fullest stage.
     pub fn held_bytes(&self) -> f64 {
         self.memory.iter().map(|stage| stage.peak_bytes).fold(0.0, f64::max)
     }
 
-    /// Memory of the fullest stage, bytes, as `figure` counts it. No device holds more than it has:
-    /// a cache gives way.
+    /// Bytes of memory of the fullest stage, as `figure` counts them. The result does not exceed
+    /// the device's memory, because an allocator's cache gives way.
     pub fn memory_bytes(&self, figure: MemoryFigure) -> f64 {
         let held = self.held_bytes();
         let most = |bytes: f64| bytes.min(self.device_bytes.max(self.needed_bytes()));
@@ -168,12 +168,12 @@ impl Prediction {
         }
     }
 
-    /// What the device must have, bytes.
+    /// Bytes of memory that the device must have.
     pub fn needed_bytes(&self) -> f64 {
         self.held_bytes() * (1.0 + self.fragmentation) + self.context_bytes
     }
 
-    /// Whether it fits.
+    /// True if the step fits.
     pub fn fits(&self) -> bool {
         self.needed_bytes() <= self.device_bytes
     }

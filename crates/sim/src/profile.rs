@@ -1,13 +1,13 @@
 //! Hardware profiles: facts about devices and networks, each with its source, in TOML.
 //!
-//! The built-in ones lie in `data/devices.toml` and `data/networks.toml`. A user's own file has the
-//! same tables, `[[device]]` and `[[network]]`; a name in it hides the built-in one. Nothing here
-//! is fitted: how well kernels use a device is the business of [`Constants`](crate::Constants).
+//! The built-in profiles lie in `data/devices.toml` and `data/networks.toml`. A user's own file has
+//! the same tables, `[[device]]` and `[[network]]`; a name in it hides the built-in one. Nothing
+//! here is fitted: [`Constants`](crate::Constants) describe how well kernels use a device.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Which generation a device is of; efficiency curves are per family.
+/// The generation of a device. Efficiency curves are per generation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Generation {
@@ -79,40 +79,40 @@ pub struct Device {
     pub family: Generation,
     /// Peak of dense products, 1e12 FLOP/s, by format.
     pub dense_tflops: BTreeMap<Format, f64>,
-    /// The best 16-bit product (32-bit on hosts) that anyone measured in a framework, 1e12 FLOP/s.
+    /// The best 16-bit product (32-bit on hosts) that was measured in a framework, 1e12 FLOP/s.
     pub product_tflops: f64,
     /// Memory, 1e9 bytes.
     pub memory_gb: f64,
     /// Memory bandwidth, 1e9 bytes/s.
     pub memory_gb_s: f64,
-    /// Cores that tiles of a product are dealt over.
+    /// Number of cores that tiles of a product are dealt to.
     pub multiprocessors: u32,
     /// Bus bandwidth of a ring inside a node, 1e9 bytes/s.
     pub link_gb_s: f64,
-    /// What copies between its memory and pinned memory of its host reach, 1e9 bytes/s each way.
+    /// Rate of copies between its memory and pinned memory of its host, 1e9 bytes/s each way.
     #[serde(default = "pcie_4")]
     pub host_gb_s: f64,
-    /// What an hour costs, US dollars; an order of magnitude for comparisons, to be replaced by
-    /// one's own price.
+    /// Price of an hour, US dollars. An order of magnitude for comparisons, to be replaced by the
+    /// user's own price.
     #[serde(default)]
     pub usd_per_hour: f64,
     /// Where the numbers are from.
     pub source: String,
 }
 
-/// What copies of pinned memory reach over sixteen lanes of PCI Express 4.0, whose raw rate is
-/// 31.5: about 0.8 of it, like those over 3.0 and 5.0.
+/// Rate of copies of pinned memory over sixteen lanes of PCI Express 4.0, whose raw rate is 31.5:
+/// about 0.8 of it, as over 3.0 and 5.0.
 fn pcie_4() -> f64 {
     25.0
 }
 
 impl Device {
-    /// Whether products run in `format` itself: its peak is stated.
+    /// True if products run in `format` itself, because its peak is stated.
     pub fn has(&self, format: Format) -> bool {
         self.dense_tflops.contains_key(&format)
     }
 
-    /// Peak FLOP/s of dense products in `format`; a format that the device lacks runs in the next
+    /// Peak FLOP/s of dense products in `format`. A format that the device lacks runs in the next
     /// wider one that it has.
     pub fn peak(&self, format: Format) -> f64 {
         let wider = [Format::Fp4, Format::Fp8, Format::Bf16, Format::Fp16, Format::Tf32, Format::Fp32];
@@ -128,7 +128,7 @@ impl Device {
     }
 }
 
-/// What joins nodes.
+/// The network between nodes.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Network {
@@ -136,18 +136,18 @@ pub struct Network {
     pub name: String,
     /// Bytes per second and node, one way, that collectives reach, 1e9.
     pub gb_s: f64,
-    /// Latency of one step between nodes of a ring, microseconds.
+    /// Latency of a ring's step between nodes, microseconds.
     pub ring_us: f64,
-    /// Latency of one level of a tree between nodes, microseconds.
+    /// Latency of a tree's level between nodes, microseconds.
     pub tree_us: f64,
-    /// What a step on 64 nodes waits for its slowest rank, seconds; falls with the fourth power of
-    /// the nodes.
+    /// Seconds that a step on 64 nodes waits for its slowest rank. It falls with the fourth power
+    /// of the number of nodes.
     #[serde(default)]
     pub straggle_s: f64,
-    /// Nodes that a rail or pod joins at full bandwidth; None: all of them.
+    /// Number of nodes that a rail or pod connects at full bandwidth; None: all of them.
     #[serde(default)]
     pub pod_nodes: Option<u32>,
-    /// How many times less bandwidth there is between pods; 1 is non-blocking.
+    /// Factor by which bandwidth between pods is lower; 1 is non-blocking.
     #[serde(default = "one")]
     pub oversubscription: f64,
     /// Where the numbers are from.
@@ -170,38 +170,38 @@ pub struct Profiles {
     pub networks: Vec<Network>,
 }
 
-/// A profile that cannot be used.
+/// The reason why a profile cannot be used.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// Not the format.
+    /// The text does not have the format of profiles.
     #[error("the hardware profile does not parse: {0}")]
     Parse(String),
-    /// A number that no hardware has.
+    /// A number is one that no hardware has.
     #[error("{what} {name}: {field} is {value}, and must be positive")]
     NotPositive {
         /// `device` or `network`.
         what: &'static str,
-        /// Which one.
+        /// Name of the profile.
         name: String,
-        /// Which number.
+        /// Name of the field.
         field: &'static str,
         /// Its value.
         value: f64,
     },
-    /// No such name.
+    /// The name is unknown.
     #[error("no {what} is called `{asked}`; known: {known}")]
     Unknown {
         /// `device` or `network`.
         what: &'static str,
-        /// What was asked for.
+        /// The name that was asked for.
         asked: String,
-        /// What there is.
+        /// The names that exist.
         known: String,
     },
 }
 
 impl Profiles {
-    /// The built-in ones.
+    /// The built-in profiles.
     pub fn builtin() -> Profiles {
         let parse = |text| Profiles::parse(text).expect("built-in profiles are tested");
         let mut all = parse(include_str!("../data/devices.toml"));
@@ -209,7 +209,7 @@ impl Profiles {
         all
     }
 
-    /// From the text of a TOML file.
+    /// Parses the text of a TOML file.
     ///
     /// # Errors
     ///
@@ -235,7 +235,7 @@ impl Profiles {
         Ok(profiles)
     }
 
-    /// These, then those of `other` that have other names.
+    /// These profiles, followed by those of `other` with other names.
     pub fn before(mut self, other: Profiles) -> Profiles {
         let new = other.devices.into_iter().filter(|d| self.devices.iter().all(|ours| ours.name != d.name));
         let new: Vec<Device> = new.collect();
@@ -246,11 +246,11 @@ impl Profiles {
         self
     }
 
-    /// The device called `name`, upper or lower case.
+    /// The device called `name`, in upper or lower case.
     ///
     /// # Errors
     ///
-    /// A name that nothing has; the error lists those there are.
+    /// An unknown name; the error lists the names that exist.
     pub fn device(&self, name: &str) -> Result<&Device, ProfileError> {
         self.devices.iter().find(|device| device.name.eq_ignore_ascii_case(name)).ok_or_else(|| ProfileError::Unknown {
             what: "device",
@@ -259,7 +259,7 @@ impl Profiles {
         })
     }
 
-    /// The network called `name`, upper or lower case.
+    /// The network called `name`, in upper or lower case.
     ///
     /// # Errors
     ///

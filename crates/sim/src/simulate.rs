@@ -1,10 +1,10 @@
-//! The event simulation: programs of several ranks, played against each other in time.
+//! The event simulation: plays the programs of several ranks against each other in time.
 //!
-//! Every lane of a rank runs its instructions in order, copies to the host and from it each in
-//! theirs ([`Streams`]); an instruction starts when its lane is free and what it waits for has
-//! ended. A receive ends no earlier than its send. Ranks that do the same are simulated once: a
-//! collective's price knows its group, so one rank per pipeline stage is enough, and 16,384 GPUs
-//! cost what 16 do.
+//! Every lane of a rank runs its instructions in order; copies to the host and from it each have
+//! their own order ([`Streams`]). An instruction starts when its lane is free and its dependencies
+//! have ended. A receive ends no earlier than its send. Ranks that do the same are simulated once.
+//! The price of a collective knows its group, so one rank per pipeline stage is enough, and 16,384
+//! GPUs cost as much time as 16.
 //!
 //! Three things make an instruction last longer than its price: the host, which launches kernels
 //! one after another and may be late; collectives beside compute, which take cores and bandwidth
@@ -16,23 +16,23 @@ use trainyard_program::{Action, BackwardPart, Instruction, Keep, Lane, MemoryKin
 
 const LANES: usize = Lane::ALL.len();
 
-/// When an instruction ran, seconds from the step's start.
+/// The interval of an instruction, in seconds from the step's start.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Span {
-    /// Its start.
+    /// Start.
     pub start_s: f64,
-    /// Its end.
+    /// End.
     pub end_s: f64,
 }
 
-/// One rank's step.
+/// The times of one rank's step.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RankTime {
-    /// Which rank.
+    /// The rank.
     pub rank: u32,
-    /// Per instruction.
+    /// The interval of each instruction.
     pub spans: Vec<Span>,
-    /// Per lane of [`Lane::ALL`], seconds that it was busy.
+    /// Per lane of [`Lane::ALL`], seconds during which it was busy.
     pub busy_s: [f64; LANES],
     /// Per lane, seconds that compute waited for it.
     pub waited_s: [f64; LANES],
@@ -43,7 +43,7 @@ pub struct RankTime {
 }
 
 impl RankTime {
-    /// Seconds of communication that nothing hid: what compute waited for gathers, reductions and
+    /// Seconds of exposed communication: the time that compute waited for gathers, reductions and
     /// collectives inside units.
     pub fn exposed_s(&self) -> f64 {
         [Lane::Gather, Lane::Reduce, Lane::Inner].iter().map(|lane| self.waited_s[*lane as usize]).sum()
@@ -55,37 +55,38 @@ impl RankTime {
     }
 }
 
-/// A step, simulated.
+/// A simulated step.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Simulated {
-    /// Seconds from the first instruction to the last of any rank.
+    /// Seconds from the first instruction to the last, over all ranks.
     pub step_s: f64,
-    /// Per program given.
+    /// The times of each program that was given.
     pub ranks: Vec<RankTime>,
 }
 
-/// Programs that cannot be played.
+/// The reason why programs cannot be simulated.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SimulateError {
-    /// A receive without its send, or a circle of them.
+    /// A receive has no send, or receives wait for each other in a circle.
     #[error("rank {rank} waits at instruction {instruction} ({action}) for a message that never comes")]
     Stuck {
-        /// Which rank.
+        /// The rank.
         rank: u32,
-        /// Which instruction.
+        /// Number of the instruction.
         instruction: usize,
-        /// What it does.
+        /// Name of its action.
         action: &'static str,
     },
 }
 
-/// A message: the stage it comes from and goes to, whose output, of which micro-batch, up or down.
+/// A message: sending stage, receiving stage, unit, micro-batch, and direction.
 type Message = (u32, u32, u32, u32, Phase);
 
-/// When messages were sent.
+/// The times at which messages were sent.
 type Sent = HashMap<Message, f64>;
 
-/// Plays `programs`, one per rank that differs (one per pipeline stage), at the prices of `costs`.
+/// Simulates `programs`, one per rank that differs (one per pipeline stage), at the prices of
+/// `costs`.
 ///
 /// # Errors
 ///
@@ -117,27 +118,28 @@ pub fn simulate(programs: &[Program], costs: &Costs) -> Result<Simulated, Simula
 
 const NOT_YET: Span = Span { start_s: -1.0, end_s: -1.0 };
 
-/// A rank at play.
+/// The state of one rank during the simulation.
 struct Player<'a> {
     program: &'a Program,
     costs: &'a Costs,
     streams: Streams<'a>,
     time: RankTime,
-    /// Per stream, its instructions and how many of them have been played.
+    /// Per stream, its instructions and the number of them that have been played.
     lanes: [(Vec<u32>, usize); Streams::COUNT],
     /// The first instruction that has not been played.
     first: usize,
-    /// When each stream is free.
+    /// The time at which each stream is free.
     free: [f64; Streams::COUNT],
-    /// When the host has launched all so far.
+    /// The time at which the host has launched everything so far.
     host: f64,
-    /// Compute that collectives delayed and that is not yet paid.
+    /// Seconds of compute that collectives delayed and that are not yet paid.
     debt: f64,
-    /// What forward kept, by unit, and how many forwards backward has not followed yet.
+    /// Per unit, the activations that its forward kept, and the number of forwards without a
+    /// backward so far.
     keep: Vec<(Keep, u32)>,
-    /// Reductions put off until backward is over, seconds.
+    /// Seconds of reductions that are postponed until backward is over.
     put_off: f64,
-    /// The last intervals of compute and of collectives, for overlaps.
+    /// The last intervals of compute and of collectives, to find overlaps.
     recent: [Vec<Span>; 2],
 }
 
@@ -186,7 +188,7 @@ impl<'a> Player<'a> {
     }
 
     /// Plays the first instruction, in program order, that its lane has reached and whose
-    /// conditions are met; false when there is none.
+    /// conditions are met; false if there is none.
     fn play(&mut self, sent: &mut Sent) -> bool {
         let Some((number, arrival)) = self.playable(sent) else { return false };
         let instruction = &self.program.instructions[number];
@@ -202,9 +204,9 @@ impl<'a> Player<'a> {
         true
     }
 
-    /// The instruction to play next, and when the message arrives that it receives.
+    /// The instruction to play next, and the arrival time of the message that it receives.
     fn playable(&self, sent: &Sent) -> Option<(usize, f64)> {
-        // Nearly always it is the first one left: what it waits for stands before it, and only a
+        // Nearly always this is the first one left: its dependencies stand before it, and only a
         // message can be missing.
         if self.first < self.program.instructions.len()
             && let Some(arrival) = self.arrival(self.first, sent)
@@ -215,8 +217,8 @@ impl<'a> Player<'a> {
         heads.filter_map(|number| Some((number, self.arrival(number, sent)?))).min_by_key(|(number, _)| *number)
     }
 
-    /// When the message arrives that an instruction receives, 0 for others; None while something
-    /// that it waits for has not been played.
+    /// The arrival time of the message that an instruction receives, 0 for other instructions; None
+    /// if a dependency has not been played.
     fn arrival(&self, number: usize, sent: &Sent) -> Option<f64> {
         let instruction = &self.program.instructions[number];
         if self.streams.waits(number).any(|on| self.time.spans[on as usize] == NOT_YET) {
@@ -242,7 +244,8 @@ impl<'a> Player<'a> {
         }
         let mut seconds = self.costs.device_s(self.program, instruction, keep);
         if ready < self.free[stream] {
-            // It was waiting when the one before it ended, so it went with that one.
+            // The collective was waiting when the one before it ended, so it was sent with that
+            // one.
             seconds -= self.costs.joined_s(self.program, instruction);
         }
         self.host += self.costs.host_s(self.program, instruction, keep);
@@ -251,7 +254,7 @@ impl<'a> Player<'a> {
             Lane::Compute => {
                 self.wait(start, waited_for);
                 if matches!(instruction.action, Action::Clip) {
-                    // Reductions that were put off run now, before the norm.
+                    // Postponed reductions run now, before the norm.
                     self.time.waited_s[Lane::Reduce as usize] += self.put_off;
                     seconds += std::mem::take(&mut self.put_off);
                 }
@@ -278,8 +281,8 @@ impl<'a> Player<'a> {
         Span { start_s: start, end_s: end }
     }
 
-    /// When all that instruction `number` waits for has ended, and on which lane the last of it
-    /// ran.
+    /// The time at which all dependencies of instruction `number` have ended, and the lane of the
+    /// last one.
     fn ready(&self, number: usize) -> (f64, Lane) {
         let mut ready = (0.0, Lane::Compute);
         for on in self.streams.waits(number) {
@@ -319,7 +322,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Compute lost while `span` and the other side's recent intervals overlap.
+    /// Seconds of compute lost while `span` and the other side's recent intervals overlap.
     fn slowed(&mut self, span: Span, other: usize) -> f64 {
         let overlap: f64 = self.recent[other]
             .iter()
@@ -335,7 +338,7 @@ impl<'a> Player<'a> {
     }
 }
 
-/// Keeps the last few intervals: an instruction overlaps only neighbours.
+/// Keeps the last few intervals, because an instruction overlaps only neighbours.
 fn remember(recent: &mut Vec<Span>, span: Span) {
     if recent.len() == 8 {
         recent.remove(0);
@@ -346,8 +349,8 @@ fn remember(recent: &mut Vec<Span>, span: Span) {
 /// Memory of one rank over its step.
 #[derive(Clone, PartialEq, Debug)]
 pub struct MemoryUse {
-    /// Bytes when most is held, by kind; activations include what the instruction at the peak works
-    /// with.
+    /// Bytes at the peak, by kind. Activations include the working memory of the instruction at the
+    /// peak.
     pub at_peak: BTreeMap<MemoryKind, f64>,
     /// Their sum.
     pub peak_bytes: f64,
@@ -355,11 +358,10 @@ pub struct MemoryUse {
     pub at: usize,
 }
 
-/// Memory of a rank when its instructions run as `time` says: what is held for the whole step, what
-/// instructions take when they start and give back when they end, and what they work with
-/// meanwhile.
+/// The memory of a rank whose instructions run at `time`: bytes held for the whole step, bytes that
+/// instructions take at their start and give back at their end, and their working memory.
 pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
-    // (time, give back before take, instruction, kind, change); bytes are whole numbers, and so are
+    // (time, give back before take, instruction, kind, change). Bytes are whole numbers, and so are
     // their sums.
     let mut changes: Vec<(f64, bool, u32, MemoryKind, f64)> = Vec::with_capacity(2 * program.instructions.len());
     for (number, (instruction, span)) in (0..).zip(program.instructions.iter().zip(&time.spans)) {
@@ -373,7 +375,7 @@ pub fn memory(program: &Program, time: &RankTime, costs: &Costs) -> MemoryUse {
             changes.push((span.end_s, false, number, MemoryKind::Activations, -working));
         }
     }
-    // A program is nearly in the order of time, of which this sort makes use.
+    // A program is nearly in the order of time, which this sort exploits.
     changes.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
     let mut live = [0.0; MemoryKind::ALL.len()];
     let mut used = [false; MemoryKind::ALL.len()];

@@ -1,15 +1,14 @@
-//! The software that runs a step, as facts: which kernels it has, what it overlaps, what it keeps
-//! in memory.
+//! The software that runs a step, as facts: its kernels, its overlaps, and what it keeps in memory.
 //!
-//! A prediction for this project's engine takes `trainyard`; the published runs were made by
-//! others, whose facts lie in `data/stacks.toml` with their sources. There are no efficiency
+//! A prediction for this project's engine takes `trainyard`. Others made the published runs; the
+//! facts about their software lie in `data/stacks.toml` with their sources. There are no efficiency
 //! factors here.
 
 use crate::constants::AttentionKind;
 use serde::Deserialize;
 use trainyard_program::StateBytes;
 
-/// Who launches kernels.
+/// The launcher of kernels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dispatch {
@@ -19,20 +18,20 @@ pub enum Dispatch {
     Compiled,
 }
 
-/// What selective recomputation repeats.
+/// The functions that selective recomputation repeats.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Selective {
     /// Scores, softmax and their product with values (Korthikanti et al. 2022).
     CoreAttention,
-    /// All but attention and every other product (torchtitan's `op`).
+    /// Everything but attention and every other product (torchtitan's `op`).
     PerOp,
-    /// Norms and gates (this project's `selective`); without a gate the activation is in a
+    /// Norms and gates (this project's `selective`). Without a gate the activation is in a
     /// product's epilogue, and its result is kept.
     NormsAndGates,
 }
 
-/// How layers are dealt to pipeline stages.
+/// The division of layers among pipeline stages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Partition {
@@ -44,19 +43,19 @@ pub enum Partition {
     Units,
 }
 
-/// What goes into one collective when parameters are gathered or gradients reduced.
+/// The contents of one collective when parameters are gathered or gradients reduced.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bundle {
-    /// Each tensor by itself, gathered into a list of parts.
+    /// One tensor, gathered into a list of parts.
     Tensor,
-    /// A unit.
+    /// One unit.
     Unit,
-    /// All that is ready: what waited behind another collective goes with it.
+    /// Everything that is ready: what waited behind another collective is sent together.
     Queue,
 }
 
-/// A framework, as far as a step's price depends on it.
+/// A software stack, as far as a step's price depends on it.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stack {
@@ -64,34 +63,34 @@ pub struct Stack {
     pub name: String,
     /// The attention kernel.
     pub attention: AttentionKind,
-    /// Whether chains of memory-bound operations are one kernel.
+    /// True if chains of memory-bound operations are one kernel.
     pub fused: bool,
-    /// Who launches kernels.
+    /// The launcher of kernels.
     pub dispatch: Dispatch,
-    /// Whether tensor parallelism splits the sequence between products too.
+    /// True if tensor parallelism also splits the sequence between products.
     pub sequence_parallel: bool,
-    /// Whether gradients are summed while backward still runs.
+    /// True if gradients are summed while backward still runs.
     pub overlap_reduce: bool,
-    /// Units whose parameters are gathered ahead.
+    /// Number of units whose parameters are gathered ahead.
     pub prefetch: u32,
-    /// What one gather of parameters moves.
+    /// Contents of one gather of parameters.
     pub gathers: Bundle,
-    /// What one reduction of gradients moves.
+    /// Contents of one reduction of gradients.
     pub reductions: Bundle,
-    /// Whether residuals and attention have dropout.
+    /// True if residuals and attention have dropout.
     pub dropout: bool,
-    /// What selective recomputation repeats.
+    /// The functions that selective recomputation repeats.
     pub selective: Selective,
-    /// Whether weight gradients are added in the product's epilogue.
+    /// True if weight gradients are added in the product's epilogue.
     pub fused_accumulation: bool,
-    /// How layers are dealt to stages.
+    /// The division of layers among stages.
     pub partition: Partition,
-    /// Whether a pipeline message synchronises host and device.
+    /// True if a pipeline message synchronises host and device.
     pub host_sync: bool,
-    /// Whether, with a split sequence, inputs of products are kept as gathered, as long as that
+    /// True if, with a split sequence, inputs of products are kept as gathered as long as that
     /// fits.
     pub keeps_gathered: bool,
-    /// Whether the allocator grows its segments.
+    /// True if the allocator grows its segments.
     pub expandable: bool,
     /// Flat buffers for collectives, 1e9 bytes.
     pub buckets_gb: f64,
@@ -99,19 +98,19 @@ pub struct Stack {
     pub logits: LogitBytes,
     /// Bytes per parameter element.
     pub state: StateBytes,
-    /// Where the facts are from.
+    /// Source of the facts.
     pub source: String,
 }
 
-/// Bytes per logit; each is written once and read once.
+/// Bytes per logit. Each is written once and read once.
 #[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogitBytes {
     /// Kept from forward to backward.
     pub kept: f64,
-    /// Held besides while the loss is computed.
+    /// Additional bytes while the loss is computed.
     pub forward: f64,
-    /// Held besides while its gradient is.
+    /// Additional bytes while its gradient is computed.
     pub backward: f64,
 }
 
@@ -122,17 +121,17 @@ struct File {
 }
 
 impl Stack {
-    /// All that are built in.
+    /// All built-in stacks.
     pub fn builtin() -> Vec<Stack> {
         let file: File = toml::from_str(include_str!("../data/stacks.toml")).expect("built-in stacks are tested");
         file.stack
     }
 
-    /// The built-in one called `name`.
+    /// The built-in stack called `name`.
     ///
     /// # Errors
     ///
-    /// The names there are.
+    /// An unknown name; the error lists the names that exist.
     pub fn named(name: &str) -> Result<Stack, String> {
         let all = Stack::builtin();
         let known = all.iter().map(|stack| stack.name.clone()).collect::<Vec<_>>().join(", ");
@@ -144,7 +143,7 @@ impl Stack {
     /// Launches of memory-bound kernels in a block's forward.
     pub(crate) fn block_launches(&self) -> f64 {
         // Fused: two norms, two residuals, rotation, activation. Eager: casts, transposes, splits
-        // and masks are kernels too.
+        // and masks are also kernels.
         if self.fused { 6.0 } else { 32.0 }
     }
 }

@@ -1,10 +1,10 @@
 //! Transformers as units of kernels: what forward and backward of each unit launch, keep and hold,
 //! under tensor and context parallelism.
 //!
-//! Kinds of unit: an embedding, an encoder's or a decoder's block, a head. Blocks of one kind are
-//! described once, however many there are. Symbols as in Korthikanti et al. 2022 (arXiv
-//! 2205.05198), whose activation table this follows: s sequence, b micro-batch, d width, a heads, t
-//! tensor-parallel degree.
+//! The kinds of unit are an embedding, a block of an encoder or decoder, and a head. Blocks of one
+//! kind are described once, however many there are. Symbols follow Korthikanti et al. 2022 (arXiv
+//! 2205.05198), whose activation table this implements: s sequence, b micro-batch, d width, a
+//! heads, t tensor-parallel degree.
 
 use crate::constants::AttentionKind;
 use crate::kernel::Kernel;
@@ -16,26 +16,26 @@ use serde::Deserialize;
 pub struct Architecture {
     /// Width of the residual stream, d.
     pub dim: u32,
-    /// Blocks; of an encoder-decoder model the decoder's.
+    /// Number of blocks; in an encoder-decoder model, those of the decoder.
     pub layers: u32,
-    /// Blocks of an encoder before them.
+    /// Number of blocks of an encoder before them.
     #[serde(default)]
     pub encoder_layers: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: u32,
     /// Width of a head.
     pub head_dim: u32,
-    /// Inner width of the MLP; of one expert.
+    /// Inner width of the MLP, or of one expert.
     pub ffn: u32,
     /// Rows of the token table.
     pub vocab: u32,
-    /// Whether the MLP has a gate (SwiGLU).
+    /// True if the MLP has a gate (SwiGLU).
     pub gated: bool,
-    /// Whether the head multiplies by the token table.
+    /// True if the head multiplies by the token table.
     pub tied: bool,
-    /// Rows of a learned position table; 0: positions are rotated in.
+    /// Rows of a learned position table; 0: rotary positions.
     #[serde(default)]
     pub positions: u32,
     /// Experts, if MLPs are mixtures.
@@ -46,68 +46,67 @@ pub struct Architecture {
 /// A mixture of experts in every block.
 #[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
 pub struct Experts {
-    /// How many.
+    /// Number of experts.
     pub count: u32,
-    /// How many a token goes to.
+    /// Number of experts that a token goes to.
     pub per_token: u32,
-    /// Width of the MLP that all tokens go through beside them; 0: none.
+    /// Inner width of the MLP that every token goes through beside the experts; 0: none.
     #[serde(default)]
     pub shared_ffn: u32,
 }
 
-/// What one rank's micro-batch is, and how a unit is split.
+/// One rank's micro-batch, and the way a unit is split.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Workload {
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub sequence: u32,
-    /// Sequences of a micro-batch.
+    /// Number of sequences of a micro-batch.
     pub micro_batch: u32,
-    /// Ranks that share every product.
+    /// Number of ranks that share every product.
     pub tensor: u32,
-    /// Ranks that share a sequence.
+    /// Number of ranks that share a sequence.
     pub context: u32,
-    /// Ranks that share the experts.
+    /// Number of ranks that share the experts.
     pub expert: u32,
-    /// Bytes of an operand of a product: what of a product's input is kept for its weight's
-    /// gradient.
+    /// Bytes of a product's operand, as its input is kept for the weight's gradient.
     pub operand_bytes: f64,
 }
 
 /// A unit on one rank: kernels and bytes.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct UnitWork {
-    /// What forward launches.
+    /// Kernels of the forward.
     pub forward: Vec<Kernel>,
-    /// What the input's gradient launches; memory-bound work included.
+    /// Kernels of the input's gradient, including memory-bound work.
     pub backward_input: Vec<Kernel>,
-    /// What the weights' gradients launch.
+    /// Kernels of the weights' gradients.
     pub backward_weights: Vec<Kernel>,
-    /// What selective recomputation launches before backward.
+    /// Kernels of selective recomputation, before backward.
     pub selective: Vec<Kernel>,
-    /// Launches of forward and backward beyond those of kernels listed: what eager frameworks
-    /// launch for views, casts and splits.
+    /// Launches of forward and backward beyond those of the listed kernels: eager frameworks launch
+    /// more for views, casts and splits.
     pub extra_launches: [f64; 2],
     /// Bytes kept for backward, by [`Keep`](trainyard_program::Keep).
     pub saved: [f64; 3],
-    /// Bytes held while forward and while backward run, beyond what is kept.
+    /// Bytes held while forward and while backward run, beyond the bytes kept.
     pub working: [f64; 2],
-    /// Bytes of logits and their gradients written and read by the loss.
+    /// Bytes of logits and their gradients that the loss writes and reads.
     pub loss_traffic: f64,
-    /// Bytes of the output, whole: what crosses a pipeline cut and what tensor parallelism
+    /// Bytes of the whole output, which crosses a pipeline cut and which tensor parallelism
     /// exchanges.
     pub output: f64,
-    /// Exchanges of the output inside forward, and as many inside backward, under tensor
-    /// parallelism.
+    /// Number of exchanges of the output inside forward under tensor parallelism, and as many
+    /// inside backward.
     pub exchanges: u32,
-    /// Bytes of keys and values, whole.
+    /// Bytes of all keys and values.
     pub kv: f64,
-    /// Elements of parameters, whole.
+    /// Elements of all parameters.
     pub elements: f64,
-    /// Tensors that they are.
+    /// Number of parameter tensors.
     pub tensors: u32,
-    /// Those of experts.
+    /// Elements of the parameters of experts.
     pub expert_elements: f64,
-    /// Bytes that a rank sends to experts elsewhere.
+    /// Bytes that a rank sends to experts on other ranks.
     pub expert_bytes: f64,
 }
 
@@ -116,7 +115,7 @@ pub struct UnitWork {
 pub struct Units {
     /// Distinct units.
     pub kinds: Vec<UnitWork>,
-    /// Per unit its kind and its name.
+    /// Per unit, its kind and its name.
     pub order: Vec<(usize, String)>,
 }
 
@@ -189,7 +188,7 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// Tokens of one rank's micro-batch.
+    /// Number of tokens of one rank's micro-batch.
     fn tokens(&self) -> f64 {
         f64::from(self.work.micro_batch) * f64::from(self.work.sequence) / f64::from(self.work.context)
     }
@@ -202,7 +201,7 @@ impl Builder<'_> {
         f64::from(self.work.tensor)
     }
 
-    /// What divides norms and residuals.
+    /// The divisor of norms and residuals.
     fn sequence_split(&self) -> f64 {
         if self.stack.sequence_parallel { self.split() } else { 1.0 }
     }
@@ -231,8 +230,8 @@ impl Builder<'_> {
         self.mlp(&mut unit);
         unit.output = self.tokens() * self.dim() * HALF;
         unit.exchanges = if cross { 3 } else { 2 };
-        // Gated: q, k, v, o, gate, up, down and two norms' weights; otherwise four matrices and two
-        // norms, each with a bias.
+        // Gated: q, k, v, o, gate, up, down and the weights of two norms. Otherwise four matrices
+        // and two norms, each with a bias.
         unit.tensors = if self.model.gated { 9 } else { 12 } + if cross { 6 } else { 0 };
         unit.kv = 2.0 * self.tokens() * f64::from(self.model.kv_heads * self.model.head_dim) * HALF;
         if self.stack.keeps_gathered && self.stack.sequence_parallel {
@@ -240,26 +239,26 @@ impl Builder<'_> {
             unit.saved[0] += gathered;
             unit.saved[1] += gathered;
         }
-        // The input stays for backward, whatever else does.
+        // The input always stays for backward.
         unit.saved[2] = unit.output / self.sequence_split();
         let launches = self.stack.block_launches();
         unit.extra_launches = [launches, 1.7 * launches];
         unit
     }
 
-    /// A product forward, and its two halves backward.
+    /// Adds a product's forward and the two halves of its backward.
     fn product(&self, unit: &mut UnitWork, m: f64, n: f64, k: f64) {
         unit.forward.push(Kernel::Product { m, n, k });
         unit.backward_input.push(Kernel::Product { m, n: k, k: n });
         unit.backward_weights.push(Kernel::Product { m: n, n: k, k: m });
         if self.stack.selective == Selective::PerOp {
-            // Every other product is repeated: half of each, on average.
+            // Every other product is repeated, which is half of each on average.
             unit.selective.push(Kernel::Product { m: m / 2.0, n, k });
         }
     }
 
-    /// Memory-bound work of `bytes` forward and 1.7 times that backward, which reads the gradient
-    /// too.
+    /// Adds memory-bound work: `bytes` in forward and 1.7 times that in backward, which also reads
+    /// the gradient.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
         unit.forward.push(Kernel::Stream { bytes, launches });
         unit.backward_input.push(Kernel::Stream { bytes: 1.7 * bytes, launches });
@@ -268,15 +267,15 @@ impl Builder<'_> {
         }
     }
 
-    /// Norms and gates of `bytes` read and written, repeated where selective recomputation is of
-    /// these.
+    /// Adds norms and gates that read and write `bytes`. They are repeated if selective
+    /// recomputation covers them.
     fn recomputed(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
         if self.stack.selective == Selective::NormsAndGates {
             unit.selective.push(Kernel::Stream { bytes, launches });
         }
     }
 
-    /// Norm, products, scores and residual of one attention.
+    /// Adds norm, products, scores and residual of one attention.
     fn attention(&self, unit: &mut UnitWork, causal: bool) {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
@@ -286,15 +285,16 @@ impl Builder<'_> {
         self.scores(unit, causal);
         self.product(unit, m, d, q);
         unit.elements += self.model.attention_elements();
-        // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass
-        // where it is a kernel of its own.
+        // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass if
+        // it is a kernel of its own.
         let dropout = if self.stack.dropout { 1.5 } else { 0.0 };
         let rotation = if self.model.positions == 0 { 2.0 * m * (q + kv) * HALF } else { 0.0 };
         self.stream(unit, (5.0 + dropout) * stream + rotation, 2.0);
-        // Norm's input, the product's input, q, k, v, attention's output; a mask of one byte.
+        // The norm's input, the product's input, q, k, v, attention's output, and a mask of one
+        // byte.
         let whole =
             2.0 * stream + m * (2.0 * q + 2.0 * kv) * HALF + if self.stack.dropout { stream / 2.0 } else { 0.0 };
-        // Rotated copies of q and k, where rotation is a kernel of its own.
+        // Rotated copies of q and k, if rotation is a kernel of its own.
         let eager = if self.stack.fused || self.model.positions > 0 { 0.0 } else { m * (q + kv) * HALF };
         let scores = self.score_bytes();
         unit.saved[0] += whole + eager + scores;
@@ -302,22 +302,23 @@ impl Builder<'_> {
             Selective::CoreAttention => whole + eager,
             // Inputs of norms, attention's operands and result.
             Selective::PerOp => stream + m * (2.0 * q + 2.0 * kv) * HALF,
-            // All but the norm's result.
+            // Everything but the norm's result.
             Selective::NormsAndGates => whole + eager + scores - stream,
         };
         self.recomputed(unit, 2.0 * stream, 1.0);
-        // Of unfused scores forward holds one more form, backward two gradients.
+        // With unfused scores, forward holds one more form and backward two gradients.
         let pairs = if scores > 0.0 { self.score_pairs() * HALF } else { 0.0 };
         unit.working[0] = unit.working[0].max(pairs + stream);
         unit.working[1] = unit.working[1].max(2.0 * pairs + 2.0 * stream + m * qkv * HALF);
     }
 
-    /// Sequences times heads of a rank.
+    /// Number of sequences times heads of a rank.
     fn score_heads(&self) -> f64 {
         f64::from(self.work.micro_batch) * f64::from(self.model.heads) / self.split()
     }
 
-    /// Bytes that unfused attention keeps per block: softmax, its dropout's mask and result.
+    /// Bytes that unfused attention keeps per block: softmax, and the mask and result of its
+    /// dropout.
     fn score_bytes(&self) -> f64 {
         if self.stack.attention != AttentionKind::Unfused {
             return 0.0;
@@ -351,7 +352,7 @@ impl Builder<'_> {
         let bytes = heads * queries * s * HALF;
         let (up, down) = (batched(queries, s, c), batched(queries, c, s));
         // Scale, mask and softmax in one kernel: read, write; dropout: read, write, mask. Eager:
-        // each its own, softmax in f32.
+        // separate kernels, with softmax in f32.
         let passes = 2.0 + if self.stack.dropout { 2.5 } else { 0.0 } + if self.stack.fused { 0.0 } else { 5.0 };
         let forward = [up, Kernel::Stream { bytes: passes * bytes, launches: 2.0 }, down];
         unit.forward.extend(forward);
@@ -362,7 +363,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Norm, products, activation and residual of one MLP.
+    /// Adds norm, products, activation and residual of one MLP.
     fn mlp(&self, unit: &mut UnitWork) {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let stream = m * d * HALF / self.sequence_split();
@@ -381,8 +382,8 @@ impl Builder<'_> {
         // Gate: two reads, a write; otherwise a read, a write and the bias.
         let activation = if self.model.gated { 3.0 } else { 2.5 } * inner * HALF;
         self.stream(unit, (5.0 + dropout) * stream + activation, 2.0);
-        // Norm's input, the product's input; the activation's inputs and its result, and one more
-        // where the gate is a kernel of its own.
+        // The norm's input, the product's input, the activation's inputs and its result, and one
+        // more if the gate is a kernel of its own.
         let gate = self.model.gated;
         let extra = if gate && !self.stack.fused { 1.0 } else { 0.0 };
         let mask = if self.stack.dropout { stream / 2.0 } else { 0.0 };
@@ -392,7 +393,7 @@ impl Builder<'_> {
         unit.saved[1] += match self.stack.selective {
             Selective::CoreAttention => whole,
             Selective::PerOp => stream + 0.5 * up * inner * HALF,
-            // All but the norm's result and the gate's.
+            // Everything but the results of norm and gate.
             Selective::NormsAndGates => whole - operand * (stream + if gate { inner * HALF } else { 0.0 }),
         };
         self.recomputed(unit, 2.0 * stream + if gate { activation } else { 0.0 }, if gate { 2.0 } else { 1.0 });
@@ -400,17 +401,17 @@ impl Builder<'_> {
         unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
     }
 
-    /// A mixture: every token to `per_token` experts, evenly. Returns elements of the inner
-    /// activations.
+    /// Adds a mixture of experts that sends every token to `per_token` experts, evenly. Returns
+    /// elements of the inner activations.
     fn experts(&self, unit: &mut UnitWork, experts: Experts, up: f64) -> f64 {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let f = f64::from(self.model.ffn);
         let routed = m / t * f64::from(experts.per_token);
-        // The rank's experts: each product is as many smaller ones.
+        // For the rank's experts, each product becomes several smaller ones.
         let local = f64::from(experts.count) / f64::from(self.work.expert);
         let rows = routed / local;
-        // A grouped product fills the device as one of all its rows would, but tiles end with each
-        // expert's rows.
+        // A grouped product fills the device as one product of all its rows would, but tiles end
+        // with each expert's rows.
         let filled = (rows / 128.0).ceil() * 128.0 * local;
         for (n, k) in [(up * f, d), (d, f)] {
             unit.forward.push(Kernel::Product { m: filled, n, k });

@@ -1,22 +1,22 @@
-//! The comparison with published measurements.
+//! Comparison with published measurements.
 
 use crate::constants::Constants;
 use crate::measurement::{MemoryFigure, Row};
 use crate::predict::{Lowered, predict};
 use crate::profile::Profiles;
 
-/// A row beside its prediction.
+/// A row with its prediction.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Outcome {
-    /// What was measured.
+    /// The measurement.
     pub row: Row,
-    /// Why there is no prediction.
+    /// The reason why there is no prediction.
     pub failed: Option<String>,
     /// Predicted tokens per second and device.
     pub tokens_per_s: f64,
     /// Predicted memory as the row counts it, 1e9 bytes.
     pub memory_gb: f64,
-    /// Whether the prediction says that it fits.
+    /// True if the prediction says that it fits.
     pub fits: bool,
 }
 
@@ -33,7 +33,7 @@ impl Outcome {
         Some(self.memory_gb / measured - 1.0)
     }
 
-    /// Whether the verdict agrees with what happened.
+    /// True if the verdict on memory agrees with the measurement.
     pub fn verdict_right(&self) -> bool {
         self.failed.is_none() && self.fits != self.row.out_of_memory
     }
@@ -79,20 +79,20 @@ pub fn quantiles(errors: impl IntoIterator<Item = f64>) -> Option<(f64, f64)> {
     Some((at(0.5)?, at(0.9)?))
 }
 
-/// What a fit found.
+/// The result of a fit.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Fit {
     /// The constants.
     pub constants: Constants,
     /// Mean loss before and after.
     pub loss: [f64; 2],
-    /// Rows that it saw.
+    /// Number of rows that it used.
     pub rows: usize,
 }
 
 /// Fits the constants of the table `fitted` on the judged rows of the sources that the constants
-/// name, by coordinate descent on a robust loss: the absolute logarithm of predicted over measured
-/// speed, cut at a half, so that rows that nothing explains pull nowhere.
+/// name. The method is coordinate descent on a robust loss: the absolute logarithm of predicted
+/// over measured speed, cut at a half, so that inexplicable rows have no pull.
 pub fn fit(rows: &[Row], profiles: &Profiles, constants: &Constants, rounds: u32) -> Fit {
     let seen = |row: &&Row| row.judged && constants.fitted_on.iter().any(|source| source == row.source());
     let lowered: Vec<(Lowered, f64)> = rows
@@ -104,7 +104,7 @@ pub fn fit(rows: &[Row], profiles: &Profiles, constants: &Constants, rounds: u32
         let one = |(lowered, measured): &(Lowered, f64)| {
             let predicted = lowered.tokens_per_s(constants).unwrap_or(f64::INFINITY);
             let error = (predicted / measured).ln().abs();
-            // Beyond a quarter an error counts as much as it can; the bars count the same way.
+            // Beyond a quarter an error counts as much as it can, as for the bars.
             error.min(0.5) + 0.3 / (1.0 + (-(error - 0.22) / 0.02).exp())
         };
         lowered.iter().map(one).sum::<f64>() / lowered.len().max(1) as f64

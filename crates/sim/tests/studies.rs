@@ -1,4 +1,4 @@
-//! What published studies found, reproduced by lowering and simulation.
+//! Findings of published studies, reproduced by lowering and simulation.
 
 use trainyard_program::{
     Keep, Lane, MemoryKind, Mesh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, StateBytes,
@@ -44,7 +44,7 @@ fn zero_s_memory_table_is_what_programs_hold() {
     }
 }
 
-/// How the FSDP study shards.
+/// The sharding modes of the FSDP study.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Sharding {
     Replicated,
@@ -101,8 +101,8 @@ fn the_fsdp_study_comes_out() {
     assert!(eight.tokens_per_s > 1.2 * f32.tokens_per_s);
 }
 
-/// Megatron-Bridge's memory tuning of Llama 3 70B at 4,096 tokens: to recompute the attention core
-/// besides MLPs takes 593.6 TFLOP/s to 586.8, 1.2 %.
+/// Megatron-Bridge's memory tuning of Llama 3 70B at 4,096 tokens: recomputing the attention core
+/// besides MLPs lowers 593.6 TFLOP/s to 586.8, by 1.2 %.
 #[test]
 fn recomputing_fused_attention_costs_its_forward() {
     let step = |keep: Keep| {
@@ -116,7 +116,8 @@ fn recomputing_fused_attention_costs_its_forward() {
     assert!(all > 1.15 * core, "{all} {core}");
 }
 
-/// Ranks that do the same are simulated once: 16,384 GPUs cost what their pipeline's stages do.
+/// Ranks that do the same are simulated once: 16,384 GPUs cost as much time as the stages of their
+/// pipeline.
 #[test]
 fn sixteen_thousand_ranks_are_a_pipeline_of_sixteen() {
     let architecture = model("llama-405b").unwrap();
@@ -148,8 +149,8 @@ fn published(id: &str) -> Case {
     rows.iter().find(|row| row.id == id).unwrap().case(&Profiles::builtin()).unwrap()
 }
 
-/// ZeRO-1 gathers all parameters after the update: on 32 nodes a latency per unit would be most of
-/// the step; on one node it is none of it.
+/// ZeRO-1 gathers all parameters after the update. On 32 nodes a latency per unit would be most of
+/// the step; on one node it would not matter.
 #[test]
 fn gathers_that_wait_go_together() {
     let step = |id: &str, gathers: Bundle| {
@@ -163,7 +164,7 @@ fn gathers_that_wait_go_together() {
     assert!((0.99..=1.0).contains(&(queue / unit)), "one node: {queue} and {unit} s");
 }
 
-/// Narayanan et al. 2021, section 5.2: ZeRO-3 as it was gathered each parameter by itself.
+/// Narayanan et al. 2021, section 5.2: ZeRO-3 of that time gathered each parameter by itself.
 #[test]
 fn tensors_gathered_one_by_one_cost_a_collective_each() {
     let step = |gathers: Bundle| {
@@ -174,7 +175,7 @@ fn tensors_gathered_one_by_one_cost_a_collective_each() {
     assert!(step(Bundle::Tensor) > 2.0 * step(Bundle::Unit));
 }
 
-/// A run of the playbook that would need 134 GB with gathered inputs kept, and ran in 64.
+/// A run of the playbook that would need 134 GB with gathered inputs kept, but ran in 64.
 #[test]
 fn inputs_are_gathered_again_where_keeping_them_does_not_fit() {
     let case = published("pb-1371");
@@ -183,7 +184,7 @@ fn inputs_are_gathered_again_where_keeping_them_does_not_fit() {
     assert!(!kept.fits() && predict(&case, &Constants::builtin()).unwrap().fits());
 }
 
-/// What was seen on up to 64 nodes is not carried on as a power.
+/// Measurements on up to 64 nodes are not extrapolated as a power.
 #[test]
 fn stragglers_grow_in_proportion_beyond_what_was_measured() {
     let straggle = |nodes: u32| {
@@ -198,8 +199,8 @@ fn stragglers_grow_in_proportion_beyond_what_was_measured() {
     assert!((straggle(2048) / straggle(64) - 32.0).abs() < 1e-9);
 }
 
-/// A link works in both directions at once: where it is all that takes time, an update on the host
-/// takes what the gradients take to go there, and the last copy back. (Two buffers, and units of
+/// A link works in both directions at once. If nothing else takes time, an update on the host takes
+/// as long as the gradients need to go there, plus the last copy back. (Two buffers, and units of
 /// different sizes, cost a little more.)
 #[test]
 fn copies_to_the_host_and_from_it_run_beside_each_other() {

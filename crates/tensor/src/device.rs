@@ -18,8 +18,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+use trainyard_base::lock;
 
-/// What one kernel call does.
+/// The work of one kernel call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Cost {
     /// Multiplications and additions, each counted as one.
@@ -34,10 +35,10 @@ pub type Dims = [u32; 5];
 /// A kernel call as it is launched: what it does, and on what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// What it does.
+    /// Its work.
     pub cost: Cost,
-    /// What of its form changes its time beside the shape: an activation in the epilogue, say.
-    /// Empty for the plain form.
+    /// The part of its form that changes its time beside the shape: an activation in the epilogue,
+    /// for example. Empty for the plain form.
     pub variant: &'static str,
     /// Of its operands.
     pub dtype: DType,
@@ -64,13 +65,13 @@ impl Work {
 pub struct Call {
     /// The kernel.
     pub kernel: &'static str,
-    /// What it did.
+    /// Its work.
     pub work: Work,
     /// Wall time; zero on meta.
     pub seconds: f64,
-    /// What [`tag_calls`] said on the thread that launched it: the number of an instruction.
+    /// The tag that [`tag_calls`] set on the launching thread: the number of an instruction.
     pub tag: u32,
-    /// What ran it, or would.
+    /// The device that ran it, or would.
     pub computes: Computes,
 }
 
@@ -117,7 +118,7 @@ impl Cost {
     }
 }
 
-/// What was launched, by kernel name.
+/// The launches, by kernel name.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     /// Calls, cost and (on a real device) seconds of each kernel.
@@ -127,7 +128,7 @@ pub struct Profile {
 /// One kernel's part of a [`Profile`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KernelProfile {
-    /// How many times it was launched.
+    /// Number of launches.
     pub calls: u64,
     /// Summed cost.
     pub cost: Cost,
@@ -166,7 +167,7 @@ enum Kind {
     Meta(Computes),
 }
 
-/// What computes, or would: how much scratch kernels take depends on it.
+/// The processor that computes, or would. The scratch of kernels depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Computes {
     /// The kernels of [`crate::cpu`].
@@ -175,7 +176,7 @@ pub enum Computes {
     Cuda,
 }
 
-/// What a kernel is run by.
+/// The device on which a kernel runs.
 #[derive(Clone, Copy)]
 pub enum On<'d> {
     /// The processor.
@@ -195,7 +196,7 @@ impl Device {
         Device::new(Kind::Cpu(Cpu::lending(isa, threads, lent)), MemoryPool::new(true, limit))
     }
 
-    /// Whether this device lends its threads: it may then [help](Device::lend).
+    /// True if this device lends its threads, so that it may [help](Device::lend) others.
     pub fn lends_threads(&self) -> bool {
         matches!(&self.0.kind, Kind::Cpu(cpu) if cpu.threads.lent().is_some())
     }
@@ -243,7 +244,7 @@ impl Device {
         Device(Arc::new(Inner { kind, pool, profiling, profile: Mutex::default(), calls: Mutex::default(), recording }))
     }
 
-    /// Whether tensors here have no data.
+    /// True if tensors here have no data.
     pub fn is_meta(&self) -> bool {
         matches!(self.0.kind, Kind::Meta(_))
     }
@@ -257,7 +258,7 @@ impl Device {
         }
     }
 
-    /// Whose kernels compute here, or are counted.
+    /// The processor whose kernels compute here, or are counted.
     pub fn computes(&self) -> Computes {
         match &self.0.kind {
             Kind::Cpu(_) => Computes::Cpu,
@@ -282,7 +283,7 @@ impl Device {
         }
     }
 
-    /// What the host makes values with for this device; None on meta.
+    /// The CPU on which the host makes values for this device; None on meta.
     pub fn host(&self) -> Option<&Cpu> {
         match &self.0.kind {
             Kind::Cpu(cpu) => Some(cpu),
@@ -296,7 +297,7 @@ impl Device {
         &self.0.pool
     }
 
-    /// Whether the two are one device.
+    /// True if the two are one device.
     pub fn same(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -349,38 +350,38 @@ impl Device {
         };
         let work = work.into();
         if profiling {
-            let mut profile = self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut profile = lock(&self.0.profile);
             let entry = profile.kernels.entry(kernel).or_default();
             entry.calls += 1;
             entry.cost += work.cost;
             entry.seconds += seconds;
         }
-        if recording && let Some(calls) = &mut *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+        if recording && let Some(calls) = &mut *lock(&self.0.calls) {
             calls.push(Call { kernel, work, seconds, tag: TAG.get(), computes: self.computes() });
         }
         Ok(())
     }
 
-    /// Whether calls are recorded one by one; off by default. What was recorded before is dropped.
+    /// Sets whether calls are recorded one by one; off by default. Earlier records are dropped.
     pub fn set_recording(&self, on: bool) {
-        *self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = on.then(Vec::new);
+        *lock(&self.0.calls) = on.then(Vec::new);
         self.0.recording.store(on, Ordering::Relaxed);
     }
 
     /// The calls recorded since they were last taken, each lane's in order.
     pub fn take_calls(&self) -> Vec<Call> {
-        let mut calls = self.0.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut calls = lock(&self.0.calls);
         calls.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Whether launches are profiled; always so on meta, off by default on the CPU.
+    /// Sets whether launches are profiled; always on for meta, off by default on the CPU.
     pub fn set_profiling(&self, on: bool) {
         self.0.profiling.store(on || self.is_meta(), Ordering::Relaxed);
     }
 
     /// The profile since it was last taken.
     pub fn take_profile(&self) -> Profile {
-        std::mem::take(&mut self.0.profile.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+        std::mem::take(&mut lock(&self.0.profile))
     }
 
     /// A tensor with arbitrary contents.
@@ -405,7 +406,7 @@ impl Device {
         }
     }
 
-    /// Whether calls are timed, one by one.
+    /// True if calls are timed, one by one.
     pub fn times_calls(&self) -> bool {
         self.0.profiling.load(Ordering::Relaxed) || self.0.recording.load(Ordering::Relaxed)
     }

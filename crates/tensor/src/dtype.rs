@@ -36,7 +36,7 @@ impl DType {
         }
     }
 
-    /// Whether values are floating point, i.e. can carry a gradient.
+    /// True if values are floating point, so that they can carry a gradient.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::BF16 | DType::F16)
     }

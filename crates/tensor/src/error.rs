@@ -1,4 +1,4 @@
-//! What can go wrong with tensors; every variant carries its operands.
+//! The errors of tensors. Every variant carries its operands.
 
 use crate::cpu::IsaError;
 use crate::{DType, Purpose, Shape};
@@ -11,7 +11,7 @@ pub enum TensorError {
     Shape {
         /// The operation.
         op: &'static str,
-        /// Which operands, with their shapes.
+        /// The operands, with their shapes.
         what: String,
     },
     /// An operand has a type that the operation does not take.
@@ -19,9 +19,9 @@ pub enum TensorError {
     DType {
         /// The operation.
         op: &'static str,
-        /// What it takes.
+        /// The dtypes that it takes.
         expected: &'static str,
-        /// What it was given.
+        /// The dtype that it was given.
         got: DType,
     },
     /// The pool's limit would be exceeded.
@@ -32,7 +32,7 @@ pub enum TensorError {
     OutOfMemory {
         /// Bytes asked for.
         asked: usize,
-        /// What for.
+        /// Purpose of the memory.
         purpose: Purpose,
         /// Live bytes after the allocation.
         would: usize,
@@ -48,7 +48,7 @@ pub enum TensorError {
     Refused {
         /// Bytes asked for.
         bytes: usize,
-        /// What for.
+        /// Purpose of the memory.
         purpose: Purpose,
         /// Its reason.
         source: std::io::Error,
@@ -56,7 +56,7 @@ pub enum TensorError {
     /// Data was asked of the meta device, which has none.
     #[error("{what} needs values, but this tensor of shape {shape} is on the meta device, which has shapes only")]
     NoData {
-        /// What needed data.
+        /// The operation that needed data.
         what: &'static str,
         /// The tensor's shape.
         shape: Shape,
@@ -66,7 +66,7 @@ pub enum TensorError {
         "{what} takes host memory, but this tensor of shape {shape} is on cuda: copy it (with_data, to_vec, write)"
     )]
     NotOnHost {
-        /// What needed it.
+        /// The operation that needed it.
         what: &'static str,
         /// The tensor's shape.
         shape: Shape,

@@ -1,8 +1,8 @@
-//! What the host reads of tensors and writes into them, on every device.
+//! The host's reads and writes of tensors, on every device.
 //!
-//! `with_*` hands out the memory itself where that is the host's, and a copy where it is a GPU's:
-//! what uses them need not know which. Reading waits for what this thread's lane has launched;
-//! writing waits for nothing.
+//! `with_*` gives the memory itself if it is the host's, and a copy if it is a GPU's; the caller
+//! need not know which. Reading waits for everything that this thread's lane has launched; writing
+//! waits for nothing.
 
 use crate::dtype::{Element, bf16, f16};
 use crate::error::{Result, TensorError};

@@ -1,15 +1,15 @@
-//! One memory pool per rank: every byte has a purpose, live and peak are counted per purpose, freed
-//! blocks are reused.
+//! The memory pool of a rank. Every byte has a purpose, live and peak bytes are counted per
+//! purpose, and freed blocks are reused.
 //!
-//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %), those of model
-//! state only to cache lines, and a freed block serves the next request of its size. Steps repeat
-//! their requests, so after the first step the operating system is no longer asked. Blocks that no
-//! request of a step wants are given back when keeping them would hold more than an eighth above
-//! the peak of live bytes.
+//! Blocks are rounded up to size classes, eight per octave (waste below 12.5 %); blocks of model
+//! state are rounded only to cache lines. A freed block serves the next request of its size. Steps
+//! repeat their requests, so after the first step the operating system is no longer asked. Blocks
+//! that no request of a step uses are given back if keeping them would hold more than an eighth
+//! above the peak of live bytes.
 //!
-//! A GPU's pool is the same with blocks of its memory. What is counted is the rounded size. The
-//! meta device runs the same code without memory behind it, so its count is the prediction of the
-//! real one, not an estimate of it.
+//! A GPU's pool is the same with blocks of its memory. Counts are of rounded sizes. The meta device
+//! runs the same code without memory behind it, so its count is exactly that of the real one and
+//! not an estimate.
 
 mod arena;
 
@@ -22,8 +22,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
+use trainyard_base::lock;
 
-/// What a byte is for.
+/// The purpose of a byte.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Purpose {
     /// Parameters: masters, compute copies and packed forms of the rank's own shard.
@@ -57,8 +58,8 @@ impl Purpose {
         Purpose::Data,
     ];
 
-    /// Whether its buffers have sizes that a model fixes: a unit's parameters, say. They come in
-    /// few sizes, so classes would waste memory and make no reuse.
+    /// True if the model fixes the sizes of its buffers, as for a unit's parameters. They come in
+    /// few sizes, so classes would waste memory without more reuse.
     const fn is_state(self) -> bool {
         matches!(self, Purpose::Params | Purpose::Gathered | Purpose::Grads | Purpose::Optimizer)
     }
@@ -232,7 +233,7 @@ impl MemoryPool {
         state.usage.note_reserved();
     }
 
-    /// What is in use now, and the peaks.
+    /// The bytes in use now, and the peaks.
     pub fn usage(&self) -> Usage {
         self.lock().usage
     }
@@ -252,7 +253,7 @@ impl MemoryPool {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        lock(&self.0.state)
     }
 }
 
@@ -447,7 +448,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Whether it was all zeros when it was handed out.
+    /// True if it was all zeros when it was handed out.
     pub(crate) fn was_zero(&self) -> bool {
         self.is_zero
     }
@@ -470,17 +471,17 @@ impl Buffer {
         }
     }
 
-    /// Whether it came from an [`Arena`].
+    /// True if it came from an [`Arena`].
     pub(crate) fn is_of_arena(&self) -> bool {
         self.arena.is_some()
     }
 
-    /// Whether it is the host's memory that a GPU copies from and to by itself.
+    /// True if it is host memory that a GPU can copy by itself.
     pub(crate) fn is_pinned(&self) -> bool {
         matches!(self.block, Some(Block::Pinned(_)))
     }
 
-    /// What the buffer is for.
+    /// The purpose of the buffer.
     pub fn purpose(&self) -> Purpose {
         self.purpose
     }

@@ -62,7 +62,7 @@ impl Tensor {
         &self.device
     }
 
-    /// What its memory is counted as.
+    /// The purpose that its memory is counted under.
     pub fn purpose(&self) -> Purpose {
         self.buffer.purpose()
     }
@@ -87,7 +87,8 @@ impl Tensor {
         self.shape.last_dim()
     }
 
-    /// Whether no other handle refers to the buffer, so that an operation may work in place unseen.
+    /// True if no other handle refers to the buffer, so that an operation may work in place
+    /// unnoticed.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.buffer) == 1
     }
@@ -193,7 +194,7 @@ impl Tensor {
         }
     }
 
-    /// Whether a GPU copies from and to its memory by itself.
+    /// True if a GPU can copy its memory by itself.
     pub(crate) fn is_pinned(&self) -> bool {
         self.buffer.is_pinned()
     }
@@ -225,12 +226,12 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts_mut(base.as_ptr().add(self.offset), self.bytes()) })
     }
 
-    /// Whether the two are the same bytes, whatever their shapes.
+    /// True if the two are the same bytes, whatever their shapes.
     pub fn is_same_region(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer) && self.offset == other.offset && self.bytes() == other.bytes()
     }
 
-    /// Whether the two regions share a byte.
+    /// True if the two regions share a byte.
     pub fn overlaps(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer)
             && self.offset < other.offset + other.bytes()

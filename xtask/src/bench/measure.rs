@@ -1,4 +1,4 @@
-//! From the JSON lines that programs print to rows with a bar and a verdict.
+//! Turns the JSON lines that programs print into rows with a bar and a verdict.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,15 +8,16 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// Runs `command`; the last line of its output that is a JSON object. Its stderr goes to `log`.
+/// Runs `command` and returns the last line of its output that is a JSON object. Its stderr goes to
+/// `log`.
 pub fn last_json_line(command: &mut Command, log: &Path) -> Result<Value> {
     let text = output(command, log)?;
     let mut objects = text.lines().rev().filter_map(|line| serde_json::from_str(line.trim()).ok());
     objects.find(Value::is_object).with_context(|| format!("{command:?} printed no JSON object"))
 }
 
-/// Runs `command` and returns what it printed; its stderr goes to `log`, whose end is in the error
-/// when it fails.
+/// Runs `command` and returns its output. Its stderr goes to `log`; if it fails, the error quotes
+/// the end.
 pub fn output(command: &mut Command, log: &Path) -> Result<String> {
     let file = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
     let output = command
@@ -40,7 +41,7 @@ pub fn figure(value: &Value, pointer: &str) -> Result<f64> {
 }
 
 /// The figures of a training run, from its `metrics.jsonl` and the `evaluations.jsonl` beside it:
-/// medians and sums over its steps, and the last validation loss where there was an evaluation.
+/// medians and sums over its steps, and the last validation loss if there was an evaluation.
 pub fn training_run(metrics: &Path) -> Result<Value> {
     let steps: Vec<(f64, f64)> = records(metrics)?
         .iter()
@@ -48,7 +49,7 @@ pub fn training_run(metrics: &Path) -> Result<Value> {
         .collect::<Result<_>>()?;
     let evaluations = metrics.with_file_name("evaluations.jsonl");
     let last = if evaluations.is_file() { records(&evaluations)?.pop() } else { None };
-    // The first tenth is left out on both sides: caches and the allocator settle there.
+    // The first tenth is left out on both sides, while caches and the allocator settle.
     let settled = steps.get(steps.len() / 10..).unwrap_or_default();
     let sum = |part: fn(&(f64, f64)) -> f64| settled.iter().map(part).sum::<f64>();
     Ok(json!({
@@ -68,21 +69,21 @@ pub fn records(path: &Path) -> Result<Vec<Value>> {
     contents.lines().enumerate().map(parse).collect()
 }
 
-/// What the runs of both sides printed.
+/// The outputs of the runs of both sides.
 pub struct Measured {
     /// One object per run.
     pub ours: Vec<Value>,
-    /// One object per run; empty when the peer was not run.
+    /// One object per run; empty if the peer was not run.
     pub theirs: Vec<Value>,
 }
 
 impl Measured {
-    /// Median of ours at a JSON pointer.
+    /// The median of our figure at a JSON pointer.
     pub fn ours(&self, pointer: &str) -> Result<f64> {
         median(self.ours.iter().map(|value| figure(value, pointer)).collect::<Result<_>>()?)
     }
 
-    /// Median of theirs; none when the peer was not run.
+    /// The median of the peer's figure; none if the peer was not run.
     pub fn theirs(&self, pointer: &str) -> Result<Option<f64>> {
         if self.theirs.is_empty() {
             return Ok(None);
@@ -90,8 +91,8 @@ impl Measured {
         median(self.theirs.iter().map(|value| figure(value, pointer)).collect::<Result<_>>()?).map(Some)
     }
 
-    /// Medians of `key` for those cases of ours whose text fields are as `filters` say, each with
-    /// theirs of the same name.
+    /// Medians of `key` for those of our cases whose text fields match `filters`, each with the
+    /// peer's case of the same name.
     pub fn cases(&self, filters: &[(&str, &str)], key: &str) -> Result<Vec<Case>> {
         let ours = self.ours.iter().map(list).collect::<Result<Vec<_>>>()?;
         let theirs = self.theirs.iter().map(list).collect::<Result<Vec<_>>>()?;
@@ -127,22 +128,19 @@ fn list(value: &Value) -> Result<&Vec<Value>> {
 /// One named case of a benchmark that has many.
 #[derive(Debug)]
 pub struct Case {
-    /// The same on both sides.
+    /// Name, the same on both sides.
     pub name: String,
     pub ours: f64,
     pub theirs: Option<f64>,
 }
 
-fn median(mut values: Vec<f64>) -> Result<f64> {
-    if values.is_empty() || values.iter().any(|v| !v.is_finite()) {
-        bail!("cannot take the median of {values:?}");
-    }
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    Ok(if values.len() % 2 == 1 { values[middle] } else { 0.5 * (values[middle - 1] + values[middle]) })
+/// The median of finite values.
+fn median(values: Vec<f64>) -> Result<f64> {
+    let finite = values.iter().all(|value| value.is_finite()).then_some(values.iter().copied());
+    finite.and_then(trainyard_base::median).with_context(|| format!("cannot take the median of {values:?}"))
 }
 
-/// `exp(mean(ln))`; what a mean of ratios has to be.
+/// The geometric mean, `exp(mean(ln))`, which is the right mean of ratios.
 pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> Result<f64> {
     let logs: Vec<f64> = values.into_iter().map(f64::ln).collect();
     if logs.is_empty() || logs.iter().any(|l| !l.is_finite()) {
@@ -151,8 +149,8 @@ pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> Result<f64> {
     Ok((logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }
 
-/// A utilisation is a part of a peak; more than all of it means that the peak, the clock or the
-/// FLOPs are wrong.
+/// Checks a utilisation. More than all of a peak means that the peak, the clock or the FLOPs are
+/// wrong.
 pub fn utilisation(what: &str, share: f64) -> Result<f64> {
     if !(0.0..=1.0).contains(&share) {
         bail!("{what} is {:.1} % of the measured peak, which cannot be", share * 100.0);
@@ -180,37 +178,37 @@ pub struct Row {
 }
 
 impl Row {
-    /// A figure of ours without a bar.
+    /// A figure of our side without a bar.
     pub fn new(what: impl Into<String>, unit: &'static str, ours: f64) -> Self {
         Self { what: what.into(), unit, ours, theirs: None, bar: None }
     }
 
-    /// The peer's figure, when it was run.
+    /// Adds the peer's figure, if it was run.
     pub fn against(self, theirs: Option<f64>) -> Self {
         Self { theirs, ..self }
     }
 
-    /// Ours has to be this or more.
+    /// Our figure must be at least `bar`.
     pub fn at_least(self, bar: f64) -> Self {
         Self { bar: Some(Bar::AtLeast(bar)), ..self }
     }
 
-    /// Ours has to be this or less.
+    /// Our figure must be at most `bar`.
     pub fn at_most(self, bar: f64) -> Self {
         Self { bar: Some(Bar::AtMost(bar)), ..self }
     }
 
-    /// Ours divided by theirs has to be this or more.
+    /// Our figure divided by the peer's must be at least `bar`.
     pub fn ratio_at_least(self, bar: f64) -> Self {
         Self { bar: Some(Bar::RatioAtLeast(bar)), ..self }
     }
 
-    /// Ours divided by theirs has to be this or less.
+    /// Our figure divided by the peer's must be at most `bar`.
     pub fn ratio_at_most(self, bar: f64) -> Self {
         Self { bar: Some(Bar::RatioAtMost(bar)), ..self }
     }
 
-    /// What it is of.
+    /// The name of the figure.
     pub fn name(&self) -> String {
         self.what.clone()
     }
@@ -219,7 +217,8 @@ impl Row {
         self.theirs.map(|theirs| self.ours / theirs)
     }
 
-    /// None when there is no bar, or when it needs a peer that was not run.
+    /// True if the bar was reached; None if there is no bar, or if it needs a peer that was not
+    /// run.
     pub fn passed(&self) -> Option<bool> {
         match self.bar? {
             Bar::AtLeast(bar) => Some(self.ours >= bar),
@@ -255,7 +254,7 @@ impl Serialize for Row {
     }
 }
 
-/// Four significant digits.
+/// Formats four significant digits.
 pub fn digits(value: f64) -> String {
     if value == 0.0 {
         return "0".into();
@@ -265,7 +264,7 @@ pub fn digits(value: f64) -> String {
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').into() } else { text }
 }
 
-/// The rows as a Markdown table with aligned columns, so that it can go into the README as it is.
+/// The rows as a Markdown table with aligned columns, which can go into a document as it is.
 pub fn print(rows: &[(&str, &Row)]) -> String {
     let header = ["benchmark", "what", "unit", "ours", "PyTorch", "ratio", "bar", ""].map(String::from);
     let mut cells = vec![header];

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 pub const PYTHON_VARIABLE: &str = "TRAINYARD_PEERS_PYTHON";
 const PACKAGES: [&str; 3] = ["torch", "numpy", "transformers"];
-/// Where distributions put gperftools' allocator.
+/// Folders in which distributions put gperftools' allocator.
 const ALLOCATOR_FOLDERS: [&str; 5] =
     ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"];
 const ALLOCATORS: [&str; 2] = ["libtcmalloc.so.4", "libtcmalloc_minimal.so.4"];
@@ -41,7 +41,7 @@ impl Peers {
         Ok(Self { python, scripts: root.join("scripts/peers"), allocator })
     }
 
-    /// `script` of `scripts/peers` with `arguments`.
+    /// The command of `script` in `scripts/peers` with `arguments`.
     pub fn command(&self, script: &str, arguments: &[String]) -> Command {
         let mut command = Command::new(&self.python);
         command.arg(self.scripts.join(script)).args(arguments).env("PYTHONDONTWRITEBYTECODE", "1");
@@ -51,17 +51,16 @@ impl Peers {
         command
     }
 
-    /// For the record.
+    /// The allocator, for the record.
     pub fn allocator(&self) -> String {
         self.allocator.as_ref().map_or("system".into(), |path| path.display().to_string())
     }
 }
 
-/// The Python of a virtual environment in `folder`; makes it and installs the packages when it is
-/// not there.
+/// The Python of a virtual environment in `folder`, which is created with its packages if missing.
 fn environment(folder: &Path) -> Result<PathBuf> {
     let python = folder.join("bin/python");
-    // Written last, so that an installation that was interrupted is done again.
+    // Written last, so that an interrupted installation is repeated.
     let complete = folder.join("complete");
     if complete.exists() {
         return Ok(python);

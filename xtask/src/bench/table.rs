@@ -1,23 +1,28 @@
-//! The benchmarks: what is run on both sides, and the bars.
+//! The table of benchmarks: the commands of both sides, and the bars.
 //!
-//! What a program prints is one JSON object on a line; the last such line counts. Both sides use
-//! the same keys, so that a figure is compared under one name:
+//! A program prints one JSON object on a line; the last such line counts. Both sides use the same
+//! keys, so that figures are compared by name.
 //!
-//! | benchmark | keys |
-//! |---|---|
-//! | kernels | `cases`: `name` (unique), `kind` (`product`, `attention`), `form` (`forward`, `input-gradient`, `weight-gradient`, `backward`), `dtype` (`bf16`, `f32`), `flops`, `tflops`, `peak_share` (of the peak sampled in turn with it, at most 1) and the sizes (`tokens`, `inputs`, `outputs`; `batch`, `heads`, `kv_heads`, `seq`, `head_dim`), from which the peer takes what to run |
-//! | train, startup | `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since process start), ours with `first_step_system_s` (processor time in the system until then), `data_wait_s` (per step), `peak_rss_bytes` |
-//! | ddp, zero3 | `step_s` of the global batch; the peer's `tokens_per_s` |
-//! | memory | `cases`: `name`, `kind` (`peak`, `cut`), `error` (of the prediction, relative, the worst purpose) or `cut` (activations without / with full checkpointing) |
+//! - **kernels**: `cases`, each with `name` (unique), `kind` (`product`, `attention`), `form`
+//!   (`forward`, `input-gradient`, `weight-gradient`, `backward`), `dtype` (`bf16`, `f32`),
+//!   `flops`, `tflops`, `peak_share` (of the peak sampled in turn with it, at most 1) and sizes.
+//!   The sizes (`tokens`, `inputs`, `outputs`; `batch`, `heads`, `kv_heads`, `seq`, `head_dim`)
+//!   tell the peer which cases to run.
+//! - **train, startup**: `step_s` (median), `tokens_per_s`, `tflops`, `mfu`, `first_step_s` (since
+//!   process start), `data_wait_s` (per step), `peak_rss_bytes`; on our side also
+//!   `first_step_system_s` (processor time in the system until then).
+//! - **ddp, zero3**: `step_s` of the global batch; the peer's `tokens_per_s`.
+//! - **memory**: `cases`, each with `name`, `kind` (`peak`, `cut`), `error` (of the prediction,
+//!   relative, the worst purpose) or `cut` (activations without / with full checkpointing).
 //!
-//! A benchmark that trains ([`Ours::Trains`]) goes the way of a user instead: `trainyard train`
-//! with a config file, and the figures come from the run's `metrics.jsonl`.
+//! A benchmark that trains ([`Ours::Trains`]) takes the way of a user instead: `trainyard train`
+//! with a config file. Its figures come from the run's `metrics.jsonl`.
 
 use anyhow::Result;
 
 use super::measure::{Measured, Row, geometric_mean, utilisation};
 
-/// How our side is run.
+/// The way in which our side runs.
 pub enum Ours {
     /// A command that prints a JSON line.
     Prints(&'static [&'static str]),
@@ -34,36 +39,36 @@ impl Ours {
     }
 }
 
-/// One way to run the peer.
+/// One variant of the peer.
 pub struct Peer {
-    /// For the record.
+    /// Label for the record.
     pub label: &'static str,
-    /// In `scripts/peers`.
+    /// Script in `scripts/peers`.
     pub script: &'static str,
-    /// `{text}` is the text's path, `{ours}` a file with what ours printed.
+    /// Arguments. `{text}` is the text's path, `{ours}` a file with the output of our side.
     pub arguments: &'static [&'static str],
 }
 
 /// One benchmark.
 pub struct Benchmark {
-    /// As on the command line.
+    /// Name on the command line.
     pub name: &'static str,
-    /// One line for people.
+    /// One line of description.
     pub about: &'static str,
-    /// Files that are put into the folder it runs in.
+    /// Files to put into the folder that it runs in.
     pub files: &'static [(&'static str, &'static str)],
-    /// What to run of ours; `{text}` is the text's path.
+    /// The command of our side. `{text}` is the text's path.
     pub ours: Ours,
-    /// Ways to run the peer, of which the fastest is compared.
+    /// Variants of the peer, of which the fastest is compared.
     pub peers: &'static [Peer],
-    /// JSON pointer to what makes a peer the fastest: larger is better.
+    /// JSON pointer to the figure by which the fastest variant is chosen; larger is better.
     pub peer_speed: &'static str,
     /// Figures and bars.
     pub rows: fn(&Measured) -> Result<Vec<Row>>,
 }
 
 impl Benchmark {
-    /// Whether it is about the text that the caller gives.
+    /// True if it needs the text that the caller gives.
     pub fn needs_text(&self) -> bool {
         let peers = self.peers.iter().flat_map(|peer| peer.arguments);
         self.ours.arguments().iter().chain(peers).any(|argument| argument.contains("{text}"))
@@ -76,10 +81,10 @@ macro_rules! torch_train {
     };
 }
 
-/// The character-level recipe of `scripts/peers/torch_shakespeare.py`, in our words.
+/// The character-level recipe of `scripts/peers/torch_shakespeare.py` as a configuration.
 const SHAKESPEARE: &str = include_str!("shakespeare.toml");
 
-/// GPT-2 124M in our words, on two ranks of one thread; the text is whatever stands here.
+/// GPT-2 124M as a configuration, on two ranks of one thread; the text is arbitrary.
 const PARALLEL: &str = include_str!("parallel.toml");
 
 macro_rules! parallel {
@@ -120,7 +125,7 @@ pub const BENCHMARKS: &[Benchmark] = &[
             torch_train!("bf16, eager", "--dtype", "bf16", "--mode", "eager"),
             torch_train!("bf16, compiled", "--dtype", "bf16", "--mode", "compile"),
             torch_train!("bf16, max-autotune", "--dtype", "bf16", "--mode", "max-autotune"),
-            // Without bf16 tiles PyTorch is faster in f32, and then that is what we have to beat.
+            // Without bf16 tiles PyTorch is faster in f32, and that is then the figure to beat.
             torch_train!("f32, compiled", "--dtype", "f32", "--mode", "compile"),
         ],
         peer_speed: "/tokens_per_s",
@@ -233,8 +238,8 @@ fn startup(m: &Measured) -> Result<Vec<Row>> {
     let ours = m.ours("/first_step_s")? - m.ours("/step_s")?;
     Ok(vec![
         Row::new("first step done, beyond a step's time", "s", ours).against(theirs).at_most(1.0),
-        // Where a hypervisor takes free memory back, handing it out again is most of what the first
-        // step costs.
+        // On machines whose hypervisor takes free memory back, getting it again is most of the
+        // first step's cost.
         Row::new("until then in the system, over all threads", "s", m.ours("/first_step_system_s")?),
     ])
 }

@@ -1,4 +1,4 @@
-//! The bars: what `trainyard bench` measures on the GPU, beside PyTorch on the same one, in turn.
+//! The bars: runs `trainyard bench` on the GPU and PyTorch on the same one, in turn.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use super::suites::Executables;
 use crate::bench::measure::{self, Case, Measured, Row, geometric_mean};
 use crate::bench::target_folder;
 
-/// What both sides train: a preset, sequences, their length, rows of the embedding.
+/// The training of both sides: a preset, number of sequences, their length, rows of the embedding.
 struct Training {
     name: &'static str,
     preset: &'static str,
@@ -24,10 +24,10 @@ const TRAININGS: [Training; 2] = [
     Training { name: "GPT-2 124M", preset: "gpt2-124m", rows: "64", length: "1024", vocabulary: "50304" },
     Training { name: "Llama 1B", preset: "llama-1b", rows: "8", length: "4096", vocabulary: "128256" },
 ];
-/// Timed steps of a run.
+/// Number of timed steps of a run.
 const STEPS: &str = "10";
 
-/// Whose blocks the largest model is made of, as in `torch_largest.py`, and how it is trained.
+/// The largest model: the preset of its blocks, as in `torch_largest.py`, and its training.
 const LARGEST: [&str; 15] = [
     "bench",
     "largest",
@@ -45,21 +45,21 @@ const LARGEST: [&str; 15] = [
     "1",
     "--json",
 ];
-/// What lies on the host in it: the way that trains most is taken.
+/// Choices of state that lies on the host in the largest model. The one that trains most counts.
 const OFFLOADS: [&[&str]; 4] =
     [&[], &["optimizer"], &["optimizer", "gradients"], &["optimizer", "gradients", "parameters", "activations"]];
 
-/// What was measured.
+/// The measurements.
 #[derive(Serialize)]
 pub struct Bars {
     rows: Vec<Named>,
-    /// What could not be measured, and why: a wrong result among them.
+    /// The figures that could not be measured, and why; wrong results are among them.
     pub failures: Vec<String>,
-    /// What the column of the peer is of, or why it is empty.
+    /// The heading of the peer's column, or the reason why it is empty.
     peer: String,
-    /// Where the peer failed: ours stands alone there.
+    /// The figures for which the peer failed.
     alone: Vec<String>,
-    /// Everything that was printed, ours and theirs.
+    /// Everything that both sides printed.
     printed: Vec<Printed>,
 }
 
@@ -79,7 +79,7 @@ struct Printed {
 }
 
 impl Bars {
-    /// The table and what stands below it, as Markdown.
+    /// The table and the notes below it, as Markdown.
     pub fn text(&self) -> String {
         let rows: Vec<(&str, &Row)> = self.rows.iter().map(|Named(name, row)| (*name, row)).collect();
         let missed: Vec<String> =
@@ -101,7 +101,7 @@ impl Bars {
     }
 }
 
-/// Measures everything, `pairs` times in turn with PyTorch where there is one.
+/// Measures everything, `pairs` times in turn with PyTorch if there is one.
 pub fn run(root: &Path, executables: &Executables, python: Option<&Python>, pairs: usize) -> Bars {
     println!("\n== bars");
     let peer = python.map_or("no PyTorch found: ratios are not judged".to_owned(), |python| {
@@ -142,7 +142,7 @@ impl Bars {
         match result {
             Ok((rows, Measured { ours, theirs }, problem)) => {
                 self.alone.extend(problem.map(|problem| format!("{what}: {problem}")));
-                // At once too: the rest may take minutes.
+                // Printed at once: the rest may take minutes.
                 print!("{}", measure::print(&rows.iter().map(|row| (what, row)).collect::<Vec<_>>()));
                 self.rows.extend(rows.into_iter().map(|row| Named(what, row)));
                 self.printed.push(Printed { what, ours, theirs });
@@ -166,7 +166,8 @@ impl Bench<'_> {
         measure::last_json_line(command.args(arguments), &self.folder.join(format!("{log}.ours.log")))
     }
 
-    /// Ours and theirs in turn; ours alone once theirs has failed, with what it said.
+    /// Runs both sides in turn. Once the peer has failed, runs our side alone and returns the
+    /// peer's message.
     fn pairs(&self, log: &str, ours: &[&str], theirs: &[&str]) -> Result<(Measured, Option<String>)> {
         self.turns(self.pairs, log, ours, ("torch_gpu.py", theirs))
     }
@@ -183,7 +184,7 @@ impl Bench<'_> {
         for pair in 1..=pairs {
             measured.ours.push(self.ours(log, ours)?);
             if let Some(python) = peer {
-                // What the peer is to run: what ours ran.
+                // The cases that our side ran, for the peer to repeat.
                 let file = self.folder.join(format!("{log}.ours.json"));
                 std::fs::write(&file, measured.ours[0].to_string())
                     .with_context(|| format!("cannot write {}", file.display()))?;
@@ -207,8 +208,8 @@ impl Bench<'_> {
         self.pairs("gpu-kernels", &["bench", "gpu", "--json"], &["kernels", "gpu-kernels.ours.json"])
     }
 
-    /// What attention reaches where it does not multiply by `wgmma`: the form of every other GPU,
-    /// and what Hopper's is worth.
+    /// Attention without `wgmma`: the form for every GPU but Hopper, to show the gain of Hopper's
+    /// form.
     fn attention_of_warps(&self) -> Result<(Measured, Option<String>)> {
         self.alone("gpu-mma", &["bench", "gpu", "--only", "attention", "--attention", "mma", "--json"])
     }
@@ -217,7 +218,7 @@ impl Bench<'_> {
         self.alone("gpu-fp8", &["bench", "gpu", "--only", "fp8", "--json"])
     }
 
-    /// Ours as often as in pairs.
+    /// Runs our side as often as in pairs.
     fn alone(&self, log: &str, arguments: &[&str]) -> Result<(Measured, Option<String>)> {
         let ours = (0..self.pairs).map(|_| self.ours(log, arguments)).collect::<Result<_>>()?;
         Ok((Measured { ours, theirs: Vec::new() }, None))
@@ -233,8 +234,8 @@ impl Bench<'_> {
 }
 
 impl Bench<'_> {
-    /// The largest model that ours trains, and then the largest that PyTorch's FSDP does: once
-    /// each, as they take minutes.
+    /// The largest model that our side trains, and then the largest that PyTorch's FSDP trains.
+    /// Each runs once, because it takes minutes.
     fn largest(&self) -> Result<(Measured, Option<String>)> {
         let mut best: Option<(f64, Vec<String>)> = None;
         for offload in OFFLOADS {
@@ -253,7 +254,7 @@ impl Bench<'_> {
         self.turns(1, "gpu-largest", &arguments, ("torch_largest.py", &["search", "gpu-largest.ours.json"]))
     }
 
-    /// Calibrates, and trains what it then predicts.
+    /// Calibrates, then trains configurations and compares them with the predictions.
     fn planner(&self) -> Result<(Measured, Option<String>)> {
         let profile = self.folder.join("gpu-profile.toml");
         let out = profile.to_str().context("the target folder is not UTF-8")?;
@@ -274,8 +275,8 @@ fn planner(m: &Measured) -> Result<Vec<Row>> {
     ])
 }
 
-/// Each case is a row: attention against PyTorch, what streams against a copy; of products the
-/// mean, and the worst.
+/// Each case is a row: attention against PyTorch, streaming kernels against a copy. Products give
+/// the mean and the worst.
 fn kernels(m: &Measured) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let peaks = [

@@ -1,10 +1,11 @@
-//! Every kernel of `crates/cuda` compiled by NVRTC for every architecture, without a GPU.
+//! `cargo xtask gpu --compile`: compiles every kernel of `crates/cuda` with NVRTC for every
+//! architecture, without a GPU.
 //!
-//! For each source, dtype and architecture the machine code is made, and what its assembler says of
-//! each kernel is written down: registers, spills, stack, static shared memory. A kernel that
-//! spills registers fails the chore. NVRTC is found as at run time (`CUDA_HOME`, the system,
-//! Python's packages); where there is none, a virtual environment in the target folder gets PyPI's
-//! `nvidia-cuda-nvrtc`.
+//! For each source, dtype and architecture, the machine code is made and the assembler's report on
+//! each kernel is recorded: registers, spills, stack, static shared memory. A kernel that spills
+//! registers fails the chore. NVRTC is found as at run time (`CUDA_HOME`, the system, Python's
+//! packages). If there is none, PyPI's `nvidia-cuda-nvrtc` is installed into a virtual environment
+//! in the target folder.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -12,6 +13,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use trainyard_base::lock;
 
 use crate::bench::target_folder;
 use anyhow::{Context, Result, bail};
@@ -23,7 +25,7 @@ use trainyard_cuda::nvidia::Nvrtc;
 /// Ampere, Hopper with its own instructions, Blackwell.
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
 
-/// What the assembler says of one kernel.
+/// The assembler's report on one kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 struct Usage {
     kernel: String,
@@ -47,8 +49,8 @@ pub fn run(root: &Path, json: Option<&Path>) -> Result<bool> {
     Ok(report(&list))
 }
 
-/// The step of `cargo xtask test`: that everything compiles and nothing spills. Passes where NVRTC
-/// cannot be had, and says so.
+/// A step of `cargo xtask test`: everything compiles and nothing spills. Passes with a message if
+/// NVRTC is not available.
 pub fn compiles(root: &Path) -> Result<bool> {
     match nvrtc(root) {
         Ok((nvrtc, found)) => {
@@ -62,7 +64,7 @@ pub fn compiles(root: &Path) -> Result<bool> {
     }
 }
 
-/// The compiler, and whose it is; installed where there is none.
+/// The compiler and its origin. It is installed if missing.
 fn nvrtc(root: &Path) -> Result<(Nvrtc, &'static str)> {
     // No driver limits the version here.
     if let Ok(nvrtc) = Nvrtc::open(&Places::of_this_process(), u32::MAX) {
@@ -106,7 +108,7 @@ fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
         while let Some((file, float, architecture)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)).copied() {
             let at = (file, float, architecture);
             let compiled = nvrtc.compile_with(file.name(), &file.source(float), architecture, &["--ptxas-options=-v"]);
-            results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(at, compiled);
+            lock(&results).insert(at, compiled);
         }
     };
     std::thread::scope(|scope| {
@@ -137,8 +139,8 @@ fn compile_all(nvrtc: &Nvrtc) -> Result<Vec<Usage>> {
     Ok(list)
 }
 
-/// What a log says of each entry function: its name on one line, stack and spills, then registers
-/// and shared memory, on later ones.
+/// Parses a log. For each entry function it has the name on one line, and stack, spills, registers
+/// and shared memory on later ones.
 fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usage> {
     let mut list: Vec<Usage> = Vec::new();
     for line in log.lines() {
@@ -162,8 +164,8 @@ fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usa
     list
 }
 
-/// Prints the list, the most registers of any dtype for each kernel and architecture; whether
-/// nothing spills.
+/// Prints the list: for each kernel and architecture the most registers of any dtype. Returns true
+/// if nothing spills.
 fn report(list: &[Usage]) -> bool {
     let mut most: BTreeMap<&str, BTreeMap<&str, u32>> = BTreeMap::new();
     for usage in list {

@@ -1,4 +1,4 @@
-//! What the machine is: the GPU, its driver, and the libraries that are found.
+//! Describes the machine: the GPU, its driver, and the libraries that are found.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,15 +10,15 @@ use trainyard_cuda::nvidia::Nvidia;
 
 use super::python::Python;
 
-/// What figures depend on.
+/// The properties of the machine that figures depend on.
 #[derive(Debug, Serialize)]
 pub struct Machine {
-    /// The GPU, if there is one: emulation needs none.
+    /// The GPU. Emulation needs none.
     gpu: Option<Gpu>,
     nccl: Option<PathBuf>,
     /// A Python whose PyTorch sees the GPU.
     pub python: Option<Python>,
-    /// Why there is no such Python.
+    /// The reason why there is no such Python.
     no_python: Option<String>,
     cores: usize,
 }
@@ -35,7 +35,7 @@ struct Gpu {
 }
 
 impl Machine {
-    /// This one.
+    /// Describes this machine.
     pub fn of(gpu: Option<&Nvidia>) -> Machine {
         let (python, no_python) = match Python::find() {
             Ok(python) => (Some(python), None),
@@ -47,12 +47,12 @@ impl Machine {
         Machine { gpu, nccl, python, no_python, cores }
     }
 
-    /// What kernels are compiled for.
+    /// The architecture that kernels are compiled for.
     pub fn architecture(&self) -> &str {
         self.gpu.as_ref().map_or("none", |gpu| &gpu.architecture)
     }
 
-    /// One line for a document.
+    /// One line of description.
     pub fn words(&self) -> String {
         let gpu = self.gpu.as_ref().map_or("emulated kernels, no GPU".to_owned(), |gpu| {
             let libraries: Vec<String> =

@@ -1,4 +1,4 @@
-//! The Python with a PyTorch that has CUDA, if there is one.
+//! Finds a Python with a PyTorch that has CUDA.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ use crate::bench::PYTHON_VARIABLE;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Python {
     pub path: PathBuf,
-    /// As `torch.__version__` and `torch.version.cuda` say.
+    /// Versions, from `torch.__version__` and `torch.version.cuda`.
     pub torch: String,
 }
 
@@ -19,10 +19,10 @@ const ASKS: &str = "import sys, torch\nassert torch.cuda.is_available(), 'its Py
                     print(sys.executable)\nprint(torch.__version__, 'with CUDA', torch.version.cuda)";
 
 impl Python {
-    /// That of `TRAINYARD_PEERS_PYTHON`, else the `python3` on the path.
+    /// Finds the Python of `TRAINYARD_PEERS_PYTHON`, else the `python3` on the path.
     ///
     /// # Errors
-    /// Why there is none, in a few words.
+    /// The reason why there is none, in a few words.
     pub fn find() -> Result<Python, String> {
         let name = std::env::var_os(PYTHON_VARIABLE).unwrap_or_else(|| "python3".into());
         let said = Command::new(&name).args(["-c", ASKS]).output();
@@ -34,7 +34,7 @@ impl Python {
         Err(error.trim().lines().last().unwrap_or("it failed").to_owned())
     }
 
-    /// A script of `scripts/peers` with arguments.
+    /// The command of a script of `scripts/peers` with arguments.
     pub fn command(&self, root: &Path, script: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(root.join("scripts/peers").join(script)).args(arguments).env("PYTHONDONTWRITEBYTECODE", "1");

@@ -1,8 +1,8 @@
-//! The suites of `cargo test` that a GPU has to pass, run on it.
+//! Runs on the GPU the suites of `cargo test` that a GPU must pass.
 //!
-//! A suite runs in one process. What failed there, or never ended because the process died, is run
-//! once more in a process of its own: a kernel that is wrong can spoil the GPU's context for all
-//! that come after it.
+//! A suite runs in one process. Tests that fail there, or never end because the process died, run
+//! once more, each in a process of its own: a wrong kernel can spoil the GPU's context for
+//! everything after it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -14,14 +14,14 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Which part of the chore a suite belongs to.
+/// The part of the chore that a suite belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Part {
     /// Kernels, operations, training.
     Conformance,
     /// Transformers, a loss curve.
     Accuracy,
-    /// What measures: run as a suite where a GPU is emulated.
+    /// Measurements, run as a suite if a GPU is emulated.
     Bars,
 }
 
@@ -36,15 +36,15 @@ impl Part {
     }
 }
 
-/// A test executable, and which of its tests.
+/// A test executable and a selection of its tests.
 struct Suite {
     part: Part,
     about: &'static str,
     package: &'static str,
     test: &'static str,
-    /// Parts of the names of the tests that are run; all where there are none.
+    /// Parts of the names of the tests to run; all if empty.
     only: &'static [&'static str],
-    /// And of those that are not.
+    /// Parts of the names of the tests to skip.
     skip: &'static [&'static str],
 }
 
@@ -112,10 +112,10 @@ const SUITES: &[Suite] = &[
     },
 ];
 
-/// The program and the test executables, by what they are.
+/// The program and the test executables, by name.
 pub struct Executables(BTreeMap<String, PathBuf>);
 
-/// The program itself, among the executables.
+/// Name of the program among the executables.
 const PROGRAM: &str = "trainyard";
 
 fn key(package: &str, test: &str) -> String {
@@ -123,8 +123,8 @@ fn key(package: &str, test: &str) -> String {
 }
 
 impl Executables {
-    /// Those of a folder that [`pack`] has filled, else what cargo builds; the program is built
-    /// when it is asked for.
+    /// Takes the executables of a folder that [`pack`] has filled, else those that cargo builds.
+    /// The program is built when it is asked for.
     pub fn find(root: &Path, prebuilt: Option<&Path>) -> Result<Executables> {
         let Some(folder) = prebuilt else { return Executables::build(root) };
         let folder = std::path::absolute(folder).with_context(|| format!("cannot resolve {}", folder.display()))?;
@@ -157,7 +157,7 @@ impl Executables {
         &self.0[&key(suite.package, suite.test)]
     }
 
-    /// The program, built in release mode where it is not there yet.
+    /// The program, built in release mode if it does not exist yet.
     pub fn program(&self, root: &Path) -> Result<PathBuf> {
         self.0.get(PROGRAM).map_or_else(|| crate::bench::program(root), |path| Ok(path.clone()))
     }
@@ -193,7 +193,7 @@ fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
     all
 }
 
-/// Builds everything that the chore runs into `folder`, without symbols where `strip` is there.
+/// Builds everything that the chore runs into `folder`, without symbols if `strip` exists.
 pub fn pack(root: &Path, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let mut all = Executables::build(root)?.0;
@@ -203,7 +203,7 @@ pub fn pack(root: &Path, folder: &Path) -> Result<()> {
     for (name, path) in &all {
         let to = folder.join(name);
         std::fs::copy(path, &to).with_context(|| format!("cannot copy {} to {}", path.display(), to.display()))?;
-        // Symbols are most of a file; without the tool it is only larger.
+        // Symbols are most of a file. Without the tool the file is only larger.
         Command::new("strip").arg(&to).status().ok();
         total += std::fs::metadata(&to).map_or(0, |file| file.len());
     }
@@ -212,7 +212,7 @@ pub fn pack(root: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What became of a suite.
+/// The result of a suite.
 #[derive(Debug, Serialize)]
 pub struct Outcome {
     about: &'static str,
@@ -220,7 +220,7 @@ pub struct Outcome {
     passed: usize,
     seconds: f64,
     failed: Vec<Failure>,
-    /// Why it did not run at all.
+    /// The reason why it did not run at all.
     error: Option<String>,
 }
 
@@ -228,20 +228,20 @@ pub struct Outcome {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Failure {
     test: String,
-    /// Whether it failed in a process of its own too.
+    /// True if it failed in a process of its own too.
     alone: bool,
-    /// The end of what it said.
+    /// The end of its output.
     said: String,
 }
 
 impl Outcome {
-    /// Whether everything passed, in a process of its own at least, and there was something.
+    /// True if there were tests and all passed, at least in a process of their own.
     pub fn is_right(&self) -> bool {
         self.error.is_none() && self.passed > 0 && self.failed.is_empty()
     }
 }
 
-/// Runs the suites of a part on the GPU, or emulated; says what comes of each as it ends.
+/// Runs the suites of a part on the GPU, or emulated, and prints the result of each as it ends.
 pub fn run(root: &Path, executables: &Executables, part: Part, emulated: bool) -> Vec<Outcome> {
     println!("\n== {}", part.name());
     let mut outcomes = Vec::new();
@@ -328,7 +328,7 @@ impl Run<'_> {
     }
 }
 
-/// `test NAME ... ok` and `test NAME ... FAILED`; other lines say nothing.
+/// Reads `test NAME ... ok` and `test NAME ... FAILED`; other lines are ignored.
 fn verdicts(text: &str) -> BTreeMap<String, bool> {
     let verdict = |line: &str| {
         let (name, verdict) = line.strip_prefix("test ")?.split_once(" ... ")?;
@@ -337,7 +337,7 @@ fn verdicts(text: &str) -> BTreeMap<String, bool> {
     text.lines().filter_map(verdict).collect()
 }
 
-/// What a failing test said: from its panic on, at most six lines; else the last ones.
+/// The message of a failing test: at most six lines from its panic on, else the last lines.
 fn reason(said: &str) -> String {
     let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
     let panic = lines.iter().position(|line| line.contains("panicked at"));
@@ -392,8 +392,8 @@ mod tests {
         assert_eq!(reason("one\ntwo\n"), "one\ntwo");
     }
 
-    /// A stand-in for a test executable: one test passes, one fails always, one only beside the
-    /// others, one kills the process.
+    /// A stand-in for a test executable: one test passes, one always fails, one fails only beside
+    /// the others, and one kills the process.
     #[cfg(unix)]
     #[test]
     fn what_fails_is_run_again_alone() {

@@ -1,16 +1,16 @@
-//! Rules about Rust sources: length, essays, unfinished code, unsafe code, and what a crate may not
-//! speak of.
+//! Rules about Rust sources: length, essays, unfinished code, unsafe code, and names that a crate
+//! may not use.
 
 use super::{Complaint, Source};
 use crate::lexer::{Line, words};
 
 const LINES_MAX: usize = 799;
-/// A module's first line says at least what it is.
+/// Minimum length of a module's first line, which must say what the module is.
 const ESSAY_CHARS_MIN: usize = 10;
 /// Crates that may hold unsafe code: kernels and memory, the driver of GPUs, and the bindings of
 /// communicators.
 const UNSAFE_CRATES: [&str; 3] = ["tensor", "cuda", "comm"];
-/// How far above unsafe code its reason may end.
+/// Maximum number of lines between unsafe code and the end of its reason.
 const REASON_LINES: usize = 6;
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {
@@ -31,7 +31,7 @@ fn length(source: &Source) -> Option<Complaint> {
         .then(|| Complaint::new(source, 0, format!("{lines} lines, at most {LINES_MAX}: split it by noun")))
 }
 
-/// Modules, programs and examples begin by saying what they are; test files may.
+/// Modules, programs and examples must begin with a description; test files may.
 fn essay(source: &Source) -> Option<Complaint> {
     let test = source.path.contains("/tests/") || source.path.ends_with("/tests.rs");
     let explained = !test && (source.path.contains("src/") || source.path.contains("examples/"));
@@ -81,8 +81,8 @@ fn unsafe_code(source: &Source) -> Vec<Complaint> {
     complaints
 }
 
-/// Whether the line opens an unsafe block, function, trait or implementation; a function *type*
-/// (`unsafe fn(..)`, `unsafe extern "C" fn(..)`) does not.
+/// True if the line opens an unsafe block, function, trait or implementation. A function *type*
+/// (`unsafe fn(..)`, `unsafe extern "C" fn(..)`) does not count.
 fn needs_reason(code: &str) -> bool {
     code.match_indices("unsafe").any(|(at, word)| {
         let after = code[at + word.len()..].trim_start();
@@ -97,8 +97,8 @@ fn needs_reason(code: &str) -> bool {
     })
 }
 
-/// `lines` ends with the line in question. The reason may also stand further up in the
-/// documentation or attributes that belong to it.
+/// True if the last of `lines` has a reason. It may also be further up in the documentation or
+/// attributes that belong to it.
 fn has_reason(lines: &[Line]) -> bool {
     let gives_reason = |line: &Line| line.comment.contains("SAFETY") || line.comment.contains("# Safety");
     let near = lines.iter().rev().take(REASON_LINES + 1);
@@ -107,10 +107,10 @@ fn has_reason(lines: &[Line]) -> bool {
     near.chain(attached).any(gives_reason)
 }
 
-/// Whether the last of `lines` is a method in an `impl Trait for Type`: its contract is the
-/// trait's, and stands there.
+/// True if the last of `lines` is a method in an `impl Trait for Type`. Its contract is documented
+/// at the trait.
 ///
-/// Told by indentation, which rustfmt makes exact: the enclosing item begins at the nearest line
+/// Indentation decides, which rustfmt makes exact: the enclosing item begins at the nearest line
 /// further left that is no `where` clause.
 fn fulfils_a_trait(lines: &[Line]) -> bool {
     let indent = |line: &Line| line.code.len() - line.code.trim_start().len();
@@ -155,8 +155,8 @@ fn absent(source: &Source, names: &[&str], why: &str) -> Vec<Complaint> {
     complaints
 }
 
-/// Invariant 1, second half: `engine` runs instructions and contains no strategy by name. What is
-/// asked for must name it: the configuration, and the one place that hands it to the lowering.
+/// Invariant 1, second half: `engine` runs instructions and names no strategy. Two places must name
+/// it: the configuration, and the place that hands it to the lowering.
 fn engine_knows_no_strategy(source: &Source) -> Vec<Complaint> {
     const STRATEGIES: [&str; 6] = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"];
     let asks = ["engine/src/config/", "engine/src/shape.rs", "engine/src/limit.rs"]

@@ -1,11 +1,11 @@
-//! Rules about all text: nothing of one machine in it, and links that lead somewhere.
+//! Rules about all text: it mentions nothing of one machine, and its links resolve.
 
 use std::collections::BTreeSet;
 
 use super::{Complaint, Source};
 use crate::markdown;
 
-/// Homes of somebody's machine. Split so that this file does not hold them.
+/// Prefixes of home folders. They are split so that this file does not contain them.
 const MACHINE_PATHS: [&str; 4] =
     [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/Us", "ers/")];
 
@@ -15,13 +15,14 @@ pub fn check(sources: &[Source]) -> Vec<Complaint> {
     complaints
 }
 
-/// A path of one machine works on no other; where one is needed it comes from an argument or the
+/// A path of one machine works on no other. If a path is needed, it comes from an argument or the
 /// environment.
 fn machine_paths(source: &Source) -> Vec<Complaint> {
     let mut complaints = Vec::new();
     for (index, line) in source.text.lines().enumerate() {
         for path in MACHINE_PATHS {
-            // `framework/` and addresses hold these letters too; a path begins where no word ends.
+            // `framework/` and addresses contain these letters too; a path begins where no word
+            // ends.
             let begins = |at: usize| {
                 !line[..at].ends_with(|c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.' | '/' | '}'))
             };
@@ -71,7 +72,7 @@ fn links_resolve(sources: &[Source]) -> Vec<Complaint> {
     complaints
 }
 
-/// `path` as seen from the folder of `from`, both relative to the root.
+/// Resolves `path` against the folder of `from`, both relative to the root.
 fn resolve(from: &str, path: &str) -> String {
     let mut parts: Vec<&str> = from.split('/').collect();
     parts.pop();

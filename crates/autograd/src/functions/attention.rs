@@ -32,8 +32,8 @@ impl Tape<'_> {
         })
     }
 
-    /// Rotates query and key columns by their positions (i32 [m]). Takes qkv by value: it works in
-    /// place when nothing else holds the tensor.
+    /// Rotates query and key columns by their positions (i32 [m]). It takes qkv by value and works
+    /// in place if nothing else holds the tensor.
     pub fn rope(&mut self, qkv: Var, layout: HeadLayout, table: &Arc<RopeTable>, positions: &Tensor) -> Result<Var> {
         let inputs = [Operand::from(&qkv)];
         let y = ops::rope(qkv.into_tensor(), layout, table, positions, Rotation::Forward)?;

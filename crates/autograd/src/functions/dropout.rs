@@ -1,5 +1,5 @@
-//! Dropout (Srivastava et al. 2014) whose mask is a function of (seed, step, site, element), so
-//! that nothing is saved.
+//! Dropout (Srivastava et al. 2014). The mask is a function of (seed, step, site, element), so
+//! nothing is saved.
 
 use super::prelude::*;
 use crate::RandomKey;

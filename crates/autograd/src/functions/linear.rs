@@ -1,5 +1,5 @@
-//! `y = act(x wᵀ + b) + residual`: the product that nearly all FLOPs of a transformer go through;
-//! with operands of eight bits where the tape is told so ([`Tape::with_fp8`]).
+//! `y = act(x wᵀ + b) + residual`: the product that takes nearly all FLOPs of a transformer. Its
+//! operands have eight bits if the tape says so ([`Tape::with_fp8`]).
 
 use super::prelude::*;
 use trainyard_tensor::cpu::gemm::Activation;
@@ -11,8 +11,8 @@ pub struct Linear {
     activation: Activation,
     bias: bool,
     residual: bool,
-    /// How its operands are rounded, if they are: backward rounds those that forward has seen
-    /// alike.
+    /// The scaling of its operands, if they are rounded. Backward rounds those of forward in the
+    /// same way.
     fp8: Option<Scaling>,
 }
 

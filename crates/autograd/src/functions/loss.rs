@@ -1,8 +1,8 @@
-//! The LM head fused with softmax cross-entropy; logits exist a chunk of rows at a time.
+//! The LM head fused with softmax cross-entropy. Logits exist for one chunk of rows at a time.
 //!
-//! A loss needs its logits twice, to know their normaliser and to differentiate. When the tape has
-//! the gradients at hand ([`Tape::with_gradients`]) forward takes `dx` and adds to `dw` while a
-//! chunk is there, and backward has nothing left to compute; otherwise backward computes the chunks
+//! A loss needs its logits twice: for their normaliser and for the gradient. If the tape has the
+//! gradients at hand ([`Tape::with_gradients`]), forward computes `dx` and adds to `dw` while a
+//! chunk exists, and backward has nothing left to compute. Otherwise backward computes the chunks
 //! again.
 
 use super::prelude::*;
@@ -13,7 +13,7 @@ use crate::AutogradError;
 pub struct LinearCrossEntropy {
     targets: Tensor,
     scale: f32,
-    /// Whether forward already took the gradients.
+    /// True if forward already computed the gradients.
     eager: bool,
 }
 

@@ -36,19 +36,18 @@ pub trait Differentiable {
     }
 }
 
-/// What the table says of a function.
+/// A function's row in the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Info {
     /// Its name in traces and errors.
     pub name: &'static str,
-    /// What backward keeps alive.
+    /// The tensors that backward keeps alive, in words.
     pub saves: &'static str,
     /// FLOPs of forward and of backward.
     pub flops: &'static str,
-    /// Whether [`Policy::Selective`](crate::Policy) recomputes the result instead of keeping it.
+    /// True if [`Policy::Selective`](crate::Policy) recomputes the result instead of keeping it.
     pub recomputed_when_selective: bool,
-    /// Whether it has a derivative; reaching one that has none is
-    /// [`AutogradError::NotDifferentiable`].
+    /// True if it has a derivative. Reaching one without is [`AutogradError::NotDifferentiable`].
     pub differentiable: bool,
 }
 
@@ -101,7 +100,8 @@ enum Keep {
 }
 
 functions! {
-    // variant                                  name                    saved                                FLOPs forward; backward     selective
+    // Columns: variant and type, name, saved tensors, FLOPs of forward; of backward, and whether
+    // selective checkpointing recomputes the result.
     Parameter(pointwise::Parameter):            "parameter",            "nothing",                           "0; m",                     kept;
     Add(pointwise::Add):                        "add",                  "nothing",                           "m d; 0",                   kept;
     Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
@@ -140,7 +140,7 @@ functions! {
     CrossEntropy(plain::loss::CrossEntropy):    "cross_entropy",        "x, log-sum-exp",                    "20 n; 20 n",               kept;
 }
 
-/// What every function file uses.
+/// The imports of every function file.
 mod prelude {
     pub(super) use super::Differentiable;
     pub(super) use crate::{Backward, GradientTarget, Operand, ParamId, Result, Saved, Tape, Var};

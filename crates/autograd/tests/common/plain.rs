@@ -99,8 +99,9 @@ pub fn examples(name: &str, device: &Device) -> Vec<Example> {
             one(|t, x| t.clamp(&x[0], -0.3, 0.6)),
             one(|t, x| t.clamp(&x[0], f32::NEG_INFINITY, 0.1)),
         ],
-        // The way through f16 is a staircase of steps of 2^-11: a small part of the result, so that
-        // they stay below the tolerance and the slope of the way, 1/64, above it.
+        // The result of a cast through f16 is a staircase with steps of 2^-11. Its share of the
+        // result is small, so that the steps stay below the tolerance while its slope, 1/64, stays
+        // above.
         "cast" => vec![one(|t, x| {
             let half = t.cast(&x[0], DType::F16)?;
             let back = t.cast(&half, DType::F32)?;

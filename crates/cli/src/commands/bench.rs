@@ -4,11 +4,12 @@ use super::Precision;
 use super::bench_gpu::{self, GpuArgs};
 use super::collectives::{self, CollectivesArgs};
 use super::largest::{self, LargestArgs};
-use crate::output::{count, memory, note, print, size};
+use crate::output::{count, memory, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
+use trainyard_base::format_bytes;
 use trainyard_engine::bench::{PurposeMemory, StepReport, steps};
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::session::Runtime;
@@ -143,20 +144,20 @@ pub(super) fn show(args: &TrainArgs, report: &StepReport) -> Result<()> {
         report.first_step_s,
         report.first_step_system_s,
         1e3 * report.data_wait_s,
-        size(report.peak_rss_bytes),
+        format_bytes(report.peak_rss_bytes),
         report.loss
     ))?;
     if report.host_peak_bytes > 0 {
-        let [measured, predicted] = [report.host_peak_bytes, report.host_predicted_bytes].map(size);
+        let [measured, predicted] = [report.host_peak_bytes, report.host_predicted_bytes].map(format_bytes);
         print(format_args!("on the host   {measured} of pinned memory, {predicted} predicted\n\n"))?;
     }
     if report.disk_bytes > 0 {
-        print(format_args!("on disk       {}\n\n", size(report.disk_bytes)))?;
+        print(format_args!("on disk       {}\n\n", format_bytes(report.disk_bytes)))?;
     }
     let rows: Vec<_> = report.memory.iter().map(|m| (m.purpose, m.measured, m.predicted)).collect();
     let total = (report.mem_peak_bytes, report.mem_predicted_bytes);
     print(format_args!("memory             measured   predicted\n{}", memory(&rows, total)))?;
-    print(format_args!("held with what is kept for reuse: {}\n\n", size(report.mem_reserved_bytes)))?;
+    print(format_args!("held with what is kept for reuse: {}\n\n", format_bytes(report.mem_reserved_bytes)))?;
     print("kernels of one step                   calls         ms     GFLOP/s     GB/s\n")?;
     for kernel in &report.kernels {
         print(format_args!(
@@ -365,8 +366,8 @@ fn memory_table(args: &MemoryArgs) -> Result<()> {
 fn print_worst(name: &str, report: &StepReport, worst: &PurposeMemory) -> Result<()> {
     print(format_args!(
         "{name:<28} peak {:>11}, predicted {:>11}; worst purpose: {} {:+.2} %\n",
-        size(report.mem_peak_bytes),
-        size(report.mem_predicted_bytes),
+        format_bytes(report.mem_peak_bytes),
+        format_bytes(report.mem_predicted_bytes),
         worst.purpose,
         100.0 * worst.error()
     ))

@@ -1,8 +1,9 @@
 //! `trainyard config`: what a configuration means, and every key there is.
 
-use crate::output::{count, print, size};
+use crate::output::{count, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
+use trainyard_base::format_bytes;
 use trainyard_data::Tokenizer;
 use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
 use trainyard_engine::limit;
@@ -119,10 +120,10 @@ fn check(args: &ConfigArgs) -> Result<()> {
                 count(model.parameter_count() as u64),
                 count(resolved.tokens_per_step()),
                 programs[0].instructions.len(),
-                size(prediction.memory.peak_total() as u64)
+                format_bytes(prediction.memory.peak_total() as u64)
             ))?;
             for (purpose, bytes) in prediction.purposes() {
-                print(format_args!("  {:<16} {:>11}\n", purpose.name(), size(bytes as u64)))?;
+                print(format_args!("  {:<16} {:>11}\n", purpose.name(), format_bytes(bytes as u64)))?;
             }
         }
         None => {

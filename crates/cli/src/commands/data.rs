@@ -1,8 +1,9 @@
 //! `trainyard data`: text to token files.
 
-use crate::output::{count, note, print, size};
+use crate::output::{count, note, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
+use trainyard_base::format_bytes;
 use trainyard_data::{Corpus, CorpusOptions, OnInvalid, PrepareOptions, Prepared, Sidecar, Tokenizer, prepare};
 
 /// Prepare text for training.
@@ -83,8 +84,8 @@ pub fn run(command: &Command) -> Result<()> {
             told = std::time::Instant::now();
             note(&format!(
                 "{} of {} of files, {} documents, {} tokens",
-                size(progress.text_bytes),
-                size(progress.source_bytes),
+                format_bytes(progress.text_bytes),
+                format_bytes(progress.source_bytes),
                 count(progress.documents),
                 count(progress.tokens)
             ));
@@ -110,7 +111,7 @@ fn report(made: &Prepared, out: &Path, tokenizer: &Path) -> Result<()> {
             count(part.documents),
             count(part.tokens),
             part.token_type,
-            size(part.text_bytes)
+            format_bytes(part.text_bytes)
         ))?;
     }
     if split.divided_documents > 0 {

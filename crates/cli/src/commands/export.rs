@@ -1,9 +1,10 @@
 //! `trainyard export`: a trained model as a Hugging Face folder.
 
 use super::Precision;
-use crate::output::{note, print, size};
+use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
+use trainyard_base::format_bytes;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
 use trainyard_engine::session::{Runtime, files, open_trained};
@@ -64,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(format_args!(
         "{}{step}: {} of weights in {}, tokenizer in {}\n",
         args.model.display(),
-        size(exported.bytes),
+        format_bytes(exported.bytes),
         options.dtype.name(),
         args.out.display()
     ))?;

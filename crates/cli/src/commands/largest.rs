@@ -1,10 +1,11 @@
 //! `trainyard bench largest`: the largest model that this machine trains, and how.
 
 use super::bench::{TrainArgs, configuration, show};
-use crate::output::{count, print, size};
+use crate::output::{count, print};
 use anyhow::{Result, bail};
 use serde_json::json;
 use std::time::Instant;
+use trainyard_base::format_bytes;
 use trainyard_engine::bench::steps_on;
 use trainyard_engine::largest::{Largest, Room, largest};
 
@@ -37,7 +38,7 @@ pub fn run(args: &LargestArgs, process_start: Instant) -> Result<()> {
     let Some(Largest { layers, parameters, resolved, prediction }) = largest(&room, configure)? else {
         bail!(
             "not even one layer fits in {}: --checkpointing full, fewer --rows, a smaller --vocab-size or memory.offload make it smaller",
-            size(room.device as u64)
+            format_bytes(room.device as u64)
         );
     };
     let needs = json!({
@@ -55,8 +56,8 @@ pub fn run(args: &LargestArgs, process_start: Instant) -> Result<()> {
         print(format_args!(
             "{layers} layers, {} parameters: a step needs {} of {}{}{}\n",
             count(parameters),
-            size(prediction.memory.peak_total() as u64),
-            size(room.device as u64),
+            format_bytes(prediction.memory.peak_total() as u64),
+            format_bytes(room.device as u64),
             beside(prediction.host_memory.peak_total() as u64, room.host as u64, "the host"),
             beside(prediction.disk, room.disk, "disk"),
         ))?;
@@ -76,5 +77,5 @@ pub fn run(args: &LargestArgs, process_start: Instant) -> Result<()> {
 
 /// `, 1.5 GiB of 12.0 GiB on disk`, where anything lies there.
 fn beside(bytes: u64, room: u64, place: &str) -> String {
-    if bytes > 0 { format!(", {} of {} on {place}", size(bytes), size(room)) } else { String::new() }
+    if bytes > 0 { format!(", {} of {} on {place}", format_bytes(bytes), format_bytes(room)) } else { String::new() }
 }

@@ -1,8 +1,9 @@
 //! `trainyard tokenizer`: byte-level BPE trained on text.
 
-use crate::output::{note, print, size};
+use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
+use trainyard_base::format_bytes;
 use trainyard_data::{Corpus, CorpusOptions, Tokenizer, TrainProgress};
 
 /// Make tokenizers.
@@ -44,10 +45,10 @@ pub fn run(command: &Command) -> Result<()> {
     }
     let mut told = std::time::Instant::now();
     let progress = |progress: TrainProgress| match progress {
-        TrainProgress::Merging { bytes } => note(&format!("{} of text counted, merging pairs", size(bytes))),
+        TrainProgress::Merging { bytes } => note(&format!("{} of text counted, merging pairs", format_bytes(bytes))),
         TrainProgress::Counting { bytes } if told.elapsed().as_secs() >= 5 => {
             told = std::time::Instant::now();
-            note(&format!("counting: {}", size(bytes)));
+            note(&format!("counting: {}", format_bytes(bytes)));
         }
         TrainProgress::Counting { .. } => {}
     };

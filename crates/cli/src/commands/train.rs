@@ -3,7 +3,7 @@
 
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
-use crate::output::{chain, count, is_fault, memory, note, print, size};
+use crate::output::{chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::config::{Config, Inputs, Limits};
@@ -336,7 +337,8 @@ fn plan(session: &Session) -> String {
     let resolved = &session.resolved;
     let dtype = compute_dtype(resolved);
     let purposes = session.prediction.purposes();
-    let purposes: Vec<String> = purposes.iter().map(|(p, bytes)| format!("{p} {}", size(*bytes as u64))).collect();
+    let purposes: Vec<String> =
+        purposes.iter().map(|(p, bytes)| format!("{p} {}", format_bytes(*bytes as u64))).collect();
     let kernels = session.peaks.as_ref().map_or(String::new(), |peaks| {
         format!(
             "kernels      {}; measured peaks: f32 {:.3} TFLOP/s, bf16 {:.3} TFLOP/s, copies {:.1} GB/s\n",
@@ -351,7 +353,9 @@ fn plan(session: &Session) -> String {
         _ => format!("ranks        {}; what follows is each one's\n", resolved.parallel),
     };
     let copy = match session.prediction.copy as u64 {
-        copy if copy > 0 && session.copies_state => format!("; {} more while a checkpoint is written", size(copy)),
+        copy if copy > 0 && session.copies_state => {
+            format!("; {} more while a checkpoint is written", format_bytes(copy))
+        }
         _ => String::new(),
     };
     format!(
@@ -365,7 +369,7 @@ fn plan(session: &Session) -> String {
         session.prediction.cost.flops as f64 / 1e12,
         dtype,
         session.programs[0].instructions.len(),
-        size(session.prediction.memory.peak_total() as u64),
+        format_bytes(session.prediction.memory.peak_total() as u64),
         purposes.join(", "),
         session.folder.display(),
     )

@@ -9,6 +9,7 @@ use crate::error::{CommError, ErrorKind};
 use crate::number::Dtype;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use trainyard_base::lock;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// How often a waiting rank looks whether the world has failed.
@@ -60,10 +61,6 @@ pub(super) struct Offer<'a> {
     mailbox: &'a Mailbox,
     _sending: MutexGuard<'a, ()>,
     _data: &'a [u8],
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sleeps until something changes, for a slice at most; whether to give up, and why.

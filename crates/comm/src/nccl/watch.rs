@@ -6,9 +6,10 @@ use crate::communicator::Communicator;
 use crate::error::{CommError, ErrorKind, Result};
 use crate::place::Position;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+pub(super) use trainyard_base::lock;
 use trainyard_cuda::driver::{Driver, Event};
 use trainyard_cuda::nccl::{Comm, Nccl, State};
 
@@ -16,10 +17,6 @@ use trainyard_cuda::nccl::{Comm, Nccl, State};
 const SLICE: Duration = Duration::from_micros(200);
 /// How long ranks that are asked where they are may take to answer.
 const ANSWER: Duration = Duration::from_millis(300);
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// One communicator of NCCL on this rank.
 pub(super) struct Member {

@@ -7,9 +7,10 @@ use crate::place::{Place, Position};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use trainyard_base::lock;
 
 /// How often the listener looks. A failure reaches others within that.
 const LISTEN: Duration = Duration::from_millis(5);
@@ -51,10 +52,6 @@ pub(super) struct Process<T> {
     answered: Mutex<Vec<Option<Instant>>>,
     contexts: Mutex<BTreeSet<u32>>,
     ended: AtomicBool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<T: Transport> Process<T> {

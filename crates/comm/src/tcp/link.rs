@@ -16,7 +16,8 @@ use super::request::Slot;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+pub(super) use trainyard_base::lock;
 
 const HEAD_BYTES: usize = 16;
 /// What is read at once unless a large message is read into its place.
@@ -35,10 +36,6 @@ const NOTICE: u32 = 4;
 pub(super) type Notices = Arc<Mutex<VecDeque<(usize, Vec<u8>)>>>;
 /// By tag; in order of arrival.
 type Queues<V> = BTreeMap<u32, VecDeque<V>>;
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Takes the oldest of a tag.
 fn pop<V>(queues: &mut Queues<V>, tag: u32) -> Option<V> {

@@ -1,11 +1,13 @@
 //! Captures with the driver's rules, and graphs that are queued again.
 //!
 //! The rules are those of the CUDA driver API's documentation of `cuStreamBeginCapture`,
-//! `cuThreadExchangeStreamCaptureMode` (mode `THREAD_LOCAL`) and of the
-//! `CUDA_ERROR_STREAM_CAPTURE_*` errors. What breaks one fails with the driver's error and
-//! invalidates the capture. Where the documentation leaves something open the fake refuses it. A
-//! launch puts the captured work on the launching stream, and that of other streams of the capture
-//! on streams of the graph's own, ordered by its events alone, through the same checks as all work.
+//! `cuThreadExchangeStreamCaptureMode` (mode `THREAD_LOCAL`) and the `CUDA_ERROR_STREAM_CAPTURE_*`
+//! errors. A violation fails with the driver's error and invalidates the capture. Where the
+//! documentation leaves something open, the fake refuses it.
+//!
+//! A launch puts the captured work on the launching stream. Work of other streams of the capture
+//! goes to streams of the graph's own, ordered by its events alone. All of it passes the same
+//! checks as other work.
 
 use super::{Clock, Order, Queues, Record, Region, Work, plain};
 use crate::driver::{Address, Event, Graph, Stream};
@@ -14,7 +16,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-/// What is being captured, and what was.
+/// The captures in progress, and the captured graphs.
 #[derive(Default)]
 pub(super) struct Captures {
     begun: u64,
@@ -29,10 +31,10 @@ struct Capture {
     /// The one that it began on, then those that joined.
     streams: Vec<Stream>,
     nodes: Vec<Node>,
-    /// Which of its work comes before which, streams by their place here.
+    /// The order of its work. Streams are identified by their index in this capture.
     order: Order,
     events: BTreeMap<usize, Clock>,
-    /// What made it invalid.
+    /// The reason why it is invalid.
     broken: Option<String>,
 }
 
@@ -63,7 +65,7 @@ struct Captured {
     nodes: Arc<Vec<Node>>,
     /// For each of its streams after the first.
     streams: Vec<Stream>,
-    /// What those wait for at first.
+    /// The event that its streams wait for at first.
     began: Event,
     /// Its own, for those of the capture.
     events: BTreeMap<usize, Event>,

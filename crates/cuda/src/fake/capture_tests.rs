@@ -1,4 +1,4 @@
-//! Every rule of a capture has a test that breaks it, and graphs do again what was captured.
+//! Tests: every rule of a capture has a test that breaks it, and graphs repeat the captured work.
 
 use super::tests::{download, region, upload};
 use super::{Fake, Options};

@@ -1,10 +1,10 @@
-//! What connects fake devices: communicators between them, which really move the bytes, and go
-//! wrong when a test asks for it.
+//! The network between fake devices: communicators that really move bytes, and fail when a test
+//! asks for it.
 //!
-//! A device comes to an exchange when it is at the head of a stream. The last rank to come moves
-//! everybody's bytes, so what a rank has not yet written by then is missing. Sequences of calls
-//! that do not fit together are noted as [`Network::problems`] and never end, as on a real network.
-//! Sums go around a ring, in another order than this project's own.
+//! A device reaches an exchange when the exchange is at the head of a stream. The last rank to
+//! arrive moves the bytes of all, so data that a rank has not written by then is missing. Sequences
+//! of calls that do not match are noted as [`Network::problems`] and never end, as on a real
+//! network. Sums go around a ring, in another order than this project's own.
 
 use super::{State as Device, bytes, bytes_mut};
 use crate::driver::Region;
@@ -12,18 +12,19 @@ use crate::error::{CudaError, Result};
 use crate::nccl::{Comm, Element, Exchange, State, UniqueId};
 use half::bf16;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
+use trainyard_base::lock;
 
-/// What goes wrong at a device's `call`-th group of exchanges, counted from 0 over all of its
+/// A fault at a device's `call`-th group of exchanges, counted from 0 over all of its
 /// communicators.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
     /// The device, in the order in which they joined the network.
     pub device: usize,
-    /// Which of its calls.
+    /// Index of the call.
     pub call: usize,
-    /// What happens.
+    /// The fault.
     pub kind: FaultKind,
 }
 
@@ -83,7 +84,7 @@ struct Member {
     device: usize,
     failed: Option<String>,
     aborted: bool,
-    /// Whether its end was asked for, which comes after all that is on streams.
+    /// True once its end was requested. The end comes after everything that is on streams.
     ending: bool,
     collectives: usize,
     sent: BTreeMap<usize, usize>,
@@ -112,13 +113,13 @@ impl Network {
         network
     }
 
-    /// What did not fit together so far.
+    /// The mismatches between ranks so far.
     pub fn problems(&self) -> Vec<String> {
         self.lock().problems.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Links> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The number of a device that joins.
@@ -339,7 +340,7 @@ impl Circle {
     }
 }
 
-/// What all ranks must agree on: kind, element or root, and bytes.
+/// The properties on which all ranks must agree: kind, element or root, and bytes.
 fn form(exchange: &Exchange) -> (u8, usize, usize, usize) {
     match *exchange {
         Exchange::AllReduce { from, to, element } => (0, element as usize, from.bytes, to.bytes),

@@ -1,10 +1,10 @@
-//! Which accesses come after which others, by the events that order streams.
+//! The order of accesses, by the events that order streams.
 
 use crate::driver::Address;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// How many pieces of work of each stream come before.
+/// Per stream, the number of pieces of work that come before.
 #[derive(Clone, Default, Debug, PartialEq)]
 pub struct Clock(Vec<u64>);
 
@@ -38,7 +38,7 @@ struct Access {
 #[derive(Default)]
 pub struct Order {
     streams: Vec<Clock>,
-    /// What the host has waited for; it comes before everything that is queued from then on.
+    /// Work that the host has waited for. It comes before everything that is queued afterwards.
     host: Clock,
     accesses: BTreeMap<Address, Vec<Access>>,
 }
@@ -59,7 +59,7 @@ impl Order {
         clock.raise(stream, next);
     }
 
-    /// What comes before whatever waits for an event that is recorded now.
+    /// The work that comes before anything that waits for an event recorded now.
     pub fn now(&mut self, stream: usize) -> Clock {
         self.clock(stream).clone()
     }
@@ -69,7 +69,7 @@ impl Order {
         self.clock(stream).join(event);
     }
 
-    /// Whether all work of `other` so far comes before what `stream` is given next.
+    /// True if all work of `other` so far comes before the next work of `stream`.
     pub fn includes(&mut self, stream: usize, other: usize) -> bool {
         let last = self.clock(other).at(other);
         self.clock(stream).at(other) >= last

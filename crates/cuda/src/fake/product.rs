@@ -1,4 +1,4 @@
-//! Products on the host: three loops, sums in f32.
+//! Products on the host: three loops, with sums in f32.
 
 use super::{bytes, bytes_mut};
 use crate::driver::{Activation, Operands, Precision, Product, Region};

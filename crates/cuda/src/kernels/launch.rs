@@ -1,4 +1,4 @@
-//! How large a launch is: grid, block, dynamic shared memory, from the sizes of the work.
+//! The size of a launch: grid, block, dynamic shared memory, from the sizes of the work.
 //!
 //! Nothing here asks the device: grids depend on shapes alone, so that sums have the same order on
 //! every GPU.
@@ -15,7 +15,7 @@ pub struct Launch {
     pub shared: u32,
 }
 
-/// What a kernel's blocks are; the comments say what the `sizes` of [`Rule::launch`] are.
+/// The meaning of a kernel's blocks. The comments describe the `sizes` of [`Rule::launch`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rule {
     /// `[elements, 1, 1]`: 8 elements a thread.

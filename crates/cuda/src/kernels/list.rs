@@ -1,5 +1,5 @@
-//! Every kernel: what it computes, the shapes of what its pointers point to, its launch rule and
-//! its parameters.
+//! The list of kernels: for each its function, the shapes of its pointers, its launch rule and its
+//! parameters.
 
 use super::{File, Kernel, Rule};
 

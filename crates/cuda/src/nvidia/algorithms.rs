@@ -1,4 +1,4 @@
-//! Which algorithm a product takes: measured once for each form, kept in memory and on disk.
+//! The algorithm of a product: measured once for each form, kept in memory and on disk.
 
 use crate::cache::Cache;
 use crate::driver::Product;
@@ -6,8 +6,8 @@ use crate::driver::Product;
 /// An algorithm as the library writes it: 64 opaque bytes.
 pub type Algorithm = [u64; 8];
 
-/// What the disk knows it under. The library was asked for algorithms that sum in f32: others, from
-/// before, are not found.
+/// The key of an algorithm on disk. The library is asked for algorithms that sum in f32; entries
+/// from before that was asked have other keys.
 fn key(form: &Product, device: &str, version: usize) -> String {
     format!("cublasLt {version} on {device}, sums in f32: {form:?}")
 }

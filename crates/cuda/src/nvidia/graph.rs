@@ -1,4 +1,4 @@
-//! Capture of streams, and graphs. All calls are made in the context of this thread.
+//! Captures streams into graphs. All calls are made in the context of this thread.
 
 use super::{called, event_of, stream_of};
 use crate::driver::{Event, Graph, Stream};
@@ -50,7 +50,7 @@ pub fn record(event: Event, stream: Stream) -> Result<()> {
     called("cuEventRecordWithFlags", recorded.result())
 }
 
-/// Whether the stream is in a capture.
+/// True if the stream is in a capture.
 pub fn is_capturing(stream: Stream) -> Result<bool> {
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: the stream exists; writes a status.

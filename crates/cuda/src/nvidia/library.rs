@@ -1,4 +1,4 @@
-//! Loading a library from where it is found.
+//! Loads a library from the place where it is found.
 
 use crate::error::{CudaError, Result};
 use crate::find::{Library, Places};

@@ -1,8 +1,8 @@
 //! Products by cuBLASLt.
 //!
-//! The library's matrices are column-major, so a row-major product is given to it as that of the
+//! The library's matrices are column-major, so it gets a row-major product as that of the
 //! transposes: `dᵀ = bᵀ aᵀ`. A bias [n] then runs along the columns of its result, as its epilogues
-//! have it.
+//! require.
 
 use super::algorithms::{self, Algorithm};
 use super::library::Loaded;
@@ -14,7 +14,8 @@ use crate::fp8::Fp8;
 use crate::kernels::Float;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use trainyard_base::lock;
 
 type Status = c_int;
 type Handle = *mut c_void;
@@ -35,8 +36,8 @@ const DESC_B_SCALE_POINTER: c_int = 18;
 const LAYOUT_BATCH_COUNT: c_int = 5;
 const LAYOUT_BATCH_STRIDE: c_int = 6;
 const PREFERENCE_WORKSPACE: c_int = 1;
-/// Which ways there may be to sum what parts of a product give, beside none: those that sum in f32.
-/// By default the library also sums parts that are rounded to the result's dtype.
+/// The allowed ways, beside none, of summing parts of a product: those in f32. By default the
+/// library also sums parts that are rounded to the result's dtype.
 const PREFERENCE_REDUCTION: c_int = 3;
 const REDUCTION_IN_F32: u32 = 2;
 /// Of A, B, C and D.
@@ -156,7 +157,7 @@ fn data_type_of_eight(format: Fp8) -> c_int {
     }
 }
 
-/// What the library does to a product of this form before it is stored.
+/// The library's epilogue for a product of this form.
 fn epilogue(form: &Product) -> u32 {
     let activation = match form.activation {
         Activation::None => 0,
@@ -218,7 +219,7 @@ impl Lt {
         form: &Product,
         operands: &Operands,
     ) -> Result<()> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut plans = lock(&self.plans);
         if !plans.contains_key(form) {
             plans.insert(*form, self.plan(form)?);
         }

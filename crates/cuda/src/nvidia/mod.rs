@@ -1,5 +1,5 @@
-//! NVIDIA's driver, through cudarc, which loads it when it is first asked; its libraries, which are
-//! found and loaded here.
+//! NVIDIA's driver, through cudarc, which loads it on first use; and its libraries, which are found
+//! and loaded here.
 //!
 //! **Never run on a GPU yet**: see `docs/gpu.md`.
 
@@ -104,7 +104,7 @@ impl Nvidia {
         Ok((device, properties))
     }
 
-    /// Which GPU `ordinal` is: its UUID.
+    /// The UUID of GPU `ordinal`.
     ///
     /// # Errors
     /// As [`Nvidia::find`].
@@ -176,7 +176,7 @@ impl Nvidia {
         Ok(missing.into_inner())
     }
 
-    /// What a module's machine code depends on.
+    /// The key of a module's machine code: everything that it depends on.
     fn key(&self, file: File, float: Float) -> String {
         let (architecture, source) = (self.properties.architecture(), file.source(float));
         format!("{architecture} {} {} {source}", self.nvrtc.version(), self.properties.driver_version)

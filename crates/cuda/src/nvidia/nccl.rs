@@ -1,5 +1,5 @@
-//! Collectives by NCCL. Communicators are non-blocking: a call only begins what it asks for, and
-//! the communicator's state says when it is done, so that deadlines are those of whoever asks.
+//! Collectives by NCCL. Communicators are non-blocking: a call only begins its operation, and the
+//! communicator's state says when it is done. The caller can therefore apply deadlines of its own.
 
 use super::library::Loaded;
 use super::{Nvidia, called};
@@ -152,7 +152,7 @@ impl Library {
         words.to_string_lossy().into_owned()
     }
 
-    /// What it said last; empty when it said nothing.
+    /// Its last message; empty if there was none.
     fn said_last(&self, comm: Handle) -> String {
         // SAFETY: a communicator, and a text of the library's own.
         let said = unsafe { (self.functions.last_error)(comm) };

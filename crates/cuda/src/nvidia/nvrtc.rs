@@ -5,7 +5,7 @@ use crate::error::{CudaError, Result};
 use crate::find::{NVRTC, Places};
 use std::ffi::{CString, c_char, c_int, c_void};
 
-/// What every module is compiled with, beside its architecture.
+/// The options of every module, beside its architecture.
 const OPTIONS: [&str; 1] = ["--std=c++17"];
 
 type Program = *mut c_void;

@@ -1,5 +1,5 @@
-//! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`): the
-//! form on tensor cores as that on the CPU's tiles, which rounds probabilities and their gradients
+//! Attention in all its forms, with the bounds of the CPU's suite (`cpu::attention::tests`). The
+//! form on tensor cores has those of the CPU's tiles, which round probabilities and their gradients
 //! to the operands' dtype too.
 
 use super::device::{Buffer, both_orders, dtypes, float, launch, on_hopper, values, wide};
@@ -16,7 +16,7 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// How far results may lie from the oracle's.
+/// The largest distance of results from the oracle's.
 #[derive(Clone, Copy)]
 struct Tolerance {
     /// Relative to the magnitude of the terms: errors of probabilities and of sums.

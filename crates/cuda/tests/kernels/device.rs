@@ -1,8 +1,8 @@
 //! Launches kernels on the device under test ([`trainyard_cuda::tested`]): emulated blocks
 //! (`emulation/cuda.h`) on the fake driver, or a GPU.
 //!
-//! Buffers stand between guards that a kernel must leave alone, and reading beyond an input gives
-//! NaN. Every case runs twice, emulated in both orders of threads, which must give the same bits.
+//! Buffers lie between guards that a kernel must not change, and reading beyond an input gives NaN.
+//! Emulated cases run twice, in both orders of threads, which must give the same bits.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -59,7 +59,7 @@ fn on<R>(f: impl FnOnce(&OfThread) -> R) -> R {
     DEVICE.with(|device| f(device.get_or_init(|| OfThread::new(Tested::new(&folder(), 0)))))
 }
 
-/// Whether the device has Hopper's instructions, as the emulation does.
+/// True if the device has Hopper's instructions, as the emulation does.
 pub fn on_hopper() -> bool {
     on(|device| device.tested.driver.properties().architecture() == "sm_90a")
 }
@@ -156,7 +156,7 @@ impl<T: bytemuck::Pod> Buffer<T> {
         Argument::Pointer(self.memory.address + self.first as u64)
     }
 
-    /// What it holds once everything that was launched is done, after a look at the guards.
+    /// The contents once all launched work is done, after a check of the guards.
     pub fn get(&self) -> Vec<T> {
         let mut bytes = vec![0; self.memory.bytes];
         on(|device| {

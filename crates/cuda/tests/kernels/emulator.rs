@@ -1,4 +1,4 @@
-//! The emulation's own tests: what it is there to notice, it notices.
+//! The emulation's own tests: it notices every kind of fault that it exists for.
 
 use super::device::{Buffer, both_orders, load, run};
 use trainyard_cuda::kernels::{File, Float, Launch};

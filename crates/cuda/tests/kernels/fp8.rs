@@ -1,4 +1,4 @@
-//! Rounding to eight bits: every code is exact, so the oracle's are wanted.
+//! Rounding to eight bits: every code is exact, so results must equal the oracle's.
 
 use super::device::{Buffer, NULL, both_orders, dtypes, float, launch, values, wide};
 use trainyard_cuda::fp8::Fp8;

@@ -1,6 +1,6 @@
 //! Norms. Statistics are sums of n terms in chains of 8 n / threads and then halves, whose error
-//! relative to the sum of magnitudes is below `(n / 8 + 10) 2^-24`; results are off by that times
-//! their size, at most `inv_rms |weight|`, some 3 here.
+//! relative to the sum of magnitudes is below `(n / 8 + 10) 2^-24`. Results are off by that times
+//! their size, at most `inv_rms |weight|`, about 3 here.
 
 use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};

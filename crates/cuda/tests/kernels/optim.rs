@@ -1,6 +1,6 @@
 //! Optimizer steps: ten in a row against the oracle in f64. Weights and gradients are below 1 and
-//! steps below 0.1; a step rounds a handful of numbers of that size, so ten are off by at most some
-//! 200 ULP.
+//! steps below 0.1. A step rounds a handful of numbers of that size, so ten steps are off by at
+//! most about 200 ULP.
 
 use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float, row_blocks};
@@ -177,7 +177,7 @@ dtypes! {
     }
 }
 
-/// What stays between the steps of Adafactor: weights, copy, moments.
+/// The state between steps of Adafactor: weights, copy, moments.
 type Adafactored<T> = (Vec<f32>, Vec<T>, Vec<f32>, Vec<f32>);
 
 fn squares(x: &Buffer<f32>, len: usize) -> Buffer<f64> {

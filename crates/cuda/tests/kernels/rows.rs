@@ -1,4 +1,4 @@
-//! Reductions, softmax and what else works on rows; reading and adding by indices.
+//! Reductions, softmax and other functions of rows; reading and adding by indices.
 
 use super::device::{Buffer, ULP, both_orders, close, dtypes, float, launch, roundoff, values, wide};
 use super::norm::sum_partials;

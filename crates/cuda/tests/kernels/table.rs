@@ -1,4 +1,4 @@
-//! The table against the sources.
+//! Checks the table against the sources.
 
 use trainyard_cuda::kernels::{ALL, File, Float, Rule};
 

@@ -1,5 +1,5 @@
-//! Rotary positions, activations, embeddings, dropout, cross-entropy: what transformers train with
-//! besides norms, attention and optimizers.
+//! The other kernels of transformers: rotary positions, activations, embeddings, dropout,
+//! cross-entropy.
 
 use super::device::{Buffer, NULL, ULP, both_orders, close, dtypes, float, launch, values, wide};
 use trainyard_cuda::kernels::{self, Argument, Float};

@@ -1,4 +1,4 @@
-//! Which files a corpus has.
+//! Lists the files of a corpus.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Metadata};
@@ -20,11 +20,11 @@ const TEXT_EXTENSIONS: &[&str] = &[
     "sv", "vhd", "asm", "s",
 ];
 
-/// Extensions of one JSON object per line.
+/// Extensions of files with one JSON object per line.
 const JSONL_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 
-/// Extensions that are certainly not text; naming such a file is a mistake that deserves better
-/// than "not UTF-8".
+/// Extensions that are certainly not text. Naming such a file is a mistake that deserves a better
+/// message than "not UTF-8".
 const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
     ("parquet", "convert it to .jsonl"),
     ("arrow", "convert it to .jsonl"),
@@ -41,10 +41,10 @@ const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
     ("json", "write one object per line and call it .jsonl"),
 ];
 
-/// Folders inside folders beyond this are a loop or a mistake.
+/// Maximum depth of folders. Anything deeper is a loop or a mistake.
 const DEPTH_MAX: usize = 64;
 
-/// Adds a file, or what a folder holds.
+/// Adds a file, or the files of a folder.
 pub(super) fn add(path: &Path, files: &mut Vec<SourceFile>) -> Result<()> {
     let metadata = fs::metadata(path).map_err(DataError::io("open", path))?;
     if metadata.is_dir() {
@@ -71,7 +71,7 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
         }
         let is_link = fs::symlink_metadata(&path).is_ok_and(|about| about.is_symlink());
         let metadata = match fs::metadata(&path) {
-            // A link to nothing is no file of this folder.
+            // A dangling link is no file of this folder.
             Err(reason) if is_link && reason.kind() == ErrorKind::NotFound => continue,
             other => other.map_err(DataError::io("open", &path))?,
         };
@@ -94,8 +94,8 @@ fn leads_back(link: &Path, folder: &Path) -> bool {
     matches!((fs::canonicalize(link), fs::canonicalize(folder)), (Ok(to), Ok(from)) if from.starts_with(&to))
 }
 
-/// What a file's name says about it; `None` when it says nothing, an error when it says that it
-/// holds no text.
+/// The format that a file's name implies; `None` if it implies nothing, an error if it implies that
+/// the file holds no text.
 fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
     let extension = |p: &Path| p.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
     let mut inner = path.to_path_buf();
@@ -127,11 +127,11 @@ fn source(path: PathBuf, metadata: &Metadata, named: bool, format: Format, compr
 }
 
 /// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`,
-/// `registry/src/*/*/**/*.rs`), up to `bytes_max` of them; `None` when there are none.
+/// `registry/src/*/*/**/*.rs`), up to `bytes_max` of them; `None` if there are none.
 ///
-/// The order is a hash of each file's path below the registry, so that a part of them is a fair
-/// sample, and does not depend on the registry's name or on the machine. Files above 256 KiB are
-/// left out: they are generated tables. A file that is not UTF-8 is skipped.
+/// The order is a hash of each file's path below the registry, so that a part of the files is a
+/// fair sample. It does not depend on the registry's name or on the machine. Files above 256 KiB
+/// are left out because they are generated tables. A file that is not UTF-8 is skipped.
 pub fn rust_sources(bytes_max: u64) -> Option<Corpus> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::home_dir().map(|home| home.join(".cargo")))?;
@@ -144,7 +144,7 @@ pub(super) fn rust_sources_in(cargo_home: &Path, bytes_max: u64) -> Option<Corpu
     for registry in folders(&cargo_home.join("registry").join("src")) {
         for package in folders(&registry) {
             let mut files = Vec::new();
-            // A file that vanishes or cannot be read is no reason to have no corpus.
+            // A file that vanishes or cannot be read is no reason to give up the corpus.
             let _ = walk(&package, 0, &mut files);
             for file in files {
                 let Ok(relative) = file.path.strip_prefix(&registry) else { continue };
@@ -167,7 +167,7 @@ pub(super) fn rust_sources_in(cargo_home: &Path, bytes_max: u64) -> Option<Corpu
     (!files.is_empty()).then_some(Corpus { files, options })
 }
 
-/// The folders inside a folder, sorted; none when it cannot be listed.
+/// The folders inside a folder, sorted; none if it cannot be listed.
 fn folders(path: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(path).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     let mut folders: Vec<PathBuf> = entries.filter(|p| p.is_dir()).collect();

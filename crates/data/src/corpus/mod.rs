@@ -1,10 +1,12 @@
-//! Documents out of files and folders, streamed: memory holds one document at a time, never the
+//! Streams documents out of files and folders: memory holds one document at a time, never the
 //! corpus.
 //!
-//! A text file is one document, or several where a separator is set; a line of a `.jsonl` file is
-//! one, its text in a field. `.gz` and `.zst` of both are read through. Folders are walked in the
-//! order of their names, so that a corpus has one order on every machine. What this does not do:
-//! guess encodings, filter for quality, remove duplicates.
+//! A text file is one document, or several if a separator is set. A line of a `.jsonl` file is one
+//! document, whose text is in a field. `.gz` and `.zst` forms of both are decompressed on the fly.
+//! Folders are walked in the order of their names, so that a corpus has the same order on every
+//! machine.
+//!
+//! This module does not guess encodings, filter for quality or remove duplicates.
 
 mod list;
 mod read;
@@ -16,17 +18,17 @@ pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
 
 use crate::error::{DataError, Result};
 
-/// How files become documents.
+/// The way in which files become documents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CorpusOptions {
     /// The field of a JSONL object that holds the text.
     pub field: String,
-    /// What separates documents inside a text file; without it a file is one document.
+    /// The separator between documents inside a text file. Without it a file is one document.
     pub document_separator: Option<String>,
-    /// A longer document is an error: what would be read is held in memory, and a small compressed
-    /// file can unpack to anything.
+    /// A longer document is an error: documents are held in memory, and a small compressed file can
+    /// unpack to anything.
     pub document_bytes_max: u64,
-    /// What to do with a document that is not UTF-8, or a JSONL line without usable text.
+    /// Treatment of a document that is not UTF-8, or of a JSONL line without usable text.
     pub on_invalid: OnInvalid,
 }
 
@@ -41,7 +43,7 @@ impl Default for CorpusOptions {
     }
 }
 
-/// What to do with a document that cannot be used.
+/// Treatment of a document that cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnInvalid {
     /// Stop with an error that names it.
@@ -66,7 +68,8 @@ pub struct SourceFile {
     pub bytes: u64,
     /// Last modification, nanoseconds since 1970.
     pub modified_ns: u64,
-    /// Named by the user rather than found in a folder: then being empty is an error.
+    /// True if the user named the file, false if it was found in a folder. A named file that is
+    /// empty is an error.
     pub(crate) named: bool,
     pub(crate) format: Format,
     pub(crate) compression: Compression,
@@ -77,20 +80,20 @@ pub struct SourceFile {
 pub struct Document {
     /// Its text, never empty.
     pub text: String,
-    /// Place of its file in [`Corpus::files`].
+    /// Index of its file in [`Corpus::files`].
     pub file: usize,
-    /// Its line in a JSONL file, from 1; 0 elsewhere.
+    /// Its line in a JSONL file, counted from 1; 0 elsewhere.
     pub line: u64,
 }
 
-/// What a file holds once unpacked.
+/// The format of a file's content once unpacked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Text,
     JsonLines,
 }
 
-/// How a file is packed.
+/// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Compression {
     None,
@@ -129,7 +132,7 @@ impl Corpus {
         &self.files
     }
 
-    /// How its files become documents.
+    /// The way in which its files become documents.
     pub fn options(&self) -> &CorpusOptions {
         &self.options
     }
@@ -139,7 +142,7 @@ impl Corpus {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Whether any file is compressed, so that its text is larger than [`Corpus::bytes`] says.
+    /// True if any file is compressed, so that its text is larger than [`Corpus::bytes`].
     pub fn is_compressed(&self) -> bool {
         self.files.iter().any(|f| f.compression != Compression::None)
     }
@@ -149,7 +152,7 @@ impl Corpus {
         Documents::new(self)
     }
 
-    /// The texts alone, until `bytes_max` of them are read: what a tokenizer trains on.
+    /// The texts alone, until `bytes_max` of them are read. Tokenizers train on them.
     pub fn texts(&self, bytes_max: u64) -> impl Iterator<Item = Result<String>> + Send + '_ {
         let mut bytes = 0;
         self.documents().map(|document| document.map(|d| d.text)).take_while(move |text| {

@@ -1,4 +1,4 @@
-//! One file after another, one document after another.
+//! Reads one file after another and one document after another.
 
 use std::fmt;
 use std::fs::File;
@@ -11,7 +11,7 @@ use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, SeqAc
 use super::{Compression, Corpus, Document, Format, OnInvalid};
 use crate::error::{DataError, Result};
 
-/// Bytes read at a time.
+/// Number of bytes read at a time.
 const BUFFER_BYTES: usize = 1 << 17;
 
 /// Iterator over the documents of a corpus; ends after the first error.
@@ -21,46 +21,47 @@ pub struct Documents<'c> {
     open: Option<OpenFile>,
     skipped: Skipped,
     failed: bool,
-    /// Of the document being read; kept for its capacity.
+    /// The document being read. The buffer is kept for its capacity.
     buffer: Vec<u8>,
 }
 
-/// What was passed over.
+/// The numbers of documents that were skipped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Skipped {
     /// Documents without any text.
     pub empty: u64,
-    /// Documents that are not UTF-8, lines without usable text; zero unless asked to skip them.
+    /// Documents that are not UTF-8, and lines without usable text; zero unless skipping them was
+    /// asked for.
     pub invalid: u64,
 }
 
 struct OpenFile {
     file: usize,
     reader: Box<dyn BufRead + Send>,
-    /// Lines begun, for messages.
+    /// Number of lines begun, for messages.
     line: u64,
-    /// Whether anything at all came out of it.
+    /// True once the file has given any bytes.
     has_content: bool,
 }
 
-/// Why a JSONL line was refused.
+/// The reason why a JSONL line was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LineFault {
-    /// Bytes that are not UTF-8.
+    /// The bytes are not UTF-8.
     #[error("is not UTF-8 at byte {0} of the line")]
     NotUtf8(usize),
-    /// Not JSON.
+    /// The line is not JSON.
     #[error("is not valid JSON ({0})")]
     Json(String),
-    /// JSON, but not an object.
+    /// The line is JSON, but not an object.
     #[error("is not a JSON object")]
     NotObject,
-    /// No such field.
+    /// The object has no such field.
     #[error("has no field {field:?} (fields: {found})")]
     Missing {
         /// The field looked for.
         field: String,
-        /// Those it has, at most ten.
+        /// The fields that it has, at most ten.
         found: String,
     },
     /// The field holds something else.
@@ -76,12 +77,12 @@ impl<'c> Documents<'c> {
         Self { corpus, next_file: 0, open: None, skipped: Skipped::default(), failed: false, buffer: Vec::new() }
     }
 
-    /// What was passed over so far.
+    /// The numbers of documents skipped so far.
     pub fn skipped(&self) -> Skipped {
         self.skipped
     }
 
-    /// Files finished so far.
+    /// Number of files finished so far.
     pub fn files_done(&self) -> usize {
         self.next_file - usize::from(self.open.is_some())
     }
@@ -191,8 +192,8 @@ fn open_file(corpus: &Corpus, file: usize) -> Result<OpenFile> {
     Ok(OpenFile { file, reader, line: 0, has_content: false })
 }
 
-/// Reads up to and with the next `separator`, or to the end, or until `buffer` is longer than
-/// `limit`; whether there was anything.
+/// Reads up to and including the next `separator`, or to the end, or until `buffer` is longer than
+/// `limit`. Returns false if nothing was left.
 fn read_document(
     reader: &mut Box<dyn BufRead + Send>,
     separator: Option<&[u8]>,
@@ -205,8 +206,8 @@ fn read_document(
             rest.read_to_end(buffer)?;
         }
         Some(separator) => {
-            // Up to the separator's last byte, again and again, until the whole separator is what
-            // was read last.
+            // Reads up to the separator's last byte, repeatedly, until the bytes read end with the
+            // whole separator.
             let last = separator[separator.len() - 1];
             while rest.read_until(last, buffer)? > 0 && !buffer.ends_with(separator) {}
         }
@@ -214,7 +215,7 @@ fn read_document(
     Ok(!buffer.is_empty())
 }
 
-/// The text in `buffer`, which is left empty, without the separator at its end.
+/// Takes the text out of `buffer`, which is left empty, without the separator at its end.
 fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mut Vec<u8>) -> Result<String> {
     if let Some(separator) = separator
         && buffer.ends_with(separator)
@@ -246,10 +247,10 @@ fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataE
     DataError::input(path, None, what, "fetch or compress the file again")
 }
 
-/// The string in `field` of one JSONL line. Pure and total: any bytes give a text or the reason why
-/// not.
+/// Returns the string in `field` of one JSONL line. Pure and total: any bytes give a text or the
+/// reason why there is none.
 ///
-/// Of a field that is there twice the last counts, as in Python.
+/// If a field occurs twice, the last one counts, as in Python.
 pub fn parse_jsonl_line(line: &[u8], field: &str) -> Result<String, LineFault> {
     let text = std::str::from_utf8(line).map_err(|e| LineFault::NotUtf8(e.valid_up_to()))?;
     if !text.trim_start().starts_with('{') {
@@ -273,7 +274,7 @@ enum Found {
     Nothing(Vec<String>),
 }
 
-/// Reads one field of an object and passes over the others without building them.
+/// Reads one field of an object and skips the others without building them.
 struct Field<'f>(&'f str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {

@@ -1,4 +1,4 @@
-//! Reading: order, compression, separators, skipping, and lines that are not what they should be.
+//! Tests of reading: order, compression, separators, skipping, and malformed lines.
 
 use std::fs;
 use std::io::Write;

@@ -1,8 +1,8 @@
-//! What a model is fed.
+//! The batches that a model trains on.
 
 use crate::indexed::IndexedTokens;
 
-/// The target where there is none, as cross-entropies know it.
+/// The target of a position without one, as cross-entropy losses expect it.
 pub const IGNORE: i32 = -100;
 
 /// Some rows of equal length, flattened row by row.
@@ -12,19 +12,19 @@ pub struct MicroBatch {
     pub tokens: Vec<i32>,
     /// The token after each input, or [`IGNORE`], `[rows * sequence_length]`.
     pub targets: Vec<i32>,
-    /// Place of each input in its segment, from 0, `[rows * sequence_length]`.
+    /// Position of each input in its segment, from 0, `[rows * sequence_length]`.
     pub positions: Vec<i32>,
-    /// Where each segment begins in the flattened batch, and at last its length. No segment crosses
-    /// a row, nor, when boundaries are respected, a document.
+    /// The start of each segment in the flattened batch, and finally the batch's length. No segment
+    /// crosses a row, nor, if boundaries are respected, a document.
     pub cu_seqlens: Vec<i32>,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Tokens of a row.
+    /// Number of tokens of a row.
     pub sequence_length: usize,
 }
 
 impl MicroBatch {
-    /// No rows yet, memory for `rows`.
+    /// Creates a batch without rows, with memory for `rows`.
     pub(crate) fn with_capacity(rows: usize, sequence_length: usize) -> Self {
         let capacity = rows * sequence_length;
         let mut cu_seqlens = Vec::with_capacity(rows + 1);
@@ -39,26 +39,26 @@ impl MicroBatch {
         }
     }
 
-    /// Targets that count.
+    /// Number of targets that count.
     pub fn targets_counted(&self) -> usize {
         self.targets.iter().filter(|&&t| t != IGNORE).count()
     }
 
-    /// Longest segment, which attention kernels size their work by.
+    /// Length of the longest segment, by which attention kernels size their work.
     pub fn segment_max(&self) -> usize {
         self.cu_seqlens.windows(2).map(|w| (w[1] - w[0]) as usize).max().unwrap_or(0)
     }
 
-    /// Memory its vectors hold.
+    /// Bytes of its vectors.
     pub fn bytes(&self) -> usize {
         let elements = [&self.tokens, &self.targets, &self.positions, &self.cu_seqlens].map(|v| v.capacity());
         elements.iter().sum::<usize>() * size_of::<i32>()
     }
 
-    /// Adds a row: `tokens` are its inputs and one more, from place `start` of `corpus`.
+    /// Adds a row. `tokens` are its inputs and one more, from position `start` of `corpus`.
     ///
-    /// With fewer than `sequence_length` + 1 tokens (at least 2), the rest of the row is padding
-    /// that no target counts and that the last segment takes in.
+    /// If there are fewer than `sequence_length` + 1 tokens (at least 2), the rest of the row is
+    /// padding. It has no targets and belongs to the last segment.
     pub(crate) fn push_row(&mut self, tokens: &[i32], start: u64, corpus: &IndexedTokens, respect_boundaries: bool) {
         let inputs = tokens.len() - 1;
         let base = self.tokens.len();
@@ -78,7 +78,7 @@ impl MicroBatch {
                     continue; // an empty document
                 }
                 let at = (boundary - start) as usize;
-                // Whoever predicts the first token of a document would do so from another document.
+                // The first token of a document is never predicted from another document.
                 if at <= inputs {
                     self.targets[base + at - 1] = IGNORE;
                 }

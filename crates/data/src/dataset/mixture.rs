@@ -1,9 +1,9 @@
-//! Which corpus a sample comes from, for any sample at once.
+//! Assigns samples to the corpora of a mixture.
 
 use crate::error::{DataError, Result};
 
-/// A table of slots that repeats for ever: slot `s` names a corpus and how many slots before it in
-/// the table do.
+/// A table of slots that repeats for ever. Each slot has a corpus and the number of earlier slots
+/// in the table with the same corpus.
 ///
 /// Shares are rounded to 1/4096. Inside the table each slot goes to the corpus that is furthest
 /// behind its share, so every stretch of samples follows the weights as closely as whole samples
@@ -11,7 +11,7 @@ use crate::error::{DataError, Result};
 #[derive(Debug, Clone)]
 pub(super) struct Mixture {
     slots: Vec<(u32, u32)>,
-    /// Slots of each corpus in the table.
+    /// Number of slots of each corpus in the table.
     shares: Vec<u64>,
 }
 
@@ -29,7 +29,8 @@ impl Mixture {
         let total: f64 = weights.iter().sum();
         let exact: Vec<f64> = weights.iter().map(|w| w / total * Self::SLOTS as f64).collect();
         let mut shares: Vec<u64> = exact.iter().map(|e| e.floor() as u64).collect();
-        // Largest remainders get what rounding down left; ties go to the earlier corpus.
+        // The largest remainders get the slots that rounding down left; ties go to the earlier
+        // corpus.
         let mut order: Vec<usize> = (0..weights.len()).collect();
         order.sort_by(|&a, &b| exact[b].fract().total_cmp(&exact[a].fract()).then(a.cmp(&b)));
         let left = Self::SLOTS.saturating_sub(shares.iter().sum::<u64>() as usize);
@@ -41,8 +42,8 @@ impl Mixture {
         let mut counts = vec![0u64; weights.len()];
         let slots = (1..=Self::SLOTS as u64)
             .map(|slot| {
-                // share x slot is what a corpus should have by now, count x SLOTS what it has, both
-                // times SLOTS.
+                // share x slot is the number a corpus should have by now, count x SLOTS the number
+                // it has, both times SLOTS.
                 let lag = |c: usize| (shares[c] * slot) as i64 - (counts[c] * Self::SLOTS as u64) as i64;
                 let behind = (0..weights.len()).max_by(|&a, &b| lag(a).cmp(&lag(b)).then(b.cmp(&a))).unwrap_or(0);
                 counts[behind] += 1;
@@ -53,14 +54,14 @@ impl Mixture {
         Ok(Self { slots, shares })
     }
 
-    /// The corpus of sample `i`, and how many samples before it come from the same.
+    /// The corpus of sample `i`, and the number of earlier samples from the same corpus.
     pub(super) fn place(&self, i: u64) -> (usize, u64) {
         let table = self.slots.len() as u64;
         let (corpus, before) = self.slots[(i % table) as usize];
         (corpus as usize, i / table * self.shares[corpus as usize] + u64::from(before))
     }
 
-    /// How many of the samples below `i` come from corpus `c`.
+    /// The number of samples below `i` that come from corpus `c`.
     pub(super) fn samples_before(&self, i: u64, c: usize) -> u64 {
         let table = self.slots.len() as u64;
         let partial = self.slots[..(i % table) as usize].iter().filter(|slot| slot.0 as usize == c).count();

@@ -1,13 +1,14 @@
-//! Samples out of token files: sample `i` is a pure function of (specification, `i`).
+//! Samples from token files: sample `i` is a pure function of (specification, `i`).
 //!
-//! The documents of a corpus are one long run of tokens. A sample is `sequence_length` + 1 of them:
-//! inputs, and targets one further. `packed` sampling cuts the run into rows and deals every row
-//! once an epoch in a seeded order, shifting the cuts from epoch to epoch so that no tail is left
-//! out for ever; `random` sampling draws offsets uniformly, with replacement. Corpora are mixed by
-//! a fixed table that follows the weights as evenly as whole samples allow.
+//! The documents of a corpus form one long sequence of tokens. A sample is `sequence_length` + 1 of
+//! them: the inputs, and the targets one token further. `packed` sampling cuts the sequence into
+//! rows and gives out every row once an epoch in a seeded order. The cuts shift from epoch to
+//! epoch, so that no tail is left out for ever. `random` sampling draws offsets uniformly, with
+//! replacement. Corpora are mixed by a fixed table that follows the weights as evenly as whole
+//! samples allow.
 //!
-//! Nothing here has state, so any number of ranks and workers deals the same samples, and a
-//! position is one number.
+//! Nothing here has state. Any number of ranks and workers therefore gives out the same samples,
+//! and a position is one number.
 
 mod batch;
 mod mixture;
@@ -26,21 +27,21 @@ use crate::prepare::Sidecar;
 use crate::rng::{Permutation, Stream};
 use mixture::Mixture;
 
-/// Which samples there are.
+/// The specification of a sequence of samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DatasetSpec {
     /// One or several corpora.
     pub sources: Vec<Source>,
     /// Input tokens of a sample.
     pub sequence_length: usize,
-    /// Tokens must lie below this: the rows of the model's embedding.
+    /// Tokens must be below this number, which is the number of rows of the model's embedding.
     pub vocab_size: u32,
-    /// Whether a sample falls into segments at document boundaries, so that no token attends to, or
-    /// predicts, another document. Otherwise a sample is one segment.
+    /// True if a sample is divided into segments at document boundaries, so that no token attends
+    /// to, or predicts, another document. Otherwise a sample is one segment.
     pub respect_document_boundaries: bool,
-    /// Which tokens sample `i` takes.
+    /// The choice of tokens for each sample.
     pub sampling: Sampling,
-    /// Of the order.
+    /// Seed of the order.
     pub seed: u64,
 }
 
@@ -53,7 +54,7 @@ pub struct Source {
     pub weight: f64,
 }
 
-/// Which tokens sample `i` takes.
+/// The choice of tokens for each sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sampling {
@@ -63,24 +64,25 @@ pub enum Sampling {
     Random,
 }
 
-/// A place in the endless sequence of samples; part of every checkpoint.
+/// A position in the endless sequence of samples, part of every checkpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Position {
-    /// Samples dealt so far, to all ranks together.
+    /// Number of samples given out so far, to all ranks together.
     pub samples: u64,
 }
 
-/// Opened corpora and the rule that deals samples from them.
+/// Opened corpora and the rule that draws samples from them.
 #[derive(Debug)]
 pub struct Dataset {
     spec: DatasetSpec,
     corpora: Vec<IndexedTokens>,
-    /// Hash of each corpus's tokens, where a description has one.
+    /// Hash of each corpus's tokens, if its description has one.
     hashes: Vec<Option<String>>,
     mixture: Mixture,
 }
 
-/// Random streams of a corpus: bits 2 and up are its number, these are below.
+/// The random streams of a corpus: bits 2 and up hold the number of the corpus, these constants the
+/// bits below.
 const STREAM_ORDER: u32 = 0;
 const STREAM_SHIFT: u32 = 1;
 const STREAM_OFFSET: u32 = 2;
@@ -103,7 +105,7 @@ impl Dataset {
         Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora, hashes })
     }
 
-    /// What it was opened with.
+    /// The specification that it was opened with.
     pub fn spec(&self) -> &DatasetSpec {
         &self.spec
     }
@@ -113,23 +115,23 @@ impl Dataset {
         &self.corpora
     }
 
-    /// Tokens of all corpora together.
+    /// Number of tokens of all corpora together.
     pub fn tokens(&self) -> u64 {
         self.corpora.iter().map(IndexedTokens::tokens).sum()
     }
 
-    /// Samples until the corpora together have given as many tokens as they hold; informative,
-    /// since corpora of a mixture come round at different times.
+    /// Number of samples until the corpora together have given as many tokens as they hold. It is
+    /// informative only, because the corpora of a mixture come to their ends at different times.
     pub fn samples_per_epoch(&self) -> u64 {
         self.corpora.iter().map(|c| self.rows(c)).sum()
     }
 
-    /// How many times corpus `c` has been gone through at `position`, with fractions.
+    /// The number of passes over corpus `c` at `position`, with fractions.
     pub fn epochs(&self, c: usize, position: Position) -> f64 {
         self.mixture.samples_before(position.samples, c) as f64 / self.rows(&self.corpora[c]) as f64
     }
 
-    /// Identifies the samples and their order: equal fingerprints, equal samples. A resumed run
+    /// Identifies the samples and their order: equal fingerprints mean equal samples. A resumed run
     /// compares it.
     pub fn fingerprint(&self) -> String {
         let mut hash = Xxh3::new();
@@ -171,7 +173,7 @@ impl Dataset {
         let stream = (c as u32) << 2;
         let start = match self.spec.sampling {
             Sampling::Random => {
-                // Every offset whose length + 1 tokens exist.
+                // Draws among all offsets that have length + 1 tokens.
                 Stream::new(self.spec.seed, stream | STREAM_OFFSET).below(nth, corpus.tokens() - length)
             }
             Sampling::Packed => {
@@ -191,7 +193,7 @@ impl Dataset {
         self.corpora.iter().for_each(IndexedTokens::warm);
     }
 
-    /// Rows of a corpus in one epoch; at least one, by [`Dataset::open`].
+    /// Number of rows of a corpus in one epoch; at least one, by [`Dataset::open`].
     fn rows(&self, corpus: &IndexedTokens) -> u64 {
         (corpus.tokens() - 1) / self.spec.sequence_length as u64
     }
@@ -201,7 +203,7 @@ fn check(spec: &DatasetSpec) -> Result<()> {
     if spec.sources.is_empty() {
         return Err(DataError::setting("sources", "is empty", "name at least one prepared corpus"));
     }
-    // A row's positions and a micro-batch's segment starts are i32.
+    // Positions in a row and starts of segments in a micro-batch are i32.
     if !(1..=1 << 24).contains(&spec.sequence_length) {
         let what = format!("is {}", spec.sequence_length);
         return Err(DataError::setting("sequence_length", what, "take a length from 1 to 2^24"));
@@ -212,7 +214,7 @@ fn check(spec: &DatasetSpec) -> Result<()> {
     Ok(())
 }
 
-/// A corpus, and the hash of its tokens if its description says one.
+/// Opens a corpus, with the hash of its tokens if its description has one.
 fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<(IndexedTokens, Option<String>)> {
     let corpus = IndexedTokens::open(prefix)?;
     let mut hash = None;

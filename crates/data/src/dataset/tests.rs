@@ -1,10 +1,11 @@
-//! Packing and sampling: what a row holds, what an epoch covers, what a fingerprint sees.
+//! Tests of packing and sampling: the content of rows, the coverage of epochs, the sensitivity of
+//! fingerprints.
 
 use super::*;
 use crate::indexed::{IndexedWriter, TokenType};
 use proptest::prelude::*;
 
-/// Token files whose token at place p is p, so that a sample shows where it was taken.
+/// Token files whose token at position p is p, so that a sample shows where it was taken from.
 fn counting(folder: &Path, name: &str, documents: &[usize]) -> PathBuf {
     let prefix = folder.join(name);
     let mut writer = IndexedWriter::create(&prefix, TokenType::I32).unwrap();
@@ -51,8 +52,7 @@ fn boundaries_restart_positions_and_hide_targets() {
     assert_eq!(batch.targets, [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 6, 7]);
     assert_eq!(batch.cu_seqlens, [0, 8]);
-    // A row that ends where a document does has no last target; a short row is padded without
-    // targets.
+    // A row that ends with a document has no last target. A short row is padded without targets.
     let batch = row(1, 2, true);
     assert_eq!(batch.tokens, [1, 2, 0, 0, 0, 0, 0, 0]);
     assert_eq!(batch.targets, [2, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]);
@@ -104,7 +104,7 @@ fn a_mixture_deals_each_corpus_in_its_own_order() {
 }
 
 proptest! {
-    /// An epoch covers every token but the slack once as an input, whatever the documents.
+    /// An epoch covers every token except the slack once as an input, whatever the documents.
     #[test]
     fn an_epoch_packs_every_token_once(documents in proptest::collection::vec(1usize..40, 1..12), length in 1usize..20, epoch in 0u64..3) {
         let total: usize = documents.iter().sum();
@@ -121,8 +121,8 @@ proptest! {
         let expected: Vec<i32> = (first..first + (rows as i32) * length as i32).collect();
         prop_assert_eq!(inputs, expected);
 
-        // Segments: cover the batch, never cross a row or a document; targets exist exactly inside
-        // documents.
+        // Segments cover the batch and never cross a row or a document. Targets exist exactly
+        // inside documents.
         let mut starts = vec![0i32];
         documents.iter().for_each(|d| starts.push(starts[starts.len() - 1] + *d as i32));
         let is_start = |token: i32| starts.contains(&token);

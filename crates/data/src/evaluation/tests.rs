@@ -1,4 +1,4 @@
-//! Every token once, and the bytes behind the tokens.
+//! Tests: every token is seen once, and bytes are counted right.
 
 use super::*;
 use crate::dataset::IGNORE;

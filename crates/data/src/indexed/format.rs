@@ -25,10 +25,10 @@ use std::ops::Range;
 pub const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 /// The only version there is.
 pub const VERSION: u64 = 1;
-/// Magic, version, token type, two counts.
+/// Bytes of magic, version, token type and two counts.
 pub const HEADER_BYTES: usize = 9 + 8 + 1 + 8 + 8;
 
-/// How a token is stored in the `.bin`.
+/// The type of a token in the `.bin`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenType {
     /// One unsigned byte.
@@ -37,16 +37,16 @@ pub enum TokenType {
     I8,
     /// Two signed bytes.
     I16,
-    /// Four signed bytes; what is written for vocabularies of 65,500 and more.
+    /// Four signed bytes, written for vocabularies of 65,500 and more.
     I32,
     /// Eight signed bytes.
     I64,
-    /// Two unsigned bytes; what is written for smaller vocabularies.
+    /// Two unsigned bytes, written for smaller vocabularies.
     U16,
 }
 
 impl TokenType {
-    /// The type Megatron-LM chooses for a vocabulary.
+    /// The type that Megatron-LM chooses for a vocabulary.
     pub fn for_vocabulary(vocab_size: usize) -> Self {
         if vocab_size < 65_500 { Self::U16 } else { Self::I32 }
     }
@@ -100,25 +100,25 @@ impl fmt::Display for TokenType {
     }
 }
 
-/// Why a `.idx` was refused.
+/// The reason why a `.idx` was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdxFault {
-    /// Too short to hold the header.
+    /// The file is too short to hold the header.
     #[error("has {found} bytes, fewer than the {HEADER_BYTES} of the header")]
     Short {
         /// Size of the file.
         found: usize,
     },
-    /// Other first bytes.
+    /// The first bytes are wrong.
     #[error("does not begin with MMIDIDX, so it is no Megatron index")]
     Magic,
-    /// Another version.
+    /// The version is unknown.
     #[error("has version {0}, only version {VERSION} is known")]
     Version(u64),
-    /// Floats, or a code nobody defined.
+    /// The token type is a float, or an undefined code.
     #[error("stores tokens as type {0}, which is not an integer type")]
     TokenType(u8),
-    /// Counts whose arrays could not be addressed.
+    /// The arrays would be too large to be addressed.
     #[error("claims {sequences} sequences and {documents} document entries, more than any file can hold")]
     Overflow {
         /// Claimed sequences.
@@ -126,64 +126,64 @@ pub enum IdxFault {
         /// Claimed document entries.
         documents: u64,
     },
-    /// Counts that do not fit the file's size.
+    /// The counts do not match the file's size.
     #[error("has {found} bytes where {sequences} sequences and {documents} document entries take {expected}")]
     Size {
         /// Size of the file.
         found: usize,
-        /// Size by its header, without modes.
+        /// Size that the header implies, without modes.
         expected: usize,
         /// Claimed sequences.
         sequences: usize,
         /// Claimed document entries.
         documents: usize,
     },
-    /// A negative length.
+    /// A length is negative.
     #[error("sequence {sequence} has length {length}")]
     Length {
-        /// Its number.
+        /// Index of the sequence.
         sequence: usize,
-        /// What it says.
+        /// Length in the file.
         length: i32,
     },
-    /// A pointer that is not where the sequences before it end.
+    /// A pointer differs from the end of the sequences before it.
     #[error("sequence {sequence} starts at byte {found} where the sequences before it end at {expected}")]
     Pointer {
-        /// Its number.
+        /// Index of the sequence.
         sequence: usize,
-        /// What it says.
+        /// Pointer in the file.
         found: i64,
-        /// The running sum.
+        /// Running sum of the lengths.
         expected: u64,
     },
-    /// No document entries although there are sequences, or none at all.
+    /// There are sequences but no document entries, or neither.
     #[error("has no document entries")]
     NoDocuments,
-    /// A document entry out of order or range.
+    /// A document entry is out of order or out of range.
     #[error("document entry {entry} is {found}; entries must start at 0, never fall and end at {sequences}")]
     Document {
-        /// Its number.
+        /// Index of the entry.
         entry: usize,
-        /// What it says.
+        /// Value in the file.
         found: i64,
-        /// Sequences in the file.
+        /// Number of sequences in the file.
         sequences: usize,
     },
 }
 
-/// A validated `.idx`: where its arrays lie. Holds no data, so that the file stays mapped and
-/// small.
+/// A validated `.idx`: the positions of its arrays. It holds no data, so that the file stays
+/// mapped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdxLayout {
-    /// How tokens are stored.
+    /// Type of a token.
     pub token_type: TokenType,
-    /// Sequences S.
+    /// Number of sequences S.
     pub sequences: usize,
-    /// Documents, that is document entries less one.
+    /// Number of documents, which is one less than document entries.
     pub documents: usize,
-    /// Tokens in all sequences together.
+    /// Number of tokens in all sequences together.
     pub tokens: u64,
-    /// Whether the optional modes follow.
+    /// True if the optional modes follow.
     pub has_modes: bool,
 }
 
@@ -193,12 +193,12 @@ impl IdxLayout {
         self.tokens * self.token_type.bytes() as u64
     }
 
-    /// Tokens of sequence `s`; `idx` is the file this layout was parsed from.
+    /// Number of tokens of sequence `s`. `idx` must be the file that this layout was parsed from.
     pub fn length(&self, idx: &[u8], s: usize) -> u64 {
         u64::from(read_u32(idx, HEADER_BYTES + 4 * s))
     }
 
-    /// First token of sequence `s`, or the number of tokens for `s` = S.
+    /// Position of the first token of sequence `s`; the number of tokens for `s` = S.
     pub fn sequence_start(&self, idx: &[u8], s: usize) -> u64 {
         if s < self.sequences {
             read_u64(idx, HEADER_BYTES + 4 * self.sequences + 8 * s) / self.token_type.bytes() as u64
@@ -207,20 +207,20 @@ impl IdxLayout {
         }
     }
 
-    /// First token of document `d`, or the number of tokens for `d` = documents.
+    /// Position of the first token of document `d`; the number of tokens for `d` = documents.
     pub fn document_start(&self, idx: &[u8], d: usize) -> u64 {
         let first = read_u64(idx, HEADER_BYTES + 12 * self.sequences + 8 * d) as usize;
         self.sequence_start(idx, first)
     }
 
-    /// Tokens of document `d` as a range in the concatenation of all.
+    /// Range of the tokens of document `d` in the concatenation of all.
     pub fn document(&self, idx: &[u8], d: usize) -> Range<u64> {
         self.document_start(idx, d)..self.document_start(idx, d + 1)
     }
 }
 
 /// Parses and validates a `.idx`. Pure, total, and linear in the file: any bytes give a layout that
-/// is safe to use, or the reason why not.
+/// is safe to use, or the reason why there is none.
 pub fn parse_idx(idx: &[u8]) -> Result<IdxLayout, IdxFault> {
     if idx.len() >= MAGIC.len() && &idx[..MAGIC.len()] != MAGIC {
         return Err(IdxFault::Magic);
@@ -239,7 +239,7 @@ pub fn parse_idx(idx: &[u8]) -> Result<IdxLayout, IdxFault> {
     let Some(expected) = arrays(claimed_sequences, claimed_documents).and_then(|n| usize::try_from(n).ok()) else {
         return Err(overflow);
     };
-    // Both counts are below the expected size, hence fit usize.
+    // Both counts are below the expected size, so they fit usize.
     let (sequences, entries) = (claimed_sequences as usize, claimed_documents as usize);
     let has_modes = sequences > 0 && expected.checked_add(sequences) == Some(idx.len());
     if idx.len() != expected && !has_modes {

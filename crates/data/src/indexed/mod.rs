@@ -1,10 +1,10 @@
-//! Token files: Megatron-LM's `.bin` (tokens) and `.idx` (where sequences and documents begin),
-//! read and written.
+//! Reads and writes token files: Megatron-LM's `.bin` (tokens) and `.idx` (the starts of sequences
+//! and documents).
 //!
 //! A pair is named by its prefix: `data/my` means `data/my.bin` and `data/my.idx`.
 //! [`IndexedTokens`] maps both files and validates the index against the data before anything is
-//! read through it; [`IndexedWriter`] leaves a complete pair or none. Other tools read our files
-//! and we read theirs; multimodal modes are accepted and ignored.
+//! read through it. [`IndexedWriter`] leaves a complete pair or none. The files are compatible with
+//! other tools in both directions; multimodal modes are accepted and ignored.
 
 mod format;
 mod writer;
@@ -21,7 +21,7 @@ pub use writer::{IndexedSummary, IndexedWriter};
 
 use crate::error::{DataError, Result};
 
-/// What to do about a token file that cannot be trusted.
+/// Advice for a token file that cannot be trusted.
 const REBUILD: &str = "the file is damaged or incomplete: run `trainyard data prepare` again, or copy it again";
 
 /// A mapped, validated pair of token files.
@@ -63,34 +63,34 @@ impl IndexedTokens {
         &self.prefix
     }
 
-    /// Tokens in all documents together.
+    /// Number of tokens in all documents together.
     pub fn tokens(&self) -> u64 {
         self.layout.tokens
     }
 
-    /// Documents.
+    /// Number of documents.
     pub fn documents(&self) -> usize {
         self.layout.documents
     }
 
-    /// Sequences; a document is one unless it is longer than 2^31 - 1 tokens or its writer chose
-    /// otherwise.
+    /// Number of sequences. A document is one sequence unless it is longer than 2^31 - 1 tokens or
+    /// its writer chose otherwise.
     pub fn sequences(&self) -> usize {
         self.layout.sequences
     }
 
-    /// How tokens are stored.
+    /// Type of a token.
     pub fn token_type(&self) -> TokenType {
         self.layout.token_type
     }
 
-    /// First token of document `d` in the concatenation; `documents()` gives `tokens()`. Panics
-    /// beyond that.
+    /// Position of the first token of document `d` in the concatenation; `documents()` gives
+    /// `tokens()`. Panics beyond that.
     pub fn document_start(&self, d: usize) -> u64 {
         self.layout.document_start(&self.idx, d)
     }
 
-    /// Tokens of document `d` in the concatenation.
+    /// Range of the tokens of document `d` in the concatenation.
     pub fn document(&self, d: usize) -> Range<u64> {
         self.layout.document(&self.idx, d)
     }
@@ -98,8 +98,8 @@ impl IndexedTokens {
     /// The document that holds token `token` (below `tokens()`), by bisection.
     pub fn document_of(&self, token: u64) -> usize {
         let (mut low, mut high) = (0, self.layout.documents);
-        // Invariant: document_start(low) <= token < document_start(high). Of empty documents the
-        // last start wins.
+        // Invariant: document_start(low) <= token < document_start(high). Among empty documents
+        // with the same start, the last one wins.
         while high - low > 1 {
             let middle = low + (high - low) / 2;
             if self.document_start(middle) <= token { low = middle } else { high = middle }
@@ -116,8 +116,7 @@ impl IndexedTokens {
         let size = self.layout.token_type.bytes();
         let bytes = &self.bin[range.start as usize * size..range.end as usize * size];
         let before = out.len();
-        // Types that hold more than an i32 wrap to a negative value or saturate, which the check
-        // below refuses.
+        // Values that exceed an i32 become negative or saturate, which the check below refuses.
         match self.layout.token_type {
             TokenType::U8 => out.extend(bytes.iter().map(|&b| i32::from(b))),
             TokenType::I8 => out.extend(bytes.iter().map(|&b| i32::from(b as i8))),
@@ -128,7 +127,7 @@ impl IndexedTokens {
                 out.extend(words(bytes).map(|w: [u8; 8]| i32::try_from(i64::from_le_bytes(w)).unwrap_or(-1)));
             }
         }
-        // Negative values are huge as u32, so one maximum decides.
+        // Negative values are huge as u32, so one maximum suffices.
         let largest = out[before..].iter().map(|&t| t as u32).max().unwrap_or(0);
         if largest < vocab_size || out.len() == before {
             return Ok(());
@@ -165,8 +164,8 @@ impl IndexedTokens {
         self.bin.warm();
     }
 
-    /// Adds what identifies this data to `hash`: the whole index, which changes when any document's
-    /// length does.
+    /// Adds the identity of this data to `hash`: the whole index, which changes with any document's
+    /// length.
     pub(crate) fn fingerprint_into(&self, hash: &mut Xxh3) {
         hash.update(&self.idx);
     }

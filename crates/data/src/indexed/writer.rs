@@ -9,35 +9,35 @@ use super::{bin_path, idx_path};
 use crate::atomic::{self, AtomicFile};
 use crate::error::{DataError, Result};
 
-/// Appends documents to a pair of token files that appears when [`IndexedWriter::finish`] returns,
-/// or not at all.
+/// Appends documents to a pair of token files. The pair appears when [`IndexedWriter::finish`]
+/// returns, or not at all.
 ///
-/// In memory it holds 12 bytes for every document.
+/// It holds 12 bytes of memory for every document.
 pub struct IndexedWriter {
     prefix: PathBuf,
     token_type: TokenType,
     bin: AtomicFile,
     idx: AtomicFile,
     lengths: Vec<i32>,
-    /// First sequence of each finished document.
+    /// Index of the first sequence of each finished document.
     documents: Vec<i64>,
-    /// Tokens of the sequence being written.
+    /// Number of tokens of the sequence being written.
     open_tokens: u64,
-    /// Sequence at which the open document began.
+    /// Index of the sequence with which the open document began.
     open_document: usize,
     tokens: u64,
     hash: Xxh3,
     bytes: Vec<u8>,
 }
 
-/// What was written.
+/// A summary of the written files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IndexedSummary {
-    /// Documents.
+    /// Number of documents.
     pub documents: u64,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u64,
-    /// How tokens are stored.
+    /// Type of a token.
     pub token_type: TokenType,
     /// xxh3 of the `.bin`, in hexadecimal.
     pub bin_xxh3: String,
@@ -89,7 +89,7 @@ impl IndexedWriter {
         self.bin.write(bytes)?;
         self.tokens += tokens.len() as u64;
         self.open_tokens += tokens.len() as u64;
-        // A length is an i32: what is longer becomes several sequences of one document.
+        // A length is an i32, so a longer document becomes several sequences.
         while self.open_tokens > i32::MAX as u64 {
             self.lengths.push(i32::MAX);
             self.open_tokens -= i32::MAX as u64;
@@ -116,12 +116,12 @@ impl IndexedWriter {
         Ok(())
     }
 
-    /// Tokens so far.
+    /// Number of tokens so far.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Documents so far, without the open one.
+    /// Number of documents so far, without the open one.
     pub fn documents(&self) -> u64 {
         self.documents.len() as u64 - 1
     }

@@ -1,5 +1,5 @@
-//! The same batches whatever the workers, the world, the restarts; errors in their place; threads
-//! that end.
+//! Tests: the batches do not depend on workers, world or restarts; errors come in their place;
+//! threads end.
 
 use super::*;
 use crate::dataset::{DatasetSpec, Sampling, Source};
@@ -46,7 +46,7 @@ fn workers_and_prefetch_change_nothing() {
 fn any_world_deals_the_same_samples_in_a_step() {
     let folder = tempfile::tempdir().unwrap();
     let dataset = dataset(folder.path(), 0);
-    // A step of 12 rows: as world x accumulation x micro-batch.
+    // Several divisions of a step of 12 rows into world x accumulation x micro-batch.
     let step_rows = |world: usize, micro_batch_size: usize| -> Vec<Vec<i32>> {
         let accumulation_steps = 12 / world / micro_batch_size;
         let mut rows = Vec::new();
@@ -62,7 +62,7 @@ fn any_world_deals_the_same_samples_in_a_step() {
     };
     let expected = step_rows(1, 12);
     for (world, micro_batch_size) in [(1, 3), (2, 3), (3, 2), (4, 3), (12, 1)] {
-        // In the same order too: a rank's micro-batches follow those of the ranks before it.
+        // In the same order too: a rank's micro-batches follow those of the previous ranks.
         assert_eq!(step_rows(world, micro_batch_size), expected, "{world} ranks of {micro_batch_size}");
     }
 }

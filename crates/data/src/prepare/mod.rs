@@ -1,14 +1,14 @@
-//! From text to token files: read, tokenize on several threads, divide, write; or find that it was
-//! done already.
+//! Turns text into token files: reads, tokenizes on several threads, divides and writes, or reuses
+//! an earlier result.
 //!
 //! `prepare` writes `OUT.train.bin/.idx`, `OUT.validation.bin/.idx` and `OUT.json` (see
-//! [`Sidecar`]). The bytes do not depend on the number of workers: documents are read in order by
-//! one thread, encoded by many, and written in order by the caller's. At most a few pieces of text
-//! per worker are in memory besides the document being read.
+//! [`Sidecar`]). The bytes do not depend on the number of workers: one thread reads documents in
+//! order, many encode them, and the caller's thread writes them in order. Besides the document
+//! being read, memory holds at most a few pieces of text per worker.
 //!
-//! A document goes to validation by a hash of its text, so that it stays there when the corpus
-//! grows and so that duplicates never lie on both sides. A corpus of one document is divided by
-//! position instead: its last part validates.
+//! A hash of its text decides whether a document goes to validation. It then stays there when the
+//! corpus grows, and duplicates never lie on both sides. A corpus of one document is divided by
+//! position: its last part validates.
 
 mod pipeline;
 mod sidecar;
@@ -26,29 +26,29 @@ use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path
 use crate::tokenizer::Tokenizer;
 use pipeline::{Encoded, Split, TargetSplit};
 
-/// What to prepare.
+/// The settings of a preparation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PrepareOptions {
     /// Prefix of the files written.
     pub out: PathBuf,
-    /// Share of the documents (of the characters, where there is one document) that validates; 0
-    /// for none, below 1.
+    /// Share of the documents (or, with a single document, of the characters) that validates; below
+    /// 1, and 0 for none.
     pub validation_fraction: f64,
-    /// Decides which documents those are.
+    /// Seed of the choice of those documents.
     pub seed: u64,
-    /// Encoding threads; 0 for one per core.
+    /// Number of encoding threads; 0 for one per core.
     pub workers: usize,
-    /// Whether to end each document with the tokenizer's end-of-text token, if it has one.
+    /// True to end each document with the tokenizer's end-of-text token, if it has one.
     pub append_eos: bool,
-    /// Whether to keep an earlier result with the same inputs.
+    /// True to keep an earlier result with the same inputs.
     pub reuse: bool,
 }
 
-/// The share that validates where nothing else is said.
+/// The default share that validates.
 pub const VALIDATION_FRACTION: f64 = 0.01;
 
 impl PrepareOptions {
-    /// The usual: one percent for validation, all cores, end-of-text tokens, reuse.
+    /// The defaults: one percent for validation, all cores, end-of-text tokens, reuse.
     pub fn new(out: impl Into<PathBuf>) -> Self {
         Self {
             out: out.into(),
@@ -61,7 +61,7 @@ impl PrepareOptions {
     }
 }
 
-/// How far it has come.
+/// The progress of a preparation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PrepareProgress {
     /// Documents encoded.
@@ -70,12 +70,12 @@ pub struct PrepareProgress {
     pub text_bytes: u64,
     /// Tokens written.
     pub tokens: u64,
-    /// Bytes on disk of all source files; equals the text in the end unless some are compressed or
-    /// JSONL.
+    /// Bytes on disk of all source files. They equal the bytes of text in the end unless files are
+    /// compressed or JSONL.
     pub source_bytes: u64,
 }
 
-/// What is there now.
+/// The result of a preparation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prepared {
     /// Prefix of the training token files.
@@ -84,15 +84,15 @@ pub struct Prepared {
     pub validation: Option<PathBuf>,
     /// The full description.
     pub sidecar: Sidecar,
-    /// Whether an earlier result was kept.
+    /// True if an earlier result was kept.
     pub reused: bool,
-    /// Why it was kept or made, for the user.
+    /// The reason why it was kept or made, for the user.
     pub reason: String,
 }
 
-/// Prepares `corpus` with `tokenizer`, or keeps what is there when it was made from the same files
-/// (path, size, time of change), tokenizer and options. `progress` is called after every piece,
-/// from the calling thread.
+/// Prepares `corpus` with `tokenizer`, or keeps an earlier result made from the same files (path,
+/// size, time of change), tokenizer and options. Calls `progress` after every piece, from the
+/// calling thread.
 pub fn prepare(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -123,8 +123,8 @@ pub fn prepare(
     let sidecar = loop {
         match build(corpus, tokenizer, options, &key, split, &mut progress)? {
             (_, Some(sidecar)) => break sidecar,
-            // A small corpus can leave one side empty by chance: the document nearest the border
-            // then crosses it.
+            // A small corpus can leave one side empty by chance. The document nearest to the border
+            // then changes sides.
             (counts, None) => split = split.repaired(&counts).unwrap_or(split),
         }
     };
@@ -151,7 +151,7 @@ fn prepared(options: &PrepareOptions, sidecar: Sidecar, reused: bool, reason: St
     }
 }
 
-/// Everything the result depends on, hashed. The number of workers is not among it.
+/// A hash of everything that the result depends on. The number of workers is not part of it.
 fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> String {
     let mut hash = Xxh3::new();
     let mut field = |bytes: &[u8]| {
@@ -174,7 +174,8 @@ fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> Stri
     format!("{:016x}", hash.digest())
 }
 
-/// An earlier result with this key, opened to see that it is whole; or why there is none.
+/// An earlier result with this key, opened to check that it is whole; or the reason why there is
+/// none.
 fn earlier(options: &PrepareOptions, key: &str) -> Result<Sidecar, String> {
     if !options.reuse {
         return Err("reuse is switched off".into());
@@ -202,7 +203,8 @@ fn earlier(options: &PrepareOptions, key: &str) -> Result<Sidecar, String> {
     Ok(sidecar)
 }
 
-/// One pass over the corpus; no description when `split` left a side empty that another would not.
+/// Makes one pass over the corpus. Returns no description if `split` left a side empty that another
+/// split would fill.
 fn build(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -263,7 +265,7 @@ fn build(
         (true, false) => "document",
     };
     if split.repaired(&counts).is_some() {
-        // A side is empty; the files would be written again at once.
+        // A side is empty: the files would be written again at once.
         return Ok((counts, None));
     }
     // From here on the description of an older result would be wrong.
@@ -272,7 +274,7 @@ fn build(
     let validation = match validation {
         Some(output) => Some(output.finish(&options.out, ".validation")?),
         None => {
-            // Left from a run that had one.
+            // The files of an earlier run with a validation part.
             let left = validation_prefix(&options.out);
             [idx_path(&left), bin_path(&left)].iter().try_for_each(|path| atomic::remove_if_present(path))?;
             None

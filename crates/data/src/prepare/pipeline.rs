@@ -1,4 +1,5 @@
-//! One thread reads, several encode, the caller's thread takes the results in order.
+//! The pipeline: one thread reads, several encode, and the caller's thread takes the results in
+//! order.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -11,14 +12,14 @@ use crate::corpus::{Corpus, Document, Skipped};
 use crate::error::{DataError, Result};
 use crate::tokenizer::Tokenizer;
 
-/// Text per job: large enough that handing it over costs nothing, small enough that workers end
-/// together.
+/// Bytes of text per job: large enough that handing it over costs nothing, small enough that
+/// workers end together.
 const JOB_BYTES: usize = 1 << 18;
 
 /// Jobs in flight per worker.
 const JOBS_PER_WORKER: usize = 4;
 
-/// Where a text goes.
+/// The part that a text belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TargetSplit {
     Train,
@@ -28,37 +29,38 @@ pub(super) enum TargetSplit {
 /// Tokens of one piece of text, in reading order.
 pub(super) struct Encoded {
     pub(super) part: TargetSplit,
-    /// Whether the document ends here.
+    /// True if the document ends here.
     pub(super) ends_document: bool,
-    /// Whether it ends here for this part: also where a document is cut between the parts.
+    /// True if the document ends here for this part, which it also does where it is cut between the
+    /// parts.
     pub(super) ends_part: bool,
     pub(super) tokens: Vec<u32>,
     pub(super) text_bytes: u64,
 }
 
-/// Which documents validate.
+/// The rule that decides which documents validate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Split {
     fraction: f64,
     seed: u64,
-    /// Documents with a hash below this validate.
+    /// Documents with a hash below this value validate.
     threshold: u64,
-    /// About the bytes of text that validate.
+    /// Approximate bytes of text that should validate.
     wanted: f64,
-    /// Set once the threshold was moved to fill an empty side; it is not moved again.
+    /// True once the threshold was moved to fill an empty side. It is not moved again.
     is_repaired: bool,
-    /// The hash of a document, or of several equal ones, that cannot validate whole, and the share
-    /// of its characters that does.
+    /// The hash of a document (or of several equal ones) that is too large to validate whole, and
+    /// the share of its characters that validates.
     divided: Option<(u64, f64)>,
 }
 
-/// What a pass saw.
+/// The counts of a pass.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) documents: u64,
     pub(super) by_position: bool,
     pub(super) skipped: Skipped,
-    /// Those that validate whole, and those whose end does.
+    /// Number of documents that validate whole, and of those whose end validates.
     validation_documents: u64,
     pub(super) divided_documents: u64,
     text_bytes: u64,
@@ -67,21 +69,21 @@ pub(super) struct Counts {
     hash_max: Option<u64>,
 }
 
-/// Fewer bytes of text say nothing about a model.
+/// Minimum bytes of text for validation. Fewer say nothing about a model.
 const VALIDATION_BYTES_MIN: f64 = 256.0;
 
 impl Split {
-    /// For files of `bytes` bytes.
+    /// The split for files of `bytes` bytes.
     pub(super) fn new(fraction: f64, seed: u64, bytes: u64) -> Self {
         let wanted = wanted(fraction, bytes);
-        // 2^64 x fraction; the conversion saturates, and a fraction of 0 gives 0: nobody.
+        // 2^64 x fraction. The conversion saturates, and a fraction of 0 selects no document.
         Self { fraction, seed, threshold: (fraction * 2f64.powi(64)) as u64, wanted, is_repaired: false, divided: None }
     }
 
-    /// Another split, when a side that was asked for stayed empty although there are several
-    /// documents: a document at the border goes over to it, or its end does where the whole would
-    /// be over twice what is wanted, as it is when a corpus is a few books. Equal documents all end
-    /// there.
+    /// Another split, if a side that was asked for stayed empty although there are several
+    /// documents. A document at the border moves to that side, or only its end if the whole would
+    /// be more than twice the wanted amount, as with a corpus of a few books. All equal documents
+    /// move the same way.
     pub(super) fn repaired(&self, counts: &Counts) -> Option<Self> {
         let ((low, bytes), high) = (counts.hash_min?, counts.hash_max?);
         if self.is_repaired || self.fraction == 0.0 || counts.by_position {
@@ -116,7 +118,7 @@ impl Split {
     }
 }
 
-/// Bytes of text that are to validate of `bytes`.
+/// Bytes of text that should validate among `bytes`.
 fn wanted(fraction: f64, bytes: u64) -> f64 {
     (fraction * bytes as f64).max(VALIDATION_BYTES_MIN)
 }
@@ -130,13 +132,13 @@ struct Piece {
     text: String,
 }
 
-/// Some pieces, and where their tokens go.
+/// Some pieces, and the destination of their tokens.
 struct Job {
     pieces: Vec<Piece>,
     reply: SyncSender<Result<Vec<Encoded>>>,
 }
 
-/// Encodes the whole corpus with `workers` threads; `take` gets every piece in reading order.
+/// Encodes the whole corpus with `workers` threads. `take` gets every piece in reading order.
 pub(super) fn run(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -144,9 +146,9 @@ pub(super) fn run(
     workers: usize,
     mut take: impl FnMut(Encoded) -> Result<()>,
 ) -> Result<Counts> {
-    // The order of results is the order in which their reply channels are queued, whoever fills
-    // them; the queue's bound limits what is in memory. When this thread leaves early its receivers
-    // go, and every other thread notices.
+    // Results are ordered by the queue of their reply channels, whichever worker fills them. The
+    // bound of the queue limits memory. When this thread returns early, its receivers are dropped,
+    // and every other thread notices.
     let (jobs, queue) = sync_channel::<Job>(workers * JOBS_PER_WORKER);
     let (replies, results) = sync_channel::<Receiver<Result<Vec<Encoded>>>>(workers * JOBS_PER_WORKER);
     let queue = Mutex::new(queue);
@@ -167,14 +169,14 @@ pub(super) fn run(
     })
 }
 
-/// The reader's side: where jobs and the promises of their results go.
+/// The reader's side: the queues of jobs and of the reply channels for their results.
 struct Outlet {
     jobs: SyncSender<Job>,
     replies: SyncSender<Receiver<Result<Vec<Encoded>>>>,
 }
 
 impl Outlet {
-    /// Hands `pieces` to the workers; `false` when nobody listens any more.
+    /// Hands `pieces` to the workers; `false` if the caller has returned.
     fn send(&self, pieces: Vec<Piece>) -> bool {
         let (reply, result) = sync_channel(1);
         self.replies.send(result).is_ok() && self.jobs.send(Job { pieces, reply }).is_ok()
@@ -240,7 +242,7 @@ fn divide(text: &str, fraction: f64) -> Result<(&str, &str)> {
     Ok(text.split_at(middle))
 }
 
-/// Pieces collected until they are worth a job.
+/// Collects pieces until they are worth a job.
 struct Batch {
     pieces: Vec<Piece>,
     bytes: usize,
@@ -285,9 +287,9 @@ fn encode_jobs(corpus: &Corpus, tokenizer: &Tokenizer, queue: &Mutex<Receiver<Jo
             Err(_) => return, // another worker panicked; the caller learns it from the missing reply
         };
         let Ok(job) = job else { return };
-        // A panic must not end the thread: with nobody left to take jobs, the reader would wait for
-        // ever. The missing reply tells the caller. A reply that nobody wants is dropped, and jobs
-        // are drained until the reader ends.
+        // A panic must not end the thread: if no worker were left, the reader would wait for ever.
+        // The missing reply tells the caller. A reply that has no receiver is dropped, and jobs are
+        // drained until the reader ends.
         let pieces =
             AssertUnwindSafe(|| job.pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect());
         if let Ok(encoded) = catch_unwind(pieces) {

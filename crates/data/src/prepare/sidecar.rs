@@ -1,5 +1,5 @@
-//! The `.json` beside prepared token files: what they were made from, so that they are reused, or
-//! refused, for a reason.
+//! The `.json` beside prepared token files. It records what they were made from, so that they are
+//! reused or refused for a reason.
 
 use std::path::{Path, PathBuf};
 
@@ -13,18 +13,18 @@ use crate::indexed::with_suffix;
 const FORMAT: &str = "trainyard-tokens";
 const VERSION: u32 = 1;
 
-/// What `PREFIX.json` says.
+/// The content of `PREFIX.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sidecar {
     /// `trainyard-tokens`.
     pub format: String,
-    /// Of this structure.
+    /// Version of this structure.
     pub version: u32,
     /// Hash over everything the result depends on; equal keys mean equal results.
     pub key: String,
     /// The tokenizer that made the tokens.
     pub tokenizer: SidecarTokenizer,
-    /// How documents were divided.
+    /// The division of documents.
     pub split: SidecarSplit,
     /// The training part.
     pub train: SidecarPart,
@@ -36,7 +36,7 @@ pub struct Sidecar {
     pub invalid_documents: u64,
     /// Number of source files.
     pub source_files: u64,
-    /// The first of them (at most [`Sidecar::SOURCES_MAX`]).
+    /// The first source files (at most [`Sidecar::SOURCES_MAX`]).
     pub sources: Vec<SidecarSource>,
 }
 
@@ -47,23 +47,23 @@ pub struct SidecarTokenizer {
     pub kind: String,
     /// [`crate::Tokenizer::fingerprint`].
     pub fingerprint: String,
-    /// Tokens lie below this.
+    /// Tokens are below this number.
     pub vocab_size: usize,
     /// The token after each document.
     pub eos: Option<u32>,
 }
 
-/// How documents were divided.
+/// The division of documents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SidecarSplit {
     /// `none`, `document` (by hash) or `position` (the end of the only document).
     pub by: String,
-    /// Share of the documents, or of the characters, asked for validation.
+    /// Share of the documents, or of the characters, that was asked for validation.
     pub validation_fraction: f64,
-    /// Of the hash.
+    /// Seed of the hash.
     pub seed: u64,
-    /// Documents whose end validates, so that they are in both parts; 0 in files from before it was
-    /// counted.
+    /// Number of documents whose end validates, so that they are in both parts; 0 in files that
+    /// predate this count.
     #[serde(default)]
     pub divided_documents: u64,
 }
@@ -73,13 +73,13 @@ pub struct SidecarSplit {
 pub struct SidecarPart {
     /// File name of the pair, without `.bin` or `.idx`.
     pub name: String,
-    /// Documents.
+    /// Number of documents.
     pub documents: u64,
-    /// Tokens, end-of-text ones included.
+    /// Number of tokens, including end-of-text tokens.
     pub tokens: u64,
     /// Bytes of UTF-8 text that the tokens stand for: the denominator of bits per byte.
     pub text_bytes: u64,
-    /// How tokens are stored.
+    /// Type of a token.
     pub token_type: String,
     /// xxh3 of the `.bin`.
     pub bin_xxh3: String,
@@ -88,22 +88,23 @@ pub struct SidecarPart {
 /// One source file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarSource {
-    /// As given.
+    /// Path as given.
     #[serde(serialize_with = "lossy")]
     pub path: PathBuf,
-    /// On disk.
+    /// Size on disk.
     pub bytes: u64,
     /// Last modification, nanoseconds since 1970.
     pub modified_ns: u64,
 }
 
-/// A name that is no Unicode is written as near to it as possible: it is there to be read.
+/// Writes a path that is not Unicode as nearly as possible: it is there for people to read.
 fn lossy<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&path.to_string_lossy())
 }
 
 impl Sidecar {
-    /// Source files listed by name; a folder of millions need not be repeated.
+    /// Maximum number of source files that are listed by name; a folder of millions need not be
+    /// repeated.
     pub const SOURCES_MAX: usize = 1000;
 
     pub(super) fn format() -> String {
@@ -114,7 +115,8 @@ impl Sidecar {
         VERSION
     }
 
-    /// Documents of the text; one whose end validates is in both parts and counts once.
+    /// Number of documents of the text. A document whose end validates is in both parts and counts
+    /// once.
     pub fn documents(&self) -> u64 {
         match (&self.validation, self.split.by.as_str()) {
             (None, _) | (_, "position") => self.train.documents,

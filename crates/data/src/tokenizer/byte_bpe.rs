@@ -1,10 +1,10 @@
-//! Byte-level BPE of the GPT-2 kind, encoded fast.
+//! A fast encoder for byte-level BPE of the GPT-2 kind.
 //!
-//! The library is written for offsets, normalizers and every kind of pre-tokenizer; a training
-//! corpus needs ids alone. For a `tokenizer.json` that is exactly GPT-2's kind (as those that we
-//! train are) this encoder gives the same ids some twenty times as fast: words by
-//! [`words`](super::words), a cache from word to ids, and the library's merge order for words that
-//! are new. Everything else goes through the library.
+//! The library supports offsets, normalizers and every kind of pre-tokenizer, while a training
+//! corpus only needs ids. For a `tokenizer.json` that is exactly of GPT-2's kind (as are those that
+//! are trained here), this encoder gives the same ids about twenty times as fast. It finds words
+//! with [`words`](super::words), caches the ids of words, and merges new words in the library's
+//! order. Everything else goes through the library.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -25,8 +25,8 @@ pub(super) struct ByteBpe {
     byte_ids: [u32; 256],
     /// Rank and result of merging two ids.
     merges: HashMap<(u32, u32), Merge, Fast>,
-    /// Words that are taken whole when the vocabulary has them, for tokenizers that ignore merges
-    /// then.
+    /// Words that are taken whole if they are in the vocabulary, for tokenizers with
+    /// `ignore_merges`.
     whole_words: Option<HashMap<Box<[u8]>, u32, Fast>>,
     /// Distinguishes the caches of several tokenizers.
     number: u64,
@@ -38,12 +38,12 @@ struct Merge {
     id: u32,
 }
 
-/// Words remembered per thread, at most; 2^16 of them cover nearly all of any text.
+/// Maximum number of words cached per thread; 2^16 of them cover nearly all of any text.
 const CACHE_WORDS: usize = 1 << 16;
-/// Longer words are rare and would fill the cache.
+/// Maximum bytes of a cached word. Longer words are rare and would fill the cache.
 const CACHE_WORD_BYTES: usize = 64;
 
-/// A thread's memory of one tokenizer's words.
+/// A thread's cache of one tokenizer's words.
 struct Cache {
     number: u64,
     /// Range in `ids` of each word.
@@ -57,9 +57,9 @@ thread_local! {
 }
 
 impl ByteBpe {
-    /// From a parsed `tokenizer.json`, if it is of this kind: BPE over all 256 bytes without
-    /// normalizer, dropout, affixes or unknown token, split by GPT-2's pattern, and with no added
-    /// tokens but special ones.
+    /// Builds the encoder from a parsed `tokenizer.json` of this kind: BPE over all 256 bytes
+    /// without normalizer, dropout, affixes or unknown token, split by GPT-2's pattern, and with no
+    /// added tokens but special ones. None for other kinds.
     pub(super) fn new(value: &Value) -> Option<Self> {
         let model = &value["model"];
         let is_off =
@@ -133,10 +133,10 @@ impl ByteBpe {
         }
     }
 
-    /// Merges pairs in order of rank, then of place, until none is left.
+    /// Merges pairs in order of rank and then of position, until none is left.
     ///
-    /// A queue entry goes stale when one of its symbols is merged away; like the library, an entry
-    /// counts as fresh when the pair now at its place gives the same id.
+    /// A queue entry is stale once one of its symbols was merged away. Like the library, this
+    /// treats an entry as fresh if the pair now at its position gives the same id.
     fn merge(&self, word: &[u8], ids: &mut Vec<u32>) {
         const NONE: u32 = u32::MAX;
         let length = word.len() as u32;
@@ -189,8 +189,7 @@ struct Symbol {
     is_merged_away: bool,
 }
 
-/// xxh3 over whatever is written: short keys, no enemies (a crafted text can slow its own
-/// tokenization, nothing more).
+/// A hasher for short keys. (A crafted text can slow down its own tokenization, nothing more.)
 #[derive(Debug, Clone, Copy, Default)]
 struct Fast;
 
@@ -221,6 +220,6 @@ impl Hasher for FastHasher {
     }
 
     fn write_usize(&mut self, _: usize) {
-        // The length of a slice: no key is the beginning of another here.
+        // The length prefix of a slice is left out: no key is the beginning of another here.
     }
 }

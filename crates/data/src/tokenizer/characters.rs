@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use crate::error::{DataError, Result};
 
-/// A sorted list of characters; a character's token is its place.
+/// A sorted list of characters. A character's token is its index.
 #[derive(Debug)]
 pub(super) struct Characters {
     list: Vec<char>,
-    /// Token of each of the first 128 code points, the fast path; `u32::MAX` where there is none.
+    /// Token of each of the first 128 code points, the fast path; `u32::MAX` if there is none.
     ascii: [u32; 128],
 }
 

@@ -12,21 +12,21 @@ use super::END_OF_TEXT;
 use super::byte_bpe::ByteBpe;
 use crate::error::{DataError, Result};
 
-/// Names under which models call their end-of-text token, the most telling first.
+/// Names that models give their end-of-text token, the most telling first.
 const EOS_NAMES: [&str; 7] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"];
 
 /// A loaded `tokenizer.json`.
 pub(super) struct HuggingFace {
     inner: tokenizers::Tokenizer,
-    /// The same with special tokens read as text; made when first needed, since most programs need
-    /// one of the two.
+    /// The same with special tokens read as text. It is built when first needed, since most
+    /// programs need only one of the two.
     ordinary: OnceLock<tokenizers::Tokenizer>,
-    /// Takes the library's place where it can, with the same result.
+    /// The fast encoder, if it can replace the library with the same result.
     fast: Option<ByteBpe>,
     /// Texts of the special tokens, which the fast encoder does not look for.
     special: Vec<String>,
     pub(super) vocab_size: usize,
-    /// Whether a text may be cut where [`may_cut`] says without changing its tokens.
+    /// True if a text may be cut where [`may_cut`] allows without changing its tokens.
     pub(super) splittable: bool,
     /// The byte behind each stand-in character, where the decoder is plainly byte-level.
     byte_of: Option<BTreeMap<char, u8>>,
@@ -40,12 +40,12 @@ impl Debug for HuggingFace {
 }
 
 impl HuggingFace {
-    /// From the text of a file, and the same parsed.
+    /// Builds it from the text of a file and the same text parsed.
     pub(super) fn from_json(text: &str, value: &Value, origin: &str) -> Result<Self> {
         const FIX: &str = "the file is damaged or newer than this program's tokenizers library: fetch it again";
         check_merges(value).map_err(|what| DataError::tokenizer(origin, what, FIX))?;
-        // The library is written for well-formed files; should it panic on another kind of damage,
-        // that is an error too.
+        // The library is written for well-formed files. A panic on another kind of damage becomes
+        // an error too.
         let parsed = catch_unwind(AssertUnwindSafe(|| tokenizers::Tokenizer::from_bytes(text)))
             .unwrap_or_else(|_| Err("the tokenizers library could not take it".into()));
         let mut inner =
@@ -94,7 +94,7 @@ impl HuggingFace {
         self.encode_ordinary_slowly(text)
     }
 
-    /// By the library, whatever the kind; what the fast encoder is held to.
+    /// Encodes with the library, whatever the kind. Tests compare the fast encoder with it.
     pub(super) fn encode_ordinary_slowly(&self, text: &str) -> Result<Vec<u32>> {
         let ordinary = self.ordinary.get_or_init(|| {
             let mut clone = self.inner.clone();
@@ -113,19 +113,19 @@ impl HuggingFace {
     }
 
     pub(super) fn decode(&self, tokens: &[u32]) -> String {
-        // Decoders fail only on patterns they cannot apply; the plain names are then the best
+        // Decoders fail only on patterns that they cannot apply. The plain names are then the best
         // answer.
         self.inner
             .decode(tokens, false)
             .unwrap_or_else(|_| tokens.iter().filter_map(|&t| self.id_to_token(t)).collect())
     }
 
-    /// The bytes of a token, where tokens stand for bytes; an unknown one has none.
+    /// The bytes of a token, if tokens stand for bytes; none for an unknown token.
     pub(super) fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
         let byte_of = self.byte_of.as_ref()?;
         let Some(token) = self.id_to_token(id) else { return Some(Vec::new()) };
         let bytes: Option<Vec<u8>> = token.chars().map(|c| byte_of.get(&c).copied()).collect();
-        // An added token may have other characters: those are its text.
+        // An added token may have other characters, which are its text.
         Some(bytes.unwrap_or_else(|| token.into_bytes()))
     }
 
@@ -138,16 +138,17 @@ impl HuggingFace {
     }
 }
 
-/// A place where a byte-level pre-tokenizer always splits, whatever lies further on either side.
+/// True at a position where a byte-level pre-tokenizer always splits, whatever the rest of the
+/// text.
 ///
-/// Between a letter and the newline after it: in the patterns of GPT-2, GPT-4, Llama 3 and Qwen a
-/// run of letters ends there, no alternative reaches across, and what follows is matched from the
-/// newline on with no look behind it.
+/// The position is between a letter and a newline after it. In the patterns of GPT-2, GPT-4, Llama
+/// 3 and Qwen, a run of letters ends there, no alternative reaches across, and matching continues
+/// at the newline without looking back.
 pub(super) fn may_cut(before: char, after: char) -> bool {
     after == '\n' && before.is_alphabetic()
 }
 
-/// Whether [`may_cut`] holds: pre-tokenized by pattern and bytes, nothing prepended to a text, no
+/// True if [`may_cut`] applies: pre-tokenized by pattern and bytes, nothing prepended to a text, no
 /// token across lines.
 fn is_splittable(value: &Value, inner: &tokenizers::Tokenizer) -> bool {
     let normalizer_is_local = match value.get("normalizer") {
@@ -211,7 +212,7 @@ fn check_merges(value: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// The two parts of a merge, in either of the ways they are written.
+/// The two parts of a merge, in either of the forms in which files write them.
 pub(super) fn merge_pair(merge: &Value) -> Option<(&str, &str)> {
     match merge {
         Value::String(pair) => pair.split_once(' '),

@@ -1,10 +1,11 @@
-//! Text to tokens and back.
+//! Converts text to tokens and back.
 //!
-//! One type for the three kinds: a Hugging Face `tokenizer.json` (run by the crate `tokenizers`, so
-//! that ids are those of transformers), bytes, and characters. The last two are saved as a small
-//! JSON of our own and can be exported as a `tokenizer.json` too. Truncation, padding and the
-//! template that adds a beginning-of-text token are switched off: what goes in is what comes out,
-//! and the end-of-text token is put between documents by whoever writes them.
+//! One type covers three kinds of tokenizer: a Hugging Face `tokenizer.json` (run by the crate
+//! `tokenizers`, so that ids equal those of transformers), bytes, and characters. The last two are
+//! saved as a small JSON of this project and can be exported as a `tokenizer.json` too. Truncation,
+//! padding and the template that adds a beginning-of-text token are switched off: decoding returns
+//! exactly what was encoded. The writer of token files puts the end-of-text token between
+//! documents.
 
 mod byte_bpe;
 mod characters;
@@ -27,7 +28,7 @@ use crate::error::{DataError, Result};
 use characters::Characters;
 use hugging_face::HuggingFace;
 
-/// The end-of-text token of GPT-2, ours where we choose.
+/// The end-of-text token of GPT-2, the default for trained tokenizers.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// The key that marks our own tokenizer files, and its only version.
@@ -143,11 +144,11 @@ impl Tokenizer {
         Ok(Self { kind: Arc::new(Kind::Characters(Box::new(characters))), json: json.into(), eos: None })
     }
 
-    /// Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, `<|endoftext|>` among
-    /// them, on `texts`.
+    /// Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`,
+    /// on `texts`.
     ///
-    /// The result is a `tokenizer.json` as transformers loads it (GPT-2's pre-tokenization), and
-    /// does not depend on thread timing. It is smaller than asked when the text runs out of pairs
+    /// The result is a `tokenizer.json` that transformers loads (with GPT-2's pre-tokenization),
+    /// and does not depend on thread timing. It is smaller than asked if the text runs out of pairs
     /// that occur twice. `progress` is called now and then from one thread.
     pub fn train_bpe<I>(texts: I, vocab_size: usize, progress: impl FnMut(TrainProgress) + Send) -> Result<Self>
     where
@@ -166,8 +167,8 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of `text`, in which special tokens are text like any other: what training data
-    /// should be read with.
+    /// The tokens of `text`, with special tokens read as ordinary text. Training data should be
+    /// read this way.
     pub fn encode_ordinary(&self, text: &str) -> Result<Vec<u32>> {
         match &*self.kind {
             Kind::Bytes | Kind::Characters(_) => self.encode(text),
@@ -191,7 +192,7 @@ impl Tokenizer {
         StreamDecoder::new(self.clone())
     }
 
-    /// Rows that an embedding needs: the largest id plus one.
+    /// Number of rows that an embedding needs: the largest id plus one.
     pub fn vocab_size(&self) -> usize {
         match &*self.kind {
             Kind::Bytes => 257,
@@ -200,7 +201,7 @@ impl Tokenizer {
         }
     }
 
-    /// The token between documents, where there is one.
+    /// The token between documents, if there is one.
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
@@ -235,17 +236,17 @@ impl Tokenizer {
         }
     }
 
-    /// Hash of the tokenizer file, so that data and runs notice another one. The choice of
-    /// end-of-text is not in it.
+    /// Hash of the tokenizer file, so that data and runs notice another tokenizer. The choice of
+    /// end-of-text is not part of it.
     pub fn fingerprint(&self) -> String {
         format!("{:016x}", xxh3_64(self.json.as_bytes()))
     }
 
-    /// Writes the file that [`Tokenizer::load`] reads, unchanged since it was loaded or trained;
-    /// atomically.
+    /// Writes the file that [`Tokenizer::load`] reads, atomically and unchanged since it was loaded
+    /// or trained.
     ///
-    /// When the end-of-text token cannot be told from that file, a `tokenizer_config.json` beside
-    /// it says it.
+    /// If the end-of-text token cannot be told from that file, a `tokenizer_config.json` beside it
+    /// holds it.
     pub fn save(&self, path: &Path) -> Result<()> {
         atomic::write(path, self.json.as_bytes())?;
         if let Kind::HuggingFace(inner) = &*self.kind
@@ -283,7 +284,7 @@ impl Tokenizer {
         atomic::write(&folder.join("special_tokens_map.json"), pretty(&special).as_bytes())
     }
 
-    /// The bytes of one token, where every token stands for bytes.
+    /// The bytes of one token, if every token stands for bytes.
     fn token_bytes(&self, token: u32) -> Option<Vec<u8>> {
         match &*self.kind {
             Kind::Bytes => Some(match u8::try_from(token) {
@@ -304,8 +305,8 @@ impl Tokenizer {
         }
     }
 
-    /// Cuts `text` into pieces of about `bytes` that encode to the same tokens as the whole, or
-    /// gives it whole where this tokenizer offers no such place.
+    /// Cuts `text` into pieces of about `bytes` that encode to the same tokens as the whole.
+    /// Returns it whole if this tokenizer has no such positions.
     pub(crate) fn pieces<'t>(&self, text: &'t str, bytes: usize) -> Vec<&'t str> {
         match &*self.kind {
             Kind::Bytes | Kind::Characters(_) => cut(text, bytes, |_, _| true),

@@ -1,4 +1,4 @@
-//! Round trips, files, training, streams and pieces, for all three kinds.
+//! Tests of round trips, files, training, streams and pieces, for all three kinds.
 
 use super::*;
 use proptest::prelude::*;
@@ -111,7 +111,7 @@ fn streams_hold_back_half_characters() {
     assert_eq!(stream.finish(), "");
     stream.push(0xE6);
     assert_eq!(stream.finish(), "\u{FFFD}");
-    // Bytes that are never text do not silence what follows.
+    // Bytes that are never text do not block what follows.
     let mut stream = tokenizer.stream_decoder();
     let text: String = [0xFF, 0xFF, 0xFF, 0xFF, 0x41].iter().map(|&b| stream.push(b)).collect();
     assert!(text.ends_with('A'), "{text:?}");
@@ -185,7 +185,7 @@ proptest! {
     }
 }
 
-/// Every part of a JSON value, but of long lists only the first and last few.
+/// Every part of a JSON value; of long lists only the first and last few.
 fn pointers(value: &Value) -> Vec<String> {
     let children: Vec<(String, &Value)> = match value {
         Value::Object(fields) => {
@@ -203,8 +203,8 @@ fn pointers(value: &Value) -> Vec<String> {
     .collect()
 }
 
-/// As Llama 3 and others have it: a word of the vocabulary is taken whole, even where merges would
-/// not make it.
+/// As in Llama 3 and others: a word of the vocabulary is taken whole, even if merges would not make
+/// it.
 fn ignoring_merges() -> Tokenizer {
     static IGNORING: std::sync::OnceLock<Tokenizer> = std::sync::OnceLock::new();
     let make = || {
@@ -216,7 +216,7 @@ fn ignoring_merges() -> Tokenizer {
     IGNORING.get_or_init(make).clone()
 }
 
-/// Long words and repeated ones, as code and tables have them.
+/// Long words and repeated ones, as in code and tables.
 #[test]
 fn the_fast_encoder_holds_on_a_long_text() {
     let tokenizer = trained_once();

@@ -1,6 +1,7 @@
 //! Training of byte-level BPE, by the trainer of the crate `tokenizers`.
 
 use std::sync::Mutex;
+use trainyard_base::lock;
 
 use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -12,17 +13,17 @@ use super::words::words;
 use super::{END_OF_TEXT, cut};
 use crate::error::{DataError, Result};
 
-/// How far training has come.
+/// The progress of training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrainProgress {
-    /// Counting words; so many bytes of text read.
+    /// Counting words.
     Counting {
-        /// Bytes so far.
+        /// Bytes of text read so far.
         bytes: u64,
     },
-    /// All text is counted, pairs are being merged (the library does not say how far).
+    /// All text is counted and pairs are being merged. (The library does not report progress.)
     Merging {
-        /// Bytes of text in all.
+        /// Bytes of all text.
         bytes: u64,
     },
 }
@@ -30,7 +31,7 @@ pub enum TrainProgress {
 /// Texts are counted in parallel in pieces of this size.
 const PIECE_BYTES: usize = 1 << 19;
 
-/// A merge must occur twice, or it memorises rather than compresses.
+/// A merge must occur at least twice, or it memorises instead of compressing.
 const PAIR_COUNT_MIN: u64 = 2;
 
 /// The content of the trained `tokenizer.json`.
@@ -53,12 +54,12 @@ where
         .initial_alphabet(byte_alphabet())
         .build();
 
-    // The library's iterator cannot fail, so an error ends it and waits here. A mutex, because it
-    // is read from the library's threads, one at a time.
+    // The library's iterator cannot fail, so an error ends it and is kept here. It is a mutex,
+    // because the library's threads read from it, one at a time.
     let feed = Mutex::new(Feed { error: None, bytes: 0, progress });
     let pieces = texts
         .map_while(|text| {
-            let mut feed = feed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut feed = lock(&feed);
             match text {
                 Ok(text) => {
                     feed.bytes += text.len() as u64;
@@ -73,7 +74,7 @@ where
             }
         })
         .flat_map(|text| {
-            // One at a time: a text may be a gigabyte, and so would be all of its pieces.
+            // One text at a time: a text may be a gigabyte, and so would be all of its pieces.
             let lengths: Vec<usize> = cut(&text, PIECE_BYTES, may_cut).into_iter().map(str::len).collect();
             let mut start = 0;
             lengths.into_iter().map(move |length| {

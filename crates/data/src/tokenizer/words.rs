@@ -1,4 +1,4 @@
-//! GPT-2's pre-tokenization: where a text falls into words, without a regular expression engine.
+//! GPT-2's pre-tokenization: cuts a text into words without a regular expression engine.
 //!
 //! The pattern (`encoder.py` of openai/gpt-2; the crate `tokenizers` calls it the regex of
 //! `ByteLevel`) is
@@ -7,15 +7,15 @@
 //! 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 //! ```
 //!
-//! Each alternative is decided by the next characters alone, so one pass with a table of character
-//! classes does what the engine does with backtracking. The classes come from the Unicode tables of
-//! the engine itself.
+//! The next characters alone decide each alternative, so one pass with a table of character classes
+//! replaces the engine's backtracking. The classes come from the Unicode tables of the engine
+//! itself.
 
 use std::sync::LazyLock;
 
 use regex_syntax::hir::{Class as HirClass, HirKind};
 
-/// What the pattern distinguishes.
+/// The classes of characters that the pattern distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Class {
     Other,
@@ -24,7 +24,7 @@ enum Class {
     Space,
 }
 
-/// Words of a text, in order; joined they are the text.
+/// The words of a text, in order. Joined they are the text.
 pub(super) fn words(text: &str) -> Words<'_> {
     Words { rest: text, classes: &CLASSES }
 }
@@ -57,15 +57,15 @@ impl Words<'_> {
             [b'\'', b'r' | b'v', b'e', ..] | [b'\'', b'l', b'l', ..] => return 3,
             _ => {}
         }
-        // ` ?` and a run of one class, if the class after the optional space is not space itself.
+        // ` ?` and a run of one class, if the class after the optional space is not itself space.
         let start = usize::from(bytes[0] == b' ');
         if let Some((class, _)) = self.class_at(start)
             && class != Class::Space
         {
             return self.run_end(start, class);
         }
-        // `\s+(?!\S)`: all of the run but its last character, which the following word may want,
-        // unless the text ends.
+        // `\s+(?!\S)`: all of the run but its last character, which the next word may take, unless
+        // the text ends.
         let end = self.run_end(0, Class::Space);
         let last = text[..end].chars().next_back().map_or(0, char::len_utf8);
         // `\s+`: a single space character before a word that does not take it.
@@ -97,9 +97,9 @@ impl Words<'_> {
 
 static CLASSES: LazyLock<Classes> = LazyLock::new(Classes::new);
 
-/// Unicode's classes: a table where text usually is, ranges beyond.
+/// Unicode's classes: a table for the planes of usual text, ranges beyond.
 struct Classes {
-    /// Of the first two planes.
+    /// Classes of the first two planes.
     low: Vec<Class>,
     /// Sorted, disjoint ranges of the planes above.
     high: Vec<(u32, u32, Class)>,
@@ -139,7 +139,7 @@ impl Classes {
 
 /// The code points of a character class.
 fn ranges(pattern: &str) -> Vec<(u32, u32)> {
-    // The three patterns are constants; a build without their tables fails the tests of this
+    // The three patterns are constants. A build without their tables fails the tests of this
     // module.
     let Ok(hir) = regex_syntax::parse(pattern) else { return Vec::new() };
     match hir.kind() {
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn every_character_has_the_class_of_the_engine() {
-        // Between two letters a character's class shows: a letter joins them, others cut
+        // Between two letters a character shows its class: a letter joins them, other classes cut
         // differently.
         let text: String = (0..0x11_0000).filter_map(char::from_u32).flat_map(|c| ['a', c, 'b', '\n']).collect();
         let mut library = reference(&text).into_iter();

@@ -6,6 +6,7 @@ use crate::config::Limits;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
+use trainyard_base::{format_bytes, format_count};
 
 /// A display. The trainer tells; the display decides what to show.
 pub trait Progress: Send {
@@ -156,11 +157,11 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
         format!("loss {:.4}", m.loss),
         format!("lr {:.2e}", m.lr),
         format!("grad {:.2}", m.grad_norm),
-        format!("{} tok/s", grouped(m.tps)),
+        format!("{} tok/s", format_count(m.tps)),
         format!("{:.2} TFLOP/s", m.tflops),
     ];
     parts.extend(m.mfu.map(|mfu| format!("MFU {:.1} %", 100.0 * mfu)));
-    parts.push(bytes(m.mem_peak_bytes));
+    parts.push(format_bytes(m.mem_peak_bytes));
     parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));
     parts.extend(m.skipped.then(|| "SKIPPED".to_owned()));
     parts.extend(left.map(|left| format!("{} left", duration(left))));
@@ -175,32 +176,9 @@ pub fn evaluation_line(m: &EvaluationMetrics) -> String {
         format!("perplexity {:.2}", m.perplexity),
     ];
     parts.extend(m.bits_per_byte.map(|bits| format!("{bits:.4} bits/byte")));
-    parts.push(format!("{} tokens", grouped(m.tokens as f64)));
+    parts.push(format!("{} tokens", format_count(m.tokens as f64)));
     parts.push(duration(Duration::from_secs_f64(m.seconds.clamp(0.0, 1e9))));
     parts.join("  ")
-}
-
-/// A whole number with commas between thousands.
-fn grouped(value: f64) -> String {
-    let digits = format!("{:.0}", value.max(0.0));
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// Bytes in the binary unit that leaves one to four digits before the point.
-fn bytes(value: u64) -> String {
-    let (unit, scale) = match value {
-        0..0x10_0000 => ("KiB", 10),
-        0x10_0000..0x4000_0000 => ("MiB", 20),
-        _ => ("GiB", 30),
-    };
-    format!("{:.1} {unit}", value as f64 / (1u64 << scale) as f64)
 }
 
 /// The two largest units: `2d 3h`, `1h 5m`, `1m 20s`, `7s`.
@@ -307,9 +285,8 @@ mod tests {
 
     #[test]
     fn figures_are_readable() {
-        assert_eq!(grouped(1_234_567.4), "1,234,567");
-        assert_eq!([grouped(0.0), grouped(999.0)], ["0", "999"]);
-        assert_eq!([bytes(2048), bytes(3 << 20), bytes(5 << 30)], ["2.0 KiB", "3.0 MiB", "5.0 GiB"]);
+        assert_eq!(format_count(1_234_567.4), "1,234,567");
+        assert_eq!([format_count(0.0), format_count(999.0)], ["0", "999"]);
         for (s, want) in [(7, "7s"), (80, "1m 20s"), (3900, "1h 5m"), (183_600, "2d 3h")] {
             assert_eq!(duration(Duration::from_secs(s)), want);
         }

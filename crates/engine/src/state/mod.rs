@@ -15,7 +15,7 @@ pub use parameters::{ParameterState, UnitParameters};
 
 use crate::EngineError;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+pub(crate) use trainyard_base::lock;
 use trainyard_model::UnitLayout;
 use trainyard_program::{Axis, Extent, Placement, Program};
 
@@ -60,11 +60,6 @@ impl Holding {
 pub(crate) fn overlap(inner: &Range<usize>, outer: &Range<usize>) -> Range<usize> {
     let start = inner.start.clamp(outer.start, outer.end);
     start..inner.end.clamp(start, outer.end)
-}
-
-/// A lane that panics ends the step, and with it whoever waits for the lock.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// A checkpoint or a weight file does not fit the model.

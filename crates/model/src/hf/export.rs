@@ -1,4 +1,4 @@
-//! [`ModelSpec`] to `config.json`.
+//! Turns a [`ModelSpec`] into `config.json`.
 
 use super::ConfigError;
 use crate::spec::{Activation, Family, ModelSpec, RopeScaling};
@@ -170,8 +170,8 @@ pub fn generation_config_json(spec: &ModelSpec) -> String {
     pretty(Value::Object(set.collect()))
 }
 
-/// Tensors that a Hugging Face class insists on although the model has none: the biases of a GPT-2
-/// without biases, which as zeros change nothing.
+/// Tensors that a Hugging Face class requires although the model has none: the biases of a GPT-2
+/// without biases. Zeros there change nothing.
 pub fn implied_zeros(spec: &ModelSpec) -> Vec<(String, Vec<usize>)> {
     let mut zeros = Vec::new();
     if spec.family != Family::Gpt2 {

@@ -1,7 +1,7 @@
-//! `config.json` to [`ModelSpec`].
+//! Turns `config.json` into a [`ModelSpec`].
 //!
-//! Defaults for absent keys are those of transformers' configuration classes, which published files
-//! rely on.
+//! Absent keys take the defaults of transformers' configuration classes, on which published files
+//! rely.
 
 use super::ConfigError;
 use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 pub struct Imported {
     /// The model.
     pub spec: ModelSpec,
-    /// What the user should know: keys that were not used.
+    /// Notes for the user: keys that were not used.
     pub notes: Vec<String>,
 }
 
@@ -50,8 +50,8 @@ fn gpt2(keys: &mut Keys) -> Result<ModelSpec> {
     keys.refuse("n_ctx", &[Value::from(positions)], "it must equal n_positions")?;
     keys.refuse("scale_attn_weights", &[Value::Bool(true)], "scores are always divided by sqrt(head_dim)")?;
     keys.refuse("scale_attn_by_inverse_layer_idx", &[Value::Bool(false)], "scores are not scaled by layer")?;
-    // Changes the rounding of transformers' own f16 path, not the function; softmax is always f32
-    // here.
+    // This changes the rounding of transformers' own f16 path, not the function; softmax is always
+    // f32 here.
     keys.take("reorder_and_upcast_attn");
     let mut spec = ModelSpec::gpt2(keys.size("vocab_size", Some(50_257))?, dim, layers, heads, positions);
     if heads == 0 || !dim.is_multiple_of(heads) {
@@ -391,8 +391,7 @@ impl Keys {
     }
 
     fn optional_size(&mut self, key: &str) -> Result<Option<usize>> {
-        // What is larger than this is no size of a model, and sums and products of sizes must not
-        // overflow.
+        // Anything larger is no size of a model, and sums and products of sizes must not overflow.
         let read = |value: &Value| value.as_u64().filter(|n| *n > 0 && *n < 1 << 31).map(|n| n as usize);
         self.typed(key, "a positive whole number below 2^31", read)
     }
@@ -411,8 +410,8 @@ impl Keys {
         }
     }
 
-    /// Dropout of attention probabilities is not done here; it matters in training only, so it is
-    /// said and not refused.
+    /// Notes a dropout of attention probabilities, which is not done here. It matters in training
+    /// only, so it is no error.
     fn attention_dropout(&mut self, key: &'static str, default: f64) -> Result<()> {
         let probability = self.number(key)?.unwrap_or(default);
         if probability != 0.0 {

@@ -1,9 +1,9 @@
-//! Hugging Face `config.json` in and out.
+//! Reads and writes Hugging Face `config.json`.
 //!
 //! Supported `model_type`s: `gpt2`, `llama` (which SmolLM is), `mistral`, `qwen2`, `qwen3`. A key
-//! that changes the function computed is either translated or, when its value asks for something
-//! this crate does not do, an error; nothing is silently ignored: keys that are unknown, or that
-//! only matter in training and are not followed, come back as notes for the user.
+//! that changes the function computed is translated, or is an error if its value asks for something
+//! that this crate does not do. Nothing is silently ignored: unknown keys, and keys that only
+//! matter in training and are not followed, are returned as notes for the user.
 
 mod export;
 mod import;
@@ -16,48 +16,48 @@ use crate::ModelError;
 /// The supported values of `model_type`.
 pub const MODEL_TYPES: [&str; 5] = ["gpt2", "llama", "mistral", "qwen2", "qwen3"];
 
-/// What can be wrong with a `config.json`, or with turning a model into one.
+/// The errors of a `config.json`, and of turning a model into one.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// Not JSON, or not an object.
     #[error("config.json is not a JSON object: {0}")]
     Json(String),
-    /// A key that must be there is not.
+    /// A required key is missing.
     #[error("config.json has no `{key}`")]
     Missing {
         /// The key.
         key: &'static str,
     },
-    /// A value of another type or range.
+    /// A value has the wrong type or range.
     #[error("config.json: `{key}` is {found}, expected {expected}")]
     Value {
         /// The key.
         key: String,
-        /// What was expected.
+        /// The expected value.
         expected: &'static str,
-        /// What is there.
+        /// The value in the file.
         found: String,
     },
-    /// A model of another type.
+    /// The model is of an unsupported type.
     #[error("config.json: model_type `{found}` is not supported; supported are: {}", MODEL_TYPES.join(", "))]
     ModelType {
-        /// What was found.
+        /// The type in the file.
         found: String,
     },
-    /// A value that asks for what this crate does not do.
+    /// The value asks for something that this crate does not do.
     #[error("config.json: `{key}` = {value} is not supported: {why}")]
     Unsupported {
         /// The key.
         key: String,
         /// Its value.
         value: String,
-        /// What would be supported.
+        /// The values that are supported.
         why: &'static str,
     },
-    /// The values do not make a model.
+    /// The values do not describe a valid model.
     #[error("config.json describes no valid model: {0}")]
     Invalid(Box<ModelError>),
-    /// A model for which transformers has no class.
+    /// Transformers has no class for the model.
     #[error("no supported Hugging Face model has {0}")]
     NoEquivalent(String),
 }

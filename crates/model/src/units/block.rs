@@ -204,7 +204,7 @@ fn activation(activation: spec::Activation) -> Activation {
     }
 }
 
-/// What a block's parameters are called in Hugging Face files.
+/// The names of a block's parameters in Hugging Face files.
 struct Names {
     family: Family,
     norm1: String,

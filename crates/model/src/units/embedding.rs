@@ -16,7 +16,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Where the token table always is: its slot when a head is tied to it.
+    /// The slot of the token table, which a tied head borrows.
     pub const TOKENS: ParamId = ParamId::new(0, 0);
 
     /// The embedding of `spec`, unit 0.

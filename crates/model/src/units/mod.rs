@@ -1,8 +1,8 @@
 //! The units of the GPT-2 and Llama families.
 //!
 //! Both families are one chain: [`Embedding`], [`Block`]s, [`Head`]. They differ in the norm, in
-//! how positions come in, and in the MLP; each of these is one value inside the unit, chosen when
-//! it is built.
+//! the positions, and in the MLP. Each of these is one value inside the unit, chosen when it is
+//! built.
 
 mod block;
 mod embedding;
@@ -16,7 +16,7 @@ pub use head::Head;
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::spec::{Family, ModelSpec};
 
-/// The names that Hugging Face files have around those of single parameters.
+/// The prefix of parameter names in Hugging Face files.
 pub(crate) fn prefix(spec: &ModelSpec) -> &'static str {
     match spec.family {
         Family::Gpt2 => "transformer.",

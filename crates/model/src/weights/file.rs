@@ -8,7 +8,8 @@ use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use trainyard_base::lock;
 use trainyard_tensor::{Element, bf16, f16};
 
 /// The most bytes of a header that are accepted, as in the format's own library.
@@ -119,7 +120,7 @@ struct Entry {
     data_offsets: [u64; 2],
 }
 
-/// Header entries in file order, so that a name that stands there twice is seen.
+/// Header entries in file order, so that a repeated name is noticed.
 struct Entries(Vec<(String, Entry)>);
 
 impl<'de> Deserialize<'de> for Entries {
@@ -182,7 +183,7 @@ impl TensorFile {
 
     /// Reads `into.len()` bytes of `tensor` from byte `skip` of it on.
     pub fn read(&self, tensor: &StoredTensor, skip: usize, into: &mut [u8]) -> Result<(), WeightsError> {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(&self.file);
         let start = self.data_start + tensor.range.start + skip as u64;
         file.seek(SeekFrom::Start(start))
             .and_then(|_| file.read_exact(into))

@@ -1,14 +1,14 @@
-//! Weights in and out as safetensors, in one file or in shards with an index, under Hugging Face's
-//! names.
+//! Reads and writes weights as safetensors under Hugging Face's names, in one file or in shards
+//! with an index.
 //!
-//! Reading goes through positioned reads of one tensor at a time, so that memory holds one
-//! conversion buffer and a file that is cut short meanwhile is an error and not a signal;
-//! everything that can be known from headers (missing, unexpected and misshapen tensors, lying
-//! offsets) is checked before the first value is read. Writing plans the whole folder from the
-//! model's parameters, then asks for one unit's values at a time and puts each tensor in its place.
+//! Reading uses positioned reads of one tensor at a time. Memory holds one conversion buffer, and a
+//! file that is cut short meanwhile is an error and not a signal. Everything that headers tell
+//! (missing, unexpected and misshapen tensors, wrong offsets) is checked before the first value is
+//! read. Writing plans the whole folder from the model's parameters, then asks for one unit's
+//! values at a time and writes each tensor in its place.
 //!
-//! Formats: safetensors is a little-endian u64 header length, a JSON header
-//! `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes, row-major.
+//! A safetensors file is a little-endian u64 header length, a JSON header
+//! `{name: {dtype, shape, data_offsets: [begin, end]}}`, and the bytes, row-major.
 
 mod file;
 mod read;
@@ -25,39 +25,39 @@ pub const SINGLE: &str = "model.safetensors";
 /// The name of the index when they are several.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// What can go wrong with weight files.
+/// The errors of weight files.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// Reading or writing failed.
     #[error("{action} {path}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation.
         action: &'static str,
-        /// With which file.
+        /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         source: std::io::Error,
     },
-    /// A folder without weights.
+    /// The folder has no weights.
     #[error("{0} holds neither {SINGLE} nor {INDEX}")]
     NoWeights(PathBuf),
-    /// A file that is not what it claims to be.
+    /// A file does not have the format that it claims.
     #[error("{path} is damaged or no safetensors file: {problem}")]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         problem: String,
     },
-    /// An index that does not fit its files.
+    /// An index contradicts its files.
     #[error("{path}: {problem}")]
     Index {
         /// The index.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         problem: String,
     },
-    /// Files that do not fit the model.
+    /// The files do not fit the model.
     #[error("the weights in {path} do not fit the model: {}", list(.problems))]
     Mismatch {
         /// The folder.
@@ -65,15 +65,15 @@ pub enum WeightsError {
         /// Every difference.
         problems: Vec<String>,
     },
-    /// A model without names for its weights, or that Hugging Face cannot express.
+    /// The model has no names for its weights, or Hugging Face cannot express it.
     #[error("this model cannot be exported: {0}")]
     NotExportable(String),
-    /// The giver of values failed.
+    /// The caller could not give values.
     #[error("reading the values of unit `{unit}` for export: {source}")]
     Values {
         /// The unit.
         unit: String,
-        /// Why.
+        /// Cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
@@ -85,7 +85,7 @@ impl WeightsError {
     }
 }
 
-/// The first few problems, and how many more there are.
+/// The first few problems, and the number of the others.
 fn list(problems: &[String]) -> String {
     const SHOWN: usize = 6;
     let mut text = problems.iter().take(SHOWN).cloned().collect::<Vec<_>>().join("; ");

@@ -19,7 +19,7 @@ const CHUNK: usize = 1 << 22;
 #[derive(Debug)]
 pub struct WeightReader {
     files: Vec<TensorFile>,
-    /// Where each tensor is, by the model's name for it.
+    /// The file and entry of each tensor, by the model's name for it.
     places: BTreeMap<String, (usize, StoredTensor)>,
     layouts: Vec<UnitLayout>,
     notes: Vec<String>,
@@ -47,7 +47,7 @@ impl WeightReader {
         if problems.is_empty() { Ok(reader) } else { Err(WeightsError::Mismatch { path: folder.into(), problems }) }
     }
 
-    /// What the user should know, such as stored tensors that are no weights.
+    /// Notes for the user, such as stored tensors that are no weights.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -96,7 +96,8 @@ impl WeightReader {
         if !source.transposed {
             return self.read_range(*file, tensor, 0, out);
         }
-        // Stored as [width, rows]: a stripe of stored rows becomes a stripe of our columns.
+        // Stored as [width, rows]: a stripe of stored rows becomes a stripe of the parameter's
+        // columns.
         let rows = source.rows.len();
         let stripe = (CHUNK / 4 / rows.max(1)).clamp(1, width.max(1));
         let mut values = vec![0.0; stripe * rows];
@@ -137,7 +138,7 @@ impl WeightReader {
         Ok(())
     }
 
-    /// Every difference between what is stored and what the model has.
+    /// Collects every difference between the stored tensors and the model's.
     fn compare(&self, model: &Model, problems: &mut Vec<String>) {
         let mut wanted = BTreeSet::new();
         for (id, parameter) in model.parameters() {
@@ -166,7 +167,8 @@ impl WeightReader {
         }
     }
 
-    /// A tied model needs no `lm_head.weight`; one that is stored must equal the token table.
+    /// Drops a stored `lm_head.weight`, which a tied model does not need. It must equal the token
+    /// table.
     fn drop_tied_head(&mut self, model: &Model, problems: &mut Vec<String>) -> Result<(), WeightsError> {
         const HEAD: &str = "lm_head.weight";
         if !model.spec().is_some_and(|spec| spec.tie_embeddings) {
@@ -184,7 +186,7 @@ impl WeightReader {
         Ok(())
     }
 
-    /// Biases that the model does not have may be stored as zeros.
+    /// Drops stored biases that the model does not have. They must be zeros.
     fn drop_zeros(&mut self, model: &Model, problems: &mut Vec<String>) -> Result<(), WeightsError> {
         for (name, _) in model.spec().map(implied_zeros).unwrap_or_default() {
             let Some((file, tensor)) = self.places.remove(&name) else { continue };
@@ -256,7 +258,7 @@ fn open_files(folder: &Path) -> Result<(Vec<TensorFile>, Places), WeightsError> 
     }
 }
 
-/// Masks and rotary tables that old files hold beside weights.
+/// Drops masks and rotary tables that old files hold beside weights.
 fn drop_buffers(model: &Model, places: &mut Places, notes: &mut Vec<String>) {
     let suffixes: &[&str] = match model.spec().map(|spec| spec.family) {
         Some(Family::Gpt2) => &[".attn.bias", ".attn.masked_bias"],
@@ -273,7 +275,7 @@ fn drop_buffers(model: &Model, places: &mut Places, notes: &mut Vec<String>) {
     }
 }
 
-/// Files of a bare decoder leave out the prefix that the model with a head has.
+/// Adds the prefix that files of a bare decoder lack.
 fn add_prefix(model: &Model, places: &mut Places) {
     let Some(spec) = model.spec() else { return };
     let prefix = crate::units::prefix(spec);

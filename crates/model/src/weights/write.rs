@@ -12,12 +12,12 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 
-/// How to write.
+/// The settings of an export.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions {
     /// The dtype of the files: f32, bf16 or f16.
     pub dtype: DType,
-    /// The most bytes of one file; a tensor larger than this gets a file of its own.
+    /// Maximum bytes of one file. A larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
 }
 
@@ -28,7 +28,7 @@ impl Default for ExportOptions {
     }
 }
 
-/// What was written.
+/// The result of an export.
 #[derive(Clone, Debug)]
 pub struct Exported {
     /// The files, in the order in which they appeared.
@@ -43,7 +43,7 @@ struct Place {
     start: u64,
 }
 
-/// The files to write, and where every tensor goes.
+/// The files to write, and the position of every tensor.
 struct Plan {
     dtype: StoredDType,
     names: Vec<String>,
@@ -54,11 +54,11 @@ struct Plan {
 }
 
 /// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which
-/// is made if needed.
+/// is created if missing.
 ///
-/// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard) and is called once
-/// for each, so that no more than one unit is in memory. Files appear under their names when they
-/// are complete, the weights before what refers to them.
+/// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard). It is called once
+/// for each unit, so that at most one unit is in memory. Files appear under their names when they
+/// are complete, the weights before the files that refer to them.
 pub fn export<E>(
     folder: &Path,
     model: &Model,
@@ -100,15 +100,14 @@ where
     }
     written.push(put(folder, "generation_config.json", &generation_config_json(spec))?);
     written.push(put(folder, "config.json", &config)?);
-    // What an earlier export left would shadow this one, or be taken for a part of it.
+    // Files of an earlier export would shadow this one, or be taken for a part of it.
     for stale in stale(folder, &plan.names) {
         fs::remove_file(&stale).map_err(WeightsError::io("removing", &stale))?;
     }
     Ok(Exported { files: written, bytes: plan.elements * plan.dtype.size() as u64 })
 }
 
-/// Files of weights in `folder`, by their names, that are not among `names`: of one file, or parts
-/// with their index.
+/// Weight files in `folder` that are not among `names`: a single file, or parts with their index.
 fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
     let is_part = |name: &str| {
         let middle = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
@@ -121,7 +120,7 @@ fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
         let of_weights = name == SINGLE || is_part(name) || name == INDEX && names.len() == 1;
         of_weights && !names.iter().any(|written| written == name)
     };
-    // What cannot be listed was written to a moment ago.
+    // A folder that cannot be listed was written to a moment ago.
     fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_stale).collect()
 }
 
@@ -186,7 +185,7 @@ impl Plan {
             end += bytes;
         }
         let mut text = Value::Object(header).to_string().into_bytes();
-        // Spaces, so that the data is aligned for whoever maps it.
+        // Spaces align the data for readers that map the file.
         text.resize(text.len().next_multiple_of(8), b' ');
         let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
         bytes.extend(text);
@@ -197,8 +196,8 @@ impl Plan {
         self.headers.push(bytes);
     }
 
-    /// Makes the files under temporary names, in full length and so with zeros for what will not be
-    /// written.
+    /// Creates the files under temporary names in full length. Parts that are not written stay
+    /// zero.
     fn create(&self, folder: &Path) -> Result<Vec<File>, WeightsError> {
         let create = |((name, header), size): ((&String, &Vec<u8>), &u64)| {
             let path = partial(&folder.join(name));
@@ -257,20 +256,20 @@ fn partial(path: &Path) -> PathBuf {
     path.with_extension("partial")
 }
 
-/// Files under temporary names; what is left of them when this is dropped is removed.
+/// Files under temporary names. Those that are left are removed on drop.
 struct Partials(Vec<PathBuf>);
 
 impl Drop for Partials {
     fn drop(&mut self) {
         for path in &self.0 {
-            // It has got its own name, or was never made; and an error that brought us here is the
-            // one worth reporting.
+            // The file already has its final name, or was never created. After a failure, the first
+            // error is the one worth reporting.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Writes a small file so that it is there whole or not at all.
+/// Writes a small file whole or not at all.
 fn put(folder: &Path, name: &str, text: &str) -> Result<PathBuf, WeightsError> {
     let path = folder.join(name);
     let _partials = Partials(vec![partial(&path)]);

@@ -27,7 +27,7 @@ fn read_golden(name: &str) -> Golden {
     Golden { input_ids: ints("input_ids"), labels: ints("labels"), floats }
 }
 
-/// Our gradient of a parameter as the tensors that it is in files.
+/// The gradient of a parameter, split into the tensors that files have.
 fn by_hf_name(model: &Model, gradients: &BTreeMap<ParamId, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
     let mut named = BTreeMap::new();
     for (id, parameter) in model.parameters() {
@@ -87,8 +87,8 @@ pub fn check_in(name: &str, device: &Device, dtype: DType, tolerance: f64) {
     assert!(error > tolerance / 1000.0, "{name} in {dtype}: computed in f32?");
     let (_, gradients) = loss_and_gradients(&model, &mut store, device, &batch, Policy::Everything, true);
     let ours = by_hf_name(&model, &gradients);
-    // Compared as we hold them, fused: the keys' bias shifts all scores of a query nearly alike, so
-    // that its gradient on its own is the small difference of large numbers.
+    // Compared in the fused form. A bias of the keys shifts all scores of a query nearly alike, so
+    // its gradient alone is the small difference of large numbers.
     for (_, parameter) in model.parameters() {
         let names: Vec<&str> = parameter.sources.iter().map(|source| source.hf_name.as_str()).collect();
         let got = names.iter().flat_map(|name| ours[*name].clone()).collect::<Vec<_>>();

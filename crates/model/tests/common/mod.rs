@@ -1,4 +1,4 @@
-//! What several test files need: golden folders, models with their weights, and comparisons.
+//! Helpers of several test files: golden folders, models with their weights, and comparisons.
 #![allow(dead_code, reason = "each test file uses some of it")]
 
 pub mod golden;
@@ -18,7 +18,7 @@ pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
 pub const GOLDENS: [&str; 7] = ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm"];
 
 pub fn golden(name: &str) -> PathBuf {
-    // Where cargo runs the test; what was compiled may lie elsewhere by now.
+    // The folder in which cargo runs the test. The compiled sources may have moved.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     Path::new(&root).join("tests/golden").join(name)
 }

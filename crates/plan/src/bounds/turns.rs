@@ -1,8 +1,9 @@
-//! A pipeline's turns, played: when each stage runs which stretch of units on which micro-batch, as
-//! its schedule says, if nothing else delays it.
+//! A lower bound for pipelines that plays their turns: it computes when each stage runs each
+//! stretch of units on each micro-batch in the order of the schedule, with no other delays.
 //!
-//! A turn is hundreds of instructions, so this is that much cheaper than a simulation; and it is
-//! below it, since the simulation's turns take at least as long and wait for at least the same.
+//! A turn stands for hundreds of instructions, so this is that much cheaper than a simulation. It
+//! is a lower bound, because the simulation's turns take at least as long and wait for at least as
+//! much.
 
 use super::{Prices, Stage};
 use trainyard_program::{BackwardPart, Phase, Turn, turns};
@@ -15,7 +16,7 @@ impl Prices<'_> {
         let stretches = (pp * self.candidate.chunks()) as usize;
         let orders: Vec<Vec<Turn>> =
             (0..pp).map(|stage| turns(stage, pp, self.candidate.pipeline, micro_batches)).collect();
-        // Per phase, stretch and micro-batch: when its result is where it goes.
+        // Per phase, stretch and micro-batch: the time at which the result has arrived.
         let place = |stretch: usize, micro_batch: u32| stretch * micro_batches as usize + micro_batch as usize;
         let mut arrived = [0, 1].map(|_| vec![f64::NAN; stretches * micro_batches as usize]);
         let messages: Vec<[f64; 2]> = (0..stretches).map(|stretch| self.messages_s(stretch as u32, stages)).collect();
@@ -41,7 +42,7 @@ impl Prices<'_> {
                     if turn.micro_batch + 1 == micro_batches
                         && (turn.phase, turn.part) != (Phase::Forward, BackwardPart::Whole)
                     {
-                        // Its gradients are completed here or later, and then summed.
+                        // Its gradients are completed here or later, and summed afterwards.
                         began[number] = free[stage].max(ready);
                     }
                     free[stage] = free[stage].max(ready)
@@ -72,8 +73,8 @@ impl Prices<'_> {
         stages.iter().zip(&free).enumerate().map(end).fold(0.0, f64::max) + self.rest_s()
     }
 
-    /// When the last sum of a stage ends at the earliest: those of a stretch wait for the turn that
-    /// completes its gradients, which `began` then, and for one another.
+    /// The earliest end of a stage's last reduction. The reductions of a stretch wait for the turn
+    /// that completes its gradients, which started at `began`, and for one another.
     fn sums_end(&self, stage: &Stage, began: &[f64], pp: usize) -> f64 {
         let mut stretches: Vec<(f64, f64)> = stage
             .stretches
@@ -85,7 +86,8 @@ impl Prices<'_> {
         stretches.into_iter().fold(0.0, |end: f64, (began, seconds)| end.max(began) + seconds)
     }
 
-    /// Seconds of the messages that carry a stretch's results to the next and to the one before.
+    /// Seconds of the messages that carry a stretch's results to the next stretch and to the
+    /// previous one.
     fn messages_s(&self, stretch: u32, stages: &[Stage]) -> [f64; 2] {
         let mesh = &self.candidate.mesh;
         let costs = &self.known.costs;

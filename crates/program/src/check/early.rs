@@ -1,12 +1,12 @@
-//! Nothing is there earlier than the program's `prefetch` says, so that no more memory is held at
-//! once than was planned.
+//! Checks that nothing is brought earlier than the program's `prefetch` allows, so that memory
+//! stays within the plan.
 
 use super::CheckError;
 use crate::clocks::HappensBefore;
 use crate::{Action, BackwardPart, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State};
 
-/// Finds an instruction that takes memory and does not wait for the pass, or the reduction, that it
-/// has to.
+/// Finds an instruction that takes memory without waiting for the pass or the reduction that bounds
+/// it.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
     let is_pass = |number: &u32| {
         let action = program.instructions[*number as usize].action;
@@ -76,8 +76,8 @@ fn begins_a_buffer(program: &Program, instruction: &Instruction) -> bool {
     program.placement.fresh_gradients == Fresh::Transient && takes(instruction, MemoryKind::Gradients)
 }
 
-/// Whether an instruction takes memory for a sum of gradients that lies in a tier: a pass where
-/// they gather in place, and a reduction elsewhere.
+/// True if an instruction takes memory for a gradient sum that lies in a tier. A pass does so where
+/// gradients are summed in place; otherwise a reduction does.
 fn begins_a_sum(program: &Program, instruction: &Instruction) -> bool {
     let begins = match instruction.action {
         Action::Forward { .. } | Action::Backward { .. } => program.placement.fresh_gradients == Fresh::InPlace,
@@ -96,8 +96,8 @@ fn early(number: u32, instruction: &Instruction, earlier: u32) -> CheckError {
     CheckError::Order { number: number as usize, action: instruction.action.name(), what }
 }
 
-/// The pass that instruction `number` has to wait for when what it brings may be there `prefetch`
-/// passes ahead of its use.
+/// The pass that instruction `number` must wait for, if it may run `prefetch` passes ahead of the
+/// pass that uses its result.
 fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Option<u32> {
     let next = passes.partition_point(|pass| *pass < number);
     let uses = |pass: &u32| {
@@ -105,17 +105,17 @@ fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Opt
     };
     match passes[next..].iter().position(uses) {
         Some(place) => (next + place).checked_sub(prefetch + 1).map(|pass| passes[pass]),
-        // For the update.
+        // Its result is used by the update.
         None => passes.last().copied(),
     }
 }
 
-/// Whether a pass over `runs` adds to the gradient of `unit`.
+/// True if a pass over `runs` adds to the gradient of `unit`.
 fn adds(program: &Program, runs: u32, phase: Phase, part: BackwardPart, unit: u32) -> bool {
     program.adds_gradients(runs, phase, part) && program.reads(runs).any(|read| read == unit)
 }
 
-/// Whether `pass` uses what `brings` brings.
+/// True if `pass` uses the result of `brings`.
 fn uses(program: &Program, pass: Action, brings: Action) -> bool {
     let (Some(runs), Some(on)) = (pass.unit(), pass.micro_batch()) else { return false };
     let forward = matches!(pass, Action::Forward { .. });

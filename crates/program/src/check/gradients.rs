@@ -1,8 +1,8 @@
-//! Every gradient is summed over all micro-batches and all ranks, once.
+//! Checks that every gradient is summed over all micro-batches and all ranks exactly once.
 
 use crate::{Axis, BackwardPart, Phase, Program};
 
-/// The gradients of all units while a step goes by.
+/// The state of every unit's gradient while the checker walks through the step.
 pub struct Gradients {
     many_ranks: bool,
     folded: bool,
@@ -12,16 +12,16 @@ pub struct Gradients {
 
 #[derive(Clone, Default)]
 struct Gradient {
-    /// Passes that add to it per micro-batch.
+    /// Number of passes per micro-batch that add to the gradient.
     expected: u32,
-    /// Those so far, per micro-batch.
+    /// Per micro-batch, the passes that have added so far.
     added: Vec<u32>,
-    /// Buffers that are not reduced yet: for how many micro-batches each stands. Without folding
-    /// there is at most one.
+    /// Buffers that are not reduced yet, each as the number of micro-batches it sums. Without
+    /// folding there is at most one.
     buffers: Vec<u32>,
-    /// Micro-batches in the resident sum.
+    /// Number of micro-batches in the resident sum.
     reduced: u32,
-    /// Whether the stages that share the unit have summed it.
+    /// True once the stages that share the unit have summed its gradient.
     tied: bool,
 }
 
@@ -41,7 +41,7 @@ impl Gradients {
         Gradients { many_ranks, folded: program.folded, micro_batches: batches, units }
     }
 
-    /// A pass adds to the gradient of `unit`.
+    /// Records that a pass adds to the gradient of `unit`.
     pub fn add(&mut self, unit: u32, micro_batch: u32) -> Result<(), String> {
         let (folded, in_all) = (self.folded, self.micro_batches);
         let gradient = &mut self.units[unit as usize];
@@ -63,7 +63,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// The later of two equal buffers goes into the earlier, as long as there are two.
+    /// Records a fold: while the last two buffers sum equally many micro-batches, the later one is
+    /// added to the earlier.
     pub fn fold(&mut self, unit: u32, micro_batch: u32) -> Result<(), String> {
         if !self.folded {
             return Err("the program does not fold gradients".to_owned());
@@ -85,7 +86,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// The buffer of `unit` is summed over ranks into the resident sum.
+    /// Records that the buffer of `unit` is summed over ranks into the resident sum.
     pub fn reduce(&mut self, unit: u32, accumulate: bool) -> Result<(), String> {
         if !self.many_ranks {
             return Err("there is one data rank, and nothing to reduce".to_owned());
@@ -109,7 +110,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// The sum of `unit` is summed over the stages that share it.
+    /// Records that the gradient of `unit` is summed over the stages that share it.
     pub fn tie(&mut self, unit: u32) -> Result<(), String> {
         self.is_sum(unit)?;
         match std::mem::replace(&mut self.units[unit as usize].tied, true) {
@@ -118,12 +119,13 @@ impl Gradients {
         }
     }
 
-    /// Whether `unit` has been summed over the stages that share it.
+    /// True once the gradient of `unit` is summed over the stages that share it.
     pub fn is_tied(&self, unit: u32) -> bool {
         self.units[unit as usize].tied
     }
 
-    /// Every micro-batch has added all or nothing to the gradient of `unit`, in one buffer at most.
+    /// Checks that each micro-batch has added everything or nothing to the gradient of `unit`, and
+    /// that at most one buffer is left.
     pub fn is_complete(&self, unit: u32) -> Result<(), String> {
         let gradient = &self.units[unit as usize];
         gradient.complete(unit)?;
@@ -133,7 +135,7 @@ impl Gradients {
         }
     }
 
-    /// Nothing of `unit` is missing from its sum, and nothing lies beside it.
+    /// Checks that the sum of `unit` is complete and that no buffer is left beside it.
     pub fn is_sum(&self, unit: u32) -> Result<(), String> {
         let gradient = &self.units[unit as usize];
         gradient.complete(unit)?;
@@ -150,7 +152,7 @@ impl Gradients {
 }
 
 impl Gradient {
-    /// Every micro-batch has all contributions or none.
+    /// Checks that each micro-batch has all contributions or none.
     fn complete(&self, unit: u32) -> Result<(), String> {
         match self.added.iter().position(|added| *added != 0 && *added != self.expected) {
             Some(micro_batch) => {

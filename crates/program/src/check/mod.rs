@@ -1,16 +1,16 @@
-//! The checker: what programs must satisfy before they run.
+//! The checker: the conditions that programs must meet before they run.
 //!
 //! [`check`] looks at one rank's program, [`check_ranks`] at those of all ranks together.
 //!
-//! A program's meaning is that of its instructions one after the other; lanes run them in another
-//! order. So a program is right when
+//! The meaning of a program is that of its instructions executed one after the other. The lanes
+//! execute them in another order. A program is therefore right if three conditions hold:
 //!
-//! 1. any two instructions that touch the same thing, one of them changing it, are ordered by lanes
-//!    and dependencies (`races`): then every order that lanes can produce means the same as the
-//!    program's own; and
-//! 2. one after the other, each finds what it needs, and the step does all of its work, once
-//!    (`step`); and
-//! 3. nothing is brought earlier than planned, so that memory is what was planned (`early`).
+//! 1. Any two instructions that touch the same thing, one of them changing it, are ordered by lanes
+//!    and dependencies (`races`). Every order that lanes can produce then means the same as the
+//!    program's own order.
+//! 2. In the program's own order, each instruction finds what it needs, and the step does all of
+//!    its work exactly once (`step`).
+//! 3. Nothing is brought earlier than planned, so that memory stays within the plan (`early`).
 
 mod early;
 mod gradients;
@@ -22,85 +22,85 @@ use crate::clocks::HappensBefore;
 use crate::{Action, Lane, Program, State, Streams};
 pub use ranks::{Deadlock, check_ranks};
 
-/// A program that must not run.
+/// The reason why a program must not run.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CheckError {
-    /// A dependency on itself or on something later can never be met.
+    /// An instruction waits for itself or for a later one, which can never be met.
     #[error("instruction {number} ({action}) waits for {on}, which does not come before it")]
     WaitsForward {
-        /// Which instruction.
+        /// Number of the instruction.
         number: usize,
-        /// What it does.
+        /// Name of its action.
         action: &'static str,
-        /// What it waits for.
+        /// Number of the instruction it waits for.
         on: u32,
     },
-    /// An operand that the program does not have.
+    /// An operand is out of the program's range.
     #[error("instruction {number} ({action}) names {operand} {index}, but the program has {count}")]
     NoSuch {
-        /// Which instruction.
+        /// Number of the instruction.
         number: usize,
-        /// What it does.
+        /// Name of its action.
         action: &'static str,
         /// `unit`, `chunk` or `micro-batch`.
         operand: &'static str,
-        /// Which one.
+        /// Index that was given.
         index: u32,
-        /// How many there are.
+        /// Number of such operands in the program; valid indices are below it.
         count: u32,
     },
-    /// Something is used before it is there, or done again.
+    /// Something is used before it exists, or is done a second time.
     #[error("instruction {number} ({action}): {what}")]
     Order {
-        /// Which instruction.
+        /// Number of the instruction.
         number: usize,
-        /// What it does.
+        /// Name of its action.
         action: &'static str,
-        /// What is missing.
+        /// The missing or repeated thing, in words.
         what: String,
     },
-    /// Two instructions that need an order have none.
+    /// Two instructions touch the same thing without an order between them.
     #[error(
         "instruction {number} ({action}) and instruction {other} ({with}) both touch {what}, and neither waits for the other"
     )]
     Unordered {
-        /// The later instruction.
+        /// Number of the later instruction.
         number: usize,
-        /// What it does.
+        /// Name of its action.
         action: &'static str,
-        /// The earlier one.
+        /// Number of the earlier instruction.
         other: usize,
-        /// What that does.
+        /// Name of its action.
         with: &'static str,
-        /// What both touch.
+        /// The thing that both touch, in words.
         what: String,
     },
-    /// Something is left over at the end.
+    /// Something is left over at the end of the step.
     #[error("at the end of the step {0}")]
     Leftover(String),
-    /// The program's tables do not fit together.
+    /// The program's tables contradict each other.
     #[error("{0}")]
     Malformed(String),
-    /// One of several programs is wrong.
+    /// The program of one rank is wrong.
     #[error("the program of rank {rank}: {error}")]
     OfRank {
-        /// Whose.
+        /// The rank.
         rank: u32,
-        /// What is wrong with it.
+        /// The fault in its program.
         error: Box<CheckError>,
     },
-    /// Ranks that meet in a lane want different things.
+    /// Two ranks meet in a lane with different instructions.
     #[error("on the {} lane rank {rank} is at {wants}, and rank {peer} at {gets}", .lane.name())]
     Disagree {
-        /// The lane of both.
+        /// Lane of both instructions.
         lane: Lane,
-        /// One rank.
+        /// One of the two ranks.
         rank: u32,
-        /// Its instruction.
+        /// Its instruction, in words.
         wants: String,
         /// The other rank.
         peer: u32,
-        /// The other's instruction.
+        /// The other rank's instruction, in words.
         gets: String,
     },
     /// Ranks wait for each other for ever.
@@ -112,11 +112,11 @@ pub enum CheckError {
 ///
 /// # Errors
 ///
-/// The first thing that is wrong: operands that do not exist, a dependency forward, conflicting
-/// instructions without an order, something used that is not there (a unit that is not gathered,
-/// state in a lower tier, activations that were evicted), a gradient reduced twice or not at all,
-/// an update before the norm, memory given back that was not taken, or anything left over at the
-/// end.
+/// The first fault that is found: an operand that does not exist, a dependency on a later
+/// instruction, two conflicting instructions without an order, use of something that is not there
+/// (a unit that is not gathered, state in a lower tier, activations that were evicted), a gradient
+/// that is reduced twice or never, an update before the norm, memory that is given back without
+/// being taken, or anything left over at the end.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     tables(program)?;
     operands(program)?;

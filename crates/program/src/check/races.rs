@@ -1,36 +1,38 @@
-//! Conflicts: instructions that touch the same thing, one of them changing it, must be ordered.
+//! Checks that conflicting instructions are ordered: two that touch the same thing, one of them
+//! changing it.
 
 use super::CheckError;
 use crate::clocks::{HappensBefore, STREAMS};
 use crate::{Action, BackwardPart, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier};
 
-/// Something that instructions read and change.
+/// Something that instructions read and change. The first number is the unit's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Thing {
     Batch(u32),
     Targets,
-    /// The resident copy that forward reads.
+    /// The resident copy of a unit's parameters, which forward reads.
     Parameters(u32),
     Gathered(u32),
     Activations(u32, u32),
-    /// The result of a pass over a unit: its output, or the gradient of its input; and what
-    /// collectives inside the unit make of it.
+    /// The result of a pass (phase, unit, micro-batch): the unit's output or the gradient of its
+    /// input, and what collectives inside the unit make of it.
     Result(Phase, u32, u32),
     Completed(Phase, u32, u32),
-    /// A gradient before its reduction; the number counts reductions of the unit.
+    /// A gradient before its reduction. The second number counts the unit's reductions.
     Fresh(u32, u32),
-    /// The sum that the update reads.
+    /// The gradient sum that the update reads.
     Gradient(u32),
     Norm,
-    /// Masters and optimizer state, of a chunk.
+    /// Masters and optimizer state of one chunk of a unit.
     Optimizer(u32, u32),
 }
 
-/// Numbers things densely.
+/// Gives every [`Thing`] a dense number.
 struct Places {
     units: usize,
     micro_batches: usize,
-    /// Per unit, the chunks of the units before it; and of all.
+    /// Per unit, the total number of chunks of the units before it. The last entry is the total
+    /// over all units.
     chunks: Vec<usize>,
 }
 
@@ -66,11 +68,11 @@ impl Places {
     }
 }
 
-/// Who touched a thing last.
+/// The instructions that touched a thing last.
 #[derive(Clone, Copy, Default)]
 struct Access {
     changed: Option<u32>,
-    /// Per stream, the last reader since.
+    /// Per stream, the last reader since the last change.
     read: [Option<u32>; STREAMS],
 }
 
@@ -140,11 +142,11 @@ fn describe(program: &Program, thing: Thing) -> String {
     }
 }
 
-/// What one instruction after the other reads and changes.
+/// Walks through a program and lists what each instruction reads and changes.
 struct Touching<'p> {
     program: &'p Program,
     trains: Vec<u32>,
-    /// Per unit, the reductions so far.
+    /// Per unit, the number of reductions so far.
     reductions: Vec<u32>,
     reads: Vec<Thing>,
     changes: Vec<Thing>,
@@ -167,7 +169,7 @@ impl<'p> Touching<'p> {
             }
             Action::Gather { unit, over } => match self.program.placement.parameters {
                 Extent::Shard => {
-                    // Otherwise it starts from what a release kept.
+                    // A gather over part of the group starts from the part that a release kept.
                     if over == self.program.mesh.shard_degree() {
                         self.reads.push(Thing::Parameters(unit));
                     }
@@ -195,7 +197,7 @@ impl<'p> Touching<'p> {
             }
             Action::Exchange { collective, unit, micro_batch, phase, .. } => {
                 match (collective, phase) {
-                    // It runs beside its pass, on the pass's input.
+                    // A ring runs beside its pass, on the pass's input.
                     (Collective::Ring, Phase::Forward) if unit > 0 => {
                         self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
                     }
@@ -207,8 +209,8 @@ impl<'p> Touching<'p> {
                 }
                 self.changes.push(Thing::Completed(phase, unit, micro_batch));
             }
-            // What no backward wrote of a gradient becomes zero; before it goes to its tier, where
-            // it has one.
+            // Clipping sets to zero any part of a gradient that no backward wrote. Where sums lie
+            // in a tier, this happens before they go there.
             Action::Clip => {
                 let in_tiers = self.program.offload.gradients.is_some();
                 let touched = if in_tiers { &mut self.reads } else { &mut self.changes };
@@ -219,7 +221,7 @@ impl<'p> Touching<'p> {
                 self.reads.push(Thing::Norm);
                 self.changes.push(Thing::Optimizer(unit, chunk));
                 if self.updates_on_host() {
-                    // The room for the copy that is brought from the host.
+                    // The memory for the copy that is brought from the host.
                     self.changes.extend(writes_anew(instruction).then_some(Thing::Parameters(unit)));
                 } else {
                     self.reads.push(Thing::Gradient(unit));
@@ -244,8 +246,8 @@ impl<'p> Touching<'p> {
                     State::Gradients => Thing::Gradient(unit),
                 });
             }
-            // Where masters are apart from the copy that forward reads, they are what is snapshot,
-            // and the copy may be gathered meanwhile.
+            // Where masters are separate from the copy that forward reads, the snapshot saves the
+            // masters, and the copy may be gathered meanwhile.
             Action::Snapshot => {
                 let chunks = |unit: &u32| {
                     (0..self.program.chunks_of(*unit)).map(|chunk| Thing::Optimizer(*unit, chunk)).collect::<Vec<_>>()
@@ -297,7 +299,8 @@ impl<'p> Touching<'p> {
         }
     }
 
-    /// Where backward writes: the sum itself, or a buffer that the next reduction ends.
+    /// The place where backward writes: the sum itself, or a buffer that lives until the unit's
+    /// next reduction.
     fn fresh(&self, unit: u32) -> Thing {
         match self.program.placement.fresh_gradients {
             Fresh::InPlace => Thing::Gradient(unit),
@@ -306,13 +309,13 @@ impl<'p> Touching<'p> {
     }
 }
 
-/// Whether an update takes memory for the copy that forward reads.
+/// True if an update takes memory for the copy that forward reads.
 fn writes_anew(update: &Instruction) -> bool {
     update.effects.iter().any(|effect| effect.kind == MemoryKind::Parameters && effect.bytes > 0)
 }
 
-/// What carries the output of `unit` (forward) or the gradient of that output (backward), which is
-/// what the unit above makes.
+/// The things that carry the output of `unit` (forward) or the gradient of that output (backward).
+/// The latter is the result of the unit above.
 fn result_of(phase: Phase, unit: u32, micro_batch: u32) -> [Thing; 2] {
     let maker = if phase == Phase::Forward { unit } else { unit + 1 };
     [Thing::Result(phase, maker, micro_batch), Thing::Completed(phase, maker, micro_batch)]

@@ -1,15 +1,15 @@
-//! All ranks together: they meet in the same collectives in the same order, and never wait for each
-//! other for ever.
+//! Checks all ranks together: they meet in the same collectives in the same order, and never wait
+//! for each other for ever.
 
 use super::CheckError;
 use crate::{Action, Axis, Lane, Phase, Program};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Where every rank that cannot go on stands.
+/// The position of every rank that cannot go on.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Deadlock {
-    /// Rank, instruction, and what that is.
+    /// Rank, number of the instruction it waits at, and that instruction in words.
     pub waiting: Vec<(u32, usize, String)>,
 }
 
@@ -22,13 +22,13 @@ impl fmt::Display for Deadlock {
     }
 }
 
-/// Checks the programs of all ranks, in the order of ranks: each by itself, and that together they
-/// come to an end.
+/// Checks the programs of all ranks, in the order of ranks: each by itself, and then that together
+/// they come to an end.
 ///
-/// Lanes and their meetings are simulated: a lane stands at its next instruction until that
-/// instruction's dependencies have finished and, if it communicates, until all ranks of its group
-/// stand at the same one. Sends and receives meet too, as they do for messages too large to be
-/// buffered.
+/// Lanes and their meetings are simulated. A lane waits at its next instruction until the
+/// instruction's dependencies have finished. If the instruction communicates, the lane also waits
+/// until all ranks of its group stand at the same one. Sends and receives meet too, as they do for
+/// messages that are too large to be buffered.
 ///
 /// # Errors
 ///
@@ -48,7 +48,7 @@ pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
     Simulation::new(programs).run()
 }
 
-/// One lane of one rank.
+/// One lane of one rank: its instructions and the position in them.
 struct Queue {
     instructions: Vec<u32>,
     next: usize,
@@ -58,13 +58,13 @@ struct Simulation<'p> {
     programs: &'p [Program],
     queues: Vec<[Queue; Lane::ALL.len()]>,
     finished: Vec<Vec<bool>>,
-    /// Ranks that stand at a meeting, by what makes it one.
+    /// The ranks (and their instructions) that wait at each meeting.
     meetings: BTreeMap<Meeting, Vec<(u32, u32)>>,
-    /// The stages that hold each unit.
+    /// Per unit, the stages that hold it.
     holders: Vec<Vec<u32>>,
 }
 
-/// Ranks meet on a lane of a group, or pairwise for a message.
+/// The identity of a meeting: ranks meet on a lane of a group, or in pairs for a message.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Meeting {
     Group(Lane, Vec<u32>),
@@ -90,7 +90,7 @@ impl<'p> Simulation<'p> {
     }
 
     fn run(mut self) -> Result<(), CheckError> {
-        // Lanes that may be able to go on.
+        // Lanes that may be able to advance.
         let all = |rank: u32| Lane::ALL.into_iter().map(move |lane| (rank, lane));
         let mut awake: Vec<(u32, Lane)> = (0..self.programs.len() as u32).flat_map(all).collect();
         while let Some((rank, lane)) = awake.pop() {
@@ -106,7 +106,7 @@ impl<'p> Simulation<'p> {
         self.all_done()
     }
 
-    /// The instruction that the lane stands at, if all that it depends on has finished.
+    /// The instruction at which the lane stands, if all of its dependencies have finished.
     fn stands_ready(&self, rank: u32, lane: Lane) -> Option<u32> {
         let queue = &self.queues[rank as usize][lane as usize];
         let number = *queue.instructions.get(queue.next)?;
@@ -114,8 +114,8 @@ impl<'p> Simulation<'p> {
         after.iter().all(|on| self.finished[rank as usize][*on as usize]).then_some(number)
     }
 
-    /// `rank` stands at `number`: the instructions that finish with that, none while others are
-    /// missing.
+    /// Records that `rank` has arrived at instruction `number`. Returns the instructions that this
+    /// completes; there are none while other ranks are missing.
     fn arrive(&mut self, rank: u32, number: u32) -> Result<Vec<(u32, u32)>, CheckError> {
         let action = self.action(rank, number);
         let Some((meeting, expected)) = self.meeting(rank, action) else { return Ok(vec![(rank, number)]) };
@@ -144,7 +144,7 @@ impl<'p> Simulation<'p> {
         self.programs[rank as usize].instructions[number as usize].action
     }
 
-    /// With whom `action` meets, and how many they are; None for what a rank does alone.
+    /// The meeting of `action` and the number of ranks in it; None if a rank does it alone.
     fn meeting(&self, rank: u32, action: Action) -> Option<(Meeting, usize)> {
         let mesh = &self.programs[0].mesh;
         let ranks = match action {
@@ -180,12 +180,12 @@ impl<'p> Simulation<'p> {
     }
 }
 
-/// Whether two ranks that meet want the same.
+/// True if the instructions of two ranks that meet go together.
 fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
     let [a, b] = [a, b].map(|(rank, number)| &programs[rank as usize].instructions[number as usize]);
     match (a.action, b.action) {
         (Action::Send { .. }, Action::Recv { .. }) | (Action::Recv { .. }, Action::Send { .. }) => a.bytes == b.bytes,
-        // Stages have norms and units of their own.
+        // Pipeline stages compute partial norms over units of their own.
         (Action::Clip, Action::Clip) => true,
         _ => (a.action, a.bytes) == (b.action, b.bytes),
     }

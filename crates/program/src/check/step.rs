@@ -1,5 +1,5 @@
-//! The step in the program's own order: each instruction finds what it needs, and all of the work
-//! is done once.
+//! Checks the step in the program's own order: each instruction finds what it needs, and all of the
+//! work is done once.
 
 use super::CheckError;
 use super::gradients::Gradients;
@@ -7,7 +7,7 @@ use crate::{
     Action, BackwardPart, Collective, Effect, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
 };
 
-/// Runs through `program` and notes what is there.
+/// Executes `program` on a model of the rank's state.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     let mut step = StepCheck::new(program);
     for (number, instruction) in program.instructions.iter().enumerate() {
@@ -18,7 +18,8 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
     step.end().map_err(CheckError::Leftover)
 }
 
-/// What a unit's forward kept, or a sum of gradients that comes and goes.
+/// The place of activations that a forward kept, or of a gradient sum that moves between device and
+/// tier.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kept {
     Nothing,
@@ -26,36 +27,36 @@ enum Kept {
     Away,
 }
 
-/// One unit on one micro-batch.
+/// The progress of one unit on one micro-batch.
 #[derive(Clone)]
 struct Run {
     forwarded: bool,
     kept: Kept,
     differentiated_input: bool,
     differentiated_weights: bool,
-    /// Outputs and their gradients that crossed to or from another stage.
+    /// Per phase, true once the result crossed to or from another stage.
     sent: [bool; 2],
     received: [bool; 2],
-    /// Collectives inside, per phase: times of each kind.
+    /// Per phase, the number of collectives of each kind that ran inside the unit.
     exchanged: [[u32; 4]; 2],
 }
 
-/// A unit's state on this rank.
+/// The state of a unit on this rank.
 #[derive(Clone)]
 struct Unit {
-    /// Whether the resident copy of the parameters is on the device.
+    /// True while the resident copy of the parameters is on the device.
     present: bool,
-    /// 0: not gathered, 1: whole, n: 1 / n stayed.
+    /// 0: not gathered; 1: whole; n: the 1/n part stayed.
     gathered: u32,
-    /// Chunks of its optimizer state that came, were updated, and went back.
+    /// Number of chunks of optimizer state that were fetched, updated and evicted.
     fetched: u32,
     chunks_updated: u32,
     evicted: u32,
-    /// Whether all are updated.
+    /// True once all chunks are updated.
     updated: bool,
-    /// Whether other ranks' parts of a whole copy are from before the update.
+    /// True while other ranks' parts of a whole copy are older than the update.
     stale: bool,
-    /// Where its sum of gradients is, if it has been begun; where sums lie in a tier.
+    /// The place of the gradient sum once it has been begun. Used where sums lie in a tier.
     sum: Kept,
 }
 
@@ -186,7 +187,7 @@ impl<'p> StepCheck<'p> {
         Ok(())
     }
 
-    /// Whether the copy that an update on the host wrote is on the device.
+    /// Checks that the device has the copy that an update on the host wrote.
     fn copy_is_written(&self, unit: u32) -> Verdict {
         let (on_host, state) = (self.program.offload.optimizer == Some(Tier::Host), &self.units[unit as usize]);
         must(!on_host || state.evicted == state.chunks_updated, || {
@@ -204,7 +205,7 @@ impl<'p> StepCheck<'p> {
         Ok(())
     }
 
-    /// The parameters that `unit` reads are there, whole.
+    /// Checks that all parameters that `unit` reads are on the device and whole.
     fn readable(&self, unit: u32) -> Verdict {
         for unit in self.program.reads(unit) {
             let state = &self.units[unit as usize];
@@ -266,8 +267,8 @@ impl<'p> StepCheck<'p> {
         Ok(())
     }
 
-    /// Where gradients gather as `fresh` says, this adds to a unit's sum, which must not be in a
-    /// lower tier.
+    /// Records an addition to a unit's sum, if gradients are summed as `fresh` says. The sum must
+    /// not be in a lower tier.
     fn adds_to_sum(&mut self, unit: u32, fresh: Fresh) -> Verdict {
         if self.program.offload.gradients.is_none() || self.program.placement.fresh_gradients != fresh {
             return Ok(());
@@ -276,7 +277,7 @@ impl<'p> StepCheck<'p> {
         must(before != Kept::Away, || format!("the gradients of unit {unit} are in a lower tier"))
     }
 
-    /// Where gradients lie in a tier, those of `unit` are there, all of them.
+    /// Where gradients lie in a tier, checks that the complete sum of `unit` is there.
     fn sum_is_in_its_tier(&self, unit: u32) -> Verdict {
         if self.program.offload.gradients.is_none() {
             return Ok(());
@@ -410,7 +411,7 @@ impl<'p> StepCheck<'p> {
         }
     }
 
-    /// Takes account of memory: nothing is given back that was not taken.
+    /// Applies the memory effects of an instruction. Nothing may be given back that was not taken.
     fn account(&mut self, instruction: &Instruction) -> Verdict {
         for effect in &instruction.effects {
             let live = self.balance.change(instruction.action, effect);
@@ -467,10 +468,10 @@ fn crossing(unit: u32, micro_batch: u32) -> String {
     )
 }
 
-/// Bytes taken and not given back, by what they are for.
+/// Bytes that are taken and not given back, by purpose.
 struct Balance {
     micro_batches: u32,
-    /// Per kind; per unit, or unit and micro-batch, where an effect is of one.
+    /// Per kind; within it per unit, or per unit and micro-batch, if the effect belongs to one.
     live: Vec<Vec<i64>>,
 }
 
@@ -486,8 +487,8 @@ impl Balance {
             MemoryKind::Activations => unit * self.micro_batches + micro_batch,
             MemoryKind::Data => micro_batch,
             MemoryKind::Parameters | MemoryKind::Masters | MemoryKind::Optimizer | MemoryKind::Gathered => unit,
-            // One pass takes buffers for several units, and receives are named after another unit
-            // than the pass that uses them.
+            // These are not counted per unit: one pass takes buffers for several units, and a
+            // receive is named after another unit than the pass that uses it.
             MemoryKind::Gradients | MemoryKind::Communication => 0,
         };
         let live = &mut self.live[effect.kind as usize][place as usize];

@@ -1,4 +1,4 @@
-//! Models to lower, and everything that can be asked for.
+//! Models to lower, and random combinations of model, mesh and strategy.
 #![allow(dead_code)]
 
 use proptest::prelude::*;
@@ -32,7 +32,7 @@ pub struct Case {
     pub strategy: How,
 }
 
-/// Models of up to `units` units on data-parallel meshes: what the engine runs.
+/// Models of up to `units` units on data-parallel meshes, which the engine can run.
 pub fn data_parallel_cases(units: usize) -> impl Strategy<Value = Case> {
     (models(units), 1u32..4, 1u32..5, 1u32..5).prop_flat_map(|(model, replicate, shard, accumulation)| {
         let mesh = Mesh::data(replicate, shard);
@@ -44,7 +44,7 @@ pub fn data_parallel_cases(units: usize) -> impl Strategy<Value = Case> {
     })
 }
 
-/// The same on meshes of every axis, of up to sixteen ranks.
+/// The same on meshes with every axis, of up to sixteen ranks.
 pub fn cases(units: usize) -> impl Strategy<Value = Case> {
     let degrees = (1u32..5, 1u32..3, 1u32..3, 1u32..3, 1u32..3, any::<bool>());
     (models(units), degrees, 1u32..5, 0usize..5, 1u32..4).prop_flat_map(|(model, degrees, rounds, pipeline, chunks)| {

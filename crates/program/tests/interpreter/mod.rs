@@ -1,28 +1,28 @@
 //! Runs the programs of all ranks on numbers that stand for tensors, in any order that lanes and
 //! dependencies allow.
 //!
-//! It knows nothing of the checker: what an instruction finds missing is an error, ranks that wait
-//! for each other for ever are an error, and what comes out are the weights. Programs are
-//! equivalent when no order tells them apart.
+//! The interpreter shares nothing with the checker. An instruction that does not find its operands
+//! is an error, and so are ranks that wait for each other for ever. The result is the weights. Two
+//! programs are equivalent if no order tells them apart.
 
 use trainyard_program::{Action, Axis, BackwardPart, Extent, Fresh, Lane, MemoryKind, Program, State, Tier};
 
-/// Which of the instructions that can run goes first.
+/// The rule by which the next instruction is chosen among those that can run.
 #[derive(Clone, Copy, Debug)]
 pub enum Order {
-    /// Any, by this seed.
+    /// At random, with this seed.
     Random(u64),
-    /// Those of a lane, whenever there is one.
+    /// Instructions of this lane first.
     Eager(Lane),
-    /// Those of a lane, only when there is no other.
+    /// Instructions of this lane last.
     Lazy(Lane),
 }
 
-/// What is left after a step, of each rank: its units' state, the snapshot, what was left over, and
+/// The state of each rank after a step: its units' state, the snapshot, anything left over, and
 /// last the norm and the weights of its own parts.
 pub type Outcome = Vec<Vec<u64>>;
 
-/// The parts of a unit's flat buffer that are there.
+/// The parts of a unit's flat buffer that are present.
 type Parts = Vec<Option<u64>>;
 
 #[derive(Clone)]
@@ -40,13 +40,13 @@ struct UnitState {
     /// By chunk.
     masters: Vec<Option<Parts>>,
     masters_in_tier: Vec<Parts>,
-    /// By chunk, where the update runs on the host: the gradient that it was given, and the copy
-    /// that it wrote.
+    /// By chunk, where the update runs on the host: the gradient that was fetched, and the copy
+    /// that the update wrote.
     on_host: Vec<OnHost>,
     fresh: Vec<Buffer>,
     sum: Option<Vec<u64>>,
-    /// Where gradients lie in a tier: what is there, a buffer that is not reduced or a sum; and by
-    /// chunk, what came with the optimizer's state.
+    /// Where gradients lie in a tier: a buffer that is not reduced, or a sum. Then, by chunk, the
+    /// gradients that came with the optimizer state.
     sum_in_tier: Option<Buffer>,
     with_state: Vec<Option<Vec<u64>>>,
 }
@@ -62,8 +62,8 @@ struct Rank {
     loaded: u32,
     targets: Option<u64>,
     units: Vec<UnitState>,
-    /// By unit and micro-batch: what forward kept, the same in the tier, the output, and the
-    /// gradient of the output.
+    /// By unit and micro-batch: the activations that forward kept, those in the tier, the output,
+    /// and the gradient of the output.
     kept: Vec<Option<u64>>,
     away: Vec<Option<u64>>,
     outputs: Vec<Option<u64>>,
@@ -102,8 +102,8 @@ fn updates_on_host(program: &Program) -> bool {
     program.offload.optimizer == Some(Tier::Host)
 }
 
-/// Chunks of a unit stand for the same numbers, so that their count tells nothing; unless they
-/// differ.
+/// Chunks of a unit that are equal are given as one number, so that the number of chunks does not
+/// matter.
 fn one_of_all(chunks: Vec<u64>) -> u64 {
     if chunks.iter().all(|chunk| *chunk == chunks[0]) { chunks[0] } else { mix(&chunks) }
 }
@@ -149,7 +149,7 @@ impl<'p> World<'p> {
         self.programs[0].mesh.group(rank as u32, Axis::Shard).index as usize
     }
 
-    /// The instruction that a lane stands at, when all it depends on has finished.
+    /// The instruction that a lane stands at, if all of its dependencies have finished.
     fn at(&self, rank: usize, lane: usize) -> Option<usize> {
         let number = *self.lanes[rank][lane].get(self.ranks[rank].next[lane])?;
         let after = &self.programs[rank].instructions[number].after;
@@ -246,7 +246,7 @@ impl<'p> World<'p> {
 
     fn reduce(&mut self, ranks: &[usize], unit: usize, accumulate: bool) -> Step<()> {
         let mut total = vec![0u64; self.shards()];
-        // Of buffers apart, the oldest is reduced while the next is filled.
+        // Of separate buffers, the oldest is reduced while the next is filled.
         let apart = self.programs[0].placement.fresh_gradients == Fresh::Transient && !self.programs[0].folded;
         for rank in ranks {
             let buffer = match &self.ranks[*rank].units[unit].fresh[..] {
@@ -494,7 +494,7 @@ impl Rank {
         Ok(())
     }
 
-    /// A pass that takes memory for gradients begins buffers of its own.
+    /// A pass with an effect that takes memory for gradients begins buffers of its own.
     fn add_gradients(&mut self, program: &Program, number: usize, value: u64) {
         let instruction = &program.instructions[number];
         let takes = |effect: &trainyard_program::Effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0;
@@ -506,7 +506,7 @@ impl Rank {
             let state = &mut self.units[unit as usize];
             let apart = begins && state.fresh.last().is_some_and(|last| last.micro_batch != micro_batch);
             if state.fresh.is_empty() || apart {
-                // In place, what was summed before is written over.
+                // In place, the earlier sum is overwritten.
                 if program.placement.fresh_gradients == Fresh::InPlace {
                     state.sum = None;
                 }

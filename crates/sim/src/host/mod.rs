@@ -1,11 +1,11 @@
-//! Runs on a host's cores: ranks that share cores and memory, as threads or processes, priced from
-//! the machine's own profile.
+//! Prices runs on a host's cores from the machine's own profile. Ranks are threads or processes
+//! that share cores and memory.
 //!
 //! The step program is the one that the engine executes, and so are the kernel calls: the engine
-//! executed the program on the `meta` device and recorded every call with the number of its
-//! instruction. [`HostPrices`] look each call up in the measured curves ([`crate::machine`]) and
-//! each exchange in those of its operation; [`play`] runs the program against the clock with the
-//! cores as a shared resource.
+//! ran the program on the `meta` device and recorded every call with the number of its instruction.
+//! [`HostPrices`] looks up each call in the measured curves ([`crate::machine`]) and each
+//! collective in those of its operation. [`play`] simulates the program with the cores as a shared
+//! resource.
 
 mod play;
 mod price;
@@ -19,29 +19,29 @@ use std::collections::BTreeMap;
 use trainyard_program::Program;
 use trainyard_tensor::Call;
 
-/// How ranks share a host.
+/// The way in which ranks share a host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostLayout {
-    /// Ranks of the run on each host.
+    /// Number of ranks of the run on each host.
     pub ranks: u32,
-    /// Threads of each rank's kernels.
+    /// Number of threads of each rank's kernels.
     pub threads: u32,
 }
 
-/// A step on this host, before it runs.
+/// The prediction of a step on this host.
 #[derive(Clone, PartialEq, Debug)]
 pub struct HostStep {
-    /// How the program of one rank ran; all do the same.
+    /// The simulation of one rank's program; all ranks do the same.
     pub simulated: Simulated,
-    /// What each instruction costs alone.
+    /// The price of each instruction when nothing else runs.
     pub prices: Vec<Priced>,
-    /// Kernels without a curve of their own and how often they are called: priced as plain copies
-    /// of their bytes.
+    /// Kernels without a curve and the number of their calls. They are priced as plain copies of
+    /// their bytes.
     pub unpriced: BTreeMap<String, u32>,
 }
 
-/// Predicts one step: `program` is a rank's, `calls` its kernel calls by instruction, `speeds`
-/// those of the moment (`profile.speeds` if not known).
+/// Predicts one step. `program` is that of a rank, `calls` are its kernel calls by instruction, and
+/// `speeds` are those of the moment (`profile.speeds` if not known).
 pub fn host_step(
     program: &Program,
     calls: &[Call],

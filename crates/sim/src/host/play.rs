@@ -1,12 +1,13 @@
 //! The event simulation of ranks that share a host's cores.
 //!
-//! All ranks of the run do the same at the same time, so one is played and counts as often as there
-//! are ranks. What an instruction costs alone stretches while others run: `n` threads that want to
-//! run on `c` cores get `c / n` of a core each (completely fair scheduling), and lanes beside each
-//! other lose what the profile's [interference](crate::machine::Interference) says. An exchange was
-//! measured on its own ranks, which may have been more than cores already; only what comes on top
-//! of them slows it further. One that begins while compute keeps every core waits until it is given
-//! one, or compute rests.
+//! All ranks of the run do the same at the same time, so one is simulated and counted as often as
+//! there are ranks. An instruction takes longer while others run, for two reasons. `n` threads that
+//! want to run on `c` cores get `c / n` of a core each (completely fair scheduling). Lanes beside
+//! each other also lose speed as the profile's [interference](crate::machine::Interference) says.
+//!
+//! A collective was measured on its own ranks, which may already have been more than the cores.
+//! Only the load beyond them slows it further. A collective that begins while compute keeps every
+//! core busy waits until it gets a core, or until compute rests.
 
 use super::{HostLayout, Priced};
 use crate::machine::MachineProfile;
@@ -15,26 +16,27 @@ use trainyard_program::{Lane, Program, Streams};
 
 const LANES: usize = Lane::ALL.len();
 
-/// An instruction under way.
+/// An instruction in progress.
 #[derive(Clone, Copy)]
 struct Running {
     number: usize,
     start_s: f64,
-    /// Seconds alone that are left of each [`WorkPhase`].
+    /// Seconds that are left of each [`WorkPhase`], if run alone.
     left: [f64; PARTS],
     exchange_ranks: u32,
 }
 
-/// What an instruction does, one after the other.
+/// The phases of an instruction, in order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum WorkPhase {
     /// Its thread is woken.
     Wake,
-    /// An exchange waits for the cores that compute keeps busy; when compute rests they are free.
+    /// A collective waits for cores that compute keeps busy. The phase is skipped when compute
+    /// rests.
     Queue,
-    /// Kernels, and what the engine does around them.
+    /// Kernels, and the engine's work around them.
     Work,
-    /// Exchange with other ranks.
+    /// Communication with other ranks.
     Exchange,
 }
 
@@ -45,13 +47,13 @@ impl WorkPhase {
 }
 
 impl Running {
-    /// Which part it is in; None when it is done.
+    /// The current phase; None when the instruction is done.
     fn part(&self) -> Option<WorkPhase> {
         WorkPhase::ALL.into_iter().find(|part| self.left[*part as usize] > 0.0)
     }
 }
 
-/// Plays `program` at `prices`, on as many ranks as `layout` says.
+/// Simulates `program` at `prices`, on the ranks of `layout`.
 pub fn play(program: &Program, prices: &[Priced], layout: HostLayout, profile: &MachineProfile) -> Simulated {
     let mut host = Host::new(program, prices, layout, profile);
     while host.begin() {
@@ -69,8 +71,8 @@ struct Host<'a> {
     streams: Streams<'a>,
     now: f64,
     finished: Vec<bool>,
-    /// Per stream, its instructions, how many of them have begun, since when it is free, and what
-    /// it runs.
+    /// Per stream: its instructions, the number that have begun, the time since which it is free,
+    /// and the running instruction.
     lanes: Vec<(Vec<usize>, usize, f64, Option<Running>)>,
     time: RankTime,
 }
@@ -103,7 +105,7 @@ impl<'a> Host<'a> {
         }
     }
 
-    /// Begins what can; whether anything runs.
+    /// Starts every instruction that can start. Returns true if anything runs.
     fn begin(&mut self) -> bool {
         for lane in 0..Streams::COUNT {
             let (numbers, begun, free, running) = &self.lanes[lane];
@@ -114,7 +116,7 @@ impl<'a> Host<'a> {
             let idle = self.now - free;
             let last = self.streams.waits(number).max_by(|a, b| self.end_of(*a).total_cmp(&self.end_of(*b)));
             let cause = last.map(|on| self.program.instructions[on as usize].action.lane());
-            // A lane that slept until another finished is woken.
+            // A lane that slept until another finished must be woken.
             let woken = cause.filter(|_| idle > 0.0);
             if let (Some(cause), true) = (woken, lane == Lane::Compute as usize) {
                 self.time.waited_s[cause as usize] += idle;
@@ -131,13 +133,13 @@ impl<'a> Host<'a> {
         self.lanes.iter().any(|lane| lane.3.is_some())
     }
 
-    /// Whether compute, and a lane beside it, are more threads than there are cores.
+    /// True if compute and a lane beside it have more threads than there are cores.
     fn is_crowded(&self) -> bool {
         let threads = f64::from(self.layout.ranks * (self.layout.threads + 1));
         self.computes() && threads > self.profile.machine.shared_cores()
     }
 
-    /// Whether the compute lane has work, or is being woken for it.
+    /// True if the compute lane has work, or is being woken for it.
     fn computes(&self) -> bool {
         let running = self.lanes[Lane::Compute as usize].3;
         running.is_some_and(|running| matches!(running.part(), Some(WorkPhase::Wake | WorkPhase::Work)))
@@ -147,7 +149,7 @@ impl<'a> Host<'a> {
         self.time.spans[number as usize].end_s
     }
 
-    /// Threads of one rank that an instruction keeps busy.
+    /// Number of threads of one rank that an instruction keeps busy.
     fn threads(&self, running: &Running) -> f64 {
         match running.part() {
             Some(WorkPhase::Work) => f64::from(self.layout.threads),
@@ -156,7 +158,7 @@ impl<'a> Host<'a> {
         }
     }
 
-    /// Until the next instruction, or part of one, is over.
+    /// Advances to the end of the next instruction, or of one of its phases.
     fn advance(&mut self) {
         let cores = self.profile.machine.shared_cores();
         let ranks = f64::from(self.layout.ranks);
@@ -170,7 +172,7 @@ impl<'a> Host<'a> {
             Some(WorkPhase::Work) => share,
             Some(WorkPhase::Queue) if !computes => f64::INFINITY,
             Some(WorkPhase::Exchange) => {
-                // What it got when it was measured alone.
+                // The share of a core that it got when it was measured alone.
                 let alone = (cores / f64::from(running.exchange_ranks.max(1))).min(1.0);
                 let lost = if beside(WorkPhase::Work) { self.profile.interference.communication } else { 1.0 };
                 share / alone / lost
@@ -185,8 +187,8 @@ impl<'a> Host<'a> {
             let (Some(running), Some(speed)) = (&mut self.lanes[lane].3, speeds[lane]) else { continue };
             if let Some(part) = running.part() {
                 let left = &mut running.left[part as usize];
-                // What rounding leaves of a part that is over; and one that takes no time is over
-                // after none.
+                // Removes what rounding leaves of a finished phase. A phase without duration ends
+                // at once.
                 *left = if speed.is_infinite() || *left - step * speed <= 1e-12 { 0.0 } else { *left - step * speed };
             }
             if running.part().is_none() {
@@ -213,8 +215,7 @@ mod tests {
     use crate::machine::tests::small;
     use trainyard_program::{Action, Instruction, Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
 
-    /// Two units on two replicas; every forward and backward costs 1, every reduction 1, the rest
-    /// nothing.
+    /// Two units on two replicas. Every forward, backward and reduction costs 1, the rest nothing.
     fn program() -> (Program, Vec<Priced>) {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
@@ -242,13 +243,13 @@ mod tests {
             let layout = HostLayout { ranks, threads };
             (play(&program, &prices, layout, &profile(cores)).step_s * 1e6).round() / 1e6
         };
-        // Two forwards, two backwards; the head's reduction beside the embedding's backward, the
-        // embedding's after it.
+        // Two forwards and two backwards. The head's reduction runs beside the embedding's
+        // backward, the embedding's after it.
         assert_eq!(step(2, 1, 4), 5.0);
-        // On two cores the overlap gains nothing: two threads of each rank share one core.
+        // On two cores overlap gains nothing: two threads of each rank share one core.
         assert_eq!(step(2, 1, 2), 6.0);
-        // Four ranks on two cores: compute at half speed; reductions of two ranks at half of what
-        // they got alone.
+        // Four ranks on two cores: compute runs at half speed, and reductions of two ranks at half
+        // of their speed alone.
         assert_eq!(step(4, 1, 2), 12.0);
     }
 
@@ -258,8 +259,8 @@ mod tests {
         let mut slow = profile(4);
         slow.interference.compute = 1.5;
         let layout = HostLayout { ranks: 2, threads: 1 };
-        // The last backward runs beside a reduction of one second: 1 / 1.5 of it done then, the
-        // rest alone.
+        // The last backward runs beside a reduction of one second. 1 / 1.5 of the reduction is done
+        // by then; the rest runs alone.
         let step = play(&program, &prices, layout, &slow).step_s;
         assert!((step - (5.0 + 1.0 / 3.0)).abs() < 1e-9, "{step}");
         let mut sleepy = profile(4);
@@ -274,11 +275,11 @@ mod tests {
         let mut queueing = profile(2);
         queueing.interference.start_s = 10.0;
         let layout = HostLayout { ranks: 2, threads: 1 };
-        // The head's reduction waits for the backward of the embedding to end, and no longer; then
-        // both reductions run with nothing beside them.
+        // The head's reduction waits until the backward of the embedding ends. Then both reductions
+        // run with nothing beside them.
         let step = play(&program, &prices, layout, &queueing).step_s;
         assert!((step - 6.0).abs() < 1e-9, "{step}");
-        // Where there are cores for all nobody waits.
+        // If there are cores for all, nothing waits.
         let (short, long) = (
             play(&program, &prices, layout, &profile(4)),
             play(&program, &prices, layout, &MachineProfile { machine: profile(4).machine, ..queueing }),
@@ -302,8 +303,8 @@ mod tests {
             let prices: Vec<Priced> = program.instructions.iter().map(price).collect();
             play(&program, &prices, HostLayout { ranks: 1, threads: 1 }, &profile(4)).step_s
         };
-        // The second unit's gradients go while the first one's copy comes; a disk is read twice,
-        // then written twice.
+        // The second unit's gradients leave while the first one's copy arrives. A disk is read
+        // twice, then written twice.
         assert_eq!([step(Tier::Host), step(Tier::Disk)], [3.0, 4.0]);
     }
 

@@ -1,4 +1,4 @@
-//! What each instruction of a program costs on a host while nothing else runs there.
+//! The price of each instruction on a host while nothing else runs there.
 
 use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
@@ -9,34 +9,35 @@ use trainyard_tensor::{Call, Computes};
 /// The price of one instruction.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Priced {
-    /// Seconds on the rank's own threads: kernels, and what the engine does around them.
+    /// Seconds on the rank's own threads: kernels, and the engine's work around them.
     pub work_s: f64,
-    /// Seconds of exchange with other ranks.
+    /// Seconds of communication with other ranks.
     pub exchange_s: f64,
-    /// Ranks on this host that exchanged at once when it was measured.
+    /// Number of ranks on this host that communicated at once when this was measured.
     pub exchange_ranks: u32,
 }
 
-/// Ranks that exchange with each other, and the hosts that they are on.
+/// Number of ranks that communicate with each other, and number of their hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Spread {
     ranks: u32,
     hosts: u32,
 }
 
-/// Curves of one machine for one layout, at the speeds of a moment.
+/// The curves of one machine for one layout, at the speeds of a moment.
 pub struct HostPrices<'p> {
     profile: &'p MachineProfile,
     speeds: Speeds,
-    /// Ranks of the host.
+    /// Number of ranks on the host.
     ranks: u32,
-    /// By dtype and kernel; and what threads that were measured are to those of a rank.
+    /// Curves by dtype and kernel, each with the ratio of the threads that were measured to those
+    /// of a rank.
     curves: HashMap<&'p str, HashMap<&'p str, (Fitted, f64)>>,
 }
 
 impl<'p> HostPrices<'p> {
-    /// Fits the curves that were measured on ranks of as many threads; where there are none, those
-    /// of the nearest number of threads, scaled.
+    /// Fits the curves that were measured with the layout's number of threads. If there are none,
+    /// takes those of the nearest number, scaled.
     pub fn new(profile: &'p MachineProfile, layout: HostLayout, speeds: Speeds) -> HostPrices<'p> {
         let apart = |threads: u32| (f64::from(threads) / f64::from(layout.threads)).ln().abs();
         let mut nearest: HashMap<(&str, &str), &KernelCurve> = HashMap::new();
@@ -54,16 +55,16 @@ impl<'p> HostPrices<'p> {
         HostPrices { profile, speeds, ranks: layout.ranks, curves }
     }
 
-    /// The curve of a call: of its form and dtype, else of its plain form; 16-bit floats that are
-    /// no bf16 are computed as f32.
+    /// The curve of a call: that of its form and dtype, otherwise that of its plain form. 16-bit
+    /// floats other than bf16 are computed as f32.
     fn curve(&self, call: &Call) -> Option<&(Fitted, f64)> {
         let dtype = if call.work.dtype.name() == "bf16" { "bf16" } else { "f32" };
         let curves = self.curves.get(dtype)?;
         curves.get(name(call).as_str()).or_else(|| curves.get(call.kernel))
     }
 
-    /// What the host's memory gives a call that the host runs beside a GPU, in bytes a second; None
-    /// where the profile is of what runs it.
+    /// Bytes per second of a call that the host runs beside a GPU; None if the profile is of the
+    /// processor that runs it.
     fn beside_gpu(&self, call: &Call) -> Option<f64> {
         let transfers = self.profile.transfers.filter(|_| call.computes == Computes::Cpu)?;
         Some(transfers.host_update_bytes_per_s / f64::from(self.ranks))
@@ -90,7 +91,7 @@ impl<'p> HostPrices<'p> {
         missing
     }
 
-    /// Every instruction of `program`.
+    /// The prices of all instructions of `program`.
     pub fn program(&self, program: &Program, calls: &[Call]) -> Vec<Priced> {
         let mut work: Vec<(f64, u32)> = vec![(0.0, 0); program.instructions.len()];
         for call in calls {
@@ -107,7 +108,7 @@ impl<'p> HostPrices<'p> {
         program.instructions.iter().zip(work).map(price).collect()
     }
 
-    /// What the engine does around `count` kernels of an instruction.
+    /// Seconds of the engine's work around the `count` kernels of an instruction.
     fn around(&self, program: &Program, instruction: &Instruction, count: u32) -> f64 {
         let overheads = &self.profile.overheads;
         match instruction.action {
@@ -125,8 +126,8 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Bytes a second at which state is fetched or evicted: over the GPU's own link to its host, or
-    /// from a disk, which all ranks of a host share.
+    /// Bytes per second at which state is fetched or evicted: over the GPU's own link to its host,
+    /// or from a disk that all ranks of a host share.
     fn offload_speed(&self, program: &Program, action: Action) -> f64 {
         let (disk, ranks) = (&self.profile.disk, f64::from(self.ranks));
         match (program.tier_of(action), self.profile.transfers) {
@@ -137,8 +138,8 @@ impl<'p> HostPrices<'p> {
         }
     }
 
-    /// Seconds of an instruction's exchanges, and the ranks of a host that exchanged at once when
-    /// the largest of their groups was measured.
+    /// Seconds of an instruction's collectives, and the number of ranks of a host that communicated
+    /// at once when the largest of their groups was measured.
     fn exchange(&self, program: &Program, instruction: &Instruction) -> (f64, u32) {
         let mesh = &program.mesh;
         let bytes = instruction.bytes as f64;
@@ -159,7 +160,7 @@ impl<'p> HostPrices<'p> {
                 (self.collective("all_reduce", data, bytes), data.ranks)
             }
             Action::Clip => {
-                // The norm's parts where they are on several ranks, then the losses.
+                // The norm's parts, if they are on several ranks, and then the losses.
                 let data = along(Axis::Data);
                 let losses = 8.0 * f64::from(program.micro_batches * data.ranks);
                 let parts = match program.placement.masters {
@@ -170,13 +171,13 @@ impl<'p> HostPrices<'p> {
             }
             _ => (0.0, 0),
         };
-        // Of threads one group was measured at a time, of processes all groups at once.
+        // Groups of threads were measured one at a time, groups of processes all at once.
         let at_once = if self.profile.machine.processes.is_some() { self.ranks } else { ranks };
         (seconds, at_once)
     }
 
-    /// How the groups that `group` makes of ranks lie on hosts, to which ranks are dealt in order:
-    /// as the one on the most hosts, for which all others wait.
+    /// The spread over hosts of the groups that `group` makes of ranks, which are assigned to hosts
+    /// in order. The group on the most hosts counts, because all others wait for it.
     fn spread(&self, mesh: &Mesh, group: impl Fn(u32) -> Group) -> Spread {
         let ranks = group(0).ranks.len() as u32;
         if self.ranks >= mesh.ranks() {
@@ -190,9 +191,9 @@ impl<'p> HostPrices<'p> {
         Spread { ranks, hosts: (0..mesh.ranks()).map(hosts).max().unwrap_or(1) }
     }
 
-    /// Seconds of a collective on a buffer of `bytes` between the ranks of a group. Of groups that
-    /// were not measured the nearest counts, by hosts before ranks, in proportion to what each rank
-    /// moves.
+    /// Seconds of a collective on a buffer of `bytes` between the ranks of a group. A group that
+    /// was not measured takes the nearest one, by hosts before ranks, in proportion to the bytes
+    /// that each rank moves.
     fn collective(&self, operation: &str, group: Spread, bytes: f64) -> f64 {
         let Spread { ranks, hosts } = group;
         if ranks <= 1 || bytes <= 0.0 {
@@ -212,7 +213,7 @@ impl<'p> HostPrices<'p> {
     }
 }
 
-/// The kernel and its form, as curves are named.
+/// The kernel with its form, in the names of curves.
 pub(crate) fn name(call: &Call) -> String {
     match call.work.variant {
         "" => call.kernel.to_owned(),
@@ -220,7 +221,7 @@ pub(crate) fn name(call: &Call) -> String {
     }
 }
 
-/// Its shape.
+/// The shape of a call.
 pub(crate) fn dims(call: &Call) -> Vec<f64> {
     call.work.dims.map(f64::from).into()
 }
@@ -242,7 +243,7 @@ mod tests {
         lower_rank(&model, &Mesh::data(ranks, 1), &strategy, 0).unwrap()
     }
 
-    /// Holds every fetch and eviction to bytes over the speed that is given for it.
+    /// Expects every fetch and eviction to take its bytes over the given speed.
     fn expect_speeds(profile: &MachineProfile, program: &Program, fetch: f64, evict: f64) {
         let layout = HostLayout { ranks: program.mesh.ranks(), threads: 1 };
         let priced = HostPrices::new(profile, layout, profile.speeds).program(program, &[]);
@@ -260,8 +261,8 @@ mod tests {
         assert!(seen >= 4, "state of two units comes and goes");
     }
 
-    /// A profile of `count` processes on two hosts: exchanges within one take a second whatever
-    /// their size, between the two ten.
+    /// A profile of `count` processes on two hosts. Collectives within a host take one second
+    /// whatever their size, those between hosts take ten.
     fn two_hosts(count: u32) -> MachineProfile {
         let curve = |operation: &str, ranks, hosts: u32| CollectiveCurve {
             operation: operation.to_owned(),
@@ -277,8 +278,8 @@ mod tests {
         MachineProfile { machine: crate::machine::Machine { processes, ..small().machine }, collectives, ..small() }
     }
 
-    /// Seconds of the first reduction of `replicas` x `shards` ranks on two hosts, and the ranks of
-    /// a host that exchange at once.
+    /// Seconds of the first reduction of `replicas` x `shards` ranks on two hosts, and the number
+    /// of ranks of a host that communicate at once.
     fn reduction(replicas: u32, shards: u32) -> (f64, u32) {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
@@ -293,11 +294,11 @@ mod tests {
 
     #[test]
     fn groups_are_priced_by_the_hosts_that_they_are_on() {
-        // Shards within a host, replicas across.
+        // Shards within a host, replicas across hosts.
         assert_eq!(reduction(2, 2), (11.0, 2));
-        // All shards: on both hosts.
+        // Shards on both hosts.
         assert_eq!(reduction(1, 4), (10.0, 2));
-        // Three on each host: pairs of neighbours would be on one host but for the pair in the
+        // Three ranks on each host: pairs of neighbours share a host, except for the pair in the
         // middle, for which all wait.
         assert_eq!(reduction(3, 2), (10.0 + 10.0 * 1.5, 3));
     }
@@ -318,7 +319,7 @@ mod tests {
             Transfers { to_device_bytes_per_s: 5e10, to_host_bytes_per_s: 4e10, host_update_bytes_per_s: 2e11 };
         let profile = MachineProfile { transfers: Some(transfers), ..small() };
         for ranks in [1, 2] {
-            // Gradients go to the host, where the update runs, and what it wrote comes back.
+            // Gradients go to the host, where the update runs, and the updated copy returns.
             expect_speeds(&profile, &offloading(ranks, Tier::Host), 4e10, 5e10);
         }
     }
@@ -333,7 +334,7 @@ mod tests {
         for ranks in [1, 2] {
             let prices = HostPrices::new(&gpu, HostLayout { ranks, threads: 1 }, gpu.speeds);
             assert_eq!(prices.call_s(&call(Computes::Cpu)), f64::from(ranks) * 28e6 / 2e11);
-            // The GPU's own goes by its own curves, of which there is none here.
+            // The GPU's own calls go by its own curves, of which there are none here.
             assert_eq!(prices.call_s(&call(Computes::Cuda)), 28e6 / gpu.speeds.copy_bytes_per_s);
             let unpriced: Vec<u32> =
                 prices.unpriced(&[call(Computes::Cpu), call(Computes::Cuda)]).into_values().collect();

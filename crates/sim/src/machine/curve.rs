@@ -1,18 +1,18 @@
 //! Curves through measurements: seconds of a kernel by its shape, and of a collective by its size.
 //!
-//! A kernel's seconds are taken apart into arithmetic at the speed of a product at that moment,
-//! traffic at the speed of a copy, a start, and what is done to every element between products
-//! (exponentials of scores, epilogues of results),
+//! The seconds of a kernel are divided into four terms: arithmetic at the speed of a product at
+//! that moment, traffic at the speed of a copy, a start, and work on every element between products
+//! (exponentials of scores, epilogues of results):
 //!
 //! ```text
 //! t = r(shape) (a flops / product + b bytes / copy + c + d elements),   a, b, c, d >= 0
 //! ```
 //!
-//! a to d by least squares on the relative error over all measured shapes of that kernel, and r
-//! interpolated between the measured shapes: exactly what was measured at each of them, near ones
-//! count most between them (inverse distance in logarithms of the dimensions, Shepard 1968). The
-//! terms say how a time changes with the machine's speeds and beyond the measured shapes; r says
-//! what they leave out: tiles, caches, epilogues.
+//! The coefficients a to d minimise the squared relative error over all measured shapes of the
+//! kernel. The factor r is interpolated between the measured shapes. It reproduces each measurement
+//! exactly, and between them near shapes count most (inverse distance in logarithms of the
+//! dimensions, Shepard 1968). The terms say how a time changes with the machine's speeds and beyond
+//! the measured shapes. The factor r holds the rest: tiles, caches, epilogues.
 
 use super::Speeds;
 use serde::{Deserialize, Serialize};
@@ -21,15 +21,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(from = "Row", into = "Row")]
 pub struct Point {
-    /// Its shape, as the kernel's operation lists it.
+    /// Its shape, in the order of the kernel's operation.
     pub dims: Vec<f64>,
-    /// Operations.
+    /// Number of operations.
     pub flops: f64,
-    /// Bytes that must move.
+    /// Number of bytes that must move.
     pub bytes: f64,
     /// Median seconds.
     pub seconds: f64,
-    /// The speed of products at that time, as [`Speeds`] has it.
+    /// The speed of products at that time, as in [`Speeds`].
     pub product_flops: f64,
     /// The speed of copies at that time.
     pub copy_bytes_per_s: f64,
@@ -54,15 +54,15 @@ impl From<Point> for Row {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelCurve {
-    /// The operation, and what of its form changes its time.
+    /// The operation, and the part of its form that changes its time.
     pub kernel: String,
-    /// Of its operands.
+    /// The dtype of its operands.
     pub dtype: String,
-    /// Ranks that ran it at once.
+    /// Number of ranks that ran it at once.
     pub ranks: u32,
-    /// Threads of each.
+    /// Number of threads of each.
     pub threads: u32,
-    /// `[[dims], flops, bytes, seconds, product_flops, copy_bytes_per_s]` of each shape.
+    /// `[[dims], flops, bytes, seconds, product_flops, copy_bytes_per_s]` for each shape.
     pub points: Vec<Point>,
 }
 
@@ -76,12 +76,12 @@ pub struct Fitted {
     ratios: Vec<(Vec<f64>, f64)>,
 }
 
-/// Seconds of arithmetic at the speed of products, of traffic at the speed of a copy, one start,
-/// 1e9 elements.
+/// Seconds of arithmetic at the speed of products, of traffic at the speed of a copy, of one start,
+/// and of 1e9 elements.
 type Parts = [f64; TERMS];
 const TERMS: usize = 4;
 
-/// Points that an interpolation looks at.
+/// Number of points that an interpolation uses.
 const NEIGHBOURS: usize = 6;
 
 impl KernelCurve {
@@ -101,7 +101,7 @@ impl KernelCurve {
         Ok(())
     }
 
-    /// Fits the terms and what is left.
+    /// Fits the terms and the factors that are left.
     pub fn fit(&self) -> Fitted {
         let row = |p: &Point| (parts(&self.kernel, &p.dims, p.flops, p.bytes, &speeds_of(p)), p.seconds);
         let rows: Vec<(Parts, f64)> = self.points.iter().map(row).collect();
@@ -118,16 +118,16 @@ impl KernelCurve {
     }
 }
 
-/// Products and copies at a point.
+/// The speeds of products and copies at a point.
 fn speeds_of(point: &Point) -> [f64; 2] {
     [point.product_flops, point.copy_bytes_per_s]
 }
 
 fn parts(kernel: &str, dims: &[f64], flops: f64, bytes: f64, [product, copy]: &[f64; 2]) -> Parts {
     let elements = match kernel.split(' ').next() {
-        // Results, with their bias, activation and residual.
+        // Elements of the result, which has a bias, activation and residual.
         Some("linear" | "linear_fp8") => dims.iter().take(2).product(),
-        // Scores: tokens, keys that each sees, heads.
+        // Scores: tokens x keys that each sees x heads.
         Some("attention" | "attention_backward") => dims.iter().take(3).product(),
         _ => 0.0,
     };
@@ -149,14 +149,14 @@ impl Fitted {
         self.ratio(&logarithms(dims)) * dot(&self.terms, &parts(&self.kernel, dims, flops, bytes, &at))
     }
 
-    /// Measured over fitted, between the measured shapes.
+    /// The ratio of measured to fitted seconds, interpolated between the measured shapes.
     fn ratio(&self, place: &[f64]) -> f64 {
         let distance = |other: &[f64]| place.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
         let mut near: Vec<(f64, f64)> = self.ratios.iter().map(|(at, ratio)| (distance(at), *ratio)).collect();
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.truncate(NEIGHBOURS);
-        // Squares of squared distances: weights fall with the fourth power, and a measured shape is
-        // itself.
+        // The square of the squared distance: weights fall with the fourth power, and a measured
+        // shape gives its own ratio.
         let weight = |squared: f64| 1.0 / (squared * squared + 1e-9);
         let (sum, weights) = near.iter().fold((0.0, 0.0), |(sum, weights), (squared, ratio)| {
             (sum + weight(*squared) * ratio.ln(), weights + weight(*squared))
@@ -164,14 +164,14 @@ impl Fitted {
         if weights > 0.0 { (sum / weights).exp() } else { 1.0 }
     }
 
-    /// What of a call's seconds scales with nothing but the number of calls.
+    /// The part of a call's seconds that scales only with the number of calls.
     pub fn start_s(&self) -> f64 {
         self.terms[2]
     }
 }
 
-/// The coefficients, none negative, that minimise the squared relative error: of all sets of terms
-/// that are positive, the best.
+/// The non-negative coefficients that minimise the squared relative error. Every set of positive
+/// terms is tried, and the best is taken.
 fn non_negative(rows: &[(Parts, f64)]) -> Parts {
     let relative: Vec<Parts> = rows.iter().map(|(parts, t)| parts.map(|part| part / t)).collect();
     let error = |terms: &Parts| relative.iter().map(|parts| (dot(terms, parts) - 1.0).powi(2)).sum::<f64>();
@@ -186,10 +186,10 @@ fn non_negative(rows: &[(Parts, f64)]) -> Parts {
     best.0
 }
 
-/// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None where
-/// they are singular.
+/// Least squares of `sum terms part = 1` over the `used` terms, by normal equations; None if they
+/// are singular.
 fn solve(relative: &[Parts], used: &[usize]) -> Option<Parts> {
-    // Columns are scaled to one, for they differ by many orders of magnitude.
+    // Columns are scaled to one, because they differ by many orders of magnitude.
     let scale = |term: usize| relative.iter().map(|parts| parts[term].abs()).fold(0.0, f64::max);
     let scales: Vec<f64> = used.iter().map(|term| scale(*term)).collect();
     if scales.contains(&0.0) {
@@ -229,15 +229,15 @@ fn solve(relative: &[Parts], used: &[usize]) -> Option<Parts> {
     Some(terms)
 }
 
-/// The seconds of one collective between so many ranks.
+/// The seconds of one collective between a number of ranks.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CollectiveCurve {
     /// `all_reduce`, `reduce_scatter` ...
     pub operation: String,
-    /// Ranks of the group; every rank of the machine was in one.
+    /// Number of ranks of the group. Every rank of the machine was in one such group.
     pub ranks: u32,
-    /// Hosts that the group's ranks are on, in equal parts.
+    /// Number of hosts of the group, in equal parts.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub hosts: u32,
     /// Seconds of an empty message, by a straight line through all points.
@@ -270,7 +270,7 @@ impl CollectiveCurve {
     }
 
     /// Seconds of a message of `bytes`: between measured sizes along a straight line in logarithms,
-    /// below them the smallest one's, above them in proportion to the bytes.
+    /// below them as the smallest one, above them in proportion to the bytes.
     pub fn seconds(&self, bytes: f64) -> f64 {
         let (first, last) = (self.points[0], self.points[self.points.len() - 1]);
         if bytes <= first[0] {
@@ -292,7 +292,7 @@ mod tests {
 
     const SPEEDS: Speeds = Speeds { f32_flops: 2e11, bf16_flops: 4e12, copy_bytes_per_s: 3e10 };
 
-    /// Products whose time is known: three terms.
+    /// Products with a known time of three terms.
     fn product(m: f64, n: f64, k: f64, speeds: &Speeds) -> Point {
         let (flops, bytes) = (2.0 * m * n * k, 2.0 * (m * n + m * k + n * k));
         let seconds = 1.5 * flops / speeds.bf16_flops + 0.7 * bytes / speeds.copy_bytes_per_s + 4e-6;
@@ -306,7 +306,7 @@ mod tests {
         }
     }
 
-    /// The same with tiles that are lost at small n, which no term says.
+    /// The same with tiles that are lost at small n, which no term describes.
     fn tiled(m: f64, n: f64, k: f64) -> Point {
         let point = product(m, n, k, &SPEEDS);
         Point { seconds: (1.0 + 32.0 / n) * point.seconds, ..point }

@@ -1,67 +1,67 @@
-//! Which machine this is.
+//! The identity of a machine.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use trainyard_tensor::cpu::Isa;
 
-/// What makes measurements of one machine useless on another.
+/// The properties of a machine that its measurements depend on.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
     /// The CPU's name, as the system gives it, with family, model and stepping.
     pub cpu: String,
-    /// Cores that the ranks on one host may use: those of this process, or of all processes that
-    /// were started there together.
+    /// Number of cores that the ranks on one host may use: those of this process, or of all
+    /// processes that were started there together.
     pub cores: u32,
-    /// Hardware threads that the system has online.
+    /// Number of hardware threads that the system has online.
     pub threads: u32,
     /// The best instruction set for kernels.
     pub isa: String,
-    /// The processes that are ranks, where the profile is of such; else ranks are threads.
+    /// The processes that are ranks, if the profile is of processes; otherwise ranks are threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processes: Option<Processes>,
-    /// The GPU that computes, where the profile is of one: ranks have one each, and share nothing.
+    /// The GPU that computes, if the profile is of one. Each rank has one, and they share nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<Gpu>,
 }
 
-/// Processes that were started together, one a rank.
+/// Processes that were started together, one per rank.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Processes {
-    /// How they talk: `mpi` or `tcp`, and `nccl` between GPUs.
+    /// Transport between them: `mpi` or `tcp`, and `nccl` between GPUs.
     pub backend: String,
-    /// How many they are.
+    /// Number of processes.
     pub count: u32,
-    /// Hosts that they are on, in equal parts.
+    /// Number of hosts, with equally many processes.
     pub hosts: u32,
 }
 
 impl Processes {
-    /// Processes on each host.
+    /// The number of processes on each host.
     pub fn on_a_host(&self) -> u32 {
         (self.count / self.hosts.max(1)).max(1)
     }
 }
 
-/// A GPU, as far as measurements depend on it.
+/// The properties of a GPU that measurements depend on.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     /// Its name, as the driver gives it.
     pub name: String,
-    /// What kernels are compiled for: `sm_90a`.
+    /// Architecture that kernels are compiled for, such as `sm_90a`.
     pub architecture: String,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// GPUs that the process saw.
+    /// Number of GPUs that the process saw.
     pub count: u32,
 }
 
 impl Machine {
-    /// This one.
+    /// Describes this machine.
     pub fn here() -> Machine {
         let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
@@ -76,7 +76,8 @@ impl Machine {
         }
     }
 
-    /// Whether what was measured on this one holds on `other`; of machines with GPUs, these decide.
+    /// True if measurements of this machine hold on `other`. For machines with GPUs, the GPUs
+    /// decide.
     pub fn is(&self, other: &Machine) -> bool {
         match (&self.gpu, &other.gpu) {
             (Some(this), Some(other)) => Gpu { count: other.count, ..this.clone() } == *other,
@@ -84,7 +85,7 @@ impl Machine {
         }
     }
 
-    /// Cores that the threads of all ranks share; GPUs are not shared.
+    /// The number of cores that the threads of all ranks share; GPUs are not shared.
     pub fn shared_cores(&self) -> f64 {
         if self.gpu.is_some() { f64::INFINITY } else { f64::from(self.cores) }
     }
@@ -110,7 +111,8 @@ impl fmt::Display for Machine {
     }
 }
 
-/// From the text of `/proc/cpuinfo`; a system without it is told by its architecture.
+/// The CPU's name in the text of `/proc/cpuinfo`. A system without that file is named by its
+/// architecture.
 fn cpu_name(info: &str) -> String {
     let field = |name: &str| {
         let line = info.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name))?;

@@ -1,10 +1,10 @@
-//! The hardware profile of one machine's cores: what `trainyard calibrate` measured, where it lies,
-//! and whether it is this machine's.
+//! The hardware profile of one machine: the measurements of `trainyard calibrate`, their place on
+//! disk, and the check that they belong to this machine.
 //!
-//! A datasheet says nothing of how ranks that are threads or processes share a host's cores, so a
-//! CPU run is priced from measurements alone: seconds of every kernel at many shapes
-//! ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and what comes on top of
-//! both. Every measurement keeps the machine's [`Speeds`] of its moment, because those drift: a
+//! A datasheet does not say how ranks that are threads or processes share a host's cores. A CPU run
+//! is therefore priced from measurements alone: seconds of every kernel at many shapes
+//! ([`KernelCurve`]), of collectives at many sizes ([`CollectiveCurve`]), and the overheads on top
+//! of both. Speeds drift, so every measurement keeps the machine's [`Speeds`] of its moment, and a
 //! prediction is made for the speeds of its own moment.
 
 mod curve;
@@ -16,19 +16,20 @@ pub use identity::{Gpu, Machine, Processes};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use trainyard_base::median;
 
 /// The version of the file's format.
 pub const FORMAT: u32 = 1;
-/// The variable that names the file of the processor's profile in place of the default one.
+/// The environment variable that names the file of the processor's profile, instead of the default.
 pub const PROFILE_VARIABLE: &str = "TRAINYARD_PROFILE";
-/// The same for processes that a launcher starts together.
+/// The same for the profile of processes that a launcher starts together.
 pub const PROCESSES_PROFILE_VARIABLE: &str = "TRAINYARD_PROCESSES_PROFILE";
-/// The same for a GPU's.
+/// The same for the profile of a GPU.
 pub const GPU_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROFILE";
-/// The same for the GPUs of several hosts.
+/// The same for the profile of GPUs of several hosts.
 pub const GPU_PROCESSES_PROFILE_VARIABLE: &str = "TRAINYARD_GPU_PROCESSES_PROFILE";
 
-/// What a profile is of; each kind has a file of its own.
+/// The kind of a profile. Each kind has a file of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ProfileKind {
     /// A host's cores, whose ranks are threads of one process.
@@ -61,57 +62,57 @@ impl ProfileKind {
     }
 }
 
-/// What one machine was measured to do.
+/// The measurements of one machine.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineProfile {
     /// Version of the format: [`FORMAT`].
     pub format: u32,
-    /// When it was measured, UTC.
+    /// Time of the measurement, UTC.
     pub measured: String,
-    /// How it was measured, for people who read the file.
+    /// Method of the measurement, for readers of the file.
     pub method: String,
-    /// Which machine this is.
+    /// The machine.
     pub machine: Machine,
-    /// Medians of all samples.
+    /// Medians of all samples of speeds.
     pub speeds: Speeds,
-    /// What an engine does beside kernels.
+    /// Overheads of the engine outside of kernels.
     pub overheads: Overheads,
-    /// What lanes that run together cost each other.
+    /// Slowdown of lanes that run at the same time.
     pub interference: Interference,
-    /// The disk below the folder where it was measured.
+    /// The disk of the folder that was measured.
     pub disk: Disk,
-    /// Between the host's memory and the GPU's; of a host's own cores there is nothing between.
+    /// Copies between the host's memory and the GPU's. A profile of a host's own cores has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfers: Option<Transfers>,
     /// Collectives between ranks: threads, processes or GPUs.
     #[serde(rename = "collective")]
     pub collectives: Vec<CollectiveCurve>,
-    /// Kernels.
+    /// Seconds of kernels.
     #[serde(rename = "kernel")]
     pub kernels: Vec<KernelCurve>,
 }
 
-/// What all cores together reach at a moment, or those of one of several processes while the others
-/// do the same: the units of a kernel's arithmetic and of its traffic.
+/// The speeds of all cores together at a moment, or those of one of several processes while the
+/// others do the same. They are the units of a kernel's arithmetic and of its traffic.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speeds {
-    /// A product of middling size in f32, operations a second.
+    /// Operations per second of a product of middling size in f32.
     pub f32_flops: f64,
     /// The same in bf16.
     pub bf16_flops: f64,
-    /// Bytes read plus written by a plain copy beyond the L2 caches, a second.
+    /// Bytes read plus written per second by a plain copy beyond the L2 caches.
     pub copy_bytes_per_s: f64,
 }
 
 impl Speeds {
-    /// Of products on operands of `dtype` (`bf16`, or anything else for f32).
+    /// The speed of products on operands of `dtype` (`bf16`; anything else counts as f32).
     pub fn flops(&self, dtype: &str) -> f64 {
         if dtype == "bf16" { self.bf16_flops } else { self.f32_flops }
     }
 
-    /// The median of each of several samples; None of none.
+    /// The median of each speed over the samples; None if there are none.
     pub fn median(samples: &[Speeds]) -> Option<Speeds> {
         let of = |field: fn(&Speeds) -> f64| median(samples.iter().map(field));
         Some(Speeds {
@@ -122,68 +123,59 @@ impl Speeds {
     }
 }
 
-/// The middle one of `values`, the mean of two where they are even in number; None of none.
-pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.into_iter().collect();
-    values.sort_by(f64::total_cmp);
-    let high = *values.get(values.len() / 2)?;
-    let low = values[(values.len() - 1) / 2];
-    Some((low + high) / 2.0)
-}
-
 /// Seconds that an engine spends outside of kernels.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Overheads {
-    /// Of a kernel's launch beyond its own time: allocation of its result, the tape.
+    /// Seconds of a kernel's launch beyond its own time: the allocation of its result, the tape.
     pub launch_s: f64,
-    /// Of an instruction on the compute lane.
+    /// Seconds of an instruction on the compute lane.
     pub instruction_s: f64,
-    /// Of an instruction that waits for another lane: waking a thread.
+    /// Seconds of an instruction that waits for another lane: waking a thread.
     pub handover_s: f64,
-    /// Of a step: starting and joining lanes.
+    /// Seconds of a step: starting and joining lanes.
     pub step_s: f64,
 }
 
-/// How much slower lanes are beside each other than their shares of the cores alone would make
-/// them.
+/// The slowdown of lanes beside each other, beyond their shares of the cores.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Interference {
-    /// Compute beside communication: seconds over those that the shares of the cores predict.
+    /// Compute beside communication: its seconds over those that the shares of the cores predict.
     pub compute: f64,
-    /// Communication beside compute: the same.
+    /// Communication beside compute: the same ratio.
     pub communication: f64,
-    /// Seconds that an exchange beside compute waits for a core, where threads are more than cores.
+    /// Seconds that a collective beside compute waits for a core, if there are more threads than
+    /// cores.
     pub start_s: f64,
 }
 
-/// A disk.
+/// The speed of a disk.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// Bytes a second written and synchronised.
+    /// Bytes per second written and synchronised.
     pub write_bytes_per_s: f64,
-    /// Bytes a second read back; from the page cache where the system keeps them there.
+    /// Bytes per second read back, possibly from the page cache.
     pub read_bytes_per_s: f64,
 }
 
-/// What the host beside a GPU does: copies between its pinned memory and the GPU's, and updates.
+/// The speed of the host beside a GPU: copies between its pinned memory and the GPU's, and updates.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Transfers {
-    /// Bytes a second to the GPU.
+    /// Bytes per second to the GPU.
     pub to_device_bytes_per_s: f64,
-    /// Bytes a second from it.
+    /// Bytes per second from the GPU.
     pub to_host_bytes_per_s: f64,
-    /// Bytes a second that an update on the host reads and writes, with all its cores.
+    /// Bytes per second that an update on the host reads and writes, with all its cores.
     pub host_update_bytes_per_s: f64,
 }
 
-/// A profile that cannot be used.
+/// The reason why a profile cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
-    /// Nowhere to keep it.
+    /// No environment variable gives a place to keep the profile.
     #[error("there is no place for the machine's profile: set {}, XDG_CACHE_HOME or HOME", .0.variable())]
     NoPlace(ProfileKind),
     /// The file cannot be read or written.
@@ -193,18 +185,18 @@ pub enum MachineError {
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
-    /// Not the format.
+    /// The file does not have the format of profiles.
     #[error("{path} is no profile of a machine that this version reads ({problem}): run `trainyard calibrate` again")]
     Parse {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         problem: String,
     },
-    /// Measured elsewhere.
+    /// The profile was measured on another machine.
     #[error(
         "{path} was measured on another machine ({there}; this is {here}): run `trainyard calibrate` {}",
         how(here)
@@ -212,17 +204,18 @@ pub enum MachineError {
     OtherMachine {
         /// The file.
         path: PathBuf,
-        /// Where it was measured.
+        /// The machine that was measured.
         there: Box<Machine>,
         /// This machine.
         here: Box<Machine>,
     },
 }
 
-/// Where this machine's profile lies: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below
-/// `$XDG_CACHE_HOME`, else below `~/.cache`; of processes `$TRAINYARD_PROCESSES_PROFILE`, else
-/// `processes.toml` there, of its GPU `$TRAINYARD_GPU_PROFILE`, else `gpu.toml`, and of the GPUs of
-/// several hosts `$TRAINYARD_GPU_PROCESSES_PROFILE`, else `gpu-processes.toml`.
+/// The path of this machine's profile: `$TRAINYARD_PROFILE`, else `trainyard/machine.toml` below
+/// `$XDG_CACHE_HOME`, else the same below `~/.cache`. A profile of processes has
+/// `$TRAINYARD_PROCESSES_PROFILE` and `processes.toml`, one of a GPU `$TRAINYARD_GPU_PROFILE` and
+/// `gpu.toml`, and one of the GPUs of several hosts `$TRAINYARD_GPU_PROCESSES_PROFILE` and
+/// `gpu-processes.toml`.
 ///
 /// # Errors
 ///
@@ -237,13 +230,13 @@ fn profile_path(of: ProfileKind, variable: impl Fn(&str) -> Option<OsString>) ->
     set(of.variable()).or_else(|| Some(cache()?.join("trainyard").join(of.file())))
 }
 
-/// The profile of `here`, or of its GPUs; None when it has not been calibrated. Which GPU it is of
-/// is not asked: a host that has none can plan for those that have.
+/// Loads the profile of `here` or of its GPUs; None if it has not been calibrated. The kind of GPU
+/// is not compared, so that a host without one can plan for hosts that have it.
 ///
 /// # Errors
 ///
 /// A file that cannot be read or does not parse, a profile of another machine, and a file that the
-/// variable names and that is not there.
+/// variable names and that does not exist.
 pub fn load_local_profile(of: ProfileKind, here: &Machine) -> Result<Option<MachineProfile>, MachineError> {
     let path = local_profile_path(of)?;
     let named = std::env::var_os(of.variable()).is_some_and(|value| !value.is_empty());
@@ -258,14 +251,14 @@ pub fn load_local_profile(of: ProfileKind, here: &Machine) -> Result<Option<Mach
     }
 }
 
-/// Where and how a profile of `here` is measured.
+/// Words for the place and manner in which a profile of `here` is measured.
 fn how(here: &Machine) -> &'static str {
     if here.processes.is_some() { "under this launcher" } else { "here" }
 }
 
 impl MachineProfile {
-    /// Itself, read from the file `path`, where it is of GPUs that are dealt to hosts as the
-    /// processes of `here`.
+    /// Returns the profile, which was read from the file `path`, if its GPUs lie on hosts as the
+    /// processes of `here` do.
     fn of_processes(self, path: &Path, here: &Machine) -> Result<MachineProfile, MachineError> {
         let dealt = |machine: &Machine| machine.processes.as_ref().map(|processes| (processes.count, processes.hosts));
         if self.machine.gpu.is_some() && dealt(&self.machine) == dealt(here) {
@@ -275,7 +268,7 @@ impl MachineProfile {
         Err(MachineError::OtherMachine { path: path.to_owned(), there, here })
     }
 
-    /// The profile in the file `path`, which must be of the machine `here`.
+    /// Loads the profile in the file `path`, which must be of the machine `here`.
     ///
     /// # Errors
     ///
@@ -289,7 +282,7 @@ impl MachineProfile {
         Err(MachineError::OtherMachine { path: path.to_owned(), there, here })
     }
 
-    /// The profile in the file `path`, whatever machine it is of.
+    /// Reads the profile in the file `path`, of whatever machine.
     ///
     /// # Errors
     ///
@@ -303,11 +296,11 @@ impl MachineProfile {
         MachineProfile::parse(&text).map_err(|problem| MachineError::Parse { path: path.to_owned(), problem })
     }
 
-    /// The profile that `text` is.
+    /// Parses a profile.
     ///
     /// # Errors
     ///
-    /// What is wrong with it.
+    /// The fault, in words.
     pub fn parse(text: &str) -> Result<MachineProfile, String> {
         #[derive(Deserialize)]
         struct Version {
@@ -322,7 +315,7 @@ impl MachineProfile {
         Ok(profile)
     }
 
-    /// That every number is one that a machine can have.
+    /// Checks that a machine can have every number.
     fn check(&self) -> Result<(), String> {
         let Speeds { f32_flops, bf16_flops, copy_bytes_per_s } = self.speeds;
         let rates = [
@@ -360,7 +353,7 @@ impl MachineProfile {
         toml::to_string(self).expect("a profile is plain data")
     }
 
-    /// Writes it to `path`, whole or not at all; its folders are made.
+    /// Writes the profile to `path`, whole or not at all, and creates missing folders.
     ///
     /// # Errors
     ///
@@ -380,7 +373,7 @@ impl MachineProfile {
 pub(crate) mod tests {
     use super::*;
 
-    /// A profile of a machine of two cores: one streaming kernel, one collective.
+    /// A profile of a machine with two cores: one streaming kernel, one collective.
     pub(crate) fn small() -> MachineProfile {
         let speeds = Speeds { f32_flops: 2e11, bf16_flops: 4e12, copy_bytes_per_s: 3e10 };
         let point = |elements: f64| Point {
@@ -466,7 +459,7 @@ pub(crate) mod tests {
         let measured = |gpu| MachineProfile { machine: Machine { gpu, ..dealt("nccl", 16, 2) }, ..small() };
         let path = Path::new("gpu-processes.toml");
         let fits = |gpu, here: &Machine| measured(gpu).of_processes(path, here).is_ok();
-        // Whoever starts them, and whatever processors they have.
+        // Neither the launcher nor the processor matters.
         assert!(fits(Some(h200()), &Machine { cpu: "another".into(), ..dealt("tcp", 16, 2) }));
         for other in [dealt("tcp", 16, 4), dealt("tcp", 8, 2), small().machine] {
             assert!(!fits(Some(h200()), &other), "{other}");

@@ -5,7 +5,6 @@
 //! conformance tests hold to the f64 oracle); only then it is timed. FLOPs are those of the
 //! unmasked pairs alone, so that skipping masked blocks is not counted as work.
 
-use super::median;
 use crate::cpu::attention::{
     AttentionError, AttentionSpec, Rows, RowsMut, backward, flops_backward, flops_forward, forward,
 };
@@ -13,11 +12,12 @@ use crate::cpu::peak::Peaks;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{DType, Element};
 use std::time::Instant;
+use trainyard_base::median;
 
 /// One shape to time.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What the shape is of.
+    /// Name of the model that the shape is from.
     pub name: &'static str,
     /// The attention function.
     pub spec: AttentionSpec,
@@ -54,7 +54,7 @@ impl Case {
     }
 }
 
-/// What was measured of one case.
+/// The measurements of one case.
 #[derive(Clone, Debug)]
 pub struct Measured {
     /// The case's name.
@@ -103,7 +103,7 @@ pub enum BenchError {
         what: &'static str,
         /// The relative distance.
         error: f64,
-        /// What rounding explains.
+        /// Largest error that rounding explains.
         bound: f64,
     },
 }
@@ -175,7 +175,7 @@ fn time(
         times.push(start.elapsed().as_secs_f64());
         samples.push(sample());
     }
-    Ok((median(&mut times), median(&mut samples)))
+    Ok((median(times).expect("there are rounds"), median(samples).expect("there are rounds")))
 }
 
 /// Checks and times `case` on operands of type `T`, forward and backward for about `seconds` each.

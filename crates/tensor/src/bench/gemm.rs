@@ -4,7 +4,6 @@
 //! figure belongs to a wrong result.
 
 use super::array::Array;
-use super::median;
 use crate::cpu::Cpu;
 use crate::cpu::gemm::{
     Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Transpose, forward, input_gradient, weight_gradient,
@@ -14,6 +13,7 @@ use crate::dtype::{DType, Element, bf16, f16};
 use crate::reference::matmul as reference;
 use std::fmt;
 use std::time::Instant;
+use trainyard_base::median;
 
 /// A linear layer on a number of tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,7 +72,7 @@ pub struct Timing {
     pub layer: Layer,
     /// Rows.
     pub tokens: usize,
-    /// Which product.
+    /// The form of the product.
     pub form: Form,
     /// Storage type of the operands.
     pub dtype: DType,
@@ -176,9 +176,9 @@ fn time<T: Element>(
             Form::InputGradient => check(layer, form, dy, Transpose::No, w, Transpose::No, &dx)?,
             Form::WeightGradient => check(layer, form, dy, Transpose::Yes, x, Transpose::No, &dw)?,
         }
-        let seconds = median(&mut times);
+        let seconds = median(times).expect("there are rounds");
         let flops = 2.0 * m as f64 * n as f64 * k as f64 / seconds;
-        let peak = median(&mut samples);
+        let peak = median(samples).expect("there are rounds");
         timings.push(Timing {
             layer,
             tokens,

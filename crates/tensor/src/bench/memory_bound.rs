@@ -9,7 +9,6 @@
 //!
 //! Not measured here: kernels whose cost is arithmetic or indices (top-k, random fills).
 
-use super::median;
 use crate::cpu::Cpu;
 use crate::cpu::activation::{Activation, activation, activation_backward, glu, glu_backward};
 use crate::cpu::cast::cast;
@@ -29,6 +28,7 @@ use crate::dtype::{DType, Element};
 use crate::reference;
 use std::fmt;
 use std::time::Instant;
+use trainyard_base::median;
 
 /// The sizes that the kernels are timed at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,7 +161,7 @@ impl Bench<'_> {
             copy(self.cpu, &from, &mut to);
             copies.push(start.elapsed().as_secs_f64());
         }
-        let (seconds, copy) = (median(&mut own), median(&mut copies));
+        let (seconds, copy) = (median(own).expect("there are rounds"), median(copies).expect("there are rounds"));
         let rate = bytes as f64 / seconds;
         let copy_rate = (2 * half) as f64 / copy;
         let percent_of_copy = 100.0 * rate / copy_rate;

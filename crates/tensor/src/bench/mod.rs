@@ -1,4 +1,4 @@
-//! What kernels reach on this machine, in percent of its measured peaks: functions that check a
+//! Benchmarks of kernels on this machine, in percent of its measured peaks. The functions check a
 //! kernel's results, then time it, and return figures for others to print.
 
 mod array;
@@ -6,12 +6,6 @@ pub mod attention;
 pub mod gemm;
 pub mod gpu;
 pub mod memory_bound;
-
-/// The upper one of two in the middle.
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
 
 /// Peaks that no kernel reaches.
 #[cfg(test)]

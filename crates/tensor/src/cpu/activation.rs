@@ -1,17 +1,17 @@
 //! Activation functions and gated linear units, forward and backward.
 //!
-//! | function | value | derivative |
-//! |---|---|---|
-//! | GELU (Hendrycks & Gimpel 2016) | `x P(x)`, `P` the normal distribution function | `P(x) + x p(x)` |
-//! | GELU, tanh form (GPT-2) | `x / (1 + e^-2u)`, `u = sqrt(2/pi) (x + 0.044715 x^3)` | `g + x g (1 - g) 2u'`, `g = 1 / (1 + e^-2u)` |
-//! | SiLU | `x g`, `g = 1 / (1 + e^-x)` | `g (1 + x (1 - g))` |
-//! | ReLU | `max(x, 0)` | 1 where `x > 0`, else 0 |
+//! - **GELU** (Hendrycks & Gimpel 2016): `x P(x)`, where `P` is the normal distribution function
+//!   with density `p`. Derivative: `P(x) + x p(x)`.
+//! - **GELU, tanh form** (GPT-2): `x g` with `g = 1 / (1 + e^-2u)` and
+//!   `u = sqrt(2/pi) (x + 0.044715 x^3)`. Derivative: `g + x g (1 - g) 2u'`.
+//! - **SiLU**: `x g` with `g = 1 / (1 + e^-x)`. Derivative: `g (1 + x (1 - g))`.
+//! - **ReLU**: `max(x, 0)`. Derivative: 1 where `x > 0`, else 0.
 //!
 //! The tanh form is written with the sigmoid, `1/2 (1 + tanh u) = 1 / (1 + e^-2u)`, which keeps
 //! small negative results exact to a rounding. A gated unit multiplies the activated first half of
 //! a row with the second half (Shazeer 2020); with SiLU it is SwiGLU. Traffic: forward 2 elements
-//! per output (gated: 3), backward 3 (gated: 5); some 20 to 40 FLOPs each, so from cache these
-//! kernels are bound by arithmetic.
+//! per output (gated: 3), backward 3 (gated: 5). Each output takes about 20 to 40 FLOPs, so from
+//! cache these kernels are bound by arithmetic.
 
 use crate::cpu::Cpu;
 pub use crate::cpu::gemm::Activation;

@@ -17,7 +17,7 @@ use std::marker::PhantomData;
 /// Bytes of a tile.
 pub const TILE: usize = 1024;
 
-/// What `ldtilecfg` reads: palette 1, eight tiles of 16 rows of 64 bytes.
+/// The operand of `ldtilecfg`: palette 1, eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,

@@ -18,7 +18,7 @@ use crate::simd_fn;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {index} (entry {entry}) is outside 0..{limit}")]
 pub struct IndexError {
-    /// What is indexed: `token`, `position`, `target`.
+    /// The index that was checked: `token`, `position`, `target`.
     pub what: &'static str,
     /// The index.
     pub index: i32,

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Bytes of logits that a chunk may take: at GPT-2's vocabulary 1,334 tokens in 16 bits.
 pub const CHUNK_BYTES: usize = 128 << 20;
 
-/// What the head's loss comes to.
+/// The result of the head's loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HeadLoss {
     /// The sum of the losses of the tokens that count, in token order.
@@ -48,7 +48,7 @@ pub struct HeadGradients<'a, T> {
     pub dx: Option<MatMut<'a, T>>,
     /// `[vocab, dim]` contiguous.
     pub dw: Option<&'a mut [f32]>,
-    /// Whether `dw` is overwritten or added to.
+    /// Overwrites `dw`, or adds to it.
     pub accumulate: Accumulate,
 }
 

@@ -35,9 +35,9 @@ pub enum IsaError {
         "instruction set `{asked}` was asked for, but this CPU's best is `{best}`: choose that or a lower one, or `auto`"
     )]
     Unsupported {
-        /// What was asked for.
+        /// The rung that was asked for.
         asked: Isa,
-        /// What the machine has.
+        /// The best rung of the machine.
         best: Isa,
     },
 }
@@ -117,7 +117,7 @@ fn detect() -> Isa {
     if amx_bf16() { Isa::AmxBf16 } else { Isa::Avx512Bf16 }
 }
 
-/// Whether AMX bf16 is present and the kernel lets this process use tile data.
+/// True if AMX bf16 is present and the kernel lets this process use tile data.
 ///
 /// The standard macro does not know AMX on stable Rust, so CPUID is read directly: leaf 7, EDX bit
 /// 22 (amx-bf16) and bit 24 (amx-tile). Linux then wants permission to be asked for once per
@@ -143,7 +143,7 @@ fn amx_bf16() -> bool {
     false
 }
 
-/// Whether `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do,
+/// True if `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do,
 /// Intel's do not.
 pub(super) fn pairs_are_fast() -> bool {
     #[cfg(target_arch = "x86_64")]

@@ -1,20 +1,21 @@
-//! The ranks of one process lend each other threads that wait.
+//! The ranks of one process lend each other waiting threads.
 //!
-//! Two ranks on two cores are as fast as the slower core, step after step, where cores differ: a
-//! neighbour on the other hyperthread, a hotter core, an interrupt. The threads of *one* rank
-//! balance by themselves, because they take tasks as they become free. So do ranks that lend each
-//! other threads: while a rank waits for another, it takes tasks from the other's open regions
-//! ([`LentThreads::lend`]), one at a time, and looks between tasks whether it still has to wait.
+//! If cores differ (a neighbour on the other hyperthread, a hotter core, an interrupt), two ranks
+//! on two cores are as fast as the slower core, step after step. The threads of *one* rank balance
+//! by themselves, because they take tasks as they become free. Lending does the same between ranks.
+//! While a rank waits for another, it takes tasks from the other's open regions
+//! ([`LentThreads::lend`]), one at a time, and checks between tasks whether it still has to wait.
 //! Results do not depend on it, as they depend on no thread.
 //!
-//! Lending is for ranks that have a core for each of their threads. Where they share cores, a guest
-//! that is not running would be waited for.
+//! Lending is for ranks that have a core for each of their threads. If ranks shared cores, the
+//! owner would have to wait for a guest that is not running.
 
 use super::threads::{inside_region, mark_inside};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+use trainyard_base::lock;
 
 /// The parallel regions that ranks of a process have open, for others to join.
 #[derive(Default)]
@@ -31,7 +32,7 @@ pub(super) struct Region<'b> {
     body: &'b (dyn Fn(usize) + Sync),
     /// Threads of other ranks that are at work in it.
     guests: AtomicUsize,
-    /// What a guest panicked with: its owner's to raise.
+    /// The panic of a guest, for the owner to raise.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
@@ -93,7 +94,7 @@ impl LentThreads {
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.open)
     }
 
     /// Lets other ranks join `region` while `work` runs, and returns when nobody is in it any more.
@@ -114,7 +115,7 @@ impl LentThreads {
         let shown = Shown(self, entry);
         work();
         drop(shown);
-        let panic = region.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let panic = lock(&region.panic).take();
         if let Some(panic) = panic {
             std::panic::resume_unwind(panic);
         }
@@ -143,7 +144,7 @@ impl LentThreads {
         let done = catch_unwind(AssertUnwindSafe(|| region.one()));
         let did = *done.as_ref().unwrap_or(&true);
         if let Err(panic) = done {
-            region.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+            lock(&region.panic).get_or_insert(panic);
         }
         self.lent.fetch_add(u64::from(did), Ordering::Relaxed);
         // The last touch: from here on the region may end.

@@ -32,7 +32,7 @@ pub fn check_targets(targets: &[i32], vocab: usize) -> Result<usize, IndexError>
     }
 }
 
-/// What is known of rows of logits: one number a row in each.
+/// The statistics of rows of logits, one number per row in each.
 #[derive(Debug)]
 pub struct RowLosses<'a> {
     /// `lse - x[target]`, 0 where ignored.
@@ -197,7 +197,7 @@ simd_fn! {
     }
 }
 
-/// What one row of logits comes to.
+/// The result of one row of logits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LossRow {
     pub loss: f32,

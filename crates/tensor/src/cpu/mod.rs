@@ -36,10 +36,9 @@ pub use threads::Threads;
 
 use std::sync::Arc;
 
-/// What every CPU kernel is handed: which instructions it may use and which threads it may run on.
+/// The context of every CPU kernel: its instruction set and its threads.
 ///
-/// Kernels are pure functions of their operands: the same bits come out whatever the number of
-/// threads.
+/// Kernels are pure functions of their operands: the bits do not depend on the number of threads.
 #[derive(Debug)]
 pub struct Cpu {
     /// The highest rung of the ladder that kernels may use.

@@ -32,17 +32,17 @@ pub struct Muon {
     pub lr: f32,
     /// Decay of the averaged gradient.
     pub momentum: f32,
-    /// Whether the step looks ahead: `(1 - momentum) g + momentum m` instead of `m`.
+    /// True if the step looks ahead: `(1 - momentum) g + momentum m` instead of `m`.
     pub nesterov: bool,
     /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// How large the orthogonal update is made.
+    /// Scale of the orthogonal update.
     pub scale: MuonScale,
     /// Newton-Schulz steps (5).
     pub iterations: u32,
 }
 
-/// How large the orthogonal update is made.
+/// The scale of the orthogonal update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MuonScale {
     /// `sqrt(max(1, rows / columns))`, the original.

@@ -22,14 +22,14 @@ use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use crate::simd_fn;
 
-/// What a backward kernel adds its input gradient to.
+/// The summand to which a backward kernel adds its input gradient.
 #[derive(Clone, Copy, Debug)]
 pub enum AddTo<'a, T> {
     /// Nothing: the output is written.
     Nothing,
     /// This gradient, typically of the residual branch; same shape as the output.
     Gradient(&'a [T]),
-    /// What the output holds already.
+    /// The previous contents of the output.
     Output,
 }
 

@@ -41,11 +41,11 @@ pub struct Sgd {
     pub lr: f32,
     /// Momentum; 0 for none.
     pub momentum: f32,
-    /// Whether the step looks ahead: `g + momentum m` instead of `m`.
+    /// True if the step looks ahead: `g + momentum m` instead of `m`.
     pub nesterov: bool,
     /// Weight decay.
     pub weight_decay: f32,
-    /// How it is applied.
+    /// Form of weight decay.
     pub decay: Decay,
 }
 
@@ -86,11 +86,11 @@ pub struct Adafactor {
     pub clip_threshold: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// How long the step is.
+    /// Length of the step.
     pub step_size: StepSize,
 }
 
-/// How long a step of [`Adafactor`] is.
+/// The length of a step of [`Adafactor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepSize {
     /// `max(eps2, rms(weights)) * min(lr, 1 / sqrt(t))`
@@ -291,7 +291,7 @@ impl Adafactor {
         (1.0 - (step as f64).powf(f64::from(self.beta2_decay))) as f32
     }
 
-    /// What the unclipped update is multiplied with: the step's length over the clipping divisor.
+    /// The factor of the unclipped update: the step's length over the clipping divisor.
     fn length(&self, step: u64, mean_square_update: f64, mean_square_weight: f64) -> f32 {
         let clip = (mean_square_update.sqrt() / f64::from(self.clip_threshold)).max(1.0);
         let alpha = match self.step_size {

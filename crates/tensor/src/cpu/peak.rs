@@ -1,9 +1,9 @@
-//! What this machine's arithmetic and memory can do at best: the denominators of utilisation.
+//! The peaks of this machine's arithmetic and memory: the denominators of utilisation.
 //!
 //! Peaks are measured, not looked up: clock rates under vector load, the number of multiply-add
 //! units and the share of a virtual machine are not in any table. Each is the fastest of several
-//! rounds of ten milliseconds that do nothing but the instruction in question on registers, on all
-//! threads at once, so that no product can be faster; a utilisation above 100 % is a bug.
+//! rounds of ten milliseconds that run only the instruction in question on registers, on all
+//! threads at once. No product can be faster; a utilisation above 100 % is a bug.
 
 use super::simd::Simd;
 use super::{Cpu, Isa};
@@ -13,6 +13,7 @@ use crate::simd_fn;
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::Instant;
+use trainyard_base::lock;
 
 /// The measured peaks of an instruction set on a number of threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,7 +119,7 @@ fn fastest(cpu: &Cpu, instruction: Instruction, rounds: usize, seconds: f64) -> 
     cpu.threads.run(|_| {
         let times = (rate(TRIAL) * seconds / repeat(cpu.isa, instruction, 0)).max(TRIAL as f64) as usize;
         let best = (0..rounds).map(|_| rate(times)).fold(0.0, f64::max);
-        *total.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += best;
+        *lock(&total) += best;
     });
     total.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

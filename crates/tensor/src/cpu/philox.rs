@@ -21,7 +21,7 @@ pub(crate) const GROUP: usize = 16;
 /// Words, i.e. elements of a fill, in a group.
 const WORDS: usize = 4 * GROUP;
 
-/// What a random number is drawn for.
+/// The purpose for which a random number is drawn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RandomKey {
     /// The run's seed.

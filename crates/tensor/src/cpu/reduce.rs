@@ -13,7 +13,7 @@ use crate::dtype::{Element, Scalar};
 use crate::simd_fn;
 use std::cmp::Ordering;
 
-/// How a row becomes one number.
+/// The reduction of a row to one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Reduce {
     /// The sum.

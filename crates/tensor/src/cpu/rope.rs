@@ -21,7 +21,7 @@ use crate::dtype::Element;
 use crate::simd_fn;
 use std::f64::consts::PI;
 
-/// How the frequencies of a longer context are derived (`rope_type` in Hugging Face configs).
+/// The rule that derives the frequencies of a longer context (`rope_type` in Hugging Face configs).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
     /// `default`: as trained.
@@ -59,7 +59,7 @@ pub enum RopeScaling {
         mscale: Option<f64>,
         /// `mscale_all_dim` of the config.
         mscale_all_dim: Option<f64>,
-        /// Whether the blend's ends are rounded outwards to whole columns (the default in configs).
+        /// True if the blend's ends are rounded outwards to whole columns (the default in configs).
         truncate: bool,
     },
 }
@@ -192,7 +192,7 @@ impl RopeTable {
     }
 }
 
-/// Which way [`rope`] turns.
+/// The direction in which [`rope`] turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rotation {
     /// By the position's angle.

@@ -1,5 +1,5 @@
-//! What kernels that stream over rows share: how work is cut into tasks, and loops over lanes with
-//! ragged ends.
+//! Helpers of kernels that stream over rows: the cut into tasks, and loops over lanes with ragged
+//! ends.
 //!
 //! Tasks are cut by shape alone, never by the number of threads, so results are the same on any
 //! number. Work that one core finishes in a few microseconds is not worth a parallel region (a
@@ -103,7 +103,7 @@ pub(crate) fn total<S: Simd>(s: S, acc: [S::F; 4]) -> f32 {
 
 /// A reduction that takes vectors one after another into a running one.
 pub(crate) trait Fold: Copy {
-    /// What is read beyond the end of a row: it changes no running value.
+    /// The value read beyond the end of a row. It changes no running value.
     fn fill(self) -> f32;
     fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F;
 }

@@ -21,15 +21,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
+use trainyard_base::lock;
 
-/// How many times a waiting thread polls before it sleeps: some 20 to 50 microseconds.
+/// Number of polls of a waiting thread before it sleeps: about 20 to 50 microseconds.
 const SPINS: u32 = 2_000;
 
 thread_local! {
     static INSIDE_REGION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is at work in a region.
+/// True if this thread is at work in a region.
 pub(super) fn inside_region() -> bool {
     INSIDE_REGION.get()
 }
@@ -152,7 +153,7 @@ impl Threads {
             }
             return;
         }
-        let _turn = self.turn.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let _turn = lock(&self.turn);
         let body: &(dyn Fn(usize) + Sync) = &body;
         // SAFETY: only the lifetime is erased; this function does not return before `running` is
         // back at zero, after which no worker touches the pointer.
@@ -211,7 +212,7 @@ impl Drop for Threads {
             lent.leave(self.count());
         }
         {
-            let mut state = self.shared.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut state = lock(&self.shared.state);
             self.shared.stop.store(true, Ordering::Release);
             state.epoch += 1;
             self.shared.epoch.store(state.epoch, Ordering::Release);

@@ -13,7 +13,7 @@ use trainyard_cuda::kernels::{self as k, AttentionForm, HEAD_DIM_MAX};
 /// Tensor cores read 16 bytes at a time.
 const ALIGNMENT: u64 = 16;
 
-/// How attention multiplies on tensor cores, where they take its heads, and why so.
+/// The form of attention on tensor cores for heads that they take, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttentionChoice {
     /// The form.
@@ -29,12 +29,12 @@ const COMPARED: (&[i32], usize, usize) = (&[0, 77, 340], 2, 1);
 const HEADS_COMPARED: [usize; 2] = [64, 128];
 
 impl Cuda {
-    /// Whether the device has the instructions of a form.
+    /// True if the device has the instructions of a form.
     pub fn has_attention(&self, form: AttentionForm) -> bool {
         form != AttentionForm::Warpgroups || self.properties().architecture() == "sm_90a"
     }
 
-    /// What [`Cuda::choose_attention`] chose.
+    /// The choice of [`Cuda::choose_attention`].
     pub fn attention(&self) -> Option<&AttentionChoice> {
         self.attention.get()
     }
@@ -82,7 +82,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// What a form makes of a small problem: log-sum-exps, results and gradients.
+    /// The results of a form on a small problem: log-sum-exps, results and gradients.
     fn results(self: &Arc<Cuda>, form: AttentionForm, dtype: DType, head_dim: usize) -> Result<[Vec<f32>; 3]> {
         let device = Device::cuda(Arc::clone(self), None);
         let (segments, heads, kv_heads) = COMPARED;

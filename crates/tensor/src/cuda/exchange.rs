@@ -1,5 +1,5 @@
-//! What another library needs to exchange tensors' memory with other devices: where it lies, and on
-//! which stream.
+//! The access that another library needs to exchange tensors' memory with other devices: its
+//! address, and its stream.
 
 use super::Cuda;
 use crate::Tensor;
@@ -8,15 +8,15 @@ use std::sync::Arc;
 use trainyard_cuda::driver::{Driver, Region, Stream};
 
 impl Cuda {
-    /// What the device is asked through.
+    /// The driver of the device.
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.driver
     }
 
-    /// Which GPU `ordinal` is, the same for every process of the host.
+    /// The identity of GPU `ordinal`, which is the same for every process of the host.
     ///
     /// # Errors
-    /// What the machine or this build lacks for it, in a sentence.
+    /// The missing part of the machine, in a sentence.
     pub fn identity(ordinal: usize) -> Result<[u8; 16]> {
         Ok(trainyard_cuda::identity(ordinal)?)
     }

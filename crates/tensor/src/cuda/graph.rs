@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use trainyard_cuda::driver;
 
-/// What differs from launch to launch of a graph beside the contents of its tensors.
+/// The values that differ from launch to launch of a graph, beside the contents of its tensors.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Varying {
     /// The step that keys random numbers.
     pub step: u32,
-    /// What losses are multiplied by.
+    /// Factor of losses.
     pub scale: f32,
 }
 
@@ -34,7 +34,7 @@ impl Varying {
 /// The capture that a device is in.
 #[derive(Default)]
 pub(crate) struct Capturing {
-    /// Whether it is in one: asked at every launch.
+    /// True during a capture. It is read at every launch.
     now: AtomicBool,
     state: Mutex<Option<State>>,
 }
@@ -48,7 +48,7 @@ struct State {
 }
 
 impl Capturing {
-    /// Whether what this thread's lane launches is captured.
+    /// True if launches of this thread's lane are captured.
     pub fn is_here(&self) -> bool {
         self.now.load(Ordering::Relaxed) && lock(&self.state).as_ref().is_some_and(|state| state.lane == lane())
     }
@@ -110,7 +110,7 @@ pub struct Graph {
     cuda: Arc<Cuda>,
     graph: driver::Graph,
     varying: Tensor,
-    /// What is outside of its arena and must live as long.
+    /// Buffers outside of its arena that must live as long.
     _held: Vec<Arc<Buffer>>,
 }
 

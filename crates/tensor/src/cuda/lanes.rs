@@ -54,12 +54,12 @@ impl Cuda {
         Ok(free.map_or_else(|| self.driver.event(), Ok)?)
     }
 
-    /// How many marks a lane has made: where in its work it is.
+    /// Number of marks that a lane has made: its position in its work.
     pub(super) fn position(&self, lane: usize) -> u64 {
         lock(&self.histories[lane]).made
     }
 
-    /// Whether all that a lane launched at `position` is known to be done.
+    /// True if everything that a lane launched at `position` is known to be done.
     pub(super) fn is_done(&self, lane: usize, position: u64) -> bool {
         position < lock(&self.histories[lane]).done
     }
@@ -88,9 +88,9 @@ impl Cuda {
 
 /// A lane's marks.
 pub(super) struct History {
-    /// How many it has made.
+    /// Number of marks made.
     made: u64,
-    /// What was launched before so many is done.
+    /// Everything launched before this number of marks is done.
     done: u64,
     /// The last ones.
     last: VecDeque<Weak<Recorded>>,
@@ -153,7 +153,7 @@ impl Device {
         Ok(Mark(Some(recorded)))
     }
 
-    /// What this thread's lane launches from now on comes after the mark.
+    /// Orders everything that this thread's lane launches from now on after the mark.
     pub fn wait_for(&self, mark: &Mark) -> Result<()> {
         match &mark.0 {
             Some(recorded) => Ok(recorded.cuda.driver.wait(recorded.cuda.stream()?, recorded.event)?),

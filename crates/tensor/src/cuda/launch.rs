@@ -14,7 +14,7 @@ pub(super) struct Module {
     kernels: Vec<(&'static str, Function, Vec<Parameter>)>,
 }
 
-/// What a kernel is given, before its parameters say as which type.
+/// An argument of a kernel, before its parameter decides the type.
 #[derive(Clone, Copy)]
 pub(super) enum Arg<'a> {
     Tensor(&'a Tensor),

@@ -1,5 +1,5 @@
-//! How fast copies between the host's pinned memory and the GPU's are, and what they and products
-//! cost each other.
+//! The speed of copies between the host's pinned memory and the GPU's, and the slowdown of copies
+//! and products beside each other.
 
 use super::{Cuda, enter_lane, lane, peak};
 use crate::error::Result;
@@ -21,7 +21,7 @@ pub struct Link {
 
 /// The lane that copies, beside lane 0, which computes.
 const COPYING: usize = 1;
-/// What is done between two marks.
+/// Number of repetitions between two marks.
 const ROUNDS: usize = 8;
 
 /// Copies `bytes` to and from the device, and beside products of this side.

@@ -22,7 +22,7 @@ pub(crate) fn chunk_rows(tokens: usize, vocab: usize, size: usize) -> usize {
     tokens.div_ceil(chunks).next_multiple_of(128).min(tokens.max(1))
 }
 
-/// What the head makes beside losses.
+/// The gradients that the head makes beside losses.
 pub(crate) struct HeadGradients<'a, 'b> {
     pub scale: f32,
     pub dx: &'a Tensor,

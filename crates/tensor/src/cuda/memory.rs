@@ -41,7 +41,7 @@ impl DeviceBlock {
         used.filter_map(|(other, used)| Some((other, used.checked_sub(1)?))).filter(|(other, _)| *other != lane())
     }
 
-    /// Whether nobody has to be waited for.
+    /// True if no other lane has to be waited for.
     pub fn is_own(&self) -> bool {
         self.others().all(|(other, position)| self.cuda.is_done(other, position))
     }

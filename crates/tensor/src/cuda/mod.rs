@@ -56,7 +56,8 @@ use crate::error::{Result, TensorError};
 use crate::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
+use trainyard_base::lock;
 use trainyard_cuda::driver::{Driver, Event, Precision, Properties, Region, Stream};
 use trainyard_cuda::kernels::{File, Float};
 
@@ -72,19 +73,19 @@ pub struct Cuda {
     events: Mutex<Vec<Event>>,
     pinned: Mutex<Vec<staging::Pinned>>,
     capturing: graph::Capturing,
-    /// How products of f32 are multiplied.
+    /// Precision of products of f32.
     precision: Precision,
-    /// How attention multiplies on tensor cores, once that was chosen.
+    /// The form of attention on tensor cores, once chosen.
     attention: OnceLock<AttentionChoice>,
     /// For what the host makes: initial values.
     host: Cpu,
 }
 
 impl Cuda {
-    /// Whether GPU `ordinal` is there, without opening it.
+    /// Checks without opening it that GPU `ordinal` exists.
     ///
     /// # Errors
-    /// What the machine or this build lacks for it, in a sentence.
+    /// The missing part of the machine, in a sentence.
     pub fn check(ordinal: usize) -> Result<()> {
         Ok(trainyard_cuda::check(ordinal)?)
     }
@@ -125,7 +126,7 @@ impl Cuda {
         self
     }
 
-    /// What it is.
+    /// The properties of the GPU.
     pub fn properties(&self) -> &Properties {
         self.driver.properties()
     }
@@ -174,10 +175,6 @@ impl fmt::Debug for Cuda {
         let properties = self.properties();
         write!(f, "cuda:{} ({}, {})", properties.ordinal, properties.name, properties.architecture())
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The module that computes on a dtype.

@@ -102,7 +102,7 @@ pub(crate) fn chunk_squares(gpu: &Arc<Cuda>, x: &Tensor, chunk: usize, sums: &Te
     gpu.launch(&k::CHUNK_SQUARES, x.dtype(), [n, chunk, 1], args![x, to, n, chunk])
 }
 
-/// What [`chunk_squares`] has summed, one after the other; waits for it.
+/// Reads the sums of [`chunk_squares`], one after the other. It waits for them.
 pub(crate) fn read_sums(gpu: &Arc<Cuda>, sums: &Tensor, out: &mut [Vec<f64>]) -> Result<()> {
     let mut bytes = vec![0; 8 * out.iter().map(Vec::len).sum::<usize>()];
     if bytes.is_empty() {

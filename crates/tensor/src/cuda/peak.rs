@@ -1,9 +1,9 @@
-//! What a GPU does at best, measured: the denominators of utilisation there.
+//! The measured peaks of a GPU: the denominators of utilisation there.
 //!
-//! A GPU's registers cannot be kept busy without a kernel that is as good as the library's
-//! products, so the peak is that of the fastest square product: sides double from 64 until a
-//! product takes a millisecond, which is about 8,192 in bf16 on a Hopper. Operands are random
-//! numbers, because zeros draw less power and let the clock rise.
+//! Only a kernel as good as the library's products can keep a GPU's registers busy, so the peak is
+//! that of the fastest square product. Sides double from 64 until a product takes a millisecond,
+//! which is about 8,192 in bf16 on a Hopper. Operands are random numbers, because zeros draw less
+//! power and let the clock rise.
 
 use super::{Cuda, linear};
 use crate::error::Result;

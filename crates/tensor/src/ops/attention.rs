@@ -10,7 +10,7 @@ use crate::error::{Result, TensorError};
 use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, by_float, cuda, ensure_shape};
 use std::sync::Arc;
 
-/// How many heads of which width a fused qkv matrix holds.
+/// The number of heads in a fused qkv matrix, and their width.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HeadLayout {
     /// Query heads.

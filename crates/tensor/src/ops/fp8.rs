@@ -19,8 +19,8 @@ use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, by_float, cpu, c
 use std::sync::Arc;
 pub use trainyard_cuda::fp8::Fp8;
 
-/// What the sizes of a product of eight bits are multiples of: rows, inputs and outputs of a linear
-/// layer.
+/// The sizes of a product of eight bits (rows, inputs and outputs of a linear layer) are multiples
+/// of this.
 pub const MULTIPLE: usize = cuda::driver::Product::FP8_MULTIPLE;
 
 /// One tensor's part of the state of scaling, each a single element on the device.
@@ -46,13 +46,13 @@ pub struct Slots {
     pub gradient: Slot,
 }
 
-/// How a linear layer is computed.
+/// The scaling of a linear layer.
 #[derive(Clone, Debug)]
 pub struct Scaling {
     /// The state of its tensors.
     pub slots: Arc<Slots>,
-    /// Whether magnitudes are only noted, and products are those of [`super::linear`]: while there
-    /// is nothing to choose scales by.
+    /// True if magnitudes are only noted, and products are those of [`super::linear`], because
+    /// there is nothing to choose scales by yet.
     pub measures: bool,
 }
 
@@ -75,7 +75,7 @@ impl Rounded<'_> {
     }
 }
 
-/// How a GPU wants an operand.
+/// The orientations in which a GPU needs an operand.
 #[derive(Clone, Copy)]
 struct Lies {
     rows: bool,

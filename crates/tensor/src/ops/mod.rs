@@ -55,7 +55,7 @@ fn product_scratch(device: &Device) -> Result<Option<Tensor>> {
     scratch_on_cuda(device, cuda::PRODUCT_WORKSPACE / 4)
 }
 
-/// What [`scratch_on_cuda`] gave, once launched there.
+/// The scratch that [`scratch_on_cuda`] gave, once launched there.
 fn given(scratch: &Option<Tensor>) -> &Tensor {
     scratch.as_ref().expect("a device that computes on cuda has its scratch")
 }

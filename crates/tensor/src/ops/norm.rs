@@ -216,7 +216,7 @@ pub fn qk_norm_backward(
     Ok(dx)
 }
 
-/// What an input gradient is added to.
+/// The summand of an input gradient.
 enum Base {
     Nothing,
     Output,
@@ -234,7 +234,7 @@ impl Base {
 }
 
 impl Base {
-    /// What a kernel reads, which may be its output `dx`.
+    /// The tensor that a kernel reads, which may be its output `dx`.
     fn tensor<'a>(&'a self, dx: &'a Tensor) -> Option<&'a Tensor> {
         match self {
             Base::Nothing => None,

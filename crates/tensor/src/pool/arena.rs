@@ -1,10 +1,11 @@
-//! Arenas: blocks that are kept for work that is repeated at the same addresses, as a captured
-//! graph is.
+//! Arenas: blocks that are kept for work that is repeated at the same addresses, such as a captured
+//! graph.
 //!
-//! Memory that a thread takes within an arena comes from the arena's blocks, then from the pool's,
-//! which it keeps; and goes back to the arena. So nobody else ever has a block on which the work
-//! works. What is live is counted as without an arena while the host takes and gives back; when the
-//! work is repeated without that, [`Arena::repeat`] says that it needed as much again.
+//! Memory that a thread takes within an arena comes from the arena's blocks, or from the pool's,
+//! which the arena then keeps. Freed memory goes back to the arena. Nothing else therefore ever
+//! gets a block that the work uses. Live bytes are counted as without an arena while the host takes
+//! and gives back. When the work is repeated without that, [`Arena::repeat`] counts the same need
+//! again.
 
 use super::{Backing, Block, Free, MemoryPool, Purpose, State, take_free};
 use crate::error::{Result, TensorError};
@@ -24,11 +25,11 @@ pub(super) struct Arenas {
 struct Entered {
     arena: u64,
     thread: ThreadId,
-    /// Whether it must do with the blocks that it has.
+    /// True if it must do with the blocks that it has.
     closed: bool,
 }
 
-/// What is live while work within an arena goes on, above what is live after it: bytes by purpose,
+/// The peak of live bytes during work within an arena, above the bytes live after it: by purpose,
 /// and in total.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Held {

@@ -22,7 +22,7 @@ impl Valued {
     }
 }
 
-/// What [`forward`] gives.
+/// The results of [`forward`].
 #[derive(Clone, Debug)]
 pub struct Forward {
     /// `[queries, heads * head_dim]`
@@ -33,7 +33,7 @@ pub struct Forward {
     pub score_magnitude: f64,
 }
 
-/// What [`backward`] gives, each shaped like its operand.
+/// The results of [`backward`], each shaped like its operand.
 #[derive(Clone, Debug)]
 pub struct Backward {
     /// Gradient of the queries.

@@ -1,22 +1,12 @@
 //! Philox4x32-10 and the order in which elements take its words, one element at a time.
 
 use crate::cpu::philox::RandomKey;
-
-/// Ten rounds on one counter (Salmon et al. 2011, section 5).
-pub fn philox(mut key: [u32; 2], mut c: [u32; 4]) -> [u32; 4] {
-    for _ in 0..10 {
-        let a = 0xd251_1f53u64 * u64::from(c[0]);
-        let b = 0xcd9e_8d57u64 * u64::from(c[2]);
-        c = [(b >> 32) as u32 ^ c[1] ^ key[0], b as u32, (a >> 32) as u32 ^ c[3] ^ key[1], a as u32];
-        key = [key[0].wrapping_add(0x9e37_79b9), key[1].wrapping_add(0xbb67_ae85)];
-    }
-    c
-}
+use trainyard_base::philox4x32;
 
 /// The four words of counter `counter` of a site.
 pub fn words(key: RandomKey, counter: u64) -> [u32; 4] {
     let seed = [key.seed as u32, (key.seed >> 32) as u32];
-    philox(seed, [counter as u32, (counter >> 32) as u32, key.site, key.step])
+    philox4x32([counter as u32, (counter >> 32) as u32, key.site, key.step], seed)
 }
 
 /// The 16 bits that decide whether dropout keeps an element.

@@ -13,7 +13,7 @@ pub(super) mod mask;
 pub(super) mod product;
 pub(super) mod reduce;
 
-/// What every file here uses.
+/// The imports of every file here.
 mod prelude {
     pub(super) use super::super::prelude::*;
     pub(super) use crate::AutogradError;

@@ -3,12 +3,13 @@
 
 use super::{Args, fixed, formats, quoted};
 use crate::commands::config::resolve_for;
-use crate::output::{count, note, print, size};
+use crate::output::{count, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::Path;
+use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group::inputs;
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_engine::shape::model_spec;
@@ -177,7 +178,7 @@ fn lines(ways: &choose::Ways, tokens: u64, top: usize) -> String {
             way.savings.clone(),
             format!("{:.2} ms", 1e3 * way.step_s),
             count((tokens as f64 / seconds) as u64),
-            size(way.bytes),
+            format_bytes(way.bytes),
         ];
         if is_tried {
             row.insert(4, tried_s.map_or("-".to_owned(), |seconds| format!("{:.2} ms", 1e3 * seconds)));
@@ -223,13 +224,13 @@ impl Shown {
         for (kind, seconds) in kinds {
             let _ = writeln!(text, "  {kind:<40} {:>9.2} ms  {:>5.1} %", 1e3 * seconds, 100.0 * seconds / step_s);
         }
-        let _ = writeln!(text, "\n{} at most on each rank; of each purpose at its own peak:", size(way.bytes));
+        let _ = writeln!(text, "\n{} at most on each rank; of each purpose at its own peak:", format_bytes(way.bytes));
         for (purpose, bytes) in forecast.needs.purposes() {
-            let _ = writeln!(text, "  {:<40} {:>11}", purpose.name(), size(bytes as u64));
+            let _ = writeln!(text, "  {:<40} {:>11}", purpose.name(), format_bytes(bytes as u64));
         }
         for (what, bytes) in [("beside it on the host", way.pinned_bytes), ("on disk", forecast.needs.disk)] {
             if bytes > 0 {
-                let _ = writeln!(text, "  {what:<40} {:>11}", size(bytes));
+                let _ = writeln!(text, "  {what:<40} {:>11}", format_bytes(bytes));
             }
         }
         let mut ranks = forecast.step(profile, &profile.speeds).simulated.ranks;

@@ -19,7 +19,7 @@ struct Operand {
     columns: Tensor,
 }
 
-/// What numbers below 1 are multiplied by.
+/// The factor for numbers below 1.
 const fn scale(format: Fp8) -> f32 {
     match format {
         Fp8::E4M3 => 256.0,

@@ -1,10 +1,10 @@
-//! What kernels reach on a GPU, in percent of its measured peaks: products, attention, and the
-//! kernels that stream.
+//! Benchmarks of kernels on a GPU, in percent of its measured peaks: products, attention, and
+//! streaming kernels.
 //!
-//! Every result is checked before it is timed: sampled elements of products and sampled rows of
-//! attention and of its gradients against sums in f64, the streaming kernels against the CPU's,
-//! which the oracles check. Times are the device's own, of so many calls one after the other that
-//! launching is hidden; operands are random numbers, because zeros draw less power.
+//! Every result is checked before it is timed. Sampled elements of products, and sampled rows of
+//! attention and of its gradients, are compared with sums in f64. Streaming kernels are compared
+//! with the CPU's, which the oracles check. Times are the device's own, of enough calls in a row
+//! that launching is hidden. Operands are random numbers, because zeros draw less power.
 
 mod attention;
 mod fp8;
@@ -28,11 +28,11 @@ pub enum Error {
         "{what} is wrong on this GPU: {found} where {wanted} was expected; please report it with the GPU's name and the driver's version"
     )]
     Wrong {
-        /// Which kernel, and which element.
+        /// The kernel and the element.
         what: String,
-        /// What it gave.
+        /// The result of the kernel.
         found: f64,
-        /// What it should have been.
+        /// The expected result.
         wanted: f64,
     },
     /// It cannot be run.
@@ -42,7 +42,7 @@ pub enum Error {
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// What to time.
+/// The sizes to time.
 #[derive(Clone, Debug)]
 pub struct Sizes {
     /// Products: rows of the activations, inputs and outputs of the layer.
@@ -190,7 +190,7 @@ fn places(len: usize, count: usize) -> Vec<usize> {
     all
 }
 
-/// What rounding to a dtype leaves of sums that were made in f32 of products that were.
+/// The relative error that rounding to a dtype leaves, for sums in f32 of products.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-7),

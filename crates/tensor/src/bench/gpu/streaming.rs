@@ -73,7 +73,7 @@ impl Operands<'_> {
 
 type Case = fn(&mut Operands<'_>) -> TensorResult<Vec<Tensor>>;
 
-/// What training calls, by the names of `scripts/peers/torch_gpu.py`.
+/// The kernels that training calls, by the names of `scripts/peers/torch_gpu.py`.
 const CASES: [(&str, Case); 17] = [
     ("rms_norm", |o| Ok(vec![ops::rms_norm(&o.rows("x", 1)?, &o.weight("w")?, 1e-5)?.0])),
     ("rms_norm_backward", |o| {

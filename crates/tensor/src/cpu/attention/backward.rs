@@ -134,8 +134,8 @@ fn run<T: Element>(
     }
 }
 
-/// What a block reads: rows and transposes of its queries and keys, `lines(head_dim)` floats or
-/// `QUERIES` lanes apart.
+/// The operands of a block: rows and transposes of its queries and keys, `lines(head_dim)` floats
+/// or `QUERIES` lanes apart.
 struct Operands<'a> {
     k: &'a [f32],
     v: &'a [f32],

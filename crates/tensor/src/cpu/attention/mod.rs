@@ -1,32 +1,34 @@
 //! Flash attention: softmax(scale Q K^T + mask) V and its gradients, without the matrix of scores
 //! in memory.
 //!
-//! Dao et al. 2022 ("FlashAttention") and Dao 2023 ("FlashAttention-2"): keys are walked in blocks;
-//! of the softmax only the running maximum and sum of each query are kept, and what was accumulated
-//! is rescaled when the maximum rises (Milakov and Gimelshein 2018). Backward recomputes the
-//! probabilities from the saved log-sum-exp.
+//! The algorithm is that of Dao et al. 2022 ("FlashAttention") and Dao 2023 ("FlashAttention-2").
+//! Keys are walked in blocks. Of the softmax, only the running maximum and sum of each query are
+//! kept; what was accumulated is rescaled when the maximum rises (Milakov and Gimelshein 2018).
+//! Backward recomputes the probabilities from the saved log-sum-exp.
 //!
 //! Sequences are packed: `cu_seqlens` holds the bounds of segments (documents), `[0, …, tokens]`,
 //! and a query sees keys of its own segment only. Masks are causal, causal with a sliding window,
 //! or none. Grouped-query attention: `heads / kv_heads` consecutive query heads share one key/value
 //! head.
 //!
-//! The vector form and the tiled form's backward compute the *transposed* scores, keys down and
-//! queries along the vector lanes. The softmax of sixteen queries is then elementwise (no
+//! The vector form and the tiled form's backward compute the *transposed* scores, with keys down
+//! and queries along the vector lanes. The softmax of sixteen queries is then elementwise (no
 //! horizontal reductions), and the causal mask of a key is one lane mask. The tiled form's forward
-//! has queries down, which spares it transposes: see `tiled::forward`.
+//! has queries down, which avoids transposes: see `tiled::forward`.
 //!
-//! | rung | form |
-//! |---|---|
-//! | portable, AVX2, AVX-512, on Intel's CPUs AVX-512 BF16 | `vector`: operands widened to f32, products by broadcast and fused multiply-add |
-//! | for bf16 operands AMX bf16, on AMD's CPUs AVX-512 BF16 | `tiled`: all products on bf16 operands with f32 sums, by `tdpbf16ps` or `vdpbf16ps`; P and dS are rounded to bf16 |
+//! There are two forms:
+//!
+//! - `vector`, on portable, AVX2 and AVX-512, and on Intel's CPUs with AVX-512 BF16: operands are
+//!   widened to f32, and products use broadcasts and fused multiply-adds.
+//! - `tiled`, for bf16 operands on AMX bf16, and on AMD's CPUs with AVX-512 BF16: all products take
+//!   bf16 operands with f32 sums, by `tdpbf16ps` or `vdpbf16ps`. P and dS are rounded to bf16.
 //!
 //! Softmax statistics are f32 everywhere. f32 and f16 operands use the vector form on every rung.
-//! Intel's `vdpbf16ps` is not used: two multiply-adds per lane, but measured on Emerald Rapids it
-//! issues once in two cycles or slower, against two f32 multiply-adds a cycle: half the arithmetic
-//! per second. On Zen 4 it is the other way round.
+//! Intel's `vdpbf16ps` is not used. It does two multiply-adds per lane, but measured on Emerald
+//! Rapids it issues once in two cycles or slower, against two f32 multiply-adds a cycle: half the
+//! arithmetic per second. On Zen 4 it is the other way round.
 //!
-//! What it does not do: dropout on the probabilities, additive biases, sinks, and matrices of
+//! This module does not offer dropout on the probabilities, additive biases, sinks, or matrices of
 //! scores returned to the caller.
 
 mod backward;
@@ -62,9 +64,9 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// What scores are multiplied by before the softmax, usually `head_dim^-1/2`.
+    /// Factor of scores before the softmax, usually `head_dim^-1/2`.
     pub scale: f32,
-    /// Whether a query sees no key after its own position.
+    /// True if a query sees no key after its own position.
     pub causal: bool,
     /// Sliding window (Mistral): a query at position `p` sees the keys in `(p - window, p]`. Needs
     /// `causal`.
@@ -94,7 +96,7 @@ pub enum AttentionError {
     Window {
         /// The window asked for.
         window: usize,
-        /// Whether the mask is causal.
+        /// True if the mask is causal.
         causal: bool,
     },
     /// A view that does not fit its data.
@@ -112,7 +114,7 @@ pub enum AttentionError {
     /// An operand of the wrong shape.
     #[error("`{operand}` is [{rows}, {cols}], but the spec and the other operands make it [{want_rows}, {want_cols}]")]
     Shape {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
         /// Its rows.
         rows: usize,
@@ -126,13 +128,13 @@ pub enum AttentionError {
     /// Segment bounds that are not `0 ≤ … ≤ rows`.
     #[error("`{name}` must rise from 0 to {rows} (the rows of its operand), but entry {index} is {value}")]
     Segments {
-        /// Which bounds.
+        /// Name of the bounds.
         name: &'static str,
         /// The first wrong entry.
         index: usize,
         /// Its value.
         value: i64,
-        /// What the last entry must be.
+        /// Required value of the last entry.
         rows: usize,
     },
     /// Segment bounds of queries and of keys that do not pair up.
@@ -212,7 +214,7 @@ pub fn bytes_backward(spec: &AttentionSpec, tokens: usize, dtype: DType) -> u64 
     (tokens * ((4 * spec.q_cols() + 4 * spec.kv_cols()) * dtype.size() + 4 * spec.heads)) as u64
 }
 
-/// How attention is computed; see the table above.
+/// The form in which attention is computed; see the list above.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Form {
     Vector,
@@ -281,7 +283,7 @@ fn check_segments(name: &'static str, cu: &[i32], rows: usize) -> Result<(), Att
     }
 }
 
-/// What every task of a forward call reads and writes.
+/// The operands and results that every task of a forward call uses.
 struct Forward<'a, T> {
     isa: Isa,
     spec: &'a AttentionSpec,
@@ -292,7 +294,7 @@ struct Forward<'a, T> {
     lse: Shares<'a, f32>,
 }
 
-/// What every task of a backward call reads and writes.
+/// The operands and results that every task of a backward call uses.
 struct Backward<'a, T> {
     isa: Isa,
     spec: &'a AttentionSpec,

@@ -1,4 +1,4 @@
-//! How a call is cut into tasks: by shape alone, so that the number of threads changes no bit.
+//! Cuts a call into tasks, by shape alone, so that the number of threads changes no bit.
 
 use super::AttentionSpec;
 use std::ops::Range;
@@ -39,7 +39,7 @@ impl Segment {
         self.visible(spec, queries.start).start..self.visible(spec, queries.end - 1).end
     }
 
-    /// Whether every one of the local queries `queries` sees every one of the local keys `keys`.
+    /// True if every one of the local queries `queries` sees every one of the local keys `keys`.
     #[inline(always)]
     pub fn all_visible(&self, spec: &AttentionSpec, queries: &Range<usize>, keys: &Range<usize>) -> bool {
         self.visible(spec, queries.end - 1).start <= keys.start && keys.end <= self.visible(spec, queries.start).end
@@ -69,8 +69,8 @@ pub(super) fn segments(cu_q: &[i32], cu_k: &[i32]) -> impl Iterator<Item = Segme
         .map(|(q, k)| Segment { queries: q[0] as usize..q[1] as usize, keys: k[0] as usize..k[1] as usize })
 }
 
-/// What one thread does at a time: the query heads of one kv head over the local queries `chunk` of
-/// a segment.
+/// The unit of a thread's work: the query heads of one kv head over the local queries `chunk` of a
+/// segment.
 #[derive(Clone, Debug)]
 pub(super) struct Task {
     pub segment: Segment,

@@ -10,8 +10,8 @@ use crate::dtype::Scalar;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How many rows ahead a walk fetches: rows of a fused matrix lie on different pages, where no
-/// hardware prefetcher follows.
+/// Number of rows by which a walk fetches ahead. Rows of a fused matrix lie on different pages,
+/// where no hardware prefetcher follows.
 const AHEAD: usize = 8;
 
 /// Asks for the cache lines of `len` elements from `first` on; any address is harmless.

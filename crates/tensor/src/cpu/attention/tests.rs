@@ -18,8 +18,8 @@ fn rungs() -> Vec<Isa> {
     rungs
 }
 
-/// Whether operands of `dtype` can be tested on a rung of [`rungs`]: on emulated tiles only what
-/// goes to tiles.
+/// True if operands of `dtype` can be tested on a rung of [`rungs`]. On emulated tiles, only
+/// operands that use tiles can.
 fn runs(isa: Isa, dtype: DType) -> bool {
     isa <= Isa::detect() || Form::of(isa, dtype) == Form::Tiles
 }
@@ -52,7 +52,7 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// How far results may lie from the oracle's.
+/// The largest distance of results from the oracle's.
 struct Tolerance {
     /// Relative to the magnitude of the terms: errors of probabilities and of sums.
     terms: f64,

@@ -1,14 +1,13 @@
 //! The vector form's building blocks: packing, small products, softmax blocks. Each is compiled for
 //! portable, AVX2 and AVX-512.
 //!
-//! Blocks are f32: `QUERIES` queries along the lanes, `KEYS` keys down. Everything that is
-//! multiplied goes through [`product`], `C += A B` with `B` and `C` row-major and `A` read as
-//! scalars in either direction:
+//! Blocks are f32: `QUERIES` queries along the lanes, `KEYS` keys down. All products go through
+//! [`product`], `C += A B` with `B` and `C` row-major and `A` read as scalars in either direction:
 //!
 //! | product | A | B | C |
 //! |---|---|---|---|
 //! | S^T = K Q^T, dP^T = V dO^T | `[keys, d]` | `[d, queries]` | `[keys, queries]` |
-//! | O^T += V^T P^T, dQ^T += K^T dS^T | `[keys, d]` read by columns | `[keys, queries]` | `[d, queries]` |
+//! | O^T += V^T P^T, dQ^T += K^T dS^T | `[keys, d]`, columns | `[keys, queries]` | `[d, queries]` |
 //! | dV += P^T dO, dK += dS^T Q | `[keys, queries]` | `[queries, d]` | `[keys, d]` |
 
 use super::plan::Segment;
@@ -30,8 +29,8 @@ pub(super) const SUPER: usize = 256;
 /// Lanes are filled in whole AVX-512 vectors on every rung.
 pub(super) const LANES_MAX: usize = 16;
 
-/// What a masked score becomes. Far below [`FLOOR`], so that its exponential is 0 even when a query
-/// saw no key yet.
+/// The value of a masked score. It is far below [`FLOOR`], so that its exponential is 0 even if a
+/// query has seen no key yet.
 pub(super) const MASKED: f32 = -1e30;
 /// Where running maxima start. Finite, so that no difference of infinities arises.
 pub(super) const FLOOR: f32 = -1e29;
@@ -265,7 +264,7 @@ fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
 /// The coefficients of [`exp2`], the constant first.
 const EXP2: [f32; 6] = [1.0000001, 0.69314694, 0.2402212, 0.05550713, 0.009675541, 0.0013276472];
 
-/// Which pairs of a block are masked; made only for blocks that have some.
+/// The masked pairs of a block. It is made only for blocks that have some.
 #[derive(Clone, Copy)]
 pub(super) struct Mask {
     /// The position of lane 0, plus one half so that comparisons of positions held as floats are
@@ -322,7 +321,7 @@ pub(super) struct Statistics<'a> {
     pub max: &'a mut [f32],
     /// The sum of the exponentials of scores minus `max`.
     pub sum: &'a mut [f32],
-    /// What the last block multiplies earlier sums by.
+    /// Factor of earlier sums, by the last block.
     pub decay: &'a mut [f32],
 }
 

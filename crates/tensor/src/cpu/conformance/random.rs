@@ -22,7 +22,7 @@ fn philox_gives_the_known_answers() {
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
         ),
     ] {
-        assert_eq!(oracle::philox(key, counter), want);
+        assert_eq!(trainyard_base::philox4x32(counter, key), want);
         let lanes = philox(Portable, key, counter.map(|word| Portable.splat_u32(word)));
         assert_eq!(lanes.map(|lanes| lanes[5]), want);
     }

@@ -1,29 +1,30 @@
 //! Products of `bf16` on AMX tiles, with a loop nest of their own.
 //!
-//! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory stay as fast as
-//! they were: a core of Emerald Rapids multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27
-//! from L3, 150 ns away, and neither packing nor finishing overlaps with tile instructions by
-//! itself. So the nest touches little beside what it multiplies, and asks for that in time
+//! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory are no faster. A
+//! core of Emerald Rapids multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27 from L3, 150
+//! ns away, and neither packing nor finishing overlaps with tile instructions by itself. The nest
+//! therefore touches little beside its operands, and prefetches those in time
 //! ([`super::tile_kernel`]):
 //!
-//! - The *left* operand is not packed where its rows run along the shared index (forward, input
-//!   gradient): a tile is loaded from 16 rows as they lie. Only where they run across it (weight
+//! - The *left* operand is not packed if its rows run along the shared index (forward, input
+//!   gradient): a tile is loaded from 16 rows in place. Only if they run across it (weight
 //!   gradient) are 32 rows at a time transposed.
 //! - The *right* operand is packed into panels of 32 columns, as many as stay in L2
-//!   ([`RESIDENT_STEPS`]). What that costs is divided by the rows of the task.
-//! - *Sums* never leave the tiles before they are finished, up to [`DEPTH_MAX`] steps of the shared
-//!   dimension. They are finished, a block of 32 x 32 beside the next one's products, from L1.
-//!   Weight gradients, whose sums are `f32` in memory, continue there instead: their shared
-//!   dimension, the tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and
-//!   fewer transpositions are needed.
+//!   ([`RESIDENT_STEPS`]). The cost is divided by the rows of the task.
+//! - *Sums* stay in the tiles until they are finished, up to [`DEPTH_MAX`] steps of the shared
+//!   dimension. A block of 32 x 32 is finished from L1, beside the products of the next one. Weight
+//!   gradients, whose sums are `f32` in memory, continue there instead: their shared dimension, the
+//!   tokens, is cut shorter ([`IN_PLACE_DEPTH_MAX`]) so that more columns fit L2 and fewer
+//!   transpositions are needed.
 //!
 //! ```text
-//! for task (rows x columns of the result)                 dealt to the threads; who finds none left shares another's
-//!     for block of the shared dimension                   usually one
-//!         pack the right columns                          up to 0.84 MiB, stay in L2
-//!         for panel of 32 rows                            claimed by the threads that share the task
-//!             for panel of 32 columns                     from L2
-//!                 tile kernel                             32 x 32 sums; asks for result lines and next rows, finishes the block before
+//! for task (rows x columns of the result)       dealt to the threads; an idle one joins a task
+//!     for block of the shared dimension         usually one
+//!         pack the right columns                up to 0.84 MiB, stay in L2
+//!         for panel of 32 rows                  claimed by the threads that share the task
+//!             for panel of 32 columns           from L2
+//!                 tile kernel                   32 x 32 sums; prefetches result lines and the
+//!                                               next rows, finishes the block before
 //! ```
 
 use super::claims::Claims;
@@ -59,7 +60,7 @@ const JOIN_MIN: usize = 8;
 /// An upper bound on the words of scratch that a thread needs.
 pub(super) const WORKSPACE_WORDS: usize = (DEPTH_MAX + RESIDENT_STEPS) * STEP_WORDS + (WAITING_MAX + 2) * BLOCK_WORDS;
 
-/// How a product is cut, in panels and steps.
+/// The cut of a product, in panels and steps.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     /// Left panels of a task, and tasks along them.
@@ -71,8 +72,8 @@ struct Cut {
     /// Steps of a block, and blocks.
     depth: usize,
     blocks: usize,
-    /// Whether threads may share a task's rows. Sums that wait for the next block in a thread's
-    /// scratch are that thread's.
+    /// True if threads may share a task's rows. If sums wait for the next block in a thread's
+    /// scratch, only that thread may continue them.
     shares: bool,
 }
 
@@ -172,7 +173,7 @@ struct Task<'a, S> {
     claims: Claims,
 }
 
-/// What a thread keeps while it runs a task.
+/// The data that a thread keeps while it runs a task.
 struct Scratch {
     /// A packed panel of rows, and all packed columns of a block.
     left: *mut u32,
@@ -225,7 +226,7 @@ impl<S: Sink> Task<'_, S> {
         block * self.depth..self.left.steps().min((block + 1) * self.depth)
     }
 
-    /// Whether sums wait in scratch for the next block of the shared dimension.
+    /// True if sums wait in scratch for the next block of the shared dimension.
     fn sums_wait(&self) -> bool {
         self.blocks > 1 && !self.sink.in_place()
     }
@@ -294,7 +295,7 @@ impl<S: Sink> Task<'_, S> {
         Left { rows, lower: rows.wrapping_add(STEP_BYTES / 2), stride: 64, step: STEP_BYTES }
     }
 
-    /// Which lines of the left panel after `p` to ask for while it meets right panel `q`.
+    /// The lines of the left panel after `p` to prefetch while it meets right panel `q`.
     fn ahead(&self, p: usize, q: usize, steps: Range<usize>) -> Ahead {
         let (count, cols) = (steps.len(), self.right.panels());
         // A panel has 32 lines for each step.

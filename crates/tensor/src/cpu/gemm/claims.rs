@@ -9,7 +9,7 @@ use crate::cpu::threads::wait_until;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Who does which rows, in every block of the shared dimension.
+/// The division of rows among threads, in every block of the shared dimension.
 pub(super) struct Claims {
     /// Panels of rows.
     rows: usize,

@@ -94,7 +94,7 @@ impl Rung {
         }
     }
 
-    /// Whether words are pairs of `bf16`, else they are `f32`.
+    /// True if words are pairs of `bf16`, false if they are `f32`.
     pub(super) fn pairs(self) -> bool {
         self >= Rung::Avx512Bf16
     }
@@ -121,7 +121,7 @@ pub(super) struct Operand<'a, T> {
     data: *const T,
     len: usize,
     pub stride: usize,
-    /// Whether the shared index is the contiguous one.
+    /// True if the shared index is the contiguous one.
     pub along_k: bool,
     _data: PhantomData<&'a [T]>,
 }
@@ -166,7 +166,7 @@ pub fn workspace_bytes(threads: usize) -> usize {
     threads * (words * 4).next_multiple_of(HUGE_PAGE)
 }
 
-/// How a product is cut: all of it follows from the shapes and the number of threads.
+/// The cut of a product. All of it follows from the shapes and the number of threads.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     task_rows: usize,
@@ -177,10 +177,10 @@ struct Cut {
     blocks: usize,
 }
 
-/// What a task's parts cost, in units of one multiply-add per word of the register kernel.
+/// The cost of a task's parts, in units of one multiply-add per word of the register kernel.
 ///
 /// Measured on Emerald Rapids at 32 multiply-adds a cycle: packing takes 0.6 cycles a word on
-/// either side, a finished sum one cycle, both mostly spent on the way from and to L3; a task takes
+/// either side, a finished sum one cycle, both mostly spent on the way from and to L3. A task takes
 /// a microsecond to hand out.
 #[derive(Clone, Copy, Debug)]
 struct Prices {
@@ -436,7 +436,7 @@ impl Ahead {
     }
 }
 
-/// What a register kernel needs to run along a panel of rows.
+/// The parameters with which a register kernel runs along a panel of rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiles {
     /// Words of the shared dimension.
@@ -453,9 +453,9 @@ pub(super) struct Tiles {
     pub c_stride: usize,
     /// Columns, a multiple of the tile's.
     pub columns: usize,
-    /// Whether the sums continue from what `c` holds.
+    /// True if the sums continue from the contents of `c`.
     pub add: bool,
-    /// What is packed for a panel to come.
+    /// The lines to prefetch for the next panel.
     pub next: Ahead,
 }
 

@@ -1,6 +1,6 @@
-//! What happens to finished sums: bias, activation, residual, scaling, rounding, storing.
+//! The last operations on finished sums: bias, activation, residual, scaling, rounding, storing.
 //!
-//! A [`Sink`] is handed rectangles of `f32` sums that have just left the register kernel. It is the
+//! A [`Sink`] receives rectangles of `f32` sums that have just left the register kernel. It is the
 //! only part of a product that knows the result's type and shape in memory, so kernels store to
 //! scratch without tails and without reading the result.
 
@@ -25,7 +25,7 @@ pub(super) struct Target {
 
 /// Receives the sums of a product.
 pub(super) trait Sink: Sync {
-    /// Whether sums start from [`Sink::seed`] instead of zero.
+    /// True if sums start from [`Sink::seed`] instead of zero.
     fn seeded(&self) -> bool {
         false
     }
@@ -33,8 +33,8 @@ pub(super) trait Sink: Sync {
     /// The values from which the sums of `row`, columns from `col` on, start.
     fn seed(&self, _row: usize, _col: usize, _sums: &mut [f32]) {}
 
-    /// Whether blocks of sums may start from, and be left in, the lines of [`Sink::target`]: they
-    /// are the result, in `f32`.
+    /// True if blocks of sums may start from, and be left in, the lines of [`Sink::target`],
+    /// because those are the result, in `f32`.
     fn in_place(&self) -> bool {
         false
     }

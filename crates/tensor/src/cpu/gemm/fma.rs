@@ -17,7 +17,7 @@
 use super::driver::{A_STRIDE, Tiles, prefetch};
 use crate::cpu::simd::{Portable, Simd};
 
-/// What a register kernel does with words; a word is one `f32`, or a pair of `bf16`.
+/// The operations of a register kernel on words. A word is one `f32`, or a pair of `bf16`.
 pub(super) trait Lanes: Copy {
     /// A vector of words.
     type Words: Copy;
@@ -82,9 +82,9 @@ impl<S: Simd> Lanes for Singles<S> {
     }
 }
 
-/// How far ahead of use the right panel's lines are asked for, in words of the shared dimension: at
-/// 14 cycles a word or more at least 220 cycles, several times the latency of L2. On Zen 4 this
-/// beats half of it by 1 %, and twice as far is no better.
+/// Distance of prefetching the right panel's lines, in words of the shared dimension. At 14 cycles
+/// a word or more it is at least 220 cycles, several times the latency of L2. On Zen 4 this beats
+/// half of it by 1 %, and twice as far is no better.
 const PREFETCH_WORDS: usize = 16;
 
 /// One tile: `MR` rows by `NV` vectors, with its sums at `c`. Those of the tile after it are at

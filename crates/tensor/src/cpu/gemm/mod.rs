@@ -194,7 +194,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// Whether a result replaces or is added to what is there.
+/// The choice between replacing the previous contents and adding to them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Accumulate {
     /// The old values are not read.
@@ -204,7 +204,7 @@ pub enum Accumulate {
     Add,
 }
 
-/// Whether an operand of [`matmul`] is used as it lies or transposed.
+/// The orientation of an operand of [`matmul`]: as it lies, or transposed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Transpose {
     /// As it lies.
@@ -227,8 +227,8 @@ impl<'a, T> From<MatRef<'a, T>> for Weight<'a, T> {
     }
 }
 
-/// What [`forward`] does with each sum before it is stored. All of it happens in `f32`, with one
-/// rounding at the end.
+/// The operations of [`forward`] on each sum before it is stored. All of them happen in `f32`, with
+/// one rounding at the end.
 #[derive(Debug)]
 pub struct Epilogue<'a, T> {
     /// Added to each row; `[N]`.
@@ -247,13 +247,13 @@ impl<T> Default for Epilogue<'_, T> {
     }
 }
 
-/// What [`input_gradient`] does with each sum before it is stored.
+/// The operations of [`input_gradient`] on each sum before it is stored.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientEpilogue<'a, T> {
     /// The activation that produced the layer's input, and its argument `[M, K]`: the sums are
     /// multiplied by the derivative.
     pub activation: Option<(Activation, MatRef<'a, T>)>,
-    /// Whether the result is added to what `dx` holds.
+    /// Replaces the contents of `dx`, or adds to them.
     pub accumulate: Accumulate,
 }
 

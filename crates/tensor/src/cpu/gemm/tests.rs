@@ -57,15 +57,16 @@ fn roundoff<T: Element>() -> f64 {
     }
 }
 
-/// What a sum of `k` products may be off by: each product passes through at most `k + 2` roundings
-/// of relative size `2^-24` (Higham, Accuracy and Stability, 3.1: `γ_n = n u / (1 - n u)`), and
-/// `bf16` instructions flush subnormals.
+/// The largest error of a sum of `k` products. Each product passes through at most `k + 2`
+/// roundings of relative size `2^-24` (Higham, Accuracy and Stability, 3.1:
+/// `γ_n = n u / (1 - n u)`), and `bf16` instructions flush subnormals.
 fn sum_bound(k: usize, magnitude: f64) -> f64 {
     let nu = (k + 2) as f64 * 2f64.powi(-24);
     nu / (1.0 - nu) * magnitude + k as f64 * 2f64.powi(-126)
 }
 
-/// What storing `exact` in `T` may add: one rounding, or half a step of the subnormals.
+/// The largest error that storing `exact` in `T` may add: one rounding, or half a step of the
+/// subnormals.
 fn store_bound<T: Element>(exact: f64) -> f64 {
     let smallest = if T::DTYPE == DType::F16 { 2f64.powi(-25) } else { 2f64.powi(-134) };
     roundoff::<T>() * exact.abs() * 1.01 + smallest

@@ -29,7 +29,7 @@ use std::ops::Range;
 /// Lines to ask for during a block, a few in each step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
-    /// How many in a step.
+    /// Number of lines in a step.
     pub lines: usize,
     /// The first.
     pub first: *const u8,
@@ -59,7 +59,7 @@ pub(super) struct Sums {
     pub at: *mut f32,
     /// Elements from row to row.
     pub stride: usize,
-    /// Whether to continue from what is there.
+    /// True to continue from the previous contents.
     pub add: bool,
 }
 

@@ -32,7 +32,7 @@ pub(super) const STEP_WORDS: usize = 512;
 /// Words of a tile.
 const TILE_WORDS: usize = 256;
 
-/// Which side of the product an operand is on.
+/// The side of the product that an operand is on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Role {
     Left,
@@ -81,7 +81,7 @@ impl<'a> Source<'a> {
         Source { first, end: self.end.min(first + count * PANEL), ..*self }
     }
 
-    /// Whether packing transposes.
+    /// True if packing transposes.
     pub fn is_transposed(&self) -> bool {
         self.along_k == (self.role == Role::Right)
     }

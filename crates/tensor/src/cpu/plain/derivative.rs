@@ -14,7 +14,7 @@ use crate::dtype::Element;
 use crate::simd_fn;
 use std::ops::Range;
 
-/// Which of a function's numbers its derivative is computed from.
+/// The number from which a function's derivative is computed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Needs {
     /// None: it is constant.
@@ -25,8 +25,8 @@ pub enum Needs {
     Result,
 }
 
-/// What the derivative of `f` is computed from: the result where it serves, because the argument
-/// may then be freed.
+/// The number from which the derivative of `f` is computed. It is the result where that suffices,
+/// because the argument may then be freed.
 pub const fn needs(f: Unary) -> Needs {
     match f {
         Unary::Neg | Unary::Sign => Needs::Nothing,

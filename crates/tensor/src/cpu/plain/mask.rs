@@ -5,7 +5,7 @@ use crate::cpu::rows::{for_elements, for_rows};
 use crate::cpu::threads::Shares;
 use crate::dtype::{Element, Scalar};
 
-/// Which elements of a mask are meant.
+/// The side of a mask: its set or its unset elements.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Side {
     /// Those that are not 0.

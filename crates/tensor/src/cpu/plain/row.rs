@@ -1,8 +1,8 @@
-//! What whole rows need beyond [`reduce`](crate::cpu::reduce): variance, the gradient of a maximum,
-//! sums from the end; and sums of squared differences.
+//! Functions of whole rows beyond [`reduce`](crate::cpu::reduce): variance, the gradient of a
+//! maximum, sums from the end, and sums of squared differences.
 //!
-//! Sums within a row are made in `f32` lanes; variance in two passes, about the mean, so that a
-//! large mean costs no digits. Traffic: each operand once in, the result once out; rows that fit a
+//! Sums within a row are made in `f32` lanes. Variance takes two passes, about the mean, so that a
+//! large mean costs no digits. Traffic: each operand once in, the result once out. Rows that fit a
 //! cache are read from it the second time.
 
 use crate::cpu::Cpu;

@@ -70,7 +70,7 @@ fn merged(axes: &[Axis]) -> Vec<Axis> {
     out
 }
 
-/// What makes the parts of a walk disjoint, and keeps them inside.
+/// Checks that the parts of a walk are disjoint and inside.
 fn check(axes: &[Axis], source: usize, target: usize) {
     assert!(axes.len() <= AXES_MAX, "a walk of {} axes; the most is {AXES_MAX}", axes.len());
     let last = |stride: fn(&Axis) -> usize| axes.iter().map(|axis| (axis.len - 1) * stride(axis)).sum::<usize>();

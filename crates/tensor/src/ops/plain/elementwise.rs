@@ -55,7 +55,7 @@ pub fn unary_backward(f: Unary, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
     Ok(dx)
 }
 
-/// How an operand lies in a `[rows, columns]` result.
+/// The form of an operand in a `[rows, columns]` result.
 #[derive(Clone, Copy)]
 enum Form {
     Full,

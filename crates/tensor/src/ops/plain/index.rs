@@ -53,7 +53,7 @@ pub fn index_add(dy: &Tensor, shape: &Shape, dim: i32, indices: &Tensor) -> Resu
     added(OP, dy, shape, indices, split[1], add)
 }
 
-/// What adding by indices works with: the sums in f32, and scratch on a GPU.
+/// The working memory of adding by indices: the sums in f32, and scratch on a GPU.
 struct Sums {
     sums: Tensor,
     first: Option<Tensor>,

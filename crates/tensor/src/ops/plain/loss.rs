@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::ops::{given, same_form, scratch_on_cuda, workspace};
 use crate::{Cost, DType, On, Tensor, by_float, cuda, ensure_shape};
 
-/// How the losses of rows become one.
+/// The reduction of the losses of rows to one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Reduction {
     /// Their mean over the rows that count; 0 if none does.

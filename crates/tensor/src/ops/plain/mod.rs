@@ -1,10 +1,10 @@
-//! The plain operations: what a user writes a new model with.
+//! The plain operations, from which a user writes a new model.
 //!
-//! | file | has |
+//! | file | operations |
 //! |---|---|
-//! | [`elementwise`] | arithmetic with broadcasting, functions of one number, casts from integers, dropout onto a residual |
+//! | [`elementwise`] | arithmetic with broadcasting, functions of one number, casts, dropout-add |
 //! | [`mask`] | comparisons, logic, selection and filling by masks, the causal mask |
-//! | [`reduce`] | sum, mean, maximum, variance over any dimensions; softmax, cumulative sum, argmax, top-k |
+//! | [`reduce`] | sum, mean, maximum, variance, softmax, cumulative sum, argmax, top-k |
 //! | [`arrange`] | permutation, broadcasting, slices, concatenation, repetition |
 //! | [`index`] | reading and adding by indices, one-hot |
 //! | [`product`] | matrix products with batch dimensions |
@@ -12,9 +12,9 @@
 //!
 //! Shapes broadcast as in NumPy: from the last dimension backwards, sizes are equal or one of them
 //! is 1 or absent. Dimensions are numbered from 0, or from the end with -1 the last. Results are
-//! contiguous; there are no strided views, so what rearranges data moves it, except where the
-//! result is one run of the source. Masks are u32, 0 or 1; indices are i32 or u32. Every operation
-//! takes all float dtypes, computes in f32 and rounds once.
+//! contiguous. There are no strided views, so operations that rearrange data move it, except where
+//! the result is one run of the source. Masks are u32, 0 or 1; indices are i32 or u32. Every
+//! operation takes all float dtypes, computes in f32 and rounds once.
 //!
 //! Nothing here is lazy or fused: `a * b + c` is two passes over memory.
 

@@ -29,7 +29,7 @@ pub fn mean(x: &Tensor, dims: &Dims) -> Result<Tensor> {
     scaled_sum(OP, x, kept, 1.0 / count as f32)?.reshape(shape)
 }
 
-/// How many elements become one.
+/// The number of elements that become one.
 fn reduced_count(op: &'static str, x: &Tensor, kept: &Shape) -> Result<usize> {
     let pairs = x.shape().iter().zip(kept.iter());
     let count = pairs.filter(|(_, kept)| **kept == 1).map(|(len, _)| *len).product();

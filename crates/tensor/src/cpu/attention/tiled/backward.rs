@@ -28,7 +28,7 @@ use std::ops::Range;
 const QUERY_BLOCK: usize = 4;
 /// Key units of a block.
 const KEY_BLOCK: usize = 4;
-/// What the log-sum-exp of a query that has no probabilities is taken to be: 2^-this is 0.
+/// The log-sum-exp used for a query without probabilities: 2^-this is 0.
 const NOWHERE: f32 = 1e30;
 
 /// The parts of the workspace, in floats, without the sums of dK and dV: K rows, V rows, K columns;

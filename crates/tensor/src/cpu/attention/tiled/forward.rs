@@ -232,7 +232,7 @@ struct Block {
     dims: usize,
     /// |scale| log2 e: probabilities are powers of two.
     scale: f32,
-    /// Whether the queries have seen nothing before.
+    /// True if the queries have seen no keys before.
     starts: bool,
 }
 

@@ -1,20 +1,20 @@
-//! The tiled form, for bf16 operands: every product on tiles of pairs, by AMX or by `vdpbf16ps`,
-//! everything between them in AVX-512.
+//! The tiled form, for bf16 operands: every product runs on tiles of pairs, by AMX or by
+//! `vdpbf16ps`, and everything between them in AVX-512.
 //!
-//! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head): a product of two
+//! The grain is a *unit* of 32 rows (queries or keys) or 32 columns (of a head). A product of two
 //! units is two by two tiles ([`Quads`]). Operands are packed once per task into tiles without
-//! gaps; where a pack holds units of rows and of columns, pair `(row unit r, column unit c)` of a
+//! gaps. Where a pack holds units of rows and of columns, pair `(row unit r, column unit c)` of a
 //! head of `D` column units is pair `r * D + c`.
 //!
 //! | pack | tile contents | used as |
 //! |---|---|---|
 //! | rows | 16 rows of 32 columns | left factor X |
 //! | dwords | the same, transposed by pairs of columns | right factor X^T |
-//! | pairs | 16 pairs of rows, interleaved, of 16 columns in the order of `pack::place` | right factor X |
+//! | pairs | 16 interleaved pairs of rows, of 16 columns in `pack::place` order | right factor X |
 //! | columns | 16 columns, in the same order, of 32 rows | left factor X^T |
 //!
 //! Forward makes scores with queries down, `S = Q K^T`, so that probabilities are a left factor as
-//! they come; backward makes them transposed, `S^T = K Q^T`, because P^T and dS^T are the left
+//! they are made. Backward makes them transposed, `S^T = K Q^T`, because P^T and dS^T are the left
 //! factors of dV and dK. Rows and columns beyond the ends are packed as zeros. bf16 products are
 //! exact in f32; sums are f32 in the order of the hardware.
 
@@ -56,8 +56,8 @@ const fn units(len: usize) -> usize {
     len.div_ceil(UNIT)
 }
 
-/// What multiplies two by two tiles. A left pair is two tiles one below the other, a right pair two
-/// tiles side by side.
+/// The multiplication of two by two tiles. A left pair is two tiles one below the other, a right
+/// pair two tiles side by side.
 pub(super) trait Quads {
     /// Gets ready; dropping the value ends it.
     ///
@@ -132,7 +132,7 @@ fn round_pair(low: __m512, high: __m512) -> __m512i {
     unsafe { std::mem::transmute(pair) }
 }
 
-/// Which of a unit's 32 queries see each key: what is needed to make a lane mask per key.
+/// Per key, the queries of a unit of 32 that see it, from which lane masks are made.
 #[derive(Clone, Copy)]
 struct UnitMask {
     /// Position of the unit's first query minus the unit's first key.
