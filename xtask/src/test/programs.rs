@@ -1,6 +1,5 @@
 //! The test programs of the workspace: built by cargo, listed test by test.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -20,13 +19,9 @@ pub struct Program {
 
 /// Builds every test of the workspace with `features`; None when that fails, which cargo has said.
 pub fn build(cargo: &mut Command, features: &[&str]) -> Result<Option<Vec<Program>>> {
-    cargo.args(["--workspace", "--locked", "--no-run", "--message-format=json-render-diagnostics"]);
+    cargo.args(["--workspace", "--locked", "--no-run", "--quiet", "--message-format=json-render-diagnostics"]);
     if !features.is_empty() {
         cargo.arg("--features").arg(features.join(","));
-    }
-    // A terminal shows cargo's progress in one line; elsewhere it would be a line for each crate.
-    if !std::io::stderr().is_terminal() {
-        cargo.arg("--quiet");
     }
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo test")?;
     if !output.status.success() {

@@ -49,7 +49,7 @@ const ARROWS: [(&str, &[&str]); 17] = [
             "compress",
         ],
     ),
-    ("xtask", &["cuda", "sim", "testing"]),
+    ("xtask", &["cuda", "plan", "program", "sim", "testing"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {

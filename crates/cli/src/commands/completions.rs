@@ -34,7 +34,7 @@ pub fn run(args: &Args, mut command: clap::Command) -> Result<()> {
 pub fn man(args: &ManArgs, command: clap::Command) -> Result<()> {
     let Some(folder) = &args.out else {
         let mut page = Vec::new();
-        clap_mangen::Man::new(command).render(&mut page)?;
+        clap_mangen::Man::new(command.disable_help_subcommand(true)).render(&mut page)?;
         return print(String::from_utf8(page).context("the page is no text")?);
     };
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
