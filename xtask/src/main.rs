@@ -34,7 +34,7 @@ struct Arguments {
 enum Chore {
     /// Run everything that must hold: tidy, rustfmt, clippy, unit, integration and documentation
     /// tests.
-    Test,
+    Test(test::Options),
     /// Check the rules that no compiler checks: module essays, file length, unsafe code, crate
     /// arrows, dependencies, links.
     Tidy,
@@ -60,7 +60,7 @@ enum Chore {
 fn main() -> ExitCode {
     let root = workspace_root();
     let outcome = match Arguments::parse().chore {
-        Chore::Test => test::run(&root),
+        Chore::Test(options) => test::run(&root, &options),
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),

@@ -13,7 +13,7 @@ pub struct Link {
 }
 
 /// The lines outside of fenced blocks, with their numbers from 1.
-fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fence: Option<&str> = None;
     text.lines().enumerate().filter_map(move |(index, line)| {
         let start = line.trim_start();

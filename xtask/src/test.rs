@@ -4,116 +4,164 @@
 //! A failed check does not stop the later ones, so that one run shows everything. The commands of
 //! the documentation are among the tests (`crates/cli/tests/docs.rs`).
 //!
-//! Output streams through while the `test result:` lines are read from it; their sums are the last
-//! line. A run in which no test ran has failed, whatever cargo reported: a broken test setup looks
-//! like that.
+//! Cargo builds every test once; then each runs in a process of its own ([`pool`]). Of long sweeps
+//! over random cases a part runs, unless `--all` is given. What was left out, because of that or
+//! because the machine lacks something, is named and counted ([`report`]). A run in which no test
+//! ran has failed: that is how a broken test setup looks.
 
-use std::io::{BufRead, BufReader, Write};
+mod pool;
+mod programs;
+mod report;
+
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-
 use trainyard_cuda::stand_in::StandIn;
 
 use crate::{gpu, tidy};
+use pool::Test;
+use report::Report;
 
-/// The sums of the `test result:` lines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counts {
-    passed: usize,
-    failed: usize,
+/// How long one test may take, and with `--all`.
+const LIMITS: [Duration; 2] = [Duration::from_secs(1200), Duration::from_secs(7200)];
+/// The features of the build where there is an MPI. Without the feature the same tests compile for
+/// clippy.
+const MPI: [&str; 2] = ["trainyard/mpi", "trainyard-comm/mpi"];
+
+/// Options of `cargo xtask test`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Run long sweeps over random cases, faults and kills in full, and not a part of each.
+    #[arg(long)]
+    all: bool,
 }
 
-impl Counts {
-    /// Adds the counts of `line` if it is a result line:
-    /// `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
-    fn read(&mut self, line: &str) {
-        let Some((_, figures)) = line.split_once("test result:") else { return };
-        for part in figures.split([';', '.']) {
-            if let Some((count, what)) = part.trim().split_once(' ')
-                && let Ok(count) = count.parse::<usize>()
-            {
-                match what {
-                    "passed" => self.passed += count,
-                    "failed" => self.failed += count,
-                    _ => {}
-                }
-            }
-        }
+/// How a check ended.
+pub enum Check {
+    Passed,
+    Failed,
+    /// With the reason.
+    Skipped(String),
+}
+
+impl From<bool> for Check {
+    fn from(passed: bool) -> Check {
+        if passed { Check::Passed } else { Check::Failed }
     }
 }
 
-/// Runs every check. Returns true if all of them passed.
-pub fn run(root: &Path) -> Result<bool> {
-    let mut failures: Vec<&str> = Vec::new();
-    let mut checked = |name: &'static str, check: &mut dyn FnMut() -> Result<bool>| -> Result<()> {
-        println!("\n== {name}");
-        let start = Instant::now();
-        if !check()? {
-            failures.push(name);
-        }
-        println!("== {name}: {:.0} s", start.elapsed().as_secs_f64());
-        Ok(())
-    };
-
-    checked("tidy", &mut || tidy::run(root))?;
-    checked("rustfmt", &mut || optional(root, "fmt", &["--all", "--check"]))?;
-    checked("clippy", &mut || {
+/// Runs every check; true when all of them passed.
+pub fn run(root: &Path, options: &Options) -> Result<bool> {
+    let mut report = Report::default();
+    check(&mut report, "tidy", |_| Ok(tidy::run(root)?.into()))?;
+    check(&mut report, "rustfmt", |_| optional(root, "fmt", &["--all", "--check"]))?;
+    check(&mut report, "clippy", |_| {
         optional(root, "clippy", &["--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
     })?;
-    checked("kernels of GPUs", &mut || gpu::compiles(root))?;
+    check(&mut report, "kernels of GPUs", |_| gpu::compiles(root))?;
     install_cpp_compiler();
-    let mut counts = Counts::default();
-    checked("tests", &mut || {
-        let (success, read) = count_tests(
-            &mut cargo(root, "test", &["--workspace", "--locked", "--no-fail-fast"]),
-            &mut std::io::stdout(),
-        )?;
-        counts = read;
-        if counts.passed + counts.failed == 0 {
-            println!("no test ran");
-        }
-        Ok(success && counts.failed == 0 && counts.passed > 0)
-    })?;
-
-    checked("kernels of GPUs, as NVIDIA's driver runs them", &mut || {
-        let folder = root.join("target/stand-in");
-        let stand_in = StandIn::new(&folder).map_err(anyhow::Error::msg)?;
-        let mut tests = cargo(root, "test", &["--workspace", "--locked", "--no-fail-fast", "--test", "kernels"]);
-        tests.envs(stand_in.variables(&folder)).env("TRAINYARD_TEST_DEVICE", "cuda");
-        let (success, read) = count_tests(&mut tests, &mut std::io::stdout())?;
-        counts.passed += read.passed;
-        counts.failed += read.failed;
-        Ok(success && read.failed == 0 && read.passed > 0)
-    })?;
-
-    checked("mpi", &mut || {
-        let Some(missing) = missing_for_mpi() else {
-            let own = ["--package", "trainyard-comm", "--features", "mpi"];
-            // The tests of the program that run under mpirun.
-            let program = ["--package", "trainyard", "--features", "mpi", "--test", "mpi", "--test", "mpi_faults"];
-            let mut passed = true;
-            for tests in [&own[..], &program] {
-                let arguments = [tests, &["--locked", "--no-fail-fast"]].concat();
-                let (success, read) = count_tests(&mut cargo(root, "test", &arguments), &mut std::io::stdout())?;
-                counts.passed += read.passed;
-                counts.failed += read.failed;
-                passed &= success && read.failed == 0 && read.passed > 0;
-            }
-            return Ok(passed);
-        };
-        println!("skipped: no MPI, as {missing} (on Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev)");
-        Ok(true)
-    })?;
-
-    println!();
-    if !failures.is_empty() {
-        println!("failed: {}", failures.join(", "));
+    let mpi = missing_for_mpi();
+    if let Some(missing) = mpi {
+        let packages = "on Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev";
+        report.skipped.push(("tests under mpirun".to_owned(), format!("no MPI, as {missing} ({packages})")));
     }
-    println!("{} passed, {} failed", counts.passed, counts.failed);
-    Ok(failures.is_empty())
+    let features: &[&str] = if mpi.is_none() { &MPI } else { &[] };
+    let mut programs = None;
+    check(&mut report, "build of the tests", |_| {
+        programs = programs::build(&mut cargo(root, "test", &[]), features)?;
+        Ok(programs.is_some().into())
+    })?;
+    if let Some(programs) = &programs {
+        check(&mut report, "tests", |report| run_tests(root, programs, options.all, report))?;
+    }
+    check(&mut report, "tests of the documentation", |report| documentation(root, features, report))?;
+    println!("\n{}", report.text());
+    Ok(report.failures.is_empty())
+}
+
+/// Runs one check, with its name and its time around it, and notes in `report` how it ended.
+fn check(report: &mut Report, name: &str, run: impl FnOnce(&mut Report) -> Result<Check>) -> Result<()> {
+    println!("\n== {name}");
+    let start = Instant::now();
+    match run(report)? {
+        Check::Passed => {}
+        Check::Failed => report.failures.push(name.to_owned()),
+        Check::Skipped(reason) => {
+            println!("skipped: {reason}");
+            report.skipped.push((name.to_owned(), reason));
+        }
+    }
+    println!("== {name}: {:.0} s", start.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// Runs every test of `programs`, and those of the kernels once more as NVIDIA's driver runs them,
+/// over a stand-in for it.
+fn run_tests(root: &Path, programs: &[programs::Program], all: bool, report: &mut Report) -> Result<Check> {
+    let folder = root.join("target/stand-in");
+    let stand_in = StandIn::new(&folder).map_err(anyhow::Error::msg)?;
+    let mut as_driver: Vec<(String, OsString)> =
+        stand_in.variables(&folder).into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    as_driver.push((trainyard_cuda::tested::VARIABLE.to_owned(), "cuda".into()));
+    let mut full = Vec::new();
+    if all {
+        full.push((trainyard_testing::ALL.to_owned(), "1".into()));
+    }
+    as_driver.extend(full.clone());
+    let mut tests = Vec::new();
+    for program in programs {
+        for name in program.tests()? {
+            if program.name.ends_with("--test kernels") {
+                let (name, variant) = (name.clone(), "as NVIDIA's driver runs them");
+                tests.push(Test { program, name, variant: Some(variant), variables: &as_driver });
+            }
+            tests.push(Test { program, name, variant: None, variables: &full });
+        }
+    }
+    let records = root.join("target/test");
+    let durations = records.join("durations.json");
+    let limit = LIMITS[usize::from(all)];
+    let outcomes = pool::run(tests, &records.join("output"), &report::durations(&durations), limit)?;
+    report::record(&durations, &outcomes)?;
+    report.outcomes = outcomes;
+    let [passed, failed, _] = report.counts();
+    if passed + failed == 0 {
+        println!("no test ran");
+    }
+    Ok((failed == 0 && passed > 0).into())
+}
+
+/// The examples in the documentation of the crates.
+fn documentation(root: &Path, features: &[&str], report: &mut Report) -> Result<Check> {
+    let mut command = cargo(root, "test", &["--workspace", "--locked", "--doc", "--no-fail-fast", "--quiet"]);
+    if !features.is_empty() {
+        command.arg("--features").arg(features.join(","));
+    }
+    let output = command.output().context("cannot run cargo test --doc")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    report.documentation = sums(&text);
+    if !output.status.success() {
+        println!("{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok((output.status.success() && report.documentation[1] == 0).into())
+}
+
+/// How many tests passed and failed, by the result lines in `output`:
+/// `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
+fn sums(output: &str) -> [usize; 2] {
+    let figures = output.lines().filter_map(|line| line.split_once("test result:")).map(|(_, figures)| figures);
+    let mut sums = [0; 2];
+    for (count, word) in figures.flat_map(|line| line.split([';', '.'])).filter_map(|part| part.trim().split_once(' '))
+    {
+        let place = ["passed", "failed"].iter().position(|name| *name == word);
+        if let (Some(place), Ok(count)) = (place, count.parse::<usize>()) {
+            sums[place] += count;
+        }
+    }
+    sums
 }
 
 /// True if this command may install what tests need: as root in continuous integration.
@@ -178,34 +226,16 @@ fn cargo(root: &Path, subcommand: &str, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a cargo subcommand that not every installation has. If it is missing, says so and passes.
-fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<bool> {
+/// Runs a cargo subcommand that not every installation has.
+fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<Check> {
     let probe = cargo(root, subcommand, &["--version"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !probe.is_ok_and(|status| status.success()) {
-        println!("skipped: `cargo {subcommand}` is not installed (rustup component add rustfmt clippy)");
-        return Ok(true);
+        let reason = format!("`cargo {subcommand}` is not installed (rustup component add rustfmt clippy)");
+        return Ok(Check::Skipped(reason));
     }
     let status =
         cargo(root, subcommand, arguments).status().with_context(|| format!("cannot run cargo {subcommand}"))?;
-    Ok(status.success())
-}
-
-/// Runs `command` with its output passed to `out`. Returns its success and the sums of its result
-/// lines.
-fn count_tests(command: &mut Command, out: &mut dyn Write) -> Result<(bool, Counts)> {
-    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot run cargo test")?;
-    let mut counts = Counts::default();
-    let mut reader = BufReader::new(child.stdout.take().expect("piped above"));
-    let mut line = Vec::new();
-    // Bytes rather than `lines()`: a test may print bytes that are not UTF-8, and its results still
-    // count.
-    while reader.read_until(b'\n', &mut line)? > 0 {
-        out.write_all(&line)?;
-        out.flush()?;
-        counts.read(&String::from_utf8_lossy(&line));
-        line.clear();
-    }
-    Ok((child.wait()?.success(), counts))
+    Ok(status.success().into())
 }
 
 #[cfg(test)]
@@ -214,25 +244,21 @@ mod tests {
 
     #[test]
     fn result_lines_are_summed() {
-        let mut counts = Counts::default();
-        for line in [
-            "running 4 tests",
-            "test a ... ok",
-            "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.52s",
-            "\u{1b}[1mtest result: \u{1b}[31mFAILED\u{1b}[0m. 12 passed; 2 failed; 0 ignored; 0 measured",
-            "I said: 5 passed; 5 failed",
-        ] {
-            counts.read(line);
-        }
-        assert_eq!(counts, Counts { passed: 15, failed: 2 });
+        let output = "running 4 tests\ntest a ... ok\n\
+             test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.52s\n\
+             \u{1b}[1mtest result: \u{1b}[31mFAILED\u{1b}[0m. 12 passed; 2 failed; 0 ignored; 0 measured\n\
+             I said: 5 passed; 5 failed\n";
+        assert_eq!(sums(output), [15, 2]);
     }
 
     #[test]
-    fn output_that_is_not_utf8_does_not_hide_results() {
-        let script = r"printf 'a\377b\ntest result: ok. 2 passed; 0 failed;\n'; exit 1";
-        let mut out = Vec::new();
-        let (success, counts) = count_tests(Command::new("sh").args(["-c", script]), &mut out).unwrap();
-        assert!(out.starts_with(b"a\xffb\n"), "passed through as it is");
-        assert_eq!((success, counts), (false, Counts { passed: 2, failed: 0 }));
+    fn a_check_that_cannot_run_is_skipped_and_one_that_fails_is_named() {
+        let mut report = Report::default();
+        check(&mut report, "a", |_| Ok(Check::Skipped("no NVRTC".to_owned()))).unwrap();
+        check(&mut report, "b", |_| Ok(false.into())).unwrap();
+        check(&mut report, "c", |_| Ok(true.into())).unwrap();
+        assert_eq!(report.skipped, [("a".to_owned(), "no NVRTC".to_owned())]);
+        assert_eq!(report.failures, ["b"]);
+        assert!(report.text().ends_with("failed: b\n0 passed, 0 failed, 1 skipped"), "{}", report.text());
     }
 }

@@ -6,6 +6,7 @@
 //! rule that needs one is changed here, visible in review.
 
 mod manifests;
+mod prose;
 mod sources;
 mod texts;
 
@@ -76,8 +77,8 @@ pub fn run(root: &Path) -> Result<bool> {
 }
 
 fn check(sources: &[Source]) -> Vec<Complaint> {
-    let mut complaints: Vec<Complaint> =
-        [sources::check(sources), manifests::check(sources), texts::check(sources)].into_iter().flatten().collect();
+    let rules = [sources::check, manifests::check, texts::check, prose::check];
+    let mut complaints: Vec<Complaint> = rules.iter().flat_map(|rule| rule(sources)).collect();
     complaints.sort();
     complaints
 }

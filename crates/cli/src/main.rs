@@ -12,9 +12,10 @@ mod forecast;
 mod output;
 mod trial;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer, train,
+    bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer,
+    train,
 };
 use std::process::ExitCode;
 use std::time::Instant;
@@ -46,6 +47,8 @@ enum Command {
     Program(program::Args),
     #[command(subcommand)]
     Bench(bench::Command),
+    Completions(completions::Args),
+    Man(completions::ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -64,6 +67,8 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
+        Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
+        Command::Man(args) => completions::man(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
     };
     match result {
         Ok(code) => code,

@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 25] = [
+    let commands: [&[&str]; 27] = [
         &[],
         &["train"],
         &["launch"],
@@ -33,6 +33,8 @@ fn help_texts_are_as_agreed() {
         &["bench", "largest"],
         &["bench", "collectives"],
         &["bench", "gpu"],
+        &["completions"],
+        &["man"],
     ];
     let folder = Folder::new();
     let mut text = String::new();
@@ -42,6 +44,44 @@ fn help_texts_are_as_agreed() {
         text += &format!("$ trainyard {}\n{}\n", [command, &["--help"]].concat().join(" "), ran.stdout);
     }
     insta::assert_snapshot!(text);
+}
+
+/// The commands that the top of the help names.
+fn commands(folder: &Folder) -> Vec<String> {
+    let help = folder.run(&["--help"]).ok().stdout;
+    let (_, list) = help.split_once("Commands:\n").expect("a list of commands");
+    let names = list.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.strip_prefix("  "));
+    let names = names.filter(|line| !line.starts_with(' ')).filter_map(|line| line.split_whitespace().next());
+    let names: Vec<String> = names.map(str::to_owned).filter(|name| name != "help").collect();
+    assert!(names.len() > 10, "{help}");
+    names
+}
+
+#[test]
+fn completions_of_every_shell_know_every_command() {
+    let folder = Folder::new();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = folder.run(&["completions", shell]).ok().stdout;
+        for command in commands(&folder) {
+            let words = script.split(|c: char| !c.is_alphanumeric() && c != '-');
+            assert!(words.into_iter().any(|word| word == command), "{shell} does not know {command}");
+        }
+        assert!(script.contains("max-restarts"), "{shell} does not know the options");
+    }
+    let refused = folder.run(&["completions", "tcsh"]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("bash"), "{}", refused.stderr);
+}
+
+#[test]
+fn every_command_has_a_manual_page() {
+    let folder = Folder::new();
+    folder.run(&["man", "--out", "man/man1"]).ok();
+    for command in commands(&folder) {
+        let page = std::fs::read_to_string(folder.join(&format!("man/man1/trainyard-{command}.1"))).unwrap();
+        assert!(page.contains(".SH SYNOPSIS") && page.contains(&command.replace('-', "\\-")), "{page}");
+    }
+    let main = std::fs::read_to_string(folder.join("man/man1/trainyard.1")).unwrap();
+    assert_eq!(folder.run(&["man"]).ok().stdout, main);
 }
 
 #[test]

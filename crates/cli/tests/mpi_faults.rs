@@ -215,9 +215,15 @@ fn report(faults: &Path, rank: usize) -> Option<serde_json::Value> {
     serde_json::from_slice(&fs::read(file).ok()?).ok()
 }
 
-/// The seeds that were asked for, else a dozen that draw every kind of blow.
+/// The seeds that were asked for, else half a dozen that draw every kind of blow, or sixty where
+/// all are asked for.
 fn seeds() -> Range<u64> {
-    let text = std::env::var("TRAINYARD_FAULT_SEEDS").unwrap_or("36..48".to_owned());
+    let Ok(text) = std::env::var("TRAINYARD_FAULT_SEEDS") else {
+        return match trainyard_testing::cases("seeded faults", 6, 60) {
+            60 => 0..60,
+            few => 36..36 + few,
+        };
+    };
     let (first, end) = text.split_once("..").expect("TRAINYARD_FAULT_SEEDS is FIRST..END");
     first.parse().expect("a number")..end.parse().expect("a number")
 }

@@ -5,6 +5,7 @@ mod common;
 
 use common::Folder;
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -102,13 +103,19 @@ fn a_signal_while_nothing_is_trained_yet_ends_the_program() {
     folder.write("long.txt", text.repeat(4000));
     let mut command =
         folder.command(&["train", "tiny.toml", "--set", "data.train=['long.txt']", "--set", "tokenizer.kind=bpe"]);
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(800));
-    assert!(child.try_wait().unwrap().is_none(), "it is over too soon for this test");
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("training a byte-level BPE tokenizer") {
+        line.clear();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it ends before it trains its tokenizer");
+    }
     kill(child.id(), "TERM");
-    let began = Instant::now();
-    assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
+    // What follows the tokenizer was not begun.
+    assert!(!rest.contains("tokenized"), "{rest}");
 }
 
 #[test]

@@ -266,6 +266,10 @@ impl Environment {
         if self.has_mpi {
             return self.join_mpi();
         }
+        self.join_tcp()
+    }
+
+    fn join_tcp(&self) -> Result<Communicator, EnvironmentError> {
         let Some(Master { host, port, .. }) = &self.master else {
             return Err(EnvironmentError::NoMaster {
                 rank: self.rank,
@@ -460,11 +464,10 @@ mod tests {
         assert!(detect(&[]).unwrap().connect().unwrap().is_none());
     }
 
-    #[cfg(not(feature = "mpi"))]
     #[test]
     fn several_processes_of_mpirun_need_mpi_or_a_meeting_place() {
         let found = detect(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")]).unwrap();
-        let error = found.connect().err().unwrap().to_string();
+        let error = found.join_tcp().err().unwrap().to_string();
         assert!(error.contains("--features mpi") && error.contains("set MASTER_ADDR"), "{error}");
     }
 }

@@ -193,7 +193,7 @@ fn corruption_is_noticed_and_named() {
 #[test]
 fn a_hundred_seeded_faults_are_named_correctly() {
     const RANKS: usize = 3;
-    for seed in 0..100 {
+    for seed in 0..trainyard_testing::cases("seeded faults", 30, 100) {
         let fault = Fault::seeded(seed, RANKS as u32, "lane", 12);
         let plan = Arc::new(FaultPlan::new([fault.clone()]));
         let outcome = outcomes(RANKS, |comm| {

@@ -20,7 +20,13 @@ fn mpirun(ranks: usize, case: &str) -> Output {
     // Without it the launcher would end the survivors before they report.
     command.args(["--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0"]);
     command.args(["--mca", "orte_tmpdir_base"]).arg(own.path());
-    command.args(["-np", &ranks.to_string()]).arg(exe).args(["worker", "--exact", "--nocapture", "--test-threads=1"]);
+    command.args(["-np", &ranks.to_string()]).arg(exe).args([
+        "worker",
+        "--exact",
+        "--ignored",
+        "--nocapture",
+        "--test-threads=1",
+    ]);
     command.env(CASE, case).stdin(Stdio::null()).output().expect("mpirun can be started")
 }
 
@@ -64,8 +70,9 @@ fn failures_over_mpi_name_their_culprit() {
     }
 }
 
-/// A rank's part; does nothing unless started by the tests above.
+/// A rank's part, which the tests above start.
 #[test]
+#[ignore = "started by other tests"]
 fn worker() {
     processes::worker("mpi", || trainyard_comm::mpi::init().unwrap());
 }

@@ -3,6 +3,7 @@
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 use trainyard_comm::tcp::Rendezvous;
@@ -44,14 +45,23 @@ fn all_say(outcomes: Vec<Result<f32, String>>, parts: &[&str]) {
 fn any_order_name_and_family_comes_together() {
     for host in ["127.0.0.1", "localhost", "::1", "127.0.0.7"] {
         if TcpListener::bind((host, 0)).is_err() {
-            println!("{host} is no address of this host");
+            trainyard_testing::skip_part(format!("{host} is no address of this host"));
             continue;
         }
         let port = free_port();
-        let join = |rank| thread::spawn(move || outcomes(vec![Rendezvous::new(host, port, rank, 3)]).remove(0));
-        // Rank 0 comes last.
+        let come = Arc::new(Barrier::new(3));
+        let join = |rank: u32| {
+            let come = Arc::clone(&come);
+            thread::spawn(move || {
+                // Rank 0 comes last.
+                if rank > 0 {
+                    come.wait();
+                }
+                outcomes(vec![Rendezvous::new(host, port, rank, 3)]).remove(0)
+            })
+        };
         let others = [join(2), join(1)];
-        thread::sleep(Duration::from_millis(50));
+        come.wait();
         for process in others.into_iter().chain([join(0)]) {
             assert_eq!(process.join().unwrap(), Ok(3.0), "{host}");
         }
@@ -62,8 +72,7 @@ fn any_order_name_and_family_comes_together() {
 fn the_name_of_this_host_will_do() {
     let name = trainyard_comm::Place::here(0).host;
     if std::net::ToSocketAddrs::to_socket_addrs(&(name.as_str(), 0)).is_err() {
-        println!("the name {name} has no address here");
-        return;
+        return trainyard_testing::skip("the name of this host has no address");
     }
     let port = free_port();
     let processes = (0..3).map(|rank| Rendezvous::new(&name, port, rank, 3)).collect();
@@ -73,11 +82,10 @@ fn the_name_of_this_host_will_do() {
 #[test]
 fn ranks_that_do_not_come_are_named() {
     let port = free_port();
-    // Rank 2's patience is longer: rank 0's word ends it.
+    // Rank 0's word, which says when it gave up, ends the longer patience of the others. Without it
+    // they would say that rank 0 is silent.
     let processes = vec![rank(port, 0, 5, DEADLINE), rank(port, 2, 5, 20 * DEADLINE), rank(port, 4, 5, 20 * DEADLINE)];
-    let start = Instant::now();
     all_say(outcomes(processes), &["ranks 1, 3 of a world of 5 did not come to 127.0.0.1", "within 0.7 s"]);
-    assert!(start.elapsed() < 15 * DEADLINE);
 }
 
 #[test]

@@ -558,7 +558,7 @@ fn an_unwritable_folder_is_said_before_anything_is_read() {
     fs::create_dir(&locked).unwrap();
     fs::set_permissions(&locked, fs::Permissions::from_mode(0o555)).unwrap();
     if fs::write(locked.join("probe"), b"").is_ok() {
-        return; // root may write anywhere
+        return trainyard_testing::skip("this user may write into any folder");
     }
     let error = preparing(folder.path(), "some text", |o| o.out = folder.path().join("locked/out"));
     assert!(matches!(error, DataError::Io { .. }) && error.to_string().contains("permissions"), "{error}");

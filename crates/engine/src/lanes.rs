@@ -212,32 +212,53 @@ mod tests {
         lower_rank(&model, &Mesh::default(), &strategy, 0).unwrap()
     }
 
+    /// An event that lanes wait for.
+    #[derive(Default)]
+    struct Signal(Mutex<bool>, Condvar);
+
+    impl Signal {
+        fn set(&self) {
+            *self.0.lock().unwrap() = true;
+            self.1.notify_all();
+        }
+
+        fn wait(&self) {
+            drop(self.1.wait_while(self.0.lock().unwrap(), |set| !*set).unwrap());
+        }
+    }
+
     /// Input, reduce and host lanes that do the same, and how many failures were told.
     fn run_all<'a, E: Send>(
         others: impl Fn(usize, &Instruction) -> Result<(), E> + Copy + Send + 'a,
         compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
+        meanwhile: Option<Meanwhile<'_>>,
     ) -> (Result<Vec<Span>, E>, usize) {
         let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| (lane, Box::new(others) as Handler<'a, E>));
         let told = Mutex::new(0);
-        let result = run(&program(), handlers.into(), compute, None, &|_| *told.lock().unwrap() += 1);
+        let result = run(&program(), handlers.into(), compute, meanwhile, &|_| *told.lock().unwrap() += 1);
         (result, told.into_inner().unwrap())
     }
 
     #[test]
     fn instructions_wait_for_what_they_depend_on() {
-        let order = Mutex::new(Vec::new());
+        let (order, waits) = (Mutex::new(Vec::new()), Signal::default());
         let note = |number, instruction: &Instruction| {
+            // The input lane loads once the compute lane waits for it.
             if instruction.action.lane() == Lane::Input {
-                std::thread::sleep(Duration::from_millis(5));
+                waits.wait();
             }
             order.lock().unwrap().push(number);
             Ok::<(), ()>(())
         };
-        let (spans, told) = run_all(note, note);
+        let nothing = || {
+            waits.set();
+            false
+        };
+        let (spans, told) = run_all(note, note, Some(&nothing));
         let spans = spans.unwrap();
         assert_eq!((order.into_inner().unwrap(), told), ((0..program().instructions.len()).collect::<Vec<_>>(), 0));
-        // The first forward waited for the count of two loads of five milliseconds.
-        assert!(spans[3].waited >= Duration::from_millis(9) && spans[3].waited_for == Some(2));
+        // The first forward waited for the count of two loads.
+        assert!(spans[3].waited >= spans[1].end - spans[1].start && spans[3].waited_for == Some(2));
         assert!(spans[2].waited_for == Some(1) && spans[4].waited_for.is_none());
     }
 
@@ -250,6 +271,7 @@ mod tests {
                 ran += 1;
                 Ok(())
             },
+            None,
         );
         assert_eq!((result.unwrap_err(), ran, told), ("no data", 0, 1));
     }
@@ -257,33 +279,34 @@ mod tests {
     #[test]
     #[should_panic(expected = "in a lane")]
     fn a_panic_in_compute_does_not_hang_the_others() {
-        let _ = run_all(|_, _| Ok::<(), ()>(()), |_, _| panic!("in a lane"));
+        let _ = run_all(|_, _| Ok::<(), ()>(()), |_, _| panic!("in a lane"), None);
     }
 
     #[test]
     fn a_lane_that_waits_does_something_else_meanwhile() {
-        let handlers = [Lane::Input, Lane::Reduce, Lane::HostIo].map(|lane| {
-            let slow = move |_: usize, _: &Instruction| {
-                if lane == Lane::Input {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                Ok(())
-            };
-            (lane, Box::new(slow) as Handler<'_, ()>)
-        });
+        let enough = Signal::default();
+        let others = |_: usize, instruction: &Instruction| {
+            if instruction.action.lane() == Lane::Input {
+                enough.wait();
+            }
+            Ok::<(), ()>(())
+        };
         let (asked, computed) = (Cell::new(0), Cell::new(0));
-        // There is nothing every third time.
+        // There is nothing every third time, and the lane asks again.
         let meanwhile = || {
             asked.set(asked.get() + 1);
-            std::thread::sleep(Duration::from_micros(100));
+            if asked.get() == 7 {
+                enough.set();
+            }
             asked.get() % 3 > 0
         };
         let compute = |_: usize, _: &Instruction| {
             computed.set(computed.get() + 1);
             Ok(())
         };
-        run(&program(), handlers.into(), compute, Some(&meanwhile), &|_| ()).unwrap();
-        assert!(asked.get() > 0 && computed.get() == program().on_lane(Lane::Compute).count());
+        let (spans, told) = run_all(&others, compute, Some(&meanwhile));
+        assert!(spans.is_ok() && told == 0);
+        assert!(asked.get() >= 7 && computed.get() == program().on_lane(Lane::Compute).count());
     }
 
     #[test]

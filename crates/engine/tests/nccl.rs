@@ -28,12 +28,12 @@ const FIXED: Way = Way::Nccl { fixed_order: true };
 const FREE: Way = Way::Nccl { fixed_order: false };
 
 fn resolved(sets: &[&str]) -> Resolved {
-    let text = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
-                max_sequence_length = 64\n[training]\nsteps = 10\nsequence_length = 8\nmicro_batch_size = 1\n[compute]\nthreads = 1\n\
+    let text = trainyard_testing::tiny_llama(2)
+        + "[training]\nsteps = 10\nsequence_length = 8\nmicro_batch_size = 1\n[compute]\nthreads = 1\n\
                 [optimizer]\nlearning_rate = 0.003\n";
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    Config::parse("test.toml".as_ref(), text, &sets).unwrap().resolve(&inputs).unwrap()
+    Config::parse("test.toml".as_ref(), &text, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
 fn batch(device: &Device, model: &Model, step: u64, row: usize) -> Batch {

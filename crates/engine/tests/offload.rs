@@ -24,13 +24,13 @@ const LENGTH: usize = 8;
 const ON_THE_HOST: &str = "on the host";
 
 fn resolved(sets: &[&str]) -> Resolved {
-    let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 3\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
-                max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
+    let tiny = trainyard_testing::tiny_llama(3)
+        + "[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
                 [compute]\nthreads = 1\n[optimizer]\nlearning_rate = 0.003\n";
     let on_host = sets.contains(&ON_THE_HOST);
     let sets: Vec<String> = sets.iter().filter(|set| **set != ON_THE_HOST).map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    let mut resolved = Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap();
+    let mut resolved = Config::parse("test.toml".as_ref(), &tiny, &sets).unwrap().resolve(&inputs).unwrap();
     let offload = &mut resolved.config.offload;
     let tiers = [&mut offload.optimizer, &mut offload.parameters, &mut offload.activations, &mut offload.gradients];
     for tier in tiers {
@@ -221,26 +221,31 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
+/// Of a comparison; twelve where all are asked for.
+fn steps() -> u64 {
+    trainyard_testing::cases("steps", 5, 12)
+}
+
 #[test]
 fn one_rank_trains_the_same_bits_from_disk_and_host() {
-    all_ways_agree(LLAMA, &["training.accumulation_steps=2"], 12);
-    all_ways_agree(GPT2, &["training.accumulation_steps=2"], 12);
-    all_ways_agree(GPT2, &["precision.compute='bf16'", "activation_checkpointing.mode='selective'"], 12);
-    all_ways_agree(LLAMA, &["precision.compute='f32'", "activation_checkpointing.mode='full'"], 12);
+    all_ways_agree(LLAMA, &["training.accumulation_steps=2"], steps());
+    all_ways_agree(GPT2, &["training.accumulation_steps=2"], steps());
+    all_ways_agree(GPT2, &["precision.compute='bf16'", "activation_checkpointing.mode='selective'"], steps());
+    all_ways_agree(LLAMA, &["precision.compute='f32'", "activation_checkpointing.mode='full'"], steps());
 }
 
 #[test]
 fn two_ranks_train_the_same_bits_from_disk_and_host() {
     let accumulation = "training.accumulation_steps=2";
     for stage in ["parallel.zero_stage=0", "parallel.zero_stage=1", "parallel.zero_stage=3"] {
-        all_ways_agree(LLAMA, &["parallel.ranks=2", accumulation, stage], 12);
-        all_ways_agree(GPT2, &["parallel.ranks=2", accumulation, stage], 12);
+        all_ways_agree(LLAMA, &["parallel.ranks=2", accumulation, stage], steps());
+        all_ways_agree(GPT2, &["parallel.ranks=2", accumulation, stage], steps());
     }
     let full = "activation_checkpointing.mode='full'";
     all_ways_agree(
         LLAMA,
         &["parallel.ranks=2", "parallel.zero_stage=2", "parallel.reduce_schedule='micro_batch'", full],
-        12,
+        steps(),
     );
     for stage in ["parallel.zero_stage=0", "parallel.zero_stage=2"] {
         let each = "parallel.reduce_schedule='micro_batch'";

@@ -38,8 +38,7 @@ const STAGE_3: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3"];
 fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
     let text = folder.join("text.txt");
     if !text.exists() {
-        let words = (0..3000).map(|i| format!("{} ", (i * 7919) % 311)).collect::<String>();
-        std::fs::write(&text, words).unwrap();
+        std::fs::write(&text, trainyard_testing::text(3000)).unwrap();
     }
     let toml = format!(
         "[run]\nname = '{name}'\ndirectory = '{0}'\n[model]\ndim = 32\nlayers = 3\nheads = 4\n[tokenizer]\nkind = 'bytes'\n\

@@ -18,12 +18,12 @@ use trainyard_tensor::{Computes, DType, Device, Purpose};
 const LENGTH: usize = 16;
 
 fn resolved(sets: &[&str]) -> Resolved {
-    let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 3\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
-                max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 16\nmicro_batch_size = 4\n\
+    let tiny = trainyard_testing::tiny_llama(3)
+        + "[training]\nsteps = 100\nsequence_length = 16\nmicro_batch_size = 4\n\
                 [optimizer]\nlearning_rate = 0.01\n";
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap()
+    Config::parse("test.toml".as_ref(), &tiny, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
 fn spec(sets: &[&str]) -> ModelSpec {

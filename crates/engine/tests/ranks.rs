@@ -20,12 +20,12 @@ use trainyard_tensor::{Device, Purpose, Usage};
 const LENGTH: usize = 8;
 
 fn resolved(sets: &[&str]) -> Resolved {
-    let tiny = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nffn_dim = 64\nvocab_size = 61\n\
-                max_sequence_length = 64\n[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
+    let tiny = trainyard_testing::tiny_llama(2)
+        + "[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\
                 [compute]\nthreads = 1\n[optimizer]\nlearning_rate = 0.003\n";
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
-    Config::parse("test.toml".as_ref(), tiny, &sets).unwrap().resolve(&inputs).unwrap()
+    Config::parse("test.toml".as_ref(), &tiny, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
 /// What one rank has at the end: f32 masters by parameter, with the elements that are its own.
@@ -212,13 +212,15 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
-// Small steps: sixty of them on every way of two ranks, fewer on those of four, which take turns on
-// two cores.
+/// Small steps on every way: sixty where all are asked for.
+fn steps() -> u64 {
+    trainyard_testing::cases("steps", 20, 60)
+}
 
 #[test]
 fn two_ranks_train_the_same_bits_whatever_is_sharded() {
-    all_ways_agree(LLAMA, 2, &["training.accumulation_steps=2"], 60);
-    all_ways_agree(GPT2, 2, &["training.accumulation_steps=2"], 60);
+    all_ways_agree(LLAMA, 2, &["training.accumulation_steps=2"], steps());
+    all_ways_agree(GPT2, 2, &["training.accumulation_steps=2"], steps());
 }
 
 #[test]
@@ -252,15 +254,15 @@ fn threads_that_are_lent_change_no_bit() {
 
 #[test]
 fn four_ranks_train_the_same_bits_whatever_is_sharded() {
-    all_ways_agree(LLAMA, 4, &["training.accumulation_steps=2"], 60);
-    all_ways_agree(GPT2, 4, &["training.accumulation_steps=1"], 60);
+    all_ways_agree(LLAMA, 4, &["training.accumulation_steps=2"], steps());
+    all_ways_agree(GPT2, 4, &["training.accumulation_steps=1"], steps());
 }
 
 #[test]
 fn gradients_reduced_after_every_micro_batch_have_bits_of_their_own_schedule() {
     let schedule = &["training.accumulation_steps=2", "parallel.reduce_schedule='micro_batch'"];
-    all_ways_agree(LLAMA, 4, schedule, 60);
-    all_ways_agree(GPT2, 2, schedule, 60);
+    all_ways_agree(LLAMA, 4, schedule, steps());
+    all_ways_agree(GPT2, 2, schedule, steps());
 }
 
 #[test]
@@ -363,7 +365,7 @@ fn elastic_bits_are_those_of_any_number_of_ranks() {
     for model in [LLAMA, GPT2] {
         let run = |ranks: &str, stage: &str| {
             let sets = ["training.elastic_bits=true", "training.micro_batch_size=2", ranks, stage];
-            let ends = train(&[model, &sets[..]].concat(), 60);
+            let ends = train(&[model, &sets[..]].concat(), steps());
             (losses(&ends), weights(&ends))
         };
         let one = run("parallel.ranks=1", "parallel.zero_stage=0");

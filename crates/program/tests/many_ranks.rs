@@ -2,7 +2,6 @@
 
 mod common;
 
-use common::cases;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use trainyard_program::{
@@ -10,15 +9,17 @@ use trainyard_program::{
     UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
-/// 10,000 random cases: each is lowered for all ranks and checked, alone and together.
+/// 10,000 of everything, of which 1,000 are drawn unless all are asked for: each lowered for all
+/// ranks and checked, alone and together.
 #[test]
 fn ten_thousand_random_lowerings_pass_the_checker() {
-    let config = Config { cases: 10_000, failure_persistence: None, max_shrink_iters: 2000, ..Config::default() };
+    let cases = u32::try_from(trainyard_testing::cases("lowerings", 1_000, 10_000)).unwrap();
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 2000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(
         config,
         proptest::test_runner::TestRng::from_seed(proptest::test_runner::RngAlgorithm::ChaCha, &[7; 32]),
     );
-    let checked = runner.run(&cases(7), |case| {
+    let checked = runner.run(&common::cases(7), |case| {
         let programs = lower(&case.model, &case.mesh, &case.strategy).unwrap();
         if let Err(error) = check_ranks(&programs) {
             return Err(TestCaseError::fail(format!("{error}\n{}", programs[0])));

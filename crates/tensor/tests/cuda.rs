@@ -533,7 +533,7 @@ fn eight_bits(o: &Operands<'_>, measures: bool) -> Result<Vec<Tensor>> {
 fn linear_layers_of_eight_bits_are_those_of_the_cpu() {
     let (tested, cuda) = device();
     if tested.driver.properties().capability < Product::FP8_CAPABILITY {
-        return println!("not run: the GPU has no products of eight bits");
+        return trainyard_testing::skip("the GPU has no products of eight bits");
     }
     let cpu = Device::cpu(Isa::detect(), 1, None);
     for measures in [false, true] {

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use trainyard_base::lock;
 
 use crate::bench::target_folder;
+use crate::test::Check;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use trainyard_cuda::find::Places;
@@ -49,18 +50,15 @@ pub fn run(root: &Path, json: Option<&Path>) -> Result<bool> {
     Ok(report(&list))
 }
 
-/// A step of `cargo xtask test`: everything compiles and nothing spills. Passes with a message if
-/// NVRTC is not available.
-pub fn compiles(root: &Path) -> Result<bool> {
+/// The step of `cargo xtask test`: that everything compiles and nothing spills. Skipped where NVRTC
+/// cannot be had.
+pub fn compiles(root: &Path) -> Result<Check> {
     match nvrtc(root) {
         Ok((nvrtc, found)) => {
             println!("NVRTC {} ({found})", nvrtc.version());
-            Ok(report(&compile_all(&nvrtc)?))
+            Ok(report(&compile_all(&nvrtc)?).into())
         }
-        Err(error) => {
-            println!("skipped: no NVRTC: {error:#}");
-            Ok(true)
-        }
+        Err(error) => Ok(Check::Skipped(format!("no NVRTC: {error:#}"))),
     }
 }
 

@@ -7,12 +7,15 @@ use toml::{Table, Value};
 
 use super::{Complaint, Source};
 
+/// What tests alone may use, whichever crate they are of.
+const TESTING: &str = "testing";
 const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// The crates of this workspace that each crate may use: the floors of docs/ARCHITECTURE.md. A new
 /// crate gets a line here.
-const ARROWS: [(&str, &[&str]); 17] = [
+const ARROWS: [(&str, &[&str]); 18] = [
     ("base", &[]),
+    ("testing", &[]),
     // Tests compare the kernels with the oracles of `tensor`, which is the only reason for this
     // upward arrow.
     ("cuda", &["base", "tensor"]),
@@ -48,7 +51,7 @@ const ARROWS: [(&str, &[&str]); 17] = [
             "compress",
         ],
     ),
-    ("xtask", &["base", "cuda", "sim"]),
+    ("xtask", &["base", "cuda", "plan", "program", "sim", "testing"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {
@@ -73,12 +76,14 @@ pub fn check(sources: &[Source]) -> Vec<Complaint> {
     complaints
 }
 
-/// Names and values of all dependency tables, including those of targets.
-fn dependencies(manifest: &Table) -> Vec<(&String, &Value)> {
-    const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
+/// The tables of dependencies.
+const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
+
+/// Names and values of the dependency tables of these kinds, also those of targets.
+fn dependencies<'a>(manifest: &'a Table, kinds: &[&str]) -> Vec<(&'a String, &'a Value)> {
     let targets = manifest.get("target").and_then(Value::as_table).into_iter().flat_map(Table::values);
     let tables = std::iter::once(manifest).chain(targets.filter_map(Value::as_table));
-    tables.flat_map(|t| KINDS.iter().filter_map(|kind| t.get(*kind)?.as_table())).flatten().collect()
+    tables.flat_map(|t| kinds.iter().filter_map(|kind| t.get(*kind)?.as_table())).flatten().collect()
 }
 
 fn arrows_point_down(source: &Source, manifest: &Table) -> Vec<Complaint> {
@@ -89,17 +94,22 @@ fn arrows_point_down(source: &Source, manifest: &Table) -> Vec<Complaint> {
         );
         return vec![Complaint::new(source, 0, what)];
     };
-    dependencies(manifest)
-        .into_iter()
-        .filter_map(|(dependency, _)| dependency.strip_prefix("trainyard-"))
-        .filter(|to| *to != name && !allowed.contains(to)) // itself: tests that need a feature
+    let ours = |kinds: &[&str]| -> Vec<String> {
+        let names = dependencies(manifest, kinds).into_iter().map(|(dependency, _)| dependency);
+        names.filter_map(|dependency| dependency.strip_prefix("trainyard-")).map(str::to_owned).collect()
+    };
+    let built = ours(&["dependencies", "build-dependencies"]).into_iter();
+    let tested = ours(&["dev-dependencies"]).into_iter().filter(|to| to != TESTING);
+    built
+        .chain(tested)
+        .filter(|to| to != name && !allowed.contains(&to.as_str())) // itself: tests that need a feature
         .map(|to| Complaint::new(source, 0, format!("`{name}` must not use `{to}`: arrows only point down the floors")))
         .collect()
 }
 
 fn versions_stand_in_one_place(source: &Source, manifest: &Table) -> Vec<Complaint> {
     let inherits = |value: &Value| value.get("workspace").and_then(Value::as_bool) == Some(true);
-    let stray = dependencies(manifest).into_iter().filter(|(_, value)| !inherits(value));
+    let stray = dependencies(manifest, &KINDS).into_iter().filter(|(_, value)| !inherits(value));
     stray
         .map(|(name, _)| {
             Complaint::new(
@@ -171,6 +181,13 @@ mod tests {
         );
         let dev = uses("tensor").replace("dependencies", "target.'cfg(unix)'.dev-dependencies");
         expect(check, &[("crates/program/Cargo.toml", &dev)], &["crates/program/Cargo.toml: `program` must not use"]);
+        let testing = uses("testing");
+        expect(
+            check,
+            &[("crates/model/Cargo.toml", &testing)],
+            &["crates/model/Cargo.toml: `model` must not use `testing`"],
+        );
+        expect(check, &[("crates/model/Cargo.toml", &testing.replace("dependencies", "dev-dependencies"))], &[]);
         expect(check, &[("crates/new/Cargo.toml", "")], &["crates/new/Cargo.toml: `new` has no floor"]);
     }
 

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod bench_gpu;
 pub mod calibrate;
 pub mod collectives;
+pub mod completions;
 pub mod config;
 pub mod data;
 pub mod eval;

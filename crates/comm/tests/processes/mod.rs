@@ -45,10 +45,10 @@ pub fn report(said: &str, rank: usize) -> Option<String> {
     said.lines().find_map(|line| line.split_once(&mark).map(|(_, report)| report.to_owned()))
 }
 
-/// A rank's part where the environment says which, in a world of this backend that it connects to,
-/// or `alone`; else nothing.
+/// A rank's part, of which the environment says which, in a world of this backend that it connects
+/// to, or `alone`.
 pub fn worker(backend: &str, alone: impl FnOnce() -> Communicator) {
-    let Ok(case) = std::env::var(CASE) else { return };
+    let case = std::env::var(CASE).expect("a worker is started by a test");
     let environment = Environment::detect().unwrap();
     let world = environment.connect().unwrap().unwrap_or_else(alone);
     assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));

@@ -150,7 +150,11 @@ impl<W: Write + Send> Progress for Plain<W> {
     fn end(&mut self) {}
 }
 
-/// `step 120/2000  loss 3.1416  lr 3.00e-4  grad 1.23  12,345 tok/s  0.72 TFLOP/s  MFU 21.3 %  1.2 GiB  1m 20s left`
+/// The line of a step:
+///
+/// ```text
+/// step 120/2000  loss 3.1416  lr 3.00e-4  grad 1.23  12,345 tok/s  0.72 TFLOP/s  MFU 21.3 %  1.2 GiB  1m 20s left
+/// ```
 pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) -> String {
     let mut parts = vec![
         steps.map_or_else(|| format!("step {}", m.step), |steps| format!("step {}/{steps}", m.step)),

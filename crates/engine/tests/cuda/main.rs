@@ -248,11 +248,7 @@ fn device(seed: u64) -> (Tested, Device) {
 
 /// Whether the device has products of eight bits: the emulation has.
 fn has_fp8(gpu: &Device) -> bool {
-    let has = gpu.as_cuda().unwrap().properties().capability >= Product::FP8_CAPABILITY;
-    if !has {
-        println!("not run: the GPU has no products of eight bits");
-    }
-    has
+    gpu.as_cuda().unwrap().properties().capability >= Product::FP8_CAPABILITY
 }
 
 #[test]
@@ -277,6 +273,7 @@ fn emulated_kernels_train_like_the_cpu() {
     ] {
         let trial = Trial::new(model, sets);
         if trial.settings.fp8.is_some() && !has_fp8(&device(0).1) {
+            trainyard_testing::skip_part("the GPU has no products of eight bits");
             continue;
         }
         let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
@@ -314,8 +311,7 @@ fn forms(trial: &Trial) -> Vec<AttentionForm> {
 
 /// A model that has seen some text, trained on the processor.
 fn trained(folder: &Path, model: &str) {
-    let words = (0..600).map(|i| format!("{} ", (i * 7919) % 311)).collect::<String>();
-    std::fs::write(folder.join("text.txt"), words).unwrap();
+    std::fs::write(folder.join("text.txt"), trainyard_testing::text(600)).unwrap();
     let toml = format!(
         "[run]\nname = 'run'\ndirectory = '{0}'\n{model}[tokenizer]\nkind = 'bytes'\n[data]\ntrain = '{0}/text.txt'\n\
          validation_fraction = 0\n[training]\nsteps = 20\nsequence_length = 32\nmicro_batch_size = 4\n[optimizer]\n\

@@ -51,6 +51,17 @@ impl Isa {
         Isa::ALL.into_iter().filter(|isa| *isa <= Isa::detect())
     }
 
+    /// The rungs that tests can run here. Those up to `highest` that they cannot are said.
+    #[cfg(test)]
+    pub(crate) fn tested(highest: Isa) -> impl Iterator<Item = Isa> {
+        let missing = Isa::ALL.into_iter().filter(|isa| (Isa::detect()..=highest).contains(isa)).skip(1);
+        let missing: Vec<&str> = missing.map(Isa::name).collect();
+        if !missing.is_empty() {
+            trainyard_testing::skip_part(format!("this processor has no {}", missing.join(", ")));
+        }
+        Isa::available()
+    }
+
     /// The highest rung that this CPU and operating system support; detected once.
     pub fn detect() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();

@@ -559,7 +559,7 @@ mod tests {
     fn transcendental_functions_agree_with_f64_on_every_rung() {
         let x: Vec<f32> = (-2000..2000).map(|i| i as f32 * 0.0437).collect();
         let exact: [fn(f64) -> f64; 3] = [f64::exp, f64::tanh, |x| 1.0 / (1.0 + (-x).exp())];
-        for isa in Isa::available() {
+        for isa in Isa::tested(Isa::Avx512Bf16) {
             for (which, exact) in exact.iter().enumerate() {
                 let mut y = vec![0.0f32; x.len()];
                 map_exp(isa, which, &x, &mut y);
@@ -576,7 +576,7 @@ mod tests {
     fn halves_round_to_nearest_even_on_every_rung() {
         let x: Vec<f32> = (0..4099u32).map(|i| f32::from_bits(i.wrapping_mul(1_048_583) ^ 0x3f80_0000)).collect();
         let x: Vec<f32> = x.into_iter().chain([f32::NAN, f32::INFINITY, -0.0, 65520.0]).collect();
-        for isa in Isa::available() {
+        for isa in Isa::tested(Isa::Avx512Bf16) {
             let b: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
             let wide: Vec<f32> = x.clone();
             let mut y = vec![bf16::ZERO; x.len()];

@@ -9,7 +9,7 @@ use crate::reference::attention::Valued;
 /// The rungs to test: those that the machine has and, where only the tiles are missing, the tile
 /// form on emulated ones.
 fn rungs() -> Vec<Isa> {
-    let mut rungs: Vec<Isa> = Isa::available().collect();
+    let mut rungs: Vec<Isa> = Isa::tested(Isa::Avx512Bf16).collect();
     #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
     if Isa::detect() == Isa::Avx512Bf16 {
         crate::cpu::tile_emulator::install();

@@ -45,7 +45,7 @@ simd_fn! {
 
 #[test]
 fn lanes_are_consecutive_counters_on_every_rung() {
-    for isa in Isa::available() {
+    for isa in Isa::tested(Isa::Avx512Bf16) {
         let first = (5u64 << 32) + 48;
         let got = words_of(isa, KEY, first);
         let lanes = if isa >= Isa::Avx512 { 16 } else { 8 };
