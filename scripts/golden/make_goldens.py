@@ -165,6 +165,7 @@ def check_window(model, ids, window):
 # ------------------------------------------------------------------------------------------ optimizers
 
 STEPS, ROWS, COLS = 10, 6, 4
+FUSED = (8, 4, 4)  # rows of queries, keys and values, one below the other
 
 
 def rounded(array):
@@ -257,6 +258,41 @@ def muon(lr, momentum, decay, nesterov, scale):
     return update
 
 
+def fused(rng):
+    """Rules that look at a matrix as a whole, over matrices (and vectors) that lie in one parameter: the references
+    are given each by itself, as transformers has them, and the numbers are put below each other."""
+    def split(x):
+        return np.split(x, np.cumsum(FUSED)[:-1])
+
+    rows = sum(FUSED)
+    weight, bias = rng.normal(size=(rows, COLS)), rng.normal(size=rows)
+    # The matrices differ in the sizes of their gradients, so that one rule over all of them shows.
+    sizes = np.repeat([1.0, 5.0, 0.2], FUSED)
+    grads = [(rng.normal(size=(rows, COLS)) * sizes[:, None] + 0.1, rng.normal(size=rows) * sizes) for _ in range(STEPS)]
+
+    def each(part, trajectory, *make):
+        parts = [trajectory(*make, start, None, [(split(g[part])[i],) for g in grads])[0]
+                 for i, start in enumerate(split((weight, bias)[part]))]
+        return [np.concatenate(step) for step in zip(*parts)]
+
+    def case(name, ours, theirs, tolerance, parts, **hyper):
+        paths = [each(part, numpy_trajectory, ours) for part in parts]
+        for part, path in zip(parts, paths):
+            close(path, each(part, torch_trajectory, theirs), tolerance)
+        return {"name": name, "hyper": hyper, "weight": [rounded(w.ravel()) for w in paths[0]]} | (
+            {"bias": [rounded(b) for b in paths[1]]} if len(paths) > 1 else {})
+
+    o = torch.optim
+    cases = [case("muon", muon(0.02, 0.95, 0.1, True, "original"),
+                  lambda p: o.Muon(p, lr=0.02, momentum=0.95, weight_decay=0.1, nesterov=True), 5e-3, [0],
+                  lr=0.02, momentum=0.95, weight_decay=0.1)]
+    cases.append(case("adafactor", adafactor(1e-2, -0.8, 1e-30, 1e-3, 1.0, 0.0, True),
+                      lambda p: o.Adafactor(p, lr=1e-2, beta2_decay=-0.8, eps=(1e-15, 1e-3), d=1.0), 1e-12, [0, 1],
+                      lr=1e-2, beta2_decay=-0.8, clip_threshold=1.0))
+    return {"rows": list(FUSED), "columns": COLS, "weight": rounded(weight.ravel()), "bias": rounded(bias),
+            "grads": [{"weight": rounded(w.ravel()), "bias": rounded(b)} for w, b in grads], "cases": cases}
+
+
 def close(ours, theirs, tolerance):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=tolerance, atol=tolerance)
@@ -338,6 +374,7 @@ def write_optimizers():
         "weight": rounded(weight.ravel()), "bias": rounded(bias),
         "grads": [{"weight": rounded(w.ravel()), "bias": rounded(b)} for w, b in grads],
         "optimizers": cases, "clip_first_gradient": clip, "schedules": schedules(),
+        "fused": fused(np.random.default_rng(20240608)),
     }))
     print(f"optimizers: {', '.join(c['name'] for c in cases)}")
 

@@ -92,8 +92,8 @@ impl Iterator for EvalBatches<'_> {
 /// Bytes of UTF-8 text that the tokens stand for, the denominator of bits per byte. They come from
 /// the description beside the files if there is one, otherwise from decoding every document.
 ///
-/// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens stand for
-/// no bytes.
+/// Bits per byte are the summed loss in nats / (ln 2 x these bytes). End-of-text tokens, and those
+/// that the tokenizer puts around a text, stand for no bytes.
 pub fn text_bytes(tokens: &IndexedTokens, tokenizer: &Tokenizer) -> Result<u64> {
     if let Some((sidecar, part)) = Sidecar::of_part(tokens.prefix())?
         && sidecar.tokenizer.fingerprint == tokenizer.fingerprint()
@@ -107,7 +107,9 @@ pub fn text_bytes(tokens: &IndexedTokens, tokenizer: &Tokenizer) -> Result<u64> 
     for document in 0..tokens.documents() {
         ids.clear();
         tokens.read_into(tokens.document(document), vocab_size, &mut ids)?;
-        let kept: Vec<u32> = ids.iter().map(|&t| t as u32).filter(|&t| Some(t) != tokenizer.eos()).collect();
+        let is_text =
+            |t: &u32| Some(*t) != tokenizer.eos() && !tokenizer.before().contains(t) && !tokenizer.after().contains(t);
+        let kept: Vec<u32> = ids.iter().map(|&t| t as u32).filter(is_text).collect();
         bytes += tokenizer.decode(&kept).len() as u64;
     }
     Ok(bytes)

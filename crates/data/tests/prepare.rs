@@ -235,3 +235,29 @@ fn an_error_in_the_middle_ends_every_thread_and_keeps_the_old_files() {
     let names: Vec<PathBuf> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(names.len(), 1 + 5, "the texts, two pairs and a description: {names:?}");
 }
+
+/// Documents are tokenized as transformers tokenizes a text; what was prepared otherwise is not kept.
+#[test]
+fn documents_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers");
+    let file = folder.path().join("text.jsonl");
+    std::fs::write(&file, "{\"text\": \"a cat\"}\n{\"text\": \"mat\"}\n").unwrap();
+    let corpus = Corpus::open(&[file], CorpusOptions::default()).unwrap();
+    let options = PrepareOptions { validation_fraction: 0.0, ..PrepareOptions::new(folder.path().join("out")) };
+    let tokens = |name: &str, add_bos: Option<bool>| {
+        let tokenizer = Tokenizer::load(&golden.join(name)).unwrap().with_bos(add_bos).unwrap();
+        let made = run(&corpus, &tokenizer, &options);
+        assert!(!made.reused, "{name} {add_bos:?}");
+        let texts = IndexedTokens::open(&made.train).unwrap();
+        assert_eq!(text_bytes(&texts, &tokenizer).unwrap(), 8);
+        assert_eq!(made.sidecar.tokenizer.before, tokenizer.before());
+        all_tokens(&made.train)
+    };
+    assert_eq!(tokens("template_begin", None), [1, 5, 7, 2, 1, 10, 2]);
+    assert_eq!(tokens("template_begin", Some(false)), [5, 7, 2, 10, 2]);
+    assert_eq!(tokens("template_begin", None), [1, 5, 7, 2, 1, 10, 2], "the other was kept");
+    // The end-of-text token of its own is the separator, and comes once.
+    assert_eq!(tokens("template_both", None), [1, 5, 7, 2, 1, 10, 2]);
+    assert_eq!(tokens("none", Some(true)), [1, 5, 7, 2, 1, 10, 2]);
+}

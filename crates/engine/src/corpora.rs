@@ -96,7 +96,11 @@ impl Corpora {
             vec![texts.iter().map(|(path, _)| path.clone()).collect()]
         };
         let opened = groups.iter().map(|group| open_text(group, &data.text_field)).collect::<Result<Vec<_>>>()?;
-        let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?;
+        let add_bos = config.tokenizer.add_bos;
+        let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?.with_bos(add_bos)?;
+        if let Some(words) = tokenizer.around_in_words() {
+            note(&format!("the tokenizer {words}"));
+        }
 
         let mut notes = Vec::new();
         let fraction =
@@ -130,6 +134,11 @@ impl Corpora {
         }
         for prefix in resolved_sources.iter().map(|(prefix, _)| prefix).chain(&validation) {
             check_made_by(&tokenizer, prefix)?;
+            match (begins_otherwise(&tokenizer, prefix)?, add_bos) {
+                (None, _) => {}
+                (Some(line), None) => note(&line),
+                (Some(line), Some(add)) => return Err(does_not_fit(format!("tokenizer.add_bos = {add}, but {line}"))),
+            }
         }
         let sources = resolved_sources
             .into_iter()
@@ -213,8 +222,11 @@ fn tokenize(
     seed: u64,
     note: &mut impl FnMut(&str),
 ) -> Result<(trainyard_data::Prepared, String)> {
-    let fingerprint = tokenizer.fingerprint();
-    let out = cache.join(cache_name(paths, &format!("{fingerprint} {validation_fraction} {seed}")));
+    let mut key = format!("{} {validation_fraction} {seed}", tokenizer.fingerprint());
+    if tokenizer.around_in_words().is_some() {
+        key += &format!(" {:?} {:?}", tokenizer.before(), tokenizer.after());
+    }
+    let out = cache.join(cache_name(paths, &key));
     let options = PrepareOptions { validation_fraction, seed, ..PrepareOptions::new(&out) };
     let total = corpus.bytes();
     let mut told = std::time::Instant::now();
@@ -275,6 +287,27 @@ pub fn check_made_by(tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
         theirs.vocab_size,
         tokenizer.kind(),
         tokenizer.vocab_size()
+    )))
+}
+
+/// The tokens around the documents of the token files `prefix`, in words, where `tokenizer` would
+/// put others; None where they agree, or nothing is known.
+///
+/// # Errors
+///
+/// The description of the files cannot be read.
+pub fn begins_otherwise(tokenizer: &Tokenizer, prefix: &Path) -> Result<Option<String>> {
+    let Some((sidecar, _)) = Sidecar::of_part(prefix)? else { return Ok(None) };
+    let made = sidecar.tokenizer;
+    if (made.before.as_slice(), made.after.as_slice()) == (tokenizer.before(), tokenizer.after()) {
+        return Ok(None);
+    }
+    let now = tokenizer.around_in_words().unwrap_or_else(|| "puts nothing around a text".to_owned());
+    Ok(Some(format!(
+        "the documents of {} have the tokens {:?} before them and {:?} after them, and the tokenizer now {now}: prepare the files again to have the same",
+        prefix.display(),
+        made.before,
+        made.after
     )))
 }
 

@@ -2,8 +2,9 @@
 //!
 //! A rule's state is a list of named tensors per unit. Element-wise rules (AdamW, SGD, Lion) run
 //! over the longest ranges that share a weight decay, gaps included (they are zero and stay zero),
-//! cut to what the rank holds; rules that look at a matrix as a whole (Muon, Adafactor) run
-//! parameter by parameter and need all of it. Norms and biases do not decay.
+//! cut to what the rank holds. Rules that look at a matrix as a whole (Muon, Adafactor) run matrix
+//! by matrix and need all of it: a parameter that fuses several (queries, keys and values; gate and
+//! up) is updated as those that files name, each by itself. Norms and biases do not decay.
 
 mod on_host;
 
@@ -102,6 +103,21 @@ struct Piece {
     slots: Vec<Range<usize>>,
     /// The parameters in it: index and whole range within the unit.
     parameters: Vec<(usize, Range<usize>)>,
+    /// The matrix or vector of the only parameter; None for element-wise rules.
+    member: Option<Member>,
+}
+
+/// One of the tensors that a parameter fuses, updated by itself.
+#[derive(Clone, PartialEq)]
+struct Member {
+    /// Its rows of the parameter (elements, when that has one dimension).
+    rows: Range<usize>,
+    /// Rows of the whole parameter.
+    of_rows: usize,
+    /// Its place among the members.
+    number: usize,
+    /// Members of the parameter.
+    of_members: usize,
 }
 
 enum State {
@@ -436,13 +452,14 @@ impl Chunk {
     fn parts(&self, unit: usize) -> Vec<StatePart> {
         let mut all = Vec::new();
         for piece in &self.pieces {
-            for (name, slot) in piece.rule.names().iter().zip(&piece.slots) {
+            for (number, (name, slot)) in piece.rule.names().iter().zip(&piece.slots).enumerate() {
                 for (index, whole) in &piece.parameters {
                     let (unit, index) = (unit, *index);
-                    // Element-wise states cover the piece; others are the parameter's own.
-                    if !piece.rule.is_elementwise() {
-                        let (elements, at) = (slot.len(), slot.clone());
-                        all.push(StatePart { unit, index, name, elements, range: 0..elements, at });
+                    // Element-wise states cover the piece; others are a member's own, and lie one
+                    // after the other in the parameter's.
+                    if let Some(member) = &piece.member {
+                        let (elements, range) = piece.rule.state_of(number, member);
+                        all.push(StatePart { unit, index, name, elements, range, at: slot.clone() });
                         continue;
                     }
                     let held = overlap(whole, &piece.range);
@@ -470,8 +487,9 @@ enum Rule {
 }
 
 impl Rule {
-    fn of(name: OptimizerName, spec: &ParameterSpec) -> Rule {
-        let matrix = (spec.shape.len() == 2).then(|| [spec.shape[0], spec.shape[1]]);
+    /// The rule of the rows `rows` of a parameter.
+    fn of(name: OptimizerName, spec: &ParameterSpec, rows: &Range<usize>) -> Rule {
+        let matrix = (spec.shape.len() == 2).then(|| [rows.len(), spec.shape[1]]);
         match (name, matrix) {
             (OptimizerName::Muon, Some(shape)) if spec.kind == ParameterKind::Matrix => Rule::Muon(shape),
             (OptimizerName::AdamW | OptimizerName::Muon, _) => Rule::Moments,
@@ -496,6 +514,18 @@ impl Rule {
         }
     }
 
+    /// Elements of state tensor `slot` of the whole parameter, and which of them are `member`'s.
+    fn state_of(self, slot: usize, member: &Member) -> (usize, Range<usize>) {
+        let of_rows = |width: usize| (member.of_rows * width, member.rows.start * width..member.rows.end * width);
+        match (self, slot) {
+            (Rule::Factored([_, columns]), 1) => {
+                (member.of_members * columns, member.number * columns..(member.number + 1) * columns)
+            }
+            (Rule::Muon([_, columns]), _) => of_rows(columns),
+            _ => of_rows(1),
+        }
+    }
+
     /// State tensors, named as PyTorch names them.
     fn names(self) -> &'static [&'static str] {
         match self {
@@ -513,29 +543,52 @@ struct Stretch {
     decays: bool,
     rule: Rule,
     parameters: Vec<(usize, Range<usize>)>,
+    member: Option<Member>,
 }
 
 fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     for (index, spec) in specs.iter().enumerate() {
         let exact = layout.range(index);
-        let (rule, decays) = (Rule::of(name, spec), spec.kind.decays());
+        let members = members(spec);
+        let (rule, decays) = (Rule::of(name, spec, &members[0].rows), spec.kind.decays());
+        if !rule.is_elementwise() {
+            let width = spec.row_elements();
+            stretches.extend(members.into_iter().map(|member| Stretch {
+                range: exact.start + member.rows.start * width..exact.start + member.rows.end * width,
+                decays,
+                rule: Rule::of(name, spec, &member.rows),
+                parameters: vec![(index, exact.clone())],
+                member: Some(member),
+            }));
+            continue;
+        }
         // An element-wise stretch reaches to the start of the next parameter, so that neighbours
         // join.
         let next = if index + 1 < specs.len() { layout.range(index + 1).start } else { layout.elements() };
-        let range = exact.start..if rule.is_elementwise() { next } else { exact.end };
-        let joins = |last: &&mut Stretch| {
-            rule.is_elementwise() && last.rule == rule && last.decays == decays && last.range.end == range.start
-        };
+        let range = exact.start..next;
+        let joins = |last: &&mut Stretch| last.rule == rule && last.decays == decays && last.range.end == range.start;
         match stretches.last_mut().filter(joins) {
             Some(last) => {
                 last.range.end = range.end;
                 last.parameters.push((index, exact));
             }
-            None => stretches.push(Stretch { range, decays, rule, parameters: vec![(index, exact)] }),
+            None => stretches.push(Stretch { range, decays, rule, parameters: vec![(index, exact)], member: None }),
         }
     }
     stretches
+}
+
+/// The tensors of files that a parameter fuses, or the parameter itself.
+fn members(spec: &ParameterSpec) -> Vec<Member> {
+    let of_rows = spec.shape.first().copied().unwrap_or(1);
+    let mut rows: Vec<_> = spec.sources.iter().map(|source| source.rows.clone()).collect();
+    if rows.is_empty() {
+        rows.push(0..of_rows);
+    }
+    let of_members = rows.len();
+    let member = |(number, rows)| Member { rows, of_rows, number, of_members };
+    rows.into_iter().enumerate().map(member).collect()
 }
 
 /// The chunks of what the rank holds of a unit.
@@ -567,13 +620,14 @@ fn chunks(
             if range.is_empty() {
                 continue;
             }
-            let Stretch { decays, rule, ref parameters, .. } = *stretch;
+            let Stretch { decays, rule, ref parameters, ref member, .. } = *stretch;
             let mut slots = Vec::new();
             for elements in rule.state_elements(range.len(), settings) {
                 slots.push(chunk.state_elements..chunk.state_elements + elements);
                 chunk.state_elements = (chunk.state_elements + elements).next_multiple_of(UnitLayout::ALIGN);
             }
-            chunk.pieces.push(Piece { range, decays, rule, slots, parameters: parameters.clone() });
+            let (parameters, member) = (parameters.clone(), member.clone());
+            chunk.pieces.push(Piece { range, decays, rule, slots, parameters, member });
         }
         Ok(chunk)
     };
@@ -658,3 +712,6 @@ fn adafactor(settings: &OptimizerSettings, lr: f32, weight_decay: f32) -> Adafac
         step_size: if settings.relative_step { StepSize::Relative } else { StepSize::Absolute },
     }
 }
+
+#[cfg(test)]
+mod tests;

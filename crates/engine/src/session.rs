@@ -39,6 +39,8 @@ pub mod files {
     pub const CONFIG: &str = "config.toml";
     /// The tokenizer.
     pub const TOKENIZER: &str = "tokenizer.json";
+    /// How the model that the run began from generates text, as it came.
+    pub const GENERATION: &str = "generation_config.json";
     /// The model's description.
     pub const MODEL: &str = "model.json";
     /// The step program's summary and its price.
@@ -179,7 +181,7 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
-        crate::shape::model_notes(&resolved).iter().for_each(|line| note(line));
+        crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
         if corpora.tokenizer.vocab_size() > spec.vocab_size {
             return Err(does_not_fit(format!(
                 "the tokenizer has {} tokens, but the model's vocabulary is {}: they belong to different models",
@@ -413,8 +415,26 @@ impl Session {
         self.write(files::PLAN, serde_json::to_string_pretty(&plan).expect("plain data is JSON"))
     }
 
+    /// Keeps `generation_config.json` of the model that the run begins from, unless the run has
+    /// another tokenizer: it names tokens.
+    fn keep_generation(&self) -> Result<()> {
+        let ModelSource::HuggingFace { path, .. } = &self.resolved.model else { return Ok(()) };
+        let has_its_tokens = self.resolved.requested.tokenizer.path.as_ref().is_none_or(|own| own.starts_with(path));
+        let from = path.join(files::GENERATION);
+        if !has_its_tokens || !from.is_file() {
+            return Ok(());
+        }
+        let text = std::fs::read_to_string(&from).map_err(|source| EngineError::File {
+            what: "cannot read",
+            path: from.display().to_string(),
+            source,
+        })?;
+        self.write(files::GENERATION, text)
+    }
+
     fn write_files(&self) -> Result<()> {
         self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
+        self.keep_generation()?;
         let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
         self.write(files::MODEL, serde_json::to_string_pretty(spec).expect("plain data is JSON"))?;
         self.write_plan(None)?;

@@ -111,14 +111,22 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         bos_token: None,
         eos_tokens: Vec::new(),
         pad_token: None,
+        model_type: None,
     })
 }
 
-/// What of the model's `config.json` is not used, where it has one.
-pub fn model_notes(resolved: &Resolved) -> Vec<String> {
-    let ModelSource::HuggingFace { path, .. } = &resolved.model else { return Vec::new() };
-    let text = std::fs::read_to_string(path.join("config.json")).unwrap_or_default();
-    hf::from_config_json(&text).map_or_else(|_| Vec::new(), |imported| imported.notes)
+/// Notes on the model for the user: keys of its `config.json` that are not used, and an export that
+/// will fail.
+pub fn model_notes(resolved: &Resolved, spec: &ModelSpec) -> Vec<String> {
+    let mut notes = match &resolved.model {
+        ModelSource::HuggingFace { path, .. } => {
+            let text = std::fs::read_to_string(path.join("config.json")).unwrap_or_default();
+            hf::from_config_json(&text).map_or_else(|_| Vec::new(), |imported| imported.notes)
+        }
+        ModelSource::Shape(_) => Vec::new(),
+    };
+    notes.extend(hf::export_note(spec));
+    notes
 }
 
 /// The dtype of forward and backward.

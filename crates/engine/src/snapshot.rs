@@ -167,12 +167,33 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     }
     load_parameters(rank, checkpoint)?;
     rank.optimizer.set_state(|part, values| {
+        check_columns(checkpoint, &state_name(rank, part), part)?;
         fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[part.elements], part.range.clone(), values)
             .map_err(of_another_optimizer)
     })?;
     state.scaler = state.scaler.continued(rank.scaler());
     rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
     Ok(state)
+}
+
+/// Refuses column moments from when fused matrices (queries, keys and values; gate and up) had one
+/// in common.
+fn check_columns(checkpoint: &Checkpoint, name: &str, part: &StatePart) -> Result<()> {
+    match checkpoint.entry(OPTIMIZER, name) {
+        Ok(stored)
+            if part.name == "exp_avg_sq_col"
+                && part.range.len() < part.elements
+                && stored.shape == [part.range.len()] =>
+        {
+            Err(does_not_fit(format!(
+                "{}: `{name}` is of an earlier version, whose Adafactor took fused matrices for one; now each has moments of its own: go on with that \
+                 version, or begin a new run with model.path = an export of this one",
+                checkpoint.path().display()
+            )))
+        }
+        // `fill` says what else is wrong.
+        _ => Ok(()),
+    }
 }
 
 /// What a state tensor that is missing means.

@@ -223,6 +223,32 @@ fn two_ranks_train_the_same_bits_whatever_is_sharded() {
     all_ways_agree(GPT2, 2, &["training.accumulation_steps=2"], steps());
 }
 
+/// Gradients are summed inside the shard group and then across replicas. Both sums together are the
+/// tree over all ranks where the shard degree is a power of two, or there are no replicas; three
+/// shards by two replicas add in another order.
+#[test]
+fn six_ranks_agree_where_the_shard_degree_is_a_power_of_two_or_there_are_no_replicas() {
+    let train = |shards: usize| {
+        let replicas = format!("parallel.data_parallel_replicate_degree={}", 6 / shards);
+        let stage = if shards == 1 { "parallel.zero_stage=0" } else { "parallel.zero_stage=3" };
+        let sets = ["parallel.ranks=6", "training.global_batch_size=12", "precision.compute='f32'", stage, &replicas];
+        let sets = if shards == 1 { &sets[..4] } else { &sets[..] };
+        let ends = train(sets, 5);
+        (losses(&ends), weights(&ends))
+    };
+    let replicas = train(1);
+    for shards in [2, 6] {
+        let sharded = train(shards);
+        assert_eq!(sharded.0, replicas.0, "{shards} shards");
+        assert!(sharded.1 == replicas.1, "{shards} shards: some weight differs");
+    }
+    let three = train(3);
+    assert!(three.1 != replicas.1, "docs/parallelism.md says that 2 replicas of 3 shards have bits of their own");
+    for (a, b) in three.0.iter().zip(&replicas.0) {
+        assert!((a - b).abs() < 1e-5 * b, "rounding alone sets them apart: {a} and {b}");
+    }
+}
+
 #[test]
 fn threads_that_are_lent_change_no_bit() {
     let wide = ["model.dim=192", "model.ffn_dim=512", "training.global_batch_size=64", "parallel.ranks=2"];

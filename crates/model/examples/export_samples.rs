@@ -55,12 +55,15 @@ fn samples() -> Vec<(&'static str, ModelSpec)> {
         ("llama_yarn", ModelSpec { rope: yarn(true, None), ..llama.clone() }),
         ("llama_yarn_untruncated", ModelSpec { rope: yarn(false, Some(1.25)), ..llama.clone() }),
         ("mistral", ModelSpec { sliding_window: Some(6), ..llama.clone() }),
-        ("qwen2", ModelSpec { qkv_bias: true, ..llama.clone() }),
+        ("llama_qkv_bias", ModelSpec { qkv_bias: true, ..llama.clone() }),
+        ("llama_o_bias", ModelSpec { o_bias: true, ..llama.clone() }),
+        ("qwen2", ModelSpec { qkv_bias: true, model_type: Some("qwen2".into()), ..llama.clone() }),
         (
             "qwen2_windows_in_some_layers",
             ModelSpec { qkv_bias: true, sliding_window: Some(6), sliding_layers: Some(vec![1]), ..llama },
         ),
         ("qwen3", qwen3.clone()),
+        ("qwen3_qkv_bias", ModelSpec { qkv_bias: true, ..qwen3.clone() }),
         ("qwen3_biases_windows", ModelSpec { qkv_bias: true, o_bias: true, sliding_window: Some(6), ..qwen3 }),
     ]
 }
@@ -101,7 +104,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (name, spec) in samples() {
         for (suffix, dtype, max_shard_bytes) in [("f32", DType::F32, u64::MAX), ("bf16_sharded", DType::BF16, 8_000)] {
             let folder = Path::new(&folder).join(format!("{name}.{suffix}"));
-            write(&folder, spec.clone(), ExportOptions { dtype, max_shard_bytes })?;
+            write(&folder, spec.clone(), ExportOptions { dtype, max_shard_bytes, generation: None })?;
         }
     }
     Ok(())

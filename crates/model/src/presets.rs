@@ -108,6 +108,7 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
             ..ModelSpec::llama(32_000, 4096, 32, 32, 14_336, 32_768)
         },
         "qwen2.5-0.5b" => ModelSpec {
+            model_type: Some("qwen2".into()),
             kv_heads: 2,
             qkv_bias: true,
             tie_embeddings: true,

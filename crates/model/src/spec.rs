@@ -175,6 +175,10 @@ pub struct ModelSpec {
     /// The token that fills a batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_token: Option<u32>,
+    /// The `model_type` that it came as and is exported as again, where the usual one for this shape
+    /// is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_type: Option<String>,
 }
 
 fn default_init_std() -> f64 {
@@ -211,6 +215,7 @@ impl ModelSpec {
             bos_token: None,
             eos_tokens: Vec::new(),
             pad_token: None,
+            model_type: None,
         }
     }
 

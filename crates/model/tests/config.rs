@@ -42,6 +42,58 @@ fn presets_round_trip_through_config_json_and_toml_shaped_serde() {
     }
 }
 
+/// Qwen2 is the one class with biases on queries, keys and values alone, and transformers splits text
+/// for it by a class of its own: what was not Qwen2 goes out as a Llama whose other bias is zero.
+#[test]
+fn a_shape_with_qkv_bias_goes_out_as_a_llama_and_what_came_as_qwen2_stays_qwen2() {
+    let model_type = |spec: &ModelSpec| {
+        let config: serde_json::Value = serde_json::from_str(&hf::config_json(spec, DType::F32).unwrap()).unwrap();
+        (config["model_type"].as_str().unwrap().to_owned(), config["attention_bias"].as_bool())
+    };
+    let spec = ModelSpec { qkv_bias: true, ..ModelSpec::llama(97, 32, 2, 4, 40, 128) };
+    assert_eq!(model_type(&spec), ("llama".into(), Some(true)));
+    let zeros: Vec<_> = (0..2).map(|layer| (format!("model.layers.{layer}.self_attn.o_proj.bias"), vec![32])).collect();
+    assert_eq!(hf::implied_zeros(&spec), zeros);
+    let only_o = ModelSpec { o_bias: true, qkv_bias: false, kv_heads: 2, ..spec.clone() };
+    assert_eq!(model_type(&only_o), ("llama".into(), Some(true)));
+    let names: Vec<_> = hf::implied_zeros(&only_o).into_iter().take(3).collect();
+    let name = |what: &str, size: usize| (format!("model.layers.0.self_attn.{what}.bias"), vec![size]);
+    assert_eq!(names, [name("q_proj", 32), name("k_proj", 16), name("v_proj", 16)]);
+
+    let qwen2 = read_config(&golden("qwen2"), "config.json");
+    assert_eq!(model_type(&qwen2), ("qwen2".into(), None));
+    assert_eq!(hf::implied_zeros(&qwen2), []);
+    let mistral = r#"{"model_type": "mistral", "sliding_window": null}"#;
+    assert_eq!(model_type(&hf::from_config_json(mistral).unwrap().spec), ("mistral".into(), None));
+}
+
+#[test]
+fn shapes_that_cannot_be_exported_say_so_before_training() {
+    let llama = ModelSpec::llama(97, 32, 2, 4, 40, 128);
+    assert_eq!(hf::export_note(&llama), None);
+    let refused = [
+        ModelSpec { qk_norm: true, mlp_bias: true, ..llama.clone() },
+        ModelSpec { sliding_window: Some(5), mlp_bias: true, ..llama.clone() },
+        ModelSpec { sliding_window: Some(5), ..ModelSpec::gpt2(97, 32, 2, 4, 128) },
+        ModelSpec { kv_heads: 2, ..ModelSpec::gpt2(97, 32, 2, 4, 128) },
+    ];
+    for spec in refused {
+        let note = hf::export_note(&spec).unwrap();
+        let why = hf::config_json(&spec, DType::F32).unwrap_err().to_string();
+        assert!(note.contains("export` will refuse it") && note.contains(&why), "{note}");
+    }
+    let window = ModelSpec { sliding_window: Some(5), qkv_bias: true, ..llama };
+    assert!(hf::export_note(&window).unwrap().contains("split its text as Qwen2 does"));
+}
+
+#[test]
+fn end_of_text_tokens_of_a_generation_config_are_one_or_several() {
+    assert_eq!(hf::generation_eos(r#"{"eos_token_id": [3, 5], "top_p": 0.9}"#).unwrap(), [3, 5]);
+    assert_eq!(hf::generation_eos(r#"{"eos_token_id": 3}"#).unwrap(), [3]);
+    assert_eq!(hf::generation_eos("{}").unwrap(), [0u32; 0]);
+    assert!(hf::generation_eos(r#"{"eos_token_id": "x"}"#).unwrap_err().to_string().contains("no token id"));
+}
+
 /// GPT-2 without biases is exported as a GPT-2 whose biases are zero.
 #[test]
 fn a_gpt2_without_biases_names_the_zeros_that_stand_for_them() {
@@ -179,8 +231,7 @@ fn models_that_transformers_does_not_have_are_not_exported() {
     let llama = ModelSpec::llama(97, 32, 2, 4, 40, 128);
     let rope = |partial_factor| Some(RopeSpec { theta: 1e4, partial_factor, scaling: None });
     for (spec, expect) in [
-        (ModelSpec { qk_norm: true, qkv_bias: true, ..llama.clone() }, "some of the projections"),
-        (ModelSpec { o_bias: true, ..llama.clone() }, "biases on this choice"),
+        (ModelSpec { qk_norm: true, mlp_bias: true, ..llama.clone() }, "query/key norms together with biases"),
         (ModelSpec { rope: rope(0.5), ..llama.clone() }, "part of a head"),
         (ModelSpec { sliding_window: Some(4), sliding_layers: Some(vec![1]), ..llama }, "in some layers only"),
         (ModelSpec { head_dim: 16, ..ModelSpec::gpt2(97, 32, 2, 4, 32) }, "dim / heads"),

@@ -29,7 +29,7 @@ fn read_all(model: &Model, reader: &WeightReader) -> Vec<Vec<f32>> {
 }
 
 fn write_all(folder: &Path, model: &Model, dtype: DType, max_shard_bytes: u64, units: &[Vec<f32>]) {
-    let options = ExportOptions { dtype, max_shard_bytes };
+    let options = ExportOptions { dtype, max_shard_bytes, generation: None };
     export(folder, model, options, |unit, out| {
         out.copy_from_slice(&units[unit]);
         Ok::<_, std::io::Error>(())

@@ -9,7 +9,9 @@ use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind,
 use trainyard_engine::limit;
 use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
-use trainyard_engine::shape::{compute_dtype, mesh, model_shape, model_spec, programs, rank_settings, strategy};
+use trainyard_engine::shape::{
+    compute_dtype, mesh, model_notes, model_shape, model_spec, programs, rank_settings, strategy,
+};
 use trainyard_model::{BatchShape, Model, preset};
 use trainyard_program::Program;
 
@@ -110,6 +112,9 @@ fn check(args: &ConfigArgs) -> Result<()> {
     match plan(&resolved, 0)? {
         Some((model, programs, prediction)) => {
             let (spec, all) = (model_spec(&resolved)?, resolved.parallel.ranks);
+            for line in model_notes(&resolved, &spec) {
+                print(format_args!("\n{line}\n"))?;
+            }
             limit::check(&resolved, &spec, 0, &prediction)?;
             // Another machine may have what this one has not.
             refused = limit::check_machine(&resolved, &spec, 0, &prediction, all).err();

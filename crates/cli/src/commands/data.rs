@@ -39,6 +39,10 @@ pub struct PrepareArgs {
     /// Put no end-of-text token after each document.
     #[arg(long)]
     no_eos: bool,
+    /// Begin each document with the tokenizer's beginning-of-text token: true or false. Unset: as the
+    /// tokenizer asks.
+    #[arg(long, value_name = "BOOL")]
+    add_bos: Option<bool>,
     /// The field of a JSONL record that holds the text.
     #[arg(long, default_value = "text")]
     text_field: String,
@@ -70,6 +74,10 @@ pub fn run(command: &Command) -> Result<()> {
         "characters" => Tokenizer::characters_from_texts(corpus.texts(u64::MAX))?,
         path => Tokenizer::load(Path::new(path))?,
     };
+    let tokenizer = tokenizer.with_bos(args.add_bos).context("--add-bos")?;
+    if let Some(words) = tokenizer.around_in_words() {
+        note(&format!("the tokenizer {words}"));
+    }
     let options = PrepareOptions {
         validation_fraction: args.validation_fraction,
         seed: args.seed,

@@ -1,13 +1,13 @@
 //! `trainyard eval`: the loss of a trained model on text.
 
-use super::RuntimeArgs;
+use super::{BosArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use trainyard_data::prepare::validation_prefix;
 use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
-use trainyard_engine::corpora::{check_made_by, open_text};
+use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
 use trainyard_engine::metrics::EvaluationMetrics;
 use trainyard_engine::session::open_trained;
@@ -41,6 +41,8 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    bos: BosArgs,
+    #[command(flatten)]
     runtime: RuntimeArgs,
 }
 
@@ -50,7 +52,8 @@ pub fn run(args: &Args) -> Result<()> {
     let trained = open_trained(&args.model, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let scratch = Scratch::new()?;
-    let texts = open(&args.data, &args.text_field, &trained.tokenizer, scratch.path())?;
+    let tokenizer = args.bos.tokenizer(&trained)?;
+    let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
     let longest = trained.spec.max_positions;
     let resolved = trained.resolved.as_ref();
     let length = match args.length {
@@ -67,7 +70,7 @@ pub fn run(args: &Args) -> Result<()> {
         batches_max: args.batches_max,
     };
     let began = std::time::Instant::now();
-    let found = evaluate(&trained.rank, &texts, &trained.tokenizer, settings)?;
+    let found = evaluate(&trained.rank, &texts, &tokenizer, settings)?;
     if found.targets == 0 {
         bail!("the text has no token to predict: give at least two tokens, and --batches-max above 0");
     }
@@ -115,6 +118,7 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
         // on.
         if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
             check_made_by(tokenizer, &prefix)?;
+            begins_otherwise(tokenizer, &prefix)?.iter().for_each(|line| note(line));
             texts.push(IndexedTokens::open(&prefix)?);
             continue;
         }

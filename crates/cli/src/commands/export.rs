@@ -3,11 +3,12 @@
 use super::Precision;
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
 use trainyard_engine::session::{Runtime, files, open_trained};
+use trainyard_engine::shape::compute_dtype;
 use trainyard_model::weights::{ExportOptions, export};
 use trainyard_tensor::DType;
 
@@ -20,9 +21,10 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The type of the weights.
-    #[arg(long, default_value = "bf16")]
-    dtype: Precision,
+    /// The type of the weights. Unset: what the run computes in, or the type in a Hugging Face
+    /// folder's config.json.
+    #[arg(long)]
+    dtype: Option<Precision>,
     /// The most bytes of one file: "5GB", "512MiB".
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
@@ -34,6 +36,21 @@ fn parse_size(text: &str) -> Result<u64, String> {
         Ok(ByteSize(bytes)) => Ok(bytes),
         Err(why) => Err(why),
     }
+}
+
+/// The type that `config.json` of a Hugging Face folder names; f32 where it names none, as
+/// transformers takes it.
+fn dtype_of(folder: &Path) -> Result<DType> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let config: serde_json::Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+    let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str());
+    Ok(match named {
+        Some("bfloat16") => DType::BF16,
+        Some("float16") => DType::F16,
+        _ => DType::F32,
+    })
 }
 
 /// Runs the command.
@@ -50,7 +67,13 @@ pub fn run(args: &Args) -> Result<()> {
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
     let trained = open_trained(&args.model, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
-    let options = ExportOptions { dtype: args.dtype.dtype(), max_shard_bytes: args.max_shard_size };
+    let (dtype, because) = match (args.dtype, &trained.resolved) {
+        (Some(dtype), _) => (dtype.dtype(), ""),
+        (None, Some(resolved)) => (compute_dtype(resolved), ", as the run computes"),
+        (None, None) => (dtype_of(&args.model)?, ", as config.json says"),
+    };
+    let generation = super::generation_config(&args.model)?;
+    let options = ExportOptions { dtype, max_shard_bytes: args.max_shard_size, generation };
     let parameters = &trained.rank.parameters;
     let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> {
         Ok(parameters.unit(unit).master_range(0..out.len())?.with_data(|values: &[f32]| out.copy_from_slice(values))?)
@@ -61,12 +84,19 @@ pub fn run(args: &Args) -> Result<()> {
         .tokenizer
         .save_hugging_face(&args.out, trained.spec.max_positions)
         .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
+    let add_bos = trained.resolved.as_ref().and_then(|resolved| resolved.config.tokenizer.add_bos);
+    if trained.tokenizer.clone().with_bos(add_bos)?.before() != trained.tokenizer.before() {
+        let now = trained.tokenizer.around_in_words().unwrap_or_else(|| "begins texts with no token".to_owned());
+        note(&format!(
+            "the run had a tokenizer.add_bos of its own, and the exported tokenizer is as it came: it {now}"
+        ));
+    }
     let step = trained.step.map_or(String::new(), |step| format!(" (step {step})"));
     print(format_args!(
-        "{}{step}: {} of weights in {}, tokenizer in {}\n",
+        "{}{step}: {} of weights in {}{because}, tokenizer in {}\n",
         args.model.display(),
         format_bytes(exported.bytes),
-        options.dtype.name(),
+        dtype.name(),
         args.out.display()
     ))?;
     for file in &exported.files {

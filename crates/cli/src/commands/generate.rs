@@ -1,11 +1,13 @@
 //! `trainyard generate`: text from a trained model, as it is sampled.
 
-use super::RuntimeArgs;
+use super::{BosArgs, RuntimeArgs};
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use trainyard_data::Tokenizer;
 use trainyard_engine::generate::{Sampling, generate};
-use trainyard_engine::session::open_trained;
+use trainyard_engine::session::{Trained, open_trained};
+use trainyard_model::hf;
 
 /// Continue a prompt with a run or a Hugging Face folder; the text appears as it is sampled.
 #[derive(clap::Args)]
@@ -31,9 +33,12 @@ pub struct Args {
     /// Of the random choices: the same seed gives the same text.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Go on after an end-of-text token.
+    /// Go on after an end-of-text token: the tokenizer's, or one that config.json or
+    /// generation_config.json names.
     #[arg(long)]
     ignore_eos: bool,
+    #[command(flatten)]
+    bos: BosArgs,
     #[command(flatten)]
     runtime: RuntimeArgs,
 }
@@ -44,12 +49,14 @@ pub fn run(args: &Args) -> Result<()> {
     sampling.check()?;
     let trained = open_trained(&args.model, &args.runtime.resolve()?, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
-    let tokenizer = &trained.tokenizer;
-    let prompt = tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?;
+    let tokenizer = args.bos.tokenizer(&trained)?;
+    // What would end the text is left out: it is to go on.
+    let mut prompt = tokenizer.before().to_vec();
+    prompt.extend(tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?);
     if prompt.is_empty() {
         bail!("--prompt is empty: give at least one character");
     }
-    let stop: Vec<u32> = tokenizer.eos().filter(|_| !args.ignore_eos).into_iter().collect();
+    let stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, &trained, &tokenizer)? };
     print(&args.prompt)?;
     let mut decoder = tokenizer.stream_decoder();
     let mut written = Ok(());
@@ -59,4 +66,13 @@ pub fn run(args: &Args) -> Result<()> {
     })?;
     written?;
     print(format_args!("{}\n", decoder.finish()))
+}
+
+/// The tokens that end a text.
+fn stops(model: &Path, trained: &Trained, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    let mut stops: Vec<u32> = tokenizer.eos().into_iter().chain(trained.spec.eos_tokens.iter().copied()).collect();
+    if let Some(text) = super::generation_config(model)? {
+        stops.extend(hf::generation_eos(&text).with_context(|| format!("cannot use {}", model.display()))?);
+    }
+    Ok(stops)
 }

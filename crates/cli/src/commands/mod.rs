@@ -18,9 +18,12 @@ pub mod supervise;
 pub mod tokenizer;
 pub mod train;
 
+use crate::output::note;
 use anyhow::{Context, Result};
+use std::path::Path;
+use trainyard_data::Tokenizer;
 use trainyard_engine::config::DeviceKind;
-use trainyard_engine::session::Runtime;
+use trainyard_engine::session::{Runtime, Trained, files};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Isa;
 
@@ -43,6 +46,37 @@ impl Precision {
             Precision::Bf16 => DType::BF16,
             Precision::F16 => DType::F16,
         }
+    }
+}
+
+/// The choice of a token before texts.
+#[derive(clap::Args)]
+pub struct BosArgs {
+    /// Begin each text with the tokenizer's beginning-of-text token: true or false. Unset: as
+    /// tokenizer.add_bos of the run says, else as the tokenizer asks.
+    #[arg(long, value_name = "BOOL")]
+    add_bos: Option<bool>,
+}
+
+impl BosArgs {
+    /// The model's tokenizer with that choice, which is said.
+    pub fn tokenizer(&self, trained: &Trained) -> Result<Tokenizer> {
+        let of_run = trained.resolved.as_ref().and_then(|resolved| resolved.config.tokenizer.add_bos);
+        let tokenizer = trained.tokenizer.clone().with_bos(self.add_bos.or(of_run)).context("--add-bos")?;
+        if let Some(words) = tokenizer.around_in_words() {
+            note(&format!("the tokenizer {words}"));
+        }
+        Ok(tokenizer)
+    }
+}
+
+/// The text of a model's `generation_config.json`, where it came with one.
+pub fn generation_config(model: &Path) -> Result<Option<String>> {
+    let path = model.join(files::GENERATION);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
     }
 }
 

@@ -447,7 +447,7 @@ fn sample(session: &Session) -> Result<String, EngineError> {
 
 fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     if session.resolved.config.data.train.0.iter().any(|s| s.path.as_os_str() == "rust-sources") {
-        return Ok(session.tokenizer.encode("fn main() {")?);
+        return Ok([session.tokenizer.before(), &session.tokenizer.encode("fn main() {")?].concat());
     }
     let Some(text) = session.validation.iter().find(|text| text.tokens() > 0) else { return Ok(Vec::new()) };
     let mut tokens = Vec::new();

@@ -6,9 +6,12 @@
 //! order, many encode them, and the caller's thread writes them in order. Besides the document
 //! being read, memory holds at most a few pieces of text per worker.
 //!
-//! A hash of its text decides whether a document goes to validation. It then stays there when the
-//! corpus grows, and duplicates never lie on both sides. A corpus of one document is divided by
-//! position: its last part validates.
+//! A document begins and ends with what the tokenizer puts around a text
+//! ([`Tokenizer::before`], [`Tokenizer::after`]), and then has the end-of-text token once.
+//!
+//! A document goes to validation by a hash of its text, so that it stays there when the corpus
+//! grows and so that duplicates never lie on both sides. A corpus of one document is divided by
+//! position instead: its last part validates.
 
 mod pipeline;
 mod sidecar;
@@ -161,6 +164,9 @@ fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> Stri
     field(b"trainyard-tokens 1");
     field(tokenizer.fingerprint().as_bytes());
     field(format!("{:?} {}", tokenizer.eos(), options.append_eos).as_bytes());
+    if !(tokenizer.before().is_empty() && tokenizer.after().is_empty()) {
+        field(format!("{:?} {:?}", tokenizer.before(), tokenizer.after()).as_bytes());
+    }
     field(&options.validation_fraction.to_le_bytes());
     field(&options.seed.to_le_bytes());
     field(corpus.options().field.as_bytes());
@@ -220,7 +226,8 @@ fn build(
         true => Some(Output::create(&validation_prefix(&options.out), token_type)?),
         false => None,
     };
-    let eos = tokenizer.eos().filter(|_| options.append_eos);
+    // Not a second one where it is what the tokenizer ends a text with.
+    let eos = tokenizer.eos().filter(|eos| options.append_eos && tokenizer.after().last() != Some(eos));
     let mut so_far = PrepareProgress { source_bytes: corpus.bytes(), ..PrepareProgress::default() };
     let workers = match options.workers {
         0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
@@ -290,6 +297,8 @@ fn build(
             fingerprint: tokenizer.fingerprint(),
             vocab_size: tokenizer.vocab_size(),
             eos: tokenizer.eos(),
+            before: tokenizer.before().to_vec(),
+            after: tokenizer.after().to_vec(),
         },
         split: SidecarSplit {
             by: by.into(),

@@ -126,6 +126,7 @@ fn wanted(fraction: f64, bytes: u64) -> f64 {
 /// A piece of text on its way to a worker.
 struct Piece {
     part: TargetSplit,
+    begins_document: bool,
     ends_document: bool,
     ends_part: bool,
     file: usize,
@@ -197,8 +198,8 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             counts.by_position = true;
             counts.divided_documents += 1;
             let (train, validation) = divide(&text, split.fraction)?;
-            batch.add(tokenizer, TargetSplit::Train, file, train, false, outlet)
-                && batch.add(tokenizer, TargetSplit::Validation, file, validation, true, outlet)
+            batch.add(tokenizer, TargetSplit::Train, file, train, Cut::BEGIN, outlet)
+                && batch.add(tokenizer, TargetSplit::Validation, file, validation, Cut::END, outlet)
         } else {
             let hash = split.hash(&text);
             let bytes = text.len() as u64;
@@ -209,12 +210,12 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             if share > 0.0 && share < 1.0 {
                 counts.divided_documents += 1;
                 let (train, validation) = divide(&text, share)?;
-                batch.add(tokenizer, TargetSplit::Train, file, train, false, outlet)
-                    && batch.add(tokenizer, TargetSplit::Validation, file, validation, true, outlet)
+                batch.add(tokenizer, TargetSplit::Train, file, train, Cut::BEGIN, outlet)
+                    && batch.add(tokenizer, TargetSplit::Validation, file, validation, Cut::END, outlet)
             } else {
                 let part = if share == 1.0 { TargetSplit::Validation } else { TargetSplit::Train };
                 counts.validation_documents += u64::from(part == TargetSplit::Validation);
-                batch.add(tokenizer, part, file, &text, true, outlet)
+                batch.add(tokenizer, part, file, &text, Cut::WHOLE, outlet)
             }
         };
         if !going_on {
@@ -242,7 +243,20 @@ fn divide(text: &str, fraction: f64) -> Result<(&str, &str)> {
     Ok(text.split_at(middle))
 }
 
-/// Collects pieces until they are worth a job.
+/// The ends of a document that a text has.
+#[derive(Clone, Copy)]
+struct Cut {
+    begins: bool,
+    ends: bool,
+}
+
+impl Cut {
+    const WHOLE: Cut = Cut { begins: true, ends: true };
+    const BEGIN: Cut = Cut { begins: true, ends: false };
+    const END: Cut = Cut { begins: false, ends: true };
+}
+
+/// Pieces collected until they are worth a job.
 struct Batch {
     pieces: Vec<Piece>,
     bytes: usize,
@@ -255,7 +269,7 @@ impl Batch {
         part: TargetSplit,
         file: usize,
         text: &str,
-        ends: bool,
+        cut: Cut,
         outlet: &Outlet,
     ) -> bool {
         let pieces = tokenizer.pieces(text, JOB_BYTES);
@@ -264,7 +278,8 @@ impl Batch {
             self.bytes += piece.len();
             self.pieces.push(Piece {
                 part,
-                ends_document: ends && number == last,
+                begins_document: cut.begins && number == 0,
+                ends_document: cut.ends && number == last,
                 ends_part: number == last,
                 file,
                 text: piece.to_owned(),
@@ -299,12 +314,17 @@ fn encode_jobs(corpus: &Corpus, tokenizer: &Tokenizer, queue: &Mutex<Receiver<Jo
 }
 
 fn encode(corpus: &Corpus, tokenizer: &Tokenizer, piece: Piece) -> Result<Encoded> {
-    let tokens = tokenizer.encode_ordinary(&piece.text).map_err(|error| match error {
+    let mut tokens = if piece.begins_document { tokenizer.before().to_vec() } else { Vec::new() };
+    let encoded = tokenizer.encode_ordinary(&piece.text).map_err(|error| match error {
         DataError::Vocabulary { what, fix, .. } => {
             DataError::Vocabulary { origin: corpus.files()[piece.file].path.display().to_string(), what, fix }
         }
         other => other,
     })?;
+    tokens.extend(encoded);
+    if piece.ends_document {
+        tokens.extend(tokenizer.after());
+    }
     Ok(Encoded {
         part: piece.part,
         ends_document: piece.ends_document,

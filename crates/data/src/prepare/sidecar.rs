@@ -51,6 +51,12 @@ pub struct SidecarTokenizer {
     pub vocab_size: usize,
     /// The token after each document.
     pub eos: Option<u32>,
+    /// The tokens before the text of each document; none in files from before they were added.
+    #[serde(default)]
+    pub before: Vec<u32>,
+    /// The tokens after the text of each document, before the end-of-text token.
+    #[serde(default)]
+    pub after: Vec<u32>,
 }
 
 /// The division of documents.

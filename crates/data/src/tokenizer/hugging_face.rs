@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{Encoding, Token};
 
 use super::END_OF_TEXT;
 use super::byte_bpe::ByteBpe;
@@ -78,6 +79,27 @@ impl HuggingFace {
         EOS_NAMES
             .iter()
             .find_map(|name| self.inner.token_to_id(name).filter(|id| added.get(id).is_some_and(|t| t.special)))
+    }
+
+    /// The tokens that its post-processor puts before and after a single text.
+    pub(super) fn around(&self) -> Result<[Vec<u32>; 2]> {
+        const FIX: &str = "repair its post_processor, or fetch the file again";
+        // It is asked with a text of one token, because templates, pairs and sequences of both say
+        // it in several ways.
+        let text = Encoding::from_tokens(vec![Token::new(0, "a".into(), (0, 1))], 0);
+        let processed = catch_unwind(AssertUnwindSafe(|| self.inner.post_process(text, None, true)))
+            .unwrap_or_else(|_| Err("the tokenizers library could not apply it".into()))
+            .map_err(|e| DataError::tokenizer(&self.origin, format!("has a post_processor that fails ({e})"), FIX))?;
+        let (ids, added) = (processed.get_ids(), processed.get_special_tokens_mask());
+        if let Some(id) = ids.iter().find(|id| **id as usize >= self.vocab_size) {
+            let what = format!("has a post_processor that adds the token {id}, which is not in its vocabulary");
+            return Err(DataError::tokenizer(&self.origin, what, FIX));
+        }
+        let text = added.iter().position(|added| *added == 0);
+        let Some(text) = text.filter(|first| added[*first + 1..].iter().all(|added| *added == 1)) else {
+            return Err(DataError::tokenizer(&self.origin, "has a post_processor that leaves no text", FIX));
+        };
+        Ok([ids[..text].to_vec(), ids[text + 1..].to_vec()])
     }
 
     pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>> {

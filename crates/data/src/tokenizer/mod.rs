@@ -1,14 +1,18 @@
 //! Converts text to tokens and back.
 //!
-//! One type covers three kinds of tokenizer: a Hugging Face `tokenizer.json` (run by the crate
-//! `tokenizers`, so that ids equal those of transformers), bytes, and characters. The last two are
-//! saved as a small JSON of this project and can be exported as a `tokenizer.json` too. Truncation,
-//! padding and the template that adds a beginning-of-text token are switched off: decoding returns
-//! exactly what was encoded. The writer of token files puts the end-of-text token between
-//! documents.
+//! One type for the three kinds: a Hugging Face `tokenizer.json` (run by the crate `tokenizers`, so
+//! that ids are those of transformers), bytes, and characters. The last two are saved as a small
+//! JSON of our own and can be exported as a `tokenizer.json` too. Truncation and padding are switched
+//! off, and encoding adds no token: [`Tokenizer::before`] and [`Tokenizer::after`] are what the
+//! post-processor of a `tokenizer.json` puts around a text, for whoever has a whole text. The
+//! end-of-text token is put between documents by whoever writes them.
+//!
+//! The files beside a `tokenizer.json` (chat template, special tokens, ...) are kept with it, and
+//! saved with it again.
 
 mod byte_bpe;
 mod characters;
+mod companions;
 mod hugging_face;
 mod stream;
 mod train;
@@ -26,6 +30,7 @@ pub use train::TrainProgress;
 use crate::atomic;
 use crate::error::{DataError, Result};
 use characters::Characters;
+use companions::{Companions, SPECIAL_TOKENS};
 use hugging_face::HuggingFace;
 
 /// The end-of-text token of GPT-2, the default for trained tokenizers.
@@ -45,6 +50,10 @@ pub struct Tokenizer {
     /// The file's content, kept so that saving reproduces it byte for byte.
     json: Arc<str>,
     eos: Option<u32>,
+    bos: Option<u32>,
+    /// The tokens that belong before a text and after it.
+    around: [Arc<[u32]>; 2],
+    companions: Arc<Companions>,
 }
 
 #[derive(Debug)]
@@ -58,7 +67,9 @@ impl Tokenizer {
     /// Loads a `tokenizer.json` or one of our own files; a folder is searched for `tokenizer.json`.
     ///
     /// The end-of-text token of a `tokenizer.json` is the `eos_token` of a `tokenizer_config.json`
-    /// beside it, else the first of the usual names among its special tokens.
+    /// beside it, else the first of the usual names among its special tokens. Where its
+    /// post-processor adds nothing before (after) a text, `add_bos_token` (`add_eos_token`) of that
+    /// file counts.
     pub fn load(path: &Path) -> Result<Self> {
         let path: PathBuf = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
         let origin = path.display().to_string();
@@ -69,17 +80,32 @@ impl Tokenizer {
         }
         let bytes = std::fs::read(&path).map_err(DataError::io("read", &path))?;
         let mut tokenizer = Self::from_json(&bytes, &origin)?;
-        if let Kind::HuggingFace(inner) = &*tokenizer.kind
-            && let Some(token) = eos_beside(&path)?
-        {
-            let unknown = || {
-                let what =
-                    format!("tokenizer_config.json names the end-of-text token {token:?}, which it does not have");
-                DataError::tokenizer(&origin, what, "use the tokenizer.json and tokenizer_config.json of one model")
-            };
-            tokenizer.eos = Some(inner.token_to_id(&token).ok_or_else(unknown)?);
+        if matches!(&*tokenizer.kind, Kind::HuggingFace(_)) {
+            tokenizer.companions = Arc::new(Companions::read(&path)?);
+            tokenizer.follow_config(&origin)?;
         }
         Ok(tokenizer)
+    }
+
+    /// Takes what `tokenizer_config.json` says.
+    fn follow_config(&mut self, origin: &str) -> Result<()> {
+        let companions = Arc::clone(&self.companions);
+        if let Some(token) = companions.token("eos_token") {
+            self.eos = Some(self.token_to_id(token).ok_or_else(|| {
+                let what =
+                    format!("tokenizer_config.json names the end-of-text token {token:?}, which it does not have");
+                DataError::tokenizer(origin, what, "use the tokenizer.json and tokenizer_config.json of one model")
+            })?);
+        }
+        // Many name one that they never use, and that the vocabulary may lack.
+        self.bos = companions.token("bos_token").and_then(|token| self.token_to_id(token)).or(self.bos);
+        for (place, (asks, token)) in [("add_bos_token", self.bos), ("add_eos_token", self.eos)].into_iter().enumerate()
+        {
+            if let (true, true, Some(token)) = (self.around[place].is_empty(), companions.flag(asks), token) {
+                self.around[place] = [token].into();
+            }
+        }
+        Ok(())
     }
 
     /// Reads the content of a tokenizer file; `origin` names it in errors.
@@ -100,8 +126,10 @@ impl Tokenizer {
             return Err(DataError::tokenizer(origin, what, FIX));
         }
         let inner = HuggingFace::from_json(text, &value, origin)?;
-        let eos = inner.guess_eos();
-        Ok(Self { kind: Arc::new(Kind::HuggingFace(Box::new(inner))), json: text.into(), eos })
+        let (eos, around) = (inner.guess_eos(), inner.around()?);
+        // A template says with what texts begin.
+        let bos = around[0].first().copied();
+        Ok(Self { eos, bos, around: around.map(Into::into), ..Self::of(Kind::HuggingFace(Box::new(inner)), text) })
     }
 
     fn from_own_json(value: &Value, version: &Value, origin: &str) -> Result<Self> {
@@ -125,7 +153,13 @@ impl Tokenizer {
     /// One token per byte, and 256 as end-of-text: 257 in all.
     pub fn bytes() -> Self {
         let json = json!({ OWN_KEY: OWN_VERSION, "kind": "bytes" }).to_string();
-        Self { kind: Arc::new(Kind::Bytes), json: json.into(), eos: Some(256) }
+        Self { eos: Some(256), ..Self::of(Kind::Bytes, &json) }
+    }
+
+    /// A tokenizer without special tokens.
+    fn of(kind: Kind, json: &str) -> Self {
+        let (kind, around) = (Arc::new(kind), [Arc::default(), Arc::default()]);
+        Self { kind, json: json.into(), eos: None, bos: None, around, companions: Arc::default() }
     }
 
     /// One token per character of `text`, in code point order; no end-of-text token.
@@ -141,7 +175,7 @@ impl Tokenizer {
     fn characters(characters: Characters) -> Result<Self> {
         let list: String = characters.list().iter().collect();
         let json = json!({ OWN_KEY: OWN_VERSION, "kind": "characters", "characters": list }).to_string();
-        Ok(Self { kind: Arc::new(Kind::Characters(Box::new(characters))), json: json.into(), eos: None })
+        Ok(Self::of(Kind::Characters(Box::new(characters)), &json))
     }
 
     /// Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`,
@@ -215,6 +249,50 @@ impl Tokenizer {
         Ok(self)
     }
 
+    /// The tokens that belong before a whole text, as its post-processor has it: a beginning-of-text
+    /// token, or nothing.
+    pub fn before(&self) -> &[u32] {
+        &self.around[0]
+    }
+
+    /// The tokens that belong after a whole text, as its post-processor has it.
+    pub fn after(&self) -> &[u32] {
+        &self.around[1]
+    }
+
+    /// The same tokenizer with a beginning-of-text token before texts, or without one; None leaves
+    /// that to it.
+    ///
+    /// # Errors
+    ///
+    /// It has no such token.
+    pub fn with_bos(mut self, add: Option<bool>) -> Result<Self> {
+        match add {
+            Some(true) if self.before().is_empty() => {
+                let bos = self.bos.ok_or_else(|| {
+                    let what = "has no beginning-of-text token: no bos_token in a tokenizer_config.json beside it";
+                    DataError::tokenizer(self.kind(), what, "leave open whether texts begin with one")
+                })?;
+                self.around[0] = [bos].into();
+            }
+            Some(false) => self.around[0] = Arc::default(),
+            _ => {}
+        }
+        Ok(self)
+    }
+
+    /// The tokens around a text in words: "begins each text with <s> (1)". None where there are
+    /// none.
+    pub fn around_in_words(&self) -> Option<String> {
+        let words = |tokens: &[u32], verb: &str| {
+            let named: Vec<_> = tokens.iter().map(|token| format!("{} ({token})", self.decode(&[*token]))).collect();
+            (!named.is_empty()).then(|| format!("{verb} each text with {}", named.join(" ")))
+        };
+        let both = [words(self.before(), "begins"), words(self.after(), "ends")];
+        let said = both.into_iter().flatten().collect::<Vec<_>>().join(" and ");
+        (!said.is_empty()).then_some(said)
+    }
+
     /// The id of a token by its name in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         match &*self.kind {
@@ -236,52 +314,59 @@ impl Tokenizer {
         }
     }
 
-    /// Hash of the tokenizer file, so that data and runs notice another tokenizer. The choice of
-    /// end-of-text is not part of it.
+    /// Hash of the tokenizer file, so that data and runs notice another one. The choice of
+    /// end-of-text is not in it, nor that of a token before texts.
     pub fn fingerprint(&self) -> String {
         format!("{:016x}", xxh3_64(self.json.as_bytes()))
     }
 
-    /// Writes the file that [`Tokenizer::load`] reads, atomically and unchanged since it was loaded
-    /// or trained.
+    /// Writes the file that [`Tokenizer::load`] reads, and those that lay beside it, unchanged since
+    /// they were loaded or trained; each atomically.
     ///
-    /// If the end-of-text token cannot be told from that file, a `tokenizer_config.json` beside it
-    /// holds it.
+    /// When the end-of-text token cannot be told from them, a `tokenizer_config.json` beside it says
+    /// it.
     pub fn save(&self, path: &Path) -> Result<()> {
         atomic::write(path, self.json.as_bytes())?;
-        if let Kind::HuggingFace(inner) = &*self.kind
-            && inner.guess_eos() != self.eos
-        {
-            let config = json!({ "eos_token": self.eos_name() });
-            atomic::write(&path.with_file_name("tokenizer_config.json"), pretty(&config).as_bytes())?;
+        if let Kind::HuggingFace(inner) = &*self.kind {
+            let told = self.companions.token("eos_token").map_or(inner.guess_eos(), |name| self.token_to_id(name));
+            let config = (told != self.eos).then(|| json!({ "eos_token": self.eos_name() }));
+            self.companions.write(path, config.as_ref())?;
         }
         Ok(())
     }
 
     /// Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` into
     /// `folder`, as `AutoTokenizer.from_pretrained` reads them. `context_length` becomes
-    /// `model_max_length`.
+    /// `model_max_length`. A tokenizer that came with its own files is written with these.
     pub fn save_hugging_face(&self, folder: &Path, context_length: usize) -> Result<()> {
+        let path = folder.join("tokenizer.json");
+        if self.companions.is_whole() {
+            return self.save(&path);
+        }
         let json: String = match &*self.kind {
             Kind::Bytes => pretty(&hugging_face::json_of_bytes()),
             Kind::Characters(characters) => pretty(&hugging_face::json_of_characters(characters.list())),
             Kind::HuggingFace(_) => self.json.to_string(),
         };
         let eos = self.eos_name();
+        let bos = self.bos.map_or(eos.clone(), |bos| Some(self.decode(&[bos])));
         let config = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context_length,
             "clean_up_tokenization_spaces": false,
-            "bos_token": eos,
+            "bos_token": bos,
             "eos_token": eos,
         });
         let special = match &eos {
-            Some(eos) => json!({ "bos_token": eos, "eos_token": eos }),
+            Some(eos) => json!({ "bos_token": bos, "eos_token": eos }),
             None => json!({}),
         };
-        atomic::write(&folder.join("tokenizer.json"), json.as_bytes())?;
-        atomic::write(&folder.join("tokenizer_config.json"), pretty(&config).as_bytes())?;
-        atomic::write(&folder.join("special_tokens_map.json"), pretty(&special).as_bytes())
+        atomic::write(&path, json.as_bytes())?;
+        self.companions.write(&path, Some(&config))?;
+        match self.companions.has(SPECIAL_TOKENS) {
+            true => Ok(()),
+            false => atomic::write(&folder.join(SPECIAL_TOKENS), pretty(&special).as_bytes()),
+        }
     }
 
     /// The bytes of one token, if every token stands for bytes.
@@ -314,20 +399,6 @@ impl Tokenizer {
             Kind::HuggingFace(_) => vec![text],
         }
     }
-}
-
-/// The `eos_token` of a `tokenizer_config.json` in the same folder, if there is one.
-fn eos_beside(path: &Path) -> Result<Option<String>> {
-    let config = path.with_file_name("tokenizer_config.json");
-    let Ok(bytes) = std::fs::read(&config) else {
-        return Ok(None);
-    };
-    let value: Value = serde_json::from_slice(&bytes).map_err(|e| {
-        let what = format!("is not valid JSON ({e})");
-        DataError::tokenizer(config.display().to_string(), what, "repair or remove it")
-    })?;
-    let token = value.get("eos_token");
-    Ok(token.and_then(|t| t.as_str().or_else(|| t.get("content")?.as_str())).map(str::to_owned))
 }
 
 /// Cuts before every first character at or after a multiple of `bytes` where

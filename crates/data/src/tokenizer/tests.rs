@@ -46,6 +46,101 @@ fn an_exported_tokenizer_has_the_same_ids() {
     }
 }
 
+/// scripts/golden/make_tokenizers.py: a tokenizer with every kind of post-processor.
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizers").join(name)
+}
+
+/// A text with what belongs around it.
+fn whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    [tokenizer.before(), &tokenizer.encode(text).unwrap(), tokenizer.after()].concat()
+}
+
+#[test]
+fn texts_begin_and_end_as_in_transformers() {
+    let expected: Value = serde_json::from_slice(&std::fs::read(golden("expected.json")).unwrap()).unwrap();
+    let texts = expected["texts"].as_array().unwrap();
+    let cases = expected["ids"].as_object().unwrap();
+    assert_eq!(cases.len(), 8);
+    let mut with_bos = 0;
+    for (name, ids) in cases {
+        let tokenizer = Tokenizer::load(&golden(name)).unwrap();
+        for (text, want) in texts.iter().zip(ids.as_array().unwrap()) {
+            let want: Vec<u32> = want.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+            assert_eq!(whole(&tokenizer, text.as_str().unwrap()), want, "{name}: {text}");
+        }
+        with_bos += usize::from(!tokenizer.before().is_empty());
+    }
+    assert_eq!(with_bos, 5);
+}
+
+#[test]
+fn a_bos_token_is_added_or_left_out_as_asked() {
+    let load = |name: &str| Tokenizer::load(&golden(name)).unwrap();
+    let begins = |tokenizer: Tokenizer, add| tokenizer.with_bos(add).unwrap().before().to_vec();
+    assert_eq!(begins(load("template_begin"), None), [1]);
+    assert_eq!(begins(load("template_begin"), Some(false)), [0u32; 0]);
+    assert_eq!(begins(load("none"), Some(true)), [1], "its tokenizer_config.json names one");
+    assert_eq!(load("template_both").with_bos(Some(false)).unwrap().after(), [2]);
+    let words = load("template_both").around_in_words();
+    assert_eq!(words.as_deref(), Some("begins each text with <s> (1) and ends each text with </s> (2)"));
+    assert_eq!(load("byte_level").around_in_words(), None);
+    for tokenizer in [Tokenizer::bytes(), trained(), load("byte_level")] {
+        let error = tokenizer.with_bos(Some(true)).unwrap_err().to_string();
+        assert!(error.contains("no beginning-of-text token"), "{error}");
+    }
+}
+
+/// Where the post-processor adds nothing, `add_bos_token` counts, as in the Llama classes of
+/// transformers 4.
+#[test]
+fn tokenizer_config_asks_for_tokens_where_the_post_processor_adds_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |config: &str| {
+        std::fs::copy(golden("none").join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+        Tokenizer::load(folder.path()).unwrap()
+    };
+    let both =
+        load(r#"{"add_bos_token": true, "add_eos_token": true, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}"#);
+    assert_eq!((both.before(), both.after()), (&[1][..], &[2][..]));
+    let neither = load(r#"{"add_bos_token": false, "bos_token": "<s>"}"#);
+    assert_eq!((neither.before(), neither.after()), (&[][..], &[][..]));
+    let unknown = load(r#"{"add_bos_token": true, "bos_token": "<nowhere>"}"#);
+    assert!(unknown.before().is_empty());
+}
+
+/// What lies beside a tokenizer goes where it goes: into a run, and from there into an export.
+#[test]
+fn the_files_beside_a_tokenizer_come_out_as_they_went_in() {
+    let [from, run, out] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let config = r#"{"tokenizer_class": "LlamaTokenizer", "pad_token": "[SEP]", "eos_token": "</s>", "chat_template": "{{ x }}"}"#;
+    let files = [
+        ("tokenizer_config.json", config),
+        ("special_tokens_map.json", r#"{"pad_token": "[SEP]"}"#),
+        ("chat_template.jinja", "{{ messages }}"),
+        ("added_tokens.json", r#"{"[SEP]": 4}"#),
+    ];
+    std::fs::copy(golden("template_begin").join("tokenizer.json"), from.path().join("tokenizer.json")).unwrap();
+    files.iter().for_each(|(name, text)| std::fs::write(from.path().join(name), text).unwrap());
+    Tokenizer::load(from.path()).unwrap().save(&run.path().join("tokenizer.json")).unwrap();
+    Tokenizer::load(run.path()).unwrap().save_hugging_face(out.path(), 128).unwrap();
+    for (name, text) in files {
+        assert_eq!(std::fs::read_to_string(out.path().join(name)).unwrap(), text, "{name}");
+    }
+    // Another end-of-text token is a change of the run's, and everything else stays.
+    let changed = Tokenizer::load(run.path()).unwrap().with_eos("[SEP]").unwrap();
+    changed.save_hugging_face(out.path(), 128).unwrap();
+    let written: Value =
+        serde_json::from_slice(&std::fs::read(out.path().join("tokenizer_config.json")).unwrap()).unwrap();
+    assert_eq!((&written["eos_token"], &written["chat_template"]), (&json!("[SEP]"), &json!("{{ x }}")));
+    // Beside token files of several prefixes, each has its own.
+    let beside = run.path().join("a.tokenizer.json");
+    Tokenizer::load(from.path()).unwrap().save(&beside).unwrap();
+    assert!(run.path().join("a.chat_template.jinja").is_file());
+    assert_eq!(Tokenizer::load(&beside).unwrap().eos(), Some(2));
+}
+
 #[test]
 fn training_is_deterministic_and_bounded() {
     let (one, two) = (trained(), trained());

@@ -379,7 +379,7 @@ impl Resolver {
     }
 
     fn tokenizer(&mut self) {
-        let TokenizerSection { path, kind, vocab_size } = self.config.tokenizer.clone();
+        let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
             (None, Some(_)) => Some("model.path brings its tokenizer"),
@@ -389,6 +389,7 @@ impl Resolver {
             self.unused("tokenizer.kind", &kind, from);
             return self.unused("tokenizer.vocab_size", &vocab_size, from);
         }
+        self.unused("tokenizer.add_bos", &add_bos, "a tokenizer that is made here has no beginning-of-text token");
         let kind = self.settle("tokenizer.kind", &kind, TokenizerKind::Bpe, "no tokenizer.path is given");
         if kind != TokenizerKind::Bpe {
             return self.unused("tokenizer.vocab_size", &vocab_size, "only bpe is trained to a size");

@@ -367,6 +367,10 @@ section! {
         kind: Option<TokenizerKind> = None;
         /// Size of the vocabulary to train; bpe only. Unset: 8192.
         vocab_size: Option<usize> = None;
+        /// Begin each document, and a prompt, with the tokenizer's beginning-of-text token. Unset: as
+        /// the tokenizer asks (its post-processor, or `add_bos_token` beside it).
+        #[elsewhere("add_bos_token")]
+        add_bos: Option<bool> = None;
     }
 }
 

@@ -264,6 +264,7 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["tokenizer.path=src", "tokenizer.kind=bytes"], &["tokenizer.kind has no effect"]),
     (&["tokenizer.kind=bytes", "tokenizer.vocab_size=300"], &["only bpe is trained to a size"]),
     (&["tokenizer.vocab_size=100"], &["must be at least 257"]),
+    (&["tokenizer.add_bos=true"], &["tokenizer.add_bos has no effect", "made here"]),
     (&["tokenizer.vocab_size=1000", "model.vocab_size=900"], &["no row for some of the tokenizer's 1000 tokens"]),
     // Training.
     (&["training.steps=auto"], &["nothing ends the training"]),

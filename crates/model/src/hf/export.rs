@@ -5,15 +5,37 @@ use crate::spec::{Activation, Family, ModelSpec, RopeScaling};
 use serde_json::{Map, Value, json};
 use trainyard_tensor::DType;
 
-/// The classes that transformers has for a specification.
+/// A class of transformers.
+#[derive(Clone, Copy)]
 struct Class {
     model_type: &'static str,
     architecture: &'static str,
 }
 
-/// The first class that can express `spec`.
+const GPT2: Class = Class { model_type: "gpt2", architecture: "GPT2LMHeadModel" };
+const LLAMA: Class = Class { model_type: "llama", architecture: "LlamaForCausalLM" };
+const MISTRAL: Class = Class { model_type: "mistral", architecture: "MistralForCausalLM" };
+const QWEN2: Class = Class { model_type: "qwen2", architecture: "Qwen2ForCausalLM" };
+const QWEN3: Class = Class { model_type: "qwen3", architecture: "Qwen3ForCausalLM" };
+
+/// The classes that can express a specification of the `llama` family, the usual one first.
+///
+/// `attention_bias` of Llama and Qwen3 is on all four projections: biases that the model has not
+/// are zeros ([`implied_zeros`]). Qwen2, which has three, comes after Llama, because transformers
+/// splits text for it by a class of its own, whatever `tokenizer.json` says.
+fn classes(spec: &ModelSpec) -> Vec<Class> {
+    let (biases, window) = ((spec.qkv_bias, spec.o_bias, spec.mlp_bias), spec.sliding_window.is_some());
+    let able = [
+        (LLAMA, !spec.qk_norm && !window),
+        (MISTRAL, !spec.qk_norm && biases == (false, false, false) && spec.sliding_layers.is_none()),
+        (QWEN2, !spec.qk_norm && biases == (true, false, false)),
+        (QWEN3, spec.qk_norm && !spec.mlp_bias),
+    ];
+    able.into_iter().filter_map(|(class, able)| able.then_some(class)).collect()
+}
+
+/// The class that a model goes out as: the one that it came as, else the usual one.
 fn class(spec: &ModelSpec) -> Result<Class, ConfigError> {
-    let class = |model_type, architecture| Ok(Class { model_type, architecture });
     let no = |what: &str| Err(ConfigError::NoEquivalent(what.into()));
     if spec.family == Family::Gpt2 {
         if spec.kv_heads != spec.heads || spec.heads * spec.head_dim != spec.dim {
@@ -22,22 +44,38 @@ fn class(spec: &ModelSpec) -> Result<Class, ConfigError> {
         if spec.sliding_window.is_some() {
             return no("GPT-2 blocks with a sliding window");
         }
-        return class("gpt2", "GPT2LMHeadModel");
+        return Ok(GPT2);
     }
     if spec.rotary_dim() != spec.head_dim {
         return no("Llama blocks that rotate part of a head");
     }
-    let (qkv, o, mlp, window) = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.sliding_window.is_some());
-    match (spec.qk_norm, qkv, o, mlp, window) {
-        (true, qkv, o, false, _) if qkv == o => class("qwen3", "Qwen3ForCausalLM"),
-        (true, ..) => no("query/key norms with biases on some of the projections only"),
-        (false, qkv, o, _, false) if qkv == o => class("llama", "LlamaForCausalLM"),
-        (false, true, false, false, _) => class("qwen2", "Qwen2ForCausalLM"),
-        (false, false, false, false, true) if spec.sliding_layers.is_none() => class("mistral", "MistralForCausalLM"),
-        (.., true) => {
-            no("a sliding window with these biases, or in some layers only without query/key norms or biases")
-        }
-        _ => no("biases on this choice of projections"),
+    let classes = classes(spec);
+    let came_as = classes.iter().find(|class| Some(class.model_type) == spec.model_type.as_deref());
+    match came_as.or(classes.first()) {
+        Some(class) => Ok(*class),
+        None if spec.qk_norm => no("query/key norms together with biases in the MLP"),
+        None => no("a sliding window with these biases, or in some layers only without query/key norms or biases"),
+    }
+}
+
+/// The `model_type` that a model of this shape goes out as when nothing is known of where it came
+/// from; None where there is none.
+pub(super) fn usual(spec: &ModelSpec) -> Option<&'static str> {
+    class(&ModelSpec { model_type: None, ..spec.clone() }).ok().map(|class| class.model_type)
+}
+
+/// A warning, before training, that this model cannot be exported or goes out with a catch.
+pub fn export_note(spec: &ModelSpec) -> Option<String> {
+    match class(spec) {
+        Err(why) => Some(format!(
+            "this model can be trained and evaluated, but `trainyard export` will refuse it: {why}; change the shape if transformers is to load it"
+        )),
+        Ok(class) if class.model_type == QWEN2.model_type && spec.model_type.is_none() => Some(
+            "only Qwen2 has this sliding window together with these biases: transformers will load the exported model, but split its text as Qwen2 does, \
+             whatever the tokenizer.json says; set model.qkv_bias = false or leave out model.sliding_window to avoid that"
+                .to_owned(),
+        ),
+        Ok(_) => None,
     }
 }
 
@@ -81,7 +119,7 @@ pub fn config_json(spec: &ModelSpec, dtype: DType) -> Result<String, ConfigError
             set("rms_norm_eps", json!(spec.norm_eps));
             set("attention_dropout", json!(0.0));
             if matches!(class.model_type, "llama" | "qwen3") {
-                set("attention_bias", json!(spec.qkv_bias));
+                set("attention_bias", json!(spec.qkv_bias || spec.o_bias));
             }
             if class.model_type == "llama" {
                 set("mlp_bias", json!(spec.mlp_bias));
@@ -170,27 +208,57 @@ pub fn generation_config_json(spec: &ModelSpec) -> String {
     pretty(Value::Object(set.collect()))
 }
 
-/// Tensors that a Hugging Face class requires although the model has none: the biases of a GPT-2
-/// without biases. Zeros there change nothing.
+/// The ids of `eos_token_id` of the text of a `generation_config.json`.
+///
+/// # Errors
+///
+/// It is no JSON object, or the key holds something else.
+pub fn generation_eos(text: &str) -> Result<Vec<u32>, ConfigError> {
+    let map: Map<String, Value> = serde_json::from_str(text).map_err(|e| ConfigError::Generation(e.to_string()))?;
+    let ids = match map.get("eos_token_id") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::Array(ids)) => ids.clone(),
+        Some(id) => vec![id.clone()],
+    };
+    let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+    let wrong = |found: &Value| ConfigError::Generation(format!("eos_token_id has {found}, which is no token id"));
+    ids.iter().map(|value| id(value).ok_or_else(|| wrong(value))).collect()
+}
+
+/// Tensors that a Hugging Face class insists on although the model has none, which as zeros change
+/// nothing: the biases of a GPT-2 without them, and of a Llama's projections where some have one.
 pub fn implied_zeros(spec: &ModelSpec) -> Vec<(String, Vec<usize>)> {
     let mut zeros = Vec::new();
-    if spec.family != Family::Gpt2 {
-        return zeros;
-    }
     let mut bias = |present: bool, name: String, size: usize| {
         if !present {
-            zeros.push((format!("transformer.{name}.bias"), vec![size]));
+            zeros.push((format!("{}{name}.bias", crate::units::prefix(spec)), vec![size]));
         }
     };
-    for layer in 0..spec.layers {
-        bias(spec.norm_bias, format!("h.{layer}.ln_1"), spec.dim);
-        bias(spec.norm_bias, format!("h.{layer}.ln_2"), spec.dim);
-        bias(spec.qkv_bias, format!("h.{layer}.attn.c_attn"), spec.qkv_dim());
-        bias(spec.o_bias, format!("h.{layer}.attn.c_proj"), spec.dim);
-        bias(spec.mlp_bias, format!("h.{layer}.mlp.c_fc"), spec.ffn_dim);
-        bias(spec.mlp_bias, format!("h.{layer}.mlp.c_proj"), spec.dim);
+    match spec.family {
+        Family::Gpt2 => {
+            for layer in 0..spec.layers {
+                bias(spec.norm_bias, format!("h.{layer}.ln_1"), spec.dim);
+                bias(spec.norm_bias, format!("h.{layer}.ln_2"), spec.dim);
+                bias(spec.qkv_bias, format!("h.{layer}.attn.c_attn"), spec.qkv_dim());
+                bias(spec.o_bias, format!("h.{layer}.attn.c_proj"), spec.dim);
+                bias(spec.mlp_bias, format!("h.{layer}.mlp.c_fc"), spec.ffn_dim);
+                bias(spec.mlp_bias, format!("h.{layer}.mlp.c_proj"), spec.dim);
+            }
+            bias(spec.norm_bias, "ln_f".into(), spec.dim);
+        }
+        Family::Llama => {
+            let has_attention_bias = class(spec).is_ok_and(|class| matches!(class.model_type, "llama" | "qwen3"));
+            if !has_attention_bias || spec.qkv_bias == spec.o_bias {
+                return zeros;
+            }
+            for layer in 0..spec.layers {
+                for (name, heads) in [("q_proj", spec.heads), ("k_proj", spec.kv_heads), ("v_proj", spec.kv_heads)] {
+                    bias(spec.qkv_bias, format!("layers.{layer}.self_attn.{name}"), heads * spec.head_dim);
+                }
+                bias(spec.o_bias, format!("layers.{layer}.self_attn.o_proj"), spec.dim);
+            }
+        }
     }
-    bias(spec.norm_bias, "ln_f".into(), spec.dim);
     zeros
 }
 

@@ -38,6 +38,7 @@ pub fn from_config_json(text: &str) -> Result<Imported> {
     keys.refuse("tie_encoder_decoder", &[Value::Bool(false)], "decoders without an encoder only")?;
     keys.finish();
     spec.validate().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
+    spec.model_type = super::export::usual(&spec).is_none_or(|usual| usual != model_type).then_some(model_type);
     Ok(Imported { spec, notes: keys.notes })
 }
 

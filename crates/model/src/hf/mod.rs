@@ -8,7 +8,7 @@
 mod export;
 mod import;
 
-pub use export::{config_json, generation_config_json, implied_zeros};
+pub use export::{config_json, export_note, generation_config_json, generation_eos, implied_zeros};
 pub use import::{Imported, from_config_json};
 
 use crate::ModelError;
@@ -57,7 +57,10 @@ pub enum ConfigError {
     /// The values do not describe a valid model.
     #[error("config.json describes no valid model: {0}")]
     Invalid(Box<ModelError>),
-    /// Transformers has no class for the model.
+    /// A `generation_config.json` that is none.
+    #[error("generation_config.json is damaged: {0}")]
+    Generation(String),
+    /// A model for which transformers has no class.
     #[error("no supported Hugging Face model has {0}")]
     NoEquivalent(String),
 }

@@ -12,19 +12,22 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 
-/// The settings of an export.
-#[derive(Clone, Copy, Debug)]
+/// How to write.
+#[derive(Clone, Debug)]
 pub struct ExportOptions {
     /// The dtype of the files: f32, bf16 or f16.
     pub dtype: DType,
     /// Maximum bytes of one file. A larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
+    /// The text of the `generation_config.json` that the model came with; None: one with its special
+    /// tokens.
+    pub generation: Option<String>,
 }
 
 impl Default for ExportOptions {
     /// bf16, files of up to 5 GB.
     fn default() -> ExportOptions {
-        ExportOptions { dtype: DType::BF16, max_shard_bytes: 5_000_000_000 }
+        ExportOptions { dtype: DType::BF16, max_shard_bytes: 5_000_000_000, generation: None }
     }
 }
 
@@ -72,7 +75,7 @@ where
         WeightsError::NotExportable("it is built of units of one's own, for which there is no config.json".into())
     })?;
     let config = config_json(spec, options.dtype)?;
-    let plan = Plan::new(model, implied_zeros(spec), options)?;
+    let plan = Plan::new(model, implied_zeros(spec), &options)?;
     fs::create_dir_all(folder).map_err(WeightsError::io("creating", folder))?;
     let partials = Partials(plan.names.iter().map(|name| partial(&folder.join(name))).collect());
     let mut files = plan.create(folder)?;
@@ -98,7 +101,8 @@ where
     if plan.names.len() > 1 {
         written.push(put(folder, INDEX, &plan.index())?);
     }
-    written.push(put(folder, "generation_config.json", &generation_config_json(spec))?);
+    let generation = options.generation.unwrap_or_else(|| generation_config_json(spec));
+    written.push(put(folder, "generation_config.json", &generation)?);
     written.push(put(folder, "config.json", &config)?);
     // Files of an earlier export would shadow this one, or be taken for a part of it.
     for stale in stale(folder, &plan.names) {
@@ -125,7 +129,7 @@ fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
 }
 
 impl Plan {
-    fn new(model: &Model, zeros: Vec<(String, Vec<usize>)>, options: ExportOptions) -> Result<Plan, WeightsError> {
+    fn new(model: &Model, zeros: Vec<(String, Vec<usize>)>, options: &ExportOptions) -> Result<Plan, WeightsError> {
         let dtype = match options.dtype {
             DType::F32 => StoredDType::F32,
             DType::BF16 => StoredDType::BF16,

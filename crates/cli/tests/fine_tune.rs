@@ -1,0 +1,133 @@
+//! A model that came as a Hugging Face folder: texts begin as its tokenizer asks, and an export has
+//! what it came with.
+
+mod common;
+
+use common::Folder;
+use serde_json::{Value, json};
+use std::fs;
+
+/// A folder `hf` of a tiny model, trained for two steps.
+fn with_model() -> Folder {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml", "--set", "training.steps=2"]).ok();
+    let exported = folder.run(&["export", "runs/tiny", "--out", "hf"]).ok();
+    assert!(exported.stdout.contains("of weights in f32, as the run computes,"), "{}", exported.stdout);
+    folder
+}
+
+fn edit(folder: &Folder, file: &str, change: impl FnOnce(&mut Value)) {
+    let path = folder.join(file);
+    let mut value: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut value);
+    fs::write(path, value.to_string()).unwrap();
+}
+
+fn fine_tune(folder: &Folder, name: &str, more: &[&str]) -> common::Ran {
+    let config = common::TINY.split_once("[data]").unwrap().1;
+    folder.write("tune.toml", format!("[run]\nname = '{name}'\n[model]\npath = 'hf'\n[data]\n{config}"));
+    folder.run(&[&["train", "tune.toml", "--set", "training.steps=2"], more].concat())
+}
+
+#[test]
+fn an_exported_fine_tune_keeps_what_it_came_with() {
+    let folder = with_model();
+    edit(&folder, "hf/tokenizer_config.json", |config| {
+        config["chat_template"] = json!("{% for m in messages %}{{ m.content }}{% endfor %}");
+        config["pad_token"] = json!("a");
+    });
+    folder.write("hf/chat_template.jinja", "{{ messages }}\n");
+    folder.write("hf/special_tokens_map.json", "{\"pad_token\": \"a\"}\n");
+    let every_token: Vec<u32> = (0..=256).collect();
+    let generation = json!({ "eos_token_id": every_token, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 97 });
+    folder.write("hf/generation_config.json", generation.to_string());
+    edit(&folder, "hf/config.json", |config| {
+        config["eos_token_id"] = json!([256, 10]);
+        config["pad_token_id"] = json!(97);
+    });
+    fine_tune(&folder, "tuned", &[]).ok();
+    // What it came from may be gone.
+    fs::rename(folder.join("hf"), folder.join("came")).unwrap();
+    folder.run(&["export", "runs/tuned", "--out", "out"]).ok();
+    let names = ["chat_template.jinja", "special_tokens_map.json", "generation_config.json", "tokenizer_config.json"];
+    for name in names.into_iter().chain(["tokenizer.json"]) {
+        let [came, out] = ["came", "out"].map(|of| fs::read_to_string(folder.join(of).join(name)).unwrap());
+        assert_eq!(came, out, "{name}");
+    }
+    let config: Value = serde_json::from_slice(&fs::read(folder.join("out/config.json")).unwrap()).unwrap();
+    assert_eq!((&config["eos_token_id"], &config["pad_token_id"]), (&json!([256, 10]), &json!(97)));
+    // Every token of generation_config.json ends a text: here all do.
+    let generate = ["generate", "out", "--prompt", "the ", "--tokens", "9"];
+    assert_eq!(folder.run(&generate).ok().stdout, "the \n");
+    assert!(folder.run(&[&generate[..], &["--ignore-eos"]].concat()).ok().stdout.len() > 5);
+    // With another tokenizer its tokens are others.
+    fs::rename(folder.join("came"), folder.join("hf")).unwrap();
+    fs::copy(folder.join("hf/tokenizer.json"), folder.join("other.json")).unwrap();
+    fine_tune(&folder, "other", &["--set", "tokenizer.path=other.json"]).ok();
+    assert!(!folder.join("runs/other/generation_config.json").exists());
+}
+
+#[test]
+fn texts_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
+    let folder = with_model();
+    edit(&folder, "hf/tokenizer.json", |tokenizer| {
+        tokenizer["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": [{ "SpecialToken": { "id": "<|endoftext|>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+            "special_tokens": { "<|endoftext|>": { "id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"] } },
+        });
+    });
+    let says = "the tokenizer begins each text with <|endoftext|> (256)";
+    let eval = |model: &str, more: &[&str]| {
+        let ran = folder.run(&[&["eval", model, "--data", "text.txt", "--json"], more].concat()).ok();
+        let line: Value = serde_json::from_str(&ran.stdout).unwrap();
+        (line["tokens"].as_u64().unwrap(), ran.stderr.contains(says))
+    };
+    let (with, said) = eval("hf", &[]);
+    assert!(said);
+    assert_eq!(eval("hf", &["--add-bos", "false"]), (with - 1, false));
+    let generate = |more: &[&str]| {
+        let arguments = ["generate", "hf", "--prompt", "the ", "--tokens", "30", "--temperature", "0", "--ignore-eos"];
+        folder.run(&[&arguments[..], more].concat()).ok()
+    };
+    assert!(generate(&[]).stderr.contains(says));
+    assert!(!generate(&["--add-bos", "false"]).stderr.contains(says));
+
+    // Training texts begin so too, unless the run is told otherwise; and eval does as the run did.
+    let tokens = |name: &str, more: &[&str]| {
+        let ran = fine_tune(&folder, name, more).ok();
+        let line = ran.stderr.lines().chain(ran.stdout.lines()).find(|line| line.contains("tokens for training"));
+        let words: Vec<&str> = line.unwrap_or_else(|| panic!("{}", ran.stderr)).split_whitespace().collect();
+        let count: u64 = words[words.iter().position(|word| *word == "tokens").unwrap() - 1].parse().unwrap();
+        (count, ran.stderr.contains(says))
+    };
+    let (begun, said) = tokens("begun", &[]);
+    assert!(said);
+    assert_eq!(tokens("bare", &["--set", "tokenizer.add_bos=false"]), (begun - 1, false));
+    assert_eq!(eval("runs/begun", &["--length", "32"]), (with, true));
+    assert_eq!(eval("runs/bare", &["--length", "32"]), (with - 1, false));
+    assert_eq!(eval("runs/bare", &["--length", "32", "--add-bos", "true"]), (with, true));
+
+    // Token files are what they are: a key that says otherwise is refused.
+    let prepare = ["data", "prepare", "--tokenizer", "hf", "--add-bos", "false", "--out", "data/bare", "text.txt"];
+    folder.run(&prepare).ok();
+    let data = ["--set", "data.train=['data/bare']", "--set", "data.validation_fraction=auto"];
+    let noted = fine_tune(&folder, "noted", &data).ok();
+    assert!(noted.stderr.contains("prepare the files again to have the same"), "{}", noted.stderr);
+    let refused = fine_tune(&folder, "refused", &[&data[..], &["--set", "tokenizer.add_bos=true"]].concat());
+    assert!(refused.code == Some(1) && refused.stderr.contains("tokenizer.add_bos = true, but"), "{}", refused.stderr);
+}
+
+#[test]
+fn shapes_that_cannot_be_exported_are_named_before_training() {
+    let folder = Folder::new();
+    let sets = ["--set", "model.qk_norm=true", "--set", "model.mlp_bias=true", "--set", "training.steps=2"];
+    let says = "`trainyard export` will refuse it: no supported Hugging Face model has query/key norms together with";
+    let checked = folder.run(&[&["config", "check", "tiny.toml"], &sets[..]].concat()).ok();
+    assert!(checked.stdout.contains(says), "{}", checked.stdout);
+    let trained = folder.run(&[&["train", "tiny.toml"], &sets[..]].concat()).ok();
+    assert!(trained.stderr.contains(says), "{}", trained.stderr);
+    let refused = folder.run(&["export", "runs/tiny", "--out", "hf"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("query/key norms together with"), "{}", refused.stderr);
+}

@@ -1,0 +1,117 @@
+//! The files that lie beside a `tokenizer.json` and belong to it: what they say of its tokens is
+//! read, and all of them go where it goes.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{FILE_BYTES_MAX, pretty};
+use crate::atomic;
+use crate::error::{DataError, Result};
+
+/// The file of special tokens, the class and, of many, the chat template.
+const CONFIG: &str = "tokenizer_config.json";
+/// Special tokens once more.
+pub(super) const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+/// All that transformers reads or writes beside `tokenizer.json`.
+const NAMES: [&str; 8] = [
+    CONFIG,
+    SPECIAL_TOKENS,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// The files beside a `tokenizer.json`.
+#[derive(Debug, Default)]
+pub(super) struct Companions {
+    /// By name, as they were read.
+    files: BTreeMap<&'static str, Vec<u8>>,
+    /// What `tokenizer_config.json` says.
+    config: Map<String, Value>,
+}
+
+impl Companions {
+    /// Reads those of the tokenizer file `path`.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let mut files = BTreeMap::new();
+        let file = path.file_name().and_then(|file| file.to_str()).unwrap_or_default();
+        let is_of_a_model = file == "tokenizer.json" || file.ends_with(".tokenizer.json");
+        // Beside a file of another name, what lies there may belong to something else.
+        for name in NAMES.into_iter().filter(|name| is_of_a_model || *name == CONFIG) {
+            // Beside X.tokenizer.json of token files lies X.tokenizer_config.json; older files lie
+            // under the plain name.
+            let own = beside(path, name);
+            let plain = path.with_file_name(name);
+            let file = if name == CONFIG && !own.is_file() { plain } else { own };
+            match std::fs::metadata(&file) {
+                Ok(found) if found.len() > FILE_BYTES_MAX => {
+                    let what = format!("has {} bytes, more than any such file", found.len());
+                    return Err(DataError::tokenizer(file.display().to_string(), what, "repair or remove it"));
+                }
+                Ok(_) => {}
+                Err(reason) if reason.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(reason) => return Err(DataError::io("open", &file)(reason)),
+            }
+            files.insert(name, std::fs::read(&file).map_err(DataError::io("read", &file))?);
+        }
+        let config = match files.get(CONFIG) {
+            None => Map::new(),
+            Some(bytes) => serde_json::from_slice(bytes).map_err(|e| {
+                let what = format!("is not a JSON object ({e})");
+                DataError::tokenizer(beside(path, CONFIG).display().to_string(), what, "repair or remove it")
+            })?,
+        };
+        Ok(Self { files, config })
+    }
+
+    /// A token that `tokenizer_config.json` names, in either of the ways it is written.
+    pub(super) fn token(&self, key: &str) -> Option<&str> {
+        let token = self.config.get(key)?;
+        token.as_str().or_else(|| token.get("content")?.as_str())
+    }
+
+    /// True where `tokenizer_config.json` says so for `key`.
+    pub(super) fn flag(&self, key: &str) -> bool {
+        self.config.get(key).and_then(Value::as_bool) == Some(true)
+    }
+
+    /// True when there is a `tokenizer_config.json` that transformers can go by; one that only names
+    /// the end-of-text token is our own.
+    pub(super) fn is_whole(&self) -> bool {
+        self.config.contains_key("tokenizer_class")
+    }
+
+    /// True when `name` is among them.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.files.contains_key(name)
+    }
+
+    /// Writes all of them beside the tokenizer file `path`; into `tokenizer_config.json` go the keys
+    /// of `config` that it has not, and the end-of-text token of `config`.
+    pub(super) fn write(&self, path: &Path, config: Option<&Value>) -> Result<()> {
+        for (name, bytes) in self.files.iter().filter(|(name, _)| config.is_none() || **name != CONFIG) {
+            atomic::write(&beside(path, name), bytes)?;
+        }
+        let Some(Value::Object(more)) = config else { return Ok(()) };
+        let mut whole = self.config.clone();
+        for (key, value) in more.iter().filter(|(key, _)| *key == "eos_token" || !self.config.contains_key(*key)) {
+            whole.insert(key.clone(), value.clone());
+        }
+        atomic::write(&beside(path, CONFIG), pretty(&Value::Object(whole)).as_bytes())
+    }
+}
+
+/// The file `name` of the tokenizer file `path`: in its folder, with the same beginning where it is
+/// called X.tokenizer.json.
+fn beside(path: &Path, name: &str) -> PathBuf {
+    let own = path.file_name().and_then(|file| file.to_str()).and_then(|file| file.strip_suffix(".tokenizer.json"));
+    match own {
+        Some(own) => path.with_file_name(format!("{own}.{name}")),
+        None => path.with_file_name(name),
+    }
+}
