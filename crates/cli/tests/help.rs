@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 27] = [
+    let commands: [&[&str]; 28] = [
         &[],
         &["train"],
         &["launch"],
@@ -19,6 +19,7 @@ fn help_texts_are_as_agreed() {
         &["tokenizer", "train"],
         &["data"],
         &["data", "prepare"],
+        &["data", "inspect"],
         &["config"],
         &["config", "check"],
         &["config", "print"],

@@ -76,7 +76,7 @@ fn an_evaluation_stops_at_the_first_signal() {
     let text = fs::read_to_string(folder.join("text.txt")).unwrap();
     folder.write("long.txt", text.repeat(400));
     let mut command = folder.command(&["train", "tiny.toml", "--set", "data.validation=['long.txt']"]);
-    command.args(["--set", "data.validation_fraction=auto", "--set", "evaluation.batches_max=auto"]);
+    command.args(["--set", "data.validation_fraction=auto", "--set", "evaluation.tokens_max=auto"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let metrics = folder.join("runs/tiny/metrics.jsonl");
     let began = Instant::now();
@@ -91,7 +91,7 @@ fn an_evaluation_stops_at_the_first_signal() {
     assert!(stderr.contains("the evaluation was left off"), "{stderr}");
     assert_eq!(steps(&folder, "runs/tiny").last().unwrap(), "step-00000012");
     // Nothing is lost: the evaluation is made up for.
-    let quick = ["--set", "evaluation.batches_max=2"];
+    let quick = ["--set", "evaluation.tokens_max=256"];
     let again = folder.run(&[&["train", "--resume", "runs/tiny"], &quick[..]].concat()).ok();
     assert!(again.stdout.contains("validation   loss"), "{}", again.stdout);
 }
@@ -182,7 +182,7 @@ fn exports_replace_no_source_and_leave_no_stale_parts() {
     // What of a configuration is not used is said.
     let config = fs::read_to_string(folder.join("hf/config.json")).unwrap();
     fs::write(folder.join("hf/config.json"), config.replacen('{', "{\"frobnicate\": 3,", 1)).unwrap();
-    let evaluated = folder.run(&["eval", "hf", "--data", "text.txt", "--batches-max", "1"]).ok();
+    let evaluated = folder.run(&["eval", "hf", "--data", "text.txt", "--tokens-max", "256"]).ok();
     assert!(evaluated.stderr.contains("frobnicate"), "{}", evaluated.stderr);
     // Weights that are no numbers are no model.
     let weights = folder.join("hf/model.safetensors");
@@ -191,7 +191,7 @@ fn exports_replace_no_source_and_leave_no_stale_parts() {
     bytes[start..].fill(0xff);
     fs::write(&weights, bytes).unwrap();
     for arguments in
-        [&["eval", "hf", "--data", "text.txt", "--batches-max", "1"][..], &["generate", "hf", "--prompt", "a"]]
+        [&["eval", "hf", "--data", "text.txt", "--tokens-max", "256"][..], &["generate", "hf", "--prompt", "a"]]
     {
         let refused = folder.run(arguments);
         assert!(refused.code == Some(1) && refused.stderr.contains("weights hold NaN"), "{}", refused.stderr);

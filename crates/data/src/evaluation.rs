@@ -18,6 +18,8 @@ pub struct EvalOptions {
     pub vocab_size: u32,
     /// As in training.
     pub respect_document_boundaries: bool,
+    /// The most tokens to predict, from the beginning of the split; None: all of it.
+    pub tokens_max: Option<u64>,
 }
 
 /// Iterator over the batches of a split; see [`eval_batches`].
@@ -27,13 +29,16 @@ pub struct EvalBatches<'t> {
     options: EvalOptions,
     /// Position of the next row's first input.
     next: u64,
+    /// The last target.
+    last: u64,
     has_failed: bool,
 }
 
 /// Cuts a whole split into consecutive rows. Every token but the first is the target of exactly one
 /// row. (If boundaries are respected, the first token of each document is no target.)
 ///
-/// The last batch may have fewer rows, and its last row ends in padding without targets.
+/// The last batch may have fewer rows, and its last row ends in padding without targets. With
+/// `tokens_max` the split ends after as many targets, whatever the rows.
 pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<EvalBatches<'_>> {
     let flat = options.sequence_length.saturating_mul(options.rows);
     if !(1..=i32::MAX as usize).contains(&flat) {
@@ -50,23 +55,33 @@ pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<Eval
             fix: "give more text, or a larger validation fraction".into(),
         });
     }
-    Ok(EvalBatches { tokens, options, next: 0, has_failed: false })
+    let last = (tokens.tokens() - 1).min(options.tokens_max.unwrap_or(u64::MAX));
+    Ok(EvalBatches { tokens, options, next: 0, last, has_failed: false })
 }
 
 impl EvalBatches<'_> {
     /// Number of batches.
     pub fn batches(&self) -> u64 {
-        let rows = (self.tokens.tokens() - 1).div_ceil(self.options.sequence_length as u64);
+        let rows = self.tokens_covered().div_ceil(self.options.sequence_length as u64);
         rows.div_ceil(self.options.rows as u64)
     }
 
+    /// Tokens that the rows of all batches go over; those that begin a document have no target.
+    pub fn tokens_covered(&self) -> u64 {
+        self.last
+    }
+
+    /// Whether all of the split is read, and not only its beginning.
+    pub fn is_whole(&self) -> bool {
+        self.last == self.tokens.tokens() - 1
+    }
+
     fn batch(&mut self) -> Result<MicroBatch> {
-        let EvalOptions { sequence_length, rows, vocab_size, respect_document_boundaries } = self.options;
-        let last = self.tokens.tokens() - 1;
+        let EvalOptions { sequence_length, rows, vocab_size, respect_document_boundaries, .. } = self.options;
         let mut batch = MicroBatch::with_capacity(rows, sequence_length);
         let mut row = Vec::with_capacity(sequence_length + 1);
-        while batch.rows < rows && self.next < last {
-            let end = last.min(self.next + sequence_length as u64);
+        while batch.rows < rows && self.next < self.last {
+            let end = self.last.min(self.next + sequence_length as u64);
             row.clear();
             self.tokens.read_into(self.next..end + 1, vocab_size, &mut row)?;
             batch.push_row(&row, self.next, self.tokens, respect_document_boundaries);
@@ -80,7 +95,7 @@ impl Iterator for EvalBatches<'_> {
     type Item = Result<MicroBatch>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.has_failed || self.next >= self.tokens.tokens().saturating_sub(1) {
+        if self.has_failed || self.next >= self.last {
             return None;
         }
         let batch = self.batch();

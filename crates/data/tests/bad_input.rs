@@ -469,7 +469,13 @@ const CASES: &[Case] = &[
             let mut writer = IndexedWriter::create(&prefix, TokenType::U16).unwrap();
             writer.push_document(&[1]).unwrap();
             writer.finish().unwrap();
-            let options = EvalOptions { sequence_length: 4, rows: 1, vocab_size: 9, respect_document_boundaries: true };
+            let options = EvalOptions {
+                sequence_length: 4,
+                rows: 1,
+                vocab_size: 9,
+                respect_document_boundaries: true,
+                tokens_max: None,
+            };
             eval_batches(&IndexedTokens::open(&prefix).unwrap(), options).unwrap_err()
         },
         kind: kind!(TooLittle),

@@ -66,11 +66,17 @@ fn fixed_order(resolved: &Resolved) -> Option<&'static str> {
 /// # Errors
 /// What a rank lacks for its GPU; or for NCCL, where that is asked for.
 pub fn choose(resolved: &Resolved, world: &Communicator) -> Result<Choice> {
+    let needless =
+        || {
+            resolved.config.training.deterministic.then(|| {
+                "training.deterministic changes nothing here: only NCCL sums in an order of its own".to_owned()
+            })
+        };
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else {
-        return Ok(Choice { way: Way::Host, why: None });
+        return Ok(Choice { way: Way::Host, why: needless() });
     };
     if world.size() == 1 {
-        return Ok(Choice { way: Way::Host, why: None });
+        return Ok(Choice { way: Way::Host, why: needless() });
     }
     let gpu = Cuda::identity(ordinal.map_or_else(|| crate::device::place(Some(world)), Ok)?)?;
     let found = nccl_version();

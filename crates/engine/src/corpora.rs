@@ -12,7 +12,7 @@ use std::sync::Arc;
 use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
     Corpus, CorpusOptions, Dataset, DatasetSpec, IndexedTokens, PrepareOptions, Sampling, Sidecar, Source, Tokenizer,
-    prepare,
+    prepare, rows_of,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -47,6 +47,28 @@ fn token_prefix(path: &Path) -> Option<PathBuf> {
     [train_prefix(&bare), bare].into_iter().find(|prefix| has(prefix))
 }
 
+/// The training prefix of `path` where it names token files, and not text or a folder.
+pub fn token_source(path: &Path) -> Option<PathBuf> {
+    token_prefix(path).filter(|_| !path.is_dir())
+}
+
+/// The prefix of the tokens that `data prepare` held back of the token files `path`.
+pub fn held_back_part(path: &Path) -> Option<PathBuf> {
+    let prefix = token_source(path)?;
+    let bare = prefix.to_str()?.strip_suffix(".train")?.to_owned();
+    token_source(&validation_prefix(Path::new(&bare)))
+}
+
+/// The share that `data prepare` was asked to hold back of the token files `path`; None for files
+/// from elsewhere.
+///
+/// # Errors
+/// Their description is damaged.
+pub(crate) fn prepared_fraction(path: &Path) -> Result<Option<f64>> {
+    let Some(prefix) = token_source(path) else { return Ok(None) };
+    Ok(Sidecar::of_part(&prefix)?.map(|(sidecar, _)| sidecar.split.validation_fraction))
+}
+
 /// What the run reads.
 pub struct Corpora {
     /// Text to tokens and back.
@@ -69,13 +91,11 @@ impl Corpora {
         let mut texts = Vec::new();
         let mut sources = Vec::new();
         let mut validation = Vec::new();
+        let holds_back = data.validation.is_none() && data.validation_fraction != Some(0.0);
         for source in &data.train.0 {
-            match token_prefix(&source.path).filter(|_| !source.path.is_dir()) {
+            match token_source(&source.path) {
                 Some(prefix) => {
-                    let held_back = prefix.to_str().and_then(|p| p.strip_suffix(".train")).map(Path::new);
-                    if let Some(prefix) = held_back.map(validation_prefix).and_then(|p| token_prefix(&p)) {
-                        validation.push(prefix);
-                    }
+                    validation.extend(held_back_part(&source.path).filter(|_| holds_back));
                     sources.push((Some(prefix), source.weight));
                 }
                 None => {
@@ -121,7 +141,7 @@ impl Corpora {
             resolved_sources.push((prefix, weight));
         }
         for source in data.validation.iter().flat_map(|sources| &sources.0) {
-            match token_prefix(&source.path).filter(|_| !source.path.is_dir()) {
+            match token_source(&source.path) {
                 Some(prefix) => validation.push(prefix),
                 None => {
                     let group = vec![source.path.clone()];
@@ -154,12 +174,22 @@ impl Corpora {
         Ok(Corpora { tokenizer, sources, validation, notes })
     }
 
+    /// Sequences of `sequence_length` tokens in one pass over the training data.
+    ///
+    /// # Errors
+    /// A pair of token files cannot be opened.
+    pub fn sequences_per_epoch(&self, sequence_length: usize) -> Result<u64> {
+        let tokens = self.sources.iter().map(|source| Ok(IndexedTokens::open(&source.prefix)?.tokens()));
+        tokens.map(|tokens: Result<u64>| Ok(rows_of(tokens?, sequence_length))).sum()
+    }
+
     /// The training samples for a model of `vocab_size` rows.
     pub fn dataset(&self, resolved: &Resolved, vocab_size: usize) -> Result<Arc<Dataset>> {
         let data = &resolved.config.data;
-        let sampling = match data.sampling {
-            ConfigSampling::Packed => Sampling::Packed,
-            ConfigSampling::Random => Sampling::Random,
+        let sampling = match (data.sampling, data.shuffle) {
+            (ConfigSampling::Packed, Some(false)) => Sampling::InOrder,
+            (ConfigSampling::Packed, _) => Sampling::Packed,
+            (ConfigSampling::Random, _) => Sampling::Random,
         };
         Ok(Arc::new(Dataset::open(DatasetSpec {
             sources: self.sources.clone(),
@@ -254,7 +284,10 @@ fn tokenize(
 }
 
 /// The tokenizer that made the token files `prefix`, where `data prepare` did: it lies beside them.
-fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
+///
+/// # Errors
+/// It, or the description of the files, is damaged.
+pub fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
     let beside = prefix.with_extension("tokenizer.json");
     if beside.is_file() {
         return Ok(Some(Tokenizer::load(&beside)?));

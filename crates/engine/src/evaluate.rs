@@ -44,11 +44,11 @@ pub struct EvaluationSettings {
     pub rows: usize,
     /// As in training.
     pub respect_document_boundaries: bool,
-    /// The most batches to read; None: all.
-    pub batches_max: Option<usize>,
+    /// The most tokens to predict, from the beginning of the texts; None: all.
+    pub tokens_max: Option<u64>,
 }
 
-/// Evaluates the model on all of `texts`, or on the first batches. Data ranks call this together
+/// Evaluates the model on all of `texts`, or on their beginning. Data ranks call this together
 /// and share the batches: rank r of n takes every n-th; the losses are summed in the order of the
 /// batches, whatever n is.
 pub fn evaluate(
@@ -57,22 +57,33 @@ pub fn evaluate(
     tokenizer: &Tokenizer,
     settings: EvaluationSettings,
 ) -> Result<Evaluation> {
-    let evaluation = evaluate_until(rank, texts, tokenizer, settings, &|| Ok(false))?;
+    let evaluation = evaluate_until(rank, texts, tokenizer, settings, &mut |_| Ok(false))?;
     Ok(evaluation.expect("nobody stops it"))
 }
 
-/// As [`evaluate`]. `stops` is asked by all ranks after every round of batches, and answers all of
-/// them alike: None once it says so.
+/// How far an evaluation has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EvaluationProgress {
+    /// Tokens gone over.
+    pub tokens: u64,
+    /// Tokens in all.
+    pub of: u64,
+}
+
+/// As [`evaluate`]. All ranks call `stops` after every round of batches with how far they have
+/// come. It answers all of them alike, and ends the evaluation, which is then None, by true.
 pub fn evaluate_until(
     rank: &Rank,
     texts: &[IndexedTokens],
     tokenizer: &Tokenizer,
     settings: EvaluationSettings,
-    stops: &dyn Fn() -> Result<bool>,
+    stops: &mut dyn FnMut(EvaluationProgress) -> Result<bool>,
 ) -> Result<Option<Evaluation>> {
     let (index, ranks) = rank.data_place();
     let mut total = Evaluation::default();
-    let mut left = settings.batches_max.unwrap_or(usize::MAX);
+    let mut left = settings.tokens_max.unwrap_or(u64::MAX);
+    let all: u64 = texts.iter().map(|text| text.tokens().saturating_sub(1)).sum();
+    let mut progress = EvaluationProgress { tokens: 0, of: all.min(left) };
     let mut bytes = Some(0);
     let mut own = Vec::new();
     let mut number = 0;
@@ -82,22 +93,24 @@ pub fn evaluate_until(
             rows: settings.rows,
             vocab_size: rank.model().vocab_size() as u32,
             respect_document_boundaries: settings.respect_document_boundaries,
+            tokens_max: Some(left),
         };
         let batches = eval_batches(text, options)?;
-        if batches.batches() > left as u64 {
-            bytes = None;
-        } else if let Some(sum) = bytes {
-            bytes = Some(sum + text_bytes(text, tokenizer)?);
-        }
-        for batch in batches.take(left) {
+        left -= batches.tokens_covered();
+        let end = progress.tokens + batches.tokens_covered();
+        bytes = match bytes {
+            Some(sum) if batches.is_whole() => Some(sum + text_bytes(text, tokenizer)?),
+            _ => None,
+        };
+        for batch in batches {
             let batch = batch?;
+            progress.tokens = end.min(progress.tokens + (batch.rows * batch.sequence_length) as u64);
             total.targets += batch.targets_counted() as u64;
             if number % ranks == index {
                 own.push(loss_sum(rank, &batch)?);
             }
             number += 1;
-            left -= 1;
-            if number.is_multiple_of(ranks) && stops()? {
+            if number.is_multiple_of(ranks) && stops(progress)? {
                 return Ok(None);
             }
         }

@@ -4,6 +4,7 @@ use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
+use crate::early_stopping::EarlyStopping;
 use crate::limit::{self, Copies};
 use crate::links::Links;
 use crate::measured::Measured;
@@ -270,6 +271,7 @@ impl Session {
             schedule_seconds: None,
             scaler: settings.scaler,
             amax_history: None,
+            early_stopping: EarlyStopping::default(),
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
         };
@@ -364,6 +366,11 @@ impl Session {
     /// Where the loader is to start.
     pub fn position(&self) -> Position {
         Position { samples: self.state.samples }
+    }
+
+    /// Passes over each corpus of the training data so far.
+    pub fn epochs(&self) -> Vec<f64> {
+        (0..self.dataset.corpora().len()).map(|corpus| self.dataset.epochs(corpus, self.position())).collect()
     }
 
     fn write(&self, name: &str, text: String) -> Result<()> {
@@ -686,6 +693,7 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
     crate::device::check(&first, world)?;
     let corpora = Corpora::open(&first, &mut *note)?;
     inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
+    inputs.sequences_per_epoch = Some(corpora.sequences_per_epoch(first.sequence_length)?);
     Ok((config.resolve(&inputs)?, corpora))
 }
 

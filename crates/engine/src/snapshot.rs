@@ -7,6 +7,7 @@
 //! buffers lay.
 
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Region, Snapshot, SnapshotPart};
+use crate::early_stopping::EarlyStopping;
 use crate::fp8::AmaxHistory;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
@@ -49,6 +50,9 @@ pub struct RunState {
     /// alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub amax_history: Option<AmaxHistory>,
+    /// How evaluations have gone; those that follow a checkpoint of their own step are in the next.
+    #[serde(default)]
+    pub early_stopping: EarlyStopping,
     /// Hash of the data's specification.
     pub dataset: String,
     /// Hash of the tokenizer.

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
 use crate::config::Limits;
+use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
@@ -38,6 +39,10 @@ pub struct Summary {
     pub steps: u64,
     /// Tokens trained on.
     pub tokens: u64,
+    /// Passes over each corpus of the training data.
+    pub epochs: Vec<f64>,
+    /// Set when the run ended because its validation loss no longer fell.
+    pub stopped_early: Option<StoppedEarly>,
     /// The last step's loss.
     pub loss: f64,
     /// The last evaluation.
@@ -108,6 +113,9 @@ pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Contro
 fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
     let mut run = Run::open(session, progress, control)?;
     run.progress.begin(run.session.state.step, run.clock.steps);
+    if run.owes_evaluation() {
+        run.evaluate()?;
+    }
     let ending = loop {
         let snapshot = match run.agree()? {
             Next::Step { snapshot } => snapshot,
@@ -280,7 +288,22 @@ impl<'s> Run<'s> {
         // is over.
         let by_steps = self.clock.limits.steps.or(self.clock.steps).is_some_and(|steps| step >= steps);
         let by_clock = self.clock.limits.seconds.is_some_and(|seconds| self.clock.elapsed() >= seconds);
-        by_steps || by_clock
+        by_steps || by_clock || self.is_stopped_early()
+    }
+
+    /// Whether the validation loss has not fallen for as many evaluations as the run may wait. All
+    /// ranks have the same losses.
+    fn is_stopped_early(&self) -> bool {
+        let patience = self.session.resolved.config.evaluation.early_stopping_patience;
+        self.session.state.early_stopping.is_over(patience)
+    }
+
+    /// Whether the evaluation of the step that a run goes on from is to be counted yet: checkpoints
+    /// are written before it.
+    fn owes_evaluation(&self) -> bool {
+        let state = &self.session.state;
+        let counts = self.session.resolved.config.evaluation.early_stopping_patience.is_some();
+        counts && state.step > 0 && self.evaluation_due() && state.early_stopping.evaluated != Some(state.step)
     }
 
     /// Whether this coming step is to end in a snapshot.
@@ -378,6 +401,7 @@ impl<'s> Run<'s> {
             lr: session.resolved.optimizer.learning_rate * self.clock.schedule.factor(step - 1),
             grad_norm: outcome.gradient_norm,
             tokens: session.state.tokens,
+            epoch: session.dataset.passes(session.position()),
             tps,
             tflops,
             mfu,
@@ -457,16 +481,17 @@ impl<'s> Run<'s> {
             sequence_length: session.resolved.sequence_length,
             rows: session.resolved.batch.micro,
             respect_document_boundaries: config.data.respect_document_boundaries,
-            batches_max: config.evaluation.batches_max,
+            tokens_max: config.evaluation.tokens_max,
         };
-        let stop = self.control.stop;
+        let (stop, progress) = (self.control.stop, &mut *self.progress);
         // Rank 0's word, as always.
-        let stops = || {
+        let mut stops = |done| {
+            progress.evaluating(done);
             let mut word = [u64::from(stop.load(Ordering::Relaxed))];
             session.world.broadcast(&mut word, 0)?;
             Ok(word[0] == 1)
         };
-        let evaluation = evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &stops)?;
+        let evaluation = evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &mut stops)?;
         let Some(Evaluation { loss_sum, targets, text_bytes }) = evaluation else {
             self.progress.note("the evaluation was left off");
             return Ok(false);
@@ -477,6 +502,10 @@ impl<'s> Run<'s> {
             recorder.evaluation(&metrics)?;
         }
         self.progress.evaluation(&metrics);
+        if self.evaluation_due() {
+            let min_delta = self.session.resolved.config.evaluation.early_stopping_min_delta.unwrap_or(0.0);
+            self.session.state.early_stopping.count(step, metrics.loss, min_delta);
+        }
         if self.saved.0 == step {
             report(self.writer.evaluated(step, metrics.loss)?, self.progress);
         }
@@ -532,6 +561,8 @@ impl<'s> Run<'s> {
             ending,
             steps: step,
             tokens: self.session.state.tokens,
+            epochs: self.session.epochs(),
+            stopped_early: StoppedEarly::of(self.session),
             loss: self.last_loss,
             evaluation: self.evaluation,
             skipped: self.session.state.skipped,

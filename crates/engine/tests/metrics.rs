@@ -11,6 +11,7 @@ fn step(step: u64) -> StepMetrics {
         lr: 1e-3,
         grad_norm: 1.0,
         tokens: 64 * step,
+        epoch: step as f64 / 16.0,
         tps: 640.0,
         tflops: 0.5,
         mfu: Some(0.25),

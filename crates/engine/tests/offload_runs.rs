@@ -43,7 +43,7 @@ fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
     let toml = format!(
         "[run]\nname = '{name}'\ndirectory = '{0}'\n[model]\ndim = 32\nlayers = 3\nheads = 4\n[tokenizer]\nkind = 'bytes'\n\
          [data]\ntrain = '{0}/text.txt'\nvalidation_fraction = 0.1\n[training]\nsequence_length = 16\nmicro_batch_size = 1\n\
-         global_batch_size = 4\n[schedule]\nkind = 'constant'\nwarmup_steps = 0\n[compute]\nthreads = 1\n[evaluation]\nbatches_max = 3\n\
+         global_batch_size = 4\n[schedule]\nkind = 'constant'\nwarmup_steps = 0\n[compute]\nthreads = 1\n[evaluation]\ntokens_max = 48\n\
          [metrics]\ntensorboard = false\n",
         folder.display()
     );

@@ -1,17 +1,21 @@
-//! `trainyard data`: text to token files.
+//! `trainyard data`: text to token files, and a look into what training reads.
 
+use super::inspect;
 use crate::output::{count, note, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
-use trainyard_data::{Corpus, CorpusOptions, OnInvalid, PrepareOptions, Prepared, Sidecar, Tokenizer, prepare};
+use trainyard_data::{
+    Corpus, CorpusOptions, OnInvalid, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare,
+};
 
-/// Prepare text for training.
+/// Prepare text for training, and look at what training reads.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Tokenize text into token files (Megatron's .bin and .idx) that `train` reads: name OUT in
     /// data.train.
     Prepare(PrepareArgs),
+    Inspect(inspect::Args),
 }
 
 /// Arguments of `data prepare`.
@@ -59,7 +63,13 @@ pub struct PrepareArgs {
 
 /// Runs the command.
 pub fn run(command: &Command) -> Result<()> {
-    let Command::Prepare(args) = command;
+    match command {
+        Command::Prepare(args) => prepare_text(args),
+        Command::Inspect(args) => inspect::run(args),
+    }
+}
+
+fn prepare_text(args: &PrepareArgs) -> Result<()> {
     let corpus = Corpus::open(
         &args.text,
         CorpusOptions {
@@ -86,24 +96,30 @@ pub fn run(command: &Command) -> Result<()> {
         reuse: !args.again,
         ..PrepareOptions::new(&args.out)
     };
+    let made = prepare(&corpus, &tokenizer, &options, tokenizing())
+        .with_context(|| format!("cannot prepare {}", args.out.display()))?;
+    // Where `train` looks for the tokenizer of token files.
+    let beside = made.train.with_extension("tokenizer.json");
+    tokenizer.save(&beside).with_context(|| format!("cannot write {}", beside.display()))?;
+    report(&made, &args.out, &beside)
+}
+
+/// Says every few seconds how far tokenizing has come.
+pub fn tokenizing() -> impl FnMut(PrepareProgress) {
+    const EVERY_S: u64 = 5;
     let mut told = std::time::Instant::now();
-    let made = prepare(&corpus, &tokenizer, &options, |progress| {
-        if told.elapsed().as_secs() >= 5 {
+    move |progress| {
+        if told.elapsed().as_secs() >= EVERY_S {
             told = std::time::Instant::now();
             note(&format!(
-                "{} of {} of files, {} documents, {} tokens",
+                "tokenizing: {} of {} of files, {} documents, {} tokens",
                 format_bytes(progress.text_bytes),
                 format_bytes(progress.source_bytes),
                 count(progress.documents),
                 count(progress.tokens)
             ));
         }
-    })
-    .with_context(|| format!("cannot prepare {}", args.out.display()))?;
-    // Where `train` looks for the tokenizer of token files.
-    let beside = made.train.with_extension("tokenizer.json");
-    tokenizer.save(&beside).with_context(|| format!("cannot write {}", beside.display()))?;
-    report(&made, &args.out, &beside)
+    }
 }
 
 fn report(made: &Prepared, out: &Path, tokenizer: &Path) -> Result<()> {

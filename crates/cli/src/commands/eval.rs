@@ -1,5 +1,6 @@
 //! `trainyard eval`: the loss of a trained model on text.
 
+use super::data::tokenizing;
 use super::{BosArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -8,8 +9,8 @@ use std::path::{Path, PathBuf};
 use trainyard_data::prepare::validation_prefix;
 use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
 use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
-use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
-use trainyard_engine::metrics::EvaluationMetrics;
+use trainyard_engine::evaluate::{EvaluationSettings, evaluate_until};
+use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::session::open_trained;
 
 /// The longest rows for a model that was not trained here, whose longest sequence may be far beyond
@@ -31,9 +32,9 @@ pub struct Args {
     /// Rows of a batch.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     rows: u32,
-    /// The most batches to read. Unset: everything.
-    #[arg(long)]
-    batches_max: Option<usize>,
+    /// The most tokens to predict, from the beginning of the text, whatever --rows. Unset: all.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    tokens_max: Option<u64>,
     /// The field of a JSONL record that holds the text.
     #[arg(long, default_value = "text")]
     text_field: String,
@@ -67,12 +68,18 @@ pub fn run(args: &Args) -> Result<()> {
         sequence_length: length,
         rows: args.rows as usize,
         respect_document_boundaries: resolved.is_none_or(|r| r.config.data.respect_document_boundaries),
-        batches_max: args.batches_max,
+        tokens_max: args.tokens_max,
     };
     let began = std::time::Instant::now();
-    let found = evaluate(&trained.rank, &texts, &tokenizer, settings)?;
+    let mut display = progress::for_stderr();
+    let found = evaluate_until(&trained.rank, &texts, &tokenizer, settings, &mut |done| {
+        display.evaluating(done);
+        Ok(false)
+    });
+    display.end();
+    let found = found?.context("nobody stops it")?;
     if found.targets == 0 {
-        bail!("the text has no token to predict: give at least two tokens, and --batches-max above 0");
+        bail!("the text has no token to predict: give documents of at least two tokens");
     }
     if !found.loss_sum.is_finite() {
         bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
@@ -125,7 +132,7 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
         let corpus = open_text(std::slice::from_ref(path), field)?;
         let out = scratch.join(format!("text-{number}"));
         let options = PrepareOptions { validation_fraction: 0.0, reuse: false, ..PrepareOptions::new(out) };
-        let made = prepare(&corpus, tokenizer, &options, |_| ())
+        let made = prepare(&corpus, tokenizer, &options, tokenizing())
             .with_context(|| format!("cannot tokenize {}", path.display()))?;
         texts.push(IndexedTokens::open(&made.train)?);
     }

@@ -10,6 +10,7 @@ pub mod data;
 pub mod eval;
 pub mod export;
 pub mod generate;
+pub mod inspect;
 pub mod largest;
 pub mod launch;
 pub mod plan;

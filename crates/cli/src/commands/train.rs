@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group;
 use trainyard_comm::{Communicator, Environment};
-use trainyard_engine::config::{Config, Inputs, Limits};
+use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::early_stopping::StoppedEarly;
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress;
@@ -485,6 +486,48 @@ fn times(session: &Session, summary: &Summary) -> String {
     text
 }
 
+/// What to set to train twice as long: every limit that would end the run where it has ended.
+fn longer(resolved: &Resolved, stopped_early: bool) -> String {
+    let asked = &resolved.requested.training;
+    let patience = resolved.config.evaluation.early_stopping_patience.filter(|_| stopped_early);
+    let limits = match patience {
+        Some(patience) => vec![format!("evaluation.early_stopping_patience={}", 2 * patience)],
+        None => [
+            asked.steps.map(|steps| format!("training.steps={}", 2 * steps)),
+            asked.epochs.map(|epochs| format!("training.epochs={}", 2.0 * epochs)),
+            asked.tokens.map(|tokens| format!("training.tokens={}", 2 * tokens)),
+            asked.seconds.map(|seconds| format!("training.seconds={}", 2.0 * seconds)),
+        ]
+        .into_iter()
+        .flatten()
+        .collect(),
+    };
+    limits.iter().map(|limit| format!(" --set {limit}")).collect()
+}
+
+/// Why the run ended before its limit, if it did, and the checkpoint to use.
+fn early_end(stopped: Option<&StoppedEarly>) -> String {
+    let Some(StoppedEarly { evaluations, lowest, checkpoint }) = stopped else { return String::new() };
+    let best = match (lowest, checkpoint) {
+        (None, _) => "no loss was finite".to_owned(),
+        (Some((step, loss)), Some(path)) => format!("the best is step {step}, loss {loss:.4}: {}", path.display()),
+        (Some((step, loss)), None) => {
+            format!("the best was step {step}, loss {loss:.4}, whose checkpoint was not kept (checkpoint.keep_best)")
+        }
+    };
+    format!("early end    {evaluations} evaluations in a row without a lower loss; {best}\n")
+}
+
+/// The passes over the training data, where some of it was seen more than once.
+fn passes(epochs: &[f64]) -> String {
+    if epochs.iter().all(|epochs| *epochs <= 1.0) {
+        return String::new();
+    }
+    let each: Vec<String> = epochs.iter().map(|epochs| format!("{epochs:.2}")).collect();
+    let of = if epochs.len() > 1 { " of each corpus, in the order of data.train" } else { "" };
+    format!("epochs       {} passes over the training data{of}\n", each.join(", "))
+}
+
 fn describe(session: &Session, summary: &Summary) -> String {
     let folder = session.folder.display();
     let mut text = match summary.ending {
@@ -492,6 +535,8 @@ fn describe(session: &Session, summary: &Summary) -> String {
         Ending::Interrupted => format!("stopped after {} steps, with a checkpoint to go on from", count(summary.steps)),
     };
     text += &format!(", {} tokens; {:.1} s of training in this sitting\n", count(summary.tokens), summary.seconds);
+    text += &early_end(summary.stopped_early.as_ref());
+    text += &passes(&summary.epochs);
     if summary.loss.is_finite() {
         text += &format!("loss         {:.4} in the last step\n", summary.loss);
     }
@@ -538,10 +583,9 @@ fn describe(session: &Session, summary: &Summary) -> String {
         );
     }
     text += &format!("run folder   {folder} ({}, metrics.jsonl, checkpoints)\n\n", files::CONFIG);
-    let more = match (summary.ending, session.resolved.limits) {
-        (Ending::Interrupted, _) => String::new(),
-        (_, Limits { steps: Some(steps), .. }) => format!(" --set training.steps={}", 2 * steps),
-        (_, Limits { seconds, .. }) => format!(" --set training.seconds={}", 2.0 * seconds.unwrap_or(60.0)),
+    let more = match summary.ending {
+        Ending::Interrupted => String::new(),
+        Ending::Complete => longer(&session.resolved, summary.stopped_early.is_some()),
     };
     text + &format!(
         "go on        trainyard train --resume {folder}{more}\n\

@@ -45,7 +45,7 @@ threads = 1
 interval_steps = 5
 
 [evaluation]
-batches_max = 4
+tokens_max = 512
 ";
 
 /// A temporary folder with `text.txt` and `tiny.toml`.

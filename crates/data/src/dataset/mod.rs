@@ -3,8 +3,9 @@
 //! The documents of a corpus form one long sequence of tokens. A sample is `sequence_length` + 1 of
 //! them: the inputs, and the targets one token further. `packed` sampling cuts the sequence into
 //! rows and gives out every row once an epoch in a seeded order. The cuts shift from epoch to
-//! epoch, so that no tail is left out for ever. `random` sampling draws offsets uniformly, with
-//! replacement. Corpora are mixed by a fixed table that follows the weights as evenly as whole
+//! epoch, so that no tail is left out for ever. `in_order` gives the rows out as they lie. `random`
+//! sampling draws offsets uniformly, with replacement. Corpora are mixed by a fixed table that
+//! follows the weights as evenly as whole
 //! samples allow.
 //!
 //! Nothing here has state. Any number of ranks and workers therefore gives out the same samples,
@@ -60,6 +61,9 @@ pub struct Source {
 pub enum Sampling {
     /// Every row once an epoch, in a seeded order.
     Packed,
+    /// Every row once an epoch, in the order of the text. The first pass begins at the first token,
+    /// the second ends at the last, and so on in turn.
+    InOrder,
     /// Uniformly random offsets.
     Random,
 }
@@ -126,6 +130,11 @@ impl Dataset {
         self.corpora.iter().map(|c| self.rows(c)).sum()
     }
 
+    /// The tokens dealt before `position`, as a multiple of those that the corpora hold together.
+    pub fn passes(&self, position: Position) -> f64 {
+        position.samples as f64 / self.samples_per_epoch() as f64
+    }
+
     /// The number of passes over corpus `c` at `position`, with fractions.
     pub fn epochs(&self, c: usize, position: Position) -> f64 {
         self.mixture.samples_before(position.samples, c) as f64 / self.rows(&self.corpora[c]) as f64
@@ -139,7 +148,11 @@ impl Dataset {
         let numbers = [
             spec.sequence_length as u64,
             u64::from(spec.respect_document_boundaries),
-            u64::from(spec.sampling == Sampling::Packed),
+            match spec.sampling {
+                Sampling::Random => 0,
+                Sampling::Packed => 1,
+                Sampling::InOrder => 2,
+            },
             spec.seed,
         ];
         numbers.iter().for_each(|n| hash.update(&n.to_le_bytes()));
@@ -176,12 +189,17 @@ impl Dataset {
                 // Draws among all offsets that have length + 1 tokens.
                 Stream::new(self.spec.seed, stream | STREAM_OFFSET).below(nth, corpus.tokens() - length)
             }
-            Sampling::Packed => {
+            Sampling::Packed | Sampling::InOrder => {
                 let rows = self.rows(corpus);
                 let (epoch, place) = (nth / rows, nth % rows);
-                let row = Permutation::new(rows, self.spec.seed, stream | STREAM_ORDER, epoch).apply(place);
                 let slack = (corpus.tokens() - 1) % length;
-                let shift = Stream::new(self.spec.seed, stream | STREAM_SHIFT).below(epoch, slack + 1);
+                let (row, shift) = match self.spec.sampling {
+                    Sampling::InOrder => (place, epoch % 2 * slack),
+                    _ => (
+                        Permutation::new(rows, self.spec.seed, stream | STREAM_ORDER, epoch).apply(place),
+                        Stream::new(self.spec.seed, stream | STREAM_SHIFT).below(epoch, slack + 1),
+                    ),
+                };
                 row * length + shift
             }
         };
@@ -195,8 +213,14 @@ impl Dataset {
 
     /// Number of rows of a corpus in one epoch; at least one, by [`Dataset::open`].
     fn rows(&self, corpus: &IndexedTokens) -> u64 {
-        (corpus.tokens() - 1) / self.spec.sequence_length as u64
+        rows_of(corpus.tokens(), self.spec.sequence_length)
     }
+}
+
+/// Samples that `tokens` tokens give in one epoch: each takes a token more than its inputs, and
+/// shares it with the next.
+pub fn rows_of(tokens: u64, sequence_length: usize) -> u64 {
+    tokens.saturating_sub(1) / sequence_length.max(1) as u64
 }
 
 fn check(spec: &DatasetSpec) -> Result<()> {

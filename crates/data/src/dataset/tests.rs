@@ -79,13 +79,14 @@ fn another_seed_length_or_corpus_has_another_fingerprint() {
         DatasetSpec { seed: 6, ..base.clone() },
         DatasetSpec { sequence_length: 9, ..base.clone() },
         DatasetSpec { sampling: Sampling::Random, ..base.clone() },
+        DatasetSpec { sampling: Sampling::InOrder, ..base.clone() },
         DatasetSpec { respect_document_boundaries: false, ..base },
         spec(&[b], 8, Sampling::Packed),
     ];
     prints.extend(others.map(|spec| Dataset::open(spec).unwrap().fingerprint()));
     prints.sort();
     prints.dedup();
-    assert_eq!(prints.len(), 6);
+    assert_eq!(prints.len(), 7);
 }
 
 #[test]
@@ -103,15 +104,31 @@ fn a_mixture_deals_each_corpus_in_its_own_order() {
     assert_eq!(mixed.epochs(1, Position { samples: 400 }), 10.0);
 }
 
+#[test]
+fn samples_in_order_are_the_text_from_its_beginning() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (counting(folder.path(), "a", &[30, 13]), counting(folder.path(), "b", &[22]));
+    let dataset = Dataset::open(spec(std::slice::from_ref(&a), 10, Sampling::InOrder)).unwrap();
+    let starts = |samples: Range<u64>| samples.map(|i| dataset.locate(i).1.start).collect::<Vec<_>>();
+    assert_eq!(starts(0..4), [0, 10, 20, 30], "42 inputs are 4 rows and 2 tokens more");
+    assert_eq!(starts(4..8), [2, 12, 22, 32], "the second pass ends at the last token");
+    assert_eq!(starts(8..12), starts(0..4));
+    // In a mixture each corpus goes on where it was.
+    let mixed = Dataset::open(spec(&[a, b], 10, Sampling::InOrder)).unwrap();
+    let places: Vec<_> = (0..6).map(|i| (mixed.locate(i).0, mixed.locate(i).1.start)).collect();
+    assert_eq!(places, [(0, 0), (1, 0), (0, 10), (1, 10), (0, 20), (1, 1)]);
+}
+
 proptest! {
     /// An epoch covers every token except the slack once as an input, whatever the documents.
     #[test]
-    fn an_epoch_packs_every_token_once(documents in proptest::collection::vec(1usize..40, 1..12), length in 1usize..20, epoch in 0u64..3) {
+    fn an_epoch_packs_every_token_once(documents in proptest::collection::vec(1usize..40, 1..12), length in 1usize..20, epoch in 0u64..3, shuffled: bool) {
         let total: usize = documents.iter().sum();
         prop_assume!(total > length);
         let folder = tempfile::tempdir().unwrap();
         let prefix = counting(folder.path(), "a", &documents);
-        let dataset = Dataset::open(spec(&[prefix], length, Sampling::Packed)).unwrap();
+        let sampling = if shuffled { Sampling::Packed } else { Sampling::InOrder };
+        let dataset = Dataset::open(spec(&[prefix], length, sampling)).unwrap();
         let rows = dataset.samples_per_epoch();
         let batch = dataset.micro_batch(epoch * rows, rows as usize).unwrap();
         let mut inputs = batch.tokens.clone();

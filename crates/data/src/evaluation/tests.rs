@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 proptest! {
     #[test]
-    fn every_token_is_a_target_once(documents in proptest::collection::vec(1usize..30, 1..8), length in 1usize..12, rows in 1usize..4, respect: bool) {
+    fn every_token_is_a_target_once(documents in proptest::collection::vec(1usize..30, 1..8), length in 1usize..12, rows in 1usize..4, respect: bool, most in proptest::option::of(0u64..200)) {
         let total: usize = documents.iter().sum();
         prop_assume!(total > 1);
         let folder = tempfile::tempdir().unwrap();
@@ -23,7 +23,7 @@ proptest! {
         }
         writer.finish().unwrap();
         let tokens = IndexedTokens::open(&prefix).unwrap();
-        let options = EvalOptions { sequence_length: length, rows, vocab_size: 1000, respect_document_boundaries: respect };
+        let options = EvalOptions { sequence_length: length, rows, vocab_size: 1000, respect_document_boundaries: respect, tokens_max: most };
         let batches = eval_batches(&tokens, options).unwrap();
         let expected_batches = batches.batches() as usize;
         let batches: Vec<MicroBatch> = batches.map(Result::unwrap).collect();
@@ -31,7 +31,7 @@ proptest! {
         prop_assert!(batches.iter().rev().skip(1).all(|b| b.rows == rows));
         prop_assert!(batches.iter().all(|b| b.tokens.len() == b.rows * length && b.targets.len() == b.rows * length));
         let targets: Vec<i32> = batches.iter().flat_map(|b| b.targets.clone()).filter(|&t| t != IGNORE).collect();
-        let expected: Vec<i32> = (1..total).filter(|t| !respect || !starts.contains(t)).map(|t| t as i32).collect();
+        let expected: Vec<i32> = (1..total.min(most.map_or(total, |most| most as usize + 1))).filter(|t| !respect || !starts.contains(t)).map(|t| t as i32).collect();
         prop_assert_eq!(targets, expected);
     }
 }

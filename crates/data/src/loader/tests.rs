@@ -42,6 +42,26 @@ fn workers_and_prefetch_change_nothing() {
     }
 }
 
+/// A worker ends by itself when its queue takes all batches up to the first that cannot be made.
+#[test]
+fn prefetch_decides_how_many_batches_are_made_ahead() {
+    let folder = tempfile::tempdir().unwrap();
+    let (base, last) = (dataset(folder.path(), 9999), LoaderConfig::new(10));
+    // 100 rows in order, ten a batch; the last row has a token that no model has.
+    let spec = DatasetSpec { sampling: Sampling::InOrder, ..base.spec().clone() };
+    let dataset = Arc::new(Dataset::open(spec).unwrap());
+    let loader = |prefetch| Loader::new(Arc::clone(&dataset), LoaderConfig { prefetch, ..last }, Position::default());
+    let enough = loader(10).unwrap();
+    let began = Instant::now();
+    while !enough.workers[0].is_finished() {
+        assert!(began.elapsed() < Duration::from_secs(60), "ten batches are not made ahead");
+        thread::yield_now();
+    }
+    let too_few = loader(9).unwrap();
+    thread::yield_now();
+    assert!(!too_few.workers[0].is_finished(), "there is no room for the tenth");
+}
+
 #[test]
 fn any_world_deals_the_same_samples_in_a_step() {
     let folder = tempfile::tempdir().unwrap();

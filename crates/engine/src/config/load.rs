@@ -11,6 +11,13 @@ use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+/// Keys of earlier versions whose values mean something else now: each with what to write instead.
+const GONE: [(&str, &str); 1] = [(
+    "evaluation.batches_max",
+    "is gone, since it counted micro-batches, so that another plan evaluated other text: write evaluation.tokens_max, \
+     the most tokens that one evaluation predicts",
+)];
+
 /// One value to set, before its name is checked.
 struct Entry {
     /// The path of the key: section and key, or whatever was written.
@@ -109,6 +116,9 @@ impl Config {
         }
         let sections: Vec<_> = self.sections().iter().map(|section| (section.name(), section.keys())).collect();
         let all = || sections.iter().flat_map(|(section, keys)| keys.iter().map(move |key| (*section, key)));
+        if let Some((key, why)) = GONE.iter().find(|(key, _)| *key == written) {
+            return format!("{key} {why}");
+        }
         let did_you_mean = |name: String| format!("unknown key `{written}`; did you mean `{name}`?");
 
         let name = path.last().map(String::as_str).unwrap_or_default();

@@ -24,6 +24,7 @@ mod nearest;
 mod presets;
 mod print;
 mod resolve;
+mod resolve_data;
 mod resolve_model;
 mod resolve_parallel;
 mod section;

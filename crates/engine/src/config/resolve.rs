@@ -8,7 +8,6 @@ use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::Schedule;
 use serde::Serialize;
 use std::path::PathBuf;
-use trainyard_data::prepare::VALIDATION_FRACTION;
 use trainyard_tensor::cpu::Isa;
 
 /// The most tokens of a micro-batch on a rank.
@@ -33,6 +32,8 @@ pub struct Inputs {
     pub tokenizer_vocabulary: Option<usize>,
     /// What the `config.json` in `model.path` says, once it is read.
     pub pretrained: Option<Pretrained>,
+    /// Sequences of one pass over the training data, once they are opened.
+    pub sequences_per_epoch: Option<u64>,
     /// Whether the caller brings batches of its own (benchmarks), so that `[data]` need not name
     /// any.
     pub batches_supplied: bool,
@@ -69,6 +70,7 @@ impl Inputs {
             sharing: 1,
             tokenizer_vocabulary: None,
             pretrained: None,
+            sequences_per_epoch: None,
             batches_supplied: false,
         }
     }
@@ -244,7 +246,7 @@ impl Config {
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
-        let limits = r.limits(batch, sequence_length);
+        let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);
         r.precision();
@@ -356,7 +358,7 @@ impl Resolver {
         }
     }
 
-    fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
+    pub(super) fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
         if let Some(path) = path.filter(|path| !path.exists()) {
             let here = std::env::current_dir().ok().filter(|_| path.is_relative());
             let here = here.map_or(String::new(), |folder| format!(" in {}, where the command runs", folder.display()));
@@ -397,55 +399,6 @@ impl Resolver {
         let size = self.settle("tokenizer.vocab_size", &vocab_size, 8192, "the usual for small corpora");
         // Byte-level: every byte is a token, and one more ends a document.
         self.count("tokenizer.vocab_size", Some(size as u64), 257, 1 << 24);
-    }
-
-    fn data(&mut self, inputs: &Inputs) -> bool {
-        let data = self.config.data.clone();
-        if data.train.0.is_empty() && !inputs.batches_supplied {
-            self.problem("data.train", "data.train is empty: name a file or a folder to train on");
-        }
-        let given = [("data.train", Some(&data.train)), ("data.validation", data.validation.as_ref())];
-        for (key, sources) in given.into_iter().filter_map(|(key, sources)| Some((key, &sources?.0))) {
-            let weighted = sources.iter().filter(|source| source.weight.is_some()).count();
-            if weighted != 0 && weighted != sources.len() {
-                self.problem(key, format!("{key} has weights for some entries only; give all of them one, or none"));
-            }
-            for source in sources {
-                if let Some(weight) = source.weight.filter(|weight| *weight <= 0.0) {
-                    let message = format!("{key}: the weight {weight} of {} must be above 0", source.path.display());
-                    self.problem(key, message);
-                }
-                if !crate::corpora::source_exists(&source.path) {
-                    self.path_exists(key, Some(&source.path));
-                }
-            }
-        }
-        let validation = match &data.validation {
-            Some(sources) => {
-                self.unused("data.validation_fraction", &data.validation_fraction, "data.validation is given");
-                !sources.0.is_empty()
-            }
-            None if inputs.batches_supplied => false,
-            None => {
-                let key = "data.validation_fraction";
-                let fraction =
-                    self.settle(key, &data.validation_fraction, VALIDATION_FRACTION, "no data.validation is given");
-                self.within(key, fraction, 0.0, 0.5);
-                fraction > 0.0
-            }
-        };
-        match data.sampling {
-            Sampling::Random => self.unused("data.shuffle", &data.shuffle, "random sampling has no order"),
-            Sampling::Packed => drop(self.settle("data.shuffle", &data.shuffle, true, "the usual for training")),
-        }
-        if data.text_field.is_empty() {
-            self.problem("data.text_field", "data.text_field is empty: name the field that holds the text");
-        }
-        self.count("data.workers", Some(data.workers as u64), 1, 256);
-        self.count("data.prefetch", Some(data.prefetch as u64), 1, 4096);
-        let cache = self.config.run.directory.join("data-cache");
-        self.settle("data.cache", &data.cache, cache, "inside run.directory");
-        validation
     }
 
     fn sequence_length(&mut self, inputs: &Inputs) -> usize {
@@ -524,26 +477,44 @@ impl Resolver {
         }
     }
 
-    fn limits(&mut self, batch: Batch, sequence_length: usize) -> Limits {
-        let TrainingSection { steps, tokens, seconds, skipped_steps_max, .. } = self.config.training;
+    fn limits(&mut self, inputs: &Inputs, batch: Batch, sequence_length: usize) -> Limits {
+        let TrainingSection { steps, epochs, tokens, seconds, skipped_steps_max, .. } = self.config.training;
         self.count("training.skipped_steps_max", Some(skipped_steps_max), 1, u64::MAX);
         self.count("training.steps", steps, 1, u64::MAX);
         self.count("training.tokens", tokens, 1, u64::MAX);
+        self.positive("training.epochs", epochs);
         self.positive("training.seconds", seconds);
-        if steps.is_none() && tokens.is_none() && seconds.is_none() {
-            let message = "nothing ends the training: give training.steps, training.tokens or training.seconds";
+        if steps.is_none() && epochs.is_none() && tokens.is_none() && seconds.is_none() {
+            let message =
+                "nothing ends the training: give training.steps, training.epochs, training.tokens or training.seconds";
             self.problem("training.steps", message);
         }
         let per_step = (batch.global as u64).saturating_mul(sequence_length as u64).max(1);
-        let by_tokens = tokens.map(|tokens| tokens.div_ceil(per_step));
-        if let (None, Some(tokens), Some(derived)) = (steps, tokens, by_tokens) {
+        let global = batch.global;
+        let by_tokens = tokens.map(|tokens| {
             let because = format!(
-                "{tokens} tokens / (global_batch_size {} x sequence_length {sequence_length}), rounded up",
-                batch.global
+                "{tokens} tokens / (global_batch_size {global} x sequence_length {sequence_length}), rounded up"
             );
-            self.fill("training.steps", &derived, because);
+            (tokens.div_ceil(per_step), because)
+        });
+        let by_epochs = epochs.zip(inputs.sequences_per_epoch).map(|(epochs, sequences)| {
+            let because =
+                format!("{epochs} epochs x {sequences} sequences of the data / global_batch_size {global}, rounded up");
+            // A float that is too large for a count becomes the largest.
+            (((epochs * sequences as f64 / global.max(1) as f64).ceil() as u64).max(1), because)
+        });
+        let derived = [by_tokens, by_epochs].into_iter().flatten().min_by_key(|(steps, _)| *steps);
+        if let (None, Some((derived, because))) = (steps, &derived) {
+            self.fill("training.steps", derived, because.clone());
         }
-        Limits { steps: [steps, by_tokens].into_iter().flatten().min(), seconds }
+        let steps = steps.into_iter().chain(derived.map(|(steps, _)| steps)).min();
+        if let (None, Some(steps), Some(sequences)) = (epochs, steps, inputs.sequences_per_epoch) {
+            let passes = steps as f64 * global as f64 / sequences.max(1) as f64;
+            let because = format!("{steps} steps x global_batch_size {global} / {sequences} sequences of the data");
+            // As many digits as anybody reads.
+            self.fill("training.epochs", &((passes * 1e4).round() / 1e4), because);
+        }
+        Limits { steps, seconds }
     }
 
     fn schedule(&mut self, peak: f64, steps: Option<u64>) -> Schedule {
@@ -748,15 +719,9 @@ impl Resolver {
                 "checkpoint.keep_best needs validation data: give data.validation or data.validation_fraction";
             self.problem("checkpoint.keep_best", message);
         }
-        let EvaluationSection { interval_steps, batches_max } = self.config.evaluation;
-        self.count("evaluation.interval_steps", interval_steps, 1, u64::MAX);
-        self.count("evaluation.batches_max", batches_max.map(|n| n as u64), 1, u64::MAX);
-        if interval_steps.is_some() && !validation {
-            let message =
-                "evaluation.interval_steps needs validation data: give data.validation or data.validation_fraction";
-            self.problem("evaluation.interval_steps", message);
-        }
+        self.evaluation(validation);
     }
+
 }
 
 impl Resolver {

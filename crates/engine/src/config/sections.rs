@@ -381,16 +381,18 @@ section! {
         /// `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
-        /// Corpora to evaluate on. Unset: split off `train`.
+        /// Corpora to evaluate on, and nothing else. Unset: what is held back of `train`.
         #[elsewhere("valid_data_path", "validation_file", "eval_dataset", "val")]
         validation: Option<Sources> = None;
         /// The share of `train` held back for validation when `validation` is unset; 0 for none.
-        /// Unset: 0.01.
+        /// Unset: 0.01 of text, and of prepared tokens what `data prepare` held back; another share
+        /// of those is refused.
         #[elsewhere("validation_split_percentage", "split", "val_fraction")]
         validation_fraction: Option<f64> = None;
         /// How sequences are cut from the corpus.
         sampling: Sampling = Sampling::Packed;
-        /// Whether the order is shuffled, by `training.seed`; packed sampling only. Unset: true.
+        /// Whether the order is shuffled, by `training.seed`; packed sampling only. False: the text
+        /// from its beginning, corpora of a mixture in turn by their weights. Unset: true.
         shuffle: Option<bool> = None;
         /// Whether tokens attend only within their own document.
         #[elsewhere("reset_attention_mask", "document_masking", "eod_mask_loss")]
@@ -415,14 +417,18 @@ section! {
     /// How much is trained, and the batch. One batch is `micro_batch_size` x `accumulation_steps` x
     /// the data-parallel degree = `global_batch_size` sequences: any two give the third.
     TrainingSection = "training" {
-        /// Optimizer steps. With `tokens` and `seconds`, the first limit to be reached ends the
-        /// run; at least one is needed.
+        /// Optimizer steps. With `epochs`, `tokens` and `seconds`, the first limit to be reached
+        /// ends the run; at least one is needed.
         #[elsewhere("max_steps", "train_iters", "max_iters", "num_train_steps", "total_steps")]
         steps: Option<u64> = None;
+        /// Passes over the training data. With corpora of a mixture: as many tokens as they hold
+        /// together.
+        #[elsewhere("num_train_epochs", "num_epochs", "max_epochs", "n_epochs")]
+        epochs: Option<f64> = None;
         /// Tokens to train on.
         #[elsewhere("max_tokens", "num_tokens", "train_tokens")]
         tokens: Option<u64> = None;
-        /// Seconds of training. Without `steps` and `tokens`, the number of steps is measured over
+        /// Seconds of training. Without another limit, the number of steps is measured over
         /// the first ones and then fixed.
         #[elsewhere("max_time", "exit_duration", "time_limit", "duration")]
         seconds: Option<f64> = None;
@@ -731,9 +737,18 @@ section! {
         /// Steps between evaluations. Unset: only at the end.
         #[elsewhere("eval_interval", "eval_steps", "freq", "interval")]
         interval_steps: Option<u64> = None;
-        /// The most batches that one evaluation reads. Unset: the whole validation text.
-        #[elsewhere("eval_iters", "steps", "max_eval_batches")]
-        batches_max: Option<usize> = None;
+        /// The most tokens that one evaluation predicts, from the beginning of the validation text,
+        /// whatever the batch and the ranks. Unset: the whole validation text.
+        #[elsewhere("eval_iters", "steps", "max_eval_batches", "eval_tokens")]
+        tokens_max: Option<u64> = None;
+        /// Evaluations in a row without a lower loss after which training ends. Unset: it goes on
+        /// to its limit.
+        #[elsewhere("patience", "early_stopping_rounds")]
+        early_stopping_patience: Option<u64> = None;
+        /// By how much the loss of an evaluation must lie below that of the last improvement to
+        /// count as one. Unset: 0.
+        #[elsewhere("min_delta", "early_stopping_threshold")]
+        early_stopping_min_delta: Option<f64> = None;
     }
 }
 

@@ -12,6 +12,7 @@ fn inputs() -> Inputs {
         sharing: 1,
         tokenizer_vocabulary: None,
         pretrained: None,
+        sequences_per_epoch: None,
         batches_supplied: false,
     }
 }
@@ -87,6 +88,26 @@ fn limits_become_steps() {
     let r = resolve(&GOOD.replace("steps = 100", "seconds = 60"), &[]).unwrap();
     assert_eq!(r.limits, Limits { steps: None, seconds: Some(60.0) });
     assert_eq!(r.schedule.steps, None);
+}
+
+#[test]
+fn epochs_become_steps_and_steps_epochs() {
+    let of = |text: &str, sets: &[&str]| {
+        let inputs = Inputs { sequences_per_epoch: Some(341), ..inputs() };
+        let resolved = parse(text, sets).unwrap().resolve(&inputs).unwrap();
+        let epochs = |d: &&Derivation| d.key == "training.epochs" || d.key == "training.steps";
+        let derived = resolved.derivations.iter().find(epochs).cloned();
+        (resolved.limits.steps, derived.map(|d| format!("{} = {} ({})", d.key, d.value, d.because)))
+    };
+    let says = "training.steps = 86 (2 epochs x 341 sequences of the data / global_batch_size 8, rounded up)";
+    let epochs = GOOD.replace("steps = 100", "epochs = 2");
+    assert_eq!(of(&epochs, &[]), (Some(86), Some(says.to_owned())));
+    let says = "training.epochs = 2.346 (100 steps x global_batch_size 8 / 341 sequences of the data)";
+    assert_eq!(of(GOOD, &[]), (Some(100), Some(says.to_owned())));
+    assert_eq!(of(&epochs, &["training.steps=50"]), (Some(50), None), "the first limit");
+    assert_eq!(of(&epochs, &["training.tokens=256"]).0, Some(1));
+    // The data are not opened yet.
+    assert_eq!(resolve(&epochs, &[]).unwrap().limits, Limits { steps: None, seconds: None });
 }
 
 #[test]
@@ -205,6 +226,7 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["traning={}"], &["unknown section `traning`; did you mean [training]?"]),
     (&["metrics.wombat=1"], &["unknown key `metrics.wombat`; [metrics] has jsonl, tensorboard, profile"]),
     (&["zoo.wombat=1"], &["the sections are run, model"]),
+    (&["evaluation.batches_max=4"], &["counted micro-batches", "write evaluation.tokens_max"]),
     (&["training.steps"], &["section.key=value"]),
     (&[".steps=1"], &["section.key=value"]),
     // Types.
@@ -258,6 +280,7 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["data.train=[{ path = 'src', weight = 1 }, 'src']"], &["weights for some entries only"]),
     (&["data.train=[{ path = 'src', weight = -1 }]"], &["must be above 0"]),
     (&["data.validation=src", "data.validation_fraction=0.1"], &["data.validation_fraction has no effect"]),
+    (&["data.validation=[{ path = 'src', weight = 2 }]"], &["data.validation gives a weight, which has no effect"]),
     (&["data.validation_fraction=0.9"], &["must be from 0 to 0.5"]),
     (&["data.sampling=random", "data.shuffle=true"], &["random sampling has no order"]),
     (&["data.workers=0"], &["data.workers = 0 is too small"]),
@@ -311,6 +334,20 @@ const BAD: &[(&[&str], &[&str])] = &[
     ),
     (&["checkpoint.keep_last=0"], &["nothing to resume from"]),
     (&["checkpoint.interval_seconds=-1"], &["must be greater than 0"]),
+    (&["training.epochs=0"], &["training.epochs = 0 must be greater than 0"]),
+    (
+        &["evaluation.early_stopping_patience=3"],
+        &["counts evaluations during training: give evaluation.interval_steps"],
+    ),
+    (&["evaluation.early_stopping_min_delta=0.1"], &["has no effect: evaluation.early_stopping_patience is unset"]),
+    (
+        &[
+            "evaluation.interval_steps=2",
+            "evaluation.early_stopping_patience=0",
+            "evaluation.early_stopping_min_delta=-1",
+        ],
+        &["early_stopping_patience = 0 is too small", "early_stopping_min_delta = -1 must not be negative"],
+    ),
     (&["checkpoint.keep_best=true", "data.validation_fraction=0"], &["needs validation data"]),
     (&["evaluation.interval_steps=10", "data.validation_fraction=0"], &["needs validation data"]),
     (&["run.name=../up"], &["cannot be a folder"]),

@@ -38,6 +38,9 @@ pub struct StepMetrics {
     pub grad_norm: f64,
     /// Tokens trained on since the beginning of the run, this step's included.
     pub tokens: u64,
+    /// Passes over the training data since the beginning of the run, this step's part included.
+    #[serde(default)]
+    pub epoch: f64,
     /// Tokens per second in this step.
     pub tps: f64,
     /// Model TFLOP/s in this step: what the model's mathematics needs, recomputation not counted.
@@ -231,9 +234,10 @@ impl Recorder {
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &step_scalars(metrics)))
     }
 
-    /// Records one evaluation.
+    /// Records one evaluation. One that is made again when a run goes on stands in `evaluations.jsonl`
+    /// already.
     pub fn evaluation(&mut self, metrics: &EvaluationMetrics) -> Result<(), MetricsError> {
-        if let Some(lines) = &mut self.evaluations {
+        if let Some(lines) = self.evaluations.as_mut().filter(|lines| lines.last_step() != Some(metrics.step)) {
             lines.append(metrics)?;
         }
         let mut scalars = vec![
@@ -260,6 +264,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
         ("grad_norm", m.grad_norm),
         ("lr", m.lr),
         ("n_tokens_seen", m.tokens as f64),
+        ("epoch", m.epoch),
         ("throughput(tps)", m.tps),
         ("tflops", m.tflops),
         ("time_metrics/end_to_end(s)", m.step_s),
@@ -289,6 +294,7 @@ pub(crate) mod tests {
             lr: 3e-4,
             grad_norm: 1.25,
             tokens: step * 2048,
+            epoch: step as f64 / 64.0,
             tps: 2300.0,
             tflops: 1.9,
             mfu: Some(0.31),
@@ -326,7 +332,7 @@ pub(crate) mod tests {
     #[test]
     fn records_have_the_names_that_are_promised() {
         let record = serde_json::to_value(sample(3)).unwrap();
-        let names = "step loss lr grad_norm tokens tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak mem_reserved_bytes predicted_step_s predicted_mem_peak_bytes skipped";
+        let names = "step loss lr grad_norm tokens epoch tps tflops mfu step_s data_wait_s comm_s comm_exposed_s mem_peak_bytes mem_peak mem_reserved_bytes predicted_step_s predicted_mem_peak_bytes skipped";
         let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
         assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));

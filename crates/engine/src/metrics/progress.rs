@@ -3,9 +3,10 @@
 
 use super::{EvaluationMetrics, StepMetrics};
 use crate::config::Limits;
+use crate::evaluate::EvaluationProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use trainyard_base::{format_bytes, format_count};
 
 /// A display. The trainer tells; the display decides what to show.
@@ -14,6 +15,8 @@ pub trait Progress: Send {
     fn begin(&mut self, done: u64, steps: Option<u64>);
     /// A step is complete.
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>);
+    /// An evaluation has come so far.
+    fn evaluating(&mut self, _: EvaluationProgress) {}
     /// An evaluation is complete.
     fn evaluation(&mut self, metrics: &EvaluationMetrics);
     /// Something to know: a checkpoint, a skipped step, a repair.
@@ -79,11 +82,16 @@ impl Progress for Terminal {
     }
 
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
-        if let Some(steps) = steps {
-            self.bar.set_length(steps);
-        }
+        // An evaluation has had the bar for itself.
+        self.bar.set_length(steps.unwrap_or(0));
         self.bar.set_position(metrics.step);
         self.bar.set_message(step_line(metrics, steps, left));
+    }
+
+    fn evaluating(&mut self, progress: EvaluationProgress) {
+        self.bar.set_length(progress.of);
+        self.bar.set_position(progress.tokens);
+        self.bar.set_message(evaluating_line(progress));
     }
 
     fn evaluation(&mut self, metrics: &EvaluationMetrics) {
@@ -107,6 +115,8 @@ pub struct Plain<W> {
     out: W,
     every_s: f64,
     since_s: f64,
+    /// When the evaluation under way was last spoken of.
+    evaluating: Option<Instant>,
 }
 
 impl Plain<std::io::Stderr> {
@@ -117,7 +127,7 @@ impl Plain<std::io::Stderr> {
 impl<W: Write + Send> Plain<W> {
     /// Writes to `out`, a step's line at most every `every_s` seconds of training.
     pub fn new(out: W, every_s: f64) -> Plain<W> {
-        Plain { out, every_s, since_s: f64::INFINITY }
+        Plain { out, every_s, since_s: f64::INFINITY, evaluating: None }
     }
 
     fn line(&mut self, text: &str) {
@@ -139,7 +149,16 @@ impl<W: Write + Send> Progress for Plain<W> {
         }
     }
 
+    fn evaluating(&mut self, progress: EvaluationProgress) {
+        let told = *self.evaluating.get_or_insert_with(Instant::now);
+        if told.elapsed().as_secs_f64() >= self.every_s {
+            self.evaluating = Some(Instant::now());
+            self.line(&evaluating_line(progress));
+        }
+    }
+
     fn evaluation(&mut self, metrics: &EvaluationMetrics) {
+        self.evaluating = None;
         self.line(&evaluation_line(metrics));
     }
 
@@ -166,6 +185,7 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     ];
     parts.extend(m.mfu.map(|mfu| format!("MFU {:.1} %", 100.0 * mfu)));
     parts.push(format_bytes(m.mem_peak_bytes));
+    parts.extend((m.epoch > 1.0).then(|| format!("epoch {:.2}", m.epoch)));
     parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));
     parts.extend(m.skipped.then(|| "SKIPPED".to_owned()));
     parts.extend(left.map(|left| format!("{} left", duration(left))));
@@ -183,6 +203,12 @@ pub fn evaluation_line(m: &EvaluationMetrics) -> String {
     parts.push(format!("{} tokens", format_count(m.tokens as f64)));
     parts.push(duration(Duration::from_secs_f64(m.seconds.clamp(0.0, 1e9))));
     parts.join("  ")
+}
+
+/// `evaluating: 65,536 of 1,115,394 tokens, 5 %`
+fn evaluating_line(EvaluationProgress { tokens, of }: EvaluationProgress) -> String {
+    let share = 100 * u128::from(tokens) / u128::from(of.max(1));
+    format!("evaluating: {} of {} tokens, {share} %", format_count(tokens), format_count(of))
 }
 
 /// The two largest units: `2d 3h`, `1h 5m`, `1m 20s`, `7s`.
@@ -245,6 +271,8 @@ mod tests {
         let skipped = StepMetrics { skipped: true, loss: f64::NAN, mfu: None, loss_scale: Some(1024.0), ..sample(1) };
         let line = step_line(&skipped, None, None);
         assert!(line.starts_with("step 1  loss NaN") && line.ends_with("scale 1024  SKIPPED"), "{line}");
+        let second = step_line(&StepMetrics { epoch: 1.254, ..sample(1) }, None, None);
+        assert!(second.ends_with("1.5 GiB  epoch 1.25"), "{second}");
         let line = evaluation_line(&EvaluationMetrics::new(500, 1.5 * 111_540.0, 111_540, Some(111_540), 2.0));
         assert_eq!(line, "evaluation at step 500  loss 1.5000  perplexity 4.48  2.1640 bits/byte  111,540 tokens  2s");
     }
@@ -265,6 +293,18 @@ mod tests {
     }
 
     #[test]
+    fn an_evaluation_shows_how_far_it_has_come() {
+        let lines = |every_s: f64| {
+            let mut out = Vec::new();
+            let mut plain = Plain::new(&mut out, every_s);
+            (1..=3).for_each(|round| plain.evaluating(EvaluationProgress { tokens: 1000 * round, of: 3000 }));
+            String::from_utf8(out).unwrap()
+        };
+        assert_eq!(lines(0.0).lines().next(), Some("evaluating: 1,000 of 3,000 tokens, 33 %"));
+        assert_eq!((lines(0.0).lines().count(), lines(60.0).as_str()), (3, ""), "a short one says nothing");
+    }
+
+    #[test]
     fn the_time_left_ends_at_the_first_limit() {
         let seconds = |limits: Limits, step, elapsed_s| {
             let mut left = TimeLeft::new(limits);
@@ -280,6 +320,8 @@ mod tests {
     fn the_bar_takes_every_call_without_a_terminal() {
         let mut bar = Terminal::on(ProgressDrawTarget::hidden());
         bar.begin(3, None);
+        bar.evaluating(EvaluationProgress { tokens: 700, of: 1000 });
+        assert_eq!((bar.bar.position(), bar.bar.length()), (700, Some(1000)));
         bar.step(&sample(4), Some(10), None);
         bar.note("a note");
         bar.evaluation(&EvaluationMetrics::new(4, 1.0, 1, None, 0.0));

@@ -347,7 +347,7 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
                 sequence_length: 32,
                 rows: 3,
                 respect_document_boundaries: true,
-                batches_max: Some(3),
+                tokens_max: Some(9 * 32),
             };
             let loss = evaluate(&trained.rank, &texts, &trained.tokenizer, settings).unwrap();
             let prompt = trained.tokenizer.encode("17 42").unwrap();

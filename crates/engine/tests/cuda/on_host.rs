@@ -151,6 +151,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
             schedule_seconds: None,
             scaler: LossScaler::none(),
             amax_history: None,
+            early_stopping: Default::default(),
             dataset: String::new(),
             tokenizer: String::new(),
         };

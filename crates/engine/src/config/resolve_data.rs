@@ -1,0 +1,119 @@
+//! `[data]` and `[evaluation]`: what is trained on, and what the loss is measured on.
+
+use super::resolve::{Inputs, Resolver};
+use super::sections::*;
+use crate::corpora::{held_back_part, prepared_fraction, source_exists, token_source};
+use trainyard_data::prepare::VALIDATION_FRACTION;
+
+impl Resolver {
+    /// `[data]`: whether there is anything to evaluate on.
+    pub(super) fn data(&mut self, inputs: &Inputs) -> bool {
+        let data = self.config.data.clone();
+        if data.train.0.is_empty() && !inputs.batches_supplied {
+            self.problem("data.train", "data.train is empty: name a file or a folder to train on");
+        }
+        let given = [("data.train", Some(&data.train)), ("data.validation", data.validation.as_ref())];
+        for (key, sources) in given.into_iter().filter_map(|(key, sources)| Some((key, &sources?.0))) {
+            let weighted = sources.iter().filter(|source| source.weight.is_some()).count();
+            if weighted != 0 && weighted != sources.len() {
+                self.problem(key, format!("{key} has weights for some entries only; give all of them one, or none"));
+            }
+            for source in sources {
+                if let Some(weight) = source.weight.filter(|weight| *weight <= 0.0) {
+                    let message = format!("{key}: the weight {weight} of {} must be above 0", source.path.display());
+                    self.problem(key, message);
+                }
+                if !source_exists(&source.path) {
+                    self.path_exists(key, Some(&source.path));
+                }
+            }
+        }
+        let validation = match &data.validation {
+            Some(sources) => {
+                self.unused("data.validation_fraction", &data.validation_fraction, "data.validation is given");
+                if sources.0.iter().any(|source| source.weight.is_some()) {
+                    let message = "data.validation gives a weight, which has no effect: every token of it counts alike; \
+                                   give paths alone";
+                    self.problem("data.validation", message);
+                }
+                !sources.0.is_empty()
+            }
+            None if inputs.batches_supplied => false,
+            None => self.held_back(&data),
+        };
+        match data.sampling {
+            Sampling::Random => self.unused("data.shuffle", &data.shuffle, "random sampling has no order"),
+            Sampling::Packed => drop(self.settle("data.shuffle", &data.shuffle, true, "the usual for training")),
+        }
+        if data.text_field.is_empty() {
+            self.problem("data.text_field", "data.text_field is empty: name the field that holds the text");
+        }
+        self.count("data.workers", Some(data.workers as u64), 1, 256);
+        self.count("data.prefetch", Some(data.prefetch as u64), 1, 4096);
+        let cache = self.config.run.directory.join("data-cache");
+        self.settle("data.cache", &data.cache, cache, "inside run.directory");
+        validation
+    }
+
+    /// Whether anything of `data.train` is held back for validation. Tokens are divided when they
+    /// are prepared, text when it is tokenized.
+    fn held_back(&mut self, data: &DataSection) -> bool {
+        let key = "data.validation_fraction";
+        let sources = data.train.0.iter().map(|source| source.path.as_path());
+        let (tokens, texts): (Vec<_>, Vec<_>) = sources.partition(|path| token_source(path).is_some());
+        let Some(fraction) = data.validation_fraction else {
+            if !texts.is_empty() || tokens.is_empty() {
+                self.fill(key, &VALIDATION_FRACTION, "no data.validation is given");
+                return true;
+            }
+            return tokens.iter().any(|path| held_back_part(path).is_some());
+        };
+        self.within(key, fraction, 0.0, 0.5);
+        for path in tokens.iter().filter(|_| fraction > 0.0) {
+            match prepared_fraction(path) {
+                Ok(prepared) if prepared == Some(fraction) => {}
+                Ok(prepared) => {
+                    let has = match prepared {
+                        Some(0.0) | None => "nothing of them is held back".to_owned(),
+                        Some(prepared) => format!("{prepared} of them is held back"),
+                    };
+                    let message = format!(
+                        "{key} = {fraction} cannot be had of {}: tokens are divided when they are prepared, and {has}; leave the key unset to validate on \
+                         what is held back, set it to 0 for no validation, name other text in data.validation, or run `trainyard data prepare` with \
+                         --validation-fraction {fraction}",
+                        path.display()
+                    );
+                    self.problem(key, message);
+                }
+                Err(error) => self.problem("data.train", error.to_string()),
+            }
+        }
+        fraction > 0.0
+    }
+
+    /// `[evaluation]`, given whether there is anything to evaluate on.
+    pub(super) fn evaluation(&mut self, validation: bool) {
+        let EvaluationSection { interval_steps, tokens_max, early_stopping_patience, early_stopping_min_delta } =
+            self.config.evaluation;
+        self.count("evaluation.interval_steps", interval_steps, 1, u64::MAX);
+        self.count("evaluation.tokens_max", tokens_max, 1, u64::MAX);
+        if interval_steps.is_some() && !validation {
+            let message =
+                "evaluation.interval_steps needs validation data: give data.validation or data.validation_fraction";
+            self.problem("evaluation.interval_steps", message);
+        }
+        let (patience, min_delta) = ("evaluation.early_stopping_patience", "evaluation.early_stopping_min_delta");
+        self.count(patience, early_stopping_patience, 1, u64::MAX);
+        if early_stopping_patience.is_some() && interval_steps.is_none() {
+            let message = format!("{patience} counts evaluations during training: give evaluation.interval_steps");
+            self.problem(patience, message);
+        }
+        if early_stopping_patience.is_none() {
+            return self.unused(min_delta, &early_stopping_min_delta, &format!("{patience} is unset"));
+        }
+        let delta = self.settle(min_delta, &early_stopping_min_delta, 0.0, "any lower loss counts");
+        if delta < 0.0 || !delta.is_finite() {
+            self.problem(min_delta, format!("{min_delta} = {delta} must not be negative"));
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! A row for every key: another value of it, and where that shows.
+
+use Shows::*;
+
+/// Where a key's value shows.
+#[derive(Clone, Copy, Debug)]
+pub enum Shows {
+    /// Losses or gradients of the same number of steps.
+    Losses,
+    /// The number of steps.
+    Steps,
+    /// The loss scale.
+    Scales,
+    /// When the model was evaluated, on how many tokens, with what loss.
+    Evaluations,
+    /// Names of files in the run's folder.
+    Files,
+    /// Where that folder is.
+    Folder,
+    /// Rank 0's step programs.
+    Program,
+    /// The memory that a step is predicted to need.
+    Memory,
+    /// The model's description.
+    Model,
+    /// The tokenizer.
+    Tokenizer,
+    /// Threads that make batches.
+    DataThreads,
+    /// How long ranks wait for each other.
+    Deadline,
+    /// A note that has these words.
+    Note(&'static str),
+    /// A file or folder below the test's folder.
+    Made(&'static str),
+    /// An error that has these words.
+    Refused(&'static str),
+    /// In a test of its own: the file and the test's name.
+    Elsewhere(&'static str, &'static str),
+}
+
+/// One key.
+pub struct Row {
+    /// `section.key`.
+    pub key: &'static str,
+    /// What is set with and without it.
+    pub context: &'static [&'static str],
+    /// What is set with it: the key itself, and what must be set along with it. `{F}` is the test's
+    /// folder.
+    pub sets: &'static [&'static str],
+    /// Where it shows.
+    pub shows: Shows,
+}
+
+const fn row(key: &'static str, context: &'static [&'static str], sets: &'static [&'static str], shows: Shows) -> Row {
+    Row { key, context, sets, shows }
+}
+
+const GPT2: &[&str] = &["model.family=gpt2"];
+const NO_SHAPE: &[&str] =
+    &["model.path={F}/hf", "model.dim=auto", "model.layers=auto", "model.heads=auto", "tokenizer.kind=auto"];
+const LINEAR: &[&str] = &["model.rope_scaling=linear", "model.rope_factor=2"];
+const LLAMA3: &[&str] = &[
+    "model.rope_scaling=llama3",
+    "model.rope_factor=8",
+    "model.rope_original_length=16",
+    "model.rope_theta=100",
+    "model.rope_low_freq_factor=1",
+    "model.rope_high_freq_factor=4",
+];
+const YARN: &[&str] =
+    &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
+const LINES: &[&str] = &["data.train={F}/lines.jsonl"];
+const MUON: &[&str] = &["optimizer.name=muon"];
+const ADAFACTOR: &[&str] = &["optimizer.name=adafactor"];
+const SGD: &[&str] = &["optimizer.name=sgd"];
+const WSD: &[&str] = &["schedule.kind=wsd", "schedule.decay_steps=3"];
+const FP8: &[&str] = &["precision.compute=bf16", "precision.fp8=hybrid"];
+const F16: &[&str] = &["precision.compute=f16"];
+const TWO: &[&str] = &["parallel.ranks=2"];
+const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
+const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
+const ON_DISK: &[&str] = &["memory.offload.optimizer=disk"];
+const OFTEN: &[&str] = &["checkpoint.interval_steps=1", "checkpoint.keep_last=3"];
+const EVALUATED: &[&str] = &["evaluation.interval_steps=1", "data.validation_fraction=0.1"];
+const PATIENT: &[&str] =
+    &["evaluation.interval_steps=1", "data.validation_fraction=0.1", "evaluation.early_stopping_patience=1"];
+
+/// Every key, in the order of the sections.
+pub const ROWS: &[Row] = &[
+    row("run.name", &[], &["run.name=other"], Folder),
+    row("run.directory", &[], &["run.directory={F}/elsewhere"], Folder),
+    row("model.preset", &[], &["model.preset=shakespeare-char"], Model),
+    row("model.path", &[], &["model.path={F}/hf"], Refused("beside model.path")),
+    row("model.load_weights", NO_SHAPE, &["model.load_weights=false"], Losses),
+    row("model.family", &[], &["model.family=gpt2"], Model),
+    row("model.dim", &[], &["model.dim=32"], Model),
+    row("model.layers", &[], &["model.layers=3"], Program),
+    row("model.heads", &[], &["model.heads=4"], Losses),
+    row("model.kv_heads", &[], &["model.kv_heads=1"], Model),
+    row("model.head_dim", &[], &["model.head_dim=16"], Model),
+    row("model.ffn_dim", &[], &["model.ffn_dim=48"], Model),
+    row("model.vocab_size", &[], &["model.vocab_size=400"], Memory),
+    row("model.vocab_multiple", &[], &["model.vocab_multiple=128"], Memory),
+    row("model.max_sequence_length", GPT2, &["model.max_sequence_length=32"], Memory),
+    row("model.norm_eps", &[], &["model.norm_eps=1e-3"], Losses),
+    row("model.rope_theta", &[], &["model.rope_theta=100"], Losses),
+    row("model.rope_scaling", &[], LINEAR, Losses),
+    row("model.rope_factor", LINEAR, &["model.rope_factor=4"], Losses),
+    row("model.rope_original_length", LLAMA3, &["model.rope_original_length=4"], Losses),
+    row("model.rope_low_freq_factor", LLAMA3, &["model.rope_low_freq_factor=0.1"], Losses),
+    row("model.rope_high_freq_factor", LLAMA3, &["model.rope_high_freq_factor=2"], Losses),
+    row("model.rope_beta_fast", YARN, &["model.rope_beta_fast=2"], Losses),
+    row("model.rope_beta_slow", YARN, &["model.rope_beta_slow=4"], Losses),
+    row("model.tie_embeddings", &[], &["model.tie_embeddings=true"], Model),
+    row("model.qkv_bias", &[], &["model.qkv_bias=true"], Model),
+    row("model.output_bias", &[], &["model.output_bias=true"], Model),
+    row("model.mlp_bias", &[], &["model.mlp_bias=true"], Model),
+    row("model.qk_norm", &[], &["model.qk_norm=true"], Model),
+    row("model.sliding_window", &[], &["model.sliding_window=4"], Losses),
+    row("model.activation", GPT2, &["model.activation=relu"], Losses),
+    row("model.dropout", &[], &["model.dropout=0.5"], Losses),
+    row("model.dropout", NO_SHAPE, &["model.dropout=0.5"], Losses),
+    row("model.init_std", &[], &["model.init_std=0.1"], Losses),
+    row("tokenizer.path", &[], &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"], Tokenizer),
+    row("tokenizer.kind", &[], &["tokenizer.kind=characters"], Tokenizer),
+    row("tokenizer.vocab_size", &["tokenizer.kind=bpe"], &["tokenizer.vocab_size=260"], Tokenizer),
+    row("data.train", &[], &["data.train={F}/other.txt"], Losses),
+    row("data.validation", &[], &["data.validation={F}/other.txt"], Evaluations),
+    row("data.validation_fraction", &[], &["data.validation_fraction=0.2"], Evaluations),
+    row("data.sampling", &[], &["data.sampling=random"], Losses),
+    row("data.shuffle", &[], &["data.shuffle=false"], Losses),
+    row("data.respect_document_boundaries", LINES, &["data.respect_document_boundaries=false"], Losses),
+    row("data.text_field", LINES, &["data.text_field=body"], Losses),
+    row("data.workers", &[], &["data.workers=3"], DataThreads),
+    row(
+        "data.prefetch",
+        &[],
+        &[],
+        Elsewhere("crates/data/src/loader/tests.rs", "prefetch_decides_how_many_batches_are_made_ahead"),
+    ),
+    row("data.cache", &[], &["data.cache={F}/another-cache"], Made("another-cache")),
+    row("training.steps", &[], &["training.steps=2"], Steps),
+    row("training.epochs", &[], &["training.epochs=0.02"], Steps),
+    row("training.tokens", &[], &["training.tokens=64"], Steps),
+    row("training.seconds", &[], &["training.seconds=1e-9"], Steps),
+    row("training.micro_batch_size", &[], &["training.micro_batch_size=4"], Losses),
+    row("training.global_batch_size", &[], &["training.global_batch_size=4"], Losses),
+    row("training.accumulation_steps", &[], &["training.accumulation_steps=2"], Program),
+    row("training.elastic_bits", &["training.accumulation_steps=4"], &["training.elastic_bits=true"], Program),
+    row(
+        "training.deterministic",
+        &[],
+        &["training.deterministic=true"],
+        Note("training.deterministic changes nothing"),
+    ),
+    row("training.cuda_graphs", &[], &["training.cuda_graphs=auto"], Note("no CUDA graph")),
+    row("training.sequence_length", &[], &["training.sequence_length=8"], Losses),
+    row("training.seed", &[], &["training.seed=1"], Losses),
+    row(
+        "training.skipped_steps_max",
+        &["optimizer.learning_rate=1e30", "optimizer.weight_decay=0", "data.validation_fraction=0"],
+        &["training.skipped_steps_max=1"],
+        Refused("diverge"),
+    ),
+    row("optimizer.name", &[], &["optimizer.name=lion"], Losses),
+    row("optimizer.learning_rate", &[], &["optimizer.learning_rate=2e-2"], Losses),
+    row("optimizer.beta1", &[], &["optimizer.beta1=0.5"], Losses),
+    row("optimizer.beta2", &[], &["optimizer.beta2=0.5"], Losses),
+    row("optimizer.eps", &[], &["optimizer.eps=1e-2"], Losses),
+    row("optimizer.weight_decay", &[], &["optimizer.weight_decay=0"], Losses),
+    row("optimizer.momentum", SGD, &["optimizer.momentum=0.5"], Losses),
+    row("optimizer.nesterov", SGD, &["optimizer.nesterov=true"], Losses),
+    row("optimizer.clip_norm", &[], &["optimizer.clip_norm=0.01"], Losses),
+    row("optimizer.matrix_learning_rate", MUON, &["optimizer.matrix_learning_rate=0.01"], Losses),
+    row("optimizer.muon_scale", MUON, &["optimizer.muon_scale=match_rms_adamw"], Losses),
+    row("optimizer.newton_schulz_steps", MUON, &["optimizer.newton_schulz_steps=2"], Losses),
+    row("optimizer.factored_decay", ADAFACTOR, &["optimizer.factored_decay=-0.5"], Losses),
+    row("optimizer.update_clip", ADAFACTOR, &["optimizer.update_clip=0.01"], Losses),
+    row("optimizer.relative_step", ADAFACTOR, &["optimizer.relative_step=true"], Losses),
+    row("schedule.kind", &[], &["schedule.kind=linear"], Losses),
+    row("schedule.warmup_steps", &[], &["schedule.warmup_steps=2"], Losses),
+    row("schedule.decay_steps", &[], &["schedule.decay_steps=2"], Losses),
+    row("schedule.decay_shape", WSD, &["schedule.decay_shape=sqrt"], Losses),
+    row("schedule.min_ratio", &[], &["schedule.min_ratio=0.9"], Losses),
+    row("precision.compute", &[], &["precision.compute=bf16"], Losses),
+    row("precision.tf32", &[], &["precision.tf32=true"], Refused("has no TF32")),
+    row("precision.fp8", &["precision.compute=bf16"], &["precision.fp8=hybrid"], Losses),
+    row("precision.fp8_amax_history", FP8, &["precision.fp8_amax_history=1"], Losses),
+    row("precision.fp8_margin", FP8, &["precision.fp8_margin=4"], Losses),
+    row("precision.loss_scale_initial", F16, &["precision.loss_scale_initial=2"], Scales),
+    row("precision.loss_scale_window", F16, &["precision.loss_scale_window=1"], Scales),
+    row("activation_checkpointing.mode", &[], &["activation_checkpointing.mode=full"], Memory),
+    row(
+        "activation_checkpointing.overrides",
+        &[],
+        &["activation_checkpointing.overrides=[{ blocks = \"0\", mode = \"full\" }]"],
+        Memory,
+    ),
+    row("compute.device", &[], &["compute.device=cuda:4096"], Refused("cuda")),
+    row("compute.isa", &[], &["compute.isa=portable"], Note("cpu(portable")),
+    row("compute.threads", &[], &["compute.threads=2"], Note("2 threads")),
+    row("compute.attention", &[], &["compute.attention=mma"], Refused("chooses among a GPU's kernels")),
+    row("parallel.ranks", &[], &["parallel.ranks=2"], Program),
+    row(
+        "parallel.data_parallel_replicate_degree",
+        &["parallel.ranks=4", "parallel.zero_stage=3"],
+        &["parallel.data_parallel_replicate_degree=2"],
+        Program,
+    ),
+    row("parallel.data_parallel_shard_degree", TWO, &["parallel.data_parallel_shard_degree=2"], Program),
+    row("parallel.zero_stage", TWO, &["parallel.zero_stage=1"], Program),
+    row("parallel.reshard_after_forward", SHARDED, &["parallel.reshard_after_forward=false"], Program),
+    row("parallel.prefetch", SHARDED, &["parallel.prefetch=2"], Program),
+    row("parallel.reduce_schedule", TWO_OF_TWO, &["parallel.reduce_schedule=micro_batch"], Program),
+    row("parallel.reduce_dtype", TWO, &["parallel.reduce_dtype=bf16"], Losses),
+    row("parallel.collectives", TWO, &["parallel.collectives=nccl"], Refused("exchanges the memory of GPUs")),
+    row("parallel.deadline_seconds", &[], &["parallel.deadline_seconds=7"], Deadline),
+    row("parallel.verify", &[], &[], Elsewhere("crates/comm/tests/failures.rs", "corruption_is_noticed_and_named")),
+    row(
+        "parallel.lend_threads",
+        &[],
+        &[],
+        Elsewhere("crates/engine/tests/ranks.rs", "threads_that_are_lent_change_no_bit"),
+    ),
+    row("parallel.pipeline_parallel_degree", TWO, &["parallel.pipeline_parallel_degree=2"], Refused("pipeline")),
+    row("parallel.tensor_parallel_degree", TWO, &["parallel.tensor_parallel_degree=2"], Refused("tensor")),
+    row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Refused("context")),
+    row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),
+    row("memory.offload.optimizer", &[], &["memory.offload.optimizer=disk"], Program),
+    row("memory.offload.parameters", &[], &["memory.offload.parameters=disk"], Program),
+    row("memory.offload.activations", &[], &["memory.offload.activations=disk"], Program),
+    row("memory.offload.gradients", ON_DISK, &["memory.offload.gradients=disk"], Program),
+    row("memory.offload.directory", ON_DISK, &["memory.offload.directory={F}/tier"], Made("tier")),
+    row("memory.offload.chunk_elements", ON_DISK, &["memory.offload.chunk_elements=512"], Memory),
+    row("checkpoint.interval_steps", &[], &["checkpoint.interval_steps=3"], Files),
+    row("checkpoint.interval_seconds", &[], &["checkpoint.interval_seconds=1e-9"], Files),
+    row("checkpoint.keep_last", OFTEN, &["checkpoint.keep_last=1"], Files),
+    row(
+        "checkpoint.keep_best",
+        // The steps after the first make it worse.
+        &["evaluation.interval_steps=1", "checkpoint.keep_last=1", "schedule.warmup_steps=4", "optimizer.learning_rate=1"],
+        &["checkpoint.keep_best=false"],
+        Files,
+    ),
+    row("evaluation.interval_steps", &[], &["evaluation.interval_steps=2"], Evaluations),
+    row("evaluation.tokens_max", EVALUATED, &["evaluation.tokens_max=9"], Evaluations),
+    row(
+        "evaluation.early_stopping_patience",
+        EVALUATED,
+        &["evaluation.early_stopping_patience=1", "evaluation.early_stopping_min_delta=100"],
+        Steps,
+    ),
+    row("evaluation.early_stopping_min_delta", PATIENT, &["evaluation.early_stopping_min_delta=100"], Steps),
+    row("metrics.jsonl", &[], &["metrics.jsonl=false"], Files),
+    row("metrics.tensorboard", &[], &["metrics.tensorboard=false"], Files),
+    row("metrics.profile", &[], &["metrics.profile=true"], Files),
+];
