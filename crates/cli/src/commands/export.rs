@@ -1,12 +1,13 @@
 //! `trainyard export`: a trained model as a Hugging Face folder.
 
-use super::Precision;
+use super::{CheckpointArgs, Precision};
 use crate::output::{note, print, size};
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
-use trainyard_engine::session::{Runtime, files, open_trained};
+use trainyard_engine::session::files;
+use trainyard_engine::trained::{Runtime, open_trained};
 use trainyard_model::weights::{ExportOptions, export};
 use trainyard_tensor::DType;
 
@@ -14,8 +15,10 @@ use trainyard_tensor::DType;
 /// tokenizer.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    /// A run's folder, or a Hugging Face folder.
     model: PathBuf,
+    #[command(flatten)]
+    checkpoint: CheckpointArgs,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -47,7 +50,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     // The masters are exported, whatever the run computed in.
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
-    let trained = open_trained(&args.model, &runtime, note)
+    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let options = ExportOptions { dtype: args.dtype.dtype(), max_shard_bytes: args.max_shard_size };
     let parameters = &trained.rank.parameters;
@@ -60,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
         .tokenizer
         .save_hugging_face(&args.out, trained.spec.max_positions)
         .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
-    let step = trained.step.map_or(String::new(), |step| format!(" (step {step})"));
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" (step {})", run.step));
     print(format_args!(
         "{}{step}: {} of weights in {}, tokenizer in {}\n",
         args.model.display(),

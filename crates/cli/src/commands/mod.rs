@@ -18,8 +18,9 @@ pub mod tokenizer;
 pub mod train;
 
 use anyhow::{Context, Result};
+use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::DeviceKind;
-use trainyard_engine::session::Runtime;
+use trainyard_engine::trained::Runtime;
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Isa;
 
@@ -43,6 +44,15 @@ impl Precision {
             Precision::F16 => DType::F16,
         }
     }
+}
+
+/// Which checkpoint of a run is used.
+#[derive(clap::Args)]
+pub struct CheckpointArgs {
+    /// The checkpoint of a run: latest (the newest whole one), best (that of the lowest validation
+    /// loss), or a step.
+    #[arg(long, value_name = "latest|best|STEP", default_value_t)]
+    pub checkpoint: Choice,
 }
 
 /// How a trained model is run.
