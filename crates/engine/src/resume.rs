@@ -11,7 +11,7 @@ use crate::session::{files, inputs_for};
 use crate::shape::spec_of;
 use crate::snapshot::RunState;
 use crate::state::does_not_fit;
-use crate::trained::read_spec;
+use crate::trained::{read_spec, spec_text};
 use crate::{EngineError, Result};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -268,7 +268,7 @@ pub(crate) fn keep(
         note(&format!("the model is changed on purpose: {key} was {run} and is {asked}, for earlier checkpoints too"));
     }
     if run != model {
-        trainyard_data::write_atomically(&folder.join(files::MODEL), files::model(&model).as_bytes())?;
+        trainyard_data::write_atomically(&folder.join(files::MODEL), spec_text(&model).as_bytes())?;
     }
     if sets.is_empty() || fs::read_to_string(&file).is_ok_and(|before| before == text) {
         return Ok(());

@@ -17,7 +17,7 @@ use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
-use crate::trained::{find_checkpoint, load_weights};
+use crate::trained::{find_checkpoint, load_weights, spec_text};
 use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
@@ -42,11 +42,6 @@ pub mod files {
     pub const PLAN: &str = "plan.json";
     /// The folder of offloaded state, while the run lasts.
     pub const OFFLOAD: &str = "offload";
-
-    /// The text of [`MODEL`].
-    pub(crate) fn model(spec: &trainyard_model::ModelSpec) -> String {
-        serde_json::to_string_pretty(spec).expect("plain data is JSON")
-    }
 }
 
 /// Everything that training needs.
@@ -428,7 +423,7 @@ impl Session {
     fn write_files(&self) -> Result<()> {
         self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
         let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
-        self.write(files::MODEL, files::model(spec))?;
+        self.write(files::MODEL, spec_text(spec))?;
         self.write_plan(None)?;
         // Last, because a folder with a configuration is a run.
         self.write(files::CONFIG, self.resolved.to_toml())

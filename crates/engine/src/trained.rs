@@ -142,6 +142,11 @@ pub(crate) fn read_spec(folder: &Path) -> Result<ModelSpec> {
     serde_json::from_str(&text).map_err(|error| does_not_fit(format!("{} is damaged: {error}", path.display())))
 }
 
+/// The text of `model.json`, which [`read_spec`] reads.
+pub(crate) fn spec_text(spec: &ModelSpec) -> String {
+    serde_json::to_string_pretty(spec).expect("plain data is JSON")
+}
+
 /// The checkpoint of the run in `folder` that `choice` means, every checksum verified; None when
 /// there is none at all. Says which newer ones were passed over and why.
 pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
