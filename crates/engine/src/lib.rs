@@ -6,9 +6,9 @@
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
-//! | [`corpora`], [`session`], [`trainer`], [`early_stopping`], [`world`] | a run: set up, and trained, on one rank or many |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`] | a run: set up, gone on with, and trained, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
-//! | [`evaluate`], [`generate`] | what a trained model is used for |
+//! | [`trained`], [`evaluate`], [`generate`] | a trained model, opened, and what it is used for |
 //! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
 //! | [`bench`], [`largest`] | a step's time, by executing it on random tokens; the largest model that fits |
 //!
@@ -41,7 +41,7 @@ pub mod positions;
 pub mod precision;
 pub mod predict;
 pub mod rank;
-mod resume;
+pub mod resume;
 mod room;
 mod same_on_all_ranks;
 pub mod schedule;
@@ -51,6 +51,7 @@ pub mod snapshot;
 pub mod state;
 pub mod tier;
 pub mod trace;
+pub mod trained;
 pub mod trainer;
 pub mod watch;
 pub mod world;

@@ -399,6 +399,14 @@ impl Optimizer {
         Ok(all)
     }
 
+    /// The names of a parameter's state tensors, whatever ranks hold them.
+    pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
+        let Some(settings) = &self.settings else { return &[] };
+        let rule = Rule::of(settings.name, spec);
+        let tensors = rule.state_elements(spec.elements(), settings).len();
+        &rule.names()[..tensors]
+    }
+
     /// Sets the state: `set` is given what is held of every state tensor, one after the other.
     pub fn set_state(&self, mut set: impl FnMut(&StatePart, &mut Tensor) -> Result<()>) -> Result<()> {
         for (unit, chunks) in self.units.iter().enumerate() {

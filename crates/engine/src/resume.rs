@@ -1,13 +1,55 @@
-//! What may be set over the configuration of a run that goes on, and keeping it: the run's folder
-//! says how it is trained, so that going on needs no flag.
+//! Going on with a run: what may be set over its configuration, what may not, from which checkpoint
+//! it goes on, and what becomes of the later ones.
+//!
+//! The run's folder says how it is trained, so that going on needs no flag; what is set is kept
+//! there. Everything is checked before anything in the folder is written, moved or removed.
 
-use crate::Result;
-use crate::config::{Config, Origin, Resolved};
-use crate::session::files;
+use crate::checkpoint::{CheckpointStore, Choice};
+use crate::config::{Config, Inputs, Origin, Resolved};
+use crate::schedule::Schedule;
+use crate::session::{files, inputs_for};
+use crate::shape::spec_of;
 use crate::snapshot::RunState;
 use crate::state::does_not_fit;
+use crate::trained::{read_spec, spec_text};
+use crate::{EngineError, Result};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
+use trainyard_data::Tokenizer;
+use trainyard_model::ModelSpec;
+
+/// A run that goes on.
+#[derive(Clone, Copy, Debug)]
+pub struct GoingOn<'a> {
+    /// Its folder.
+    pub folder: &'a Path,
+    /// `section.key=value`, over its configuration, which keeps them.
+    pub sets: &'a [String],
+    /// The checkpoint from which it goes on.
+    pub checkpoint: Choice,
+    /// What becomes of a changed model.
+    pub model_change: ModelChange,
+}
+
+impl<'a> GoingOn<'a> {
+    /// The run in `folder` at its newest checkpoint, its model as it is, with `sets` over its
+    /// configuration.
+    pub fn new(folder: &'a Path, sets: &'a [String]) -> GoingOn<'a> {
+        GoingOn { folder, sets, checkpoint: Choice::Latest, model_change: ModelChange::Refused }
+    }
+}
+
+/// What becomes of a model that is described otherwise than the run's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ModelChange {
+    /// Every change is an error.
+    Refused,
+    /// A change that leaves the tensors and their meaning as they are is followed, and said.
+    OnPurpose,
+}
 
 /// Keys that decide about a run once, and why.
 const DECIDED: [(&str, &str); 5] = [
@@ -18,24 +60,216 @@ const DECIDED: [(&str, &str); 5] = [
     ("tokenizer.vocab_size", "it keeps its tokenizer; start a new run for another"),
 ];
 
-/// An error for a setting that a run which goes on would not follow.
-pub(crate) fn check(config: &Config) -> Result<()> {
+/// The configuration of a run that goes on, with what is set over it.
+///
+/// # Errors
+/// A folder that is no run's, settings that a run which goes on would not follow, and another model
+/// than the run's.
+pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
+    let GoingOn { folder, sets, model_change, .. } = *going_on;
+    let file = folder.join(files::CONFIG);
+    if !file.is_file() {
+        return Err(does_not_fit(format!(
+            "{} is not the folder of a run: it has no {}",
+            folder.display(),
+            files::CONFIG
+        )));
+    }
+    let mut config = Config::load(Some(&file), sets)?;
     for (key, why) in DECIDED {
         if let origin @ Origin::Set(_) = config.origin(key) {
             return Err(does_not_fit(format!("{origin}: {key} has no effect on a run that goes on: {why}")));
         }
     }
+    // The run's own tokenizer, whatever has become of the file that it came from.
+    let tokenizer = folder.join(files::TOKENIZER);
+    let vocabulary = Tokenizer::load(&tokenizer)?.vocab_size();
+    config.tokenizer.path = Some(tokenizer);
+    config.tokenizer.kind = None;
+    config.tokenizer.vocab_size = None;
+    let run = read_spec(folder)?;
+    if config.model.path.is_none() && matches!(config.origin("training.sequence_length"), Origin::Set(_)) {
+        // The model's longest sequence is decided, though it came from that of training.
+        config.model.max_sequence_length.get_or_insert(run.max_positions);
+    }
+    let inputs = Inputs { tokenizer_vocabulary: Some(vocabulary), ..inputs_for(&config, Inputs::of_this_machine())? };
+    let asked = spec_of(&config.resolve_model(&inputs)?, config.model.dropout)?;
+    check_model(folder, &run, &asked, model_change)?;
+    Ok(config)
+}
+
+/// One key in which a model is not the run's.
+struct Difference {
+    key: String,
+    run: String,
+    asked: String,
+}
+
+/// The keys of `[model]` in which `asked` computes another function than `run`. Dropout is none of
+/// them: it belongs to training. Neither are the tokens that begin and end a text, which no
+/// computation uses.
+fn differences(run: &ModelSpec, asked: &ModelSpec) -> Vec<Difference> {
+    const OF_NO_FUNCTION: [&str; 4] = ["dropout", "bos_token", "eos_tokens", "pad_token"];
+    let (run, asked) = (described(run), described(asked));
+    let keys: BTreeSet<&String> = run.keys().chain(asked.keys()).collect();
+    let value =
+        |of: &BTreeMap<String, String>, key: &String| of.get(key).cloned().unwrap_or_else(|| "unset".to_owned());
+    let keys =
+        keys.into_iter().filter(|key| !OF_NO_FUNCTION.contains(&key.as_str()) && run.get(*key) != asked.get(*key));
+    keys.map(|key| Difference { key: format!("model.{key}"), run: value(&run, key), asked: value(&asked, key) })
+        .collect()
+}
+
+/// A model's description by the keys of `[model]`.
+fn described(spec: &ModelSpec) -> BTreeMap<String, String> {
+    fn leaves(name: String, value: Value, into: &mut BTreeMap<String, String>) {
+        match value {
+            Value::Object(fields) => {
+                let inner = |field: &String| if name.is_empty() { field.clone() } else { format!("{name}.{field}") };
+                fields.into_iter().for_each(|(field, value)| leaves(inner(&field), value, into));
+            }
+            value => drop(into.insert(key_of(&name), value.to_string())),
+        }
+    }
+    let mut described = BTreeMap::new();
+    leaves(String::new(), serde_json::to_value(spec).expect("plain data is JSON"), &mut described);
+    described
+}
+
+/// The key of `[model]` that a field of the description comes from.
+fn key_of(field: &str) -> String {
+    match field {
+        "max_positions" => "max_sequence_length".to_owned(),
+        "o_bias" => "output_bias".to_owned(),
+        "rope.scaling.type" => "rope_scaling".to_owned(),
+        "rope.scaling.original_max_positions" => "rope_original_length".to_owned(),
+        field => field.replace("rope.scaling.", "rope_").replace("rope.", "rope_"),
+    }
+}
+
+/// True for keys that may be changed on purpose: the tensors and the meaning of their rows and
+/// columns stay as they are.
+fn keeps_tensors(key: &str, run: &ModelSpec) -> bool {
+    match key.strip_prefix("model.").unwrap_or(key) {
+        "max_sequence_length" => run.learned_positions().is_none(),
+        "norm_eps" | "activation" | "sliding_window" | "sliding_layers" => true,
+        key => key.starts_with("rope_"),
+    }
+}
+
+/// Refuses a model that is not the run's.
+fn check_model(folder: &Path, run: &ModelSpec, asked: &ModelSpec, change: ModelChange) -> Result<()> {
+    let differences = differences(run, asked);
+    let (kept, other): (Vec<_>, Vec<_>) = differences.iter().partition(|d| keeps_tensors(&d.key, run));
+    if differences.is_empty() || (change == ModelChange::OnPurpose && other.is_empty()) {
+        return Ok(());
+    }
+    let named = |d: &Difference| format!("{} is {} in {}, and {} is asked for", d.key, d.run, files::MODEL, d.asked);
+    let (named_ones, advice): (Vec<_>, _) = match other.is_empty() {
+        true => (
+            kept.into_iter().map(named).collect(),
+            "leave it as it is, or say with --change-model that the trained weights are to compute another function from here on",
+        ),
+        false => (
+            other.into_iter().map(named).collect(),
+            "its tensors are made for it; leave it as it is, or begin a new run",
+        ),
+    };
+    Err(does_not_fit(format!(
+        "the model of a run that goes on is the run's: in {} {}: {advice}",
+        folder.display(),
+        named_ones.join("; ")
+    )))
+}
+
+/// Refuses an end that lies before `state`, from which the run is to go on.
+pub(crate) fn check_end(resolved: &Resolved, state: &RunState) -> Result<()> {
+    let Some(steps) = resolved.limits.steps.filter(|steps| *steps < state.step) else { return Ok(()) };
+    let training = &resolved.requested.training;
+    let asked = match training.tokens.filter(|_| training.steps != Some(steps)) {
+        Some(tokens) => format!("training.tokens = {tokens}, which is {steps} steps"),
+        None => format!("training.steps = {steps}"),
+    };
+    Err(does_not_fit(format!(
+        "{} steps are done already, and {asked}: ask for more, or go back to an earlier checkpoint with --checkpoint STEP",
+        state.step
+    )))
+}
+
+/// Keeps what belongs to the steps after `step`, from which the run goes on otherwise: the
+/// checkpoints are moved and the run's files copied into a folder of the run's, which is the folder
+/// of a run itself. Says so, where there is such a checkpoint.
+///
+/// # Errors
+/// Refusals of the operating system; then nothing is lost, and the same command goes on with it.
+pub(crate) fn set_aside(
+    folder: &Path,
+    step: u64,
+    store: &mut CheckpointStore,
+    note: &mut impl FnMut(&str),
+) -> Result<()> {
+    if !store.has_after(step)? {
+        return Ok(());
+    }
+    let error = |what, path: &Path| {
+        let path = path.display().to_string();
+        move |source| EngineError::File { what, path, source }
+    };
+    let aside = (1..)
+        .map(|number| folder.join(format!("set-aside-{number:03}")))
+        .find_map(|path| match fs::create_dir(&path) {
+            Ok(()) => Some(Ok(path)),
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => None,
+            Err(e) => Some(Err(error("cannot create", &path)(e))),
+        })
+        .expect("numbers do not end")?;
+    let entries = fs::read_dir(folder).map_err(error("cannot list", folder))?;
+    let mut names: Vec<_> = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(error("cannot list", folder))?;
+        if entry.file_type().map_err(error("cannot read", &entry.path()))?.is_file() {
+            names.push(entry.file_name());
+        }
+    }
+    // Last, because a folder with a configuration is a run.
+    names.sort_by_key(|name| name == files::CONFIG);
+    for name in names {
+        let from = folder.join(&name);
+        fs::copy(&from, aside.join(&name)).map_err(error("cannot copy", &from))?;
+    }
+    let moved = store.move_after(step, &aside.join("checkpoints"))?;
+    let moved: Vec<_> = moved.iter().rev().map(u64::to_string).collect();
+    note(&format!(
+        "the run goes on from step {step}: its checkpoints of later steps ({}) are now in {}, with a copy of all records; it is the folder of a run itself",
+        moved.join(", "),
+        aside.display()
+    ));
     Ok(())
 }
 
-/// Writes the configuration that `sets` made into the run's `folder`, whole or not at all; says so
-/// where it changed.
-pub(crate) fn keep(folder: &Path, sets: &[String], resolved: &Resolved, note: &mut impl FnMut(&str)) -> Result<()> {
+/// Writes the configuration that the settings made, and the model where it was changed on purpose,
+/// into the run's folder, each whole or not at all; says so where they changed.
+pub(crate) fn keep(
+    going_on: &GoingOn<'_>,
+    resolved: &Resolved,
+    model: &ModelSpec,
+    note: &mut impl FnMut(&str),
+) -> Result<()> {
+    let GoingOn { folder, sets, .. } = *going_on;
     let file = folder.join(files::CONFIG);
     let mut kept = resolved.clone();
     // As it was asked for, not where the run has it.
     kept.requested.tokenizer = Config::load(Some(&file), sets)?.tokenizer;
     let text = kept.to_toml();
+    let run = read_spec(folder)?;
+    let ModelSpec { bos_token, eos_tokens, pad_token, .. } = run.clone();
+    let model = ModelSpec { bos_token, eos_tokens, pad_token, ..model.clone() };
+    for Difference { key, run, asked } in differences(&run, &model) {
+        note(&format!("the model is changed on purpose: {key} was {run} and is {asked}, for earlier checkpoints too"));
+    }
+    if run != model {
+        trainyard_data::write_atomically(&folder.join(files::MODEL), spec_text(&model).as_bytes())?;
+    }
     if sets.is_empty() || fs::read_to_string(&file).is_ok_and(|before| before == text) {
         return Ok(());
     }
@@ -54,8 +288,58 @@ pub(crate) fn nothing_left(resolved: &Resolved, state: &RunState) -> Option<Stri
         (None, Some(seconds)) => ("seconds", seconds.to_string(), (2.0 * state.seconds).ceil().to_string()),
         (None, None) => return None,
     };
+    let rate = rate_change(state, &resolved.schedule_over(2 * state.step));
     Some(format!(
-        "nothing is left to train: {} steps are done in {:.0} s, and training.{key} is {limit}; go on with --set training.{key}={next}",
-        state.step, state.seconds
+        "nothing is left to train: {} steps are done in {:.0} s, and training.{key} is {limit}; go on with --set training.{key}={next}{}",
+        state.step,
+        state.seconds,
+        rate.map_or_else(String::new, |rate| format!(" ({rate})"))
     ))
+}
+
+/// What becomes of the learning rate of a run that goes on from `state` by `schedule`, where that is
+/// not what it was to be.
+pub fn rate_change(state: &RunState, schedule: &Schedule) -> Option<String> {
+    let (before, now) = (state.learning_rate_next?, schedule.learning_rate(state.step));
+    if (now - before).abs() <= 1e-6 * before.abs() {
+        return None;
+    }
+    let verb = if now > before { "rises" } else { "falls" };
+    let over = schedule.steps.map_or_else(String::new, |steps| format!(" over {steps} steps"));
+    Some(format!("the learning rate {verb} from {before:.2e} to {now:.2e}, as the schedule{over} has it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trainyard_model::{RopeScaling, RopeSpec};
+
+    #[test]
+    fn differences_are_named_by_the_keys_of_the_model() {
+        let run = ModelSpec::llama(256, 32, 2, 4, 64, 128);
+        let scaling = Some(RopeScaling::Linear { factor: 2.0 });
+        let asked = ModelSpec {
+            max_positions: 256,
+            o_bias: true,
+            rope: Some(RopeSpec { theta: 5e5, partial_factor: 1.0, scaling }),
+            dropout: 0.1,
+            eos_tokens: vec![7],
+            ..run.clone()
+        };
+        let found: Vec<_> = differences(&run, &asked).into_iter().map(|d| (d.key, d.run, d.asked)).collect();
+        let found: Vec<_> =
+            found.iter().map(|(key, run, asked)| (key.as_str(), run.as_str(), asked.as_str())).collect();
+        let want = [
+            ("model.max_sequence_length", "128", "256"),
+            ("model.output_bias", "false", "true"),
+            ("model.rope_factor", "unset", "2.0"),
+            ("model.rope_scaling", "unset", "\"linear\""),
+            ("model.rope_theta", "10000.0", "500000.0"),
+        ];
+        assert_eq!(found, want);
+        let kept = want.map(|(key, _, _)| keeps_tensors(key, &run));
+        assert_eq!(kept, [true, false, true, true, true]);
+        let learned = ModelSpec::gpt2(256, 32, 2, 4, 128);
+        assert!(!keeps_tensors("model.max_sequence_length", &learned), "its positions are a tensor");
+    }
 }

@@ -1,6 +1,6 @@
 //! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
 
-use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
+use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
@@ -11,27 +11,25 @@ use crate::measured::Measured;
 use crate::peaks::Peaks;
 use crate::predict::{StepNeeds, TimePrediction, predict};
 use crate::rank::{self, Rank, RankSettings};
-use crate::resume;
+use crate::resume::{self, GoingOn};
 use crate::room;
 use crate::same_on_all_ranks;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
+use crate::trained::{find_checkpoint, load_weights, spec_text};
 use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use trainyard_autograd::ParamId;
 use trainyard_base::format_bytes;
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
-use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
+use trainyard_model::{BatchShape, Model, hf};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::{Cpu, Isa};
-use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
 
 /// Names of files in a run's folder.
@@ -109,50 +107,39 @@ impl Session {
         })
     }
 
-    /// The configuration of the run in `folder`, with `sets` over it.
-    pub fn configuration(folder: &Path, sets: &[String]) -> Result<Config> {
-        let file = folder.join(files::CONFIG);
-        if !file.is_file() {
-            return Err(does_not_fit(format!(
-                "{} is not the folder of a run: it has no {}",
-                folder.display(),
-                files::CONFIG
-            )));
-        }
-        let mut config = Config::load(Some(&file), sets)?;
-        resume::check(&config)?;
-        // The run's own tokenizer, whatever has become of the file that it came from.
-        config.tokenizer.path = Some(folder.join(files::TOKENIZER));
-        config.tokenizer.kind = None;
-        config.tokenizer.vocab_size = None;
-        Ok(config)
+    /// The configuration of a run that goes on, with what is set over it.
+    ///
+    /// # Errors
+    /// A folder that is no run's, settings that a run which goes on would not follow, and another
+    /// model than the run's.
+    pub fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
+        resume::configuration(going_on)
     }
 
-    /// The run in `folder`, at its newest whole checkpoint, whatever its ranks were; `sets` go over
-    /// its configuration, which keeps them.
-    pub fn resume(folder: &Path, sets: &[String], world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
-        let config = Session::configuration(folder, sets)?;
+    /// A run at one of its checkpoints, whatever its ranks were. Everything is checked and loaded
+    /// before anything in its folder changes.
+    ///
+    /// # Errors
+    /// Those of [`Session::configuration`] and [`Session::create`]; a checkpoint that is not there,
+    /// does not fit, or lies behind the end that is asked for.
+    pub fn resume(going_on: &GoingOn<'_>, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
+        let folder = going_on.folder;
+        let config = Session::configuration(going_on)?;
         same_on_all_ranks::check(&config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
-        // Opening clears what a crash left behind, and brings back a checkpoint whose replacement
-        // was cut off.
-        let checkpoint = &session.resolved.config.checkpoint;
-        let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
-        let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
-        let newest = from_first(&session.world, || {
-            let (mut store, repairs) = CheckpointStore::open(folder, retention)?;
+        let from = from_first(&session.world, || {
+            // Opening clears what a crash left behind, and brings back a checkpoint whose
+            // replacement was cut off.
+            let (_store, repairs) = session.open_store()?;
             repairs.iter().for_each(|line| note(line));
-            let found = find_checkpoint(folder, &mut note)?;
-            if let Some(best) = store.forget_best_after(found.as_ref().map_or(0, |found| found.step))? {
-                note(&format!(
-                    "the best so far, loss {:.4} at step {}, lies behind and is forgotten",
-                    best.loss, best.step
-                ));
+            let found = find_checkpoint(folder, going_on.checkpoint, &mut note)?;
+            if let Some(found) = &found {
+                resume::check_end(&session.resolved, &snapshot::read_state(&found.checkpoint)?)?;
             }
             Ok(found.map_or_else(Vec::new, |found| found.step.to_le_bytes().to_vec()))
         })?;
-        match newest.try_into().ok().map(u64::from_le_bytes) {
+        match from.try_into().ok().map(u64::from_le_bytes) {
             // Rank 0 has verified it.
             Some(step) => session.restore(&checkpoint::open_step(folder, step)?, &mut note)?,
             None => {
@@ -161,10 +148,33 @@ impl Session {
             }
         }
         session.check_room(&mut note)?;
-        if session.is_first() {
-            resume::keep(folder, sets, &session.resolved, &mut note)?;
-        }
+        let nothing_left = resume::nothing_left(&session.resolved, &session.state);
+        nothing_left.iter().for_each(|why| note(why));
+        from_first(&session.world, || {
+            let (mut store, _) = session.open_store()?;
+            if going_on.checkpoint != Choice::Latest {
+                resume::set_aside(folder, session.state.step, &mut store, &mut note)?;
+            }
+            if let Some(best) = store.forget_best_after(session.state.step)? {
+                note(&format!(
+                    "the best so far, loss {:.4} at step {}, lies behind and is forgotten",
+                    best.loss, best.step
+                ));
+            }
+            if nothing_left.is_none() {
+                let model = session.rank.model().spec().expect("a run's model is of a built-in family");
+                resume::keep(going_on, &session.resolved, model, &mut note)?;
+            }
+            Ok(Vec::new())
+        })?;
         Ok(session)
+    }
+
+    /// The run's checkpoints, to write; what was repaired as a line each.
+    pub(crate) fn open_store(&self) -> Result<(CheckpointStore, Vec<String>)> {
+        let checkpoint = &self.resolved.config.checkpoint;
+        let keep_best = checkpoint.keep_best.unwrap_or(self.resolved.validation);
+        Ok(CheckpointStore::open(&self.folder, Retention { keep_last: checkpoint.keep_last, keep_best })?)
     }
 
     fn build(
@@ -269,6 +279,7 @@ impl Session {
             seconds: 0.0,
             schedule_steps: resolved.schedule.steps,
             schedule_seconds: None,
+            learning_rate_next: None,
             scaler: settings.scaler,
             amax_history: None,
             early_stopping: EarlyStopping::default(),
@@ -329,9 +340,6 @@ impl Session {
         // What was skipped before somebody looked at it counts no more.
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
         note(&format!("resumed at step {}", self.state.step));
-        if let Some(why) = resume::nothing_left(&self.resolved, &self.state) {
-            note(&why);
-        }
         if self.rank.measures_fp8() {
             note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
         }
@@ -443,26 +451,11 @@ impl Session {
         self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
         self.keep_generation()?;
         let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
-        self.write(files::MODEL, serde_json::to_string_pretty(spec).expect("plain data is JSON"))?;
+        self.write(files::MODEL, spec_text(spec))?;
         self.write_plan(None)?;
         // Last, because a folder with a configuration is a run.
         self.write(files::CONFIG, self.resolved.to_toml())
     }
-}
-
-/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in
-/// use.
-pub struct Trained {
-    /// The model with its parameters.
-    pub rank: Rank,
-    /// Its tokenizer.
-    pub tokenizer: Tokenizer,
-    /// Its description.
-    pub spec: ModelSpec,
-    /// What the run was configured with; None for a Hugging Face folder.
-    pub resolved: Option<Resolved>,
-    /// The step of the checkpoint.
-    pub step: Option<u64>,
 }
 
 /// What `precision.fp8` means for this run, in words, where it was asked for.
@@ -509,140 +502,7 @@ fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
 }
 
 /// What is said of a GPU before it is used.
-const UNTRIED: &str = "cuda has not been run on a GPU by those who wrote it: see docs/gpu.md";
-
-/// How a trained model is to be run.
-#[derive(Clone, Debug)]
-pub struct Runtime {
-    /// The kernels.
-    pub isa: trainyard_tensor::cpu::Isa,
-    /// Threads.
-    pub threads: usize,
-    /// Precision of forward; None: the run's, or f32.
-    pub dtype: Option<DType>,
-    /// The processor, or a GPU: number 0 where none is named.
-    pub device: DeviceKind,
-}
-
-impl Runtime {
-    /// The best of this machine.
-    pub fn of_this_machine() -> Runtime {
-        let (isa, threads) = (trainyard_tensor::cpu::Isa::detect(), Inputs::of_this_machine().cores);
-        Runtime { isa, threads, dtype: None, device: DeviceKind::Cpu }
-    }
-}
-
-/// Opens the newest whole checkpoint of a run, or a Hugging Face folder.
-pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
-    let device = match runtime.device {
-        DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
-        DeviceKind::Cuda(ordinal) => {
-            note(UNTRIED);
-            Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
-        }
-    };
-    open_trained_on(&device, folder, runtime.dtype, note)
-}
-
-/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's,
-/// or f32.
-pub fn open_trained_on(
-    device: &Device,
-    folder: &Path,
-    dtype: Option<DType>,
-    mut note: impl FnMut(&str),
-) -> Result<Trained> {
-    if !folder.join(files::MODEL).is_file() {
-        return open_hugging_face(folder, device, dtype, &mut note);
-    }
-    let read = |name: &str| {
-        let path = folder.join(name);
-        std::fs::read_to_string(&path).map_err(|source| EngineError::File {
-            what: "cannot read",
-            path: path.display().to_string(),
-            source,
-        })
-    };
-    let mut spec: ModelSpec = serde_json::from_str(&read(files::MODEL)?)
-        .map_err(|e| does_not_fit(format!("{} is damaged: {e}", folder.join(files::MODEL).display())))?;
-    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
-    let mut config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
-    config.tokenizer.path = Some(folder.join(files::TOKENIZER));
-    config.tokenizer.kind = None;
-    config.tokenizer.vocab_size = None;
-    // The data may be gone; a trained model does not need it.
-    config.data.train.0.clear();
-    config.data.validation = None;
-    let mut inputs = Inputs::of_this_machine();
-    inputs.batches_supplied = true;
-    inputs.tokenizer_vocabulary = Some(tokenizer.vocab_size());
-    let resolved = config.resolve(&inputs).ok();
-    let run_dtype = resolved.as_ref().map(compute_dtype);
-    let is_shape = resolved.as_ref().is_some_and(|resolved| matches!(resolved.model, ModelSource::Shape(_)));
-    if let Some(eos) = tokenizer.eos().filter(|eos| is_shape && !spec.eos_tokens.contains(eos)) {
-        // A shape knows no tokenizer, or that of the model it is named after; who loads an export
-        // is to stop where texts ended.
-        (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
-    }
-    let found = find_checkpoint(folder, &mut note)?.ok_or_else(|| {
-        does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
-    })?;
-    let mut rank = bare_rank(device, &spec, dtype.or(run_dtype).unwrap_or(DType::F32))?;
-    snapshot::load_parameters(&mut rank, &found.checkpoint)?;
-    Ok(Trained { rank, tokenizer, spec, resolved, step: Some(found.step) })
-}
-
-fn open_hugging_face(
-    folder: &Path,
-    device: &Device,
-    dtype: Option<DType>,
-    note: &mut impl FnMut(&str),
-) -> Result<Trained> {
-    let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|_| {
-        does_not_fit(format!(
-            "{} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json)",
-            folder.display(),
-            files::MODEL
-        ))
-    })?;
-    let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
-    notes.iter().for_each(|line| note(line));
-    let tokenizer = Tokenizer::load(folder)?;
-    let mut rank = bare_rank(device, &spec, dtype.unwrap_or(DType::F32))?;
-    for line in load_weights(&mut rank, folder)? {
-        note(&line);
-    }
-    Ok(Trained { rank, tokenizer, spec, resolved: None, step: None })
-}
-
-/// A rank that will not train: SGD without momentum keeps no state.
-fn bare_rank(device: &Device, spec: &ModelSpec, dtype: DType) -> Result<Rank> {
-    Rank::for_inference(device, Model::new(spec.clone())?, dtype)
-}
-
-fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
-    let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
-    let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
-    let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
-    // One parameter at a time is whole here when the rank holds it in parts, and no longer than
-    // that.
-    let mut whole: Option<(ParamId, Vec<f32>)> = None;
-    rank.set_masters(|id, range, values| {
-        let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
-        if range.len() == elements[&id] {
-            return Ok(values.overwrite(|values: &mut [f32]| read(values))??);
-        }
-        if whole.as_ref().is_none_or(|(of, _)| *of != id) {
-            let mut all = vec![0.0; elements[&id]];
-            read(&mut all)?;
-            whole = Some((id, all));
-        }
-        let (_, all) = whole.as_ref().expect("it was just read");
-        Ok(values.write(&all[range])?)
-    })?;
-    Ok(reader.notes().to_vec())
-}
+pub(crate) const UNTRIED: &str = "cuda has not been run on a GPU by those who wrote it: see docs/gpu.md";
 
 /// Rank 0 measures while the others rest, so that none disturbs it; it alone needs to know.
 fn measure_peaks(world: &Communicator, resolved: &Resolved, device: &Device) -> Result<Option<Peaks>> {
@@ -674,15 +534,6 @@ pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, fol
         Some(directory) => Tiers::create(program, device, directory),
         None => Tiers::create(program, device, &folder.join(files::OFFLOAD)),
     }
-}
-
-/// The newest whole checkpoint; says which ones were passed over and why.
-pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
-    let found = checkpoint::find_latest(folder)?;
-    for skipped in found.iter().flat_map(|found| &found.skipped) {
-        note(&format!("passed over a checkpoint that is not whole: {skipped}"));
-    }
-    Ok(found)
 }
 
 /// Completes the configuration: first what the data needs, then, with the tokenizer known, the

@@ -1,9 +1,9 @@
 //! From configuration to model, strategy and program.
 
 use crate::config::{
-    Activation as ConfigActivation, CheckpointMode, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily, Fp8Recipe,
-    ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, ReduceDtype, ReduceSchedule as ConfigSchedule,
-    Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
+    Activation as ConfigActivation, CheckpointMode, Compute, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
+    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, ReduceDtype,
+    ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
 };
 use crate::fp8::{Fp8Settings, check_sizes};
 use crate::precision::LossScaler;
@@ -36,7 +36,12 @@ pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
 }
 
 fn unchecked_spec(resolved: &Resolved) -> Result<ModelSpec> {
-    match &resolved.model {
+    spec_of(&resolved.model, resolved.config.model.dropout)
+}
+
+/// The model that `source` describes, with this dropout.
+pub(crate) fn spec_of(source: &ModelSource, dropout: f64) -> Result<ModelSpec> {
+    match source {
         ModelSource::Shape(shape) => from_shape(shape),
         ModelSource::HuggingFace { path, .. } => {
             let file = path.join("config.json");
@@ -46,7 +51,7 @@ fn unchecked_spec(resolved: &Resolved) -> Result<ModelSpec> {
                 source,
             })?;
             let mut spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
-            spec.dropout = resolved.config.model.dropout;
+            spec.dropout = dropout;
             Ok(spec)
         }
     }
@@ -131,8 +136,12 @@ pub fn model_notes(resolved: &Resolved, spec: &ModelSpec) -> Vec<String> {
 
 /// The dtype of forward and backward.
 pub fn compute_dtype(resolved: &Resolved) -> DType {
-    use crate::config::Compute;
-    match resolved.config.precision.compute {
+    dtype_of(resolved.config.precision.compute)
+}
+
+/// The tensor type of `precision.compute`.
+pub fn dtype_of(compute: Compute) -> DType {
+    match compute {
         Compute::F32 => DType::F32,
         Compute::Bf16 => DType::BF16,
         Compute::F16 => DType::F16,

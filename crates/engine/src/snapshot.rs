@@ -16,7 +16,7 @@ use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use trainyard_autograd::ParamId;
 use trainyard_model::ParameterSpec;
@@ -44,6 +44,10 @@ pub struct RunState {
     /// The limit of seconds by which they were found, if they were.
     #[serde(default)]
     pub schedule_seconds: Option<f64>,
+    /// The learning rate that the next step was to have when the state was written; unknown of a
+    /// checkpoint from before it was noted.
+    #[serde(default)]
+    pub learning_rate_next: Option<f64>,
     /// The loss scale.
     pub scaler: LossScaler,
     /// The largest magnitudes of earlier steps, with products of eight bits; set in a checkpoint
@@ -164,11 +168,15 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Res
 
 /// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this
 /// together.
+///
+/// # Errors
+/// Tensors that are missing, have another shape, or are read by nobody.
 pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     let mut state = read_state(checkpoint)?;
     if let Some(history) = state.amax_history.take() {
         rank.restore_amax_history(history)?;
     }
+    check_all_read(rank, checkpoint)?;
     load_parameters(rank, checkpoint)?;
     rank.optimizer.set_state(|part, values| {
         check_columns(checkpoint, &state_name(rank, part), part)?;
@@ -200,25 +208,51 @@ fn check_columns(checkpoint: &Checkpoint, name: &str, part: &StatePart) -> Resul
     }
 }
 
-/// What a state tensor that is missing means.
-fn of_another_optimizer(error: EngineError) -> EngineError {
-    match error {
-        EngineError::Checkpoint(CheckpointError::NoTensor { path, name, .. }) => does_not_fit(format!(
-            "{} was written under another optimizer.name: it has no `{name}`; set the one that the run has used, or begin a new run with model.path = an \
-             export of this one",
-            path.display()
-        )),
-        error => error,
+/// Checks that every tensor of the checkpoint has its place on some rank, in the model or in the
+/// optimizer's state: what nobody reads would be gone with the next checkpoint.
+fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
+    for part in checkpoint.manifest().parts.keys() {
+        let names = match part.as_str() {
+            // load_parameters checks it.
+            MODEL => continue,
+            OPTIMIZER => all_state_names(rank),
+            _ => BTreeSet::new(),
+        };
+        checkpoint
+            .check_all_read(part, |name| names.contains(name))
+            .map_err(|error| of_another_optimizer(error.into()))?;
     }
+    Ok(())
+}
+
+/// What a state tensor that is missing, or that nobody reads, means.
+fn of_another_optimizer(error: EngineError) -> EngineError {
+    let (path, what) = match &error {
+        EngineError::Checkpoint(CheckpointError::NoTensor { path, name, .. }) => (path, format!("has no `{name}`")),
+        EngineError::Checkpoint(CheckpointError::Unread { path, part, tensors }) if part == OPTIMIZER => {
+            (path, format!("has a `{}`, which would be lost", tensors[0]))
+        }
+        _ => return error,
+    };
+    does_not_fit(format!(
+        "{} was written under another optimizer.name or momentum: it {what}; set those that the run has used, or begin a new run with model.path = an \
+         export of this one",
+        path.display()
+    ))
 }
 
 /// The parameters alone, for evaluation, generation and export.
+///
+/// # Errors
+/// Tensors of the model that are missing, have another shape, or that the model does not have.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     let name = |(id, spec): (ParamId, &ParameterSpec)| {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
         (id, (name, spec.shape.clone()))
     };
     let specs: BTreeMap<_, _> = rank.model().parameters().map(name).collect();
+    let names: BTreeSet<&str> = specs.values().map(|(name, _)| name.as_str()).collect();
+    checkpoint.check_all_read(MODEL, |name| names.contains(name))?;
     rank.set_masters(|id, range, values| {
         let (name, shape) = &specs[&id];
         fill(checkpoint, MODEL, name, shape, range, values)
@@ -249,10 +283,25 @@ fn optimizer_tensors(rank: &Rank) -> Result<Vec<StateTensor>> {
     Ok(all.into_values().collect())
 }
 
-/// `block.3.attn.qkv.weight.exp_avg`
+/// The names of all state tensors of the model, those that other ranks hold included.
+fn all_state_names(rank: &Rank) -> BTreeSet<String> {
+    let units = rank.model().units().iter();
+    let parameters = units.flat_map(|unit| unit.parameters().iter().map(move |spec| (unit.name(), spec)));
+    let names = |(unit, spec): (&str, &ParameterSpec)| {
+        let tensors = rank.optimizer.state_names(spec).iter();
+        tensors.map(|tensor| tensor_name(unit, spec, tensor)).collect::<Vec<_>>()
+    };
+    parameters.flat_map(names).collect()
+}
+
 fn state_name(rank: &Rank, part: &StatePart) -> String {
     let unit = &rank.model().units()[part.unit];
-    format!("{}.{}.{}", unit.name(), unit.parameters()[part.index].name, part.name)
+    tensor_name(unit.name(), &unit.parameters()[part.index], part.name)
+}
+
+/// `block.3.attn.qkv.weight.exp_avg`
+fn tensor_name(unit: &str, parameter: &ParameterSpec, tensor: &str) -> String {
+    format!("{unit}.{}.{tensor}", parameter.name)
 }
 
 /// Reads the elements `range` of a tensor of `shape` into `target`.

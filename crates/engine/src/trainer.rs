@@ -1,6 +1,6 @@
 //! The training loop.
 
-use crate::checkpoint::{BackgroundWriter, CheckpointStore, Event, Retention};
+use crate::checkpoint::{BackgroundWriter, Event};
 use crate::config::Limits;
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
@@ -8,6 +8,7 @@ use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
+use crate::resume::rate_change;
 use crate::schedule::Schedule;
 use crate::session::Session;
 use crate::shape::compute_dtype;
@@ -192,12 +193,9 @@ impl<'s> Run<'s> {
             },
             session.position(),
         )?;
-        let checkpoint = &config.checkpoint;
-        let keep_best = checkpoint.keep_best.unwrap_or(session.resolved.validation);
-        let retention = Retention { keep_last: checkpoint.keep_last, keep_best };
         let mut store = None;
         if session.is_first() {
-            let (opened, notes) = CheckpointStore::open(&session.folder, retention)?;
+            let (opened, notes) = session.open_store()?;
             notes.iter().for_each(|line| progress.note(line));
             store = Some(opened);
         }
@@ -231,6 +229,13 @@ impl<'s> Run<'s> {
         };
         // A run that goes on under another limit of time knows its speed.
         clock.calibrate(&mut session.state);
+        if let Some(change) = rate_change(&session.state, &clock.schedule) {
+            progress.note(&format!("from step {} on {change}", session.state.step));
+        }
+        // What an earlier sitting has evaluated and recorded is not evaluated again.
+        let mut evaluated = [recorder.as_ref().and_then(Recorder::last_evaluation).unwrap_or(u64::MAX)];
+        session.world.broadcast(&mut evaluated, 0)?;
+        let evaluated = Some(evaluated[0]).filter(|step| *step != u64::MAX);
         let saved = (session.state.step, Instant::now());
         Ok(Run {
             session,
@@ -243,7 +248,7 @@ impl<'s> Run<'s> {
             clock,
             saved,
             owed: false,
-            evaluated: None,
+            evaluated,
             evaluation: None,
             steps: Vec::new(),
             kinds: Kinds::default(),
@@ -339,6 +344,8 @@ impl<'s> Run<'s> {
         let samples = loader.position().samples + session.resolved.batch.global as u64;
         let mut state = session.state.clone();
         state.seconds = self.clock.elapsed();
+        let rate_next = Some(self.clock.schedule.learning_rate(state.step + 1));
+        state.learning_rate_next = rate_next;
         let outcome = session.rank.execute(
             program,
             settings,
@@ -359,6 +366,7 @@ impl<'s> Run<'s> {
             },
         )?;
         session.state.advance(&outcome, &session.rank, samples);
+        session.state.learning_rate_next = rate_next;
         if snapshot {
             self.owed = session.state.skipped_in_a_row > 0;
             if !self.owed {

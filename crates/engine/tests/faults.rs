@@ -14,6 +14,7 @@ use trainyard_comm::{Communicator, local};
 use trainyard_engine::config::Config;
 use trainyard_engine::faults::{Faults, Hang, seeded};
 use trainyard_engine::metrics::progress::Quiet;
+use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::{EngineError, Result, world};
@@ -54,7 +55,7 @@ fn run(config: &Config, resume: Option<&Path>, faults: Option<&Arc<Faults>>) -> 
     let rank = |world: Communicator| {
         world::prepare(&world, config, faults.map(Arc::as_ref));
         let mut session = match resume {
-            Some(folder) => Session::resume(folder, &[], world, |_| ())?,
+            Some(folder) => Session::resume(&GoingOn::new(folder, &[]), world, |_| ())?,
             None => Session::create(config, world, |_| ())?,
         };
         faults.iter().for_each(|faults| session.rank.inject(Arc::clone(faults)));

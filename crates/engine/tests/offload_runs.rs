@@ -14,6 +14,7 @@ use trainyard_engine::Result;
 use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::Quiet;
+use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::snapshot::take;
 use trainyard_engine::trainer::{Control, Summary, train};
@@ -72,8 +73,9 @@ fn go_on(folder: &Path, name: &str, sets: &[&[&str]]) -> Result<Summary> {
     all.extend(["activations", "gradients"].map(|what| format!("memory.offload.{what}=none")));
     all.extend(sets.concat().iter().map(|set| (*set).to_owned()));
     let run_folder = folder.join(name);
-    let config = Session::configuration(&run_folder, &all)?;
-    run(&config, |world| Session::resume(&run_folder, &all, world, |_| ()))
+    let going_on = GoingOn::new(&run_folder, &all);
+    let config = Session::configuration(&going_on)?;
+    run(&config, |world| Session::resume(&going_on, world, |_| ()))
 }
 
 /// The last checkpoint's tensors.

@@ -9,10 +9,12 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use tensors::tensors;
-use trainyard_engine::checkpoint::find_latest;
+use trainyard_engine::checkpoint::{Choice, find_latest};
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::Quiet;
-use trainyard_engine::session::{Session, open_trained};
+use trainyard_engine::resume::GoingOn;
+use trainyard_engine::session::Session;
+use trainyard_engine::trained::{Runtime, open_trained};
 use trainyard_engine::trainer::{Control, Ending, train};
 use trainyard_engine::world;
 
@@ -70,8 +72,9 @@ fn go_on(folder: &Path, from: &str, name: &str, sets: &[&str], steps: &str) -> B
     let mut all: Vec<String> = auto.into();
     all.extend([sets, &[steps]].concat().iter().map(|set| (*set).to_owned()));
     let run_folder = folder.join(name);
-    let config = Session::configuration(&run_folder, &all).unwrap();
-    run(&run_folder, &config, |world| Session::resume(&run_folder, &all, world, |_| ()))
+    let going_on = GoingOn::new(&run_folder, &all);
+    let config = Session::configuration(&going_on).unwrap();
+    run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()))
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -125,8 +128,8 @@ fn any_number_of_ranks_reads_what_any_other_wrote() {
     assert_ne!(one, four);
 
     // Evaluation, generation and export open it like any other.
-    let runtime = trainyard_engine::session::Runtime::of_this_machine();
-    let trained = open_trained(&folder.join("four"), &runtime, |_| ()).unwrap();
+    let runtime = Runtime::of_this_machine();
+    let trained = open_trained(&folder.join("four"), Choice::Latest, &runtime, |_| ()).unwrap();
     let (id, spec) = trained.rank.model().parameters().next().unwrap();
     let name = trained.rank.model().parameter_name(id).unwrap();
     let read = trained.rank.parameters.master(id, &spec.shape).unwrap();
@@ -154,10 +157,12 @@ fn scales_of_eight_bits_go_on_where_they_were() {
     start(folder, "later", &[ONE, &FP8[2..]].concat(), "training.steps=2");
     copy(&folder.join("later"), &folder.join("later-on"));
     let sets: Vec<String> = ["precision.fp8=hybrid", "training.steps=4"].map(str::to_owned).into();
-    let config = Session::configuration(&folder.join("later-on"), &sets).unwrap();
+    let later_on = folder.join("later-on");
+    let going_on = GoingOn::new(&later_on, &sets);
+    let config = Session::configuration(&going_on).unwrap();
     let said = std::sync::Mutex::new(Vec::new());
-    run(&folder.join("later-on"), &config, |world| {
-        Session::resume(&folder.join("later-on"), &sets, world, |line| said.lock().unwrap().push(line.to_owned()))
+    run(&later_on, &config, |world| {
+        Session::resume(&going_on, world, |line| said.lock().unwrap().push(line.to_owned()))
     });
     let said = said.into_inner().unwrap().join("\n");
     for part in

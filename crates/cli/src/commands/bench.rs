@@ -12,7 +12,7 @@ use std::time::Instant;
 use trainyard_base::format_bytes;
 use trainyard_engine::bench::{PurposeMemory, StepReport, steps};
 use trainyard_engine::config::{Config, Inputs, Resolved};
-use trainyard_engine::session::Runtime;
+use trainyard_engine::trained::Runtime;
 use trainyard_tensor::bench::attention::{BenchError, Case, Measured, measure as time_attention};
 use trainyard_tensor::bench::gemm::{LAYERS, geometric_mean, time_layer};
 use trainyard_tensor::cpu::peak::{self, Peaks};

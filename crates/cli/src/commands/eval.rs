@@ -1,7 +1,7 @@
 //! `trainyard eval`: the loss of a trained model on text.
 
 use super::data::tokenizing;
-use super::{BosArgs, RuntimeArgs};
+use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
@@ -11,7 +11,7 @@ use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
 use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
-use trainyard_engine::session::open_trained;
+use trainyard_engine::trained::open_trained;
 
 /// The longest rows for a model that was not trained here, whose longest sequence may be far beyond
 /// what is sensible.
@@ -20,8 +20,10 @@ const LENGTH_MAX: usize = 1024;
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    /// A run's folder, or a Hugging Face folder.
     model: PathBuf,
+    #[command(flatten)]
+    checkpoint: CheckpointArgs,
     /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's
     /// tokenizer (of `data prepare`'s OUT what it held back).
     #[arg(long, value_name = "FILES", required = true, num_args = 1..)]
@@ -50,24 +52,24 @@ pub struct Args {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let runtime = args.runtime.resolve()?;
-    let trained = open_trained(&args.model, &runtime, note)
+    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let scratch = Scratch::new()?;
     let tokenizer = args.bos.tokenizer(&trained)?;
     let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
     let longest = trained.spec.max_positions;
-    let resolved = trained.resolved.as_ref();
+    let run = trained.run.as_ref();
     let length = match args.length {
         Some(length) if length as usize > longest => {
             bail!("--length {length} is beyond the model's longest sequence of {longest} tokens")
         }
         Some(length) => length as usize,
-        None => resolved.map_or(longest.min(LENGTH_MAX), |r| r.sequence_length),
+        None => run.map_or(longest.min(LENGTH_MAX), |run| run.sequence_length),
     };
     let settings = EvaluationSettings {
         sequence_length: length,
         rows: args.rows as usize,
-        respect_document_boundaries: resolved.is_none_or(|r| r.config.data.respect_document_boundaries),
+        respect_document_boundaries: run.is_none_or(|run| run.config.data.respect_document_boundaries),
         tokens_max: args.tokens_max,
     };
     let began = std::time::Instant::now();
@@ -84,13 +86,13 @@ pub fn run(args: &Args) -> Result<()> {
     if !found.loss_sum.is_finite() {
         bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
     }
-    let step = trained.step.unwrap_or(0);
+    let step = run.map(|run| run.step);
     let seconds = began.elapsed().as_secs_f64();
-    let metrics = EvaluationMetrics::new(step, found.loss_sum, found.targets, found.text_bytes, seconds);
+    let metrics = EvaluationMetrics::new(step.unwrap_or(0), found.loss_sum, found.targets, found.text_bytes, seconds);
     if args.json {
         let line = json!({
             "model": args.model,
-            "step": trained.step,
+            "step": step,
             "loss": metrics.loss,
             "perplexity": metrics.perplexity,
             "bits_per_byte": metrics.bits_per_byte,
@@ -99,7 +101,7 @@ pub fn run(args: &Args) -> Result<()> {
         });
         return print(format_args!("{line}\n"));
     }
-    let step = trained.step.map_or(String::new(), |step| format!(" at step {step}"));
+    let step = step.map_or(String::new(), |step| format!(" at step {step}"));
     print(format_args!("{}{step}, {} tokens\n", args.model.display(), count(metrics.tokens)))?;
     print(format_args!("loss           {:.4}\nperplexity     {:.4}\n", metrics.loss, metrics.perplexity))?;
     match metrics.bits_per_byte {

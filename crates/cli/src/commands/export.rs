@@ -1,14 +1,15 @@
 //! `trainyard export`: a trained model as a Hugging Face folder.
 
-use super::Precision;
+use super::{CheckpointArgs, Precision};
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
-use trainyard_engine::session::{Runtime, files, open_trained};
-use trainyard_engine::shape::compute_dtype;
+use trainyard_engine::session::files;
+use trainyard_engine::shape;
+use trainyard_engine::trained::{Runtime, open_trained};
 use trainyard_model::weights::{ExportOptions, export};
 use trainyard_tensor::DType;
 
@@ -16,8 +17,10 @@ use trainyard_tensor::DType;
 /// tokenizer.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    /// A run's folder, or a Hugging Face folder.
     model: PathBuf,
+    #[command(flatten)]
+    checkpoint: CheckpointArgs,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -65,11 +68,11 @@ pub fn run(args: &Args) -> Result<()> {
     }
     // The masters are exported, whatever the run computed in.
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
-    let trained = open_trained(&args.model, &runtime, note)
+    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
-    let (dtype, because) = match (args.dtype, &trained.resolved) {
+    let (dtype, because) = match (args.dtype, &trained.run) {
         (Some(dtype), _) => (dtype.dtype(), ""),
-        (None, Some(resolved)) => (compute_dtype(resolved), ", as the run computes"),
+        (None, Some(run)) => (shape::dtype_of(run.config.precision.compute), ", as the run computes"),
         (None, None) => (dtype_of(&args.model)?, ", as config.json says"),
     };
     let generation = super::generation_config(&args.model)?;
@@ -84,14 +87,14 @@ pub fn run(args: &Args) -> Result<()> {
         .tokenizer
         .save_hugging_face(&args.out, trained.spec.max_positions)
         .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
-    let add_bos = trained.resolved.as_ref().and_then(|resolved| resolved.config.tokenizer.add_bos);
+    let add_bos = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
     if trained.tokenizer.clone().with_bos(add_bos)?.before() != trained.tokenizer.before() {
         let now = trained.tokenizer.around_in_words().unwrap_or_else(|| "begins texts with no token".to_owned());
         note(&format!(
             "the run had a tokenizer.add_bos of its own, and the exported tokenizer is as it came: it {now}"
         ));
     }
-    let step = trained.step.map_or(String::new(), |step| format!(" (step {step})"));
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" (step {})", run.step));
     print(format_args!(
         "{}{step}: {} of weights in {}{because}, tokenizer in {}\n",
         args.model.display(),

@@ -1,19 +1,21 @@
 //! `trainyard generate`: text from a trained model, as it is sampled.
 
-use super::{BosArgs, RuntimeArgs};
+use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
 use trainyard_engine::generate::{Sampling, generate};
-use trainyard_engine::session::{Trained, open_trained};
+use trainyard_engine::trained::{Trained, open_trained};
 use trainyard_model::hf;
 
 /// Continue a prompt with a run or a Hugging Face folder; the text appears as it is sampled.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder (its newest whole checkpoint counts), or a Hugging Face folder.
+    /// A run's folder, or a Hugging Face folder.
     model: PathBuf,
+    #[command(flatten)]
+    checkpoint: CheckpointArgs,
     /// The text to continue.
     #[arg(long)]
     prompt: String,
@@ -47,7 +49,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
-    let trained = open_trained(&args.model, &args.runtime.resolve()?, note)
+    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &args.runtime.resolve()?, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let tokenizer = args.bos.tokenizer(&trained)?;
     // What would end the text is left out: it is to go on.

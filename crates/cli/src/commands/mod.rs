@@ -23,8 +23,10 @@ use crate::output::note;
 use anyhow::{Context, Result};
 use std::path::Path;
 use trainyard_data::Tokenizer;
+use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::DeviceKind;
-use trainyard_engine::session::{Runtime, Trained, files};
+use trainyard_engine::session::files;
+use trainyard_engine::trained::{Runtime, Trained};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Isa;
 
@@ -62,7 +64,7 @@ pub struct BosArgs {
 impl BosArgs {
     /// The model's tokenizer with that choice, which is said.
     pub fn tokenizer(&self, trained: &Trained) -> Result<Tokenizer> {
-        let of_run = trained.resolved.as_ref().and_then(|resolved| resolved.config.tokenizer.add_bos);
+        let of_run = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
         let tokenizer = trained.tokenizer.clone().with_bos(self.add_bos.or(of_run)).context("--add-bos")?;
         if let Some(words) = tokenizer.around_in_words() {
             note(&format!("the tokenizer {words}"));
@@ -79,6 +81,15 @@ pub fn generation_config(model: &Path) -> Result<Option<String>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
     }
+}
+
+/// Which checkpoint of a run is used.
+#[derive(clap::Args)]
+pub struct CheckpointArgs {
+    /// The checkpoint of a run: latest (the newest whole one), best (that of the lowest validation
+    /// loss), or a step.
+    #[arg(long, value_name = "latest|best|STEP", default_value_t)]
+    pub checkpoint: Choice,
 }
 
 /// How a trained model is run.

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, DeviceKind, Fp8Recipe, OptimizerName};
 use trainyard_engine::host;
-use trainyard_engine::session::Runtime;
 use trainyard_engine::shape::model_spec;
+use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
 use trainyard_plan::{

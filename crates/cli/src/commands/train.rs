@@ -7,7 +7,7 @@ use crate::output::{chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,11 +15,13 @@ use std::time::{Duration, Instant};
 use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group;
 use trainyard_comm::{Communicator, Environment};
+use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::early_stopping::StoppedEarly;
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress;
+use trainyard_engine::resume::{GoingOn, ModelChange, rate_change};
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
@@ -42,6 +44,15 @@ pub struct Args {
     /// Go on with an earlier run, from its newest whole checkpoint.
     #[arg(long, value_name = "RUN", conflicts_with = "config")]
     resume: Option<PathBuf>,
+    /// With --resume: go on from this checkpoint. Those of later steps are moved into a folder of
+    /// the run's, set-aside-NNN, with a copy of the records.
+    #[arg(long, value_name = "latest|best|STEP", requires = "resume")]
+    checkpoint: Option<Choice>,
+    /// With --resume: let --set change what leaves the model's tensors as they are (rope_theta,
+    /// sliding_window, norm_eps, activation, max_sequence_length). Without it every change of the
+    /// model is an error.
+    #[arg(long, requires = "resume")]
+    change_model: bool,
     /// Train on these files or folders instead of what the configuration names; can be given
     /// several times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
@@ -82,12 +93,17 @@ pub const RUN_FILE: &str = "--run-file";
 pub const RESTART: &str = "--restart";
 
 impl Args {
-    /// The run to go on with, and what is set over its configuration: an attempt before this one
-    /// has made the configuration with what was set.
-    fn resumed(&self) -> Option<(&Path, &[String])> {
+    /// The run to go on with: an attempt before this one has made the configuration with what was
+    /// set, and has gone back to the checkpoint that was chosen.
+    fn going_on(&self) -> Option<GoingOn<'_>> {
+        let model_change = if self.change_model { ModelChange::OnPurpose } else { ModelChange::Refused };
         match (&self.restart, &self.resume) {
-            (Some(folder), None) => Some((folder, &[])),
-            (Some(folder), Some(_)) | (None, Some(folder)) => Some((folder, &self.sets)),
+            (Some(folder), None) => Some(GoingOn::new(folder, &[])),
+            (Some(folder), Some(_)) => Some(GoingOn { model_change, ..GoingOn::new(folder, &self.sets) }),
+            (None, Some(folder)) => {
+                let checkpoint = self.checkpoint.unwrap_or_default();
+                Some(GoingOn { checkpoint, model_change, ..GoingOn::new(folder, &self.sets) })
+            }
             (None, None) => None,
         }
     }
@@ -102,7 +118,9 @@ impl Args {
         self.plan.iter().for_each(|_| option("--plan", "auto".into()));
         self.trial_seconds.iter().for_each(|seconds| option("--trial-seconds", seconds.to_string().into()));
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
+        self.checkpoint.iter().for_each(|choice| option("--checkpoint", choice.to_string().into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
+        command.extend(self.change_model.then(|| "--change-model".into()));
         Ok(command)
     }
 }
@@ -140,10 +158,10 @@ fn is_first_process() -> bool {
 fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     // Processes need each other before they know their configuration only where rank 0 picks it.
     let world = if args.plan.is_some() { Environment::detect()?.connect()? } else { None };
-    let config = match args.resumed() {
-        Some((folder, sets)) => {
-            let config = Session::configuration(folder, sets);
-            let config = config.with_context(|| format!("cannot resume {}", folder.display()));
+    let config = match args.going_on() {
+        Some(going_on) => {
+            let config = Session::configuration(&going_on);
+            let config = config.with_context(|| format!("cannot resume {}", going_on.folder.display()));
             config.inspect_err(|error| world.iter().for_each(|world| drop(world.give_up(chain(error)))))?
         }
         None => configuration(args, world.as_ref())?,
@@ -212,8 +230,8 @@ fn train_rank(
     if world.backend() != "local" {
         say(&processes(&world, &Environment::detect()?));
     }
-    let mut session = match args.resumed() {
-        Some((folder, sets)) => Session::resume(folder, sets, world, say)?,
+    let mut session = match args.going_on() {
+        Some(going_on) => Session::resume(&going_on, world, say)?,
         None => Session::create(config, world, say)?,
     };
     if let (true, Some(file)) = (is_first, &args.run_file) {
@@ -587,8 +605,14 @@ fn describe(session: &Session, summary: &Summary) -> String {
         Ending::Interrupted => String::new(),
         Ending::Complete => longer(&session.resolved, summary.stopped_early.is_some()),
     };
+    let rate = match summary.ending {
+        Ending::Interrupted => None,
+        Ending::Complete => rate_change(&session.state, &session.resolved.schedule_over(2 * summary.steps)),
+    };
+    let rate = rate.map_or(String::new(), |change| format!("             {change}\n"));
     text + &format!(
         "go on        trainyard train --resume {folder}{more}\n\
+         {rate}\
          use it       trainyard generate {folder} --prompt \"...\"\n             \
                       trainyard eval {folder} --data FILES\n             \
                       trainyard export {folder} --out DIR\n"

@@ -26,6 +26,7 @@
 //! disk that lies after a sync. `docs/checkpoints.md` is the description for users.
 
 mod background;
+mod choice;
 mod fault;
 mod group;
 mod manifest;
@@ -36,6 +37,7 @@ mod tests;
 mod write;
 
 pub use background::{BackgroundWriter, Event};
+pub use choice::{Choice, find};
 pub use fault::{Fault, FaultKind};
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
@@ -225,6 +227,41 @@ pub enum CheckpointError {
         /// Each with its reason, newest first.
         skipped: Vec<Skipped>,
     },
+    /// There is no checkpoint of the step that was named.
+    #[error("{path} has no checkpoint of step {step}: {}", match there.as_slice() {
+        [] => "there is none yet".to_owned(),
+        there => format!("there are those of {}", there.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")),
+    })]
+    NoStep {
+        /// The folder of checkpoints.
+        path: PathBuf,
+        /// The step.
+        step: u64,
+        /// Those that are there.
+        there: Vec<u64>,
+    },
+    /// No checkpoint is known to be the best.
+    #[error(
+        "{path} has no best checkpoint: no evaluation was recorded, or the checkpoint of the best one is gone; set \
+         evaluation.interval_steps and checkpoint.keep_best, or name a step"
+    )]
+    NoBest {
+        /// The folder of checkpoints.
+        path: PathBuf,
+    },
+    /// A checkpoint has tensors that nobody asks for.
+    #[error(
+        "{path} has tensors in its part `{part}` that this model and optimizer do not read, and they would be lost: {}",
+        named(tensors)
+    )]
+    Unread {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The part.
+        part: String,
+        /// The tensors.
+        tensors: Vec<String>,
+    },
     /// A tensor that the reader asked for is not there.
     #[error("{path} has no tensor `{name}` in its part `{part}`")]
     NoTensor {
@@ -256,6 +293,16 @@ pub enum CheckpointError {
     /// A fault that a test asked for.
     #[error("crashed at position {0}, as injected")]
     Injected(u64),
+}
+
+/// The first few of `names`, and how many more there are.
+fn named(names: &[String]) -> String {
+    const NAMED_MAX: usize = 4;
+    let first: Vec<_> = names.iter().take(NAMED_MAX).map(|name| format!("`{name}`")).collect();
+    match names.len().saturating_sub(NAMED_MAX) {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
+    }
 }
 
 impl CheckpointError {

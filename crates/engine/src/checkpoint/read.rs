@@ -78,6 +78,18 @@ impl Checkpoint {
         self.manifest.parts.get(part).into_iter().flat_map(|tensors| tensors.keys().map(String::as_str))
     }
 
+    /// Checks that every tensor of `part` is one that its reader asks for.
+    ///
+    /// # Errors
+    /// Tensors that `is_read` does not know.
+    pub fn check_all_read(&self, part: &str, is_read: impl Fn(&str) -> bool) -> Result<(), CheckpointError> {
+        let tensors: Vec<String> = self.names(part).filter(|name| !is_read(name)).map(str::to_owned).collect();
+        match tensors.is_empty() {
+            true => Ok(()),
+            false => Err(CheckpointError::Unread { path: self.path.clone(), part: part.to_owned(), tensors }),
+        }
+    }
+
     /// What the manifest says of a tensor.
     pub fn entry(&self, part: &str, name: &str) -> Result<&TensorEntry, CheckpointError> {
         self.manifest.parts.get(part).and_then(|tensors| tensors.get(name)).ok_or_else(|| CheckpointError::NoTensor {

@@ -13,6 +13,9 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+/// The note of the best evaluation, in the folder of checkpoints.
+const BEST: &str = "best.json";
+
 /// Which checkpoints outlive newer ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Retention {
@@ -236,7 +239,7 @@ impl CheckpointStore {
         }
         let text = serde_json::to_vec_pretty(&Best { step, loss })
             .map_err(|error| CheckpointError::Snapshot(format!("its loss is no JSON: {error}")))?;
-        let path = self.folder.join("best.json");
+        let path = self.folder.join(BEST);
         self.disk.replace(&path, &text)?;
         Ok(true)
     }
@@ -256,15 +259,44 @@ impl CheckpointStore {
     }
 
     fn forget_best(&mut self) -> Result<(), CheckpointError> {
-        let path = self.folder.join("best.json");
+        let path = self.folder.join(BEST);
         fs::remove_file(&path).map_err(CheckpointError::io("remove", &path))
     }
 
     /// The best evaluation whose checkpoint is still there.
     pub fn best(&self) -> Option<Best> {
-        let text = fs::read(self.folder.join("best.json")).ok()?;
-        let best: Best = serde_json::from_slice(&text).ok()?;
-        self.path(best.step).is_dir().then_some(best)
+        // A damaged note of it is as good as none: the next evaluation writes another.
+        best_in(&self.folder).unwrap_or_default()
+    }
+
+    /// True where there are checkpoints of later steps than `step`, whole or damaged.
+    ///
+    /// # Errors
+    ///
+    /// Refusals of the operating system.
+    pub fn has_after(&self, step: u64) -> Result<bool, CheckpointError> {
+        Ok(steps(&self.folder)?.last().is_some_and(|last| *last > step))
+    }
+
+    /// Moves the checkpoints of later steps than `step`, whole or damaged, into `folder`, with the
+    /// note of the best evaluation where that is one of them. Returns their steps, newest first.
+    ///
+    /// # Errors
+    ///
+    /// Refusals of the operating system; then those that are not moved are where they were.
+    pub fn move_after(&mut self, step: u64, folder: &Path) -> Result<Vec<u64>, CheckpointError> {
+        fs::create_dir_all(folder).map_err(CheckpointError::io("create", folder))?;
+        if self.best().is_some_and(|best| best.step > step) {
+            let note = self.folder.join(BEST);
+            fs::copy(&note, folder.join(BEST)).map_err(CheckpointError::io("copy", &note))?;
+        }
+        let later: Vec<u64> = steps(&self.folder)?.into_iter().rev().take_while(|later| *later > step).collect();
+        for later in &later {
+            self.disk.rename(&self.path(*later), &folder_of(folder, *later))?;
+        }
+        self.disk.sync_dir(folder)?;
+        self.disk.sync_dir(&self.folder)?;
+        Ok(later)
     }
 
     fn path(&self, step: u64) -> PathBuf {
@@ -326,7 +358,24 @@ impl CheckpointStore {
     }
 }
 
-fn folder_of(checkpoints: &Path, step: u64) -> PathBuf {
+/// The best evaluation in the folder of checkpoints whose checkpoint is still there.
+///
+/// # Errors
+///
+/// A note of it that cannot be read.
+pub(super) fn best_in(checkpoints: &Path) -> Result<Option<Best>, CheckpointError> {
+    let path = checkpoints.join(BEST);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(CheckpointError::io("read", &path)(error)),
+    };
+    let best: Best =
+        serde_json::from_slice(&text).map_err(|error| CheckpointError::damaged(&path, error.to_string()))?;
+    Ok(folder_of(checkpoints, best.step).is_dir().then_some(best))
+}
+
+pub(super) fn folder_of(checkpoints: &Path, step: u64) -> PathBuf {
     checkpoints.join(format!("step-{step:08}"))
 }
 
@@ -399,7 +448,7 @@ pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
     Ok(SetAside { before, moved })
 }
 
-fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
+pub(super) fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
     let mut skipped = Vec::new();
     for step in steps(folder)?.into_iter().rev() {
         let path = folder_of(folder, step);

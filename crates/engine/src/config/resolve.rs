@@ -16,6 +16,19 @@ const TOKENS_MAX: usize = 1 << 24;
 /// each of the model's units.
 const ACCUMULATION_MAX: usize = 1 << 14;
 
+/// Longer sequences must be asked for: activations grow with them.
+const SEQUENCE_LENGTH_DERIVED_MAX: usize = 2048;
+
+/// Tokens of a sequence where `training.sequence_length` is unset and the model takes `longest`.
+pub(crate) fn usual_sequence_length(longest: usize) -> usize {
+    longest.min(SEQUENCE_LENGTH_DERIVED_MAX)
+}
+
+/// Steps of the warmup where `schedule.warmup_steps` is unset, of a run of `steps`.
+fn usual_warmup(steps: u64) -> u64 {
+    (steps / 50).min(2000)
+}
+
 /// What the configuration depends on and does not contain.
 #[derive(Clone, Debug)]
 pub struct Inputs {
@@ -217,6 +230,15 @@ impl Resolved {
         self.batch.global as u64 * self.sequence_length as u64
     }
 
+    /// The schedule of a run of `steps` with these settings.
+    pub fn schedule_over(&self, steps: u64) -> Schedule {
+        let warmup_steps = match (self.requested.schedule.warmup_steps, self.limits.steps) {
+            (None, Some(_)) => usual_warmup(steps),
+            _ => self.schedule.warmup_steps,
+        };
+        Schedule { steps: Some(steps), warmup_steps, ..self.schedule }
+    }
+
     /// What block `block` keeps from forward for backward.
     pub fn checkpoint_mode(&self, block: usize) -> CheckpointMode {
         let section = &self.config.activation_checkpointing;
@@ -236,7 +258,7 @@ impl Config {
         let mut requested = self.clone();
         // Zero threads is another way to say unset.
         requested.compute.threads = requested.compute.threads.filter(|threads| *threads > 0);
-        let mut r = Resolver { config: requested.clone(), derivations: Vec::new(), problems: Problems::default() };
+        let mut r = Resolver::new(requested.clone());
         r.run();
         let model = r.model(inputs);
         r.tokenizer();
@@ -278,6 +300,17 @@ impl Config {
         };
         r.problems.into_result(resolved)
     }
+
+    /// As [`Config::resolve`], `[model]` alone.
+    ///
+    /// # Errors
+    ///
+    /// Every problem of the model.
+    pub fn resolve_model(&self, inputs: &Inputs) -> Result<ModelSource, ConfigError> {
+        let mut r = Resolver::new(self.clone());
+        let model = r.model(inputs);
+        r.problems.into_result(model)
+    }
 }
 
 /// The configuration being completed. Methods go on after a problem with some harmless value, so
@@ -289,6 +322,10 @@ pub(super) struct Resolver {
 }
 
 impl Resolver {
+    fn new(config: Config) -> Resolver {
+        Resolver { config, derivations: Vec::new(), problems: Problems::default() }
+    }
+
     /// A problem of `key`, shown with the place where it was set.
     pub(super) fn problem(&mut self, key: &str, message: impl Into<String>) {
         let origin = self.config.origin(key);
@@ -402,8 +439,6 @@ impl Resolver {
     }
 
     fn sequence_length(&mut self, inputs: &Inputs) -> usize {
-        /// Longer ones must be asked for: activations grow with it.
-        const DERIVED_MAX: usize = 2048;
         let given = self.config.training.sequence_length;
         let longest = match inputs.pretrained {
             Some(pretrained) => Some((pretrained.max_sequence_length, "config.json's longest")),
@@ -413,10 +448,10 @@ impl Resolver {
         let length = match (given, longest) {
             (Some(given), _) => given,
             (None, Some((longest, what))) => {
-                let because = format!("{what}, {longest}, at most {DERIVED_MAX}");
-                self.settle(key, &None, longest.min(DERIVED_MAX), because)
+                let because = format!("{what}, {longest}, at most {SEQUENCE_LENGTH_DERIVED_MAX}");
+                self.settle(key, &None, usual_sequence_length(longest), because)
             }
-            (None, None) if self.config.model.path.is_some() => DERIVED_MAX,
+            (None, None) if self.config.model.path.is_some() => SEQUENCE_LENGTH_DERIVED_MAX,
             (None, None) => {
                 self.problem(
                     key,
@@ -521,7 +556,7 @@ impl Resolver {
         let section = self.config.schedule.clone();
         let ScheduleSection { kind, .. } = section;
         let (default, because) = match steps {
-            Some(steps) => ((steps / 50).min(2000), format!("2 % of {steps} steps, at most 2000")),
+            Some(steps) => (usual_warmup(steps), format!("2 % of {steps} steps, at most 2000")),
             None => (20, "the number of steps is not known yet".to_owned()),
         };
         let warmup_steps = self.settle("schedule.warmup_steps", &section.warmup_steps, default, because);

@@ -248,6 +248,11 @@ impl Recorder {
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &scalars))
     }
 
+    /// The step of the last evaluation that was on record when this was opened.
+    pub fn last_evaluation(&self) -> Option<u64> {
+        self.evaluations.as_ref().and_then(JsonLines::last_step)
+    }
+
     /// Makes everything written so far durable.
     pub fn sync(&mut self) -> Result<(), MetricsError> {
         self.steps.iter_mut().chain(&mut self.evaluations).try_for_each(JsonLines::sync)

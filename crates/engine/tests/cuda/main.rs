@@ -12,6 +12,7 @@ use std::time::Instant;
 use trainyard_autograd::{Policy, Tape};
 use trainyard_data::{IndexedTokens, PrepareOptions, prepare};
 use trainyard_engine::EngineError;
+use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::open_text;
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate};
@@ -22,10 +23,11 @@ use trainyard_engine::links::Links;
 use trainyard_engine::metrics::Quiet;
 use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Launches, Rank, RankSettings, StepOutcome, StepSettings, stretch};
-use trainyard_engine::session::{Session, open_trained_on};
+use trainyard_engine::session::Session;
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
+use trainyard_engine::trained::open_trained_on;
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::world;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Forward, Model, ModelSpec, Output};
@@ -337,7 +339,8 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
         let folder = tempfile::tempdir().unwrap();
         trained(folder.path(), model);
         let run = |device: &Device, dtype| {
-            let trained = open_trained_on(device, &folder.path().join("run"), Some(dtype), |_| ()).unwrap();
+            let trained =
+                open_trained_on(device, &folder.path().join("run"), Choice::Latest, Some(dtype), |_| ()).unwrap();
             let corpus = open_text(&[folder.path().join("text.txt")], "text").unwrap();
             let out = folder.path().join("tokens");
             let options = PrepareOptions { validation_fraction: 0.0, reuse: true, ..PrepareOptions::new(out) };

@@ -149,6 +149,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
             seconds: 0.0,
             schedule_steps: None,
             schedule_seconds: None,
+            learning_rate_next: None,
             scaler: LossScaler::none(),
             amax_history: None,
             early_stopping: Default::default(),

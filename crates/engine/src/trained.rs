@@ -1,0 +1,206 @@
+//! Trained models, opened for evaluation, generation and export: a run at one of its checkpoints,
+//! or a Hugging Face folder.
+//!
+//! Nothing of a run's configuration is resolved here. Its data, its GPUs or the model that it began
+//! from may be gone, or be on another machine, and a trained model needs none of them: `model.json`
+//! describes it, and three keys of `config.toml` say how it was trained.
+
+use crate::checkpoint::{self, Choice, Found};
+use crate::config::{Config, DeviceKind, Inputs, usual_sequence_length};
+use crate::rank::Rank;
+use crate::session::{UNTRIED, files};
+use crate::shape::dtype_of;
+use crate::snapshot;
+use crate::state::does_not_fit;
+use crate::{EngineError, Result};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use trainyard_autograd::ParamId;
+use trainyard_data::Tokenizer;
+use trainyard_model::{Model, ModelSpec, hf, weights::WeightReader};
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::{DType, Device};
+
+/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in
+/// use.
+pub struct Trained {
+    /// The model with its parameters.
+    pub rank: Rank,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Its description.
+    pub spec: ModelSpec,
+    /// How it was trained; None for a Hugging Face folder.
+    pub run: Option<TrainedRun>,
+}
+
+/// The run that a trained model is of.
+pub struct TrainedRun {
+    /// Its configuration, as it was asked for.
+    pub config: Config,
+    /// Tokens of a sequence in training.
+    pub sequence_length: usize,
+    /// The step of the checkpoint.
+    pub step: u64,
+}
+
+/// How a trained model is to be run.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    /// The kernels.
+    pub isa: Isa,
+    /// Threads.
+    pub threads: usize,
+    /// Precision of forward; None: the run's, or f32.
+    pub dtype: Option<DType>,
+    /// The processor, or a GPU: number 0 where none is named.
+    pub device: DeviceKind,
+}
+
+impl Runtime {
+    /// The best of this machine.
+    pub fn of_this_machine() -> Runtime {
+        let (isa, threads) = (Isa::detect(), Inputs::of_this_machine().cores);
+        Runtime { isa, threads, dtype: None, device: DeviceKind::Cpu }
+    }
+}
+
+/// Opens a run at the checkpoint that `choice` means, or a Hugging Face folder, which has none to
+/// choose from.
+///
+/// # Errors
+/// A folder that is neither; a checkpoint that is not there, is damaged, or holds other tensors
+/// than the model; a configuration that cannot be read.
+pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
+    let device = match runtime.device {
+        DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
+        DeviceKind::Cuda(ordinal) => {
+            note(UNTRIED);
+            Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
+        }
+    };
+    open_trained_on(&device, folder, choice, runtime.dtype, note)
+}
+
+/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's,
+/// or f32.
+///
+/// # Errors
+/// As [`open_trained`].
+pub fn open_trained_on(
+    device: &Device,
+    folder: &Path,
+    choice: Choice,
+    dtype: Option<DType>,
+    mut note: impl FnMut(&str),
+) -> Result<Trained> {
+    if !folder.join(files::MODEL).is_file() {
+        if choice != Choice::Latest {
+            return Err(does_not_fit(format!(
+                "{} is not the folder of a run (it has no {}), so it has no checkpoint to choose: leave out --checkpoint {choice}",
+                folder.display(),
+                files::MODEL
+            )));
+        }
+        return open_hugging_face(folder, device, dtype, &mut note);
+    }
+    let mut spec = read_spec(folder)?;
+    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
+    let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
+    let longest = spec.max_positions;
+    let sequence_length = config.training.sequence_length.unwrap_or_else(|| usual_sequence_length(longest));
+    if !(1..=longest).contains(&sequence_length) {
+        return Err(does_not_fit(format!(
+            "{}: training.sequence_length = {sequence_length}, and the model takes 1 to {longest} tokens",
+            folder.join(files::CONFIG).display()
+        )));
+    }
+    if let Some(eos) = tokenizer.eos().filter(|eos| config.model.path.is_none() && !spec.eos_tokens.contains(eos)) {
+        // A shape knows no tokenizer, or that of the model it is named after; who loads an export
+        // is to stop where texts ended.
+        (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
+    }
+    let found = find_checkpoint(folder, choice, &mut note)?.ok_or_else(|| {
+        does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
+    })?;
+    let dtype = dtype.unwrap_or_else(|| dtype_of(config.precision.compute));
+    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype)?;
+    snapshot::load_parameters(&mut rank, &found.checkpoint)?;
+    Ok(Trained { rank, tokenizer, spec, run: Some(TrainedRun { config, sequence_length, step: found.step }) })
+}
+
+/// The description of the model of the run in `folder`.
+pub(crate) fn read_spec(folder: &Path) -> Result<ModelSpec> {
+    let path = folder.join(files::MODEL);
+    let text = std::fs::read_to_string(&path).map_err(|source| EngineError::File {
+        what: "cannot read",
+        path: path.display().to_string(),
+        source,
+    })?;
+    serde_json::from_str(&text).map_err(|error| does_not_fit(format!("{} is damaged: {error}", path.display())))
+}
+
+/// The text of `model.json`, which [`read_spec`] reads.
+pub(crate) fn spec_text(spec: &ModelSpec) -> String {
+    serde_json::to_string_pretty(spec).expect("plain data is JSON")
+}
+
+/// The checkpoint of the run in `folder` that `choice` means, every checksum verified; None when
+/// there is none at all. Says which newer ones were passed over and why.
+pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
+    let found = checkpoint::find(folder, choice)?;
+    for skipped in found.iter().flat_map(|found| &found.skipped) {
+        note(&format!("passed over a checkpoint that is not whole: {skipped}"));
+    }
+    Ok(found)
+}
+
+fn open_hugging_face(
+    folder: &Path,
+    device: &Device,
+    dtype: Option<DType>,
+    note: &mut impl FnMut(&str),
+) -> Result<Trained> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|_| {
+        does_not_fit(format!(
+            "{} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json)",
+            folder.display(),
+            files::MODEL
+        ))
+    })?;
+    let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
+    notes.iter().for_each(|line| note(line));
+    let tokenizer = Tokenizer::load(folder)?;
+    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
+    for line in load_weights(&mut rank, folder)? {
+        note(&line);
+    }
+    Ok(Trained { rank, tokenizer, spec, run: None })
+}
+
+/// Puts the weights of a Hugging Face folder into `rank`; says what of the folder was not used.
+pub(crate) fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
+    let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
+    let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
+    let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
+    // One parameter at a time is whole here when the rank holds it in parts, and no longer than
+    // that.
+    let mut whole: Option<(ParamId, Vec<f32>)> = None;
+    rank.set_masters(|id, range, values| {
+        let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
+        if range.len() == elements[&id] {
+            return Ok(values.overwrite(|values: &mut [f32]| read(values))??);
+        }
+        if whole.as_ref().is_none_or(|(of, _)| *of != id) {
+            let mut all = vec![0.0; elements[&id]];
+            read(&mut all)?;
+            whole = Some((id, all));
+        }
+        let (_, all) = whole.as_ref().expect("it was just read");
+        Ok(values.write(&all[range])?)
+    })?;
+    Ok(reader.notes().to_vec())
+}
