@@ -2,9 +2,9 @@
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Found, Retention};
 use crate::collectives;
-use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
+use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved, hub_model};
 use crate::corpora::Corpora;
-use crate::limit::{self, Copies, mebibytes};
+use crate::limit::{self, Copies};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
@@ -17,6 +17,7 @@ use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
+use crate::warning::warning;
 use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
@@ -25,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_autograd::ParamId;
 use trainyard_comm::Communicator;
-use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
+use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer, place_of};
 use trainyard_model::{BatchShape, Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::{Cpu, Isa};
@@ -110,9 +111,9 @@ impl Session {
         let file = folder.join(files::CONFIG);
         if !file.is_file() {
             return Err(does_not_fit(format!(
-                "{} is not the folder of a run: it has no {}",
+                "{} is not the folder of a run: there is no {}",
                 folder.display(),
-                files::CONFIG
+                std::path::absolute(&file).unwrap_or(file).display()
             )));
         }
         let mut config = Config::load(Some(&file), sets)?;
@@ -201,27 +202,19 @@ impl Session {
         if let Some(doubt) =
             limit::check_machine(&resolved, &spec, world.rank() as u32, &prediction, ranks_here(&world))?
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
         if let Some(doubt) =
             crate::device::crowding(&resolved, if world.backend() == "local" { world.size() } else { 1 })
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         crate::device::check_host(&prediction, ranks_here(&world))?;
         if device.as_cuda().is_some() {
-            note(UNTRIED);
+            note(&warning(UNTRIED));
         }
-        note(&format!(
-            "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
-            if world.size() > 1 { format!("{}; rank 0: ", resolved.parallel) } else { String::new() },
-            model.parameter_count(),
-            mebibytes(prediction.memory.peak_total()),
-            if world.size() > 1 { " on each rank" } else { "" },
-            prediction.cost.flops as f64 / 1e12
-        ));
         if let Some(line) = crate::device::attention(&device) {
             note(&line);
         }
@@ -251,9 +244,9 @@ impl Session {
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         if !rank.tiers_are_direct() {
-            note(
+            note(&warning(
                 "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",
-            );
+            ));
         }
         let state = RunState {
             step: 0,
@@ -293,7 +286,7 @@ impl Session {
         if self.is_first()
             && let Some(doubt) = room::check(self)?
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
         Ok(())
     }
@@ -314,7 +307,9 @@ impl Session {
             [("data", &state.dataset, &self.state.dataset), ("tokenizer", &state.tokenizer, &self.state.tokenizer)]
         {
             if then != now {
-                note(&format!("the {what} changed since the checkpoint: the run goes on, but not as it would have"));
+                note(&warning(format_args!(
+                    "the {what} changed since the checkpoint: the run goes on, but not as it would have"
+                )));
             }
         }
         // A schedule of another length that was asked for counts; one that was found by the clock
@@ -325,7 +320,7 @@ impl Session {
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
         note(&format!("resumed at step {}", self.state.step));
         if let Some(why) = resume::nothing_left(&self.resolved, &self.state) {
-            note(&why);
+            note(&warning(why));
         }
         if self.rank.measures_fp8() {
             note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
@@ -509,7 +504,7 @@ pub fn open_trained(folder: &Path, runtime: &Runtime, mut note: impl FnMut(&str)
     let device = match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
         DeviceKind::Cuda(ordinal) => {
-            note(UNTRIED);
+            note(&warning(UNTRIED));
             Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
         }
     };
@@ -571,11 +566,14 @@ fn open_hugging_face(
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
     let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|_| {
+    let text = std::fs::read_to_string(&path).map_err(|error| {
+        let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
+        let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
         does_not_fit(format!(
-            "{} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json)",
+            "{}{absent} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json){}",
             folder.display(),
-            files::MODEL
+            files::MODEL,
+            hub.map_or(String::new(), |hint| format!("; {hint}"))
         ))
     })?;
     let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
@@ -652,7 +650,7 @@ pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, fol
 pub fn find_checkpoint(folder: &Path, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
     let found = checkpoint::find_latest(folder)?;
     for skipped in found.iter().flat_map(|found| &found.skipped) {
-        note(&format!("passed over a checkpoint that is not whole: {skipped}"));
+        note(&warning(format_args!("passed over a checkpoint that is not whole: {skipped}")));
     }
     Ok(found)
 }
@@ -670,7 +668,9 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
 
 /// The inputs with what `config` names: the model's folder.
 pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
-    let pretrained = config.model.path.as_deref().map(read_pretrained).transpose()?;
+    // One that does not exist is a problem of the configuration, and said with the others.
+    let folder = config.model.path.as_deref().filter(|path| path.exists());
+    let pretrained = folder.map(read_pretrained).transpose()?;
     Ok(Inputs { pretrained, ..inputs })
 }
 
