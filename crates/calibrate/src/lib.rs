@@ -136,7 +136,7 @@ pub fn calibrate(
     }
     progress(0.9, "collectives");
     let collectives = exchange::collectives(group)?;
-    progress(0.95, "lanes beside each other");
+    progress(0.95, "computing and exchanges that overlap");
     let interference = exchange::interference(group)?;
     let speeds = Speeds::median(collector.speeds()).expect("every probe samples the speeds");
     let Some(disk) = disk else { return Ok(None) };

@@ -247,7 +247,7 @@ fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: b
 }
 
 fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room: &Room) -> Result<Way> {
-    let forecast = forecast(resolved, &profile.machine).context("cannot price a way of running the configuration")?;
+    let forecast = forecast(resolved, &profile.machine).context("cannot price a plan of the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
     let memory = &forecast.needs.memory;
@@ -318,6 +318,16 @@ fn savings(resolved: &Resolved) -> String {
     text
 }
 
+/// How a configuration is run, in words: `2 ranks x 1 thread, shard 2, ZeRO-1, micro-batch 4 x 2,
+/// recomputation none`.
+pub fn words(resolved: &Resolved) -> String {
+    in_words(&layout(resolved), [resolved.batch.micro, resolved.batch.accumulation], &savings(resolved))
+}
+
+fn in_words(layout: &str, [micro, accumulation]: [usize; 2], savings: &str) -> String {
+    format!("{layout}, micro-batch {micro} x {accumulation}, recomputation {savings}")
+}
+
 impl Way {
     /// Whether `other` resolved to the same: what is given by hand may have left nothing to choose.
     fn says_the_same(&self, other: &Way) -> bool {
@@ -326,8 +336,7 @@ impl Way {
 
     /// In words.
     pub fn words(&self) -> String {
-        let [micro, steps] = self.batch;
-        format!("{}, micro-batch {micro} x {steps}, recomputation {}", self.layout, self.savings)
+        in_words(&self.layout, self.batch, &self.savings)
     }
 }
 
@@ -410,7 +419,7 @@ impl Ways {
                     least.words()
                 )
             }
-            None => bail!("no way of running this configuration is left by what is set by hand"),
+            None => bail!("no plan for this configuration is left by what is set by hand"),
         }
     }
 

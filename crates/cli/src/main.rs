@@ -9,6 +9,7 @@
 mod choose;
 mod commands;
 mod forecast;
+mod habits;
 mod output;
 mod trial;
 
@@ -17,6 +18,7 @@ use commands::{
     bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer,
     train,
 };
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -51,11 +53,31 @@ enum Command {
     Man(completions::ManArgs),
 }
 
+/// The command that `arguments` are. Wrong usage, and a question for help, end the process.
+fn parse(arguments: &[OsString]) -> Command {
+    match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli.command,
+        Err(error) => {
+            if let Some(answer) = habits::answer(&Cli::command(), arguments, &error) {
+                eprintln!("error: {answer}");
+                std::process::exit(EXIT_USAGE);
+            }
+            error.exit()
+        }
+    }
+}
+
+/// What clap ends with.
+const EXIT_USAGE: i32 = 2;
+
 fn main() -> ExitCode {
     let process_start = Instant::now();
-    let result = match Cli::parse().command {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let result = match parse(&arguments) {
         Command::Train(args) => train::run(&args, process_start),
-        Command::Launch(args) => launch::run(&args),
+        Command::Launch(args) => launch::run(&args, |arguments| {
+            parse(arguments);
+        }),
         Command::Supervise(args) => supervise::run(&args),
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),

@@ -3,13 +3,62 @@
 use anyhow::{Context, Result};
 use std::fmt::{Display, Write as _};
 use std::io::Write as _;
+use std::path::Path;
 use trainyard_base::format_bytes;
+use trainyard_data::place_of;
 use trainyard_engine::EngineError;
+use trainyard_engine::warning::is_warning;
+
+/// The options that say how much a command tells.
+#[derive(clap::Args, Clone, Copy, Debug, Default)]
+pub struct Verbosity {
+    /// Show warnings, errors and the final result only.
+    #[arg(long, short, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Show everything: the configuration with every derived value and its reason, and at the end
+    /// the tables of time and memory.
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+impl Verbosity {
+    /// True for `--quiet`.
+    pub fn is_quiet(self) -> bool {
+        self.quiet
+    }
+
+    /// True for `--verbose`.
+    pub fn is_verbose(self) -> bool {
+        self.verbose
+    }
+
+    /// Says what is going on; under `--quiet` a warning only.
+    pub fn note(self, line: &str) {
+        if !self.quiet || is_warning(line) {
+            note(line);
+        }
+    }
+
+    /// The option that asks for it again, if there is one.
+    pub fn option(self) -> Option<&'static str> {
+        match self {
+            Verbosity { quiet: true, .. } => Some("--quiet"),
+            Verbosity { verbose: true, .. } => Some("--verbose"),
+            _ => None,
+        }
+    }
+}
 
 /// Prints results. Unlike `print!`, it does not panic when nobody reads any more.
 pub fn print(text: impl Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
     write!(out, "{text}").and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+/// The text of a file that an option names.
+pub fn read(path: &Path) -> Result<String> {
+    let text = std::fs::read_to_string(path);
+    text.map_err(|error| anyhow::anyhow!("cannot read {}{}: {error}", path.display(), place_of(path, &error)))
 }
 
 /// Says what is going on.

@@ -17,7 +17,7 @@
 
 use crate::choose::{Tried, Way, Ways};
 use crate::commands::config::resolve;
-use crate::output::{chain, note};
+use crate::output::chain;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use trainyard_base::median;
@@ -72,32 +72,38 @@ struct Standing {
 }
 
 /// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried
-/// first, at the head which is expected to be the fastest then. Says on the way what it does.
+/// first, at the head which is expected to be the fastest then. `say` gets a line for each thing
+/// that it does.
 ///
 /// # Errors
 ///
 /// Settings that do not resolve any more. A way that fails when it is run is no error: it is said,
 /// and it is out.
-pub fn try_out(ways: &mut Ways, load: &dyn Fn(&[String]) -> Result<Config>, seconds: f64) -> Result<()> {
+pub fn try_out(
+    ways: &mut Ways,
+    load: &dyn Fn(&[String]) -> Result<Config>,
+    seconds: f64,
+    say: &dyn Fn(&str),
+) -> Result<()> {
     let contenders = match contenders(&ways.fitting, seconds) {
         Ok(contenders) => contenders,
         Err(why) => {
             if seconds > 0.0 {
-                note(&format!("nothing is tried: {why}"));
+                say(&format!("nothing is tried: {why}"));
             }
             return Ok(());
         }
     };
     let resolved: Vec<Resolved> =
         contenders.iter().map(|way| resolve(&load(&ways.fitting[*way].sets)?)).collect::<Result<_>>()?;
-    note(&format!("trying {} ways for a few steps each, for up to {seconds:.0} s", contenders.len()));
+    say(&format!("trying {} plans for a few steps each, for up to {seconds:.0} s", contenders.len()));
     let start = Instant::now();
     let predicted: Vec<f64> = contenders.iter().map(|way| ways.fitting[*way].step_s).collect();
     let standings = race(&predicted, Duration::from_secs_f64(seconds), &|| start.elapsed(), &mut |contender| {
         visit(&resolved[contender])
             .inspect_err(|error| {
                 let way = ways.fitting[contenders[contender]].words();
-                note(&format!("{way} is out, it cannot be run: {}", chain(error)));
+                say(&format!("{way} is out, it cannot be run: {}", chain(error)));
             })
             .ok()
     });
@@ -121,7 +127,7 @@ fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
     let near = |way: &usize| fitting[*way].step_s <= NEAR * fitting[0].step_s && !fitting[*way].offloaded;
     let near: Vec<usize> = (0..fitting.len()).filter(near).collect();
     if near.len() < 2 {
-        return Err("no two ways in memory are predicted to be nearly as fast as the best".to_owned());
+        return Err("no two plans that fit in memory are predicted to be nearly as fast as the best".to_owned());
     }
     let is_first = |way: &usize| !fitting[..*way].iter().any(|before| before.layout == fitting[*way].layout);
     let (first, others): (Vec<usize>, Vec<usize>) = near.into_iter().partition(is_first);
@@ -135,7 +141,7 @@ fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
         .collect();
     if needed_s[1] > seconds {
         return Err(format!(
-            "{} rounds of two ways take about {:.1} s, and there are {seconds:.1}",
+            "{} rounds of two plans take about {:.1} s, and there are {seconds:.1}",
             ROUNDS.start(),
             needed_s[1]
         ));
@@ -355,7 +361,7 @@ mod tests {
         // Two visits of each of two, of six steps.
         assert_eq!(contenders(&fitting, 26.0).unwrap(), [0, 3]);
         let short = contenders(&fitting, 11.0).unwrap_err();
-        assert_eq!(short, "2 rounds of two ways take about 25.2 s, and there are 11.0");
+        assert_eq!(short, "2 rounds of two plans take about 25.2 s, and there are 11.0");
         let on_disk = [way("a", 1.0), Way { offloaded: true, ..way("b", 1.1) }];
         assert!(contenders(&on_disk, 1000.0).is_err() && contenders(&[], 1000.0).is_err());
     }

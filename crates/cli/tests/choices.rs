@@ -47,7 +47,7 @@ fn json(folder: &Folder, file: &str) -> Value {
 fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     let folder = folder();
     let shown = run(&folder, &["plan", "c.toml"]).ok();
-    for part in ["1 rank x", "recompute", "runnable ways fit", "why  It computes for", "not runnable yet"] {
+    for part in ["1 rank x", "recompute", "runnable plans fit", "why  It computes for", "not runnable yet"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
     let plans: Value = serde_json::from_str(&run(&folder, &["plan", "c.toml", "--json"]).ok().stdout).unwrap();
@@ -60,7 +60,7 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
         ranks * number("micro_batch_size") * number("accumulation_steps") == 4
     }));
 
-    let trained = run(&folder, &["train", "c.toml", "--plan", "auto"]).ok();
+    let trained = run(&folder, &["train", "c.toml", "--plan", "auto", "--verbose"]).ok();
     let layout = best["layout"].as_str().unwrap();
     let (micro, steps) = (&best["micro_batch_size"], &best["accumulation_steps"]);
     assert!(
@@ -68,7 +68,7 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
         "{}",
         trained.stdout
     );
-    assert!(trained.stdout.contains("time               measured   predicted"), "{}", trained.stdout);
+    assert!(trained.stdout.contains("time by kind       measured   predicted"), "{}", trained.stdout);
     assert!(trained.stdout.contains("  forward ") && trained.stdout.contains("  a step "), "{}", trained.stdout);
     let config = std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap();
     let config: toml::Table = toml::from_str(&config).unwrap();
@@ -99,7 +99,7 @@ fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run()
     let ask = ["plan", "c.toml", "--json", "--trial-seconds", "2"];
     let ran = run(&folder, &ask).ok();
     assert!(
-        ran.stderr.contains("trying ") && ran.stderr.contains(" ways for a few steps each, for up to 2 s"),
+        ran.stderr.contains("trying ") && ran.stderr.contains(" plans for a few steps each, for up to 2 s"),
         "{}",
         ran.stderr
     );
@@ -125,7 +125,7 @@ fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run()
     );
     // 3 % of twelve steps are nothing to try anything in.
     let short = run(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='short'"]).ok();
-    assert!(short.stderr.contains("nothing is tried: 2 rounds of two ways take about"), "{}", short.stderr);
+    assert!(short.stderr.contains("nothing is tried: 2 rounds of two plans take about"), "{}", short.stderr);
 
     let failed = |arguments: &[&str], part: &str| {
         let ran = failed(run(&folder, arguments));
@@ -219,7 +219,11 @@ fn without_a_profile_memory_is_predicted_and_time_is_not() {
         Ran::new(command.output().expect("the program starts"))
     };
     let trained = run(&["train", "c.toml"]).ok();
-    assert!(trained.stdout.contains("time         not predicted: no profile of this machine"), "{}", trained.stdout);
+    assert!(
+        trained.stdout.contains("ms a step (median); not predicted: no profile of this machine"),
+        "{}",
+        trained.stdout
+    );
     let plan = json(&folder, "runs/tiny/plan.json");
     assert!(plan["predicted"]["time"]["not_predicted"].as_str().unwrap().contains("trainyard calibrate"));
     assert!(plan["predicted"]["mem_peak"]["activations"].as_u64().unwrap() > 0);
@@ -255,7 +259,7 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
         Ran::new(command.env("TRAINYARD_GPU_PROFILE", folder.join("none.toml")).output().expect("the program starts"))
     };
     let shown = ask(&["--profile", "gpu.toml"]).ok();
-    for part in ["2 x NVIDIA H200, sm_90a", "1 GPU ", "2 GPUs", "runnable ways fit"] {
+    for part in ["2 x NVIDIA H200, sm_90a", "1 GPU ", "2 GPUs", "runnable plans fit"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
     let small = Gpu { memory_bytes: 1 << 20, ..gpu.clone() };
@@ -297,13 +301,13 @@ fn a_machine_without_a_gpu_has_none_to_calibrate() {
 fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_that_it_is_not() {
     let folder = folder();
     let shown = run(&folder, &["plan", "c.toml", "--show", "2", "--timeline", "step.json"]).ok();
-    for part in ["runnable ways fit", "\nway 2: ", "--set training.global_batch_size=4", "backward", "activations"] {
+    for part in ["runnable plans fit", "\nplan 2: ", "--set training.global_batch_size=4", "backward", "activations"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
     let names = json(&folder, "step.json")["traceEvents"].as_array().unwrap().clone();
     assert!(names.iter().any(|event| event["cat"] == "forward" && event["dur"].as_f64() > Some(0.0)));
     let refused = run(&folder, &["plan", "c.toml", "--show", "99"]);
-    assert!(failed(refused).stderr.contains("there are ways 1 to"));
+    assert!(failed(refused).stderr.contains("there are plans 1 to"));
 
     let held = ["--fix", "micro_batch=2,checkpointing=full,offload=false", "--precision", "bf16", "--json"];
     let plans: Value =

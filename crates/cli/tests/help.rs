@@ -45,6 +45,13 @@ fn help_texts_are_as_agreed() {
         text += &format!("$ trainyard {}\n{}\n", [command, &["--help"]].concat().join(" "), ran.stdout);
     }
     insta::assert_snapshot!(text);
+    let keys = folder.run(&["config", "docs"]).ok().stdout;
+    for line in text.lines().chain(keys.lines()) {
+        let mut words = line.split(|c: char| !c.is_ascii_alphabetic());
+        // Words of this project's own, or without a meaning of their own, that strangers stumble on.
+        let strange = words.find(|word| ["sitting", "way", "ways", "rung", "rungs", "floor", "floors"].contains(word));
+        assert_eq!(strange, None, "{line}");
+    }
 }
 
 /// The commands that the top of the help names.

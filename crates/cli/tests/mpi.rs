@@ -74,10 +74,10 @@ fn processes_over_mpi_are_measured_and_their_runs_predicted() {
     Mpirun::new(&folder, 2).run(&words("calibrate --quick --out processes.toml")).ok();
     let profile = std::fs::read_to_string(folder.join("processes.toml")).unwrap();
     assert!(profile.contains("[machine.processes]\nbackend = \"mpi\"\ncount = 2\nhosts = 1\n"));
-    let mut command = Mpirun::new(&folder, 2).command(&words("train tiny.toml --set training.steps=3"));
+    let mut command = Mpirun::new(&folder, 2).command(&words("train tiny.toml --verbose --set training.steps=3"));
     let trained = command.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml")).output();
     let trained = Ran::new(trained.expect("mpirun can be started")).ok();
-    assert!(trained.stdout.contains("time               measured   predicted"), "{}", trained.stdout);
+    assert!(trained.stdout.contains("time by kind       measured   predicted"), "{}", trained.stdout);
 }
 
 #[test]

@@ -71,7 +71,8 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     let three = three.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml")).output();
     let three = Ran::new(three.expect("the program starts")).ok();
     assert!(three.stdout.contains("plan         2 ranks x 3 threads"), "{}", three.stdout);
-    assert!(three.stdout.contains("threads = 3  # OMP_NUM_THREADS"), "{}", three.stdout);
+    let config = std::fs::read_to_string(folder.join("runs/three/config.toml")).unwrap();
+    assert!(config.contains("threads = 3  # OMP_NUM_THREADS"), "{config}");
 
     let compared = run(&folder, &["calibrate", "--out", "processes.toml", "--compare", "processes.toml"]).ok();
     assert!(compared.stdout.contains("differ by 0.0 % in the median, 0.0 % at most"), "{}", compared.stdout);

@@ -11,7 +11,7 @@ pub type Result<T, E = DataError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, permission, full disk.
-    #[error("cannot {action} {}: {reason}{}", path.display(), io_advice(reason))]
+    #[error("cannot {action} {}{}: {reason}{}", path.display(), place_of(path, reason), io_advice(reason))]
     Io {
         /// A verb: `open`, `read`, `create`, `write`, `sync`, `rename`, `list`, `map`.
         action: &'static str,
@@ -114,6 +114,16 @@ impl DataError {
 
     pub(crate) fn setting(name: &'static str, what: impl Into<String>, fix: impl Into<String>) -> Self {
         DataError::Setting { name, what: what.into(), fix: fix.into() }
+    }
+}
+
+/// ` (looked for at /absolute/path)` for an error that says of a relative path that it is not
+/// there, and nothing for any other.
+pub fn place_of(path: &Path, error: &io::Error) -> String {
+    let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
+    match std::path::absolute(path) {
+        Ok(absolute) if is_absent && path.is_relative() => format!(" (looked for at {})", absolute.display()),
+        _ => String::new(),
     }
 }
 

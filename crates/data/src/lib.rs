@@ -30,7 +30,7 @@ pub mod tokenizer;
 pub use atomic::write as write_atomically;
 pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line};
 pub use dataset::{Dataset, DatasetSpec, IGNORE, MicroBatch, Position, Sampling, Source, rows_of};
-pub use error::{DataError, Result};
+pub use error::{DataError, Result, place_of};
 pub use evaluation::{EvalBatches, EvalOptions, eval_batches, text_bytes};
 pub use indexed::{IndexedTokens, IndexedWriter, TokenType, parse_idx};
 pub use loader::{Loader, LoaderConfig};

@@ -4,7 +4,7 @@ use crate::checkpoint::CheckpointError;
 use std::io;
 use trainyard_autograd::AutogradError;
 use trainyard_comm::{CommError, ErrorKind};
-use trainyard_data::DataError;
+use trainyard_data::{DataError, place_of};
 use trainyard_model::ModelError;
 use trainyard_tensor::TensorError;
 
@@ -78,7 +78,7 @@ pub enum EngineError {
         message: String,
     },
     /// A file of the run could not be read or written.
-    #[error("{what} `{path}`: {source}")]
+    #[error("{what} `{path}`{}: {source}", place_of(path.as_ref(), source))]
     File {
         /// What was attempted.
         what: &'static str,

@@ -6,7 +6,7 @@
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`] | a run: set up, gone on with, and trained, on one rank or many |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: set up, gone on with, and trained, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
 //! | [`trained`], [`evaluate`], [`generate`] | a trained model, opened, and what it is used for |
 //! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
@@ -53,6 +53,7 @@ pub mod tier;
 pub mod trace;
 pub mod trained;
 pub mod trainer;
+pub mod warning;
 pub mod watch;
 pub mod world;
 

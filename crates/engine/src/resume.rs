@@ -70,9 +70,9 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
     let file = folder.join(files::CONFIG);
     if !file.is_file() {
         return Err(does_not_fit(format!(
-            "{} is not the folder of a run: it has no {}",
+            "{} is not the folder of a run: there is no {}",
             folder.display(),
-            files::CONFIG
+            std::path::absolute(&file).unwrap_or(file).display()
         )));
     }
     let mut config = Config::load(Some(&file), sets)?;

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
-use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
+use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved, hub_model};
 use crate::corpora::Corpora;
 use crate::early_stopping::EarlyStopping;
 use crate::limit::{self, Copies};
@@ -19,6 +19,7 @@ use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
 use crate::trained::{find_checkpoint, load_weights, spec_text};
+use crate::warning::warning;
 use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
@@ -26,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_base::format_bytes;
 use trainyard_comm::Communicator;
-use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
+use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer, place_of};
 use trainyard_model::{BatchShape, Model, hf};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::{Cpu, Isa};
@@ -149,7 +150,7 @@ impl Session {
         }
         session.check_room(&mut note)?;
         let nothing_left = resume::nothing_left(&session.resolved, &session.state);
-        nothing_left.iter().for_each(|why| note(why));
+        nothing_left.iter().for_each(|why| note(&warning(why)));
         from_first(&session.world, || {
             let (mut store, _) = session.open_store()?;
             if going_on.checkpoint != Choice::Latest {
@@ -215,27 +216,19 @@ impl Session {
         if let Some(doubt) =
             limit::check_machine(&resolved, &spec, world.rank() as u32, &prediction, ranks_here(&world))?
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
         if let Some(doubt) =
             crate::device::crowding(&resolved, if world.backend() == "local" { world.size() } else { 1 })
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         crate::device::check_host(&prediction, ranks_here(&world))?;
         if device.as_cuda().is_some() {
-            note(UNTRIED);
+            note(&warning(UNTRIED));
         }
-        note(&format!(
-            "{}device {device:?}, precision {dtype}, {} parameters; a step needs {} of memory{} and {:.3} TFLOP",
-            if world.size() > 1 { format!("{}; rank 0: ", resolved.parallel) } else { String::new() },
-            model.parameter_count(),
-            format_bytes(prediction.memory.peak_total() as u64),
-            if world.size() > 1 { " on each rank" } else { "" },
-            prediction.cost.flops as f64 / 1e12
-        ));
         if let Some(line) = crate::device::attention(&device) {
             note(&line);
         }
@@ -265,9 +258,9 @@ impl Session {
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         if !rank.tiers_are_direct() {
-            note(
+            note(&warning(
                 "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",
-            );
+            ));
         }
         let state = RunState {
             step: 0,
@@ -309,7 +302,7 @@ impl Session {
         if self.is_first()
             && let Some(doubt) = room::check(self)?
         {
-            note(&doubt);
+            note(&warning(doubt));
         }
         Ok(())
     }
@@ -330,7 +323,9 @@ impl Session {
             [("data", &state.dataset, &self.state.dataset), ("tokenizer", &state.tokenizer, &self.state.tokenizer)]
         {
             if then != now {
-                note(&format!("the {what} changed since the checkpoint: the run goes on, but not as it would have"));
+                note(&warning(format_args!(
+                    "the {what} changed since the checkpoint: the run goes on, but not as it would have"
+                )));
             }
         }
         // A schedule of another length that was asked for counts; one that was found by the clock
@@ -550,7 +545,9 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
 
 /// The inputs with what `config` names: the model's folder.
 pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
-    let pretrained = config.model.path.as_deref().map(read_pretrained).transpose()?;
+    // One that does not exist is a problem of the configuration, and said with the others.
+    let folder = config.model.path.as_deref().filter(|path| path.exists());
+    let pretrained = folder.map(read_pretrained).transpose()?;
     Ok(Inputs { pretrained, ..inputs })
 }
 

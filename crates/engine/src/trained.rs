@@ -6,18 +6,19 @@
 //! describes it, and three keys of `config.toml` say how it was trained.
 
 use crate::checkpoint::{self, Choice, Found};
-use crate::config::{Config, DeviceKind, Inputs, usual_sequence_length};
+use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
 use crate::rank::Rank;
 use crate::session::{UNTRIED, files};
 use crate::shape::dtype_of;
 use crate::snapshot;
 use crate::state::does_not_fit;
+use crate::warning::warning;
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_autograd::ParamId;
-use trainyard_data::Tokenizer;
+use trainyard_data::{Tokenizer, place_of};
 use trainyard_model::{Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
@@ -77,7 +78,7 @@ pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: 
     let device = match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
         DeviceKind::Cuda(ordinal) => {
-            note(UNTRIED);
+            note(&warning(UNTRIED));
             Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
         }
     };
@@ -152,7 +153,7 @@ pub(crate) fn spec_text(spec: &ModelSpec) -> String {
 pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
     let found = checkpoint::find(folder, choice)?;
     for skipped in found.iter().flat_map(|found| &found.skipped) {
-        note(&format!("passed over a checkpoint that is not whole: {skipped}"));
+        note(&warning(format_args!("passed over a checkpoint that is not whole: {skipped}")));
     }
     Ok(found)
 }
@@ -164,11 +165,14 @@ fn open_hugging_face(
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
     let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|_| {
+    let text = std::fs::read_to_string(&path).map_err(|error| {
+        let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
+        let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
         does_not_fit(format!(
-            "{} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json)",
+            "{}{absent} is neither the folder of a run (no {}) nor of a Hugging Face model (no config.json){}",
             folder.display(),
-            files::MODEL
+            files::MODEL,
+            hub.map_or(String::new(), |hint| format!("; {hint}"))
         ))
     })?;
     let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;

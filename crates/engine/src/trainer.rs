@@ -14,6 +14,7 @@ use crate::session::Session;
 use crate::shape::compute_dtype;
 use crate::snapshot::{self, RunState};
 use crate::trace::TraceWriter;
+use crate::warning::warning;
 use crate::watch::Watch;
 use crate::{EngineError, Result, world};
 use std::collections::BTreeMap;
@@ -388,7 +389,10 @@ impl<'s> Run<'s> {
             self.progress.note(&format!("step {step}: {note}"));
         }
         if outcome.skipped {
-            self.progress.note(&skip_note(step, outcome, session.rank.scaler().scale()));
+            let scaler = session.rank.scaler();
+            let note = skip_note(step, outcome, scaler.scale());
+            // A dynamic loss scale overflows now and then by design.
+            self.progress.note(&if scaler.is_dynamic() { note } else { warning(note) });
         } else {
             self.last_loss = outcome.loss;
         }
@@ -562,7 +566,7 @@ impl<'s> Run<'s> {
             && let Err(error) = self.session.write_plan(Some(&measured))
         {
             // The run is done; what it was like is not worth its failure.
-            self.progress.note(&format!("what was measured is not kept: {error}"));
+            self.progress.note(&warning(format_args!("what was measured is not kept: {error}")));
         }
         let total = |f: fn(&StepMetrics) -> f64| self.steps.iter().map(f).sum::<f64>();
         Ok(Summary {

@@ -81,7 +81,7 @@ pub struct KernelsArgs {
     /// Seconds for each case, which runs at least three times.
     #[arg(long, default_value_t = 0.2)]
     seconds: f64,
-    /// The highest rung of the kernel ladder.
+    /// The fastest instruction set that kernels may use.
     #[arg(long, default_value = "auto")]
     isa: String,
     /// Print one JSON line.

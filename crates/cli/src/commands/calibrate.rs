@@ -20,8 +20,8 @@ use trainyard_tensor::cuda::Cuda;
 
 /// Measure this machine into a hardware profile, which predictions of runs on it are made from.
 ///
-/// Trains small models on all cores, in every way of sharing them among ranks, and records every
-/// kernel; then collectives between ranks, lanes beside each other, the disk. Takes up to two
+/// Trains small models on all cores, shared among ranks in all layouts, and records every kernel;
+/// then collectives between ranks, computing and exchanges that overlap, the disk. Takes up to two
 /// minutes, during which nothing else should run. The profile goes to $TRAINYARD_PROFILE, else to
 /// trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
 ///
@@ -258,7 +258,7 @@ fn measured(profile: &MachineProfile) -> String {
     let _ = writeln!(text, "kernels          {} curves through {points} shapes", profile.kernels.len());
     let _ = writeln!(
         text,
-        "beside kernels   {:.1} us a launch, {:.1} an instruction, {:.1} to wake a lane, {:.1} a step",
+        "beside kernels   {:.1} us a launch, {:.1} an instruction, {:.1} to wake a thread, {:.1} a step",
         1e6 * overheads.launch_s,
         1e6 * overheads.instruction_s,
         1e6 * overheads.handover_s,

@@ -101,7 +101,8 @@ pub struct RuntimeArgs {
     /// What products are computed in. Unset: as the run was trained; f32 for a Hugging Face folder.
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Precision>,
-    /// The highest rung of the kernel ladder: portable, avx2, avx512, avx512-bf16, amx-bf16.
+    /// The fastest instruction set that kernels may use: portable, avx2, avx512, avx512-bf16,
+    /// amx-bf16.
     #[arg(long, default_value = "auto")]
     isa: String,
     /// Threads of the kernels. Unset: the cores that the process may use.

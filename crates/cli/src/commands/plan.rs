@@ -4,7 +4,7 @@
 mod here;
 
 use super::config::resolve;
-use crate::output::{note, print};
+use crate::output::{note, print, read};
 use crate::{forecast, trial};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Format, Generation, ProfileKind, Profiles, Stack, models};
 
-/// Find the best way to train a model on a cluster, and say why.
+/// Find the best plan for training a model on a cluster, and say why.
 ///
 /// Layout, sharding, micro-batch, recomputation and schedule, with speed, memory and reasons. Every
 /// plan that is shown was priced by simulating its step programs. Choices that this program cannot
@@ -101,7 +101,7 @@ pub struct Args {
     /// cluster's with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Of a configuration on this machine: seconds in which the ways that are predicted to be
+    /// Of a configuration on this machine: seconds in which the plans that are predicted to be
     /// nearly as fast as the best run a few steps each, in turn, which corrects the predictions;
     /// they come first then. 0: by prediction alone.
     #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
@@ -303,7 +303,7 @@ fn known_models() -> String {
 fn profiles(args: &Args) -> Result<Profiles> {
     let builtin = Profiles::builtin();
     let Some(path) = &args.profiles else { return Ok(builtin) };
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read(path)?;
     let own = Profiles::parse(&text).with_context(|| path.display().to_string())?;
     Ok(own.before(builtin))
 }
@@ -454,7 +454,7 @@ fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
     let path = Path::new(name);
     let spec = if path.exists() {
         let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-        let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let text = read(&file)?;
         hf::from_config_json(&text).with_context(|| file.display().to_string())?.spec
     } else if let Ok(spec) = preset(name) {
         spec

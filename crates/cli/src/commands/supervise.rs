@@ -108,7 +108,7 @@ pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
         }
         let from = match run.folder() {
             Some(folder) => format!("{} goes on from its newest checkpoint", folder.display()),
-            None => "the run starts anew, because it had not begun".to_owned(),
+            None => "the run starts again from the beginning, because it had not begun".to_owned(),
         };
         note(&format!("{what}; restart {} of {max_restarts}: {from}", restart + 1));
     }

@@ -3,7 +3,7 @@
 
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
-use crate::output::{chain, count, is_fault, memory, note, print};
+use crate::output::{Verbosity, chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
@@ -16,15 +16,16 @@ use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group;
 use trainyard_comm::{Communicator, Environment};
 use trainyard_engine::checkpoint::Choice;
-use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::config::{Config, Inputs, Limits, Resolved};
 use trainyard_engine::early_stopping::StoppedEarly;
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
-use trainyard_engine::metrics::progress;
+use trainyard_engine::metrics::progress::{self, Progress};
 use trainyard_engine::resume::{GoingOn, ModelChange, rate_change};
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
+use trainyard_engine::warning::warning;
 use trainyard_engine::{EngineError, world};
 use trainyard_sim::machine::Machine;
 use trainyard_tensor::DType;
@@ -57,12 +58,12 @@ pub struct Args {
     /// several times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     data: Vec<PathBuf>,
-    /// How to run it: `auto` picks the fastest way within memory.limit at the configuration's
+    /// How to run it: `auto` picks the fastest plan within memory.limit at the configuration's
     /// global batch (ranks, sharding, micro-batch, recomputation), by this machine's profile
     /// (`trainyard calibrate`), and says why. What --set holds stays as it is.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
-    /// With --plan auto: seconds in which the ways that are predicted to be nearly as fast as the
+    /// With --plan auto: seconds in which the plans that are predicted to be nearly as fast as the
     /// best run a few steps each, in turn, which corrects the predictions. 0: by prediction alone.
     /// Default: 3 % of what the run is predicted to take, 120 at most. Ranks that are processes are
     /// not tried.
@@ -73,6 +74,8 @@ pub struct Args {
     /// srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
+    #[command(flatten)]
+    verbosity: Verbosity,
     /// Where rank 0 writes the run's folder and how it ended, for the supervisor.
     #[arg(long, hide = true, value_name = "FILE")]
     run_file: Option<PathBuf>,
@@ -84,7 +87,7 @@ pub struct Args {
 /// What `--plan` can be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum PlanBy {
-    /// The fastest way that this program can run here.
+    /// The fastest plan that this program can run here.
     Auto,
 }
 
@@ -121,6 +124,7 @@ impl Args {
         self.checkpoint.iter().for_each(|choice| option("--checkpoint", choice.to_string().into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
         command.extend(self.change_model.then(|| "--change-model".into()));
+        command.extend(self.verbosity.option().map(OsString::from));
         Ok(command)
     }
 }
@@ -168,10 +172,10 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     };
     let faults = Faults::from_environment()?.map(Arc::new);
     if let Some(faults) = &faults {
-        note(&format!(
+        note(&warning(format_args!(
             "{VARIABLE}: this run is going to fail on purpose: {} (steps count from 0 here and in reports of failures, from 1 in metrics)",
             faults.describe()
-        ));
+        )));
     }
     let signals = Signals::watch()?;
     let control = Control { stop: &signals.stop, process_start, on_stuck: end_process };
@@ -193,11 +197,11 @@ fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
     let environment = Environment::detect()?;
     let own = (environment.world > 1).then_some(environment.rank);
     for fault in faults.to_come(own) {
-        note(&format!(
+        note(&warning(format_args!(
             "{VARIABLE}: `{fault}` did not strike: the run did not come to this place of rank {}, or sent nothing there to corrupt (steps count from 0, \
              `trainyard program` numbers the instructions)",
             fault.rank
-        ));
+        )));
     }
     Ok(())
 }
@@ -218,9 +222,10 @@ fn train_rank(
     faults: Option<&Arc<Faults>>,
 ) -> Result<Ending, EngineError> {
     let is_first = world.rank() == 0;
+    let verbosity = args.verbosity;
     let say = |line: &str| {
         if is_first {
-            note(line);
+            verbosity.note(line);
         }
     };
     if let Some(faults) = faults {
@@ -246,19 +251,31 @@ fn train_rank(
     }
     if is_first && let Err(error) = session.keep_time(forecast::time(&session)) {
         // A prediction that is not kept is no reason not to train.
-        note(&format!("the prediction is not kept: {}", chain(&anyhow::Error::from(error))));
+        say(&warning(format_args!("the prediction is not kept: {}", chain(&anyhow::Error::from(error)))));
     }
     let show = |text: String| if is_first { print(text).map_err(output_error) } else { Ok(()) };
-    show(session.resolved.to_toml())?;
-    show(format!("\n{}", plan(&session)))?;
-    let mut display = if is_first { progress::for_stderr() } else { Box::new(progress::Quiet) };
+    if verbosity.is_verbose() {
+        show(format!("{}\n", session.resolved.to_toml()))?;
+    }
+    if !verbosity.is_quiet() {
+        show(plan(&session))?;
+    }
+    let mut display: Box<dyn Progress> = match (is_first, verbosity.is_quiet()) {
+        (true, false) => progress::for_stderr(),
+        (true, true) => Box::new(progress::Warnings::new(std::io::stderr())),
+        (false, _) => Box::new(progress::Quiet),
+    };
     signals.begin_training(is_first);
     let summary = train(&mut session, &mut *display, control)?;
     // Ranks that hold shards are all needed to generate.
-    if summary.ending == Ending::Complete && (is_first || session.rank.parameters.is_sharded()) {
+    let samples = summary.ending == Ending::Complete && !verbosity.is_quiet();
+    if samples && (is_first || session.rank.parameters.is_sharded()) {
         show(sample(&session)?)?;
     }
-    show(describe(&session, &summary))?;
+    show(result(&session, &summary))?;
+    if !verbosity.is_quiet() {
+        show(describe(&session, &summary, verbosity))?;
+    }
     Ok(summary.ending)
 }
 
@@ -277,7 +294,7 @@ fn output_error(error: anyhow::Error) -> EngineError {
     EngineError::File { what: "cannot write", path: "standard output".to_owned(), source }
 }
 
-/// What is to be trained; where processes of `world` are to run it in the way that is picked, rank
+/// What is to be trained; where processes of `world` are to run it by the plan that is picked, rank
 /// 0 picks it.
 fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let mut sets = Vec::new();
@@ -292,14 +309,14 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     }
     let load = |chosen: &[String]| load(args.config.as_deref(), &[chosen, &sets[..]].concat());
     let Some(world) = world else {
-        return load(&choose(&load, &Machine::here(), &Inputs::of_this_machine(), args.trial_seconds)?);
+        return load(&choose(&load, &Machine::here(), &Inputs::of_this_machine(), args)?);
     };
     // All hear what rank 0 has picked, or why it could not, and end alike.
     let mut own = None;
     let picked = world::from_first(world, || {
         let picked = probe_group::machine(world).map_err(anyhow::Error::from);
         let picked = picked
-            .and_then(|machine| choose(&load, &machine, &world::inputs(world), args.trial_seconds))
+            .and_then(|machine| choose(&load, &machine, &world::inputs(world), args))
             .map_err(|error| own.insert(error));
         let told: Result<&Vec<String>, String> = picked.as_ref().map_err(|error| chain(error));
         Ok(serde_json::to_vec(&told).expect("words are JSON"))
@@ -310,15 +327,16 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     load(&picked).inspect_err(|error| drop(world.give_up(chain(error))))
 }
 
-/// The settings of the fastest way to run what `load` makes of them on `machine`, whose ranks
-/// `inputs` hold for; it is printed with its reasons. The likeliest are tried for `trial_seconds`
+/// The settings of the fastest plan for what `load` makes of them on `machine`, whose ranks
+/// `inputs` hold for; it is printed with its reasons. The likeliest are tried for `--trial-seconds`
 /// where ranks are threads.
 fn choose(
     load: &dyn Fn(&[String]) -> Result<Config>,
     machine: &Machine,
     inputs: &Inputs,
-    trial_seconds: Option<f64>,
+    args: &Args,
 ) -> Result<Vec<String>> {
+    let (trial_seconds, verbosity) = (args.trial_seconds, args.verbosity);
     let kind = forecast::profile_kind_on(&load(&[])?, machine);
     let are_processes = machine.processes.is_some();
     if are_processes && trial_seconds.is_some_and(|seconds| seconds > 0.0) {
@@ -332,12 +350,15 @@ fn choose(
         Some(seconds) => seconds,
         None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
     };
-    trial::try_out(&mut ways, load, seconds)?;
+    trial::try_out(&mut ways, load, seconds, &|line| verbosity.note(line))?;
     let best = ways.best()?;
+    if verbosity.is_quiet() {
+        return Ok(best.sets.clone());
+    }
     let (fit, large) = (ways.fitting.len(), ways.too_large.len());
     let fastest = match ways.fitting.iter().filter(|way| way.tried.is_some()).count() {
-        0 => format!("the fastest of {fit} ways that fit, {large} do not"),
-        tried => format!("of {fit} ways that fit ({large} do not) the fastest by predictions and trials of {tried}"),
+        0 => format!("the fastest of {fit} plans that fit, {large} do not"),
+        tried => format!("of {fit} plans that fit ({large} do not) the fastest by predictions and trials of {tried}"),
     };
     print(format_args!(
         "plan         {}\n             {:.2} ms a step, predicted: {fastest}\n",
@@ -367,30 +388,49 @@ fn plan(session: &Session) -> String {
             peaks.copy_bytes_per_s() / 1e9,
         )
     });
-    let ranks = match resolved.parallel.ranks {
-        1 => String::new(),
-        _ => format!("ranks        {}; what follows is each one's\n", resolved.parallel),
-    };
     let copy = match session.prediction.copy as u64 {
         copy if copy > 0 && session.copies_state => {
             format!("; {} more while a checkpoint is written", format_bytes(copy))
         }
         _ => String::new(),
     };
+    let each = if resolved.parallel.ranks > 1 { " on each rank" } else { "" };
+    let folder = session.folder.display();
     format!(
         "model        {} parameters, {} tokens a step\n\
-         {kernels}{ranks}\
-         step         {:.3} TFLOP in {}; {} instructions\n\
-         memory       {} predicted: {}{copy}\n\
-         run folder   {}\n\n",
+         layout       {}\n\
+         training     {}\n\
+         {kernels}\
+         step         {:.3} TFLOP in {dtype}{each}; {} instructions\n\
+         memory       {} predicted{each}: {}{copy}\n\
+         settings     in {folder}/{}, {} derived ones with their reasons; --verbose prints it\n\
+         run folder   {folder}\n\n",
         count(session.rank.model().parameter_count() as u64),
         count(resolved.tokens_per_step()),
+        choose::words(resolved),
+        recipe(resolved),
         session.prediction.cost.flops as f64 / 1e12,
-        dtype,
         session.programs[0].instructions.len(),
         format_bytes(session.prediction.memory.peak_total() as u64),
         purposes.join(", "),
-        session.folder.display(),
+        files::CONFIG,
+        resolved.derivations.len(),
+    )
+}
+
+/// How long a run trains and by which rule, in words: `90 s; adamw, learning rate 0.002, cosine
+/// after 20 steps of warmup`.
+fn recipe(resolved: &Resolved) -> String {
+    let Limits { steps, seconds } = resolved.limits;
+    let limits = steps.map(|steps| format!("{} steps", count(steps))).into_iter();
+    let limits: Vec<String> = limits.chain(seconds.map(|seconds| format!("{seconds} s"))).collect();
+    format!(
+        "{}; {}, learning rate {}, {} after {} steps of warmup",
+        limits.join(" or "),
+        resolved.optimizer.name,
+        resolved.optimizer.learning_rate,
+        resolved.schedule.kind,
+        resolved.schedule.warmup_steps
     )
 }
 
@@ -475,32 +515,41 @@ fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     Ok(tokens.into_iter().map(|token| token as u32).collect())
 }
 
-/// Seconds of a step and of its instructions by kind, measured beside predicted, or why nothing was
-/// predicted.
-fn times(session: &Session, summary: &Summary) -> String {
+/// A step's seconds that differ from their prediction by more than this share are shown by kind of
+/// instruction.
+const TIME_OFF: f64 = 0.1;
+/// Bytes above their prediction by more than this share are shown by purpose.
+const MEMORY_OFF: f64 = 0.02;
+
+/// Seconds of a step, measured beside predicted, or why nothing was predicted; by kind of
+/// instruction where they differ, or `verbosity` asks for it.
+fn times(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
+    let median_s = summary.step_s_median;
+    let head = format!("time         {:.2} ms a step (median)", 1e3 * median_s);
     let predicted = match &session.time {
         Ok(predicted) => predicted,
-        Err(why) => return format!("time         not predicted: {why}\n"),
+        Err(why) => return format!("{head}; not predicted: {why}\n"),
     };
+    let mut text = format!("{head}, {:.2} predicted{}\n", 1e3 * predicted.step_s, off(median_s, predicted.step_s));
+    let is_off = (median_s / predicted.step_s - 1.0).abs() > TIME_OFF;
+    if !is_off && !verbosity.is_verbose() {
+        return text;
+    }
     let line = |what: &str, measured: f64, predicted: f64| {
-        let difference = match measured > 0.0 && predicted > 0.0 {
-            true => format!("{:+.1} %", 100.0 * (measured / predicted - 1.0)),
-            false => String::new(),
-        };
-        format!("  {what:<16} {:>8.2} ms {:>8.2} ms  {difference}\n", 1e3 * measured, 1e3 * predicted)
+        format!("  {what:<16} {:>8.2} ms {:>8.2} ms {}\n", 1e3 * measured, 1e3 * predicted, off(measured, predicted))
     };
-    let mut text = "time               measured   predicted\n".to_owned();
+    text += "time by kind       measured   predicted\n";
     let mut kinds: Vec<&String> = summary.instructions.keys().collect();
     let seconds = |kind: &String| predicted.instructions.get(kind).copied().unwrap_or(0.0);
     kinds.sort_by(|a, b| summary.instructions[*b].total_cmp(&summary.instructions[*a]));
     for kind in kinds {
         // What is over in microseconds says nothing about a step.
         let (measured, predicted) = (summary.instructions[kind], seconds(kind));
-        if measured.max(predicted) > 1e-3 * summary.step_s_median {
+        if measured.max(predicted) > 1e-3 * median_s {
             text += &line(kind, measured, predicted);
         }
     }
-    text += &line("a step", summary.step_s_median, predicted.step_s);
+    text += &line("a step", median_s, predicted.step_s);
     text
 }
 
@@ -546,13 +595,44 @@ fn passes(epochs: &[f64]) -> String {
     format!("epochs       {} passes over the training data{of}\n", each.join(", "))
 }
 
-fn describe(session: &Session, summary: &Summary) -> String {
-    let folder = session.folder.display();
+/// ` (+1.1 %)`; nothing where there is nothing to compare.
+fn off(measured: f64, predicted: f64) -> String {
+    match measured > 0.0 && predicted > 0.0 {
+        true => format!(" ({:+.1} %)", 100.0 * (measured / predicted - 1.0)),
+        false => String::new(),
+    }
+}
+
+/// Peak memory, measured beside predicted; by purpose where one is above its prediction, or
+/// `verbosity` asks for it.
+fn peaks(summary: &Summary, verbosity: Verbosity) -> String {
+    let (measured, predicted) = summary.memory_total;
+    let mut text = format!(
+        "memory       {} at the peak, {} predicted{}\n",
+        format_bytes(measured as u64),
+        format_bytes(predicted as u64),
+        off(measured as f64, predicted as f64)
+    );
+    // A large share of a few bytes is no news.
+    let is_above = |measured: usize, predicted: usize| {
+        let more = measured.saturating_sub(predicted) as f64;
+        more > MEMORY_OFF * predicted as f64 && more > 1e-3 * summary.memory_total.0 as f64
+    };
+    if verbosity.is_verbose() || summary.memory.iter().any(|(_, measured, predicted)| is_above(*measured, *predicted)) {
+        let rows: Vec<_> = summary.memory.iter().map(|(p, m, q)| (p.name(), *m as u64, *q as u64)).collect();
+        text += "memory by purpose  measured   predicted\n";
+        text += &memory(&rows, (measured as u64, predicted as u64));
+    }
+    text
+}
+
+/// What came out: how it ended, loss and validation.
+fn result(session: &Session, summary: &Summary) -> String {
     let mut text = match summary.ending {
         Ending::Complete => format!("done: {} steps", count(summary.steps)),
         Ending::Interrupted => format!("stopped after {} steps, with a checkpoint to go on from", count(summary.steps)),
     };
-    text += &format!(", {} tokens; {:.1} s of training in this sitting\n", count(summary.tokens), summary.seconds);
+    text += &format!(", {} tokens; {:.1} s of training\n", count(summary.tokens), summary.seconds);
     text += &early_end(summary.stopped_early.as_ref());
     text += &passes(&summary.epochs);
     if summary.loss.is_finite() {
@@ -570,6 +650,13 @@ fn describe(session: &Session, summary: &Summary) -> String {
     if summary.skipped > 0 {
         text += &format!("skipped      {} steps whose loss or gradient was not finite\n", summary.skipped);
     }
+    text + &format!("run folder   {} ({}, metrics.jsonl, checkpoints)\n", session.folder.display(), files::CONFIG)
+}
+
+/// What it took, and what can be done with it.
+fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
+    let folder = session.folder.display();
+    let mut text = String::new();
     if summary.step_s_median > 0.0 {
         let share = summary.mfu_median.map_or(String::new(), |mfu| {
             format!(", {:.1} % of the measured {} peak", 100.0 * mfu, compute_dtype(&session.resolved))
@@ -577,30 +664,26 @@ fn describe(session: &Session, summary: &Summary) -> String {
         let exchange = match session.world.size() {
             1 => String::new(),
             _ => format!(
-                "exchange     {:.1} % of the time on its lanes, {:.1} % waiting for it\n",
+                "exchange     {:.1} % of the time; {:.1} % waiting for it, the rest overlapped with computing\n",
                 100.0 * summary.comm_share,
                 100.0 * summary.comm_exposed_share
             ),
         };
         text += &format!(
-            "speed        {:.2} ms a step (median), {} tokens/s{share}\n\
+            "speed        {} tokens/s{share}\n\
+             {}\
+             {}\
              data         {:.3} % of the time waiting for it\n\
              {exchange}\
-             first step   done {:.2} s after the program's start\n\
-             {}\
-             memory             measured   predicted\n{}",
-            1e3 * summary.step_s_median,
+             first step   done {:.2} s after the program's start\n",
             count(summary.tps_median as u64),
+            times(session, summary, verbosity),
+            peaks(summary, verbosity),
             100.0 * summary.data_wait_share,
             summary.first_step_done_s,
-            times(session, summary),
-            memory(
-                &summary.memory.iter().map(|(p, m, q)| (p.name(), *m as u64, *q as u64)).collect::<Vec<_>>(),
-                (summary.memory_total.0 as u64, summary.memory_total.1 as u64)
-            )
         );
     }
-    text += &format!("run folder   {folder} ({}, metrics.jsonl, checkpoints)\n\n", files::CONFIG);
+    text += "\n";
     let more = match summary.ending {
         Ending::Interrupted => String::new(),
         Ending::Complete => longer(&session.resolved, summary.stopped_early.is_some()),

@@ -412,7 +412,7 @@ pub struct SetAside {
 impl fmt::Display for SetAside {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(before) = self.before else {
-            return f.write_str("There is no checkpoint from before: begin anew, with other settings.");
+            return f.write_str("There is no checkpoint from before: start a new run, with other settings.");
         };
         write!(f, "The checkpoint of step {before} is from before, and `train --resume` goes on from it.")?;
         for (step, name) in &self.moved {

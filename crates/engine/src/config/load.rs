@@ -3,13 +3,15 @@
 //! `--set model.preset=...` replaces a file's shape.
 
 use super::error::{Origin, Problems};
+use super::mistaken;
 use super::nearest::nearest;
 use super::presets::{self, PRESETS};
-use super::{Config, ConfigError};
+use super::{Config, ConfigError, Key};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
+use trainyard_data::place_of;
 
 /// Keys of earlier versions whose values mean something else now: each with what to write instead.
 const GONE: [(&str, &str); 1] = [(
@@ -36,11 +38,9 @@ impl Config {
     /// Every unknown key, with the nearest known one, and every value of a wrong type, all
     /// together.
     pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config, ConfigError> {
-        let text = file.map(std::fs::read_to_string).transpose();
-        let text = text.map_err(|error| {
+        let text = file.map(read).transpose().map_err(|message| {
             let mut problems = Problems::default();
-            let path = file.map(Path::display).map(|path| path.to_string()).unwrap_or_default();
-            problems.add(Origin::Default, format!("cannot read {path}: {error}"));
+            problems.add(Origin::Default, message);
             ConfigError { problems: problems.0 }
         })?;
         Config::from_layers(file.zip(text.as_deref()), sets)
@@ -108,6 +108,25 @@ impl Config {
         }
     }
 
+    /// The keys that are called `name`, here or in another program, with their sections.
+    fn called(&self, name: &str) -> Vec<(&'static str, Key)> {
+        let keys = self.sections().into_iter().flat_map(|section| {
+            let name = section.name();
+            section.keys().into_iter().map(move |key| (name, key))
+        });
+        keys.filter(|(_, key)| key.name == name || key.elsewhere.contains(&name)).collect()
+    }
+
+    /// The keys that an option `--NAME` of another program means here, as `section.key` with what
+    /// each takes: those of this name, or else those that another program calls so.
+    pub fn keys_of_option(name: &str) -> Vec<(String, String)> {
+        let mut keys = Config::default().called(name);
+        if keys.iter().any(|(_, key)| key.name == name) {
+            keys.retain(|(_, key)| key.name == name);
+        }
+        keys.into_iter().map(|(section, key)| (format!("{section}.{}", key.name), key.expected)).collect()
+    }
+
     /// The message for a key that does not exist: where the user may have meant it to be.
     fn unknown(&self, path: &[String]) -> String {
         let written = path.join(".");
@@ -126,9 +145,8 @@ impl Config {
         let inside = (path.len() >= 2).then_some(inside.as_str());
         let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
 
-        // What another program calls it, or the right key in the wrong section: exact matches
-        // before near ones, and those of the section that was written before others.
-        let mut exact: Vec<_> = all().filter(|(_, key)| key.name == name || key.elsewhere.contains(&name)).collect();
+        // Exact matches before near ones, and those of the section that was written before others.
+        let mut exact = self.called(name);
         exact.sort_by_key(|(section, key)| (Some(*section) != inside, key.name != name));
         if let Some((section, key)) = exact.first() {
             return did_you_mean(format!("{section}.{}", key.name));
@@ -155,6 +173,17 @@ impl Config {
         }
         format!("unknown key `{written}`; the sections are {}", names.collect::<Vec<_>>().join(", "))
     }
+}
+
+/// The text of a configuration, or why it cannot be read.
+fn read(file: &Path) -> Result<String, String> {
+    if let Some(message) = mistaken::in_place_of_a_configuration(file) {
+        return Err(message);
+    }
+    std::fs::read_to_string(file).map_err(|error| {
+        let place = place_of(file, &error);
+        format!("cannot read {}{place}: {error}", file.display())
+    })
 }
 
 /// The entries of a file, in its order, with the line of each key.

@@ -49,6 +49,7 @@ pub fn documentation() -> String {
          A configuration is a TOML file with sections. Values come from the defaults, then the file, then each `--set section.key=value`,\n\
          later ones winning. A key that is unset is derived; `\"auto\"` unsets one. Unknown keys, keys that would have no effect, and\n\
          combinations that cannot work are errors, reported together before anything is allocated.\n\
+         Relative paths start in the folder where the command runs, not in the configuration's.\n\
          `trainyard config check FILE` prints the resolved configuration with every derived value and its derivation.\n\n\
          \"Elsewhere\" lists what other programs call a key: those names are not accepted, but the error names the right one. Given a JSON file of DeepSpeed's, the error has the lines that say the same.\n",
     );

@@ -2,6 +2,7 @@
 //! impossibility a problem.
 
 use super::error::Problems;
+use super::mistaken::{hub_dataset, hub_model};
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
@@ -395,16 +396,31 @@ impl Resolver {
         }
     }
 
+    /// A problem where `path`, which `key` names, does not exist: where it was looked for.
     pub(super) fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
-        if let Some(path) = path.filter(|path| !path.exists()) {
-            let here = std::env::current_dir().ok().filter(|_| path.is_relative());
-            let here = here.map_or(String::new(), |folder| format!(" in {}, where the command runs", folder.display()));
-            let list = match path.to_str() {
-                Some(text) if text.contains(',') => "; a list is written [\"A\", \"B\"]",
-                _ => "",
-            };
-            self.problem(key, format!("{key} names {}, which does not exist{here}{list}", path.display()));
+        let Some(path) = path.filter(|path| !path.exists()) else { return };
+        let mut message = format!("{key} names {}, which does not exist", path.display());
+        if let (true, Ok(absolute)) = (path.is_relative(), std::path::absolute(path)) {
+            message += &format!(
+                ": {} was looked for, because paths in a configuration start in the folder where the command runs",
+                absolute.display()
+            );
         }
+        if let Origin::File { path: file, .. } = self.config.origin(key)
+            && let Some(beside) = file.parent().map(|folder| folder.join(path)).filter(|beside| beside.exists())
+        {
+            message += &format!("; beside the configuration there is one: give {key} = {beside:?}");
+        }
+        let hub = |name: &str| match key.starts_with("data.") {
+            true => hub_dataset(name, &format!("the text or JSONL files in it as {key}")),
+            false => hub_model(name, &format!("{key} = \"DIR\"")),
+        };
+        match path.to_str() {
+            Some(text) if text.contains(',') => message += "; a list is written [\"A\", \"B\"]",
+            Some(text) => message.extend(hub(text).map(|hint| format!("; {hint}"))),
+            None => {}
+        }
+        self.problem(key, message);
     }
 
     fn run(&mut self) {

@@ -160,7 +160,7 @@ choices! {
 }
 
 choices! {
-    /// What gradients are rounded to on their way between ranks; they are summed in f32 whatever it
+    /// What gradients are rounded to when ranks exchange them; they are summed in f32 whatever it
     /// is.
     ReduceDtype {
         /// Not at all.
@@ -594,7 +594,7 @@ section! {
         /// Where the model runs: the processor, or a GPU (that of the rank's place on its host, or
         /// number N). `--set device=...` is short for it.
         device: DeviceKind = DeviceKind::Cpu;
-        /// The highest rung of the kernel ladder to use: portable, avx2, avx512, avx512-bf16,
+        /// The fastest instruction set that kernels may use: portable, avx2, avx512, avx512-bf16,
         /// amx-bf16. Unset: the best of the machine.
         isa: Option<String> = None;
         /// Threads of the kernels. Unset: the cores that the process may use.
@@ -639,7 +639,7 @@ section! {
         /// When gradients are summed over ranks.
         #[elsewhere("overlap_comm", "require_backward_grad_sync")]
         reduce_schedule: ReduceSchedule = ReduceSchedule::Step;
-        /// What gradients are rounded to on their way between ranks.
+        /// What gradients are rounded to when ranks exchange them.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
         /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors
@@ -650,11 +650,12 @@ section! {
         /// run ends with a report of who is where. Saving and evaluating count.
         #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
         deadline_seconds: f64 = 600.0;
-        /// Whether what ranks send each other carries checksums, so that data which changes on its
-        /// way ends the run; costs one more pass over it at each end.
+        /// Whether what ranks send each other carries checksums, so that data which is
+        /// damaged between them ends the run; costs one more pass over it at each end.
         verify: bool = false;
         /// Whether a rank that waits for another works for it meanwhile: where ranks are threads of
-        /// one process and each of their threads has a core. Same bits either way.
+        /// one process and each of their threads has a core. The bits are the same with it and
+        /// without.
         lend_threads: bool = true;
         /// Only 1 as yet.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]

@@ -274,7 +274,7 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["model.load_weights=true"], &["without model.path there is nothing to load"]),
     // Data and tokens.
     (&["data.train=[]"], &["data.train is empty"]),
-    (&["data.train=missing.txt"], &["missing.txt, which does not exist in /"]),
+    (&["data.train=missing.txt"], &["missing.txt, which does not exist: /"]),
     (&["data.train=a.txt,b.txt"], &["a list is written [\"A\", \"B\"]"]),
     (&["training.accumulation_steps=0"], &["--set training.accumulation_steps=0: "]),
     (&["data.train=[{ path = 'src', weight = 1 }, 'src']"], &["weights for some entries only"]),

@@ -19,14 +19,14 @@ pub(crate) struct Work {
     pub seconds: f64,
 }
 
-/// Counts how often a run's peak was above_peak.
+/// Counts the steps of a run that were above its peak.
 #[derive(Default)]
 pub(crate) struct AbovePeak(u32);
 
 impl AbovePeak {
-    /// Rates of a step against `peak`, FLOP/s. A step that beats it has `measure` tell the peak
-    /// anew, a few times in a run; where that does not explain it the step has no utilisation: a
-    /// training does not end for a figure. `note` is told what was done about it.
+    /// Rates of a step against `peak`, FLOP/s. For a step that beats it, `measure` measures the peak
+    /// again, a few times in a run. A step that beats the new peak as well has no utilisation: a
+    /// training does not end for a figure. `note` gets a line that says what was done.
     pub(crate) fn rates(
         &mut self,
         work: Work,
@@ -36,23 +36,31 @@ impl AbovePeak {
     ) -> Throughput {
         let Work { tokens, flops, seconds } = work;
         let against = |peak| Throughput::new(tokens, flops, seconds, peak);
-        let impossible = match against(peak) {
+        let above = match against(peak) {
             Ok(rates) => return rates,
-            Err(impossible) => impossible,
+            Err(above) => above,
         };
+        let faster = format!(
+            "this step ran at {:.3} TFLOP/s, faster than the measured peak of {:.3} TFLOP/s (the machine was busy during that measurement)",
+            above.tflops, above.peak_tflops
+        );
         self.0 = self.0.saturating_add(1);
         let mut rates = None;
         if self.0 <= AGAIN_MAX {
             match measure() {
                 Ok(again) => {
                     rates = against(again).ok();
-                    note(&format!("{impossible}; measured again: {:.3} TFLOP/s", again.unwrap_or(0.0) / 1e12));
+                    let left_out = if rates.is_none() { "; the step has no MFU" } else { "" };
+                    let again = again.unwrap_or(0.0) / 1e12;
+                    note(&format!("{faster}; the peak was measured again: {again:.3} TFLOP/s{left_out}"));
                 }
-                Err(error) => note(&format!("{impossible}; it cannot be measured again: {error}")),
+                Err(error) => {
+                    note(&format!("{faster}; the peak cannot be measured again, so the step has no MFU: {error}"))
+                }
             }
         } else if self.0 == AGAIN_MAX + 1 {
             note(&format!(
-                "{impossible}. It was measured again {AGAIN_MAX} times: from here on steps that beat it have no utilisation"
+                "{faster}; the peak was measured again {AGAIN_MAX} times already: from here on, steps faster than it have no MFU"
             ));
         }
         let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
@@ -79,8 +87,8 @@ mod tests {
             assert_eq!(rates, Throughput { tps: 10.0, tflops: 2.0, mfu: None });
         }
         assert_eq!((measured, notes.len()), (3, 4));
-        assert!(notes[2].ends_with("measured again: 1.000 TFLOP/s"), "{}", notes[2]);
-        assert!(notes[3].ends_with("from here on steps that beat it have no utilisation"), "{}", notes[3]);
+        assert!(notes[2].ends_with("the peak was measured again: 1.000 TFLOP/s; the step has no MFU"), "{}", notes[2]);
+        assert!(notes[3].ends_with("from here on, steps faster than it have no MFU"), "{}", notes[3]);
         let slower = Work { seconds: 4.0, ..work };
         let rates = above_peak.rates(slower, Some(1e12), || unreachable!("it is possible"), |_| unreachable!());
         assert_eq!(rates.mfu, Some(0.5));

@@ -113,11 +113,13 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
     Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// A utilisation that cannot be: the work, the time or the peak is wrong.
+/// A step that computed faster than the measured peak: the machine was busy while the peak was
+/// measured, or the work or the time is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error(
-    "a utilisation of {utilization:.3} is impossible: {tflops:.3} TFLOP/s against a measured peak of {peak_tflops:.3}; \
-     the count of operations, the clock or the peak is wrong"
+    "the step ran at {tflops:.3} TFLOP/s, which is more than the peak of {peak_tflops:.3} TFLOP/s that was measured ({:.0} %): \
+     the machine was probably busy during that measurement; run it again while nothing else runs",
+    100.0 * utilization
 )]
 pub struct UtilizationAboveOne {
     /// The quotient.

@@ -1,9 +1,10 @@
-//! What the user sees while a run goes on: a bar with one line of figures on a terminal, plain
-//! lines elsewhere.
+//! What the user sees while a run goes on: lines of figures that stay, and on a terminal a bar with
+//! the newest ones below them.
 
 use super::{EvaluationMetrics, StepMetrics};
 use crate::config::Limits;
 use crate::evaluate::EvaluationProgress;
+use crate::warning::is_warning;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -28,7 +29,7 @@ pub trait Progress: Send {
 /// The display that fits standard error: [`Terminal`] or [`Plain`].
 pub fn for_stderr() -> Box<dyn Progress> {
     if std::io::stderr().is_terminal() {
-        Box::new(Terminal::new())
+        Box::new(Terminal::new(std::io::stderr(), ProgressDrawTarget::stderr()))
     } else {
         Box::new(Plain::new(std::io::stderr(), Plain::EVERY_S))
     }
@@ -46,35 +47,97 @@ impl Progress for Quiet {
     fn end(&mut self) {}
 }
 
-/// A bar and a line of figures, redrawn in place.
+/// Shows warnings and nothing else.
 #[derive(Debug)]
-pub struct Terminal {
-    bar: ProgressBar,
+pub struct Warnings<W> {
+    out: W,
 }
 
-impl Terminal {
-    /// On standard error.
-    pub fn new() -> Terminal {
-        Terminal::on(ProgressDrawTarget::stderr())
+impl<W: Write + Send> Warnings<W> {
+    /// Writes to `out`.
+    pub fn new(out: W) -> Warnings<W> {
+        Warnings { out }
+    }
+}
+
+impl<W: Write + Send> Progress for Warnings<W> {
+    fn begin(&mut self, _: u64, _: Option<u64>) {}
+    fn step(&mut self, _: &StepMetrics, _: Option<u64>, _: Option<Duration>) {}
+    fn evaluation(&mut self, _: &EvaluationMetrics) {}
+    fn note(&mut self, text: &str) {
+        if is_warning(text) {
+            write_line(&mut self.out, text);
+        }
+    }
+    fn end(&mut self) {}
+}
+
+/// Writes a line to a display's output.
+fn write_line(out: &mut impl Write, text: &str) {
+    // A display that cannot be written to must not end a training.
+    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+}
+
+/// Chooses the steps whose line stays: the first, the last, and others in between.
+#[derive(Debug)]
+struct History {
+    /// Seconds of training between lines, at most.
+    every_s: f64,
+    /// In how many parts of equal length the steps are divided: the first step of a part has a
+    /// line. 0: only time counts.
+    parts: u64,
+    /// Seconds of training since the last line.
+    since_s: f64,
+    /// The part of the last line.
+    part: u64,
+}
+
+impl History {
+    fn new(every_s: f64, parts: u64) -> History {
+        History { every_s, parts, since_s: f64::INFINITY, part: 0 }
     }
 
-    fn on(target: ProgressDrawTarget) -> Terminal {
+    /// True if the line of this step stays.
+    fn keeps(&mut self, metrics: &StepMetrics, steps: Option<u64>) -> bool {
+        self.since_s += metrics.step_s;
+        let part = steps.map_or(0, |steps| metrics.step.saturating_mul(self.parts) / steps.max(1));
+        let keeps = self.since_s >= self.every_s || part > self.part || steps == Some(metrics.step);
+        if keeps {
+            (self.since_s, self.part) = (0.0, part);
+        }
+        keeps
+    }
+}
+
+/// A bar with the figures of the newest step, redrawn in place, below lines that stay: a step's
+/// every half a minute of training, and at every tenth of the steps.
+#[derive(Debug)]
+pub struct Terminal<W> {
+    bar: ProgressBar,
+    out: W,
+    history: History,
+    /// The newest step's line, unless it stays already.
+    passing: Option<String>,
+}
+
+impl<W: Write + Send> Terminal<W> {
+    /// Draws on `target`, and writes the lines that stay to `out`.
+    pub fn new(out: W, target: ProgressDrawTarget) -> Terminal<W> {
         let bar = ProgressBar::with_draw_target(None, target);
         // The template is a constant; should it ever be refused, the default bar is still a bar.
         let style =
             ProgressStyle::with_template("{bar:24.cyan/dim} {msg}").unwrap_or_else(|_| ProgressStyle::default_bar());
         bar.set_style(style);
-        Terminal { bar }
+        Terminal { bar, out, history: History::new(30.0, 10), passing: None }
+    }
+
+    fn line(&mut self, text: &str) {
+        let Terminal { bar, out, .. } = self;
+        bar.suspend(|| write_line(out, text));
     }
 }
 
-impl Default for Terminal {
-    fn default() -> Self {
-        Terminal::new()
-    }
-}
-
-impl Progress for Terminal {
+impl<W: Write + Send> Progress for Terminal<W> {
     fn begin(&mut self, done: u64, steps: Option<u64>) {
         self.bar.set_length(steps.unwrap_or(0));
         self.bar.set_position(done);
@@ -84,8 +147,14 @@ impl Progress for Terminal {
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
         // An evaluation has had the bar for itself.
         self.bar.set_length(steps.unwrap_or(0));
+        let line = step_line(metrics, steps, left);
+        let keeps = self.history.keeps(metrics, steps);
+        if keeps {
+            self.line(&line);
+        }
+        self.passing = (!keeps).then(|| line.clone());
         self.bar.set_position(metrics.step);
-        self.bar.set_message(step_line(metrics, steps, left));
+        self.bar.set_message(line);
     }
 
     fn evaluating(&mut self, progress: EvaluationProgress) {
@@ -95,16 +164,18 @@ impl Progress for Terminal {
     }
 
     fn evaluation(&mut self, metrics: &EvaluationMetrics) {
-        let line = evaluation_line(metrics);
-        self.bar.suspend(|| eprintln!("{line}"));
+        self.line(&evaluation_line(metrics));
     }
 
     fn note(&mut self, text: &str) {
-        self.bar.suspend(|| eprintln!("{text}"));
+        self.line(text);
     }
 
     fn end(&mut self) {
-        self.bar.abandon();
+        self.bar.finish_and_clear();
+        if let Some(line) = self.passing.take() {
+            self.line(&line);
+        }
     }
 }
 
@@ -113,9 +184,8 @@ impl Progress for Terminal {
 #[derive(Debug)]
 pub struct Plain<W> {
     out: W,
-    every_s: f64,
-    since_s: f64,
-    /// When the evaluation under way was last spoken of.
+    history: History,
+    /// The time of the last line about the evaluation under way.
     evaluating: Option<Instant>,
 }
 
@@ -127,31 +197,26 @@ impl Plain<std::io::Stderr> {
 impl<W: Write + Send> Plain<W> {
     /// Writes to `out`, a step's line at most every `every_s` seconds of training.
     pub fn new(out: W, every_s: f64) -> Plain<W> {
-        Plain { out, every_s, since_s: f64::INFINITY, evaluating: None }
+        Plain { out, history: History::new(every_s, 0), evaluating: None }
     }
 
     fn line(&mut self, text: &str) {
-        // A display that cannot be written to must not end a training.
-        let _ = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
+        write_line(&mut self.out, text);
     }
 }
 
 impl<W: Write + Send> Progress for Plain<W> {
-    fn begin(&mut self, _: u64, _: Option<u64>) {
-        self.since_s = f64::INFINITY;
-    }
+    fn begin(&mut self, _: u64, _: Option<u64>) {}
 
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
-        self.since_s += metrics.step_s;
-        if self.since_s >= self.every_s || steps == Some(metrics.step) {
-            self.since_s = 0.0;
+        if self.history.keeps(metrics, steps) {
             self.line(&step_line(metrics, steps, left));
         }
     }
 
     fn evaluating(&mut self, progress: EvaluationProgress) {
         let told = *self.evaluating.get_or_insert_with(Instant::now);
-        if told.elapsed().as_secs_f64() >= self.every_s {
+        if told.elapsed().as_secs_f64() >= self.history.every_s {
             self.evaluating = Some(Instant::now());
             self.line(&evaluating_line(progress));
         }
@@ -208,7 +273,7 @@ pub fn evaluation_line(m: &EvaluationMetrics) -> String {
 /// `evaluating: 65,536 of 1,115,394 tokens, 5 %`
 fn evaluating_line(EvaluationProgress { tokens, of }: EvaluationProgress) -> String {
     let share = 100 * u128::from(tokens) / u128::from(of.max(1));
-    format!("evaluating: {} of {} tokens, {share} %", format_count(tokens), format_count(of))
+    format!("evaluating: {} of {} tokens, {share} %", format_count(tokens as f64), format_count(of as f64))
 }
 
 /// The two largest units: `2d 3h`, `1h 5m`, `1m 20s`, `7s`.
@@ -316,17 +381,60 @@ mod tests {
         assert_eq!(seconds(Limits { steps: None, seconds: None }, 40, 100.0), None);
     }
 
+    /// The numbers of the steps whose lines a terminal keeps, of `steps` of `step_s` seconds.
+    fn kept(steps: u64, step_s: f64) -> Vec<u64> {
+        let mut out = Vec::new();
+        let mut terminal = Terminal::new(&mut out, ProgressDrawTarget::hidden());
+        terminal.begin(0, Some(steps));
+        for step in 1..=steps {
+            terminal.step(&StepMetrics { step_s, ..sample(step) }, Some(steps), None);
+        }
+        assert_eq!((terminal.bar.position(), terminal.bar.length()), (steps, Some(steps)));
+        terminal.end();
+        let text = String::from_utf8(out).unwrap();
+        let number = |line: &str| line.split([' ', '/']).nth(1).and_then(|number| number.parse().ok()).unwrap();
+        text.lines().map(number).collect()
+    }
+
+    /// A bar alone left one line of a run, the last.
     #[test]
-    fn the_bar_takes_every_call_without_a_terminal() {
-        let mut bar = Terminal::on(ProgressDrawTarget::hidden());
-        bar.begin(3, None);
-        bar.evaluating(EvaluationProgress { tokens: 700, of: 1000 });
-        assert_eq!((bar.bar.position(), bar.bar.length()), (700, Some(1000)));
-        bar.step(&sample(4), Some(10), None);
-        bar.note("a note");
-        bar.evaluation(&EvaluationMetrics::new(4, 1.0, 1, None, 0.0));
-        assert_eq!((bar.bar.position(), bar.bar.length()), (4, Some(10)));
-        bar.end();
+    fn a_terminal_keeps_a_history_of_lines() {
+        assert_eq!(kept(1000, 0.01), [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]);
+        assert_eq!(kept(3, 0.01), [1, 2, 3]);
+        // A tenth takes 100 s: every 30 s as well.
+        assert_eq!(kept(100, 10.0)[..8], [1, 4, 7, 10, 13, 16, 19, 20]);
+    }
+
+    #[test]
+    fn notes_evaluations_and_the_last_step_stay_on_a_terminal() {
+        let mut out = Vec::new();
+        let mut terminal = Terminal::new(&mut out, ProgressDrawTarget::hidden());
+        terminal.begin(3, None);
+        terminal.note("a note");
+        terminal.evaluating(EvaluationProgress { tokens: 700, of: 1000 });
+        assert_eq!((terminal.bar.position(), terminal.bar.length()), (700, Some(1000)));
+        for step in [4, 5] {
+            terminal.step(&sample(step), None, None);
+        }
+        terminal.evaluation(&EvaluationMetrics::new(4, 1.0, 1, None, 0.0));
+        terminal.end();
+        let text = String::from_utf8(out).unwrap();
+        let begin: Vec<_> = text.lines().map(|line| line.get(..12).unwrap_or(line)).collect();
+        // Where a run ends early its last step is shown as well.
+        assert_eq!(begin, ["a note", "step 4  loss", "evaluation a", "step 5  loss"]);
+    }
+
+    #[test]
+    fn quiet_runs_show_warnings_and_nothing_else() {
+        let mut out = Vec::new();
+        let mut quiet = Warnings::new(&mut out);
+        quiet.begin(0, Some(2));
+        quiet.step(&sample(1), Some(2), None);
+        quiet.note("checkpoint written");
+        quiet.note(&crate::warning::warning("no room"));
+        quiet.evaluation(&EvaluationMetrics::new(1, 1.0, 1, None, 0.0));
+        quiet.end();
+        assert_eq!(String::from_utf8(out).unwrap(), "warning: no room\n");
     }
 
     #[test]

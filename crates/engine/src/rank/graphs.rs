@@ -212,7 +212,7 @@ impl State {
         let State::Captured(captured) = self else { return None };
         let why = captured.key.difference(key);
         Some(format!(
-            "this step does not go by the CUDA graph, which is given up: {why}; another is captured when two steps in a row are alike"
+            "this step does not go by the CUDA graph, which is given up: {why}; another is captured when two steps in a row have the same shapes"
         ))
     }
 }

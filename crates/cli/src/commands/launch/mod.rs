@@ -82,9 +82,11 @@ impl Layout {
     }
 }
 
-/// Runs the command.
-pub fn run(args: &Args) -> Result<ExitCode> {
+/// Runs the command. `check_usage` ends the process where the arguments of a rank, this program's
+/// name first, are wrong: said once, and not by every rank.
+pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCode> {
     let is_training = check(&args.command)?;
+    check_usage(&[&["trainyard".into()], &args.command[..]].concat());
     let environment = Environment::detect()?;
     let layout = layout(args, &environment, |name| std::env::var(name).ok())?;
     let program = std::env::current_exe().context("this program's path")?;

@@ -73,9 +73,9 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     let number = args.show.unwrap_or(1);
     let fit = ways.fitting.len();
     if fit > 0 && !(1..=fit).contains(&number) {
-        bail!("--show {number}: there are ways 1 to {fit}");
+        bail!("--show {number}: there are plans 1 to {fit}");
     }
-    trial::try_out(&mut ways, &load, args.trial_seconds)?;
+    trial::try_out(&mut ways, &load, args.trial_seconds, &note)?;
     let tokens = base.tokens_per_step();
     let shown = |ways: &choose::Ways| -> Result<Shown> {
         ways.best()?;
@@ -100,7 +100,7 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     text += &lines(&ways, tokens, usize::from(args.top));
     let large = ways.too_large.len();
     text +=
-        &format!("\n{fit} runnable ways fit, {large} do not; times are predicted at the speeds of the calibration\n");
+        &format!("\n{fit} runnable plans fit, {large} do not; times are predicted at the speeds of the calibration\n");
     for (number, reason) in ways.reasons().iter().enumerate() {
         text += &format!("{:<5}{reason}\n", if number == 0 { "why" } else { "" });
     }
@@ -209,7 +209,7 @@ impl Shown {
         let resolved = resolve_for(&load(&way.sets)?, inputs.clone())?;
         let forecast = trainyard_calibrate::forecast(&resolved, &profile.machine)?;
         let step_s = way.step_s;
-        let mut text = format!("way {number}: {}\n", way.words());
+        let mut text = format!("plan {number}: {}\n", way.words());
         // Writing to a String cannot fail.
         for set in &way.sets {
             let _ = writeln!(text, "  --set {}", quoted(set));
@@ -218,7 +218,7 @@ impl Shown {
         kinds.sort_by(|a, b| b.1.total_cmp(&a.1));
         let _ = writeln!(
             text,
-            "\nstep {:.2} ms; instructions of a rank, which run beside each other where their lanes differ:",
+            "\nstep {:.2} ms; instructions of a rank (exchanges and copies overlap with computing):",
             1e3 * step_s
         );
         for (kind, seconds) in kinds {
