@@ -252,6 +252,11 @@ pub(crate) trait Backend: Send + Sync {
         None
     }
 
+    /// Tells all ranks of the world that this one is asked to stop.
+    fn request_stop(&self);
+    /// The rank of the world that is asked to stop, if one is and that is known here by now.
+    fn stop_requested(&self) -> Option<u32>;
+
     /// The first failure of the world, if there is one.
     fn failure(&self) -> Option<CommError>;
     /// Fails the world unless it has failed already; returns the failure that counts.

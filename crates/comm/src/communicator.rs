@@ -145,6 +145,18 @@ impl Communicator {
         self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: true }, &[self.rank()], None)
     }
 
+    /// Tells all ranks of the world that this one is asked to stop. It waits for nobody and ends
+    /// nothing: the ranks decide together when they stop.
+    pub fn request_stop(&self) {
+        self.core.backend.request_stop();
+    }
+
+    /// The rank of the world that called [`Communicator::request_stop`], the first that this rank
+    /// has heard of. Ranks may hear of it at different times.
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.core.backend.stop_requested()
+    }
+
     /// The world's first failure, if it has failed.
     pub fn failure(&self) -> Option<CommError> {
         self.core.backend.failure()

@@ -31,6 +31,7 @@
 
 mod backend;
 pub mod bench;
+mod children;
 mod communicator;
 mod environment;
 mod error;
@@ -50,6 +51,7 @@ mod stream;
 pub mod tcp;
 
 pub use backend::{Operation, Signature};
+pub use children::{Signal, end_with_parent};
 pub use communicator::{Communicator, DEADLINE_DEFAULT};
 pub use environment::{Environment, EnvironmentError, Launcher, Master};
 pub use error::{CommError, ErrorKind, Failure, Peer, Result};
@@ -57,3 +59,6 @@ pub use hierarchy::Hierarchy;
 pub use number::{Dtype, Number, Scalar};
 pub use pending::Pending;
 pub use place::{Place, Position};
+
+/// A function that is told in a line what is worth knowing of something that goes on.
+pub type Note = fn(&str);

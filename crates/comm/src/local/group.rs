@@ -375,6 +375,14 @@ impl Backend for Member {
         Some(&self.group.world.common)
     }
 
+    fn request_stop(&self) {
+        self.group.world.request_stop(self.group.members[self.rank]);
+    }
+
+    fn stop_requested(&self) -> Option<u32> {
+        self.group.world.stop_requested()
+    }
+
     fn failure(&self) -> Option<CommError> {
         self.group.world.failure()
     }

@@ -35,7 +35,13 @@ impl World {
         assert!(!places.is_empty(), "a world has at least one rank");
         let ranks = places.len();
         let posts = places.iter().map(|_| Mutex::default()).collect();
-        let shared = Arc::new(Shared { places, posts, failure: OnceLock::new(), common: Mutex::default() });
+        let shared = Arc::new(Shared {
+            places,
+            posts,
+            failure: OnceLock::new(),
+            stop: OnceLock::new(),
+            common: Mutex::default(),
+        });
         let group = Arc::new(Group::new(shared, (0..ranks as u32).collect()));
         (0..ranks)
             .map(|rank| Communicator::new(Arc::new(Member::new(group.clone(), rank)), "world".to_owned()))
@@ -48,6 +54,8 @@ pub(crate) struct Shared {
     pub places: Vec<Place>,
     posts: Vec<Post>,
     failure: OnceLock<CommError>,
+    /// The first rank that was asked to stop.
+    stop: OnceLock<u32>,
     pub common: Common,
 }
 
@@ -59,6 +67,15 @@ impl Shared {
     /// The first failure counts.
     pub fn fail(&self, failure: Failure) -> CommError {
         self.failure.get_or_init(|| failure.into()).clone()
+    }
+
+    /// The first rank counts.
+    pub fn request_stop(&self, rank: u32) {
+        let _ = self.stop.set(rank);
+    }
+
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.stop.get().copied()
     }
 
     pub fn post(&self, rank: u32, position: Position) {

@@ -27,6 +27,8 @@ enum Notice {
     Ask,
     /// Positions by context, and milliseconds since they were posted.
     Answer(Vec<(u32, Position, u64)>),
+    /// The sender is asked to stop.
+    Stop,
     /// A handle was dropped after so many operations.
     Left {
         context: u32,
@@ -41,6 +43,8 @@ pub(super) struct Process<T> {
     /// Peers whose processes can be seen from here.
     visible: OnceLock<Vec<bool>>,
     failure: OnceLock<CommError>,
+    /// The first rank that was asked to stop, as far as is known here.
+    stop: OnceLock<u32>,
     /// Last positions by context and world rank, also this rank's own.
     posts: Mutex<BTreeMap<(u32, usize), (Position, Instant)>>,
     /// Operations after which a rank left a context.
@@ -66,6 +70,7 @@ impl<T: Transport> Process<T> {
             places: OnceLock::new(),
             visible: OnceLock::new(),
             failure: OnceLock::new(),
+            stop: OnceLock::new(),
             posts: Mutex::default(),
             left: Mutex::default(),
             contexts: Mutex::new(BTreeSet::from([0])),
@@ -141,6 +146,18 @@ impl<T: Transport> Process<T> {
     fn tell_everybody(&self, failure: &Failure) {
         let everybody: Vec<usize> = (0..self.transport.size()).collect();
         self.tell(&everybody, &Notice::Failed(failure.clone()));
+    }
+
+    /// Tells all ranks that this one is asked to stop, once.
+    pub fn request_stop(&self) {
+        if self.stop.set(self.rank() as u32).is_ok() {
+            let everybody: Vec<usize> = (0..self.transport.size()).collect();
+            self.tell(&everybody, &Notice::Stop);
+        }
+    }
+
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.stop.get().copied()
     }
 
     /// Asks ranks where they are; [`Process::answered`] knows later who replied.
@@ -234,6 +251,10 @@ impl<T: Transport> Process<T> {
                     posts.insert((context, from), (position, at));
                 }
                 lock(&self.answered)[from] = Some(now);
+            }
+            Notice::Stop => {
+                // The first counts.
+                let _ = self.stop.set(from as u32);
             }
             Notice::Left { context, operations } => {
                 lock(&self.left).insert((context, from), operations);

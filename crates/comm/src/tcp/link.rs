@@ -21,8 +21,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 const HEAD_BYTES: usize = 16;
 /// What is read at once unless a large message is read into its place.
 const READ_BYTES: usize = 16 << 10;
-/// No message that is copied is as long; whoever says so speaks another language.
-const COPIED_BYTES_MAX: u64 = 64 << 20;
+/// The longest notice: positions of some ten thousand communicators.
+const NOTICE_BYTES_MAX: u64 = 4 << 20;
 /// How long a thread's stack is.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -121,6 +121,8 @@ pub(super) struct Link {
     outbox: Mutex<Outbox>,
     filled: Condvar,
     notices: Notices,
+    /// The longest message that is copied; a longer one is of another protocol.
+    copied_bytes_max: u64,
     /// Why it ended.
     lost: OnceLock<String>,
 }
@@ -137,13 +139,20 @@ fn frame(kind: u32, tag: u32, body: &[u8]) -> Vec<u8> {
     [&head(kind, tag, body.len())[..], body].concat()
 }
 
+/// Reads what a head has announced, whose length is bounded.
+fn body(reader: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
+    let mut body = vec![0; bytes as usize];
+    reader.read_exact(&mut body)?;
+    Ok(body)
+}
+
 fn nonsense(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 impl Link {
-    /// Starts the threads of a connection.
-    pub fn start(peer: usize, stream: TcpStream, notices: Notices) -> io::Result<Arc<Self>> {
+    /// Starts the threads of a connection, over which messages up to `copied_bytes_max` are copied.
+    pub fn start(peer: usize, stream: TcpStream, notices: Notices, copied_bytes_max: usize) -> io::Result<Arc<Self>> {
         let link = Arc::new(Self {
             peer,
             stream,
@@ -151,6 +160,7 @@ impl Link {
             outbox: Mutex::default(),
             filled: Condvar::new(),
             notices,
+            copied_bytes_max: copied_bytes_max as u64,
             lost: OnceLock::new(),
         });
         let spawn = |name: &str, run: fn(&Link) -> io::Result<()>| {
@@ -258,13 +268,10 @@ impl Link {
             let (kind, tag) = (word(0), word(4));
             let bytes = u64::from(word(8)) | u64::from(word(12)) << 32;
             match kind {
-                COPIED | NOTICE if bytes <= COPIED_BYTES_MAX => {
-                    let mut body = vec![0; bytes as usize];
-                    reader.read_exact(&mut body)?;
-                    match kind {
-                        COPIED => self.inbox.deliver(tag, body),
-                        _ => lock(&self.notices).push_back((self.peer, body)),
-                    }
+                COPIED if bytes <= self.copied_bytes_max => self.inbox.deliver(tag, body(&mut reader, bytes)?),
+                NOTICE if bytes <= NOTICE_BYTES_MAX => {
+                    let body = body(&mut reader, bytes)?;
+                    lock(&self.notices).push_back((self.peer, body));
                 }
                 READY => self.grant(tag),
                 LENT => self.read_lent(&mut reader, tag, bytes)?,

@@ -20,14 +20,20 @@
 //! After a failure requests are taken back; where the socket of a stopped peer is at work in memory
 //! that is needed again, that one connection is shut down ([`request`]).
 //!
-//! Nothing is encrypted and nobody has to say a password, as with MPI and NCCL: for networks that
-//! are trusted.
+//! **Strangers.** Every connection begins with a proof that both ends know the job's secret
+//! ([`JobSecret`]); others are closed and counted ([`door`]). Without a secret the proof keeps
+//! apart what is not of this program, and no more. Nothing is encrypted, as with MPI and NCCL.
+//! Rank 0 listens until all have come, at loopback or at one address; afterwards nobody listens.
 
+mod door;
 mod link;
 mod mesh;
 mod rendezvous;
 mod request;
+mod secret;
 mod transport;
 mod words;
 
-pub use rendezvous::{RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError};
+pub use rendezvous::{LISTEN_VARIABLE, RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError};
+pub use secret::{JobSecret, SECRET_VARIABLE, SecretSource};
+pub(crate) use words::printable;

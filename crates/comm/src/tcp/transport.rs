@@ -32,7 +32,7 @@ impl Tcp {
         let notices = Notices::default();
         let copied_bytes = COPIED_BYTES.max(envelope_bytes_max(streams.len()).next_multiple_of(8));
         let start = |(peer, stream): (usize, Option<TcpStream>)| {
-            stream.map(|stream| Link::start(peer, stream, notices.clone())).transpose()
+            stream.map(|stream| Link::start(peer, stream, notices.clone(), copied_bytes)).transpose()
         };
         let links = streams.into_iter().enumerate().map(start).collect::<io::Result<_>>()?;
         Ok(Self { rank, links, own: Inbox::default(), notices, copied_bytes })

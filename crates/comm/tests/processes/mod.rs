@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trainyard_comm::fault::{Fault, FaultPlan};
-use trainyard_comm::{CommError, Communicator, Environment, Position};
+use trainyard_comm::{CommError, Communicator, DEADLINE_DEFAULT, Environment, Position};
 
 /// The environment variable that makes a test program a worker, and what it says.
 pub const CASE: &str = "TRAINYARD_TEST_CASE";
@@ -50,7 +50,7 @@ pub fn report(said: &str, rank: usize) -> Option<String> {
 pub fn worker(backend: &str, alone: impl FnOnce() -> Communicator) {
     let Ok(case) = std::env::var(CASE) else { return };
     let environment = Environment::detect().unwrap();
-    let world = environment.connect().unwrap().unwrap_or_else(alone);
+    let world = environment.connect(DEADLINE_DEFAULT, |note| println!("{note}")).unwrap().unwrap_or_else(alone);
     assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));
     assert_eq!(world.backend(), backend);
     play(&world, &case);
