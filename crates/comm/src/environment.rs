@@ -294,7 +294,7 @@ impl Environment {
         };
         if self.rank == 0 && *self.secret.source() != SecretSource::Variable {
             note(&format!(
-                "whoever reaches the ports of this run can take part in it: its processes know each other by {}; set {SECRET_VARIABLE} to the same random text for all of them",
+                "processes of this run know each other by {}: whoever reaches its ports can take part; {SECRET_VARIABLE}, the same random text for all of them, keeps others out",
                 self.secret.source()
             ));
         }

@@ -245,14 +245,26 @@ impl<'s> Run<'s> {
         })
     }
 
+    /// True once any rank is asked to stop, as far as this one knows. A rank that is asked tells the
+    /// others, beside all exchanges: rank 0 hears of it soon, and its word counts.
+    fn is_asked_to_stop(&self) -> bool {
+        let world = &self.session.world;
+        let is_asked = self.control.stop.load(Ordering::Relaxed);
+        if is_asked {
+            world.request_stop();
+        }
+        is_asked || world.stop_requested().is_some()
+    }
+
     /// Rank 0 decides what comes next and how long the schedule is.
     fn agree(&mut self) -> Result<Next> {
+        let is_asked_to_stop = self.is_asked_to_stop();
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
         const COMPLETE: u64 = 2;
         let next = if self.is_complete() {
             COMPLETE
-        } else if self.control.stop.load(Ordering::Relaxed) {
+        } else if is_asked_to_stop {
             COMPLETE + 1
         } else if self.snapshot_due() {
             STEP_WITH_SNAPSHOT
@@ -270,7 +282,12 @@ impl<'s> Run<'s> {
         Ok(match next {
             STEP | STEP_WITH_SNAPSHOT => Next::Step { snapshot: next == STEP_WITH_SNAPSHOT },
             COMPLETE => Next::End(Ending::Complete),
-            _ => Next::End(Ending::Interrupted),
+            _ => {
+                if let Some(rank) = self.session.world.stop_requested().filter(|&rank| rank > 0) {
+                    self.progress.note(&format!("rank {rank} was asked to stop: stopping with a checkpoint"));
+                }
+                Next::End(Ending::Interrupted)
+            }
         })
     }
 
@@ -459,10 +476,9 @@ impl<'s> Run<'s> {
             respect_document_boundaries: config.data.respect_document_boundaries,
             batches_max: config.evaluation.batches_max,
         };
-        let stop = self.control.stop;
         // Rank 0's word, as always.
         let stops = || {
-            let mut word = [u64::from(stop.load(Ordering::Relaxed))];
+            let mut word = [u64::from(self.is_asked_to_stop())];
             session.world.broadcast(&mut word, 0)?;
             Ok(word[0] == 1)
         };

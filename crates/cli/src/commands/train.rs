@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_calibrate::probe_group;
-use trainyard_comm::{Communicator, Environment};
+use trainyard_comm::{Communicator, DEADLINE_DEFAULT, Environment};
 use trainyard_engine::config::{Config, Inputs, Limits};
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
@@ -137,7 +137,7 @@ fn is_first_process() -> bool {
 
 fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     // Processes need each other before they know their configuration only where rank 0 picks it.
-    let world = if args.plan.is_some() { Environment::detect()?.connect()? } else { None };
+    let world = if args.plan.is_some() { Environment::detect()?.connect(DEADLINE_DEFAULT, note)? } else { None };
     let config = match args.resumed() {
         Some((folder, sets)) => {
             let config = Session::configuration(folder, sets);
@@ -158,7 +158,7 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     let body = |world| train_rank(args, &config, world, control, &signals, faults.as_ref());
     let result = match world {
         Some(world) => world::run(world, body),
-        None => world::launch(&config, body),
+        None => world::launch(&config, note, body),
     };
     // An error of before any step leaves no fault time to strike.
     if let Some(faults) = faults.filter(|_| result.as_ref().map_or_else(EngineError::is_fault, |_| true)) {

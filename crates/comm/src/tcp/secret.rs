@@ -126,7 +126,7 @@ impl fmt::Display for SecretSource {
         match self {
             SecretSource::Variable => f.write_str(SECRET_VARIABLE),
             SecretSource::JobName(name) => write!(f, "{name}, which is no secret"),
-            SecretSource::Nothing => write!(f, "nothing, as {SECRET_VARIABLE} is not set"),
+            SecretSource::Nothing => f.write_str("their protocol alone"),
         }
     }
 }
