@@ -1,9 +1,10 @@
-//! Who started this process, and as which rank of how many: the variables of Open MPI, of PMI
+//! The launcher of this process, and its rank among how many: the variables of Open MPI, of PMI
 //! (MPICH, Intel MPI, Cray), of torchrun and of Slurm.
 //!
-//! Read in that order, because an MPI launcher also decides how messages travel: over MPI where
-//! this build has it, else over TCP, for which the host of rank 0 must be known. Nothing is
-//! guessed: a rank without a world, or a number that is none, is an error that names the variable.
+//! They are read in that order, because an MPI launcher also decides how messages travel: over MPI
+//! where this build has it, else over TCP, for which the host of rank 0 must be known. Nothing is
+//! guessed: a rank without a world, or text that should be a number, is an error that names the
+//! variable.
 
 use crate::communicator::Communicator;
 use crate::tcp::{
@@ -16,13 +17,13 @@ use std::time::Duration;
 
 /// torchrun's own default port.
 const PORT_DEFAULT: u16 = 29_400;
-/// How long ranks may take to come together over TCP, in seconds.
+/// The variable of the time in which ranks have to come together over TCP, in seconds.
 const RENDEZVOUS_VARIABLE: &str = "TRAINYARD_RENDEZVOUS_SECONDS";
 
-/// What started this process.
+/// The program that started this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Launcher {
-    /// Nobody who says so: one process, whose ranks are threads.
+    /// No launcher that says so: one process, whose ranks are threads.
     Alone,
     /// Open MPI's `mpirun`.
     OpenMpi,
@@ -37,7 +38,7 @@ pub enum Launcher {
 /// This process among those started with it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Environment {
-    /// What started it.
+    /// The program that started it.
     pub launcher: Launcher,
     /// Rank of the process in the world.
     pub rank: u32,
@@ -49,15 +50,15 @@ pub struct Environment {
     pub local_world: Option<u32>,
     /// Where the ranks meet if they talk over TCP, where that is known.
     pub master: Option<Master>,
-    /// Whether the launcher speaks a protocol by which MPI can start.
+    /// True if the launcher speaks a protocol by which MPI can start.
     pub has_mpi: bool,
-    /// How long ranks may take to come together over TCP.
+    /// Time in which ranks have to come together over TCP.
     pub patience: Duration,
     /// The key by which the processes of the job know each other over TCP.
     pub secret: JobSecret,
     /// The address to listen at over TCP, where one is chosen.
     pub listen: Option<IpAddr>,
-    /// How often this world was restarted (torchrun).
+    /// Number of restarts of this world (torchrun).
     pub restarts: u32,
     /// The variables that said so, for printing.
     pub derivation: String,
@@ -82,7 +83,7 @@ pub enum EnvironmentError {
     Variable {
         /// The variable.
         name: String,
-        /// What is wrong with it.
+        /// The fault in it.
         what: String,
     },
     /// Several processes that do not know where to meet.
@@ -95,7 +96,7 @@ pub enum EnvironmentError {
         rank: u32,
         /// Processes.
         world: u32,
-        /// Who started them.
+        /// The program that started them.
         launcher: Launcher,
         /// The variables that said so.
         derivation: String,
@@ -108,7 +109,7 @@ pub enum EnvironmentError {
         "{launcher} started {world} processes ({derivation}), but MPI sees {mpi}: start them with the mpirun (or srun --mpi) of the MPI that trainyard was built with"
     )]
     OtherWorld {
-        /// Who started them.
+        /// The program that started them.
         launcher: Launcher,
         /// Processes by the variables.
         world: u32,
@@ -120,12 +121,12 @@ pub enum EnvironmentError {
     /// MPI did not start.
     #[error("MPI did not start: {what}")]
     Mpi {
-        /// What it said.
+        /// Its message.
         what: String,
     },
 }
 
-/// What else would serve processes of this launcher.
+/// Other ways to start the processes, for the user of this launcher.
 fn other_ways(launcher: Launcher) -> &'static str {
     match launcher {
         Launcher::OpenMpi | Launcher::Pmi => {
@@ -236,8 +237,8 @@ impl Environment {
         })
     }
 
-    /// The variables by which launchers say which of how many a process is. Who starts processes of
-    /// its own takes them away from these.
+    /// The variables by which launchers give a process its rank and world. A program that starts
+    /// ranks of its own removes them from their environment.
     pub fn variables() -> impl Iterator<Item = &'static str> {
         let whole = NAMES.iter().flat_map(|names| [names.rank, names.world, names.local_rank, names.local_world]);
         whole.chain(["TORCHELASTIC_USE_AGENT_STORE"])
@@ -482,7 +483,7 @@ mod tests {
         }
     }
 
-    /// What the variables say of rank 0, as `host:port`, and whether MPI can start.
+    /// The place of rank 0 by the variables, as `host:port`, and true if MPI can start.
     fn meeting(variables: Variables) -> (Option<String>, bool) {
         let found = detect(variables).unwrap();
         (found.master.map(|master| format!("{}:{}", master.host, master.port)), found.has_mpi)

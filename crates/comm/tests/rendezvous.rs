@@ -20,7 +20,7 @@ fn rank(port: u16, rank: u32, world: u32, deadline: Duration) -> Rendezvous {
     Rendezvous { patience: deadline, ..Rendezvous::new("127.0.0.1", port, rank, world) }
 }
 
-/// What each process says: the sum of ones over the ranks, or why there is no world.
+/// The outcome of each process: the sum of ones over the ranks, or the error.
 fn outcomes(processes: Vec<Rendezvous>) -> Vec<Result<f32, String>> {
     let join = |process: Rendezvous| {
         let world = process.join().map_err(|error| error.to_string())?;

@@ -1,5 +1,5 @@
-//! What the ranks of one process share beside their groups: names, last positions, the first
-//! failure.
+//! The state that the ranks of one process share beside their groups: places, last positions, the
+//! first failure.
 
 use super::group::{Group, Member};
 use crate::backend::Common;
@@ -9,7 +9,7 @@ use crate::place::{Place, Position};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// When and where a rank was last heard of.
+/// A rank's last position, and when it was posted.
 pub(crate) type Post = Mutex<Option<(Position, Instant)>>;
 
 /// Makes the communicators of a world of threads.
@@ -92,7 +92,7 @@ pub(crate) fn store(post: &Post, position: Position) {
     *post.lock().unwrap_or_else(PoisonError::into_inner) = Some((position, Instant::now()));
 }
 
-/// What was posted, and how long ago.
+/// The position that was posted, and the time since then.
 pub(crate) fn load(post: &Post) -> Option<(Position, Duration)> {
     let post = post.lock().unwrap_or_else(PoisonError::into_inner);
     post.as_ref().map(|(position, at)| (position.clone(), at.elapsed()))

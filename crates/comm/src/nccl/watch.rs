@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use trainyard_cuda::driver::{Driver, Event};
 use trainyard_cuda::nccl::{Comm, Nccl, State};
 
-/// How often a thread that waits for NCCL itself looks again.
+/// The pause between two looks of a thread that waits for NCCL itself.
 const SLICE: Duration = Duration::from_micros(200);
-/// How long ranks that are asked where they are may take to answer.
+/// The time in which ranks that are asked for their positions have to answer.
 const ANSWER: Duration = Duration::from_millis(300);
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -278,7 +278,7 @@ impl Shared {
             if overdue.is_some() || busy.contains(&member) {
                 return true;
             }
-            // What is wrong with the device itself is told to those who wait for it.
+            // An error of the device itself goes to the threads that wait for it.
             if passed(flight.ended).unwrap_or(true) {
                 lock(&self.events).extend([flight.begun, flight.ended]);
                 return false;

@@ -25,7 +25,7 @@ const TAG_MESSAGE: i32 = 3;
 const TAG_MESSAGE_DATA: i32 = 4;
 /// Of the last meeting, in context 0.
 const TAG_END: i32 = 5;
-/// How long ranks wait for each other at the very end.
+/// The longest time for which ranks wait for each other at the very end.
 const END_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Ends the transport when the last group goes.
@@ -55,7 +55,7 @@ pub(super) struct Turn {
     pub scratch: Vec<u64>,
 }
 
-/// What cannot begin, as an error.
+/// The error of a world that cannot begin.
 pub(crate) fn broken(what: String) -> CommError {
     let kind = ErrorKind::Backend { what };
     Failure { kind, group: "world".to_owned(), operation: None, noticed_by: 0, culprits: Vec::new() }.into()
@@ -137,7 +137,7 @@ impl<T: Transport> World<T> {
     }
 }
 
-/// Whether inputs travel in envelopes; a function of what all ranks agree on.
+/// True if inputs travel in envelopes; the same on all ranks, as it depends on the signature alone.
 fn fits_inline(signature: &Signature, size: usize) -> bool {
     signature.extent(size, signature.root).input <= INLINE_BYTES
 }

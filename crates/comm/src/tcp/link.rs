@@ -1,16 +1,16 @@
-//! One connection: a thread that reads what a peer sends, a thread that writes what it is to get.
+//! One connection: a thread that reads from a peer, and a thread that writes to it.
 //!
-//! On the wire is a head of 16 bytes, little-endian (kind, tag, length), and what it announces:
+//! On the wire is a head of 16 bytes, little-endian (kind, tag, length), and then its body:
 //!
 //! | kind | tag | then |
 //! |---|---|---|
 //! | copied | of the message | a small message |
 //! | ready | of a message | nothing: its receiver waits for it, with memory |
 //! | lent | of the message | a large message, whose receiver has said ready |
-//! | notice | 0 | what ranks tell each other beside messages |
+//! | notice | 0 | a notice, beside all messages |
 //!
-//! "Ready" and notices overtake messages that wait to be written. The reader never waits for
-//! anything but its socket, so a writer is never kept by a peer that lives.
+//! "Ready" and notices overtake messages that wait to be written. The reader waits for its socket
+//! alone. So a peer that lives always reads, and a writer never waits for it for long.
 
 use super::request::Slot;
 use std::collections::{BTreeMap, VecDeque};
@@ -19,11 +19,11 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 const HEAD_BYTES: usize = 16;
-/// What is read at once unless a large message is read into its place.
+/// Bytes read at once, except for a large message, which is read into its place.
 const READ_BYTES: usize = 16 << 10;
 /// The longest notice: positions of some ten thousand communicators.
 const NOTICE_BYTES_MAX: u64 = 4 << 20;
-/// How long a thread's stack is.
+/// Bytes of a thread's stack.
 const STACK_BYTES: usize = 256 << 10;
 
 const COPIED: u32 = 1;
@@ -94,7 +94,7 @@ impl Inbox {
     }
 }
 
-/// What is to be written.
+/// The frames that wait to be written.
 #[derive(Default)]
 struct Outbox {
     /// Whole frames that go first: "ready" and notices.
@@ -108,7 +108,7 @@ struct Outbox {
 }
 
 enum Message {
-    /// A whole frame, and what is done when it has been written.
+    /// A whole frame, and the slot that is done when it has been written.
     Copied(Vec<u8>, Option<Arc<Slot>>),
     Lent(u32, Arc<Slot>),
 }
@@ -123,7 +123,7 @@ pub(super) struct Link {
     notices: Notices,
     /// The longest message that is copied; a longer one is of another protocol.
     copied_bytes_max: u64,
-    /// Why it ended.
+    /// The reason why it ended.
     lost: OnceLock<String>,
 }
 
@@ -178,7 +178,7 @@ impl Link {
         self.lost.get().cloned()
     }
 
-    /// Ends the connection, and with it whatever its threads are at.
+    /// Ends the connection, and the work of its threads.
     pub fn close(&self) {
         let mut outbox = lock(&self.outbox);
         outbox.is_closed = true;
@@ -189,13 +189,13 @@ impl Link {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Whether everything was handed to the operating system, or never will be.
+    /// True when everything was handed to the operating system, or never will be.
     pub fn is_idle(&self) -> bool {
         let outbox = lock(&self.outbox);
         outbox.is_closed || !outbox.is_writing && outbox.urgent.is_empty() && outbox.messages.is_empty()
     }
 
-    /// Whether all notices were.
+    /// True when all notices were handed to the operating system, or never will be.
     pub fn has_told(&self) -> bool {
         let outbox = lock(&self.outbox);
         outbox.is_closed || !outbox.is_writing && outbox.urgent.is_empty()

@@ -1,4 +1,4 @@
-//! How processes that know nothing but one address find each other.
+//! The start of a world: processes that know one address find each other.
 //!
 //! Rank 0 listens at the master's address ([`super::door`]) and collects everybody's card: rank,
 //! world size, version, host, and the address where it listens for its peers. When all have come it
@@ -26,16 +26,17 @@ use std::net::{IpAddr, Ipv4Addr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long ranks wait for each other to come, unless told otherwise.
+/// The time in which ranks have to come, unless told otherwise.
 pub const RENDEZVOUS_DEFAULT: Duration = DEADLINE_DEFAULT;
 /// The environment variable that names the address at which a process listens.
 pub const LISTEN_VARIABLE: &str = "TRAINYARD_LISTEN_ADDRESS";
-/// How long rank 0 stays to tell those who come late that there is no world.
+/// The time for which rank 0 stays after a failed start, to tell ranks that come late.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long a name may be unknown, and one attempt to connect take.
+/// The time for which a name may be unknown.
 const LOOKUP: Duration = Duration::from_secs(20);
+/// The time that one attempt to connect may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// How much longer others wait for rank 0 than rank 0 waits for them.
+/// Other ranks wait for rank 0 this much longer than rank 0 waits for them.
 const MARGIN: Duration = Duration::from_secs(5);
 /// The pause between two looks or attempts.
 pub(super) const LOOK: Duration = Duration::from_millis(10);
@@ -51,11 +52,11 @@ pub struct Rendezvous {
     pub rank: u32,
     /// Processes of the world.
     pub world: u32,
-    /// How long ranks may take to come.
+    /// Time in which ranks have to come.
     pub patience: Duration,
-    /// How long a rank that has come may be silent.
+    /// Time for which a rank that has come may be silent.
     pub silence: Duration,
-    /// What has to be the same in all processes.
+    /// The program's version, which has to be the same in all processes.
     pub version: String,
     /// The key that proves a connection to be of this job.
     pub secret: JobSecret,
@@ -89,15 +90,15 @@ pub enum RendezvousError {
         host: String,
         /// Port of it.
         port: u16,
-        /// How long.
+        /// Time that it looked for.
         waited: Duration,
-        /// What the last attempt said.
+        /// The error of the last attempt.
         why: String,
     },
     /// Ranks did not come.
     #[error("{} of a world of {world} did not come to {host}:{port} within {:.1} s: see what they say, and whether their hosts reach this one{strangers}", ranks(missing), waited.as_secs_f64())]
     Missing {
-        /// Who.
+        /// The ranks.
         missing: Vec<u32>,
         /// Processes of the world.
         world: u32,
@@ -105,7 +106,7 @@ pub enum RendezvousError {
         host: String,
         /// Port of it.
         port: u16,
-        /// How long was waited.
+        /// Time that was waited.
         waited: Duration,
         /// The connections that were turned away meanwhile, in words.
         strangers: String,
