@@ -1,10 +1,16 @@
 //! Ranks that are processes over TCP, started by `trainyard launch`: the bits of threads, faults
-//! that are named and survived, signals, restarts.
+//! that are named and survived, signals, restarts, strangers.
 
 mod common;
 
 use common::{Folder, Ran, tensors};
-use std::process::{Command, Stdio};
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Longer than anything here takes to come about.
@@ -62,7 +68,7 @@ fn launched_processes_train_the_bits_of_threads() {
         assert!(!ran.stderr.contains("[rank "), "{}", ran.stderr);
     }
     // Two launches that find each other as two hosts would.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port();
     let host = |node: &'static str| {
         let options = ["--nnodes", "2", "--node-rank", node, "--master-addr", "localhost", "--master-port", &port];
         command(&folder, &launch(2, &options, &train("two-hosts", &HYBRID)), "").spawn().expect("the program starts")
@@ -170,11 +176,178 @@ fn signals_reach_every_launched_rank() {
     }
 }
 
+/// Steps that nobody waits for, and checkpoints often enough to go on from.
+const ENDLESS: [&str; 3] = ["parallel.ranks=2", "training.steps=1000000", "checkpoint.interval_steps=4"];
+
+/// The signal comes to one rank of two, or to the launcher of one host of two.
+#[test]
+fn a_signal_to_any_rank_or_host_stops_the_run_with_a_checkpoint() {
+    let folder = Folder::new();
+    let start = |name: &str, ranks, options: &[&str]| {
+        command(&folder, &launch(ranks, options, &train(name, &ENDLESS)), "").spawn().expect("the program starts")
+    };
+    let stopped = |name: &str, child: Child| {
+        let ran = Ran::new(child.wait_with_output().expect("a child"));
+        assert_eq!(ran.code, Some(130), "{name}: {}\n{}", ran.stdout, ran.stderr);
+        assert!(!ran.stderr.contains("launch:"), "{name}: {}", ran.stderr);
+        ran
+    };
+    let says = |name: &str, ran: &Ran| {
+        assert!(ran.stdout.contains(&format!("trainyard train --resume runs/{name}")), "{name}: {}", ran.stdout);
+        assert!(ran.stderr.contains("rank 1 was asked to stop"), "{name}: {}", ran.stderr);
+    };
+    for signal in ["-TERM", "-INT"] {
+        let name = format!("rank{signal}");
+        let child = start(&name, 2, &[]);
+        wait_for_steps(&folder, &name, 5);
+        send(signal, &rank_process(child.id(), 1));
+        says(&name, &stopped(&name, child));
+    }
+    let port = free_port();
+    let host = |node| {
+        let options = ["--nnodes", "2", "--node-rank", node, "--master-addr", "localhost", "--master-port", &port];
+        start("host", 1, &options)
+    };
+    let (first, second) = (host("0"), host("1"));
+    wait_for_steps(&folder, "host", 5);
+    send("-TERM", &second.id().to_string());
+    stopped("host", second);
+    says("host", &stopped("host", first));
+}
+
+/// A launcher or supervisor that is killed takes its ranks along, so that the run can be started
+/// again at once.
+#[test]
+fn ranks_end_with_their_launcher_or_supervisor() {
+    let folder = Folder::new();
+    let program = env!("CARGO_BIN_EXE_trainyard").to_owned();
+    let plain = |name: &str| train(name, &ENDLESS);
+    let restarting = |name: &str| [plain(name), ["--max-restarts", "1"].map(String::from).to_vec()].concat();
+    let supervised =
+        |name: &str| [vec!["supervise".to_owned(), "--".to_owned(), program.clone()], plain(name)].concat();
+    for (name, arguments, signal) in [
+        ("killed", launch(2, &[], &plain("killed")), "-KILL"),
+        ("hung-up", launch(2, &[], &plain("hung-up")), "-HUP"),
+        ("quit", launch(2, &[], &plain("quit")), "-QUIT"),
+        ("restarting", launch(2, &["--max-restarts", "1"], &plain("restarting")), "-KILL"),
+        ("threads", restarting("threads"), "-KILL"),
+        ("supervised", supervised("supervised"), "-KILL"),
+    ] {
+        let mut child = command(&folder, &arguments, "").spawn().expect("the program starts");
+        wait_for_steps(&folder, name, 8);
+        let ranks = descendants(child.id());
+        assert!(!ranks.is_empty(), "{name}");
+        send(signal, &child.id().to_string());
+        child.wait().expect("a child");
+        let began = Instant::now();
+        while let Some(rank) = ranks.iter().find(|pid| runs(pid)) {
+            assert!(began.elapsed() < Duration::from_secs(15), "{name}: process {rank} goes on");
+            thread::sleep(Duration::from_millis(5));
+        }
+        // Nobody who still writes to the run keeps it from being resumed.
+        if !["killed", "threads"].contains(&name) {
+            continue;
+        }
+        let resume = ["train".to_owned(), "--resume".to_owned(), format!("runs/{name}")];
+        let child = command(&folder, &resume, "").spawn().expect("the program starts");
+        let steps = metrics(&folder, name);
+        wait_for_steps(&folder, name, steps + 5);
+        send("-TERM", &child.id().to_string());
+        let ran = Ran::new(child.wait_with_output().expect("a child"));
+        assert_eq!(ran.code, Some(130), "{name}: {}", ran.stderr);
+    }
+}
+
+/// The bar: a thousand connections of strangers before, while and after the ranks come together
+/// change nothing.
+#[test]
+fn a_thousand_strangers_change_no_bit_of_a_run() {
+    const CONNECTIONS: usize = 1000;
+    let folder = Folder::new();
+    for (name, ranks, sets) in [("two", 2, &ZERO_3[..]), ("four", 4, &HYBRID)] {
+        let undisturbed = format!("{name}-threads");
+        run(&folder, &train(&undisturbed, sets), "").ok();
+        let port = free_port();
+        let start = |rank: usize| {
+            let mut command = command(&folder, &train(name, sets), "");
+            command.env_remove("TRAINYARD_FAULTS").envs([("MASTER_ADDR", "localhost"), ("MASTER_PORT", &port)]);
+            command.env("TRAINYARD_JOB_SECRET", "the secret of this job alone");
+            command.envs([("RANK", rank.to_string()), ("WORLD_SIZE", ranks.to_string())]).spawn().unwrap()
+        };
+        // The last rank comes when half of the strangers have.
+        let mut processes: Vec<Child> = (0..ranks - 1).map(start).collect();
+        let ports: Vec<u16> = processes.iter().map(|process| listening_port(process.id())).collect();
+        let (next, held) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    while let Some(number) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|n| *n < CONNECTIONS) {
+                        held.lock().unwrap().extend(stranger(number, ports[number % ports.len()]));
+                    }
+                });
+            }
+            while next.load(Ordering::Relaxed) < CONNECTIONS / 2 {
+                thread::sleep(Duration::from_millis(1));
+            }
+            processes.push(start(ranks - 1));
+        });
+        let ran: Vec<Ran> =
+            processes.into_iter().map(|process| Ran::new(process.wait_with_output().unwrap()).ok()).collect();
+        assert!(ran[0].stderr.contains("rank 0 turned a connection away, one from "), "{}", ran[0].stderr);
+        assert!(ran[0].stderr.contains(" more connections away"), "{}", ran[0].stderr);
+        assert!(!ran[0].stderr.contains('\u{7}'), "what strangers say is not shown");
+        same_tensors(&folder, name, &undisturbed);
+    }
+}
+
+/// Connects as a stranger: with garbage, without the secret, of another version, or slowly. The
+/// connection if it is to stay open.
+fn stranger(number: usize, port: u16) -> Option<TcpStream> {
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    // Nobody listens any more once the ranks are together.
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2)).ok()?;
+    let random = |byte: usize| (number * 131 + byte * 29) as u8 ^ (number >> 3) as u8;
+    let noise: Vec<u8> = (0..100 + number).map(random).collect();
+    let greeting = [b"TYR2".as_slice(), &noise[..32]].concat();
+    // A stranger may be let go before it has said all.
+    let _ = match number % 5 {
+        0 => stream.write_all(&noise),
+        1 => stream.write_all(&[&greeting[..], &noise[..32]].concat()),
+        2 => stream.write_all(b"TYR1\x30\0\0\0{\"Here\":{\"version\":\"\x07\",\"rank\":99,\"world\":1}}"),
+        3 => stream.write_all(&greeting[..number % greeting.len()]),
+        _ => Ok(()),
+    };
+    (number % 5 > 2).then_some(stream)
+}
+
+/// The port at which a process listens, once it does.
+fn listening_port(pid: u32) -> u16 {
+    const LISTENS: &str = "0A";
+    let began = Instant::now();
+    loop {
+        assert!(began.elapsed() < PATIENCE, "process {pid} does not listen");
+        let files = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let files = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+        let sockets: BTreeSet<String> = files.map(|target| target.to_string_lossy().into_owned()).collect();
+        let tables = ["tcp", "tcp6"].map(|table| std::fs::read_to_string(format!("/proc/{pid}/net/{table}")));
+        let lines = tables.iter().flatten().flat_map(|table| table.lines());
+        let port = lines.map(|line| line.split_whitespace().collect::<Vec<_>>()).find_map(|fields| {
+            let inode = format!("socket:[{}]", fields.get(9)?);
+            let listens = fields[3] == LISTENS && sockets.contains(&inode);
+            listens.then(|| u16::from_str_radix(fields[1].rsplit_once(':')?.1, 16).ok()).flatten()
+        });
+        match port {
+            Some(port) => return port,
+            None => thread::sleep(Duration::from_millis(2)),
+        }
+    }
+}
+
 /// They would agree in every shape, and train apart.
 #[test]
 fn processes_with_different_configurations_do_not_begin() {
     let folder = Folder::new();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port();
     let start = |rank: &str, sets: &[&str]| {
         let mut command = command(&folder, &train("apart", sets), "");
         command.env_remove("TRAINYARD_FAULTS").envs([("RANK", rank), ("WORLD_SIZE", "2")]);
@@ -242,23 +415,31 @@ fn what_cannot_be_launched_says_why() {
     }
     // A rank that nobody else joins.
     let mut alone = command(&folder, &words("train tiny.toml"), "");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     alone.envs([
         ("RANK", "0"),
         ("WORLD_SIZE", "2"),
         ("MASTER_ADDR", "127.0.0.1"),
         ("TRAINYARD_RENDEZVOUS_SECONDS", "0.2"),
     ]);
-    let ran = Ran::new(alone.env("MASTER_PORT", port.to_string()).output().expect("it starts"));
+    let ran = Ran::new(alone.env("MASTER_PORT", free_port()).output().expect("it starts"));
     assert_eq!(ran.code, Some(1), "{}", ran.stderr);
     assert!(ran.stderr.contains("rank 1 of a world of 2 did not come to 127.0.0.1"), "{}", ran.stderr);
 }
 
+fn free_port() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// The steps that a run has recorded.
+fn metrics(folder: &Folder, name: &str) -> usize {
+    let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
+    std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count())
+}
+
 /// Waits until the run has made so many steps.
 fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
-    let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
     let began = Instant::now();
-    while std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < steps {
+    while metrics(folder, name) < steps {
         assert!(began.elapsed() < PATIENCE, "{name} does not come to step {steps}");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -268,12 +449,35 @@ fn send(signal: &str, process: &str) {
     assert!(Command::new("kill").args([signal, process]).status().expect("kill runs").success());
 }
 
+/// The children of a process.
+fn children(pid: &str) -> Vec<String> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    children.split_whitespace().map(str::to_owned).collect()
+}
+
+/// The processes that a process has started, and those that they have.
+fn descendants(pid: u32) -> Vec<String> {
+    let mut all = children(&pid.to_string());
+    let mut next = 0;
+    while next < all.len() {
+        all.extend(children(&all[next]));
+        next += 1;
+    }
+    all
+}
+
+/// True for a process that has not ended; one that nobody has waited for has.
+fn runs(pid: &str) -> bool {
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    !matches!(state, Some('Z' | 'X') | None)
+}
+
 /// The process of a rank among the children of `launcher`.
 fn rank_process(launcher: u32, rank: u32) -> String {
-    let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).expect("children");
-    let is_rank = |pid: &&str| {
+    let is_rank = |pid: &String| {
         let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         variables.split(|&byte| byte == 0).any(|variable| variable == format!("RANK={rank}").as_bytes())
     };
-    children.split_whitespace().find(is_rank).expect("a process for each rank").to_owned()
+    children(&launcher.to_string()).into_iter().find(is_rank).expect("a process for each rank")
 }

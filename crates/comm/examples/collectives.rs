@@ -2,7 +2,7 @@
 //! (feature `mpi`): `cargo run --release -p trainyard-comm --example collectives`.
 
 use trainyard_comm::bench::{OPERATIONS, Timing, measure};
-use trainyard_comm::{Communicator, Environment, local};
+use trainyard_comm::{Communicator, DEADLINE_DEFAULT, Environment, local};
 
 const SIZES: [usize; 6] = [8, 4096, 65_536, 1 << 20, 8 << 20, 64 << 20];
 
@@ -25,7 +25,7 @@ fn print(timings: &[Timing]) {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    if let Some(world) = Environment::detect()?.connect()? {
+    if let Some(world) = Environment::detect()?.connect(DEADLINE_DEFAULT, |note| eprintln!("{note}"))? {
         let timings = measure(&world, &OPERATIONS, &SIZES, 0.3)?;
         if world.rank() == 0 {
             print(&timings);

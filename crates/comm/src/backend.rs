@@ -1,4 +1,4 @@
-//! What a backend does: run one [`Call`] at a time, in order, with a deadline.
+//! The interface of a backend: it runs one [`Call`] at a time, in order, with a deadline.
 //!
 //! The public methods of a communicator check their slices and turn them into a `Call` without
 //! types; a backend moves bytes and adds numbers by [`Dtype`]. Collectives differ only in which
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What a group can do together.
+/// The operations of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Operation {
     /// Everybody gets the sum of everybody's data.
@@ -67,7 +67,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// What all ranks of a group must agree on.
+/// The part of a call that must be the same on all ranks of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Signature {
     /// The operation.
@@ -184,19 +184,19 @@ pub(crate) fn checksums(signature: &Signature, size: usize, input: &[u8]) -> Vec
     (0..readers).map(sum).collect()
 }
 
-/// Whether `segment`, which is what `reader` works on of an input, is what its owner summed; true
-/// where nothing was summed.
+/// True if `segment`, the part of an input that `reader` works on, has the checksum that its owner
+/// took; true where no checksum was taken.
 pub(crate) fn intact(sums: &[u64], reader: usize, segment: &[u8]) -> bool {
     let index = if sums.len() == 1 { 0 } else { reader };
     sums.get(index).is_none_or(|&sum| xxh3_64(segment) == sum)
 }
 
-/// How one call is to be run, and what reports call it.
+/// The deadline of one call, its checksums, and its name for reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms<'a> {
-    /// How long peers may take to come.
+    /// Time in which peers have to come.
     pub deadline: Duration,
-    /// Which operation of its communicator it is, from 0.
+    /// The operation's number on its communicator, from 0.
     pub number: u64,
     /// Name of the communicator.
     pub group: &'a str,
@@ -217,7 +217,7 @@ pub(crate) trait Backend: Send + Sync {
     fn members(&self) -> &[u32];
     /// Where a world rank runs.
     fn place(&self, world_rank: u32) -> Place;
-    /// What a member last posted, and how long ago.
+    /// The position that a member last posted, and the time since then.
     fn position_of(&self, member: usize) -> Option<(Position, Duration)>;
     /// Asks members for their positions, where those are not known at once; whether answers are to
     /// come.
@@ -247,10 +247,15 @@ pub(crate) trait Backend: Send + Sync {
     /// all members of this group.
     fn split(&self, keys: &[(u32, u32)], terms: &Terms) -> Result<Arc<dyn Backend>>;
 
-    /// What the ranks of one process have in common; None where ranks are processes.
+    /// Values that the ranks of one process have in common; None where ranks are processes.
     fn common(&self) -> Option<&Common> {
         None
     }
+
+    /// Tells all ranks of the world that this one is asked to stop.
+    fn request_stop(&self);
+    /// The rank of the world that is asked to stop, if one is and that is known here by now.
+    fn stop_requested(&self) -> Option<u32>;
 
     /// The first failure of the world, if there is one.
     fn failure(&self) -> Option<CommError>;

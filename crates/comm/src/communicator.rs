@@ -18,7 +18,7 @@ use std::time::Duration;
 use trainyard_base::lock;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How long ranks wait for each other unless told otherwise.
+/// The longest time for which ranks wait for each other unless told otherwise.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
 
 /// One rank's handle on a group of ranks.
@@ -30,7 +30,7 @@ pub struct Communicator {
     worker: OnceLock<Worker>,
 }
 
-/// What blocking calls and the worker of asynchronous ones share.
+/// The state that blocking calls share with the worker of asynchronous ones.
 pub(crate) struct Core {
     backend: Arc<dyn Backend>,
     name: String,
@@ -109,14 +109,15 @@ impl Communicator {
         Some(Arc::clone(value).downcast().expect("filed under its type"))
     }
 
-    /// How long later operations wait for the other ranks. Derived communicators inherit it.
+    /// Sets the longest time for which later operations wait for the other ranks. Derived
+    /// communicators inherit it.
     pub fn set_deadline(&self, deadline: Duration) {
         self.core.deadline_ms.store(deadline.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Whether later operations carry checksums, so that data which changes on its way is an error
-    /// that names its sender. Costs about one more pass over the data at each end. To be the same
-    /// on all ranks; derived communicators inherit it.
+    /// Turns checksums of later operations on or off. With them, data that changes on its way is an
+    /// error that names its sender. They cost about one more pass over the data at each end. All
+    /// ranks have to set the same; derived communicators inherit it.
     pub fn set_verify(&self, verify: bool) {
         self.core.verify.store(verify, Ordering::Relaxed);
     }
@@ -144,6 +145,18 @@ impl Communicator {
     /// file that is wrong.
     pub fn give_up(&self, reason: impl Into<String>) -> CommError {
         self.core.fail(ErrorKind::Aborted { reason: reason.into(), lasting: true }, &[self.rank()], None)
+    }
+
+    /// Tells all ranks of the world that this one is asked to stop. It waits for nobody and ends
+    /// nothing: the ranks decide together when they stop.
+    pub fn request_stop(&self) {
+        self.core.backend.request_stop();
+    }
+
+    /// The rank of the world that called [`Communicator::request_stop`], the first that this rank
+    /// has heard of. Ranks may hear of it at different times.
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.core.backend.stop_requested()
     }
 
     /// The world's first failure, if it has failed.
@@ -278,7 +291,7 @@ impl Communicator {
         Communicator { core: self.core.clone(), worker: OnceLock::new() }
     }
 
-    /// How long operations wait.
+    /// The longest time for which operations wait.
     pub(crate) fn deadline(&self) -> Duration {
         self.core.deadline()
     }
@@ -400,7 +413,7 @@ impl Core {
                 sums = checksums(&signature, self.size(), input);
             }
             if corrupt {
-                // What the next rank is sent; the own part stays where it is.
+                // The part that the next rank is sent; the own part stays where it is.
                 let (start, length) = signature.read_by(self.size(), (self.rank() + 1) % self.size());
                 let sent = if length > 0 { start..start + length } else { 0..bytes };
                 let bad = corrupted(input, sent, number);

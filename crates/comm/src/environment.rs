@@ -1,25 +1,29 @@
-//! Who started this process, and as which rank of how many: the variables of Open MPI, of PMI
+//! The launcher of this process, and its rank among how many: the variables of Open MPI, of PMI
 //! (MPICH, Intel MPI, Cray), of torchrun and of Slurm.
 //!
-//! Read in that order, because an MPI launcher also decides how messages travel: over MPI where
-//! this build has it, else over TCP, for which the host of rank 0 must be known. Nothing is
-//! guessed: a rank without a world, or a number that is none, is an error that names the variable.
+//! They are read in that order, because an MPI launcher also decides how messages travel: over MPI
+//! where this build has it, else over TCP, for which the host of rank 0 must be known. Nothing is
+//! guessed: a rank without a world, or text that should be a number, is an error that names the
+//! variable.
 
 use crate::communicator::Communicator;
-use crate::slurm;
-use crate::tcp::{RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError};
+use crate::tcp::{
+    JobSecret, LISTEN_VARIABLE, RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError, SECRET_VARIABLE, SecretSource,
+};
+use crate::{Note, slurm};
 use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 /// torchrun's own default port.
 const PORT_DEFAULT: u16 = 29_400;
-/// How long ranks may take to come together over TCP, in seconds.
+/// The variable of the time in which ranks have to come together over TCP, in seconds.
 const RENDEZVOUS_VARIABLE: &str = "TRAINYARD_RENDEZVOUS_SECONDS";
 
-/// What started this process.
+/// The program that started this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Launcher {
-    /// Nobody who says so: one process, whose ranks are threads.
+    /// No launcher that says so: one process, whose ranks are threads.
     Alone,
     /// Open MPI's `mpirun`.
     OpenMpi,
@@ -34,7 +38,7 @@ pub enum Launcher {
 /// This process among those started with it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Environment {
-    /// What started it.
+    /// The program that started it.
     pub launcher: Launcher,
     /// Rank of the process in the world.
     pub rank: u32,
@@ -46,11 +50,15 @@ pub struct Environment {
     pub local_world: Option<u32>,
     /// Where the ranks meet if they talk over TCP, where that is known.
     pub master: Option<Master>,
-    /// Whether the launcher speaks a protocol by which MPI can start.
+    /// True if the launcher speaks a protocol by which MPI can start.
     pub has_mpi: bool,
-    /// How long ranks may take to come together over TCP.
+    /// Time in which ranks have to come together over TCP.
     pub patience: Duration,
-    /// How often this world was restarted (torchrun).
+    /// The key by which the processes of the job know each other over TCP.
+    pub secret: JobSecret,
+    /// The address to listen at over TCP, where one is chosen.
+    pub listen: Option<IpAddr>,
+    /// Number of restarts of this world (torchrun).
     pub restarts: u32,
     /// The variables that said so, for printing.
     pub derivation: String,
@@ -75,7 +83,7 @@ pub enum EnvironmentError {
     Variable {
         /// The variable.
         name: String,
-        /// What is wrong with it.
+        /// The fault in it.
         what: String,
     },
     /// Several processes that do not know where to meet.
@@ -88,7 +96,7 @@ pub enum EnvironmentError {
         rank: u32,
         /// Processes.
         world: u32,
-        /// Who started them.
+        /// The program that started them.
         launcher: Launcher,
         /// The variables that said so.
         derivation: String,
@@ -101,7 +109,7 @@ pub enum EnvironmentError {
         "{launcher} started {world} processes ({derivation}), but MPI sees {mpi}: start them with the mpirun (or srun --mpi) of the MPI that trainyard was built with"
     )]
     OtherWorld {
-        /// Who started them.
+        /// The program that started them.
         launcher: Launcher,
         /// Processes by the variables.
         world: u32,
@@ -113,12 +121,12 @@ pub enum EnvironmentError {
     /// MPI did not start.
     #[error("MPI did not start: {what}")]
     Mpi {
-        /// What it said.
+        /// Its message.
         what: String,
     },
 }
 
-/// What else would serve processes of this launcher.
+/// Other ways to start the processes, for the user of this launcher.
 fn other_ways(launcher: Launcher) -> &'static str {
     match launcher {
         Launcher::OpenMpi | Launcher::Pmi => {
@@ -203,26 +211,34 @@ impl Environment {
             return Err(EnvironmentError::Variable { name: names.rank.to_owned(), what });
         }
         let torchrun = names.launcher == Launcher::Torchrun;
+        let local_world = number(names.local_world)?;
+        let is_one_host = match names.launcher {
+            Launcher::Torchrun => local_world == Some(world),
+            _ => get("SLURM_STEP_NUM_NODES").is_some_and(|hosts| hosts.trim() == "1"),
+        };
         Ok(Self {
             launcher: names.launcher,
             rank,
             world,
             local_rank: number(names.local_rank)?,
-            local_world: number(names.local_world)?,
-            master: master(names.launcher, &get)?,
+            local_world,
+            master: master(names.launcher, &get)?
+                .map(|master| if is_one_host { master.on_this_host() } else { master }),
             has_mpi: match names.launcher {
                 Launcher::OpenMpi | Launcher::Pmi => true,
                 Launcher::Slurm => get("PMIX_RANK").is_some(),
                 Launcher::Alone | Launcher::Torchrun => false,
             },
             patience: patience(get(RENDEZVOUS_VARIABLE))?,
+            secret: secret(names.launcher, &get)?,
+            listen: listen(get(LISTEN_VARIABLE))?,
             restarts: if torchrun { number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0) } else { 0 },
             derivation: format!("{}={rank}, {}={world}", names.rank, names.world),
         })
     }
 
-    /// The variables by which launchers say which of how many a process is. Who starts processes of
-    /// its own takes them away from these.
+    /// The variables by which launchers give a process its rank and world. A program that starts
+    /// ranks of its own removes them from their environment.
     pub fn variables() -> impl Iterator<Item = &'static str> {
         let whole = NAMES.iter().flat_map(|names| [names.rank, names.world, names.local_rank, names.local_world]);
         whole.chain(["TORCHELASTIC_USE_AGENT_STORE"])
@@ -243,33 +259,36 @@ impl Environment {
             master: None,
             has_mpi: false,
             patience: RENDEZVOUS_DEFAULT,
+            secret: JobSecret::nothing(),
+            listen: None,
             restarts: 0,
             derivation: "no launcher's variables are set".to_owned(),
         }
     }
 
     /// The world of the processes that were started together, or `None` for a process alone, whose
-    /// ranks are to be threads ([`crate::local::World`]).
+    /// ranks are to be threads ([`crate::local::World`]). A rank that has come and is silent for
+    /// `silence` ends the start; `note` is told of what does not end it.
     ///
     /// # Errors
     /// When there are several processes and this build or MPI cannot join them: they never run as
     /// so many worlds of one.
-    pub fn connect(&self) -> Result<Option<Communicator>, EnvironmentError> {
+    pub fn connect(&self, silence: Duration, note: Note) -> Result<Option<Communicator>, EnvironmentError> {
         if self.world <= 1 {
             return Ok(None);
         }
-        self.join().map(Some)
+        self.join(silence, note).map(Some)
     }
 
-    fn join(&self) -> Result<Communicator, EnvironmentError> {
+    fn join(&self, silence: Duration, note: Note) -> Result<Communicator, EnvironmentError> {
         #[cfg(feature = "mpi")]
         if self.has_mpi {
             return self.join_mpi();
         }
-        self.join_tcp()
+        self.join_tcp(silence, note)
     }
 
-    fn join_tcp(&self) -> Result<Communicator, EnvironmentError> {
+    fn join_tcp(&self, silence: Duration, note: Note) -> Result<Communicator, EnvironmentError> {
         let Some(Master { host, port, .. }) = &self.master else {
             return Err(EnvironmentError::NoMaster {
                 rank: self.rank,
@@ -278,8 +297,21 @@ impl Environment {
                 derivation: self.derivation.clone(),
             });
         };
-        let rendezvous = Rendezvous::new(host, *port, self.rank, self.world);
-        Ok(Rendezvous { deadline: self.patience, ..rendezvous }.join()?)
+        if self.rank == 0 && *self.secret.source() != SecretSource::Variable {
+            note(&format!(
+                "processes of this run know each other by {}: whoever reaches its ports can take part; {SECRET_VARIABLE}, the same random text for all of them, keeps others out",
+                self.secret.source()
+            ));
+        }
+        let rendezvous = Rendezvous {
+            patience: self.patience,
+            silence,
+            secret: self.secret.clone(),
+            listen: self.listen,
+            note,
+            ..Rendezvous::new(host, *port, self.rank, self.world)
+        };
+        Ok(rendezvous.join()?)
     }
 
     #[cfg(feature = "mpi")]
@@ -295,6 +327,44 @@ impl Environment {
             derivation: self.derivation.clone(),
         })
     }
+}
+
+impl Master {
+    /// The same for ranks that are all on one host: they meet at loopback, where no other host
+    /// comes.
+    fn on_this_host(self) -> Self {
+        let is_loopback = self.host == "localhost" || self.host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        if is_loopback {
+            return self;
+        }
+        let derivation = format!("all ranks are on this host, so {} is not asked; {}", self.host, self.derivation);
+        Self { host: Ipv4Addr::LOCALHOST.to_string(), derivation, ..self }
+    }
+}
+
+/// The job's secret where the user or `launch` set one, else the launcher's name for the job.
+fn secret(launcher: Launcher, get: &impl Fn(&str) -> Option<String>) -> Result<JobSecret, EnvironmentError> {
+    if let Some(secret) = get(SECRET_VARIABLE) {
+        let secret = JobSecret::of_variable(&secret);
+        return secret.map_err(|what| EnvironmentError::Variable { name: SECRET_VARIABLE.to_owned(), what });
+    }
+    let named = |what: &str, name: &str| get(name).map(|value| format!("{what} {}", value.trim()));
+    let name = match launcher {
+        Launcher::Alone => None,
+        Launcher::Torchrun => named("torchrun's run", "TORCHELASTIC_RUN_ID"),
+        Launcher::OpenMpi => named("MPI's job", "PMIX_NAMESPACE"),
+        Launcher::Slurm | Launcher::Pmi => named("Slurm's job", "SLURM_JOB_ID")
+            .and_then(|job| Some(format!("{job}, {}", named("step", "SLURM_STEP_ID")?))),
+    };
+    Ok(name.map_or_else(JobSecret::nothing, JobSecret::of_job_name))
+}
+
+fn listen(value: Option<String>) -> Result<Option<IpAddr>, EnvironmentError> {
+    let Some(value) = value.filter(|value| !value.trim().is_empty()) else { return Ok(None) };
+    value.trim().parse().map(Some).map_err(|_| EnvironmentError::Variable {
+        name: LISTEN_VARIABLE.to_owned(),
+        what: format!("`{value}` is no address of this host, such as 10.0.0.7 (0.0.0.0: all of them)"),
+    })
 }
 
 /// Where rank 0 is met: `MASTER_ADDR` and `MASTER_PORT`, else what Slurm says of its first host.
@@ -417,7 +487,7 @@ mod tests {
         }
     }
 
-    /// What the variables say of rank 0, as `host:port`, and whether MPI can start.
+    /// The place of rank 0 by the variables, as `host:port`, and true if MPI can start.
     fn meeting(variables: Variables) -> (Option<String>, bool) {
         let found = detect(variables).unwrap();
         (found.master.map(|master| format!("{}:{}", master.host, master.port)), found.has_mpi)
@@ -449,6 +519,54 @@ mod tests {
     }
 
     #[test]
+    fn ranks_of_one_host_meet_at_loopback() {
+        let torchrun =
+            |address, here| [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", here), ("MASTER_ADDR", address)];
+        let host = |variables: Variables| detect(variables).unwrap().master.unwrap().host;
+        assert_eq!(host(&torchrun("node0", "4")), "127.0.0.1");
+        assert_eq!(host(&torchrun("node0", "2")), "node0");
+        assert_eq!(host(&torchrun("::1", "4")), "::1");
+        let step = [
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "4"),
+            ("SLURM_STEP_ID", "1"),
+            ("SLURM_JOB_ID", "5"),
+            ("SLURM_STEP_NODELIST", "node7"),
+            ("SLURM_STEP_NUM_NODES", "1"),
+        ];
+        assert_eq!(host(&step), "127.0.0.1");
+        assert_eq!(host(&step[..5]), "node7");
+    }
+
+    #[test]
+    fn a_job_id_is_not_taken_for_a_secret() {
+        let world = [("RANK", "0"), ("WORLD_SIZE", "2")];
+        let source = |more: Variables| {
+            detect(&[&world[..], more].concat()).map(|found| found.secret.source().clone()).map_err(|e| e.to_string())
+        };
+        assert_eq!(source(&[]), Ok(SecretSource::Nothing));
+        let run = source(&[("TORCHELASTIC_RUN_ID", "7")]).unwrap();
+        assert_eq!(run, SecretSource::JobName("torchrun's run 7".into()));
+        assert!(run.to_string().contains("is no secret"));
+        let secret = ("TRAINYARD_JOB_SECRET", "0123456789abcdef");
+        assert_eq!(source(&[("TORCHELASTIC_RUN_ID", "7"), secret]), Ok(SecretSource::Variable));
+        let short = source(&[("TRAINYARD_JOB_SECRET", "sesame")]).unwrap_err();
+        assert!(short.contains("TRAINYARD_JOB_SECRET: has fewer than 16 characters"), "{short}");
+        let step =
+            [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_STEP_ID", "1"), ("SLURM_JOB_ID", "5")];
+        let found = detect(&step).unwrap().secret;
+        assert_eq!(*found.source(), SecretSource::JobName("Slurm's job 5, step 1".into()));
+    }
+
+    #[test]
+    fn the_address_to_listen_at_is_an_address() {
+        assert_eq!(listen(Some("10.0.0.7".into())).unwrap(), Some(IpAddr::from([10, 0, 0, 7])));
+        assert_eq!(listen(Some(" ".into())).unwrap(), None);
+        let error = listen(Some("eth0".into())).unwrap_err().to_string();
+        assert!(error.contains("TRAINYARD_LISTEN_ADDRESS: `eth0` is no address"), "{error}");
+    }
+
+    #[test]
     fn patience_is_a_number_of_seconds() {
         assert_eq!(patience(Some("2.5".into())).unwrap(), Duration::from_millis(2500));
         for bad in ["soon", "0", "-1", "NaN", "1e9"] {
@@ -459,15 +577,15 @@ mod tests {
     #[test]
     fn processes_that_know_no_meeting_place_are_an_error() {
         let torchrun = detect(&[("RANK", "1"), ("WORLD_SIZE", "4")]).unwrap();
-        let error = torchrun.connect().err().unwrap().to_string();
+        let error = torchrun.connect(RENDEZVOUS_DEFAULT, |_| {}).err().unwrap().to_string();
         assert!(error.contains("process 1 of 4") && error.contains("set MASTER_ADDR"), "{error}");
-        assert!(detect(&[]).unwrap().connect().unwrap().is_none());
+        assert!(detect(&[]).unwrap().connect(RENDEZVOUS_DEFAULT, |_| {}).unwrap().is_none());
     }
 
     #[test]
     fn several_processes_of_mpirun_need_mpi_or_a_meeting_place() {
         let found = detect(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")]).unwrap();
-        let error = found.join_tcp().err().unwrap().to_string();
+        let error = found.join_tcp(RENDEZVOUS_DEFAULT, |_| {}).err().unwrap().to_string();
         assert!(error.contains("--features mpi") && error.contains("set MASTER_ADDR"), "{error}");
     }
 }

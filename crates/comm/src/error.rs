@@ -1,4 +1,4 @@
-//! What goes wrong between ranks, said so that one line names the culprit.
+//! Failures between ranks, in words that name the culprit in one line.
 //!
 //! A [`CommError`] is one allocation around a [`Failure`], cheap to clone, because the first
 //! failure of a world is handed to every rank. No failure is worth retrying on the same world:
@@ -15,14 +15,14 @@ use std::time::Duration;
 /// Result of an operation.
 pub type Result<T, E = CommError> = std::result::Result<T, E>;
 
-/// A failed operation; see [`Failure`] for what it knows.
+/// A failed operation; [`Failure`] holds its facts.
 #[derive(Clone, Debug)]
 pub struct CommError(Arc<Failure>);
 
-/// What happened, to whom, and who says so.
+/// A failure: its kind, its culprits, and the rank that noticed it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
-    /// What happened.
+    /// The kind of failure.
     pub kind: ErrorKind,
     /// Name of the communicator it happened on.
     pub group: String,
@@ -51,14 +51,14 @@ pub struct Peer {
 pub enum ErrorKind {
     /// The culprits did not come to an operation within its deadline.
     Deadline {
-        /// How long it was waited.
+        /// Time that was waited.
         waited: Duration,
     },
     /// The culprit called [`crate::Communicator::abort`] or [`crate::Communicator::give_up`].
     Aborted {
-        /// What it said.
+        /// The reason that it gave.
         reason: String,
-        /// Whether it would say so again: it gave up.
+        /// True if a restart would meet the same: it gave up.
         lasting: bool,
     },
     /// The culprit's thread panicked while it held a communicator.
@@ -67,28 +67,28 @@ pub enum ErrorKind {
     Left,
     /// The culprit's process is gone or answers no more.
     Died {
-        /// How that was noticed.
+        /// The sign of it.
         evidence: String,
     },
     /// Ranks called different operations, or the same with different counts.
     Mismatch {
-        /// What the group's first rank called, in whose name the failure is noticed.
+        /// The call of the group's first rank, in whose name the failure is noticed.
         ours: Signature,
-        /// What the culprit called.
+        /// The call of the culprit.
         theirs: Signature,
     },
-    /// What the culprit sent is not what arrived, by its checksum.
+    /// The culprit's data arrived with another checksum than it was sent with.
     Corrupt,
     /// The caller's arguments make no sense.
     Argument {
-        /// Which, why, and what would.
+        /// The argument, its fault, and what would be right.
         what: String,
     },
     /// A fault injected for a test refused the operation.
     Refused,
     /// The backend cannot be started or said no.
     Backend {
-        /// What it said, and what to do.
+        /// Its message, and what to do.
         what: String,
     },
 }

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// What happens.
+/// The harm that a fault does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
     /// The rank ends: its thread panics, or its process aborts where ranks are processes.
@@ -25,7 +25,7 @@ pub enum Action {
     Refuse,
 }
 
-/// Where it happens.
+/// The place where a fault strikes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum At {
     /// At the `number`-th operation (from 0) of the communicator called `group`.
@@ -49,9 +49,9 @@ pub enum At {
 pub struct Fault {
     /// World rank that suffers it.
     pub rank: u32,
-    /// Where.
+    /// The place where it strikes.
     pub at: At,
-    /// What.
+    /// The harm that it does.
     pub action: Action,
 }
 

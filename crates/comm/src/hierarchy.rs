@@ -67,7 +67,7 @@ impl Hierarchy {
         let own = self.inside.rank() * sums.len();
         round(&sums, &mut shared[own..own + sums.len()]);
         self.inside.all_gather_in_place(shared)?;
-        // What does not divide is less than one element for each rank.
+        // The rest that does not divide is less than one element for each rank.
         let mut sums: Vec<T::Sum> = tail.iter().map(|&value| value.widen()).collect();
         self.inside.all_reduce(&mut sums)?;
         self.across.all_reduce(&mut sums)?;

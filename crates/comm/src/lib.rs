@@ -3,8 +3,8 @@
 //! A [`Communicator`] is one rank's handle on a group of ranks. Three backends stand behind it:
 //! [`local`], whose ranks are threads of one process that read each other's buffers in place;
 //! [`tcp`], one rank per process, over sockets; and MPI (feature `mpi`), one rank per process too.
-//! The latter two are one state machine over two transports. What backends promise is the same and
-//! is held by one conformance suite:
+//! TCP and MPI are two transports of one state machine. All backends keep the same promises, which
+//! one conformance suite tests:
 //!
 //! - **One order of sums.** Every reduction adds element by element along the binary tree that
 //!   pairs neighbouring ranks level by level, `((0+1)+(2+3))+...`, whatever the backend, algorithm
@@ -26,11 +26,12 @@
 //! Memory of GPUs is exchanged by NCCL beside a communicator ([`nccl`]): same groups, deadlines and
 //! reports, another order of sums.
 //!
-//! What this crate does not do: it knows no tensors, programs or strategies, retries nothing, and
+//! Beyond this crate: it knows no tensors, programs or strategies, retries nothing, and
 //! moves only plain data.
 
 mod backend;
 pub mod bench;
+mod children;
 mod communicator;
 mod environment;
 mod error;
@@ -50,6 +51,7 @@ mod stream;
 pub mod tcp;
 
 pub use backend::{Operation, Signature};
+pub use children::{Signal, end_with_parent};
 pub use communicator::{Communicator, DEADLINE_DEFAULT};
 pub use environment::{Environment, EnvironmentError, Launcher, Master};
 pub use error::{CommError, ErrorKind, Failure, Peer, Result};
@@ -57,3 +59,6 @@ pub use hierarchy::Hierarchy;
 pub use number::{Dtype, Number, Scalar};
 pub use pending::Pending;
 pub use place::{Place, Position};
+
+/// A function that is told in a line what is worth knowing of something that goes on.
+pub type Note = fn(&str);

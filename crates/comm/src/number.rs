@@ -1,4 +1,4 @@
-//! What can be sent, what can be added, and the order in which it is added.
+//! The types that can be sent and added, and the order in which numbers are added.
 //!
 //! The order is a binary tree over the ranks of a group that pairs neighbours level by level:
 //! `((0+1)+(2+3))+((4+5)+6)` for seven. Equivalently, a span of ranks is split after the largest
@@ -63,7 +63,7 @@ impl Dtype {
         }
     }
 
-    /// What sums of it are kept in.
+    /// The type in which sums of it are kept.
     pub const fn sum(self) -> Self {
         match self {
             Dtype::Bf16 => Dtype::F32,
@@ -89,9 +89,9 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// What reductions can add: f32, bf16, i32, f64 and u64.
+/// The numbers that reductions can add: f32, bf16, i32, f64 and u64.
 pub trait Number: Scalar + Default + PartialEq + fmt::Debug + sealed::Sealed {
-    /// What it is added in.
+    /// The type in which it is added.
     type Sum: Number<Sum = Self::Sum>;
     /// To the type of sums, exactly.
     fn widen(self) -> Self::Sum;

@@ -1,4 +1,4 @@
-//! What Slurm says about where the first task of a step runs.
+//! The host of a Slurm step's first task, and the port at which the step's ranks meet.
 
 /// Ports given to steps: `PORT_FIRST + (job + STEP_STRIDE step) mod PORTS`, above those of services
 /// and below those that systems give to connections.

@@ -1,5 +1,4 @@
-//! What the ranks say when one of them fails: everybody names the same culprit, within the
-//! deadline.
+//! The reports of the ranks when one of them fails: all name the same culprit, within the deadline.
 
 mod departures;
 
@@ -12,7 +11,7 @@ use trainyard_comm::{CommError, Communicator, ErrorKind, Place, Position, local}
 
 /// For tests of deadlines; other tests wait longer, so that a busy machine is no failure.
 const DEADLINE: Duration = Duration::from_millis(400);
-/// Whoever needs longer hangs.
+/// A test that needs longer hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs `body` on every rank; what each returned, `None` for those that panicked.
@@ -177,7 +176,8 @@ fn corruption_is_noticed_and_named() {
                 comm.set_verify(true);
                 comm.inject(plan.clone());
                 body(comm, elements).unwrap();
-                // Who is done before the bad data is noticed hears of it at its next operation.
+                // A rank that is done before the bad data is noticed hears of it at its next
+                // operation.
                 body(comm, elements).and_then(|()| comm.barrier())
             });
             for error in outcome {

@@ -6,9 +6,11 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
-use trainyard_comm::tcp::Rendezvous;
+use trainyard_comm::tcp::{JobSecret, Rendezvous};
 
 const DEADLINE: Duration = Duration::from_millis(700);
+/// Longer than anything here takes to come about.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
@@ -16,10 +18,10 @@ fn free_port() -> u16 {
 
 /// A rank at `port` of this host that waits for `deadline`.
 fn rank(port: u16, rank: u32, world: u32, deadline: Duration) -> Rendezvous {
-    Rendezvous { deadline, ..Rendezvous::new("127.0.0.1", port, rank, world) }
+    Rendezvous { patience: deadline, ..Rendezvous::new("127.0.0.1", port, rank, world) }
 }
 
-/// What each process says: the sum of ones over the ranks, or why there is no world.
+/// The outcome of each process: the sum of ones over the ranks, or the error.
 fn outcomes(processes: Vec<Rendezvous>) -> Vec<Result<f32, String>> {
     let join = |process: Rendezvous| {
         let world = process.join().map_err(|error| error.to_string())?;
@@ -57,7 +59,9 @@ fn any_order_name_and_family_comes_together() {
                 if rank > 0 {
                     come.wait();
                 }
-                outcomes(vec![Rendezvous::new(host, port, rank, 3)]).remove(0)
+                let process =
+                    Rendezvous { silence: PATIENCE, patience: PATIENCE, ..Rendezvous::new(host, port, rank, 3) };
+                outcomes(vec![process]).remove(0)
             })
         };
         let others = [join(2), join(1)];
@@ -95,7 +99,7 @@ fn without_rank_0_there_is_no_world() {
         outcomes(vec![rank(port, 1, 2, DEADLINE), rank(port, 2, 3, DEADLINE)]),
         &["finds no rank 0 at 127.0.0.1", "within 0.7 s", "refused", "MASTER_PORT"],
     );
-    let nowhere = Rendezvous { deadline: DEADLINE, ..Rendezvous::new("no..such..host", port, 1, 2) };
+    let nowhere = Rendezvous { patience: DEADLINE, ..Rendezvous::new("no..such..host", port, 1, 2) };
     all_say(outcomes(vec![nowhere]), &["the name `no..such..host` is not known"]);
 }
 
@@ -103,69 +107,127 @@ fn without_rank_0_there_is_no_world() {
 fn another_program_at_the_port_is_not_taken_for_rank_0() {
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
-    let patience = Duration::from_secs(30);
     let answering = thread::spawn(move || {
         let (mut stream, _) = other.accept().unwrap();
         // As a server of another protocol; then silence.
         stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
         (stream, other)
     });
-    all_say(outcomes(vec![rank(port, 1, 2, patience)]), &["what it says is not of trainyard"]);
+    all_say(outcomes(vec![rank(port, 1, 2, PATIENCE)]), &["it does not speak trainyard's protocol"]);
     let (_stream, _other) = answering.join().unwrap();
     all_say(
-        outcomes(vec![rank(port, 0, 2, patience)]),
+        outcomes(vec![rank(port, 0, 2, PATIENCE)]),
         &["rank 0 cannot listen at port", &port.to_string(), "another program"],
     );
 }
 
+/// A rank that does not fit hears why and is turned away, and the start goes on: the others wait
+/// for the right rank. If that does not come, rank 0 names the one that did.
+fn is_turned_away(misfit: &Rendezvous, parts: &[&str]) {
+    let port = free_port();
+    let (ours, right) = (vec![rank(port, 0, 3, PATIENCE), rank(port, 1, 3, PATIENCE)], rank(port, 2, 3, PATIENCE));
+    let first = Rendezvous { port, ..misfit.clone() };
+    let parts_of_it = parts.iter().map(|part| (*part).to_owned()).collect::<Vec<_>>();
+    let others = thread::spawn(move || {
+        all_say(outcomes(vec![first]), &parts_of_it.iter().map(String::as_str).collect::<Vec<_>>());
+        outcomes(vec![right]).remove(0)
+    });
+    assert_eq!(outcomes(ours), [Ok(3.0), Ok(3.0)], "{parts:?}");
+    assert_eq!(others.join().unwrap(), Ok(3.0), "{parts:?}");
+
+    let port = free_port();
+    all_say(outcomes(vec![rank(port, 0, 3, DEADLINE), Rendezvous { port, ..misfit.clone() }]), parts);
+}
+
 #[test]
 fn worlds_of_different_size_do_not_mix() {
-    let port = free_port();
-    let patience = Duration::from_secs(30);
-    let processes = vec![rank(port, 0, 3, patience), rank(port, 1, 3, patience), rank(port, 2, 4, patience)];
-    all_say(outcomes(processes), &["rank 2 (host", "for a world of 4, and rank 0", "one of 3", "WORLD_SIZE"]);
+    is_turned_away(
+        &rank(0, 2, 4, PATIENCE),
+        &["rank 2 (host", "for a world of 4, and rank 0", "one of 3", "WORLD_SIZE"],
+    );
 }
 
 #[test]
 fn programs_of_different_version_do_not_mix() {
-    let port = free_port();
-    let patience = Duration::from_secs(30);
-    let old = Rendezvous { version: "0.0.9".into(), ..rank(port, 1, 2, patience) };
-    let ours = rank(port, 0, 2, patience);
-    let parts = ["rank 1 (host", "is trainyard 0.0.9, and rank 0", &ours.version.clone()];
-    all_say(outcomes(vec![ours, old]), &parts);
+    let old = Rendezvous { version: "0.0.9".into(), ..rank(0, 1, 3, PATIENCE) };
+    let ours = Rendezvous::new("", 0, 0, 3).version;
+    is_turned_away(&old, &["rank 1 (host", "is trainyard 0.0.9, and rank 0", &ours]);
+}
+
+#[test]
+fn a_rank_beyond_the_world_is_turned_away() {
+    is_turned_away(&rank(0, 9, 3, PATIENCE), &["rank 9 (host", "is no rank of a world of 3"]);
 }
 
 #[test]
 fn two_processes_with_one_number_are_named() {
     let port = free_port();
-    let patience = Duration::from_secs(30);
-    let processes = vec![rank(port, 0, 4, patience), rank(port, 1, 4, patience), rank(port, 1, 4, patience)];
+    let processes = vec![rank(port, 0, 4, DEADLINE), rank(port, 1, 4, PATIENCE), rank(port, 1, 4, PATIENCE)];
     let process = format!("process {} on host", std::process::id());
     all_say(outcomes(processes), &["two processes are rank 1", &process, "a RANK of its own"]);
 }
 
 #[test]
+fn processes_of_another_secret_are_turned_away() {
+    let secret = || JobSecret::of_variable(&JobSecret::random().unwrap()).unwrap();
+    let ours = secret();
+    let port = free_port();
+    let of = |rank: u32, secret: &JobSecret, patience| Rendezvous {
+        patience,
+        secret: secret.clone(),
+        ..Rendezvous::new("127.0.0.1", port, rank, 2)
+    };
+    for stranger in [secret(), JobSecret::nothing(), JobSecret::of_job_name("Slurm's job 5".into())] {
+        let processes = vec![of(0, &ours, DEADLINE), of(1, &stranger, PATIENCE)];
+        let said: Vec<String> = outcomes(processes).into_iter().map(Result::unwrap_err).collect();
+        assert!(said[0].contains("it does not know this job's secret"), "{said:?}");
+        assert!(said[1].contains("it has another job's secret"), "{said:?}");
+    }
+    assert_eq!(outcomes(vec![of(0, &ours, PATIENCE), of(1, &ours, PATIENCE)]), [Ok(2.0), Ok(2.0)]);
+}
+
+/// Connects to `port` as soon as somebody listens there.
+fn call(port: u16) -> TcpStream {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            // A port where nobody listens may be given to the connection itself.
+            Ok(stream) if stream.local_addr().unwrap() != stream.peer_addr().unwrap() => return stream,
+            _ => assert!(Instant::now() < end, "nobody listens"),
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
 fn strangers_at_the_door_are_let_go() {
     let port = free_port();
-    let knock = move || {
-        let end = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < end {
-            if let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) {
-                // Rank 0 may be quicker to close it.
-                let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n");
-                return true;
-            }
-            thread::sleep(Duration::from_millis(5));
+    let others = thread::spawn(move || {
+        for garbage in [
+            &b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n"[..],
+            // A card of the first version of the protocol, for a rank beyond the world.
+            b"TYR1\x52\0\0\0{\"Here\":{\"version\":\"0.1.0\",\"rank\":9,\"world\":2,\"host\":\"x\",\"pid\":1,\"port\":1}}",
+            b"TYR2\xff\xff\xff\xff",
+            b"",
+        ] {
+            // Rank 0 may be quicker to close it.
+            let _ = call(port).write_all(garbage);
         }
-        false
-    };
-    let stranger = thread::spawn(move || {
-        let knocked = knock();
-        thread::spawn(move || outcomes(vec![rank(port, 1, 2, Duration::from_secs(30))]).remove(0))
-            .join()
-            .map(|r| (knocked, r))
+        outcomes(vec![rank(port, 1, 2, PATIENCE)]).remove(0)
     });
-    assert_eq!(outcomes(vec![rank(port, 0, 2, Duration::from_secs(30))]), [Ok(2.0)]);
-    assert_eq!(stranger.join().unwrap().unwrap(), (true, Ok(2.0)));
+    assert_eq!(outcomes(vec![rank(port, 0, 2, PATIENCE)]), [Ok(2.0)]);
+    assert_eq!(others.join().unwrap(), Ok(2.0));
+}
+
+#[test]
+fn twelve_silent_connections_do_not_hold_the_start() {
+    let port = free_port();
+    let start = Instant::now();
+    let others = thread::spawn(move || {
+        let silent: Vec<TcpStream> = (0..12).map(|_| call(port)).collect();
+        (outcomes(vec![rank(port, 1, 2, PATIENCE)]).remove(0), silent)
+    });
+    assert_eq!(outcomes(vec![rank(port, 0, 2, PATIENCE)]), [Ok(2.0)]);
+    assert_eq!(others.join().unwrap().0, Ok(2.0));
+    assert!(start.elapsed() < Duration::from_secs(8), "less than one of them may take: {:?}", start.elapsed());
 }

@@ -15,17 +15,17 @@ use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
 use trainyard_comm::tcp::Rendezvous;
 
-/// Whoever needs longer hangs.
+/// A worker that needs longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a rank may outlive the others.
+/// The time for which a rank may outlive the others.
 const GRACE: Duration = Duration::from_secs(2);
 
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Starts `ranks` workers; what each said, and whether it succeeded. Who does not end when the
-/// others have is killed.
+/// Starts `ranks` workers; the output of each, and true if it succeeded. A worker that does not end
+/// when the others have is killed.
 fn start(ranks: usize, case: &str) -> Vec<(String, bool)> {
     let port = free_port().to_string();
     let spawn = |rank: usize| {

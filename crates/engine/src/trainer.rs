@@ -20,6 +20,7 @@ use crate::{EngineError, Result, world};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_tensor::{Purpose, TensorError};
 
@@ -86,6 +87,18 @@ pub struct Control<'a> {
     /// Called from another thread with what is to be said, when a rank does not end after a failure
     /// and its process has to be ended.
     pub on_stuck: fn(&str),
+}
+
+impl Control<'_> {
+    /// True once any rank is asked to stop, as far as this one knows. A rank that is asked tells the
+    /// others, beside all exchanges: rank 0 hears of it soon, and its word counts.
+    fn is_asked_to_stop(&self, world: &Communicator) -> bool {
+        let is_asked = self.stop.load(Ordering::Relaxed);
+        if is_asked {
+            world.request_stop();
+        }
+        is_asked || world.stop_requested().is_some()
+    }
 }
 
 /// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward,
@@ -261,12 +274,13 @@ impl<'s> Run<'s> {
 
     /// Rank 0 decides what comes next and how long the schedule is.
     fn agree(&mut self) -> Result<Next> {
+        let is_asked_to_stop = self.control.is_asked_to_stop(&self.session.world);
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
         const COMPLETE: u64 = 2;
         let next = if self.is_complete() {
             COMPLETE
-        } else if self.control.stop.load(Ordering::Relaxed) {
+        } else if is_asked_to_stop {
             COMPLETE + 1
         } else if self.snapshot_due() {
             STEP_WITH_SNAPSHOT
@@ -284,7 +298,12 @@ impl<'s> Run<'s> {
         Ok(match next {
             STEP | STEP_WITH_SNAPSHOT => Next::Step { snapshot: next == STEP_WITH_SNAPSHOT },
             COMPLETE => Next::End(Ending::Complete),
-            _ => Next::End(Ending::Interrupted),
+            _ => {
+                if let Some(rank) = self.session.world.stop_requested().filter(|&rank| rank > 0) {
+                    self.progress.note(&format!("rank {rank} was asked to stop: stopping with a checkpoint"));
+                }
+                Next::End(Ending::Interrupted)
+            }
         })
     }
 
@@ -495,11 +514,11 @@ impl<'s> Run<'s> {
             respect_document_boundaries: config.data.respect_document_boundaries,
             tokens_max: config.evaluation.tokens_max,
         };
-        let (stop, progress) = (self.control.stop, &mut *self.progress);
-        // Rank 0's word, as always.
+        let (control, progress) = (self.control, &mut *self.progress);
+        // Rank 0 decides, as always.
         let mut stops = |done| {
             progress.evaluating(done);
-            let mut word = [u64::from(stop.load(Ordering::Relaxed))];
+            let mut word = [u64::from(control.is_asked_to_stop(&session.world))];
             session.world.broadcast(&mut word, 0)?;
             Ok(word[0] == 1)
         };

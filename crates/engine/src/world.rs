@@ -10,7 +10,7 @@ use crate::{EngineError, Result};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
-use trainyard_comm::{Communicator, Environment, local};
+use trainyard_comm::{Communicator, Environment, Note, local};
 
 /// How long ranks wait while rank 0 prepares data: tokenizing a corpus takes hours at most.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
@@ -21,13 +21,14 @@ pub fn ranks(config: &Config) -> Result<usize> {
 }
 
 /// Runs `body` on every rank of `config`: this process is one of them where a launcher started
-/// several together, else they are its threads.
+/// several together, else they are its threads. `note` is told of what happens while processes come
+/// together.
 ///
 /// # Errors
 /// As [`on_threads`]; and variables of a launcher that make no sense, or one that this build cannot
 /// serve.
-pub fn launch<T: Send>(config: &Config, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
-    match Environment::detect()?.connect()? {
+pub fn launch<T: Send>(config: &Config, note: Note, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
+    match Environment::detect()?.connect(deadline(config), note)? {
         Some(world) => run(world, body),
         None => on_threads(ranks(config)?, body),
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use trainyard_calibrate::check::{self, BARS, Pair, Row};
 use trainyard_calibrate::probe_group::{self, ProbeGroup};
 use trainyard_calibrate::{Thoroughness, calibrate, gpu};
-use trainyard_comm::{Communicator, Environment};
+use trainyard_comm::{Communicator, DEADLINE_DEFAULT, Environment};
 use trainyard_engine::config::DeviceKind;
 use trainyard_engine::{device, world};
 use trainyard_sim::machine::Machine;
@@ -69,7 +69,7 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    match Environment::detect()?.connect()? {
+    match Environment::detect()?.connect(DEADLINE_DEFAULT, note)? {
         Some(world) => {
             let alarm = world.duplicate("alarm")?;
             // The others wait for a rank that has failed.

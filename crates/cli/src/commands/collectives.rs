@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::thread;
 use trainyard_comm::bench::{Line, OPERATIONS, Timing, fit, measure};
-use trainyard_comm::{Communicator, Environment, Operation, local};
+use trainyard_comm::{Communicator, DEADLINE_DEFAULT, Environment, Operation, local};
 
 /// Arguments of `bench collectives`.
 #[derive(clap::Args)]
@@ -59,7 +59,7 @@ pub fn run(args: &CollectivesArgs) -> Result<()> {
         bail!("--ranks must be from 2 to 1024: one rank has nobody to exchange with");
     }
     let mut groups = Vec::new();
-    match Environment::detect()?.connect()? {
+    match Environment::detect()?.connect(DEADLINE_DEFAULT, note)? {
         Some(world) => {
             let timings = measure(&world, &args.operations, &args.sizes, args.seconds)?;
             // All ranks have the same figures.

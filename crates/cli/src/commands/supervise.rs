@@ -19,6 +19,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use trainyard_comm::{Signal, end_with_parent};
 use trainyard_engine::{faults::VARIABLE, watch};
 
 /// The exit code of a run that ended because a rank failed.
@@ -84,6 +85,10 @@ pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
             // Faults on purpose are for the first attempt.
             process.env_remove(VARIABLE);
         }
+        // A command that ends with this process leaves no rank that trains on and keeps the run from
+        // being started again. Of a launcher's processes on other hosts the launcher alone takes
+        // care, so it is asked; this program's own processes are ended.
+        end_with_parent(&mut process, if is_honest { Signal::KILL } else { Signal::TERM });
         let began = Instant::now();
         let child = process.spawn().with_context(|| format!("cannot start {}", command[0].display()))?;
         let (mut status, was_ended) = signals.wait(child, &run)?;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group;
-use trainyard_comm::{Communicator, Environment};
+use trainyard_comm::{Communicator, DEADLINE_DEFAULT, Environment};
 use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::{Config, Inputs, Limits, Resolved};
 use trainyard_engine::early_stopping::StoppedEarly;
@@ -161,7 +161,7 @@ fn is_first_process() -> bool {
 
 fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     // Processes need each other before they know their configuration only where rank 0 picks it.
-    let world = if args.plan.is_some() { Environment::detect()?.connect()? } else { None };
+    let world = if args.plan.is_some() { Environment::detect()?.connect(DEADLINE_DEFAULT, note)? } else { None };
     let config = match args.going_on() {
         Some(going_on) => {
             let config = Session::configuration(&going_on);
@@ -182,7 +182,7 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
     let body = |world| train_rank(args, &config, world, control, &signals, faults.as_ref());
     let result = match world {
         Some(world) => world::run(world, body),
-        None => world::launch(&config, body),
+        None => world::launch(&config, note, body),
     };
     // An error of before any step leaves no fault time to strike.
     if let Some(faults) = faults.filter(|_| result.as_ref().map_or_else(EngineError::is_fault, |_| true)) {

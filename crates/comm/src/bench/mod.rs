@@ -1,9 +1,8 @@
-//! What collectives reach: latency and bandwidth, in percent of a plain copy measured in the same
-//! run.
+//! Latency and bandwidth of collectives, in percent of a plain copy measured in the same run.
 //!
-//! **Which bytes count.** A collective on messages of `S` bytes over `n` ranks must at least read
-//! every input once and write every output once. The memory traffic of that minimum, reads plus
-//! writes over all ranks, is ([`traffic`])
+//! **The bytes that count.** A collective on messages of `S` bytes over `n` ranks must at least
+//! read every input once and write every output once. The memory traffic of that minimum, reads
+//! plus writes over all ranks, is ([`traffic`])
 //!
 //! | operation | `S` is | reads | writes |
 //! |---|---|---|---|

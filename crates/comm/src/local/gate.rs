@@ -64,8 +64,8 @@ impl Gate {
                 break Ok(());
             }
             if let Some(reason) = interrupt() {
-                // What interrupts may have happened after the last arrival; then the wait is over
-                // all the same.
+                // The interruption may have come after the last arrival; then the wait is over all
+                // the same.
                 break if self.reached(target) { Ok(()) } else { Err(Interrupted::By(reason)) };
             }
             let Some(left) = deadline.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {

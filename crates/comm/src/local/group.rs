@@ -19,7 +19,7 @@ use std::time::Duration;
 /// costs less than a second meeting up to a few kilobytes.
 pub(crate) const INLINE_BYTES: usize = 4096;
 
-/// What a rank publishes when it arrives.
+/// The call of a rank, published when it arrives.
 #[repr(C, align(128))]
 pub(crate) struct Slot {
     pub call: Call,
@@ -41,7 +41,7 @@ impl Slot {
     }
 }
 
-/// What one member shows to the others.
+/// The state that one member shows to the others.
 #[repr(align(128))]
 #[derive(Default)]
 struct Shown {
@@ -285,8 +285,8 @@ impl Member {
     }
 }
 
-/// Whether the inputs of a call are small enough to travel in descriptors; a function of what all
-/// ranks agree on.
+/// True if the inputs of a call are small enough to travel in descriptors; the same on all ranks,
+/// as it depends on the signature alone.
 fn fits_inline(signature: &Signature, size: usize) -> bool {
     signature.extent(size, signature.root).input <= INLINE_BYTES
 }
@@ -373,6 +373,14 @@ impl Backend for Member {
 
     fn common(&self) -> Option<&Common> {
         Some(&self.group.world.common)
+    }
+
+    fn request_stop(&self) {
+        self.group.world.request_stop(self.group.members[self.rank]);
+    }
+
+    fn stop_requested(&self) -> Option<u32> {
+        self.group.world.stop_requested()
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use trainyard_base::lock;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How often a waiting rank looks whether the world has failed.
+/// The pause between two looks of a waiting rank whether the world has failed.
 const SLICE: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy, Default)]
@@ -80,8 +80,8 @@ fn sleep<'a>(
     };
     let was_gone = gone();
     let (state, _) = mailbox.changed.wait_timeout(state, left.min(SLICE)).unwrap_or_else(PoisonError::into_inner);
-    // Who has left may have done its part just before; that shows in the state after a look at
-    // `gone`.
+    // A rank that has left may have done its part just before; that shows in the state after a look
+    // at `gone`.
     match *state {
         State::Empty | State::Offered { .. } if was_gone && !matches!(*state, State::Taken) => {
             Err(Trouble::Kind(ErrorKind::Left))

@@ -1,5 +1,5 @@
-//! What each rank does once everybody's buffers are known: its own share, disjoint from all
-//! others'.
+//! The work of each rank once all buffers are known: its own share, disjoint from the shares of the
+//! others.
 
 use super::group::Slot;
 use crate::backend::{Operation, Signature};

@@ -1,5 +1,5 @@
-//! What the ranks of one process share beside their groups: names, last positions, the first
-//! failure.
+//! The state that the ranks of one process share beside their groups: places, last positions, the
+//! first failure.
 
 use super::group::{Group, Member};
 use crate::backend::Common;
@@ -9,7 +9,7 @@ use crate::place::{Place, Position};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// When and where a rank was last heard of.
+/// A rank's last position, and when it was posted.
 pub(crate) type Post = Mutex<Option<(Position, Instant)>>;
 
 /// Makes the communicators of a world of threads.
@@ -35,7 +35,13 @@ impl World {
         assert!(!places.is_empty(), "a world has at least one rank");
         let ranks = places.len();
         let posts = places.iter().map(|_| Mutex::default()).collect();
-        let shared = Arc::new(Shared { places, posts, failure: OnceLock::new(), common: Mutex::default() });
+        let shared = Arc::new(Shared {
+            places,
+            posts,
+            failure: OnceLock::new(),
+            stop: OnceLock::new(),
+            common: Mutex::default(),
+        });
         let group = Arc::new(Group::new(shared, (0..ranks as u32).collect()));
         (0..ranks)
             .map(|rank| Communicator::new(Arc::new(Member::new(group.clone(), rank)), "world".to_owned()))
@@ -48,6 +54,8 @@ pub(crate) struct Shared {
     pub places: Vec<Place>,
     posts: Vec<Post>,
     failure: OnceLock<CommError>,
+    /// The first rank that was asked to stop.
+    stop: OnceLock<u32>,
     pub common: Common,
 }
 
@@ -59,6 +67,15 @@ impl Shared {
     /// The first failure counts.
     pub fn fail(&self, failure: Failure) -> CommError {
         self.failure.get_or_init(|| failure.into()).clone()
+    }
+
+    /// The first rank counts.
+    pub fn request_stop(&self, rank: u32) {
+        let _ = self.stop.set(rank);
+    }
+
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.stop.get().copied()
     }
 
     pub fn post(&self, rank: u32, position: Position) {
@@ -75,7 +92,7 @@ pub(crate) fn store(post: &Post, position: Position) {
     *post.lock().unwrap_or_else(PoisonError::into_inner) = Some((position, Instant::now()));
 }
 
-/// What was posted, and how long ago.
+/// The position that was posted, and the time since then.
 pub(crate) fn load(post: &Post) -> Option<(Position, Duration)> {
     let post = post.lock().unwrap_or_else(PoisonError::into_inner);
     post.as_ref().map(|(position, at)| (position.clone(), at.elapsed()))

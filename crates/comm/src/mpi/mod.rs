@@ -19,7 +19,7 @@
 
 mod transport;
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, DEADLINE_DEFAULT};
 use crate::error::Result;
 use crate::processes;
 use std::sync::{Arc, OnceLock, Weak};
@@ -37,7 +37,7 @@ pub fn init() -> Result<Communicator> {
     let mpi = Arc::new(Mpi::init().map_err(processes::broken)?);
     // Only one initialisation succeeds.
     let _ = MPI.set(Arc::downgrade(&mpi));
-    processes::world(mpi)
+    processes::world(mpi, DEADLINE_DEFAULT)
 }
 
 /// MPI's own all-reduce over the world; for comparison only, as it has no deadline.

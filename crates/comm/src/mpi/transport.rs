@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Tag of notices.
 const NOTICE: i32 = 1;
 
-/// Which of the two MPI communicators a message travels on.
+/// The MPI communicator, of two, that a message travels on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Plane {
     /// Operations.

@@ -1,4 +1,4 @@
-//! What a lane does with a communicator of NCCL.
+//! The operations of a lane on a communicator of NCCL.
 
 use super::backend;
 use super::watch::{Flight, Keeper, Member, lock};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use trainyard_cuda::driver::{Region, Stream};
 use trainyard_cuda::nccl::{Element, Exchange};
 
-/// How long the end of a communicator may take.
+/// The time that the end of a communicator may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A rank's way to exchange device memory with a group of ranks. Clones are one; exchanges are put
@@ -50,9 +50,9 @@ impl Circle {
         self.0.member.host.rank()
     }
 
-    /// What this rank is about to do: told to the others when the device comes to the exchanges
-    /// that are called from now on. None: nothing that it could be told by, and when a deadline
-    /// passes, all others are named with where they were.
+    /// Sets the position that this rank posts when the device comes to the exchanges that are
+    /// called from now on. With None nothing is posted; when a deadline then passes, all other
+    /// ranks are named with their last positions.
     pub fn post(&self, position: Option<Position>) {
         *lock(&self.0.member.position) = position;
     }

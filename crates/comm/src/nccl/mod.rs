@@ -88,7 +88,7 @@ fn backend(what: String) -> ErrorKind {
     ErrorKind::Backend { what }
 }
 
-/// What a state says is wrong.
+/// The error that a state tells of, if it does.
 fn trouble(state: trainyard_cuda::Result<State>) -> Option<String> {
     match state {
         Ok(State::Ready | State::Busy) => None,

@@ -13,9 +13,9 @@ pub(super) use trainyard_base::lock;
 use trainyard_cuda::driver::{Driver, Event};
 use trainyard_cuda::nccl::{Comm, Nccl, State};
 
-/// How often a thread that waits for NCCL itself looks again.
+/// The pause between two looks of a thread that waits for NCCL itself.
 const SLICE: Duration = Duration::from_micros(200);
-/// How long ranks that are asked where they are may take to answer.
+/// The time in which ranks that are asked for their positions have to answer.
 const ANSWER: Duration = Duration::from_millis(300);
 
 /// One communicator of NCCL on this rank.
@@ -275,7 +275,7 @@ impl Shared {
             if overdue.is_some() || busy.contains(&member) {
                 return true;
             }
-            // What is wrong with the device itself is told to those who wait for it.
+            // An error of the device itself goes to the threads that wait for it.
             if passed(flight.ended).unwrap_or(true) {
                 lock(&self.events).extend([flight.begun, flight.ended]);
                 return false;

@@ -1,5 +1,5 @@
-//! What ranks tell each other before data moves: which operation, where they are, checksums, and
-//! the data itself if it is small.
+//! The envelope that ranks exchange before data moves: the operation, the rank's position,
+//! checksums, and the data itself if it is small.
 
 use crate::backend::{Operation, Signature};
 use crate::number::Dtype;

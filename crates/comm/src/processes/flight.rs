@@ -1,9 +1,10 @@
 //! Streams of chunks between this rank and others, and the loop that drives them.
 //!
-//! A [`Stream`] is one buffer to or from one rank, cut into chunks of which a bounded number is
-//! under way. Which chunks may start is its `limit`, which the operation raises as others finish:
-//! that is how sums, forwards and reuse of memory are ordered. Chunks of one stream start in order,
-//! as matching by tags needs; they may complete in any order, so `done` counts the prefix that has.
+//! A [`Stream`] is one buffer to or from one rank, cut into chunks. A bounded number of its chunks
+//! is in flight. Its `limit` is the number of chunks that may start; the operation raises it as
+//! other streams progress, which orders sums, forwards and reuse of memory. Chunks of one stream
+//! start in order, as matching by tags needs. They may complete in any order, so `done` counts the
+//! completed prefix.
 
 use super::process::Process;
 use super::transport::Transport;
@@ -16,12 +17,12 @@ use std::time::{Duration, Instant};
 pub(crate) const CHUNK_BYTES: usize = 512 << 10;
 /// Chunks of a stream under way.
 pub(crate) const WINDOW: usize = 8;
-/// How often a waiting rank looks whether its peers still live.
+/// The pause between two looks of a waiting rank whether its peers still live.
 const LOOK: Duration = Duration::from_millis(50);
-/// The share of the deadline after which a peer that does not answer counts as dead. Before the
-/// whole, because others may wait in another group for a rank that waits for it: they must hear of
-/// the one that is silent before their own deadline, which began at the same time, makes them name
-/// the one that waits.
+/// The share of the deadline after which a peer that does not answer counts as dead. It is less
+/// than the whole because of chains: rank A may wait in another group for rank B, which waits for
+/// the silent rank. Their deadlines began at the same time. B must name the silent rank before A's
+/// deadline passes and A names B.
 const SILENCE: f64 = 0.9;
 
 /// One direction of data between this rank and another.
@@ -95,8 +96,8 @@ pub(super) struct Flight<'a, T: Transport> {
     ready: Vec<usize>,
 }
 
-/// Why a flight ended early: the world's failure, or what is to become one, with the members' world
-/// ranks.
+/// The reason why a flight ended early: the world's failure, or a new one with the world ranks of
+/// its culprits.
 pub(super) enum Crash {
     Failed(CommError),
     New(ErrorKind, Vec<usize>),
@@ -232,8 +233,8 @@ impl<'a, T: Transport> Flight<'a, T> {
         Ok(())
     }
 
-    /// Peers that have not done their part, each once: those who did not send, or, if all have,
-    /// those who do not take.
+    /// Peers that have not done their part, each once: senders whose data has not come, or, if
+    /// there are none, receivers that have not taken theirs.
     fn late(&self) -> Vec<usize> {
         let waiting = |sending: bool| {
             let open = self.streams.iter().filter(|s| s.sending == sending && s.started > s.done);
@@ -246,7 +247,7 @@ impl<'a, T: Transport> Flight<'a, T> {
         if senders.is_empty() { waiting(true) } else { senders }
     }
 
-    /// Those who are late and have not answered since they were asked, if there are any.
+    /// Late peers that have not answered since they were asked, if there are any.
     fn silent(&self, deadline: Duration, waited: Duration) -> Option<Crash> {
         let mut silent = self.late();
         silent.retain(|&peer| !self.process.answered(peer));

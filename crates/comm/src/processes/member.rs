@@ -6,11 +6,12 @@ use super::process::{Handle, Process};
 use super::transfer;
 use super::transport::Transport;
 use crate::backend::{Backend, Call, Operation, Signature, Terms, intact, members_of_split};
-use crate::communicator::{Communicator, DEADLINE_DEFAULT};
+use crate::communicator::Communicator;
 use crate::error::{CommError, ErrorKind, Failure, Result};
 use crate::inline;
 use crate::number::Dtype;
 use crate::place::{Place, Position};
+use crate::tcp::printable;
 use bytemuck::{Pod, Zeroable};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -24,7 +25,7 @@ const TAG_MESSAGE: i32 = 3;
 const TAG_MESSAGE_DATA: i32 = 4;
 /// Of the last meeting, in context 0.
 const TAG_END: i32 = 5;
-/// How long ranks wait for each other at the very end.
+/// The longest time for which ranks wait for each other at the very end.
 const END_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Ends the transport when the last group goes.
@@ -54,21 +55,21 @@ pub(super) struct Turn {
     pub scratch: Vec<u64>,
 }
 
-/// What cannot begin, as an error.
+/// The error of a world that cannot begin.
 pub(crate) fn broken(what: String) -> CommError {
     let kind = ErrorKind::Backend { what };
     Failure { kind, group: "world".to_owned(), operation: None, noticed_by: 0, culprits: Vec::new() }.into()
 }
 
-/// Makes the world's communicator.
-pub(crate) fn world<T: Transport>(transport: Arc<T>) -> Result<Communicator> {
+/// Makes the world's communicator; the other ranks may be silent for `deadline` meanwhile.
+pub(crate) fn world<T: Transport>(transport: Arc<T>, deadline: Duration) -> Result<Communicator> {
     let (rank, size) = (transport.rank(), transport.size());
     let process = Arc::new(Process::new(transport));
     let handle =
         Handle::new(process.clone()).map_err(|error| broken(format!("no thread for the listener: {error}")))?;
     let world = Arc::new(World { handle: Mutex::new(handle), process });
     let member = Member::new(world.clone(), 0, (0..size as u32).collect(), rank);
-    world.process.set_places(places(&member)?);
+    world.process.set_places(places(&member, deadline)?);
     Ok(Communicator::new(Arc::new(member), "world".to_owned()))
 }
 
@@ -82,17 +83,17 @@ struct Card {
 }
 
 /// Everybody's place: hosts are nodes, and ranks of one host have its devices in turn.
-fn places<T: Transport>(member: &Member<T>) -> Result<Vec<Place>> {
+fn places<T: Transport>(member: &Member<T>, deadline: Duration) -> Result<Vec<Place>> {
     let here = Place::here(0);
     let bytes = here.host.len().min(64);
     let mut host = [0; 64];
     host[..bytes].copy_from_slice(&here.host.as_bytes()[..bytes]);
     let card = Card { pid: here.pid, host_bytes: bytes as u32, host };
-    let cards = member.all_gather(card, &Terms { deadline: DEADLINE_DEFAULT, number: 0, group: "world", sums: &[] })?;
+    let cards = member.all_gather(card, &Terms { deadline, number: 0, group: "world", sums: &[] })?;
     let mut hosts: Vec<String> = Vec::new();
     let mut devices: Vec<u32> = Vec::new();
     let place = |card: Card| {
-        let host = String::from_utf8_lossy(&card.host[..(card.host_bytes as usize).min(64)]).into_owned();
+        let host = printable(&String::from_utf8_lossy(&card.host[..(card.host_bytes as usize).min(64)]));
         let node = hosts.iter().position(|known| *known == host).unwrap_or_else(|| {
             hosts.push(host.clone());
             devices.push(0);
@@ -136,7 +137,7 @@ impl<T: Transport> World<T> {
     }
 }
 
-/// Whether inputs travel in envelopes; a function of what all ranks agree on.
+/// True if inputs travel in envelopes; the same on all ranks, as it depends on the signature alone.
 fn fits_inline(signature: &Signature, size: usize) -> bool {
     signature.extent(size, signature.root).input <= INLINE_BYTES
 }
@@ -243,6 +244,14 @@ impl<T: Transport> Member<T> {
         let envelopes = unsafe { self.meet(turn, call, terms) }?;
         let calls: Vec<Signature> = envelopes.iter().map(|envelope| envelope.signature).collect();
         self.agree(&calls, terms)?;
+        let is_whole = |member: usize| {
+            let Envelope { sums, inline: (_, length), .. } = &envelopes[member];
+            let input = call.signature.extent(self.size(), member).input;
+            sums.len() <= self.size() && (*length == input || !fits_inline(&call.signature, self.size()))
+        };
+        if let Some(member) = (0..self.size()).find(|&member| !is_whole(member)) {
+            return Err(self.corrupt(member, call, terms));
+        }
         if !fits_inline(&call.signature, self.size()) {
             // SAFETY: the caller's promise, and all members agree.
             return unsafe { transfer::run(self, turn, call, terms, &envelopes) };
@@ -264,7 +273,8 @@ impl<T: Transport> Member<T> {
             }
         }
         let inputs: Vec<*const u8> = (0..self.size()).map(|member| data(member).as_ptr()).collect();
-        // SAFETY: envelopes agree, so each holds an input of this call's size, at a multiple of 8;
+        // SAFETY: envelopes agree and are whole, so each holds an input of this call's size, at a
+        // multiple of 8;
         // the output is the caller's.
         unsafe { inline::compute(&inputs, self.rank, call) };
         Ok(())
@@ -336,6 +346,9 @@ impl<T: Transport> Member<T> {
             return Err(self.blame(kind, &[from], operation, terms));
         }
         if into.len() <= INLINE_BYTES {
+            if envelope.inline.1 != into.len() {
+                return Err(self.blame(ErrorKind::Corrupt, &[from], operation, terms));
+            }
             into.copy_from_slice(&arrived[envelope.inline.0..][..envelope.inline.1]);
         } else {
             streams.push(self.stream(false, from, TAG_MESSAGE_DATA, into.as_mut_ptr(), into.len()));
@@ -409,6 +422,14 @@ impl<T: Transport> Backend for Member<T> {
         let rank = members.iter().position(|&member| member == self.rank).expect("a member of its own color");
         let ranks = members.iter().map(|&member| self.members[member]).collect();
         Ok(Arc::new(Member::new(self.world.clone(), first + color as u32, ranks, rank)))
+    }
+
+    fn request_stop(&self) {
+        self.process().request_stop();
+    }
+
+    fn stop_requested(&self) -> Option<u32> {
+        self.process().stop_requested()
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -7,12 +7,13 @@
 //! ones travel, and sums leave while others still arrive. Reductions are a scatter, ordered local
 //! sums and a gather, whatever the transport: so the bits are the same.
 //!
-//! **Failures.** A thread listens beside all operations ([`process`]): for failures of others, and
-//! for questions where this rank is, which it answers even while the rank computes. Who does not
-//! answer, whose process on this host is gone, or whom the transport has lost, has died. Who
-//! notices tells everybody first, and then takes care that nothing arrives in memory that is in use
-//! again; who is told passes it on, so that nobody takes a rank that ends because of a failure for
-//! its cause.
+//! **Failures.** A thread receives notices beside all operations ([`process`]): failures of other
+//! ranks, and questions for this rank's position, which it answers even while the rank computes. A
+//! rank has died if it does not answer, if its process on this host is gone, or if the transport
+//! has lost it. The rank that detects a failure broadcasts it before anything else. It then stops
+//! incoming transfers, so that no late message lands in reused memory. A rank that receives the
+//! failure broadcasts it again. So a rank that ends because of a failure is never taken for its
+//! cause.
 
 mod envelope;
 mod flight;

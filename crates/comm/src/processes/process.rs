@@ -1,5 +1,5 @@
-//! This process among the others: who they are, how they fare, what failed first; and the thread
-//! that listens.
+//! The state of this process: the places of all ranks, their last positions, the first failure; and
+//! the thread that receives notices.
 
 use super::transport::Transport;
 use crate::error::{CommError, Failure};
@@ -12,22 +12,24 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use trainyard_base::lock;
 
-/// How often the listener looks. A failure reaches others within that.
+/// The pause between two looks of the listener. A failure reaches other ranks within it.
 const LISTEN: Duration = Duration::from_millis(5);
-/// How long a rank must have been dead to be blamed: who ends because of a failure has told of it,
-/// and the news may take a moment longer than the end.
+/// The time for which a rank must have been dead before it is blamed. A rank that ends because of a
+/// failure has sent a notice of it, and the notice may arrive a moment after the end is seen.
 const GOODBYE: Duration = Duration::from_millis(200);
-/// How long a failing process waits until its notices are on their way.
+/// The longest time for which a failing process waits until its notices are sent.
 const FAREWELL: Duration = Duration::from_millis(300);
 
-/// What ranks tell each other beside operations.
+/// Messages between ranks beside operations.
 #[derive(Serialize, Deserialize)]
 enum Notice {
     Failed(Failure),
-    /// Where are you?
+    /// A question for the receiver's positions.
     Ask,
     /// Positions by context, and milliseconds since they were posted.
     Answer(Vec<(u32, Position, u64)>),
+    /// The sender is asked to stop.
+    Stop,
     /// A handle was dropped after so many operations.
     Left {
         context: u32,
@@ -42,6 +44,8 @@ pub(super) struct Process<T> {
     /// Peers whose processes can be seen from here.
     visible: OnceLock<Vec<bool>>,
     failure: OnceLock<CommError>,
+    /// The first rank that was asked to stop, as far as is known here.
+    stop: OnceLock<u32>,
     /// Last positions by context and world rank, also this rank's own.
     posts: Mutex<BTreeMap<(u32, usize), (Position, Instant)>>,
     /// Operations after which a rank left a context.
@@ -63,6 +67,7 @@ impl<T: Transport> Process<T> {
             places: OnceLock::new(),
             visible: OnceLock::new(),
             failure: OnceLock::new(),
+            stop: OnceLock::new(),
             posts: Mutex::default(),
             left: Mutex::default(),
             contexts: Mutex::new(BTreeSet::from([0])),
@@ -88,7 +93,7 @@ impl<T: Transport> Process<T> {
         self.places.get().map_or_else(Place::default, |places| places[rank as usize].clone())
     }
 
-    /// Why a rank is known to be dead, once it has been for a while.
+    /// The evidence that a rank is dead, once it has been for a while.
     pub fn death_of(&self, rank: usize) -> Option<String> {
         let evidence = self.evidence(rank)?;
         let since = *lock(&self.died)[rank].get_or_insert_with(Instant::now);
@@ -108,7 +113,7 @@ impl<T: Transport> Process<T> {
         lock(&self.posts).insert((context, rank), (position, Instant::now()));
     }
 
-    /// What a rank posted in a context, else what it posted last in any.
+    /// The position that a rank posted last in a context, else in any.
     pub fn position_of(&self, context: u32, rank: usize) -> Option<(Position, Duration)> {
         let posts = lock(&self.posts);
         let latest = || {
@@ -140,6 +145,18 @@ impl<T: Transport> Process<T> {
         self.tell(&everybody, &Notice::Failed(failure.clone()));
     }
 
+    /// Tells all ranks that this one is asked to stop, once.
+    pub fn request_stop(&self) {
+        if self.stop.set(self.rank() as u32).is_ok() {
+            let everybody: Vec<usize> = (0..self.transport.size()).collect();
+            self.tell(&everybody, &Notice::Stop);
+        }
+    }
+
+    pub fn stop_requested(&self) -> Option<u32> {
+        self.stop.get().copied()
+    }
+
     /// Asks ranks where they are; [`Process::answered`] knows later who replied.
     pub fn ask(&self, ranks: &[usize]) {
         for &rank in ranks {
@@ -148,7 +165,7 @@ impl<T: Transport> Process<T> {
         self.tell(ranks, &Notice::Ask);
     }
 
-    /// Whether a rank has answered since it was last asked.
+    /// True if a rank has answered since it was last asked.
     pub fn answered(&self, rank: usize) -> bool {
         lock(&self.answered)[rank].is_some()
     }
@@ -159,7 +176,7 @@ impl<T: Transport> Process<T> {
         }
     }
 
-    /// Whether a rank left a context before operation `number`.
+    /// True if a rank left a context before operation `number`.
     pub fn left_before(&self, context: u32, rank: usize, number: u64) -> bool {
         lock(&self.left).get(&(context, rank)).is_some_and(|&operations| operations <= number)
     }
@@ -232,6 +249,10 @@ impl<T: Transport> Process<T> {
                 }
                 lock(&self.answered)[from] = Some(now);
             }
+            Notice::Stop => {
+                // The first counts.
+                let _ = self.stop.set(from as u32);
+            }
             Notice::Left { context, operations } => {
                 lock(&self.left).insert((context, from), operations);
             }
@@ -239,7 +260,7 @@ impl<T: Transport> Process<T> {
     }
 }
 
-/// Whether a process of this host exists and is no zombie.
+/// True if a process of this host exists and is no zombie.
 fn runs(pid: u32) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     // `pid (name) state ...`, where the name may hold anything.

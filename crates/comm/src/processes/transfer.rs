@@ -229,7 +229,7 @@ impl<T: Transport> Summing<'_, T> {
         }
     }
 
-    /// Whose data was not what it had summed.
+    /// The member whose data did not have its checksum, if there is one.
     fn spoiled(&self, envelopes: &[Envelope]) -> Option<usize> {
         let others = (0..self.member.size()).filter(|&other| other != self.member.rank);
         let differs = |(other, (_, hash)): (usize, &(usize, Xxh3))| {

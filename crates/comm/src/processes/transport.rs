@@ -1,4 +1,4 @@
-//! What carries messages between processes: MPI, or sockets.
+//! The carrier of messages between processes: MPI, or sockets.
 //!
 //! Messages with one tag from one rank to another that are equally long arrive in the order sent,
 //! and a receive takes the oldest that no other receive has taken. A receive may ask for more bytes
@@ -7,14 +7,14 @@
 
 use std::time::Duration;
 
-/// How long requests get to end after a failure, before the transport gives up whom they wait for.
+/// The time that requests get to end after a failure, before the transport gives up their peers.
 pub(crate) const GRACE: Duration = Duration::from_millis(500);
 
 /// A world of processes that can send each other bytes.
 pub(crate) trait Transport: Send + Sync + 'static {
     /// A message under way, in one direction.
     type Request: Send;
-    /// What [`crate::Communicator::backend`] says.
+    /// The name that [`crate::Communicator::backend`] returns.
     const NAME: &'static str;
 
     /// This process, from 0.
@@ -41,7 +41,7 @@ pub(crate) trait Transport: Send + Sync + 'static {
     /// The indices of the requests that have completed, which are not to be asked for again.
     fn test(&self, requests: &mut [Self::Request], done: &mut Vec<usize>) -> Result<(), String>;
 
-    /// Ends requests that nobody wants any more after a failure; each comes with whether it sends.
+    /// Ends requests after a failure; each comes with true if it sends.
     /// Afterwards nothing writes their memory.
     fn abandon(&self, requests: Vec<(Self::Request, bool)>);
 
@@ -49,17 +49,17 @@ pub(crate) trait Transport: Send + Sync + 'static {
     /// counts the calls since something last did.
     fn pause(&self, polls: u32);
 
-    /// Sends a notice, beside all messages. Errors are of no use here: what they would tell,
-    /// deadlines do.
+    /// Sends a notice, beside all messages. It returns no error: a notice that is lost shows in the
+    /// deadlines.
     fn tell(&self, to: usize, notice: &[u8]);
 
-    /// Whether all notices are on their way.
+    /// True when all notices are on their way.
     fn has_told(&self) -> bool;
 
-    /// A notice that has come, and from whom.
+    /// A notice that has come, and the rank that sent it.
     fn hear(&self) -> Result<Option<(usize, Vec<u8>)>, String>;
 
-    /// Why nothing will come from a rank any more, where that can be known.
+    /// The reason why nothing will come from a rank any more, where that can be known.
     fn lost(&self, rank: usize) -> Option<String>;
 
     /// Ends the transport, when all ranks do and nothing failed.

@@ -1,16 +1,16 @@
-//! One connection: a thread that reads what a peer sends, a thread that writes what it is to get.
+//! One connection: a thread that reads from a peer, and a thread that writes to it.
 //!
-//! On the wire is a head of 16 bytes, little-endian (kind, tag, length), and what it announces:
+//! On the wire is a head of 16 bytes, little-endian (kind, tag, length), and then its body:
 //!
 //! | kind | tag | then |
 //! |---|---|---|
 //! | copied | of the message | a small message |
 //! | ready | of a message | nothing: its receiver waits for it, with memory |
 //! | lent | of the message | a large message, whose receiver has said ready |
-//! | notice | 0 | what ranks tell each other beside messages |
+//! | notice | 0 | a notice, beside all messages |
 //!
-//! "Ready" and notices overtake messages that wait to be written. The reader never waits for
-//! anything but its socket, so a writer is never kept by a peer that lives.
+//! "Ready" and notices overtake messages that wait to be written. The reader waits for its socket
+//! alone. So a peer that lives always reads, and a writer never waits for it for long.
 
 use super::request::Slot;
 use std::collections::{BTreeMap, VecDeque};
@@ -20,11 +20,11 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 pub(super) use trainyard_base::lock;
 
 const HEAD_BYTES: usize = 16;
-/// What is read at once unless a large message is read into its place.
+/// Bytes read at once, except for a large message, which is read into its place.
 const READ_BYTES: usize = 16 << 10;
-/// No message that is copied is as long; whoever says so speaks another language.
-const COPIED_BYTES_MAX: u64 = 64 << 20;
-/// How long a thread's stack is.
+/// The longest notice: positions of some ten thousand communicators.
+const NOTICE_BYTES_MAX: u64 = 4 << 20;
+/// Bytes of a thread's stack.
 const STACK_BYTES: usize = 256 << 10;
 
 const COPIED: u32 = 1;
@@ -91,7 +91,7 @@ impl Inbox {
     }
 }
 
-/// What is to be written.
+/// The frames that wait to be written.
 #[derive(Default)]
 struct Outbox {
     /// Whole frames that go first: "ready" and notices.
@@ -105,7 +105,7 @@ struct Outbox {
 }
 
 enum Message {
-    /// A whole frame, and what is done when it has been written.
+    /// A whole frame, and the slot that is done when it has been written.
     Copied(Vec<u8>, Option<Arc<Slot>>),
     Lent(u32, Arc<Slot>),
 }
@@ -118,7 +118,9 @@ pub(super) struct Link {
     outbox: Mutex<Outbox>,
     filled: Condvar,
     notices: Notices,
-    /// Why it ended.
+    /// The longest message that is copied; a longer one is of another protocol.
+    copied_bytes_max: u64,
+    /// The reason why it ended.
     lost: OnceLock<String>,
 }
 
@@ -134,13 +136,20 @@ fn frame(kind: u32, tag: u32, body: &[u8]) -> Vec<u8> {
     [&head(kind, tag, body.len())[..], body].concat()
 }
 
+/// Reads what a head has announced, whose length is bounded.
+fn body(reader: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
+    let mut body = vec![0; bytes as usize];
+    reader.read_exact(&mut body)?;
+    Ok(body)
+}
+
 fn nonsense(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 impl Link {
-    /// Starts the threads of a connection.
-    pub fn start(peer: usize, stream: TcpStream, notices: Notices) -> io::Result<Arc<Self>> {
+    /// Starts the threads of a connection, over which messages up to `copied_bytes_max` are copied.
+    pub fn start(peer: usize, stream: TcpStream, notices: Notices, copied_bytes_max: usize) -> io::Result<Arc<Self>> {
         let link = Arc::new(Self {
             peer,
             stream,
@@ -148,6 +157,7 @@ impl Link {
             outbox: Mutex::default(),
             filled: Condvar::new(),
             notices,
+            copied_bytes_max: copied_bytes_max as u64,
             lost: OnceLock::new(),
         });
         let spawn = |name: &str, run: fn(&Link) -> io::Result<()>| {
@@ -165,7 +175,7 @@ impl Link {
         self.lost.get().cloned()
     }
 
-    /// Ends the connection, and with it whatever its threads are at.
+    /// Ends the connection, and the work of its threads.
     pub fn close(&self) {
         let mut outbox = lock(&self.outbox);
         outbox.is_closed = true;
@@ -176,13 +186,13 @@ impl Link {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Whether everything was handed to the operating system, or never will be.
+    /// True when everything was handed to the operating system, or never will be.
     pub fn is_idle(&self) -> bool {
         let outbox = lock(&self.outbox);
         outbox.is_closed || !outbox.is_writing && outbox.urgent.is_empty() && outbox.messages.is_empty()
     }
 
-    /// Whether all notices were.
+    /// True when all notices were handed to the operating system, or never will be.
     pub fn has_told(&self) -> bool {
         let outbox = lock(&self.outbox);
         outbox.is_closed || !outbox.is_writing && outbox.urgent.is_empty()
@@ -255,13 +265,10 @@ impl Link {
             let (kind, tag) = (word(0), word(4));
             let bytes = u64::from(word(8)) | u64::from(word(12)) << 32;
             match kind {
-                COPIED | NOTICE if bytes <= COPIED_BYTES_MAX => {
-                    let mut body = vec![0; bytes as usize];
-                    reader.read_exact(&mut body)?;
-                    match kind {
-                        COPIED => self.inbox.deliver(tag, body),
-                        _ => lock(&self.notices).push_back((self.peer, body)),
-                    }
+                COPIED if bytes <= self.copied_bytes_max => self.inbox.deliver(tag, body(&mut reader, bytes)?),
+                NOTICE if bytes <= NOTICE_BYTES_MAX => {
+                    let body = body(&mut reader, bytes)?;
+                    lock(&self.notices).push_back((self.peer, body));
                 }
                 READY => self.grant(tag),
                 LENT => self.read_lent(&mut reader, tag, bytes)?,

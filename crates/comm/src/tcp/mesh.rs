@@ -1,49 +1,21 @@
-//! Connections between any two ranks: everybody connects to those of lower rank, and is connected
-//! to by the others.
+//! Connections between any two ranks: every rank connects to those of lower rank, and is connected
+//! to by those of higher rank.
 
-use super::rendezvous::LOOK;
-use super::words::{Address, Word, hear, say};
+use super::door::{self, Door, Visitor};
+use super::secret::{JobSecret, Purpose};
+use super::words::{Address, Word, greet, say};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long one attempt to connect may take, and a peer to say who it is.
-const ATTEMPT: Duration = Duration::from_secs(10);
-
-/// What a rank knows when it connects.
+/// The facts that a rank needs to connect.
 pub(super) struct Mesh<'a> {
     pub rank: usize,
     pub session: u64,
     pub addresses: &'a [Address],
     /// Where rank 0's host is reached from here.
     pub master: IpAddr,
-}
-
-/// Listens at an address of this host, or at all of them.
-pub(super) fn listen(at: Option<IpAddr>, port: u16) -> io::Result<TcpListener> {
-    // Where there is IPv6, its unspecified address means IPv4 too.
-    let everywhere = || match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
-        Err(error) if error.kind() != io::ErrorKind::AddrInUse => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
-        bound => bound,
-    };
-    let listener = at.map_or_else(everywhere, |ip| TcpListener::bind((ip, port)))?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
-}
-
-/// A connection that has come in.
-pub(super) fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
-    match listener.accept() {
-        Ok((stream, _)) => {
-            stream.set_nonblocking(false)?;
-            stream.set_nodelay(true)?;
-            Ok(Some(stream))
-        }
-        // Nobody, or one who left again before it was let in.
-        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => Ok(None),
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(None),
-        Err(error) => Err(error),
-    }
+    pub secret: &'a JobSecret,
 }
 
 /// Connects to the first of several addresses that answers.
@@ -51,7 +23,7 @@ pub(super) fn reach(addresses: impl Iterator<Item = SocketAddr>, patience: Durat
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in addresses {
         match TcpStream::connect_timeout(&address, patience) {
-            // Who knocks at a port of its own host where nobody listens may be given that very
+            // A connection to a port of the own host where nobody listens may be given that very
             // port, and find itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
             Ok(stream) => {
@@ -64,32 +36,51 @@ pub(super) fn reach(addresses: impl Iterator<Item = SocketAddr>, patience: Durat
     Err(last)
 }
 
+/// True for an error after which another attempt may succeed: the other end may have closed the
+/// connection to make room, while strangers called.
+pub(super) fn is_worth_another_try(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe
+    )
+}
+
 impl Mesh<'_> {
     /// A connection to every other rank, or what is in the way.
-    pub fn connect(&self, ears: &TcpListener, deadline: Duration) -> Result<Vec<Option<TcpStream>>, String> {
+    pub fn connect(&self, ears: &Door, deadline: Duration) -> Result<Vec<Option<TcpStream>>, String> {
+        let end = Instant::now() + deadline;
         let mut streams: Vec<Option<TcpStream>> = self.addresses.iter().map(|_| None).collect();
         for (peer, stream) in streams.iter_mut().enumerate().take(self.rank) {
-            *stream = Some(self.call(peer)?);
+            *stream = Some(self.call(peer, end)?);
         }
-        let start = Instant::now();
         while let Some(missing) = (self.rank + 1..streams.len()).find(|&peer| streams[peer].is_none()) {
-            if start.elapsed() >= deadline {
+            let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
                 let waited = deadline.as_secs_f64();
                 return Err(format!(
-                    "{} did not connect to {} within {waited:.1} s: is a firewall between their hosts?",
+                    "{} did not connect to {} within {waited:.1} s: is a firewall between their hosts?{}",
                     self.who(missing),
-                    self.who(self.rank)
+                    self.who(self.rank),
+                    ears.strangers().summary()
                 ));
-            }
-            let stream =
-                accept(ears).map_err(|error| format!("{} cannot be connected to: {error}", self.who(self.rank)))?;
-            match stream.and_then(|stream| self.is_peer(stream)) {
-                Some((peer, stream)) => streams[peer] = Some(stream),
-                None => std::thread::sleep(LOOK / 10),
+            };
+            let Some(Visitor { word, stream, ip }) = ears.next(left) else { continue };
+            match word {
+                Word::Peer { session, rank } if session == self.session => {
+                    let place = streams.get_mut(rank as usize).filter(|_| rank as usize > self.rank);
+                    match place {
+                        Some(place @ None) => *place = Some(stream),
+                        _ => ears.strangers().add(ip, &format!("it says that it is rank {rank}, which it cannot be")),
+                    }
+                }
+                _ => ears.strangers().add(ip, "it is of another world"),
             }
         }
         for stream in streams.iter().flatten() {
-            stream.set_read_timeout(None).map_err(|error| format!("a socket cannot be set up: {error}"))?;
+            let unlimited = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None));
+            unlimited.map_err(|error| format!("a socket cannot be set up: {error}"))?;
         }
         Ok(streams)
     }
@@ -98,28 +89,33 @@ impl Mesh<'_> {
         format!("rank {rank} (host {})", self.addresses[rank].host)
     }
 
-    fn call(&self, peer: usize) -> Result<TcpStream, String> {
+    /// A connection to a rank of lower number, before `end`.
+    fn call(&self, peer: usize, end: Instant) -> Result<TcpStream, String> {
         let Address { ip, port, .. } = &self.addresses[peer];
         let address = SocketAddr::new(ip.unwrap_or(self.master), *port);
         let word = Word::Peer { session: self.session, rank: self.rank as u32 };
-        let called = reach(std::iter::once(address), ATTEMPT).and_then(|stream| say(&stream, &word).map(|()| stream));
-        called.map_err(|error| {
-            format!(
-                "{} cannot reach {} at {address}: {error}; is a firewall between their hosts?",
-                self.who(self.rank),
-                self.who(peer)
-            )
-        })
-    }
-
-    /// Which peer a connection is of; connections of others are let go.
-    fn is_peer(&self, stream: TcpStream) -> Option<(usize, TcpStream)> {
-        match hear(&stream, ATTEMPT) {
-            Ok(Word::Peer { session, rank }) if session == self.session => {
-                let rank = rank as usize;
-                (rank > self.rank && rank < self.addresses.len()).then_some((rank, stream))
+        let call = || -> io::Result<TcpStream> {
+            // The first attempt is made in any case.
+            let patience = end.saturating_duration_since(Instant::now()).clamp(super::rendezvous::LOOK, door::PATIENCE);
+            let stream = reach(std::iter::once(address), patience)?;
+            greet(&stream, self.secret, Purpose::Link, patience)?;
+            say(&stream, &word, patience)?;
+            Ok(stream)
+        };
+        loop {
+            match call() {
+                Ok(stream) => return Ok(stream),
+                Err(error) if is_worth_another_try(&error) && Instant::now() < end => {
+                    std::thread::sleep(super::rendezvous::LOOK);
+                }
+                Err(error) => {
+                    return Err(format!(
+                        "{} cannot reach {} at {address}: {error}; is a firewall between their hosts?",
+                        self.who(self.rank),
+                        self.who(peer)
+                    ));
+                }
             }
-            _ => None,
         }
     }
 }

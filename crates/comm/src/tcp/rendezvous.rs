@@ -1,40 +1,48 @@
-//! How processes that know nothing but one address find each other.
+//! The start of a world: processes that know one address find each other.
 //!
-//! Rank 0 listens at the master's address and collects everybody's card: rank, world size, version,
-//! host, and the port where it listens for its peers. When all have come it hands out the table of
-//! addresses, everybody connects ([`super::mesh`]) and says so, and rank 0 lets them begin. What is
-//! wrong, rank 0 tells all who have come or come soon after, so that every process ends with the
-//! same sentence.
+//! Rank 0 listens at the master's address ([`super::door`]) and collects everybody's card: rank,
+//! world size, version, host, and the address where it listens for its peers. When all have come it
+//! hands out the table of addresses, everybody connects ([`super::mesh`]) and says so, and rank 0
+//! lets them begin. A process that does not fit is told why and turned away; the start goes on.
+//! Other errors rank 0 tells all who have come or come soon after, so that every process ends with
+//! the same sentence.
+//!
+//! Two times bound the start. `patience` is for ranks that have not come: they may be started by
+//! hand. `silence` is for ranks that have come: from then on they are bound as in any exchange.
 
+use super::door::{self, Door, Visitor};
 use super::mesh::{self, Mesh};
+use super::secret::{JobSecret, Purpose};
 use super::transport::Tcp;
-use super::words::{Address, Card, Word, hear, is_timeout, say};
+use super::words::{Address, Card, Word, greet, hear, is_timeout, say};
+use crate::Note;
 use crate::communicator::{Communicator, DEADLINE_DEFAULT};
 use crate::error::CommError;
 use crate::place::Place;
 use crate::processes;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long ranks wait for each other to come, unless told otherwise.
+/// The time in which ranks have to come, unless told otherwise.
 pub const RENDEZVOUS_DEFAULT: Duration = DEADLINE_DEFAULT;
-/// How long a connection may say nothing before it counts as a stranger's.
-const STRANGER: Duration = Duration::from_secs(2);
-/// How long rank 0 stays to tell those who come late that there is no world.
+/// The environment variable that names the address at which a process listens.
+pub const LISTEN_VARIABLE: &str = "TRAINYARD_LISTEN_ADDRESS";
+/// The time for which rank 0 stays after a failed start, to tell ranks that come late.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long a name may be unknown, and one attempt to connect take.
+/// The time for which a name may be unknown.
 const LOOKUP: Duration = Duration::from_secs(20);
+/// The time that one attempt to connect may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// How much longer others wait for rank 0 than rank 0 waits for them.
+/// Other ranks wait for rank 0 this much longer than rank 0 waits for them.
 const MARGIN: Duration = Duration::from_secs(5);
-/// How often is looked or tried again.
+/// The pause between two looks or attempts.
 pub(super) const LOOK: Duration = Duration::from_millis(10);
 
-/// Where and as whom a process joins a world.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// The place of a process in a world, and the terms on which it joins.
+#[derive(Clone, Debug)]
 pub struct Rendezvous {
     /// Name or address of rank 0's host.
     pub host: String,
@@ -44,10 +52,20 @@ pub struct Rendezvous {
     pub rank: u32,
     /// Processes of the world.
     pub world: u32,
-    /// How long ranks may take to come.
-    pub deadline: Duration,
-    /// What has to be the same in all processes.
+    /// Time in which ranks have to come.
+    pub patience: Duration,
+    /// Time for which a rank that has come may be silent.
+    pub silence: Duration,
+    /// The program's version, which has to be the same in all processes.
     pub version: String,
+    /// The key that proves a connection to be of this job.
+    pub secret: JobSecret,
+    /// The address of this host to listen at; none: that of the route to rank 0's host, or
+    /// loopback where `host` is a loopback address.
+    pub listen: Option<IpAddr>,
+    /// Called, also from other threads, with what is worth knowing of a start that goes on, such as
+    /// connections that were turned away.
+    pub note: Note,
 }
 
 /// Why no world came together. Every process says the same where it can be told.
@@ -72,15 +90,15 @@ pub enum RendezvousError {
         host: String,
         /// Port of it.
         port: u16,
-        /// How long.
+        /// Time that it looked for.
         waited: Duration,
-        /// What the last attempt said.
+        /// The error of the last attempt.
         why: String,
     },
     /// Ranks did not come.
-    #[error("{} of a world of {world} did not come to {host}:{port} within {:.1} s: see what they say, and whether their hosts reach this one", ranks(missing), waited.as_secs_f64())]
+    #[error("{} of a world of {world} did not come to {host}:{port} within {:.1} s: see what they say, and whether their hosts reach this one{strangers}", ranks(missing), waited.as_secs_f64())]
     Missing {
-        /// Who.
+        /// The ranks.
         missing: Vec<u32>,
         /// Processes of the world.
         world: u32,
@@ -88,8 +106,10 @@ pub enum RendezvousError {
         host: String,
         /// Port of it.
         port: u16,
-        /// How long was waited.
+        /// Time that was waited.
         waited: Duration,
+        /// The connections that were turned away meanwhile, in words.
+        strangers: String,
     },
     /// Those who came do not fit together, or cannot reach each other.
     #[error("{0}")]
@@ -117,7 +137,7 @@ impl Card {
     }
 }
 
-/// Somebody who has come to rank 0.
+/// A rank that has come to rank 0.
 struct Guest {
     card: Card,
     stream: TcpStream,
@@ -126,10 +146,21 @@ struct Guest {
 }
 
 impl Rendezvous {
-    /// `rank` of `world` at rank 0's `host` and `port`, with this program's version.
+    /// `rank` of `world` at rank 0's `host` and `port`, with this program's version, no secret and
+    /// no notes.
     pub fn new(host: impl Into<String>, port: u16, rank: u32, world: u32) -> Self {
-        let version = env!("CARGO_PKG_VERSION").to_owned();
-        Self { host: host.into(), port, rank, world, deadline: RENDEZVOUS_DEFAULT, version }
+        Self {
+            host: host.into(),
+            port,
+            rank,
+            world,
+            patience: RENDEZVOUS_DEFAULT,
+            silence: DEADLINE_DEFAULT,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            secret: JobSecret::nothing(),
+            listen: None,
+            note: |_| {},
+        }
     }
 
     /// Joins the world: returns when every rank is connected with every other one.
@@ -139,17 +170,17 @@ impl Rendezvous {
     pub fn join(&self) -> Result<Communicator, RendezvousError> {
         let streams = if self.rank == 0 { self.invite() } else { self.visit() }?;
         let tcp = Tcp::start(self.rank as usize, streams)?;
-        Ok(processes::world(Arc::new(tcp))?)
+        Ok(processes::world(Arc::new(tcp), self.silence)?)
     }
 
-    fn card(&self, port: u16) -> Card {
+    fn card(&self, ip: Option<IpAddr>, port: u16) -> Card {
         let here = Place::here(0);
         let (version, rank, world) = (self.version.clone(), self.rank, self.world);
-        Card { version, rank, world, host: here.host, pid: here.pid, port }
+        Card { version, rank, world, host: here.host, pid: here.pid, ip, port }
     }
 
-    /// The address to listen at where only this host is meant; else the master's name may be known
-    /// to this host by another address than to others, so it is all of them.
+    /// The loopback address that the master's name means, if it says that all ranks are on this
+    /// host. (A host's own name may be a loopback address as well, for that host alone.)
     fn loopback(&self) -> Option<IpAddr> {
         if self.host == "localhost" {
             let mut addresses = (self.host.as_str(), self.port).to_socket_addrs().ok()?;
@@ -158,29 +189,59 @@ impl Rendezvous {
         self.host.parse().ok().filter(IpAddr::is_loopback)
     }
 
+    fn open(&self, ip: Option<IpAddr>, port: u16, purpose: Purpose) -> io::Result<Door> {
+        Door::open(self.rank, ip, port, &self.secret, purpose, self.note)
+    }
+
+    /// Listens where the other ranks look for rank 0: at the address that was chosen, at loopback,
+    /// else at the address of this host that the master's name means.
+    fn open_master(&self) -> Result<Door, RendezvousError> {
+        let open = |ip| self.open(ip, self.port, Purpose::Meeting);
+        let error = |source| RendezvousError::Listen { port: self.port, source };
+        if let Some(ip) = self.listen.or_else(|| self.loopback()) {
+            return open(Some(ip)).map_err(error);
+        }
+        let named = (self.host.as_str(), self.port).to_socket_addrs().into_iter().flatten().map(|address| address.ip());
+        for ip in named.filter(|ip| !ip.is_loopback()) {
+            match open(Some(ip)) {
+                Err(missing) if missing.kind() == io::ErrorKind::AddrNotAvailable => {}
+                opened => return opened.map_err(error),
+            }
+        }
+        (self.note)(&format!(
+            "rank 0 listens at all addresses of its host until the ranks have come, because `{}` means none of them here; {LISTEN_VARIABLE} chooses one",
+            self.host
+        ));
+        open(None).map_err(error)
+    }
+
     /// Rank 0's part.
     fn invite(&self) -> Result<Vec<Option<TcpStream>>, RendezvousError> {
-        let door = mesh::listen(self.loopback(), self.port);
-        let door = door.map_err(|source| RendezvousError::Listen { port: self.port, source })?;
+        let door = self.open_master()?;
         let mut guests = Vec::new();
-        let result = self.gather(&door, &mut guests).and_then(|()| self.connect(&guests));
+        let result = self.gather(&door, &mut guests).and_then(|()| self.connect(&door, &guests));
         if let Err(error) = &result {
-            let why = error.to_string();
+            let refusal = Word::Refused(error.to_string());
             for guest in &guests {
-                // Who is gone needs no answer.
-                let _ = say(&guest.stream, &Word::Refused(why.clone()));
+                // A guest that is gone needs no answer.
+                let _ = say(&guest.stream, &refusal, MARGIN);
             }
-            self.turn_away(&door, &why);
+            let end = Instant::now() + LINGER;
+            while let Some(late) = door.next(end.saturating_duration_since(Instant::now())) {
+                // As above.
+                let _ = say(&late.stream, &refusal, MARGIN);
+            }
         }
         result
     }
 
     /// Waits for everybody.
-    fn gather(&self, door: &TcpListener, guests: &mut Vec<Guest>) -> Result<(), RendezvousError> {
-        let own = self.card(0);
+    fn gather(&self, door: &Door, guests: &mut Vec<Guest>) -> Result<(), RendezvousError> {
+        let own = self.card(None, 0);
         let start = Instant::now();
         while guests.len() + 1 < self.world as usize {
-            if start.elapsed() >= self.deadline {
+            let left = self.patience.saturating_sub(start.elapsed());
+            if left.is_zero() {
                 let has_come = |rank: &u32| guests.iter().any(|guest| guest.card.rank == *rank);
                 return Err(RendezvousError::Missing {
                     missing: (1..self.world).filter(|rank| !has_come(rank)).collect(),
@@ -188,140 +249,166 @@ impl Rendezvous {
                     host: self.host.clone(),
                     port: self.port,
                     waited: start.elapsed(),
+                    strangers: door.strangers().summary(),
                 });
             }
-            let Some(guest) = welcome(door)? else {
-                std::thread::sleep(LOOK);
+            let Some(Visitor { word, stream, ip }) = door.next(left) else { continue };
+            let Word::Here(card) = word else {
+                door.strangers().add(ip, "it says what it should not");
                 continue;
             };
-            let misfit = misfit(&own, &guest.card, guests);
-            guests.push(guest);
-            if let Some(why) = misfit {
-                return Err(RendezvousError::Refused(why));
+            if let Some(why) = misfit(&own, &card, guests) {
+                door.strangers().add(ip, &why);
+                // A process that is gone needs no answer.
+                let _ = say(&stream, &Word::Refused(why), MARGIN);
+                continue;
             }
+            let ip = card.ip.unwrap_or(ip).to_canonical();
+            guests.push(Guest { card, stream, ip: Some(ip).filter(|ip| !ip.is_loopback()) });
         }
         Ok(())
     }
 
     /// Hands out the table, connects, and lets everybody begin.
-    fn connect(&self, guests: &[Guest]) -> Result<Vec<Option<TcpStream>>, RendezvousError> {
-        let ears = mesh::listen(self.loopback(), 0)?;
-        let own = Address { host: Place::here(0).host, ip: None, port: ears.local_addr()?.port() };
+    fn connect(&self, door: &Door, guests: &[Guest]) -> Result<Vec<Option<TcpStream>>, RendezvousError> {
+        let ears = self.open(door.ip(), 0, Purpose::Link)?;
+        let own = Address { host: Place::here(0).host, ip: None, port: ears.port() };
         let mut addresses = vec![own; self.world as usize];
         for Guest { card, ip, .. } in guests {
+            // Misfits are no guests, so the rank is one of the world.
             addresses[card.rank as usize] = Address { host: card.host.clone(), ip: *ip, port: card.port };
         }
         let session = RandomState::new().hash_one(std::process::id());
         let table = Word::Table { session, addresses: addresses.clone() };
         let lost = |guest: &Guest, error: io::Error| {
             let who = guest.card.who();
-            RendezvousError::Refused(format!("{who} was lost while the ranks were connected: {error}"))
+            RendezvousError::Refused(match is_timeout(&error) {
+                true => format!("{who} came and then said nothing for {:.1} s", self.silence.as_secs_f64()),
+                false => format!("{who} was lost while the ranks were connected: {error}"),
+            })
         };
+        let end = Instant::now() + self.silence;
         for guest in guests {
-            say(&guest.stream, &table).map_err(|error| lost(guest, error))?;
+            say(&guest.stream, &table, self.silence).map_err(|error| lost(guest, error))?;
         }
-        let mesh = Mesh { rank: 0, session, addresses: &addresses, master: Ipv4Addr::LOCALHOST.into() };
-        let streams = mesh.connect(&ears, self.deadline).map_err(RendezvousError::Refused)?;
+        let master = Ipv4Addr::LOCALHOST.into();
+        let mesh = Mesh { rank: 0, session, addresses: &addresses, master, secret: &self.secret };
+        let streams = mesh.connect(&ears, self.silence).map_err(RendezvousError::Refused)?;
         for guest in guests {
-            match hear(&guest.stream, self.deadline + MARGIN).map_err(|error| lost(guest, error))? {
+            // Each rank waits as long for the others as this one did.
+            let left = end.saturating_duration_since(Instant::now()) + MARGIN.min(self.silence);
+            match hear(&guest.stream, left).map_err(|error| lost(guest, error))? {
                 Word::Connected => {}
                 Word::Trouble(why) => return Err(RendezvousError::Refused(why)),
                 _ => return Err(RendezvousError::Refused(format!("{} says what it should not", guest.card.who()))),
             }
         }
         for guest in guests {
-            say(&guest.stream, &Word::Begin).map_err(|error| lost(guest, error))?;
+            say(&guest.stream, &Word::Begin, self.silence).map_err(|error| lost(guest, error))?;
         }
         Ok(streams)
-    }
-
-    /// Tells those who come late.
-    fn turn_away(&self, door: &TcpListener, why: &str) {
-        let start = Instant::now();
-        while start.elapsed() < LINGER {
-            match welcome(door) {
-                // Who is gone needs no answer.
-                Ok(Some(guest)) => drop(say(&guest.stream, &Word::Refused(why.to_owned()))),
-                Ok(None) => std::thread::sleep(LOOK),
-                Err(_) => return,
-            }
-        }
     }
 
     /// Every other rank's part.
     fn visit(&self) -> Result<Vec<Option<TcpStream>>, RendezvousError> {
         let master = self.find_master()?;
         let ip = master.peer_addr()?.ip();
-        let ears = mesh::listen(self.loopback().map(|_| ip), 0)?;
-        say(&master, &Word::Here(self.card(ears.local_addr()?.port())))?;
-        let (session, addresses) = match self.ask(&master)? {
-            Word::Table { session, addresses } => (session, addresses),
-            _ => return Err(RendezvousError::Refused("rank 0 says what it should not".to_owned())),
+        // The interface of the route to rank 0 is the one by which other ranks come. The name of a
+        // host may be a loopback address there: the ranks of other hosts then come by another one.
+        let route = match self.loopback() {
+            Some(_) => Some(ip),
+            None => Some(master.local_addr()?.ip()).filter(|ip| !ip.is_loopback()),
         };
-        let mesh = Mesh { rank: self.rank as usize, session, addresses: &addresses, master: ip };
-        let streams = mesh.connect(&ears, self.deadline);
+        let ears = self.open(self.listen.or(route), 0, Purpose::Link)?;
+        let chosen = self.listen.and_then(|_| ears.ip());
+        say(&master, &Word::Here(self.card(chosen, ears.port())), self.silence)?;
+        let table = self.ask(&master, self.patience.saturating_add(MARGIN))?;
+        let Word::Table { session, addresses } = table else {
+            return Err(RendezvousError::Refused("rank 0 says what it should not".to_owned()));
+        };
+        if addresses.len() != self.world as usize {
+            let (count, world) = (addresses.len(), self.world);
+            return Err(RendezvousError::Refused(format!(
+                "rank 0 handed out the addresses of {count} ranks, and the world has {world}"
+            )));
+        }
+        let (rank, secret) = (self.rank as usize, &self.secret);
+        let mesh = Mesh { rank, session, addresses: &addresses, master: ip, secret };
+        let streams = mesh.connect(&ears, self.silence);
         let word = match &streams {
             Ok(_) => Word::Connected,
             Err(why) => Word::Trouble(why.clone()),
         };
-        say(&master, &word)?;
-        let begun = self.ask(&master);
+        say(&master, &word, self.silence)?;
+        let begun = self.ask(&master, self.silence.saturating_add(MARGIN));
         // Its own trouble is nearer than what rank 0 makes of it.
         let streams = streams.map_err(RendezvousError::Refused)?;
-        begun.map(|_| streams)
-    }
-
-    /// Rank 0's next word.
-    fn ask(&self, master: &TcpStream) -> Result<Word, RendezvousError> {
-        match hear(master, self.deadline + MARGIN) {
-            Ok(Word::Refused(why)) => Err(RendezvousError::Refused(why)),
-            Ok(word) => Ok(word),
-            Err(error) => Err(self.no_master(match error.kind() {
-                _ if is_timeout(&error) => "what is there says nothing".to_owned(),
-                io::ErrorKind::UnexpectedEof => "what is there ended without a word".to_owned(),
-                _ => error.to_string(),
-            })),
+        match begun? {
+            Word::Begin => Ok(streams),
+            _ => Err(RendezvousError::Refused("rank 0 says what it should not".to_owned())),
         }
     }
 
-    fn no_master(&self, why: String) -> RendezvousError {
-        let (rank, host, port, waited) = (self.rank, self.host.clone(), self.port, self.deadline);
+    /// Rank 0's next word.
+    fn ask(&self, master: &TcpStream, patience: Duration) -> Result<Word, RendezvousError> {
+        match hear(master, patience) {
+            Ok(Word::Refused(why)) => Err(RendezvousError::Refused(why)),
+            Ok(word) => Ok(word),
+            Err(error) => Err(self.no_master(patience, error_in_words(&error))),
+        }
+    }
+
+    fn no_master(&self, waited: Duration, why: String) -> RendezvousError {
+        let (rank, host, port) = (self.rank, self.host.clone(), self.port);
         RendezvousError::NoMaster { rank, host, port, waited, why }
     }
 
-    /// Tries until rank 0 listens.
+    /// Tries until rank 0 listens and knows this job's secret.
     fn find_master(&self) -> Result<TcpStream, RendezvousError> {
         let start = Instant::now();
         loop {
-            let left = self.deadline.saturating_sub(start.elapsed());
+            let left = self.patience.saturating_sub(start.elapsed());
             let why = match (self.host.as_str(), self.port).to_socket_addrs() {
-                Err(error) if start.elapsed() >= LOOKUP.min(self.deadline) => {
-                    return Err(self.no_master(format!("the name `{}` is not known: {error}", self.host)));
+                Err(error) if start.elapsed() >= LOOKUP.min(self.patience) => {
+                    return Err(
+                        self.no_master(start.elapsed(), format!("the name `{}` is not known: {error}", self.host))
+                    );
                 }
                 Err(error) => error.to_string(),
-                Ok(addresses) => match mesh::reach(addresses, ATTEMPT.min(left.max(LOOK))) {
-                    Ok(stream) => return Ok(stream),
-                    Err(error) => error.to_string(),
-                },
+                Ok(addresses) => {
+                    let found = mesh::reach(addresses, ATTEMPT.min(left.max(LOOK))).and_then(|stream| {
+                        greet(&stream, &self.secret, Purpose::Meeting, door::PATIENCE.min(left.max(LOOK)))?;
+                        Ok(stream)
+                    });
+                    match found {
+                        Ok(stream) => return Ok(stream),
+                        // Another program, another version or another job: waiting changes nothing.
+                        Err(error)
+                            if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied) =>
+                        {
+                            return Err(self.no_master(start.elapsed(), error.to_string()));
+                        }
+                        Err(error) => error_in_words(&error),
+                    }
+                }
             };
             if left.is_zero() {
-                return Err(self.no_master(why));
+                return Err(self.no_master(self.patience, why));
             }
             std::thread::sleep(LOOK);
         }
     }
 }
 
-/// Somebody at the door, if there is one who says who it is.
-fn welcome(door: &TcpListener) -> io::Result<Option<Guest>> {
-    let Some(stream) = mesh::accept(door)? else { return Ok(None) };
-    // Strangers may knock anywhere.
-    let Ok(Word::Here(card)) = hear(&stream, STRANGER) else { return Ok(None) };
-    let ip = stream.peer_addr()?.ip().to_canonical();
-    Ok(Some(Guest { card, stream, ip: Some(ip).filter(|ip| !ip.is_loopback()) }))
+fn error_in_words(error: &io::Error) -> String {
+    match error.kind() {
+        _ if is_timeout(error) => "what is there says nothing".to_owned(),
+        io::ErrorKind::UnexpectedEof => "what is there ended without a word".to_owned(),
+        _ => error.to_string(),
+    }
 }
 
-/// Why somebody cannot be part of rank 0's world.
+/// The reason why a process cannot be part of rank 0's world, if there is one.
 fn misfit(own: &Card, card: &Card, guests: &[Guest]) -> Option<String> {
     let who = card.who();
     if card.version != own.version {
@@ -338,6 +425,9 @@ fn misfit(own: &Card, card: &Card, guests: &[Guest]) -> Option<String> {
             own.who()
         ));
     }
+    if card.rank >= own.world {
+        return Some(format!("{who} is no rank of a world of {}: RANK counts from 0", own.world));
+    }
     let same = std::iter::once(own).chain(guests.iter().map(|guest| &guest.card)).find(|other| other.rank == card.rank);
     let place = |card: &Card| format!("process {} on host {}", card.pid, card.host);
     same.map(|other| {
@@ -348,4 +438,51 @@ fn misfit(own: &Card, card: &Card, guests: &[Guest]) -> Option<String> {
             place(card)
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+    const SILENCE: Duration = Duration::from_millis(300);
+
+    /// A rank's place at a port of this host that `door` holds or that was free before.
+    fn rendezvous(port: u16, rank: u32, world: u32) -> Rendezvous {
+        Rendezvous { patience: PATIENCE, silence: SILENCE, ..Rendezvous::new("127.0.0.1", port, rank, world) }
+    }
+
+    #[test]
+    fn a_wrong_table_of_a_false_master_is_an_error() {
+        let wrong = |count: usize| {
+            let door = rendezvous(0, 0, 3).open(Some(Ipv4Addr::LOCALHOST.into()), 0, Purpose::Meeting).unwrap();
+            let port = door.port();
+            let joined = thread::spawn(move || rendezvous(port, 2, 3).join().err().unwrap().to_string());
+            let visitor = door.next(PATIENCE).unwrap();
+            let address = Address { host: "x".into(), ip: None, port: 1 };
+            let table = Word::Table { session: 1, addresses: vec![address; count] };
+            say(&visitor.stream, &table, PATIENCE).unwrap();
+            joined.join().unwrap()
+        };
+        for count in [0, 1, 2, 4, 1000] {
+            let error = wrong(count);
+            let says = format!("rank 0 handed out the addresses of {count} ranks, and the world has 3");
+            assert!(error.contains(&says), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_comes_and_is_silent_obeys_the_deadline() {
+        // A port that is free now.
+        let port = rendezvous(0, 0, 2).open(Some(Ipv4Addr::LOCALHOST.into()), 0, Purpose::Meeting).unwrap().port();
+        let master = thread::spawn(move || rendezvous(port, 0, 2).join().err().unwrap().to_string());
+        let silent = rendezvous(port, 1, 2);
+        let stream = silent.find_master().unwrap();
+        say(&stream, &Word::Here(silent.card(None, 1)), PATIENCE).unwrap();
+        // Rank 0 gives up on it, though it would wait for ranks that have not come.
+        let error = master.join().unwrap();
+        assert!(error.contains("rank 1 (host") && error.contains("did not connect to rank 0"), "{error}");
+        assert!(error.contains("within 0.3 s"), "{error}");
+    }
 }

@@ -1,21 +1,22 @@
-//! A message under way, and who may touch its memory.
+//! A message in flight, and the thread that may touch its memory.
 //!
-//! The memory belongs to an operation of the caller, which may end early, while a socket's thread
-//! reads or writes it. So a thread asks before it begins ([`Slot::begin`]) and says when it has
-//! ended; and whoever takes a request back learns whether somebody is at it ([`Slot::take_back`]).
+//! The memory belongs to an operation of the caller. That operation may end early, while a socket's
+//! thread reads or writes the memory. So a thread claims the memory before it begins
+//! ([`Slot::begin`]) and releases it at the end ([`Slot::end`]). An operation that ends early takes
+//! its request back ([`Slot::take_back`]), and sees whether a thread still holds the memory.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::Thread;
 
-/// Nobody touches the memory yet.
+/// No thread has claimed the memory yet.
 const WAITING: u8 = 0;
-/// A thread is at it.
+/// A thread holds the memory.
 const MOVING: u8 = 1;
 /// All bytes have moved.
 const DONE: u8 = 2;
 /// The connection broke in the middle.
 const BROKEN: u8 = 3;
-/// Taken back: nobody touches the memory any more.
+/// Taken back: no thread may claim the memory any more.
 const TAKEN_BACK: u8 = 4;
 
 /// Memory that bytes are sent from or received into.
@@ -23,7 +24,7 @@ pub(crate) struct Slot {
     data: *mut u8,
     bytes: usize,
     state: AtomicU8,
-    /// Who waits for it.
+    /// The thread that waits for it.
     waiter: Thread,
     pub peer: usize,
 }
@@ -73,9 +74,9 @@ impl Slot {
         self.waiter.unpark();
     }
 
-    /// Lets nobody begin any more. Somebody may still be at it ([`Slot::is_moving`]).
+    /// Lets no thread begin any more. One may still hold the memory ([`Slot::is_moving`]).
     pub fn take_back(&self) {
-        // Whoever is at it ends by itself.
+        // A thread that holds the memory ends by itself.
         let _ = self.state.compare_exchange(WAITING, TAKEN_BACK, Ordering::AcqRel, Ordering::Acquire);
     }
 

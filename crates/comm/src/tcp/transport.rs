@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 /// Messages up to this are copied, and so are all envelopes.
 const COPIED_BYTES: usize = 16 << 10;
-/// How long a waiting thread sleeps at most, before it looks whether the world has failed.
+/// The longest sleep of a waiting thread before it looks whether the world has failed.
 const SLEEP: Duration = Duration::from_millis(5);
-/// How long a process that ends waits until its last words are on their way.
+/// The longest time for which a process that ends waits until its last messages are sent.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A process and its connections.
@@ -32,7 +32,7 @@ impl Tcp {
         let notices = Notices::default();
         let copied_bytes = COPIED_BYTES.max(envelope_bytes_max(streams.len()).next_multiple_of(8));
         let start = |(peer, stream): (usize, Option<TcpStream>)| {
-            stream.map(|stream| Link::start(peer, stream, notices.clone())).transpose()
+            stream.map(|stream| Link::start(peer, stream, notices.clone(), copied_bytes)).transpose()
         };
         let links = streams.into_iter().enumerate().map(start).collect::<io::Result<_>>()?;
         Ok(Self { rank, links, own: Inbox::default(), notices, copied_bytes })

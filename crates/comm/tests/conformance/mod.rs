@@ -1,4 +1,4 @@
-//! What every backend promises, as functions of one rank's communicator. All ranks call the same
+//! The promises of every backend, as functions of one rank's communicator. All ranks call the same
 //! function; data is made from seeds that all ranks know, so each rank checks its own result
 //! against the definition without asking anybody.
 
@@ -85,7 +85,7 @@ impl Drawn for u64 {
     }
 }
 
-/// What `rank` contributes: `elements` values that only depend on the seed and the rank.
+/// The data of `rank`: `elements` values that depend on the seed and the rank alone.
 pub fn data<T: Drawn>(seed: u64, rank: usize, elements: usize) -> Vec<T> {
     let key = mix(seed ^ mix(rank as u64));
     (0..elements).map(|i| T::draw(mix(key.wrapping_add(i as u64)))).collect()
@@ -191,8 +191,8 @@ pub const SIZES: [usize; 10] = [0, 1, 2, 17, 511, 513, 1025, 4096, 4097, 20_011]
 
 /// Every operation at every size, with the roots taking turns.
 ///
-/// What a rank checks against grows with the square of the group, so large groups leave out large
-/// sizes.
+/// The data that a rank checks against grows with the square of the group, so large groups leave
+/// out large sizes.
 pub fn every_operation_at_every_size(comm: &Communicator) {
     let mut seed = 1;
     for operation in KINDS {

@@ -1,10 +1,10 @@
-//! What is told of a rank that panics, gives up or leaves: the same over every backend whose ranks
-//! a test can run as threads.
+//! The report of a rank that panics, gives up or leaves: the same over every backend whose ranks a
+//! test can run as threads.
 
 use std::time::{Duration, Instant};
 use trainyard_comm::{CommError, Communicator, ErrorKind};
 
-/// What a rank does, and what it was told.
+/// The part of a rank, which returns the error that it was told.
 pub type Body<'a> = &'a (dyn Fn(&Communicator) -> Option<CommError> + Sync);
 
 /// Holds `outcomes`, which runs a body on three ranks and gives `None` for those that panicked, to

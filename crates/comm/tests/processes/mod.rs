@@ -1,5 +1,5 @@
-//! What the tests of ranks that are processes share: the part of a worker, and what survivors of a
-//! fault have to say.
+//! Common to the tests of ranks that are processes: the part of a worker, and the reports that
+//! survivors of a fault have to make.
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
@@ -9,11 +9,11 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trainyard_comm::fault::{Fault, FaultPlan};
-use trainyard_comm::{CommError, Communicator, Environment, Position};
+use trainyard_comm::{CommError, Communicator, DEADLINE_DEFAULT, Environment, Position};
 
 /// The environment variable that makes a test program a worker, and what it says.
 pub const CASE: &str = "TRAINYARD_TEST_CASE";
-/// How long workers wait for each other when something is to go wrong.
+/// The time for which workers wait for each other when something is to go wrong.
 pub const DEADLINE: Duration = Duration::from_millis(1500);
 
 /// Faults of rank 1, what survivors say of it, and how many of three they are. Who is dead or
@@ -39,7 +39,7 @@ pub fn check_reports(fault: &str, said: &str, survivors: usize, reports: &[Optio
     }
 }
 
-/// What a rank said in its output that it was told.
+/// The report in a rank's output.
 pub fn report(said: &str, rank: usize) -> Option<String> {
     let mark = format!("rank {rank} reports: ");
     said.lines().find_map(|line| line.split_once(&mark).map(|(_, report)| report.to_owned()))
@@ -50,7 +50,7 @@ pub fn report(said: &str, rank: usize) -> Option<String> {
 pub fn worker(backend: &str, alone: impl FnOnce() -> Communicator) {
     let case = std::env::var(CASE).expect("a worker is started by a test");
     let environment = Environment::detect().unwrap();
-    let world = environment.connect().unwrap().unwrap_or_else(alone);
+    let world = environment.connect(DEADLINE_DEFAULT, |note| println!("{note}")).unwrap().unwrap_or_else(alone);
     assert_eq!((world.rank() as u32, world.size() as u32), (environment.rank, environment.world));
     assert_eq!(world.backend(), backend);
     play(&world, &case);
@@ -125,8 +125,8 @@ fn strike(world: &Communicator, elements: usize, fault: &str) {
                         // A stopped process neither computes nor answers.
                         let mut stop = Command::new("sh");
                         stop.args(["-c", "kill -STOP $PPID; sleep 8; kill -KILL $PPID"]);
-                        // Whoever waits for the end of this rank's output is not to wait for the
-                        // shell too.
+                        // The test waits for the end of this rank's output, and is not to wait for
+                        // the shell's too.
                         assert!(stop.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok());
                     } else if fault.starts_with("disagree") {
                         lane.barrier()?;

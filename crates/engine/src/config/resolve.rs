@@ -772,7 +772,6 @@ impl Resolver {
         }
         self.evaluation(validation);
     }
-
 }
 
 impl Resolver {

@@ -239,7 +239,12 @@ pub const ROWS: &[Row] = &[
     row(
         "checkpoint.keep_best",
         // The steps after the first make it worse.
-        &["evaluation.interval_steps=1", "checkpoint.keep_last=1", "schedule.warmup_steps=4", "optimizer.learning_rate=1"],
+        &[
+            "evaluation.interval_steps=1",
+            "checkpoint.keep_last=1",
+            "schedule.warmup_steps=4",
+            "optimizer.learning_rate=1",
+        ],
         &["checkpoint.keep_best=false"],
         Files,
     ),

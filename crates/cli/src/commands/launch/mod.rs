@@ -16,6 +16,7 @@ use std::ffi::{OsStr, OsString};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::ExitCode;
+use trainyard_comm::tcp::{JobSecret, SECRET_VARIABLE, SecretSource};
 use trainyard_comm::{Environment, Launcher};
 
 /// torchrun's own default port.
@@ -101,6 +102,7 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
         None => free_port().context("no port of this host is free")?,
     };
     let signals = Signals::new()?;
+    let identity = identity(&layout, &environment, |name| std::env::var(name).ok())?;
     let variables = |rank: u32| {
         [
             ("RANK", rank),
@@ -113,11 +115,32 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
         .map(|(name, value)| (name, value.to_string()))
         .into_iter()
         .chain([("MASTER_ADDR", layout.host.clone())])
+        .chain(identity.clone())
         .collect::<Vec<_>>()
     };
     let numbers = layout.first()..layout.first() + layout.ranks_here;
     let ranks = Ranks::start(&program, &args.command, numbers, &variables)?;
     ranks.wait(signals)
+}
+
+/// The variables by which the ranks know each other, where they do not inherit a secret: a new
+/// secret where all of them are on this host, else the name that Slurm gives to the job.
+fn identity(
+    layout: &Layout,
+    environment: &Environment,
+    get: impl Fn(&str) -> Option<String>,
+) -> Result<Option<(&'static str, String)>> {
+    if let Some(secret) = get(SECRET_VARIABLE) {
+        JobSecret::of_variable(&secret).map_err(|why| anyhow::anyhow!("{SECRET_VARIABLE}: {why}"))?;
+        return Ok(None);
+    }
+    if layout.nodes == 1 {
+        return Ok(Some((SECRET_VARIABLE, JobSecret::random().context("a secret for the ranks")?)));
+    }
+    Ok(match environment.secret.source() {
+        SecretSource::JobName(name) => Some(("TORCHELASTIC_RUN_ID", name.clone())),
+        SecretSource::Variable | SecretSource::Nothing => None,
+    })
 }
 
 /// Refuses what cannot be the part of a rank; whether it trains.
@@ -272,6 +295,24 @@ mod tests {
         for (options, variables, expected) in cases {
             assert_eq!(laid_out(options, variables).unwrap(), expected, "{options}");
         }
+    }
+
+    #[test]
+    fn ranks_of_one_host_get_a_secret_of_their_own() {
+        let layout = |nodes| Layout { nodes, node: 0, ranks_here: 2, host: "a".into(), port: None };
+        let of = |nodes, variables: Variables| {
+            let get = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            identity(&layout(nodes), &Environment::from_variables(get).unwrap(), get)
+        };
+        let (name, secret) = of(1, &[]).unwrap().unwrap();
+        assert!(name == SECRET_VARIABLE && secret.len() == 64 && JobSecret::of_variable(&secret).is_ok());
+        assert_ne!(of(1, &[]).unwrap().unwrap().1, secret);
+        // Several hosts cannot make the same one.
+        assert_eq!(of(2, &[]).unwrap(), None);
+        assert_eq!(of(2, &STEP).unwrap(), Some(("TORCHELASTIC_RUN_ID", "Slurm's job 5, step 0".to_owned())));
+        assert_eq!(of(1, &[(SECRET_VARIABLE, "0123456789abcdef")]).unwrap(), None, "ranks inherit it");
+        let error = of(1, &[(SECRET_VARIABLE, "short")]).unwrap_err().to_string();
+        assert!(error.contains("TRAINYARD_JOB_SECRET: has fewer than 16 characters"), "{error}");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //!   say goes to standard error, each line behind `[rank R]`.
 //! - **Signals.** Ranks are in process groups of their own, so that a key on the terminal reaches
 //!   this process alone, which passes SIGINT and SIGTERM on, once each time.
+//! - **Parent.** Ranks end with this process, however it ends: a run that nobody watches over would
+//!   keep its successor out.
 //! - **Ends.** Ranks tell each other of failures and end by themselves. Who has not [`GRACE`] after
 //!   the first bad end is killed: it is stopped or stuck where nothing reaches it.
 
@@ -19,7 +21,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use trainyard_comm::Environment;
+use trainyard_comm::{Environment, Signal, end_with_parent};
 
 /// How long ranks may go on after one has ended badly: they end their own stuck threads after 5 s,
 /// and write reports.
@@ -71,6 +73,7 @@ impl Ranks {
             if number > 0 {
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
+            end_with_parent(&mut command, Signal::KILL);
             let mut child = command.spawn().with_context(|| format!("cannot start rank {number}"))?;
             let relays =
                 [child.stdout.take().map(|out| relay(number, out)), child.stderr.take().map(|err| relay(number, err))];
@@ -82,16 +85,15 @@ impl Ranks {
 
     /// Waits until all have ended; the exit code that says how.
     pub fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
-        let mut is_stopping = false;
         let mut failed: Option<Instant> = None;
         loop {
             for signal in signals.0.pending() {
-                is_stopping = true;
                 // Whoever is left after a failure has nothing to save.
                 if failed.is_some() { self.kill()? } else { self.signal(signal)? }
             }
             for (number, pid, status) in self.newly_ended()? {
-                let is_asked_for = is_stopping && status.code() == Some(EXIT_INTERRUPTED.into());
+                // A signal may have come to a rank itself, on this host or another one.
+                let is_asked_for = status.code() == Some(EXIT_INTERRUPTED.into());
                 if failed.is_none() && !status.success() && !is_asked_for {
                     failed = Some(Instant::now());
                     note(&format!("launch: rank {number} (process {pid}) ended with {status}"));
