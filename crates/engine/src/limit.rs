@@ -10,7 +10,6 @@ use crate::predict::{StepNeeds, predict};
 use crate::shape;
 use crate::state::does_not_fit;
 use trainyard_model::{BatchShape, Model, ModelSpec};
-use trainyard_tensor::Purpose;
 
 /// A step's needs under `resolved`, on rank `rank`.
 pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
@@ -46,7 +45,7 @@ pub fn check_machine(
     let share = if ranks > 1 { "a rank's share of " } else { "" };
     let what = format!("{share}{} less {} for the process", memory.name(), mebibytes(ASIDE));
     keeps(resolved, spec, rank, prediction, (memory.for_steps() + memory.swap) / ranks, &what)?;
-    let needed = ranks * at_most(prediction) + ASIDE;
+    let needed = ranks * prediction.memory.peak_total() + ASIDE;
     Ok((needed > memory.available).then(|| {
         format!(
             "a run needs {} of memory{}, and {} are free: the system may swap, or end the run",
@@ -70,7 +69,7 @@ pub enum Copies {
 /// step, in `memory.limit` and in what the host has to give.
 pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) -> Copies {
     let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
-    let step = if on_cpu { at_most(prediction) } else { prediction.host_memory.peak_total() };
+    let step = if on_cpu { prediction.memory.peak_total() } else { prediction.host_memory.peak_total() };
     let needed = step + prediction.copy;
     let asked = resolved.config.memory.limit.filter(|_| on_cpu).map(|limit| limit.0 as usize);
     let host = host::memory().map(|memory| memory.available.saturating_sub(ASIDE) / ranks_here.max(1));
@@ -99,7 +98,7 @@ fn keeps(
     limit: usize,
     what: &str,
 ) -> Result<()> {
-    let needed = at_most(prediction);
+    let needed = prediction.memory.peak_total();
     if needed <= limit {
         return Ok(());
     }
@@ -116,12 +115,6 @@ fn keeps(
     )))
 }
 
-/// The most that a step holds: its peak in the program's order, and the staging of reductions,
-/// whose lane may meet that peak at any time.
-pub(crate) fn at_most(prediction: &StepNeeds) -> usize {
-    prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
-}
-
 /// No more are shown.
 const SHOWN_MAX: usize = 4;
 
@@ -130,7 +123,7 @@ fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> 
     for changes in candidates(resolved) {
         let mut changed = resolved.clone();
         changes.iter().for_each(|change| change.apply(&mut changed));
-        let needed = at_most(&predict_step(&changed, spec, rank)?);
+        let needed = predict_step(&changed, spec, rank)?.memory.peak_total();
         let names = changes.iter().map(Change::name).collect::<Vec<_>>().join(", ");
         if needed <= limit {
             fitting.push(format!("{names} ({})", mebibytes(needed)));
