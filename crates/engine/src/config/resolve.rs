@@ -356,6 +356,13 @@ impl Resolver {
         }
     }
 
+    /// Rejects times that no clock measures or no run lives to see.
+    pub(super) fn seconds(&mut self, key: &str, value: Option<f64>) {
+        if let Some(value) = value {
+            self.within(key, value, 1e-3, 1e9);
+        }
+    }
+
     fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
         if let Some(path) = path.filter(|path| !path.exists()) {
             let here = std::env::current_dir().ok().filter(|_| path.is_relative());
@@ -382,8 +389,10 @@ impl Resolver {
         let TokenizerSection { path, kind, vocab_size } = self.config.tokenizer.clone();
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
-            (None, Some(_)) => Some("model.path brings its tokenizer"),
-            (None, None) => None,
+            (None, Some(model)) if crate::corpora::brings_tokenizer(model) => Some("model.path brings its tokenizer"),
+            // Token files may still have one beside them.
+            (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
+            (None, _) => None,
         };
         if let Some(from) = from {
             self.unused("tokenizer.kind", &kind, from);
@@ -528,7 +537,7 @@ impl Resolver {
         self.count("training.skipped_steps_max", Some(skipped_steps_max), 1, u64::MAX);
         self.count("training.steps", steps, 1, u64::MAX);
         self.count("training.tokens", tokens, 1, u64::MAX);
-        self.positive("training.seconds", seconds);
+        self.seconds("training.seconds", seconds);
         if steps.is_none() && tokens.is_none() && seconds.is_none() {
             let message = "nothing ends the training: give training.steps, training.tokens or training.seconds";
             self.problem("training.steps", message);
@@ -728,11 +737,13 @@ impl Resolver {
         }
     }
 
-    /// `[checkpoint]`, `[evaluation]`.
+    /// `[checkpoint]`, `[evaluation]`, `[metrics]`.
     fn rest(&mut self, validation: bool) {
+        self.count("metrics.interval_steps", self.config.metrics.interval_steps, 1, u64::MAX);
+        self.count("metrics.profile_steps", Some(self.config.metrics.profile_steps), 1, 100_000);
         let CheckpointSection { interval_steps, interval_seconds, keep_last, keep_best } = self.config.checkpoint;
         self.count("checkpoint.interval_steps", interval_steps, 1, u64::MAX);
-        self.positive("checkpoint.interval_seconds", interval_seconds);
+        self.seconds("checkpoint.interval_seconds", interval_seconds);
         if interval_steps.is_none() && interval_seconds.is_none() {
             self.fill("checkpoint.interval_seconds", &600.0, "checkpoint.interval_steps is unset too");
         }
