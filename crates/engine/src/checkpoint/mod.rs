@@ -37,6 +37,7 @@ mod write;
 
 pub use background::{BackgroundWriter, Event};
 pub use fault::{Fault, FaultKind};
+pub use group::Trouble;
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
 pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
@@ -240,7 +241,7 @@ pub enum CheckpointError {
     Snapshot(String),
     /// Another rank's part of the checkpoint could not be written.
     #[error("no checkpoint was written: {0}")]
-    Elsewhere(String),
+    Elsewhere(Trouble),
     /// The ranks that write together lost each other.
     #[error(transparent)]
     Comm(#[from] trainyard_comm::CommError),
@@ -259,6 +260,15 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// Whether a restart would meet it again.
+    pub(crate) fn comes_again(&self) -> bool {
+        match self {
+            CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. } => true,
+            CheckpointError::Elsewhere(trouble) => trouble.comes_again,
+            _ => crate::error::is_lasting(self),
+        }
+    }
+
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError {
         let path = path.to_owned();
         move |source| CheckpointError::Io { action, path, source }
