@@ -79,6 +79,9 @@ pub fn run(command: &Command) -> Result<()> {
     };
     let mut told = std::time::Instant::now();
     let made = prepare(&corpus, &tokenizer, &options, |progress| {
+        if progress.waits {
+            return note("another process prepares the same files: waiting for it");
+        }
         if told.elapsed().as_secs() >= 5 {
             told = std::time::Instant::now();
             note(&format!(
