@@ -63,6 +63,7 @@ pub fn run(root: &Path) -> Result<bool> {
     checked("clippy", &mut || {
         optional(root, "clippy", &["--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
     })?;
+    checked("fuzz targets", &mut || fuzz_targets_compile(root))?;
     checked("kernels of GPUs", &mut || gpu::compiles(root))?;
     install_cpp_compiler();
     let mut counts = Counts::default();
@@ -114,6 +115,14 @@ pub fn run(root: &Path) -> Result<bool> {
     }
     println!("{} passed, {} failed", counts.passed, counts.failed);
     Ok(failures.is_empty())
+}
+
+/// The fuzz targets are a workspace of their own, which nothing else compiles; stable Rust checks
+/// them, and only running them needs nightly.
+fn fuzz_targets_compile(root: &Path) -> Result<bool> {
+    let manifest = ["--manifest-path", "fuzz/Cargo.toml", "--target-dir", "target", "--locked", "--quiet"];
+    let status = cargo(root, "check", &manifest).status().context("cannot run cargo check")?;
+    Ok(status.success())
 }
 
 /// Whether installing what tests need is ours to do: as root in continuous integration.
