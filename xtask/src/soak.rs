@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// What to train.
+/// The runs to make.
 #[derive(clap::Args)]
 pub struct Options {
     /// Steps of each run.
@@ -26,10 +26,10 @@ pub struct Options {
     ranks: Vec<u64>,
 }
 
-/// How far the last tenth may lie from the second.
+/// The distance at which the last tenth may lie from the second.
 const BAR: f64 = 0.02;
 
-/// How often the memory is read.
+/// The time between two readings of the memory.
 const EVERY: Duration = Duration::from_millis(500);
 
 /// Resident bytes when so many steps were done.

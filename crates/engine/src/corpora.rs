@@ -32,7 +32,7 @@ pub fn source_exists(path: &Path) -> bool {
     path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
-/// Whether the folder of a model has the tokenizer that it was trained with.
+/// True if the folder of a model has the tokenizer that it was trained with.
 pub(crate) fn brings_tokenizer(model: &Path) -> bool {
     model.join(crate::session::files::TOKENIZER).is_file()
 }

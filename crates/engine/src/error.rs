@@ -174,7 +174,7 @@ impl EngineError {
     }
 }
 
-/// Whether one of the causes of `error` is the operating system's refusal that it would repeat.
+/// True when one of the causes of `error` is a refusal that the operating system would repeat.
 pub(crate) fn is_lasting(error: &(dyn std::error::Error + 'static)) -> bool {
     let lasts = |kind: io::ErrorKind| {
         matches!(

@@ -37,7 +37,7 @@ impl Default for Link {
 pub(crate) struct Staging {
     /// A unit's gradient, rounded to 16 bits.
     rounded: Option<Tensor>,
-    /// What NCCL brings of the other ranks' shares, in 16 bits, where this rank adds it up.
+    /// The other ranks' shares in 16 bits, as NCCL brings them, where this rank adds them up.
     narrow: Option<Tensor>,
     /// The same in f32.
     wide: Option<Tensor>,

@@ -24,9 +24,9 @@ pub struct TraceWriter {
     path: PathBuf,
     rank: usize,
     origin: Instant,
-    /// How many steps a window has.
+    /// Steps of a window.
     window: u64,
-    /// How many steps there were.
+    /// Steps so far.
     steps: u64,
     /// Events of the last steps after the first window, oldest first.
     last: VecDeque<Vec<u8>>,

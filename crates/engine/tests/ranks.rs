@@ -253,7 +253,7 @@ fn train_late(sets: &[&str], steps: u64, seed: u64) -> Vec<End> {
             mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40;
             let delay = Duration::from_millis(1 + mixed / 4 % 8);
             let action = fault::Action::Delay(delay);
-            (mixed % 4 == 0 && seed > 0).then_some(Fault {
+            (mixed.is_multiple_of(4) && seed > 0).then_some(Fault {
                 rank,
                 at: fault::At::Position { step, instruction },
                 action,

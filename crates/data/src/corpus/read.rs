@@ -235,7 +235,7 @@ fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mu
     })
 }
 
-/// How zstd calls a window that is larger than its decoder takes memory for.
+/// The words of zstd for a window that is larger than its decoder takes memory for.
 const WINDOW_TOO_LARGE: &str = "Frame requires too much memory for decoding";
 
 fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataError {

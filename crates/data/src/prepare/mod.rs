@@ -75,7 +75,7 @@ pub struct PrepareProgress {
     /// Bytes on disk of all source files; equals the text in the end unless some are compressed or
     /// JSONL.
     pub source_bytes: u64,
-    /// Whether another process prepares the same files, which is waited for.
+    /// True while another process prepares the same files and is waited for.
     pub waits: bool,
 }
 

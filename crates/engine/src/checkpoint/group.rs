@@ -22,13 +22,13 @@ pub(super) struct Group(Communicator);
 pub struct Trouble {
     /// In words, with the rank.
     pub what: String,
-    /// Whether a restart would meet it again: without this word the other ranks would take a full
+    /// True when a restart would meet it again. Without this word the other ranks would take a full
     /// disk for a rank that failed.
     pub comes_again: bool,
 }
 
 impl Trouble {
-    /// What the others are told of `error`.
+    /// The word to the others about `error` of `rank`.
     pub(super) fn of(error: &CheckpointError, rank: usize) -> Trouble {
         Trouble { what: format!("rank {rank}: {error}"), comes_again: error.comes_again() }
     }

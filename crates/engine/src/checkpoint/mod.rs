@@ -260,7 +260,7 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// Whether a restart would meet it again.
+    /// True when a restart would meet it again.
     pub(crate) fn comes_again(&self) -> bool {
         match self {
             CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. } => true,

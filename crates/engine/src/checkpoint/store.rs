@@ -397,8 +397,8 @@ pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
     Ok(SetAside { before, moved })
 }
 
-/// How often the checkpoints are listed anew when one was rotated away while it was read. Each time
-/// the run beside has written another one meanwhile.
+/// Listings of the checkpoints, at most: another one is made when a checkpoint was rotated away while
+/// it was read. Each time the run beside has written a newer one.
 const LISTINGS_MAX: usize = 100;
 
 fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
@@ -413,7 +413,7 @@ fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
     found
 }
 
-/// What a look at a list of checkpoints gave.
+/// The outcome of a look at a list of checkpoints.
 enum Listing {
     /// The newest of the list that is whole.
     Complete(Result<Option<Found>, CheckpointError>),

@@ -749,8 +749,8 @@ section! {
         /// and the last steps of a sitting.
         #[elsewhere("enable_profiling", "profiling")]
         profile: bool = false;
-        /// How many of the first steps, and how many of the last, are in the timeline. The last are
-        /// written when the sitting ends, so a process that is killed leaves the first alone.
+        /// Steps in the timeline at either end of a sitting. The last ones are written when the
+        /// sitting ends, so a process that is killed leaves the first ones alone.
         profile_steps: u64 = 200;
     }
 }

@@ -270,7 +270,7 @@ impl Recorder {
     }
 }
 
-/// Which steps of a long run have records.
+/// The choice of the steps of a long run that have records.
 #[derive(Clone, Copy, Debug)]
 struct Thinning {
     /// `metrics.interval_steps`; None: ever fewer.
@@ -296,7 +296,7 @@ impl Thinning {
         step == 1 || step.is_multiple_of(self.interval(step))
     }
 
-    /// What is to be said after `step`: that from here on fewer have records.
+    /// A sentence after `step` if fewer steps have records from here on.
     fn said_at(self, step: u64) -> Option<String> {
         let interval = self.interval(step.saturating_add(1));
         (interval > self.interval(step)).then(|| {

@@ -1,4 +1,4 @@
-//! What a sitting's steps were like, in memory that does not grow with their number.
+//! The steps of a sitting, summed up in memory that does not grow with their number.
 
 use super::StepMetrics;
 
@@ -21,7 +21,7 @@ impl Default for Sample {
 }
 
 impl Sample {
-    /// How many values are kept.
+    /// Values that are kept.
     pub const KEPT: usize = 4096;
 
     /// Adds a value. Vitter 1985, "Random sampling with a reservoir", algorithm R: the n-th value
@@ -54,7 +54,7 @@ impl Sample {
 /// The steps of a sitting, summed up.
 #[derive(Clone, Debug, Default)]
 pub struct Sitting {
-    /// How many.
+    /// Their number.
     pub steps: usize,
     /// Their seconds.
     pub step_s: Sample,
