@@ -13,7 +13,8 @@ fn resolve(file: &str, sets: &[String]) -> Result<Resolved, ConfigError> {
     let inputs = Inputs {
         cores: 2,
         cores_because: "the fuzzer says so".into(),
-        data_parallel_degree: 1,
+        processes: None,
+        sharing: 1,
         tokenizer_vocabulary: Some(97),
         pretrained: None,
         batches_supplied: true,

@@ -1,5 +1,5 @@
 //! Every chore of the project:
-//! `cargo xtask test | tidy | bench | choices | gpu | overlap | pictures | validate`.
+//! `cargo xtask test | tidy | bench | choices | gpu | overlap | pictures | soak | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -14,6 +14,7 @@ mod lexer;
 mod markdown;
 mod overlap;
 mod pictures;
+mod soak;
 mod test;
 mod tidy;
 mod validate;
@@ -52,6 +53,9 @@ enum Chore {
     Gpu(gpu::Options),
     /// Draw the pictures of the documentation from what the code computes.
     Pictures(pictures::Options),
+    /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
+    /// resident memory to its bar.
+    Soak(soak::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.
     Validate(validate::Options),
@@ -67,6 +71,7 @@ fn main() -> ExitCode {
         Chore::Choices(options) => choices::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
+        Chore::Soak(options) => soak::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
     };
     match outcome {

@@ -61,6 +61,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     check(&mut report, "clippy", |_| {
         optional(root, "clippy", &["--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
     })?;
+    check(&mut report, "fuzz targets", |_| fuzz_targets_compile(root))?;
     check(&mut report, "kernels of GPUs", |_| gpu::compiles(root))?;
     install_cpp_compiler();
     let mpi = missing_for_mpi();
@@ -162,6 +163,14 @@ fn sums(output: &str) -> [usize; 2] {
         }
     }
     sums
+}
+
+/// The fuzz targets are a workspace of their own, which nothing else compiles; stable Rust checks
+/// them, and only running them needs nightly.
+fn fuzz_targets_compile(root: &Path) -> Result<Check> {
+    let manifest = ["--manifest-path", "fuzz/Cargo.toml", "--target-dir", "target", "--locked", "--quiet"];
+    let status = cargo(root, "check", &manifest).status().context("cannot run cargo check")?;
+    Ok(status.success().into())
 }
 
 /// True if this command may install what tests need: as root in continuous integration.

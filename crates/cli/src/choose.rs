@@ -24,7 +24,6 @@ use trainyard_engine::host;
 use trainyard_engine::shape::is_offloaded;
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
-use trainyard_tensor::Purpose;
 
 /// A way of running the configuration, priced.
 #[derive(Clone, Debug)]
@@ -41,9 +40,6 @@ pub struct Way {
     pub step_s: f64,
     /// Predicted peak of a rank.
     pub bytes: u64,
-    /// What the limit is compared with: the peak, and the staging of reductions, whose lane may
-    /// meet it at any time.
-    pub bytes_max: u64,
     /// The most that a rank of it may hold, where there is a limit.
     pub limit: Option<Limit>,
     /// What a rank holds of the host's memory beside a GPU.
@@ -197,7 +193,7 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         }
     }
     ways.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    ways.too_large.sort_by_key(|way| way.bytes_max);
+    ways.too_large.sort_by_key(|way| way.bytes);
     Ok(ways)
 }
 
@@ -250,16 +246,13 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room:
     let forecast = forecast(resolved, &profile.machine).context("cannot price a plan of the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
-    let memory = &forecast.needs.memory;
-    let bytes = memory.peak_total() as u64;
     Ok(Way {
         sets,
         layout: layout(resolved),
         batch: [resolved.batch.micro, resolved.batch.accumulation],
         savings: savings(resolved),
         step_s: step.simulated.step_s,
-        bytes,
-        bytes_max: bytes + memory.peak(Purpose::Comm) as u64,
+        bytes: forecast.needs.memory.peak_total() as u64,
         limit: room.limit(resolved.parallel.ranks),
         pinned_bytes: forecast.needs.host_memory.peak_total() as u64,
         kinds: by_kind(&forecast.program, &step),
@@ -377,7 +370,7 @@ impl Ways {
                 };
                 let way = price(sets, &resolved, question.profile, &question.room)?;
                 let on_host = question.room.share(sharing.ranks).is_none_or(|share| way.pinned_bytes <= share);
-                let fits = on_host && way.limit.is_none_or(|limit| way.bytes_max <= limit.bytes);
+                let fits = on_host && way.limit.is_none_or(|limit| way.bytes <= limit.bytes);
                 let list = if fits { &mut self.fitting } else { &mut self.too_large };
                 if !list.iter().any(|known| known.says_the_same(&way)) {
                     list.push(way);
@@ -408,14 +401,14 @@ impl Ways {
                         (format!("a rank's share of this machine's memory is {limit}"), "more memory".to_owned())
                     }
                     Some(Bound::Asked) => {
-                        let mebibytes = least.bytes_max.div_ceil(1 << 20);
+                        let mebibytes = least.bytes.div_ceil(1 << 20);
                         (format!("memory.limit is {limit}"), format!("memory.limit = \"{mebibytes}MiB\""))
                     }
                 };
                 bail!(
                     "nothing fits: the least that any runnable plan needs is {} on each rank ({}), and {limit}; the nearest that would: \
                      {nearest}, a smaller model, a shorter sequence, or an optimizer with less state",
-                    format_bytes(least.bytes_max),
+                    format_bytes(least.bytes),
                     least.words()
                 )
             }
@@ -440,16 +433,12 @@ impl Ways {
             dearest.join(", ")
         )];
         if let Some(limit) = best.limit {
-            said.push(format!(
-                "A rank holds {} of {} that it may.",
-                format_bytes(best.bytes_max),
-                format_bytes(limit.bytes)
-            ));
+            said.push(format!("A rank holds {} of {} that it may.", format_bytes(best.bytes), format_bytes(limit.bytes)));
         }
         if let Some(faster) =
             self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))
         {
-            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), format_bytes(faster.bytes_max)));
+            said.push(format!("Faster, but too large: {} needs {}.", faster.words(), format_bytes(faster.bytes)));
         }
         match (best.tried, self.fitting.get(1)) {
             (Some(tried), _) => said.push(self.tried(tried)),

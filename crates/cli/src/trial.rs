@@ -257,7 +257,6 @@ mod tests {
             savings: "none".to_owned(),
             step_s,
             bytes: 1,
-            bytes_max: 1,
             limit: None,
             pinned_bytes: 0,
             kinds: BTreeMap::new(),

@@ -208,6 +208,29 @@ const CASES: &[Case] = &[
         words: &["a.jsonl.gz", "gzip"],
     },
     Case {
+        name: "zstd with a window that is too large",
+        // A frame by hand (RFC 8878): magic, no content size, a window of 2^28 bytes, one raw block.
+        run: |f| reading(f, "a.txt.zst", b"\x28\xb5\x2f\xfd\x00\x90\x19\x00\x00abc"),
+        kind: kind!(Input),
+        words: &["a.txt.zst", "a window of more than 128 MiB", "zstd -d --long=31"],
+    },
+    Case {
+        name: "a device as text",
+        run: |_| opening(&["/dev/zero".into()]),
+        kind: kind!(Input),
+        words: &["/dev/zero", "neither a file nor a folder", "write what it gives to a file"],
+    },
+    Case {
+        name: "a pipe as text",
+        run: |f| {
+            let pipe = f.join("pipe");
+            assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+            opening(&[pipe])
+        },
+        kind: kind!(Input),
+        words: &["pipe", "neither a file nor a folder"],
+    },
+    Case {
         name: "truncated zstd",
         run: |f| reading(f, "a.txt.zst", &zstd::encode_all(&b"some text"[..], 3).unwrap()[..10]),
         kind: kind!(Input),

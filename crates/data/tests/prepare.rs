@@ -233,7 +233,7 @@ fn an_error_in_the_middle_ends_every_thread_and_keeps_the_old_files() {
     assert!(error.to_string().contains("c.jsonl:1"), "{error}");
     assert_eq!(kept(&train), before);
     let names: Vec<PathBuf> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
-    assert_eq!(names.len(), 1 + 5, "the texts, two pairs and a description: {names:?}");
+    assert_eq!(names.len(), 1 + 5, "the texts, two pairs, a description and the lock: {names:?}");
 }
 
 /// Documents are tokenized as transformers tokenizes a text; what was prepared otherwise is not kept.
@@ -260,4 +260,28 @@ fn documents_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     // The end-of-text token of its own is the separator, and comes once.
     assert_eq!(tokens("template_both", None), [1, 5, 7, 2, 1, 10, 2]);
     assert_eq!(tokens("none", Some(true)), [1, 5, 7, 2, 1, 10, 2]);
+}
+
+/// One in ten of two runs that began together once found a file gone that the other was replacing.
+#[test]
+fn several_at_once_prepare_the_same_text_and_all_can_read_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = &corpus(folder.path(), 40);
+    for round in 0..20 {
+        let out = &folder.path().join(format!("out-{round}"));
+        let together = &std::sync::Barrier::new(4);
+        let made: Vec<bool> = std::thread::scope(|scope| {
+            let runs = (0..4).map(|_| {
+                scope.spawn(move || {
+                    together.wait();
+                    let prepared = run(corpus, &Tokenizer::bytes(), &PrepareOptions::new(out));
+                    IndexedTokens::open(&prepared.train).unwrap();
+                    IndexedTokens::open(prepared.validation.as_ref().unwrap()).unwrap();
+                    !prepared.reused
+                })
+            });
+            runs.collect::<Vec<_>>().into_iter().map(|run| run.join().unwrap()).collect()
+        });
+        assert_eq!(made.iter().filter(|made| **made).count(), 1, "round {round}: one writes, the others find");
+    }
 }

@@ -32,6 +32,11 @@ pub fn source_exists(path: &Path) -> bool {
     path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
+/// True if the folder of a model has the tokenizer that it was trained with.
+pub(crate) fn brings_tokenizer(model: &Path) -> bool {
+    model.join(crate::session::files::TOKENIZER).is_file()
+}
+
 /// The training prefix that `path` names: itself, or with the split that `data prepare` appends.
 fn token_prefix(path: &Path) -> Option<PathBuf> {
     let bare = if path.extension().is_some_and(|e| e == "idx" || e == "bin") {
@@ -261,6 +266,9 @@ fn tokenize(
     let total = corpus.bytes();
     let mut told = std::time::Instant::now();
     let made = prepare(corpus, tokenizer, &options, |progress| {
+        if progress.waits {
+            return note("another run prepares the same text: waiting for it");
+        }
         if told.elapsed().as_secs_f64() > 5.0 {
             told = std::time::Instant::now();
             let mib = |bytes: u64| bytes >> 20;
@@ -356,7 +364,8 @@ fn find_tokenizer(
     sources: &[(Option<PathBuf>, Option<f64>)],
     note: &mut impl FnMut(&str),
 ) -> Result<Tokenizer> {
-    if let Some(path) = config.tokenizer.path.as_ref().or(config.model.path.as_ref()) {
+    let of_model = config.model.path.as_ref().filter(|path| brings_tokenizer(path));
+    if let Some(path) = config.tokenizer.path.as_ref().or(of_model) {
         return Ok(Tokenizer::load(path)?);
     }
     if config.tokenizer.kind != Some(TokenizerKind::Bytes) {
@@ -374,7 +383,19 @@ fn find_tokenizer(
             "data.train names token files only, and nothing says which tokenizer made them: set tokenizer.path",
         ));
     }
-    match config.tokenizer.kind.unwrap_or(TokenizerKind::Bpe) {
+    let kind = match (config.tokenizer.kind, &config.model.path) {
+        (Some(kind), _) => kind,
+        (None, None) => TokenizerKind::Bpe,
+        // Weights mean something for the tokens that they were trained on.
+        (None, Some(model)) => {
+            return Err(does_not_fit(format!(
+                "model.path = {} has no {}: set tokenizer.path to that of the model, or tokenizer.kind to make one",
+                model.display(),
+                crate::session::files::TOKENIZER
+            )));
+        }
+    };
+    match kind {
         TokenizerKind::Bytes => Ok(Tokenizer::bytes()),
         TokenizerKind::Characters => {
             Ok(Tokenizer::characters_from_texts(texts.iter().flat_map(|corpus| corpus.texts(u64::MAX)))?)

@@ -146,28 +146,14 @@ impl EngineError {
         if self.is_told() {
             return false;
         }
-        let first: &dyn std::error::Error = self;
-        let mut causes = std::iter::successors(Some(first), |error| error.source());
-        let lasts = |kind: io::ErrorKind| {
-            matches!(
-                kind,
-                io::ErrorKind::StorageFull
-                    | io::ErrorKind::QuotaExceeded
-                    | io::ErrorKind::PermissionDenied
-                    | io::ErrorKind::ReadOnlyFilesystem
-                    | io::ErrorKind::NotFound
-                    | io::ErrorKind::NotADirectory
-            )
-        };
-        // What is transparent hands on its own cause, so these are no causes of this one.
         match self {
-            EngineError::Checkpoint(CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. }) => true,
+            EngineError::Checkpoint(error) => error.comes_again(),
             EngineError::Data(error)
                 if !matches!(error, DataError::Io { .. } | DataError::Worker { .. } | DataError::Stopped) =>
             {
                 true
             }
-            _ => causes.any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|error| lasts(error.kind()))),
+            _ => is_lasting(self),
         }
     }
 
@@ -186,6 +172,23 @@ impl EngineError {
     pub(crate) fn is_told(&self) -> bool {
         self.failure().is_some()
     }
+}
+
+/// True when one of the causes of `error` is a refusal that the operating system would repeat.
+pub(crate) fn is_lasting(error: &(dyn std::error::Error + 'static)) -> bool {
+    let lasts = |kind: io::ErrorKind| {
+        matches!(
+            kind,
+            io::ErrorKind::StorageFull
+                | io::ErrorKind::QuotaExceeded
+                | io::ErrorKind::PermissionDenied
+                | io::ErrorKind::ReadOnlyFilesystem
+                | io::ErrorKind::NotFound
+                | io::ErrorKind::NotADirectory
+        )
+    };
+    let mut causes = std::iter::successors(Some(error), |error| error.source());
+    causes.any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|error| lasts(error.kind())))
 }
 
 #[cfg(test)]

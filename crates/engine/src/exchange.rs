@@ -10,7 +10,7 @@ use trainyard_comm::{CommError, Communicator, Position, number};
 use trainyard_program::Group;
 use trainyard_tensor::cuda::driver::{Region, Stream};
 use trainyard_tensor::cuda::nccl::Element;
-use trainyard_tensor::{DType, Purpose, Tensor, bf16, ops};
+use trainyard_tensor::{DType, Device, Purpose, Tensor, bf16, ops};
 
 /// A lane's way to one group of ranks. A group of one has nobody to talk to; on the meta device
 /// nobody is talked to.
@@ -28,6 +28,58 @@ impl Default for Link {
     fn default() -> Link {
         Link { size: 1, index: 0, host: None, device: None, fixed_order: false }
     }
+}
+
+/// Where reductions put what is on its way between ranks. It is taken once and stays, because the
+/// reduce lane runs at times that depend on a clock: buffers of its own would meet the peak of the
+/// step or miss it by chance. One of each is enough, because the lane reduces one unit at a time.
+#[derive(Default)]
+pub(crate) struct Staging {
+    /// A unit's gradient, rounded to 16 bits.
+    rounded: Option<Tensor>,
+    /// The other ranks' shares in 16 bits, as NCCL brings them, where this rank adds them up.
+    narrow: Option<Tensor>,
+    /// The same in f32.
+    wide: Option<Tensor>,
+}
+
+impl Staging {
+    /// For gradients of at most `elements`, of which a rank of the shard group has `own`, that
+    /// travel as `dtype` over the ranks of `shard` and then of `replicate`.
+    pub(crate) fn new(
+        device: &Device,
+        elements: usize,
+        own: usize,
+        dtype: DType,
+        shard: &Link,
+        replicate: &Link,
+    ) -> Result<Staging> {
+        let (sharded, replicated) = (shard.size > 1, replicate.size > 1);
+        let is_narrow = dtype != DType::F32;
+        let take = |elements: usize, dtype: DType| match elements {
+            0 => Ok(None),
+            _ => device.empty([elements], dtype, Purpose::Comm).map(Some),
+        };
+        let rounded = take(if is_narrow && (sharded || replicated) { elements } else { 0 }, dtype)?;
+        // What the ranks' shares of either exchange come to.
+        let scattered = if sharded && shard.fixed_order { elements } else { 0 };
+        let reduced = if replicated && replicate.fixed_order { replicate.share_elements_max(own) } else { 0 };
+        // Sums of the shard group are f32 when the replicas add theirs.
+        let narrow = if sharded { scattered } else { reduced };
+        let narrow = take(if is_narrow { narrow } else { 0 }, dtype)?;
+        let wide = take(scattered.max(reduced), DType::F32)?;
+        Ok(Staging { rounded, narrow, wide })
+    }
+
+    /// `elements` of 16 bits for a rounded gradient.
+    pub(crate) fn rounded(&self, elements: usize) -> Result<Tensor> {
+        part(&self.rounded, elements)
+    }
+}
+
+/// The first elements of a buffer, which was made for the largest of them.
+fn part(buffer: &Option<Tensor>, elements: usize) -> Result<Tensor> {
+    Ok(buffer.as_ref().expect("staging is taken before it is used").view(0, [elements])?)
 }
 
 /// Elements of a share of an all-reduce are a multiple of this, so that shares begin at whole packs
@@ -147,12 +199,12 @@ impl Link {
 
     /// Sums f32 `flat`, which is a part for each rank, over the ranks into `own`, the view of it
     /// that is this rank's part; the rest is arbitrary.
-    pub(crate) fn reduce_scatter(&self, flat: &mut Tensor, own: &mut Tensor) -> Result<()> {
+    pub(crate) fn reduce_scatter(&self, flat: &mut Tensor, own: &mut Tensor, staging: &Staging) -> Result<()> {
         if self.size == 1 {
             return Ok(());
         }
         if self.fixed_order {
-            return Ok(own.copy_from(&self.sum_of_part(flat)?)?);
+            return Ok(own.copy_from(&self.sum_of_part(flat, staging)?)?);
         }
         match (&self.device, &self.host) {
             (Some(circle), _) => {
@@ -166,9 +218,15 @@ impl Link {
 
     /// As [`Link::reduce_scatter`] for bf16; the sum is in `sum`, in f32. NCCL's own sums are of
     /// bf16, and what is left of them there is widened.
-    pub(crate) fn reduce_scatter_bf16(&self, flat: &mut Tensor, own: &Tensor, sum: &mut Tensor) -> Result<()> {
+    pub(crate) fn reduce_scatter_bf16(
+        &self,
+        flat: &mut Tensor,
+        own: &Tensor,
+        sum: &mut Tensor,
+        staging: &Staging,
+    ) -> Result<()> {
         if self.fixed_order {
-            return Ok(sum.copy_from(&self.sum_of_part(flat)?)?);
+            return Ok(sum.copy_from(&self.sum_of_part(flat, staging)?)?);
         }
         match (&self.device, &self.host) {
             (Some(circle), _) => {
@@ -185,12 +243,12 @@ impl Link {
     }
 
     /// Sums `data`, of f32 or bf16, over the ranks.
-    pub(crate) fn all_reduce(&self, data: &mut Tensor) -> Result<()> {
+    pub(crate) fn all_reduce(&self, data: &mut Tensor, staging: &Staging) -> Result<()> {
         if self.size == 1 {
             return Ok(());
         }
         if self.fixed_order {
-            return self.all_reduce_in_order(data);
+            return self.all_reduce_in_order(data, staging);
         }
         match (&self.device, &self.host) {
             (Some(circle), _) => {
@@ -206,12 +264,12 @@ impl Link {
     }
 
     /// Everybody adds up a share and hands it to all others.
-    fn all_reduce_in_order(&self, data: &mut Tensor) -> Result<()> {
+    fn all_reduce_in_order(&self, data: &mut Tensor, staging: &Staging) -> Result<()> {
         let packs = data.elements().div_ceil(QUANTUM);
         let edge = |rank: usize| (packs * rank / self.size * QUANTUM).min(data.elements());
         let share = |rank: usize| edge(rank)..edge(rank + 1);
         let own = share(self.index);
-        let sum = self.sum_of_share(data, &share)?;
+        let sum = self.sum_of_share(data, &share, staging)?;
         let mut reduced = data.view(own.start, [own.len()])?;
         if !own.is_empty() {
             match data.dtype() {
@@ -229,34 +287,41 @@ impl Link {
         Ok(circle.exchange(stream, &sends, &receives)?)
     }
 
+    /// The most elements that the ranks' shares of an all-reduce of `elements` have together, each
+    /// as large as the largest.
+    fn share_elements_max(&self, elements: usize) -> usize {
+        elements.div_ceil(QUANTUM).div_ceil(self.size) * QUANTUM * self.size
+    }
+
     /// The sum of this rank's part of `flat`, which is a part for each rank.
-    fn sum_of_part(&self, flat: &Tensor) -> Result<Tensor> {
+    fn sum_of_part(&self, flat: &Tensor, staging: &Staging) -> Result<Tensor> {
         let part = flat.elements() / self.size;
-        self.sum_of_share(flat, &|rank| rank * part..(rank + 1) * part)
+        self.sum_of_share(flat, &|rank| rank * part..(rank + 1) * part, staging)
     }
 
     /// The sum over the ranks of this rank's share of `data`, in f32: everybody sends everybody
     /// their shares, and the owner adds them along the tree of [`number`], as the host would.
-    fn sum_of_share(&self, data: &Tensor, share: &dyn Fn(usize) -> Range<usize>) -> Result<Tensor> {
+    fn sum_of_share(&self, data: &Tensor, share: &dyn Fn(usize) -> Range<usize>, staging: &Staging) -> Result<Tensor> {
         let own = share(self.index);
         let count = own.len();
-        let (device, dtype) = (data.device(), data.dtype());
-        let parts = device.empty([self.size * count], dtype, Purpose::Comm)?;
-        let part = |rank: usize| parts.view(rank * count, [count]);
+        let is_wide = data.dtype() == DType::F32;
+        let buffer = if is_wide { &staging.wide } else { &staging.narrow };
+        let parts = part(buffer, self.size * count)?;
+        let part_of = |rank: usize| parts.view(rank * count, [count]);
         if let Some(circle) = &self.device {
             let (_, stream) = placed(data)?;
             let (mut sends, mut receives) = (Vec::new(), Vec::new());
             for peer in self.others() {
                 sends.push((peer, placed(&data.view(share(peer).start, [share(peer).len()])?)?.0));
-                receives.push((peer, placed(&part(peer)?)?.0));
+                receives.push((peer, placed(&part_of(peer)?)?.0));
             }
             circle.exchange(stream, &sends, &receives)?;
         }
-        part(self.index)?.copy_from(&data.view(own.start, [count])?)?;
-        let sums = if dtype == DType::F32 {
+        part_of(self.index)?.copy_from(&data.view(own.start, [count])?)?;
+        let sums = if is_wide {
             parts
         } else {
-            let mut wide = device.empty([self.size * count], DType::F32, Purpose::Comm)?;
+            let mut wide = part(&staging.wide, self.size * count)?;
             if count > 0 {
                 ops::cast_into(&parts, &mut wide)?;
             }

@@ -6,7 +6,6 @@
 use crate::bench::forecast;
 use crate::config::Resolved;
 use crate::host::{self, ASIDE};
-use crate::limit::at_most;
 use crate::predict::StepNeeds;
 use crate::shape::model_spec;
 use crate::{EngineError, Result, room};
@@ -51,7 +50,7 @@ impl Room {
 
     /// Whether a step with these needs fits.
     pub fn holds(&self, prediction: &StepNeeds) -> bool {
-        at_most(prediction) <= self.device
+        prediction.memory.peak_total() <= self.device
             && prediction.host_memory.peak_total() <= self.host
             && prediction.disk <= self.disk
     }

@@ -11,7 +11,6 @@ use crate::shape;
 use crate::state::does_not_fit;
 use trainyard_base::format_bytes;
 use trainyard_model::{BatchShape, Model, ModelSpec};
-use trainyard_tensor::Purpose;
 
 /// A step's needs under `resolved`, on rank `rank`.
 pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
@@ -47,7 +46,7 @@ pub fn check_machine(
     let share = if ranks > 1 { "a rank's share of " } else { "" };
     let what = format!("{share}{} less {} for the process", memory.name(), format_bytes(ASIDE as u64));
     keeps(resolved, spec, rank, prediction, (memory.for_steps() + memory.swap) / ranks, &what)?;
-    let needed = ranks * at_most(prediction) + ASIDE;
+    let needed = ranks * prediction.memory.peak_total() + ASIDE;
     Ok((needed > memory.available).then(|| {
         format!(
             "a run needs {} of memory{}, and {} are free: the system may swap, or end the run",
@@ -71,7 +70,7 @@ pub enum Copies {
 /// step, in `memory.limit` and in what the host has to give.
 pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) -> Copies {
     let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
-    let step = if on_cpu { at_most(prediction) } else { prediction.host_memory.peak_total() };
+    let step = if on_cpu { prediction.memory.peak_total() } else { prediction.host_memory.peak_total() };
     let needed = step + prediction.copy;
     let asked = resolved.config.memory.limit.filter(|_| on_cpu).map(|limit| limit.0 as usize);
     let host = host::memory().map(|memory| memory.available.saturating_sub(ASIDE) / ranks_here.max(1));
@@ -100,7 +99,7 @@ fn keeps(
     limit: usize,
     what: &str,
 ) -> Result<()> {
-    let needed = at_most(prediction);
+    let needed = prediction.memory.peak_total();
     if needed <= limit {
         return Ok(());
     }
@@ -120,12 +119,6 @@ fn keeps(
     )))
 }
 
-/// The most that a step holds: its peak in the program's order, and the staging of reductions,
-/// whose lane may meet that peak at any time.
-pub(crate) fn at_most(prediction: &StepNeeds) -> usize {
-    prediction.memory.peak_total() + prediction.memory.peak(Purpose::Comm)
-}
-
 /// No more are shown.
 const SHOWN_MAX: usize = 4;
 
@@ -134,7 +127,7 @@ fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> 
     for changes in candidates(resolved) {
         let mut changed = resolved.clone();
         changes.iter().for_each(|change| change.apply(&mut changed));
-        let needed = at_most(&predict_step(&changed, spec, rank)?);
+        let needed = predict_step(&changed, spec, rank)?.memory.peak_total();
         let names = changes.iter().map(Change::name).collect::<Vec<_>>().join(", ");
         if needed <= limit {
             fitting.push(format!("{names} ({})", format_bytes(needed as u64)));

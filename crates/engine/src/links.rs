@@ -2,18 +2,20 @@
 //! run beside each other.
 
 pub use crate::exchange::Link;
+pub(crate) use crate::exchange::Staging;
 
 use crate::Result;
 use crate::collectives::Way;
 use crate::positions::Positions;
-use crate::state::does_not_fit;
+use crate::state::{Holding, does_not_fit};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use trainyard_comm::nccl::Nccl;
 use trainyard_comm::{Communicator, Position};
+use trainyard_model::{Model, UnitLayout};
 use trainyard_program::{Action, Axis, Group, Program};
-use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
+use trainyard_tensor::{DType, Device, Tensor, ops};
 
 /// For gathers: the shard group, and parts of it by their number of ranks.
 #[derive(Default)]
@@ -28,6 +30,8 @@ pub struct ReduceLinks {
     pub(crate) shard: Link,
     pub(crate) replicate: Link,
     pub(crate) data: Link,
+    /// Where what they send is put; taken when it is known how large it is.
+    pub(crate) staging: Staging,
 }
 
 /// For the norm and the losses; and for gathers outside of steps.
@@ -115,6 +119,7 @@ impl Maker<'_> {
             shard: self.link("reduce", "shards", group(Axis::Shard))?,
             replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
             data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
+            staging: Staging::default(),
         };
         let compute = ComputeLinks {
             // Computing exchanges tensors outside of steps alone, when the gather lane does
@@ -153,6 +158,16 @@ impl GatherLinks {
 }
 
 impl ReduceLinks {
+    /// Takes memory on `device` for what is on its way when the gradients of `model` are reduced as
+    /// `dtype`.
+    pub(crate) fn stage(&mut self, device: &Device, model: &Model, holding: &Holding, dtype: DType) -> Result<()> {
+        let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
+        let sizes = layouts.map(|layout| (layout.elements(), holding.own(&layout).len()));
+        let (elements, own) = sizes.max().unwrap_or_default();
+        self.staging = Staging::new(device, elements, own, dtype, &self.shard, &self.replicate)?;
+        Ok(())
+    }
+
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
         [&self.shard, &self.replicate, &self.data].into_iter().for_each(|link| link.post(position));
@@ -172,20 +187,21 @@ impl ComputeLinks {
 /// of the data ranks into shards and replicas gives the same bits.
 pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: &ReduceLinks) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
+    let ReduceLinks { shard, replicate, staging, .. } = links;
     if dtype == DType::F32 {
-        links.shard.reduce_scatter(flat, &mut sum)?;
-        links.replicate.all_reduce(&mut sum)?;
+        shard.reduce_scatter(flat, &mut sum, staging)?;
+        replicate.all_reduce(&mut sum, staging)?;
         return Ok(sum);
     }
-    let mut rounded = flat.device().empty([flat.elements()], dtype, Purpose::Comm)?;
+    let mut rounded = staging.rounded(flat.elements())?;
     ops::cast_into(flat, &mut rounded)?;
     let mut own_rounded = rounded.view(own.start, [own.len()])?;
-    if links.shard.size() > 1 {
-        links.shard.reduce_scatter_bf16(&mut rounded, &own_rounded, &mut sum)?;
-        links.replicate.all_reduce(&mut sum)?;
+    if shard.size() > 1 {
+        shard.reduce_scatter_bf16(&mut rounded, &own_rounded, &mut sum, staging)?;
+        replicate.all_reduce(&mut sum, staging)?;
         ops::cast_into(&sum, &mut own_rounded)?;
     } else {
-        links.replicate.all_reduce(&mut own_rounded)?;
+        replicate.all_reduce(&mut own_rounded, staging)?;
     }
     ops::cast_into(&own_rounded, &mut sum)?;
     Ok(sum)

@@ -1,14 +1,21 @@
 //! What a run's steps took and held, to lie beside what was predicted of them.
 
 use crate::lanes::Span;
+use crate::metrics::Sample;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use trainyard_base::median;
 use trainyard_program::Program;
 
-/// Seconds of instructions by kind, step by step.
+/// Seconds of a step's instructions by kind.
 #[derive(Clone, Debug, Default)]
-pub struct Kinds(BTreeMap<&'static str, Vec<f64>>);
+pub struct Kinds(BTreeMap<&'static str, Kind>);
+
+/// The first step, which touches memory for the first time, and the others.
+#[derive(Clone, Debug, Default)]
+struct Kind {
+    first: Option<f64>,
+    rest: Sample,
+}
 
 /// What a sitting measured: what `plan.json` keeps beside the prediction.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -34,15 +41,18 @@ impl Kinds {
             *sums.entry(instruction.action.name()).or_default() += seconds;
         }
         for (kind, seconds) in sums {
-            self.0.entry(kind).or_default().push(seconds);
+            let kind = self.0.entry(kind).or_default();
+            match kind.first {
+                None => kind.first = Some(seconds),
+                Some(_) => kind.rest.add(seconds),
+            }
         }
     }
 
-    /// The median step's seconds by kind; the first step, which touches memory for the first time,
-    /// counts only when there is no other.
+    /// The median step's seconds by kind; the first step counts only when there is no other.
     pub fn medians(&self) -> BTreeMap<String, f64> {
-        let rest = |seconds: &Vec<f64>| median(seconds[usize::from(seconds.len() > 1)..].iter().copied());
-        self.0.iter().filter_map(|(kind, seconds)| Some(((*kind).to_owned(), rest(seconds)?))).collect()
+        let median = |kind: &Kind| kind.rest.median().or(kind.first);
+        self.0.iter().filter_map(|(name, kind)| Some(((*name).to_owned(), median(kind)?))).collect()
     }
 }
 

@@ -1,12 +1,17 @@
 //! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane,
 //! and one for what leaves a GPU for its host.
 //!
+//! A trace has a window of steps at either end of the sitting, because a viewer opens no more and a
+//! disk is finite: the first are written as they end, the last are kept in memory until the sitting
+//! ends, which a process that is killed does not live to see.
+//!
 //! The array form of the format is used, which viewers accept without its closing bracket, so that
 //! a killed run leaves a trace too; one that ends closes it.
 
 use crate::lanes::Span;
 use crate::{EngineError, Result};
 use serde_json::json;
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -19,11 +24,18 @@ pub struct TraceWriter {
     path: PathBuf,
     rank: usize,
     origin: Instant,
+    /// Steps of a window.
+    window: u64,
+    /// Steps so far.
+    steps: u64,
+    /// Events of the last steps after the first window, oldest first.
+    last: VecDeque<Vec<u8>>,
 }
 
 impl TraceWriter {
-    /// A new trace of `rank` in the run's `folder`; an earlier sitting's is replaced.
-    pub fn create(folder: &Path, rank: usize) -> Result<TraceWriter> {
+    /// A new trace of `rank` in the run's `folder`, of the first and the last `window` steps; an
+    /// earlier sitting's is replaced.
+    pub fn create(folder: &Path, rank: usize, window: u64) -> Result<TraceWriter> {
         let path = folder.join("trace").join(format!("rank-{rank}.json"));
         let error = |source| EngineError::File { what: "cannot write", path: path.display().to_string(), source };
         std::fs::create_dir_all(folder.join("trace")).map_err(error)?;
@@ -33,7 +45,7 @@ impl TraceWriter {
             let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}});
             writeln!(out, "{name},").map_err(error)?;
         }
-        Ok(TraceWriter { out, path, rank, origin: Instant::now() })
+        Ok(TraceWriter { out, path, rank, origin: Instant::now(), window, steps: 0, last: VecDeque::new() })
     }
 
     /// Adds the instructions of the step that has just ended.
@@ -42,6 +54,12 @@ impl TraceWriter {
         let began = self.origin.elapsed().saturating_sub(length);
         let micros = |time: Duration| time.as_secs_f64() * 1e6;
         let streams = Streams::new(program);
+        self.steps += 1;
+        let is_first = self.steps <= self.window;
+        // The memory of the oldest step serves the newest.
+        let full = self.last.len() as u64 == self.window;
+        let mut events = self.last.pop_front_if(|_| full).unwrap_or_default();
+        events.clear();
         for (number, (span, instruction)) in spans.iter().zip(&program.instructions).enumerate() {
             let unit = instruction.action.unit().and_then(|unit| program.units.get(unit as usize));
             let name = unit.map_or_else(String::new, |unit| format!(" {unit}"));
@@ -56,9 +74,13 @@ impl TraceWriter {
                 "tid": streams.of(number),
                 "args": {"step": step, "waited_us": micros(span.waited), "bytes": instruction.bytes},
             });
-            writeln!(self.out, "{event},").map_err(|source| self.error(source))?;
+            writeln!(events, "{event},").expect("memory can be written to");
         }
-        self.out.flush().map_err(|source| self.error(source))
+        if !is_first {
+            self.last.push_back(events);
+            return Ok(());
+        }
+        self.out.write_all(&events).and_then(|()| self.out.flush()).map_err(|source| self.error(source))
     }
 
     fn error(&self, source: std::io::Error) -> EngineError {
@@ -70,7 +92,8 @@ impl Drop for TraceWriter {
     fn drop(&mut self) {
         // The last event has no comma after it. A trace that stays open can still be viewed.
         let name = json!({"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": format!("rank {}", self.rank)}});
-        let _ = writeln!(self.out, "{name}\n]").and_then(|()| self.out.flush());
+        let last = self.last.iter().try_for_each(|events| self.out.write_all(events));
+        let _ = last.and_then(|()| writeln!(self.out, "{name}\n]")).and_then(|()| self.out.flush());
     }
 }
 
@@ -87,7 +110,7 @@ mod tests {
         let offload = Offload { optimizer: Some(Tier::Host), ..Offload::default() };
         let strategy = Strategy { offload, ..Strategy::new(1) };
         let program = lower_rank(&model, &Mesh::default(), &strategy, 0).unwrap();
-        let mut trace = TraceWriter::create(folder.path(), 0).unwrap();
+        let mut trace = TraceWriter::create(folder.path(), 0, 200).unwrap();
         let spans = vec![Span { end: Duration::from_micros(5), ..Span::default() }; program.instructions.len()];
         trace.step(3, &program, &spans).unwrap();
         let read = || std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();
@@ -103,6 +126,26 @@ mod tests {
         for (name, track) in [("fetch head", "to_host"), ("evict head", "host_io")] {
             let named = events.iter().find(|e| e["name"] == "thread_name" && e["args"]["name"] == track).unwrap();
             assert!(spans.iter().any(|e| e["name"] == name && e["tid"] == named["tid"]), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_trace_has_the_first_and_the_last_steps_however_long_a_run_is() {
+        let unit = UnitShape { name: "head".into(), flat_elements: 1, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit], ..ModelShape::default() };
+        let program = lower_rank(&model, &Mesh::default(), &Strategy::new(1), 0).unwrap();
+        let spans = vec![Span::default(); program.instructions.len()];
+        for (steps, expected) in [(4, vec![1, 2, 3, 4]), (1000, vec![1, 2, 3, 998, 999, 1000])] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut trace = TraceWriter::create(folder.path(), 0, 3).unwrap();
+            (1..=steps).for_each(|step| trace.step(step, &program, &spans).unwrap());
+            assert!(trace.last.len() <= 3);
+            drop(trace);
+            let text = std::fs::read_to_string(folder.path().join("trace/rank-0.json")).unwrap();
+            let events: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+            let mut found: Vec<u64> = events.iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
+            found.dedup();
+            assert_eq!(found, expected);
         }
     }
 }

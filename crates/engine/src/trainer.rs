@@ -6,7 +6,7 @@ use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
-use crate::metrics::{EvaluationMetrics, Progress, Recorder, StepMetrics, Throughput, TimeLeft};
+use crate::metrics::{EvaluationMetrics, Progress, Recorder, Sitting, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
 use crate::resume::rate_change;
 use crate::schedule::Schedule;
@@ -168,7 +168,7 @@ struct Run<'s> {
     owed: bool,
     evaluated: Option<u64>,
     evaluation: Option<EvaluationMetrics>,
-    steps: Vec<StepMetrics>,
+    sitting: Sitting,
     kinds: Kinds,
     above_peak: AbovePeak,
     last_loss: f64,
@@ -224,7 +224,8 @@ impl<'s> Run<'s> {
             recorder = Some(opened);
         }
         let rank = session.world.rank();
-        let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank)).transpose()?;
+        let window = config.metrics.profile_steps;
+        let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank, window)).transpose()?;
         session.dataset.warm();
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
@@ -264,7 +265,7 @@ impl<'s> Run<'s> {
             owed: false,
             evaluated,
             evaluation: None,
-            steps: Vec::new(),
+            sitting: Sitting::default(),
             kinds: Kinds::default(),
             above_peak: AbovePeak::default(),
             last_loss: f64::NAN,
@@ -448,8 +449,10 @@ impl<'s> Run<'s> {
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             skipped: outcome.skipped,
         };
-        if let Some(recorder) = &mut self.recorder {
-            recorder.step(&metrics)?;
+        if let Some(recorder) = &mut self.recorder
+            && let Some(said) = recorder.step(&metrics)?
+        {
+            self.progress.note(&said);
         }
         let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
         let program = &session.programs[usize::from(snapshot)];
@@ -462,7 +465,7 @@ impl<'s> Run<'s> {
         }
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());
         self.progress.step(&metrics, self.clock.steps, left);
-        self.steps.push(metrics);
+        self.sitting.add(&metrics);
         report(self.writer.poll()?, self.progress);
         Ok(())
     }
@@ -492,7 +495,7 @@ impl<'s> Run<'s> {
         let (step, skipped, loss) = (state.step, state.skipped_in_a_row, outcome.loss);
         self.progress.end();
         if let Some(recorder) = &mut self.recorder {
-            recorder.sync()?;
+            recorder.end()?;
         }
         report(self.writer.wait_for_it()?, self.progress);
         // The last update made the weights that every step since has found wanting.
@@ -564,7 +567,7 @@ impl<'s> Run<'s> {
             ending = Ending::Interrupted;
         }
         if let Some(recorder) = &mut self.recorder {
-            recorder.sync()?;
+            recorder.end()?;
         }
         report(self.writer.finish()?, self.progress);
         self.progress.end();
@@ -572,9 +575,9 @@ impl<'s> Run<'s> {
         let predicted = &self.session.prediction.memory;
         let memory = Purpose::ALL.map(|p| (p, usage.peak(p), predicted.peak(p)));
         let memory: Vec<_> = memory.into_iter().filter(|(_, measured, predicted)| measured + predicted > 0).collect();
-        let step_s_median = median(self.steps.iter().map(|m| m.step_s)).unwrap_or(0.0);
+        let step_s_median = self.sitting.step_s.median().unwrap_or(0.0);
         let measured = Measured {
-            steps: self.steps.len(),
+            steps: self.sitting.steps,
             step_s: step_s_median,
             instructions: self.kinds.medians(),
             mem_peak_bytes: usage.peak_total(),
@@ -587,7 +590,6 @@ impl<'s> Run<'s> {
             // The run is done; what it was like is not worth its failure.
             self.progress.note(&warning(format_args!("what was measured is not kept: {error}")));
         }
-        let total = |f: fn(&StepMetrics) -> f64| self.steps.iter().map(f).sum::<f64>();
         Ok(Summary {
             ending,
             steps: step,
@@ -599,11 +601,11 @@ impl<'s> Run<'s> {
             skipped: self.session.state.skipped,
             seconds: self.clock.began.elapsed().as_secs_f64(),
             step_s_median,
-            tps_median: median(self.steps.iter().map(|m| m.tps)).unwrap_or(0.0),
-            mfu_median: median(self.steps.iter().filter_map(|m| m.mfu)),
-            data_wait_share: total(|m| m.data_wait_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
-            comm_share: total(|m| m.comm_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
-            comm_exposed_share: total(|m| m.comm_exposed_s) / total(|m| m.step_s).max(f64::MIN_POSITIVE),
+            tps_median: self.sitting.tps.median().unwrap_or(0.0),
+            mfu_median: self.sitting.mfu.median(),
+            data_wait_share: self.sitting.data_wait_share(),
+            comm_share: self.sitting.comm_share(),
+            comm_exposed_share: self.sitting.comm_exposed_share(),
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             instructions: measured.instructions,
             memory,
@@ -667,10 +669,4 @@ fn report(events: Vec<Event>, progress: &mut dyn Progress) {
             Event::Best { step, loss } => progress.note(&format!("best so far: loss {loss:.4} at step {step}")),
         }
     }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
 }

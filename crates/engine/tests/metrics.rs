@@ -37,15 +37,15 @@ fn a_resumed_run_has_each_step_once() {
     let folder = std::env::var_os("TRAINYARD_KEEP").map_or(temporary.path().to_owned(), PathBuf::from);
     let (mut recorder, notices) = Recorder::open(&folder, &MetricsSection::default(), 0).unwrap();
     assert!(notices.is_empty(), "{notices:?}");
-    (1..=8).for_each(|n| recorder.step(&step(n)).unwrap());
+    (1..=8).for_each(|n| assert_eq!(recorder.step(&step(n)).unwrap(), None));
     recorder.evaluation(&EvaluationMetrics::new(8, 20.0, 10, Some(40), 0.5)).unwrap();
     drop(recorder);
 
     let (mut recorder, notices) = Recorder::open(&folder, &MetricsSection::default(), 5).unwrap();
     assert_eq!(notices.len(), 2, "both files had records after step 5: {notices:?}");
-    (6..=10).for_each(|n| recorder.step(&step(n)).unwrap());
+    (6..=10).for_each(|n| assert_eq!(recorder.step(&step(n)).unwrap(), None));
     recorder.evaluation(&EvaluationMetrics::new(10, 10.0, 10, Some(40), 0.5)).unwrap();
-    recorder.sync().unwrap();
+    recorder.end().unwrap();
 
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
     let read: Vec<StepMetrics> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -1,10 +1,13 @@
 //! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed,
 //! whenever gradients are summed; memory by the formula.
 
+use std::sync::Arc;
 use std::time::Duration;
+use trainyard_comm::fault::{self, Fault};
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::faults::{Faults, Hang};
 use trainyard_engine::fp8::AmaxHistory;
 use trainyard_engine::links::Links;
 use trainyard_engine::predict::predict;
@@ -79,15 +82,16 @@ fn train(sets: &[&str], steps: u64) -> Vec<End> {
 }
 
 fn train_rank(resolved: &Resolved, world: Communicator, steps: u64) -> Result<End, EngineError> {
-    train_rank_with(resolved, world, steps, |_| None)
+    train_rank_with(resolved, world, steps, |_| None, |_| Faults::new([], Hang::ForEver))
 }
 
-/// `instead` may replace what is loaded in a step.
+/// `instead` may replace what is loaded in a step, and `faults` strike the program.
 fn train_rank_with(
     resolved: &Resolved,
     world: Communicator,
     steps: u64,
     instead: impl Fn(u64) -> Option<Result<Batch, EngineError>> + Sync,
+    faults: impl Fn(&Program) -> Faults,
 ) -> Result<End, EngineError> {
     let device = match world.common().filter(|_| resolved.config.parallel.lend_threads) {
         Some(lent) => Device::cpu_lending_threads(Isa::detect(), resolved.threads, None, &lent),
@@ -104,6 +108,7 @@ fn train_rank_with(
     let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;
     let links = Links::new(&world, &program)?;
     let mut rank = Rank::new(&device, model, Holding::of(&program), links, &settings)?;
+    rank.inject(Arc::new(faults(&program)));
     let first = world.rank() * resolved.batch.accumulation * rows;
     let mut outcomes = Vec::new();
     for step in 0..steps {
@@ -212,6 +217,62 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
+/// The whole of a rank's memory, not only each purpose's, whatever lane is late. Buffers of
+/// reductions once came and went when their lane did, and met the peak or missed it by chance.
+#[test]
+fn the_peak_of_memory_depends_on_no_clock() {
+    let base = ["parallel.reduce_dtype='bf16'", "training.accumulation_steps=2"];
+    let ways: [&[&str]; 5] = [
+        &["parallel.ranks=2"],
+        &["parallel.ranks=2", "parallel.zero_stage=3", "precision.compute='bf16'"],
+        &["parallel.ranks=2", "parallel.zero_stage=2", "parallel.reduce_schedule='micro_batch'"],
+        &["parallel.ranks=4", "parallel.zero_stage=1", "parallel.data_parallel_replicate_degree=2"],
+        &["parallel.ranks=2", "parallel.reduce_dtype='f32'"],
+    ];
+    for way in ways {
+        let sets = [&base[..], way].concat();
+        // Nobody is late, and then every lane by as many milliseconds as a seed says.
+        for seed in 0..6 {
+            for (rank, end) in train_late(&sets, 2, seed).iter().enumerate() {
+                let (predicted, measured) = (end.predicted.peak_total(), end.memory.peak_total());
+                assert_eq!(measured, predicted, "{sets:?}, rank {rank}, delays of seed {seed}");
+                check_memory(end, &sets);
+            }
+        }
+    }
+}
+
+/// As [`train`], with delays at a quarter of the instructions, drawn from `seed`; none for 0.
+fn train_late(sets: &[&str], steps: u64, seed: u64) -> Vec<End> {
+    let resolved = resolved(sets);
+    let delays = |rank: u32, instructions: u32| {
+        let places = (0..steps).flat_map(|step| (0..instructions).map(move |instruction| (step, instruction)));
+        let late = places.filter_map(|(step, instruction)| {
+            let place = u64::from(rank) << 40 | step << 32 | u64::from(instruction);
+            let mut mixed = (place ^ seed << 50).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40;
+            let delay = Duration::from_millis(1 + mixed / 4 % 8);
+            let action = fault::Action::Delay(delay);
+            (mixed.is_multiple_of(4) && seed > 0).then_some(Fault {
+                rank,
+                at: fault::At::Position { step, instruction },
+                action,
+            })
+        });
+        late.collect::<Vec<Fault>>()
+    };
+    let worlds = local::World::new(resolved.parallel.ranks);
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            let (resolved, delays) = (&resolved, &delays);
+            let late =
+                |program: &Program| Faults::new(delays(program.rank, program.instructions.len() as u32), Hang::ForEver);
+            scope.spawn(move || run(world, |world| train_rank_with(resolved, world, steps, |_| None, late)).unwrap())
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
 /// Small steps on every way: sixty where all are asked for.
 fn steps() -> u64 {
     trainyard_testing::cases("steps", 20, 60)
@@ -266,7 +327,8 @@ fn threads_that_are_lent_change_no_bit() {
         let ends: Vec<End> = std::thread::scope(|scope| {
             let ranks = worlds.into_iter().map(|world| {
                 let (resolved, late) = (&resolved, late(world.rank()));
-                scope.spawn(move || run(world, |world| train_rank_with(resolved, world, 6, late)).unwrap())
+                let none = |_: &Program| Faults::new([], Hang::ForEver);
+                scope.spawn(move || run(world, |world| train_rank_with(resolved, world, 6, late, none)).unwrap())
             });
             ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
         });
@@ -448,8 +510,9 @@ fn fail_on_rank_one(sets: &[&str], fail: impl Fn() -> trainyard_engine::Result<B
             let (resolved, fail) = (&resolved, &fail);
             scope.spawn(move || {
                 let is_second = world.rank() == 1;
-                run(world, |world| train_rank_with(resolved, world, 4, |step| (is_second && step == 2).then(fail)))
-                    .map(|_| ())
+                let instead = |step| (is_second && step == 2).then(fail);
+                let none = |_: &Program| Faults::new([], Hang::ForEver);
+                run(world, |world| train_rank_with(resolved, world, 4, instead, none)).map(|_| ())
             })
         });
         let ends = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().ok()?.err().map(|e| e.to_string()));

@@ -15,6 +15,7 @@ pub mod cuda;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod heap;
 mod host;
 pub mod mapped;
 pub mod ops;

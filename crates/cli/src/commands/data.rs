@@ -109,6 +109,9 @@ pub fn tokenizing() -> impl FnMut(PrepareProgress) {
     const EVERY_S: u64 = 5;
     let mut told = std::time::Instant::now();
     move |progress| {
+        if progress.waits {
+            return note("another process prepares the same files: waiting for it");
+        }
         if told.elapsed().as_secs() >= EVERY_S {
             told = std::time::Instant::now();
             note(&format!(

@@ -50,6 +50,12 @@ pub(super) fn add(path: &Path, files: &mut Vec<SourceFile>) -> Result<()> {
     if metadata.is_dir() {
         return walk(path, 0, files);
     }
+    if !metadata.is_file() {
+        // Text is read more than once, and to its end: what a pipe gives is gone, and a device may
+        // have no end.
+        let what = "is neither a file nor a folder but a pipe, a socket or a device";
+        return Err(DataError::input(path, None, what, "write what it gives to a file, and name that"));
+    }
     let (format, compression) = classify(path)?.unwrap_or((Format::Text, Compression::None));
     files.push(source(path.to_path_buf(), &metadata, true, format, compression));
     Ok(())

@@ -236,7 +236,16 @@ fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mu
     })
 }
 
+/// The words of zstd for a window that is larger than its decoder takes memory for.
+const WINDOW_TOO_LARGE: &str = "Frame requires too much memory for decoding";
+
 fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataError {
+    if compression == Compression::Zstd && reason.to_string().contains(WINDOW_TOO_LARGE) {
+        let what = "is compressed with a window of more than 128 MiB (zstd --long=28 or more), and that is the most \
+                    memory that reading takes for one";
+        let fix = "compress it again: `zstd -d --long=31 FILE.zst`, then `zstd FILE`";
+        return DataError::input(path, None, what, fix);
+    }
     let damaged = !matches!(reason.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::IsADirectory);
     let name = match compression {
         Compression::Gzip if damaged => "gzip",

@@ -16,6 +16,8 @@
 mod pipeline;
 mod sidecar;
 
+use std::fs::{File, TryLockError};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
@@ -76,6 +78,8 @@ pub struct PrepareProgress {
     /// Bytes on disk of all source files. They equal the bytes of text in the end unless files are
     /// compressed or JSONL.
     pub source_bytes: u64,
+    /// True while another process prepares the same files and is waited for.
+    pub waits: bool,
 }
 
 /// The result of a preparation.
@@ -115,10 +119,14 @@ pub fn prepare(
         return Err(DataError::setting("out", what, "give a prefix such as data/my"));
     }
     let key = key(corpus, tokenizer, options);
+    if let Ok(sidecar) = earlier(options, &key) {
+        return Ok(prepared(options, sidecar, true, REUSED.into()));
+    }
+    // Of several that find nothing one writes, and the others find what it wrote.
+    let _lock = Lock::take(&options.out, || progress(PrepareProgress { waits: true, ..PrepareProgress::default() }))?;
     let reason = match earlier(options, &key) {
         Ok(sidecar) => {
-            let reason = "the same files, tokenizer and options were prepared before".into();
-            return Ok(prepared(options, sidecar, true, reason));
+            return Ok(prepared(options, sidecar, true, REUSED.into()));
         }
         Err(reason) => reason,
     };
@@ -132,6 +140,41 @@ pub fn prepare(
         }
     };
     Ok(prepared(options, sidecar, false, reason))
+}
+
+const REUSED: &str = "the same files, tokenizer and options were prepared before";
+
+/// The right to write the files of a prefix, which one process at a time has. It ends with the
+/// value, or with the process.
+struct Lock {
+    /// Held, not read. `None` where the file system knows no locks.
+    _file: Option<File>,
+}
+
+impl Lock {
+    /// Waits for whoever has it; `waiting` is called before that.
+    fn take(out: &Path, mut waiting: impl FnMut()) -> Result<Lock> {
+        let folder = atomic::folder_of(out);
+        std::fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
+        let name = out.file_name().unwrap_or_default().to_string_lossy();
+        let path = folder.join(format!(".{name}.lock"));
+        // It stays: who removed it might leave two processes with a lock each, of files of the same
+        // name.
+        let file = File::create(&path).map_err(DataError::io("create", &path))?;
+        let locked = match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                waiting();
+                file.lock()
+            }
+            Err(TryLockError::Error(reason)) => Err(reason),
+            Ok(()) => Ok(()),
+        };
+        match locked {
+            Ok(()) => Ok(Lock { _file: Some(file) }),
+            Err(reason) if reason.kind() == ErrorKind::Unsupported => Ok(Lock { _file: None }),
+            Err(reason) => Err(DataError::io("lock", &path)(reason)),
+        }
+    }
 }
 
 /// `OUT.train`.

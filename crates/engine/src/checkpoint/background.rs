@@ -89,11 +89,21 @@ impl BackgroundWriter {
         store: Option<CheckpointStore>,
         ranks: Communicator,
     ) -> Result<BackgroundWriter, CheckpointError> {
+        BackgroundWriter::with_others_on(run, store, ranks, Disk::default())
+    }
+
+    /// As [`BackgroundWriter::with_others`]; a rank without a store writes by `disk`.
+    pub(super) fn with_others_on(
+        run: &Path,
+        store: Option<CheckpointStore>,
+        ranks: Communicator,
+        disk: Disk,
+    ) -> Result<BackgroundWriter, CheckpointError> {
         let folder = run.join("checkpoints");
         let group = Group::new(ranks);
         let role = match store {
             Some(store) => Role::First { store, group: Some(group) },
-            None => Role::Other { folder: folder.clone(), group, disk: Disk::default() },
+            None => Role::Other { folder: folder.clone(), group, disk },
         };
         BackgroundWriter::start(role, folder)
     }

@@ -8,6 +8,8 @@
 use super::fault::Disk;
 use super::write::{Partial, Sizes, Writer, verify, write_parts};
 use super::{CheckpointError, Snapshot};
+use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::path::Path;
 use trainyard_comm::Communicator;
 
@@ -15,8 +17,31 @@ use trainyard_comm::Communicator;
 /// its writing thread alone.
 pub(super) struct Group(Communicator);
 
+/// Why a rank could not write, as the others are told.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Trouble {
+    /// In words, with the rank.
+    pub what: String,
+    /// True when a restart would meet it again. Without this word the other ranks would take a full
+    /// disk for a rank that failed.
+    pub comes_again: bool,
+}
+
+impl Trouble {
+    /// The word to the others about `error` of `rank`.
+    pub(super) fn of(error: &CheckpointError, rank: usize) -> Trouble {
+        Trouble { what: format!("rank {rank}: {error}"), comes_again: error.comes_again() }
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
 /// What a rank has to say: what it wrote, or why it could not.
-type Word = Result<Partial, String>;
+type Word = Result<Partial, Trouble>;
 
 impl Group {
     pub fn new(comm: Communicator) -> Group {
@@ -29,16 +54,26 @@ impl Group {
     }
 
     /// Rank 0 says whether it is done (None) or why not; the others hear it.
-    pub fn tell(&self, trouble: Option<&str>) -> Result<(), CheckpointError> {
-        let mut length = [trouble.map_or(0, |text| text.len().max(1)) as u64];
+    pub fn tell(&self, trouble: Option<&Trouble>) -> Result<(), CheckpointError> {
+        let word = trouble.map(serde_json::to_vec).transpose();
+        let mut bytes = word.map_err(|error| CheckpointError::Snapshot(error.to_string()))?.unwrap_or_default();
+        let mut length = [bytes.len() as u64];
         self.0.broadcast(&mut length, 0)?;
         if length[0] == 0 {
             return Ok(());
         }
-        let mut bytes = trouble.unwrap_or_default().as_bytes().to_vec();
         bytes.resize(length[0] as usize, b' ');
         self.0.broadcast(&mut bytes, 0)?;
-        Err(CheckpointError::Elsewhere(String::from_utf8_lossy(&bytes).into_owned()))
+        let trouble = serde_json::from_slice(&bytes);
+        Err(trouble.map_or_else(
+            |error| CheckpointError::Snapshot(format!("rank 0's word: {error}")),
+            CheckpointError::Elsewhere,
+        ))
+    }
+
+    /// Tells the others how this rank, the first, fared.
+    pub fn tell_of<T>(&self, done: &Result<T, CheckpointError>) -> Result<(), CheckpointError> {
+        self.tell(done.as_ref().err().map(|error| Trouble::of(error, self.0.rank())).as_ref())
     }
 
     /// Every rank's word on rank 0, in order; nothing on the others.
@@ -72,7 +107,7 @@ impl Group {
         });
         let word: Word = match &own {
             Ok(partial) => Ok(partial.clone()),
-            Err(error) => Err(format!("rank {}: {error}", self.0.rank())),
+            Err(error) => Err(Trouble::of(error, self.0.rank())),
         };
         self.collect(&word)?;
         let told = self.tell(None);

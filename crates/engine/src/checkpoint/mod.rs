@@ -39,6 +39,7 @@ mod write;
 pub use background::{BackgroundWriter, Event};
 pub use choice::{Choice, find};
 pub use fault::{Fault, FaultKind};
+pub use group::Trouble;
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
 pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
@@ -277,7 +278,7 @@ pub enum CheckpointError {
     Snapshot(String),
     /// Another rank's part of the checkpoint could not be written.
     #[error("no checkpoint was written: {0}")]
-    Elsewhere(String),
+    Elsewhere(Trouble),
     /// The ranks that write together lost each other.
     #[error(transparent)]
     Comm(#[from] trainyard_comm::CommError),
@@ -306,6 +307,15 @@ fn named(names: &[String]) -> String {
 }
 
 impl CheckpointError {
+    /// True when a restart would meet it again.
+    pub(crate) fn comes_again(&self) -> bool {
+        match self {
+            CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. } => true,
+            CheckpointError::Elsewhere(trouble) => trouble.comes_again,
+            _ => crate::error::is_lasting(self),
+        }
+    }
+
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError {
         let path = path.to_owned();
         move |source| CheckpointError::Io { action, path, source }

@@ -1,10 +1,12 @@
 //! A checkpoint as tensors by name, mapped into memory.
 
 use super::manifest::{Manifest, TensorEntry};
-use super::write::{dtype_name, verify};
+use super::write::{dtype_name, open, verify_contents};
 use super::{CheckpointError, FileEntry};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Seek;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
@@ -17,6 +19,9 @@ pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     files: BTreeMap<String, Mapped>,
+    /// The other files. They are open, so that a checkpoint that a run beside rotates away is read
+    /// to its end.
+    others: Vec<(FileEntry, File)>,
 }
 
 #[derive(Debug)]
@@ -35,9 +40,13 @@ impl Checkpoint {
     /// describes otherwise.
     pub fn open(folder: &Path) -> Result<Checkpoint, CheckpointError> {
         let manifest = Manifest::read(folder)?;
-        let mut files = BTreeMap::new();
-        for entry in manifest.files.iter().filter(|entry| entry.name.ends_with(".safetensors")) {
-            files.insert(entry.name.clone(), map(folder, entry)?);
+        let (mut files, mut others) = (BTreeMap::new(), Vec::new());
+        for entry in &manifest.files {
+            if entry.name.ends_with(".safetensors") {
+                files.insert(entry.name.clone(), map(folder, entry)?);
+            } else {
+                others.push((entry.clone(), open(folder, entry)?));
+            }
         }
         for (part, tensors) in &manifest.parts {
             for (name, entry) in tensors {
@@ -45,12 +54,17 @@ impl Checkpoint {
                     .map_err(|reason| CheckpointError::damaged(folder, format!("{part} tensor `{name}`: {reason}")))?;
             }
         }
-        Ok(Checkpoint { path: folder.to_owned(), manifest, files })
+        Ok(Checkpoint { path: folder.to_owned(), manifest, files, others })
     }
 
     /// Reads every file and compares its checksum.
     pub fn verify(&self) -> Result<(), CheckpointError> {
-        self.manifest.files.iter().try_for_each(|entry| verify(&self.path, entry))
+        for (entry, mut file) in self.others.iter().map(|(entry, file)| (entry, file)) {
+            file.rewind().map_err(CheckpointError::io("read", &self.path.join(&entry.name)))?;
+            verify_contents(&self.path, entry, file)?;
+        }
+        let tensors = self.manifest.files.iter().filter_map(|entry| Some((entry, self.files.get(&entry.name)?)));
+        tensors.into_iter().try_for_each(|(entry, file)| verify_contents(&self.path, entry, &file.bytes[..]))
     }
 
     /// Its folder.

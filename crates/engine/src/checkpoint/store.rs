@@ -1,7 +1,7 @@
 //! The checkpoints of a run: writing one, keeping some, finding the newest that is whole.
 
 use super::fault::{Disk, Fault};
-use super::group::Group;
+use super::group::{Group, Trouble};
 use super::read::Checkpoint;
 use super::write::{Partial, Sizes, Writer, Written, check, size, write_parts, write_rest};
 use super::{CheckpointError, Snapshot};
@@ -179,18 +179,16 @@ impl CheckpointStore {
             let own = write_parts(&mut self.disk, temporary, snapshot, self.sizes, Writer::ALONE)?;
             return self.commit(snapshot, path, temporary, vec![own]);
         };
-        let trouble = prepared.as_ref().err().map(CheckpointError::to_string);
-        let told = group.tell(trouble.as_deref());
+        let told = group.tell_of(&prepared);
         prepared?;
         told?;
         let own = write_parts(&mut self.disk, temporary, snapshot, self.sizes, group.writer());
-        let words = group.collect(&own.as_ref().map_err(CheckpointError::to_string).cloned())?;
+        let words = group.collect(&own.as_ref().map_err(|error| Trouble::of(error, 0)).cloned())?;
         let committed = own.and_then(|_| {
-            let partials: Result<Vec<_>, String> = words.into_iter().collect();
+            let partials: Result<Vec<_>, Trouble> = words.into_iter().collect();
             self.commit(snapshot, path, temporary, partials.map_err(CheckpointError::Elsewhere)?)
         });
-        let trouble = committed.as_ref().err().map(CheckpointError::to_string);
-        let told = group.tell(trouble.as_deref());
+        let told = group.tell_of(&committed);
         let bytes = committed?;
         told.map(|()| bytes)
     }
@@ -448,24 +446,58 @@ pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
     Ok(SetAside { before, moved })
 }
 
+/// Listings of the checkpoints, at most: another one is made when a checkpoint was rotated away
+/// while it was read. Each time the run beside has written a newer one.
+const LISTINGS_MAX: usize = 100;
+
 pub(super) fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
-    let mut skipped = Vec::new();
-    for step in steps(folder)?.into_iter().rev() {
-        let path = folder_of(folder, step);
-        let verified = Checkpoint::open(&path).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint));
-        match verified {
-            Ok(checkpoint) if checkpoint.step() == step => return Ok(Some(Found { step, checkpoint, skipped })),
-            Ok(checkpoint) => {
-                skipped.push(Skipped { path, reason: format!("its manifest is of step {}", checkpoint.step()) });
-            }
-            Err(CheckpointError::Damaged { reason, .. }) => skipped.push(Skipped { path, reason }),
-            Err(error) => skipped.push(Skipped { path, reason: error.to_string() }),
+    let mut listing = newest_of(folder, &steps(folder)?);
+    for _ in 1..LISTINGS_MAX {
+        match listing {
+            Listing::Complete(found) => return found,
+            Listing::Outdated(_) => listing = newest_of(folder, &steps(folder)?),
         }
     }
-    match skipped.is_empty() {
-        true => Ok(None),
-        false => Err(CheckpointError::NoneGood { path: folder.to_owned(), skipped }),
+    let (Listing::Complete(found) | Listing::Outdated(found)) = listing;
+    found
+}
+
+/// The outcome of a look at a list of checkpoints.
+enum Listing {
+    /// The newest of the list that is whole.
+    Complete(Result<Option<Found>, CheckpointError>),
+    /// One of the list went away meanwhile, as a run beside it has a newer one.
+    Outdated(Result<Option<Found>, CheckpointError>),
+}
+
+fn newest_of(folder: &Path, steps: &[u64]) -> Listing {
+    let (mut skipped, mut outdated) = (Vec::new(), false);
+    let mut newest = None;
+    for step in steps.iter().rev().copied() {
+        let path = folder_of(folder, step);
+        // The tensors are mapped when it is open, and stay readable whatever becomes of the folder.
+        let verified = Checkpoint::open(&path).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint));
+        let reason = match verified {
+            Ok(checkpoint) if checkpoint.step() == step => {
+                newest = Some((step, checkpoint));
+                break;
+            }
+            Ok(checkpoint) => format!("its manifest is of step {}", checkpoint.step()),
+            Err(CheckpointError::Damaged { reason, .. }) => reason,
+            Err(error) => error.to_string(),
+        };
+        if path.exists() {
+            skipped.push(Skipped { path, reason });
+        } else {
+            outdated = true;
+        }
     }
+    let found = match newest {
+        Some((step, checkpoint)) => Ok(Some(Found { step, checkpoint, skipped })),
+        None if skipped.is_empty() => Ok(None),
+        None => Err(CheckpointError::NoneGood { path: folder.to_owned(), skipped }),
+    };
+    if outdated { Listing::Outdated(found) } else { Listing::Complete(found) }
 }
 
 /// Steps that have a folder, ascending.

@@ -1,5 +1,6 @@
 //! Checkpoints under crashes, damage and full disks.
 
+use super::fault::Disk;
 use super::manifest::hex;
 use super::write::dtype_name;
 use super::*;
@@ -60,6 +61,15 @@ fn store(run: &Path, retention: Retention) -> CheckpointStore {
 
 #[track_caller]
 fn assert_holds(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
+    assert_tensors(checkpoint, want);
+    for (name, bytes) in &want.attachments {
+        assert_eq!(&fs::read(checkpoint.path().join(name)).unwrap(), bytes);
+    }
+}
+
+/// As [`assert_holds`] without the attachments: what can be read when the folder is gone.
+#[track_caller]
+fn assert_tensors(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
     assert_eq!(checkpoint.step(), want.step);
     assert_eq!(checkpoint.state(), &want.state);
     for part in &want.parts {
@@ -71,9 +81,6 @@ fn assert_holds(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
             checkpoint.read(&part.name, &region.name, 0..got.elements(), &mut bytes).unwrap();
             assert!(bytes == all(&region.bytes), "step {} {} differs", want.step, region.name);
         }
-    }
-    for (name, bytes) in &want.attachments {
-        assert_eq!(&fs::read(checkpoint.path().join(name)).unwrap(), bytes);
     }
 }
 
@@ -422,12 +429,24 @@ fn write_on_three_ranks(
     run: &Path,
     change: impl Fn(usize, &mut Snapshot<'static>) + Sync,
 ) -> Vec<Result<usize, String>> {
+    let ends = write_on_three_ranks_with(run, None, change);
+    ends.into_iter().map(|end| end.map_err(|error| error.to_string())).collect()
+}
+
+/// As [`write_on_three_ranks`], with a fault of the disk of one of them.
+fn write_on_three_ranks_with(
+    run: &Path,
+    fault: Option<(usize, Fault)>,
+    change: impl Fn(usize, &mut Snapshot<'static>) + Sync,
+) -> Vec<Result<usize, CheckpointError>> {
     let mut store = Some(store(run, KEEP_ALL));
     std::thread::scope(|scope| {
         let ranks = trainyard_comm::local::World::new(3).into_iter().enumerate().map(|(rank, world)| {
-            let (store, change) = (store.take().filter(|_| rank == 0), &change);
+            let (mut store, change) = (store.take().filter(|_| rank == 0), &change);
+            let fault = fault.filter(|(culprit, _)| *culprit == rank).map(|(_, fault)| fault);
+            store.iter_mut().for_each(|store| store.inject(fault));
             scope.spawn(move || {
-                let mut writer = BackgroundWriter::with_others(run, store, world).unwrap();
+                let mut writer = BackgroundWriter::with_others_on(run, store, world, Disk::with_fault(fault)).unwrap();
                 let mut events = 0;
                 for step in [1, 2] {
                     let mut snapshot = snapshot(step);
@@ -435,9 +454,9 @@ fn write_on_three_ranks(
                     snapshot.parts[0].regions.retain(|region| !region.range.is_empty());
                     let mut share = share(snapshot, rank, 3);
                     change(rank, &mut share);
-                    events += writer.submit(share).map_err(|error| error.to_string())?.len();
+                    events += writer.submit(share)?.len();
                 }
-                Ok(events + writer.finish().map_err(|error| error.to_string())?.len())
+                Ok(events + writer.finish()?.len())
             })
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -495,6 +514,57 @@ fn one_writer_at_a_time_and_readers_beside_it() {
     assert_holds(&latest(run.path()).checkpoint, &snapshot(1));
     drop(writer);
     CheckpointStore::open(run.path(), KEEP_ALL).unwrap();
+}
+
+/// With `keep_last = 1` a reader meets checkpoints that are rotated away under its hands.
+#[test]
+fn a_checkpoint_that_is_rotated_away_while_it_is_read_is_no_error() {
+    let run = scratch();
+    let mut writer = store(run.path(), KEEP_ONE);
+    writer.write(&snapshot(1)).unwrap();
+    // One that was open is read to its end.
+    let opened = latest(run.path()).checkpoint;
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut reads = 0;
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                let found = find_latest(run.path()).unwrap().unwrap();
+                found.checkpoint.verify().unwrap();
+                assert_tensors(&found.checkpoint, &snapshot(found.step));
+                assert_eq!(found.skipped, []);
+                reads += 1;
+            }
+            reads
+        });
+        (2..=150).for_each(|step| drop(writer.write(&snapshot(step)).unwrap()));
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(reader.join().unwrap() > 0);
+    });
+    opened.verify().unwrap();
+    assert_tensors(&opened, &snapshot(1));
+}
+
+/// A rank that is told of another's full disk ends as the one that met it: its exit code burns no
+/// restart.
+#[test]
+fn a_full_disk_is_told_to_all_ranks_as_one_that_comes_again() {
+    for culprit in 0..3 {
+        for kind in [ErrorKind::StorageFull, ErrorKind::BrokenPipe] {
+            let run = tempfile::tempdir().unwrap();
+            let fault = Fault { at: 2, kind: FaultKind::Fail(kind) };
+            let ends = write_on_three_ranks_with(run.path(), Some((culprit, fault)), |_, _| ());
+            for (rank, end) in ends.into_iter().enumerate() {
+                let error = end.unwrap_err();
+                assert_eq!(
+                    error.comes_again(),
+                    kind == ErrorKind::StorageFull,
+                    "{culprit} met {kind}: {rank}: {error}"
+                );
+                assert!(rank == culprit || error.to_string().contains(&format!("rank {culprit}")), "{rank}: {error}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -327,17 +327,27 @@ fn write_contents(
 
 /// Reads a file and compares it with its entry.
 pub(super) fn verify(folder: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
+    verify_contents(folder, entry, open(folder, entry)?)
+}
+
+/// Opens a file to be verified.
+pub(super) fn open(folder: &Path, entry: &FileEntry) -> Result<File, CheckpointError> {
     let path = folder.join(&entry.name);
-    let mut file = match File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return Err(CheckpointError::damaged(folder, format!("{} is missing", entry.name)));
-        }
-        Err(error) => return Err(CheckpointError::io("open", &path)(error)),
-    };
+    File::open(&path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => CheckpointError::damaged(folder, format!("{} is missing", entry.name)),
+        _ => CheckpointError::io("open", &path)(error),
+    })
+}
+
+/// Reads the contents of a file and compares them with its entry.
+pub(super) fn verify_contents(
+    folder: &Path,
+    entry: &FileEntry,
+    mut contents: impl Read,
+) -> Result<(), CheckpointError> {
     let (mut hasher, mut bytes, mut chunk) = (Xxh3::new(), 0, vec![0; 1 << 20]);
     loop {
-        let n = file.read(&mut chunk).map_err(CheckpointError::io("read", &path))?;
+        let n = contents.read(&mut chunk).map_err(CheckpointError::io("read", &folder.join(&entry.name)))?;
         if n == 0 {
             break;
         }

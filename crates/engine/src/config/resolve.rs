@@ -396,6 +396,13 @@ impl Resolver {
         }
     }
 
+    /// Rejects times that no clock measures or no run lives to see.
+    pub(super) fn seconds(&mut self, key: &str, value: Option<f64>) {
+        if let Some(value) = value {
+            self.within(key, value, 1e-3, 1e9);
+        }
+    }
+
     /// A problem where `path`, which `key` names, does not exist: where it was looked for.
     pub(super) fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
         let Some(path) = path.filter(|path| !path.exists()) else { return };
@@ -437,8 +444,10 @@ impl Resolver {
         let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
-            (None, Some(_)) => Some("model.path brings its tokenizer"),
-            (None, None) => None,
+            (None, Some(model)) if crate::corpora::brings_tokenizer(model) => Some("model.path brings its tokenizer"),
+            // Token files may still have one beside them.
+            (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
+            (None, _) => None,
         };
         if let Some(from) = from {
             self.unused("tokenizer.kind", &kind, from);
@@ -534,7 +543,7 @@ impl Resolver {
         self.count("training.steps", steps, 1, u64::MAX);
         self.count("training.tokens", tokens, 1, u64::MAX);
         self.positive("training.epochs", epochs);
-        self.positive("training.seconds", seconds);
+        self.seconds("training.seconds", seconds);
         if steps.is_none() && epochs.is_none() && tokens.is_none() && seconds.is_none() {
             let message =
                 "nothing ends the training: give training.steps, training.epochs, training.tokens or training.seconds";
@@ -751,11 +760,13 @@ impl Resolver {
         }
     }
 
-    /// `[checkpoint]`, `[evaluation]`.
+    /// `[checkpoint]`, `[evaluation]`, `[metrics]`.
     fn rest(&mut self, validation: bool) {
+        self.count("metrics.interval_steps", self.config.metrics.interval_steps, 1, u64::MAX);
+        self.count("metrics.profile_steps", Some(self.config.metrics.profile_steps), 1, 100_000);
         let CheckpointSection { interval_steps, interval_seconds, keep_last, keep_best } = self.config.checkpoint;
         self.count("checkpoint.interval_steps", interval_steps, 1, u64::MAX);
-        self.positive("checkpoint.interval_seconds", interval_seconds);
+        self.seconds("checkpoint.interval_seconds", interval_seconds);
         if interval_steps.is_none() && interval_seconds.is_none() {
             self.fill("checkpoint.interval_seconds", &600.0, "checkpoint.interval_steps is unset too");
         }

@@ -61,7 +61,7 @@ impl Resolver {
                 self.problem(&format!("parallel.{key}"), message);
             }
         }
-        self.positive("parallel.deadline_seconds", Some(section.deadline_seconds));
+        self.seconds("parallel.deadline_seconds", Some(section.deadline_seconds));
         if section.collectives == Collectives::Nccl && self.config.compute.device == DeviceKind::Cpu {
             let message = "parallel.collectives = \"nccl\" exchanges the memory of GPUs, and compute.device is \"cpu\": set \
                            compute.device = \"cuda\", or leave it at \"auto\"";

@@ -756,13 +756,21 @@ section! {
 section! {
     /// What is recorded beside the display.
     MetricsSection = "metrics" {
-        /// `metrics.jsonl`: one object a step.
+        /// `metrics.jsonl`: one object a step, see `interval_steps`.
         jsonl: bool = true;
+        /// Every how many steps one is recorded, in `metrics.jsonl` and for TensorBoard; skipped
+        /// steps, the first and the last are in any case. Unset: each of the first 10,000 steps,
+        /// every 10th up to 100,000, every 100th up to 1,000,000 and so on.
+        interval_steps: Option<u64> = None;
         /// TensorBoard event files.
         #[elsewhere("enable_tensorboard", "report_to")]
         tensorboard: bool = true;
-        /// `trace/rank-0.json`: a timeline of the program's instructions, for Perfetto.
+        /// `trace/rank-0.json`: a timeline of the program's instructions, for Perfetto, of the first
+        /// and the last steps of a sitting.
         #[elsewhere("enable_profiling", "profiling")]
         profile: bool = false;
+        /// Steps in the timeline at either end of a sitting. The last ones are written when the
+        /// sitting ends, so a process that is killed leaves the first ones alone.
+        profile_steps: u64 = 200;
     }
 }

@@ -224,7 +224,10 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["training.gradient_accumulation_steps=2"], &["did you mean `training.accumulation_steps`?"]),
     (&["steps=5"], &["unknown key `steps`; did you mean `training.steps`?"]),
     (&["traning={}"], &["unknown section `traning`; did you mean [training]?"]),
-    (&["metrics.wombat=1"], &["unknown key `metrics.wombat`; [metrics] has jsonl, tensorboard, profile"]),
+    (
+        &["metrics.wombat=1"],
+        &["unknown key `metrics.wombat`; [metrics] has jsonl, interval_steps, tensorboard, profile, profile_steps"],
+    ),
     (&["zoo.wombat=1"], &["the sections are run, model"]),
     (&["evaluation.batches_max=4"], &["counted micro-batches", "write evaluation.tokens_max"]),
     (&["training.steps"], &["section.key=value"]),
@@ -292,7 +295,9 @@ const BAD: &[(&[&str], &[&str])] = &[
     // Training.
     (&["training.steps=auto"], &["nothing ends the training"]),
     (&["training.steps=0"], &["training.steps = 0 is too small"]),
-    (&["training.seconds=0"], &["training.seconds = 0 must be greater than 0"]),
+    (&["training.seconds=0"], &["training.seconds = 0 is out of range: it must be from 0.001 to 1000000000"]),
+    (&["training.seconds=1e300"], &["training.seconds", "is out of range"]),
+    (&["parallel.deadline_seconds=1e-320"], &["parallel.deadline_seconds", "it must be from 0.001 to 1000000000"]),
     (&["training.sequence_length=auto"], &["training.sequence_length is not set"]),
     (&["training.micro_batch_size=4", "training.global_batch_size=6"], &["does not divide by 4"]),
     (
@@ -333,7 +338,9 @@ const BAD: &[(&[&str], &[&str])] = &[
         &["names block 2, but the last of 2 blocks is 1"],
     ),
     (&["checkpoint.keep_last=0"], &["nothing to resume from"]),
-    (&["checkpoint.interval_seconds=-1"], &["must be greater than 0"]),
+    (&["checkpoint.interval_seconds=-1"], &["it must be from 0.001"]),
+    (&["metrics.interval_steps=0"], &["metrics.interval_steps = 0 is too small: it must be at least 1"]),
+    (&["metrics.profile_steps=0"], &["metrics.profile_steps = 0 is too small"]),
     (&["training.epochs=0"], &["training.epochs = 0 must be greater than 0"]),
     (
         &["evaluation.early_stopping_patience=3"],

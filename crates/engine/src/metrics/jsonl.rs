@@ -42,16 +42,18 @@ impl Repair {
 impl JsonLines {
     /// Opens or creates the file and keeps the records whose step is at most `keep`.
     pub fn open(path: &Path, keep: u64) -> Result<(JsonLines, Repair), MetricsError> {
-        let (kept, last_step, repair) = match File::open(path) {
-            Ok(file) => select(file, keep).map_err(MetricsError::io("read", path))?,
+        let (last_step, repair) = match File::open(path) {
+            // Most files need no repair: they are read, and not copied.
+            Ok(file) => select(file, keep, &mut std::io::sink()).map_err(MetricsError::io("read", path))?,
             Err(error) if error.kind() == ErrorKind::NotFound => Default::default(),
             Err(error) => return Err(MetricsError::io("open", path)(error)),
         };
         if repair != Repair::default() {
             let temporary = path.with_extension("jsonl.new");
-            let written = File::create(&temporary).and_then(|mut file| {
-                file.write_all(&kept)?;
-                file.sync_all()
+            let written = File::create(&temporary).and_then(|file| {
+                let mut kept = BufWriter::new(file);
+                select(File::open(path)?, keep, &mut kept)?;
+                kept.into_inner().map_err(|error| error.into_error())?.sync_all()
             });
             written.map_err(MetricsError::io("write", &temporary))?;
             std::fs::rename(&temporary, path).map_err(MetricsError::io("replace", path))?;
@@ -81,12 +83,11 @@ impl JsonLines {
     }
 }
 
-/// The lines to keep, the last step among them, and what is left out.
-fn select(file: File, keep: u64) -> std::io::Result<(Vec<u8>, Option<u64>, Repair)> {
+/// Writes the lines to keep to `kept`; the last step among them, and what is left out.
+fn select(file: File, keep: u64, kept: &mut dyn Write) -> std::io::Result<(Option<u64>, Repair)> {
     // The whole line must be JSON, not only what is read of it.
     let step_of = |line: &[u8]| serde_json::from_slice::<serde_json::Value>(line).ok()?.get("step")?.as_u64();
     let mut reader = BufReader::new(file);
-    let mut kept = BufWriter::new(Vec::new());
     let (mut last, mut repair, mut line) = (None, Repair::default(), Vec::new());
     while reader.read_until(b'\n', &mut line)? > 0 {
         let whole = line.ends_with(b"\n");
@@ -100,7 +101,7 @@ fn select(file: File, keep: u64) -> std::io::Result<(Vec<u8>, Option<u64>, Repai
         }
         line.clear();
     }
-    Ok((kept.into_inner().map_err(|error| error.into_error())?, last, repair))
+    Ok((last, repair))
 }
 
 #[cfg(test)]

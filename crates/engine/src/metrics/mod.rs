@@ -11,10 +11,12 @@
 pub(crate) mod above_peak;
 pub mod jsonl;
 pub mod progress;
+pub mod sitting;
 pub mod tensorboard;
 
 pub use jsonl::{JsonLines, Repair};
 pub use progress::{Plain, Progress, Quiet, Terminal, TimeLeft};
+pub use sitting::{Sample, Sitting};
 pub use tensorboard::EventWriter;
 
 use crate::config::MetricsSection;
@@ -190,6 +192,9 @@ pub struct Recorder {
     steps: Option<JsonLines>,
     evaluations: Option<JsonLines>,
     events: Option<EventWriter>,
+    thinning: Thinning,
+    /// The last step, if it has no record.
+    last: Option<StepMetrics>,
 }
 
 impl Recorder {
@@ -217,19 +222,31 @@ impl Recorder {
         }
         let events =
             section.tensorboard.then(|| EventWriter::create(&folder.join("tensorboard"), resumed)).transpose()?;
-        Ok((Recorder { steps, evaluations, events }, notices))
+        let thinning = Thinning { interval: section.interval_steps };
+        Ok((Recorder { steps, evaluations, events, thinning, last: None }, notices))
     }
 
-    /// Records one step.
+    /// Records one step, unless it is thinned out. Now and then there is something to say about
+    /// that.
     ///
     /// # Errors
     ///
     /// A utilisation above one, and refusals of the operating system.
-    pub fn step(&mut self, metrics: &StepMetrics) -> Result<(), MetricsError> {
+    pub fn step(&mut self, metrics: &StepMetrics) -> Result<Option<String>, MetricsError> {
         if let Some(utilization) = metrics.mfu.filter(|mfu| *mfu > 1.0) {
             let peak_tflops = metrics.tflops / utilization;
             return Err(UtilizationAboveOne { utilization, tflops: metrics.tflops, peak_tflops }.into());
         }
+        self.last = None;
+        if !self.thinning.keeps(metrics.step) && !metrics.skipped {
+            self.last = Some(metrics.clone());
+            return Ok(None);
+        }
+        self.write(metrics)?;
+        Ok(self.thinning.said_at(metrics.step))
+    }
+
+    fn write(&mut self, metrics: &StepMetrics) -> Result<(), MetricsError> {
         if let Some(lines) = &mut self.steps {
             lines.append(metrics)?;
         }
@@ -255,9 +272,50 @@ impl Recorder {
         self.evaluations.as_ref().and_then(JsonLines::last_step)
     }
 
-    /// Makes everything written so far durable.
-    pub fn sync(&mut self) -> Result<(), MetricsError> {
+    /// Ends a sitting: its last step is recorded in any case, and everything is made durable.
+    pub fn end(&mut self) -> Result<(), MetricsError> {
+        if let Some(last) = self.last.take() {
+            self.write(&last)?;
+        }
         self.steps.iter_mut().chain(&mut self.evaluations).try_for_each(JsonLines::sync)
+    }
+}
+
+/// The choice of the steps of a long run that have records.
+#[derive(Clone, Copy, Debug)]
+struct Thinning {
+    /// `metrics.interval_steps`; None: ever fewer.
+    interval: Option<u64>,
+}
+
+impl Thinning {
+    /// Until here every step has a record.
+    const EVERY: u64 = 10_000;
+
+    /// Every how many steps one has a record, around `step`: each up to [`Thinning::EVERY`], from
+    /// there to ten times as many every tenth, and so on. A run of a million steps then has 28,000
+    /// records, and one of a billion 55,000. It depends on the step alone, so that a run that goes
+    /// on from a checkpoint has the records of one that was never stopped.
+    fn interval(self, step: u64) -> u64 {
+        self.interval.unwrap_or_else(|| {
+            let decades = step.saturating_sub(1) / Thinning::EVERY;
+            decades.checked_ilog10().map_or(1, |decades| 10u64.saturating_pow(decades + 1))
+        })
+    }
+
+    fn keeps(self, step: u64) -> bool {
+        step == 1 || step.is_multiple_of(self.interval(step))
+    }
+
+    /// A sentence after `step` if fewer steps have records from here on.
+    fn said_at(self, step: u64) -> Option<String> {
+        let interval = self.interval(step.saturating_add(1));
+        (interval > self.interval(step)).then(|| {
+            format!(
+                "step {step}: from here on every {interval}th step is recorded in metrics.jsonl and for TensorBoard \
+                 (metrics.interval_steps = 1 records all)"
+            )
+        })
     }
 }
 
@@ -332,8 +390,41 @@ pub(crate) mod tests {
         let (mut recorder, _) = Recorder::open(folder.path(), &MetricsSection::default(), 0).unwrap();
         let error = recorder.step(&StepMetrics { mfu: Some(1.01), ..sample(1) }).unwrap_err();
         assert!(matches!(error, MetricsError::Utilization(_)), "{error}");
-        recorder.sync().unwrap();
+        recorder.end().unwrap();
         assert_eq!(std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap(), "");
+    }
+
+    #[test]
+    fn records_of_a_long_run_are_ever_fewer_and_a_resumed_run_has_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let section = MetricsSection { tensorboard: false, ..MetricsSection::default() };
+        let recorded = || {
+            let text = std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
+            let step = |line: &str| serde_json::from_str::<StepMetrics>(line).unwrap().step;
+            text.lines().map(step).collect::<Vec<u64>>()
+        };
+        let (mut recorder, _) = Recorder::open(folder.path(), &section, 0).unwrap();
+        let mut said = Vec::new();
+        for step in 9_998..=10_024 {
+            said.extend(recorder.step(&StepMetrics { skipped: step == 10_015, ..sample(step) }).unwrap());
+        }
+        recorder.end().unwrap();
+        assert_eq!(recorded(), [9_998, 9_999, 10_000, 10_010, 10_015, 10_020, 10_024]);
+        assert!(said.len() == 1 && said[0].contains("every 10th step"), "{said:?}");
+        // On from a checkpoint of a step without a record.
+        let (mut recorder, _) = Recorder::open(folder.path(), &section, 10_013).unwrap();
+        (10_014..=10_030).for_each(|step| drop(recorder.step(&sample(step)).unwrap()));
+        recorder.end().unwrap();
+        assert_eq!(recorded(), [9_998, 9_999, 10_000, 10_010, 10_020, 10_030]);
+
+        let derived = Thinning { interval: None };
+        assert_eq!(
+            [1, 10_000, 10_001, 100_000, 100_001, 1_000_001].map(|s| derived.interval(s)),
+            [1, 1, 10, 10, 100, 1000]
+        );
+        let kept = |thinning: Thinning| (1..=1_000_000).filter(|step| thinning.keeps(*step)).count();
+        assert_eq!((kept(derived), kept(Thinning { interval: Some(1) })), (28_000, 1_000_000));
+        assert_eq!(kept(Thinning { interval: Some(1000) }), 1001);
     }
 
     #[test]

@@ -111,9 +111,10 @@ impl Rank {
         model: Model,
         holding: Holding,
         tiers: Tiers,
-        links: Links,
+        mut links: Links,
         settings: &RankSettings,
     ) -> Result<Rank> {
+        links.reduce.stage(device, &model, &holding, settings.reduce)?;
         let parameters = ParameterState::zeros(device, &model, holding, settings.compute, &tiers)?;
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding, &tiers)?;
