@@ -433,7 +433,11 @@ impl Ways {
             dearest.join(", ")
         )];
         if let Some(limit) = best.limit {
-            said.push(format!("A rank holds {} of {} that it may.", format_bytes(best.bytes), format_bytes(limit.bytes)));
+            said.push(format!(
+                "A rank holds {} of {} that it may.",
+                format_bytes(best.bytes),
+                format_bytes(limit.bytes)
+            ));
         }
         if let Some(faster) =
             self.too_large.iter().filter(|way| way.step_s < best.step_s).min_by(|a, b| a.step_s.total_cmp(&b.step_s))

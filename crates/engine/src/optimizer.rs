@@ -402,7 +402,7 @@ impl Optimizer {
     /// The names of a parameter's state tensors, whatever ranks hold them.
     pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
         let Some(settings) = &self.settings else { return &[] };
-        let rule = Rule::of(settings.name, spec);
+        let rule = Rule::of(settings.name, spec, &members(spec)[0].rows);
         let tensors = rule.state_elements(spec.elements(), settings).len();
         &rule.names()[..tensors]
     }

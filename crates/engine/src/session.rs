@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
-use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved, hub_model};
+use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
 use crate::early_stopping::EarlyStopping;
 use crate::limit::{self, Copies};
@@ -25,9 +25,8 @@ use crate::{EngineError, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use trainyard_base::format_bytes;
 use trainyard_comm::Communicator;
-use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer, place_of};
+use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, hf};
 use trainyard_program::Program;
 use trainyard_tensor::cpu::{Cpu, Isa};
