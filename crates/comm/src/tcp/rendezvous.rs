@@ -99,17 +99,17 @@ pub enum RendezvousError {
     #[error("{} of a world of {world} did not come to {host}:{port} within {:.1} s: see what they say, and whether their hosts reach this one{strangers}", ranks(missing), waited.as_secs_f64())]
     Missing {
         /// The ranks.
-        missing: Vec<u32>,
+        missing: Box<[u32]>,
         /// Processes of the world.
         world: u32,
         /// Where they should have come.
-        host: String,
+        host: Box<str>,
         /// Port of it.
         port: u16,
         /// Time that was waited.
         waited: Duration,
         /// The connections that were turned away meanwhile, in words.
-        strangers: String,
+        strangers: Box<str>,
     },
     /// Those who came do not fit together, or cannot reach each other.
     #[error("{0}")]
@@ -246,10 +246,10 @@ impl Rendezvous {
                 return Err(RendezvousError::Missing {
                     missing: (1..self.world).filter(|rank| !has_come(rank)).collect(),
                     world: self.world,
-                    host: self.host.clone(),
+                    host: self.host.as_str().into(),
                     port: self.port,
                     waited: start.elapsed(),
-                    strangers: door.strangers().summary(),
+                    strangers: door.strangers().summary().into(),
                 });
             }
             let Some(Visitor { word, stream, ip }) = door.next(left) else { continue };
