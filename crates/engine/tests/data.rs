@@ -15,6 +15,7 @@ use trainyard_data::{Corpus, CorpusOptions, IndexedTokens, PrepareOptions, Token
 use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::{EvaluationMetrics, Progress, StepMetrics};
+use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{Result, world};
@@ -41,7 +42,7 @@ fn run(config: &Config, resume: Option<(&Path, &[String])>, stop_at: Option<u64>
     world::on_threads(world::ranks(config)?, |world| {
         let stop = AtomicBool::new(false);
         let mut session = match resume {
-            Some((folder, sets)) => Session::resume(folder, sets, world, |_| ())?,
+            Some((folder, sets)) => Session::resume(&GoingOn::new(folder, sets), world, |_| ())?,
             None => Session::create(config, world, |_| ())?,
         };
         let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");

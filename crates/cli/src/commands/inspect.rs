@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use trainyard_data::{Dataset, IGNORE, IndexedTokens, Sampling, Tokenizer};
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::{Corpora, held_back_part, token_source, tokenizer_of};
+use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::{Session, files, inputs_for};
 use trainyard_engine::shape::model_spec;
 
@@ -133,7 +134,8 @@ pub fn run(args: &Args) -> Result<()> {
         }
         of_tokens(&prefix, args)
     } else if path.join(files::CONFIG).is_file() {
-        Session::configuration(path, &args.sets).map_err(Into::into).and_then(|config| of_training(&config, args))
+        let going_on = GoingOn::new(path, &args.sets);
+        Session::configuration(&going_on).map_err(Into::into).and_then(|config| of_training(&config, args))
     } else if path.is_file() && path.extension().is_some_and(|extension| extension == "toml" || extension == "json") {
         Config::load(Some(path), &args.sets).map_err(Into::into).and_then(|config| of_training(&config, args))
     } else if path.exists() {
