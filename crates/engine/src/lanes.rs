@@ -304,7 +304,7 @@ mod tests {
             computed.set(computed.get() + 1);
             Ok(())
         };
-        let (spans, told) = run_all(&others, compute, Some(&meanwhile));
+        let (spans, told) = run_all(others, compute, Some(&meanwhile));
         assert!(spans.is_ok() && told == 0);
         assert!(asked.get() >= 7 && computed.get() == program().on_lane(Lane::Compute).count());
     }
