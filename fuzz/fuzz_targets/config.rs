@@ -13,6 +13,7 @@ fn resolve(file: &str, sets: &[String]) -> Result<Resolved, ConfigError> {
     let inputs = Inputs {
         cores: 2,
         cores_because: "the fuzzer says so".into(),
+        sequences_per_epoch: None,
         processes: None,
         sharing: 1,
         tokenizer_vocabulary: Some(97),

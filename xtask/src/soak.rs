@@ -1,11 +1,11 @@
 //! `cargo xtask soak`: the memory of a long run is that of a short one.
 //!
-//! Trains a model that is next to nothing for half a million steps, on one rank and beside it on two
-//! rank threads, and reads each process's resident memory all the while. The bar: the median over
-//! the last tenth of the steps lies within two hundredths of that over the second tenth. The first
-//! tenth is left out, because caches fill in it, samples of the steps' times, and what the first
-//! checkpoint takes. It takes minutes, so it is no part of `test`, which counts live bytes over
-//! fewer steps (`crates/engine/tests/memory.rs`).
+//! Trains a model that is next to nothing for half a million steps, on one rank and beside it on
+//! two rank threads, and reads each process's resident memory all the while. The bar: the median
+//! over the last tenth of the steps lies within two hundredths of that over the second tenth. The
+//! first tenth is left out, because caches fill in it, samples of the steps' times, and what the
+//! first checkpoint takes. It takes minutes, so it is no part of `test`, which counts live bytes
+//! over fewer steps (`crates/engine/tests/memory.rs`).
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};

@@ -89,8 +89,8 @@ fn what_was_set_when_a_run_was_resumed_is_kept() {
     assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
 }
 
-/// The bar: killed at 20 random moments (6 unless all are asked for), the final weights are those of
-/// a run that nobody touched, byte for byte.
+/// The bar: killed at 20 random moments (6 unless all are asked for), the final weights are those
+/// of a run that nobody touched, byte for byte.
 #[test]
 fn a_killed_run_ends_with_the_same_bytes() {
     let kills_wanted = trainyard_testing::cases("kills", 6, 20);

@@ -209,7 +209,8 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "zstd with a window that is too large",
-        // A frame by hand (RFC 8878): magic, no content size, a window of 2^28 bytes, one raw block.
+        // A frame by hand (RFC 8878): magic, no content size, a window of 2^28 bytes, one raw
+        // block.
         run: |f| reading(f, "a.txt.zst", b"\x28\xb5\x2f\xfd\x00\x90\x19\x00\x00abc"),
         kind: kind!(Input),
         words: &["a.txt.zst", "a window of more than 128 MiB", "zstd -d --long=31"],

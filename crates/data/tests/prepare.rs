@@ -236,7 +236,8 @@ fn an_error_in_the_middle_ends_every_thread_and_keeps_the_old_files() {
     assert_eq!(names.len(), 1 + 5, "the texts, two pairs, a description and the lock: {names:?}");
 }
 
-/// Documents are tokenized as transformers tokenizes a text; what was prepared otherwise is not kept.
+/// Documents are tokenized as transformers tokenizes a text; what was prepared otherwise is not
+/// kept.
 #[test]
 fn documents_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     let folder = tempfile::tempdir().unwrap();

@@ -18,6 +18,11 @@
 use crate::config::{DecayShape, ScheduleKind};
 use serde::Serialize;
 
+/// Steps of the warmup where `schedule.warmup_steps` is unset, of a run of `steps`.
+pub(crate) fn usual_warmup(steps: u64) -> u64 {
+    (steps / 50).min(2000)
+}
+
 /// A schedule; everything but the step.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct Schedule {

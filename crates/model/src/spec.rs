@@ -175,8 +175,8 @@ pub struct ModelSpec {
     /// The token that fills a batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_token: Option<u32>,
-    /// The `model_type` that it came as and is exported as again, where the usual one for this shape
-    /// is another.
+    /// The `model_type` that it came as and is exported as again, where the usual one for this
+    /// shape is another.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_type: Option<String>,
 }

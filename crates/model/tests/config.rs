@@ -42,8 +42,9 @@ fn presets_round_trip_through_config_json_and_toml_shaped_serde() {
     }
 }
 
-/// Qwen2 is the one class with biases on queries, keys and values alone, and transformers splits text
-/// for it by a class of its own: what was not Qwen2 goes out as a Llama whose other bias is zero.
+/// Qwen2 is the one class with biases on queries, keys and values alone, and transformers splits
+/// text for it by a class of its own: what was not Qwen2 goes out as a Llama whose other bias is
+/// zero.
 #[test]
 fn a_shape_with_qkv_bias_goes_out_as_a_llama_and_what_came_as_qwen2_stays_qwen2() {
     let model_type = |spec: &ModelSpec| {

@@ -6,8 +6,8 @@
 //! its own to the test's output; `cargo xtask test` reads these lines, counts them and names the
 //! tests at its end. `cargo test` shows them with `--nocapture`.
 //!
-//! It is a dev-dependency, which depends on nothing; `cargo xtask test` alone builds with it, to read
-//! the lines.
+//! It is a dev-dependency, which depends on nothing. `cargo xtask test` alone builds with it, to
+//! read the lines.
 
 use std::fmt::Display;
 

@@ -47,7 +47,8 @@ pub fn run(root: &Path, json: Option<&Path>) -> Result<bool> {
         let text = serde_json::to_string_pretty(&list)? + "\n";
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
-    Ok(report(&list))
+    print_registers(&list);
+    Ok(none_spills(&list))
 }
 
 /// The step of `cargo xtask test`: that everything compiles and nothing spills. Skipped where NVRTC
@@ -56,7 +57,7 @@ pub fn compiles(root: &Path) -> Result<Check> {
     match nvrtc(root) {
         Ok((nvrtc, found)) => {
             println!("NVRTC {} ({found})", nvrtc.version());
-            Ok(report(&compile_all(&nvrtc)?).into())
+            Ok(none_spills(&compile_all(&nvrtc)?).into())
         }
         Err(error) => Ok(Check::Skipped(format!("no NVRTC: {error:#}"))),
     }
@@ -162,9 +163,8 @@ fn usages(log: &str, dtype: &'static str, architecture: &'static str) -> Vec<Usa
     list
 }
 
-/// Prints the list: for each kernel and architecture the most registers of any dtype. Returns true
-/// if nothing spills.
-fn report(list: &[Usage]) -> bool {
+/// Prints for each kernel and architecture the most registers of any dtype.
+fn print_registers(list: &[Usage]) {
     let mut most: BTreeMap<&str, BTreeMap<&str, u32>> = BTreeMap::new();
     for usage in list {
         let registers = most.entry(&usage.kernel).or_default().entry(usage.architecture).or_default();
@@ -179,6 +179,10 @@ fn report(list: &[Usage]) -> bool {
                 .concat()
         );
     }
+}
+
+/// Prints the kernels that spill, and how many there are. Returns true if there are none.
+fn none_spills(list: &[Usage]) -> bool {
     let spilled: Vec<&Usage> = list.iter().filter(|usage| usage.spill_bytes > 0).collect();
     for usage in &spilled {
         println!("{} ({}, {}) spills {} bytes", usage.kernel, usage.dtype, usage.architecture, usage.spill_bytes);
@@ -211,6 +215,6 @@ mod tests {
         let first = Usage { registers: 56, spill_bytes: 12, stack_bytes: 16, shared_bytes: 128, ..usage("qk_norm") };
         let list = usages(log, "bf16", "sm_80");
         assert_eq!(list, [first, Usage { registers: 31, ..usage("rms_norm") }]);
-        assert!(!report(&list) && report(&list[1..]));
+        assert!(!none_spills(&list) && none_spills(&list[1..]));
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! One type for the three kinds: a Hugging Face `tokenizer.json` (run by the crate `tokenizers`, so
 //! that ids are those of transformers), bytes, and characters. The last two are saved as a small
-//! JSON of our own and can be exported as a `tokenizer.json` too. Truncation and padding are switched
-//! off, and encoding adds no token: [`Tokenizer::before`] and [`Tokenizer::after`] are what the
-//! post-processor of a `tokenizer.json` puts around a text, for whoever has a whole text. The
-//! end-of-text token is put between documents by whoever writes them.
+//! JSON of our own and can be exported as a `tokenizer.json` too. Truncation and padding are
+//! switched off, and encoding adds no token: [`Tokenizer::before`] and [`Tokenizer::after`] are
+//! what the post-processor of a `tokenizer.json` puts around a text, for whoever has a whole text.
+//! The end-of-text token is put between documents by whoever writes them.
 //!
 //! The files beside a `tokenizer.json` (chat template, special tokens, ...) are kept with it, and
 //! saved with it again.
@@ -249,8 +249,8 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// The tokens that belong before a whole text, as its post-processor has it: a beginning-of-text
-    /// token, or nothing.
+    /// The tokens that belong before a whole text, as its post-processor has it: a
+    /// beginning-of-text token, or nothing.
     pub fn before(&self) -> &[u32] {
         &self.around[0]
     }
@@ -320,11 +320,11 @@ impl Tokenizer {
         format!("{:016x}", xxh3_64(self.json.as_bytes()))
     }
 
-    /// Writes the file that [`Tokenizer::load`] reads, and those that lay beside it, unchanged since
-    /// they were loaded or trained; each atomically.
+    /// Writes the file that [`Tokenizer::load`] reads, and those that lay beside it, unchanged
+    /// since they were loaded or trained; each atomically.
     ///
-    /// When the end-of-text token cannot be told from them, a `tokenizer_config.json` beside it says
-    /// it.
+    /// When the end-of-text token cannot be told from them, a `tokenizer_config.json` beside it
+    /// says it.
     pub fn save(&self, path: &Path) -> Result<()> {
         atomic::write(path, self.json.as_bytes())?;
         if let Kind::HuggingFace(inner) = &*self.kind {

@@ -6,7 +6,7 @@ use super::mistaken::{hub_dataset, hub_model};
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
-use crate::schedule::Schedule;
+use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
 use trainyard_tensor::cpu::Isa;
@@ -23,11 +23,6 @@ const SEQUENCE_LENGTH_DERIVED_MAX: usize = 2048;
 /// Tokens of a sequence where `training.sequence_length` is unset and the model takes `longest`.
 pub(crate) fn usual_sequence_length(longest: usize) -> usize {
     longest.min(SEQUENCE_LENGTH_DERIVED_MAX)
-}
-
-/// Steps of the warmup where `schedule.warmup_steps` is unset, of a run of `steps`.
-fn usual_warmup(steps: u64) -> u64 {
-    (steps / 50).min(2000)
 }
 
 /// What the configuration depends on and does not contain.

@@ -19,8 +19,8 @@ pub struct ExportOptions {
     pub dtype: DType,
     /// Maximum bytes of one file. A larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
-    /// The text of the `generation_config.json` that the model came with; None: one with its special
-    /// tokens.
+    /// The text of the `generation_config.json` that the model came with; None: one with its
+    /// special tokens.
     pub generation: Option<String>,
 }
 
