@@ -19,7 +19,7 @@ use std::path::Path;
 pub struct Options {
     /// Compare with the files instead of writing them.
     #[arg(long)]
-    check: bool,
+    pub check: bool,
 }
 
 /// Where the pictures lie, below the root of the repository.

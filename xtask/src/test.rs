@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use trainyard_cuda::stand_in::StandIn;
 
-use crate::{gpu, tidy};
+use crate::{gpu, pictures, tidy};
 use pool::Test;
 use report::Report;
 
@@ -61,6 +61,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     check(&mut report, "clippy", |_| {
         optional(root, "clippy", &["--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
     })?;
+    check(&mut report, "pictures", |_| Ok(pictures::run(root, &pictures::Options { check: true })?.into()))?;
     check(&mut report, "fuzz targets", |_| fuzz_targets_compile(root))?;
     check(&mut report, "kernels of GPUs", |_| gpu::compiles(root))?;
     install_cpp_compiler();

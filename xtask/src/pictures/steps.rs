@@ -48,7 +48,7 @@ pub fn plans() -> Result<String> {
         })
         .collect();
     let plot = scatter(&Scatter {
-        title: "Plans for Llama 70B on 512 H100: each point is a simulated layout, the large one is the fastest",
+        title: "Simulated plans for Llama 70B on 512 H100; the large point is the fastest",
         x: "memory of the fullest GPU, GiB",
         y: "tokens per second",
         points: &points,
