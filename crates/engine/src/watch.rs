@@ -19,7 +19,7 @@ use trainyard_comm::Communicator;
 
 /// The share of the deadline that a lane's own work may take.
 const OWN_SHARE: f64 = 0.8;
-/// How long the threads of a rank may take to end after a failure.
+/// Time in which the threads of a rank must end after a failure.
 const GRACE: Duration = Duration::from_secs(5);
 /// The folder of reports in a run's folder.
 pub const FOLDER: &str = "faults";

@@ -31,7 +31,7 @@ const NAMES: [&str; 8] = [
 pub(super) struct Companions {
     /// By name, as they were read.
     files: BTreeMap<&'static str, Vec<u8>>,
-    /// What `tokenizer_config.json` says.
+    /// Contents of `tokenizer_config.json`.
     config: Map<String, Value>,
 }
 
@@ -80,8 +80,8 @@ impl Companions {
         self.config.get(key).and_then(Value::as_bool) == Some(true)
     }
 
-    /// True when there is a `tokenizer_config.json` that transformers can go by; one that only names
-    /// the end-of-text token is our own.
+    /// True when there is a `tokenizer_config.json` that transformers can go by; one that only
+    /// names the end-of-text token is our own.
     pub(super) fn is_whole(&self) -> bool {
         self.config.contains_key("tokenizer_class")
     }
@@ -91,8 +91,8 @@ impl Companions {
         self.files.contains_key(name)
     }
 
-    /// Writes all of them beside the tokenizer file `path`; into `tokenizer_config.json` go the keys
-    /// of `config` that it has not, and the end-of-text token of `config`.
+    /// Writes all of them beside the tokenizer file `path`; into `tokenizer_config.json` go the
+    /// keys of `config` that it has not, and the end-of-text token of `config`.
     pub(super) fn write(&self, path: &Path, config: Option<&Value>) -> Result<()> {
         for (name, bytes) in self.files.iter().filter(|(name, _)| config.is_none() || **name != CONFIG) {
             atomic::write(&beside(path, name), bytes)?;

@@ -12,15 +12,15 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 
-/// How to write.
+/// Options of writing weights.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
     /// The dtype of the files: f32, bf16 or f16.
     pub dtype: DType,
     /// Maximum bytes of one file. A larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
-    /// The text of the `generation_config.json` that the model came with; None: one with its special
-    /// tokens.
+    /// The text of the `generation_config.json` that the model came with; None: one with its
+    /// special tokens.
     pub generation: Option<String>,
 }
 
