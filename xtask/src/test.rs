@@ -25,7 +25,7 @@ use crate::{gpu, pictures, tidy};
 use pool::Test;
 use report::Report;
 
-/// How long one test may take, and with `--all`.
+/// Time limit of one test, without and with `--all`.
 const LIMITS: [Duration; 2] = [Duration::from_secs(1200), Duration::from_secs(7200)];
 /// The features of the build where there is an MPI. Without the feature the same tests compile for
 /// clippy.
@@ -39,7 +39,7 @@ pub struct Options {
     all: bool,
 }
 
-/// How a check ended.
+/// Result of a check.
 pub enum Check {
     Passed,
     Failed,
@@ -151,7 +151,7 @@ fn documentation(root: &Path, features: &[&str], report: &mut Report) -> Result<
     Ok((output.status.success() && report.documentation[1] == 0).into())
 }
 
-/// How many tests passed and failed, by the result lines in `output`:
+/// Numbers of passed and failed tests, from the result lines in `output`:
 /// `test result: ok. 3 passed; 1 failed; 0 ignored; ...`
 fn sums(output: &str) -> [usize; 2] {
     let figures = output.lines().filter_map(|line| line.split_once("test result:")).map(|(_, figures)| figures);

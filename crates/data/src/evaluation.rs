@@ -71,7 +71,7 @@ impl EvalBatches<'_> {
         self.last
     }
 
-    /// Whether all of the split is read, and not only its beginning.
+    /// True if all of the split is read, and not only its beginning.
     pub fn is_whole(&self) -> bool {
         self.last == self.tokens.tokens() - 1
     }

@@ -1,4 +1,4 @@
-//! What a run's steps took and held, to lie beside what was predicted of them.
+//! Measured time and memory of a run's steps, which `plan.json` keeps beside the prediction.
 
 use crate::lanes::Span;
 use crate::metrics::Sample;
@@ -6,34 +6,34 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use trainyard_program::Program;
 
-/// Seconds of a step's instructions by kind.
+/// Samples of the seconds that a step's instructions take, by kind of instruction.
 #[derive(Clone, Debug, Default)]
 pub struct Kinds(BTreeMap<&'static str, Kind>);
 
-/// The first step, which touches memory for the first time, and the others.
+/// Samples of one kind. The first step is kept apart because it touches memory for the first time.
 #[derive(Clone, Debug, Default)]
 struct Kind {
     first: Option<f64>,
     rest: Sample,
 }
 
-/// What a sitting measured: what `plan.json` keeps beside the prediction.
+/// Measurements of one sitting of a run (from start or resumption to its end).
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Measured {
-    /// Steps that it rests on.
+    /// Number of measured steps.
     pub steps: usize,
     /// Median seconds of a step.
     pub step_s: f64,
     /// Median seconds of rank 0's instructions in a step, summed by kind.
     pub instructions: BTreeMap<String, f64>,
-    /// Peak bytes in all, and by purpose.
+    /// Peak bytes in total.
     pub mem_peak_bytes: usize,
-    /// By purpose.
+    /// Peak bytes by purpose.
     pub mem_peak: BTreeMap<String, usize>,
 }
 
 impl Kinds {
-    /// Adds a step: when each instruction of `program` ran.
+    /// Adds a step, given the spans of the instructions of `program`.
     pub fn add(&mut self, program: &Program, spans: &[Span]) {
         let mut sums: BTreeMap<&'static str, f64> = BTreeMap::new();
         for (instruction, span) in program.instructions.iter().zip(spans) {

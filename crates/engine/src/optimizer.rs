@@ -1,10 +1,15 @@
-//! Update rules over a unit's flat buffers.
+//! Optimizers: update rules that run over a unit's flat buffers, and their state.
 //!
-//! A rule's state is a list of named tensors per unit. Element-wise rules (AdamW, SGD, Lion) run
-//! over the longest ranges that share a weight decay, gaps included (they are zero and stay zero),
-//! cut to what the rank holds. Rules that look at a matrix as a whole (Muon, Adafactor) run matrix
-//! by matrix and need all of it: a parameter that fuses several (queries, keys and values; gate and
-//! up) is updated as those that files name, each by itself. Norms and biases do not decay.
+//! A rule's state is a list of named tensors per unit.
+//!
+//! - Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that share a weight decay,
+//!   cut to the part that the rank holds. Gaps between parameters are included: they are zero and
+//!   stay zero.
+//! - Whole-matrix rules (Muon, Adafactor) run matrix by matrix and need all of it. A parameter that
+//!   fuses several matrices (queries, keys and values; gate and up) is updated as the separate
+//!   matrices of weight files.
+//!
+//! Norms and biases have no weight decay.
 
 mod on_host;
 
@@ -22,24 +27,26 @@ use trainyard_tensor::ops::optim::{
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// An optimizer and its state: per unit one chunk, on the device; or several in a [`Store`],
-/// fetched one after the other into staging buffers; or several in the host's memory, where they
-/// stay and are updated.
+/// An optimizer and its state. The state of a unit is one of:
+///
+/// - one chunk on the device;
+/// - chunks in a [`Store`], each fetched into a staging buffer for its update;
+/// - chunks in the host's memory, where they stay and are updated.
 pub struct Optimizer {
-    /// None for what does not train.
+    /// None for a rank that does not train.
     settings: Option<OptimizerSettings>,
     device: Device,
     units: Vec<Vec<Chunk>>,
-    /// Where the state lies; None: on the device.
+    /// The tier of the state; None if it is on the device.
     lower: Option<Lower>,
-    /// Whether it comes with f32 masters, because forward reads another dtype or they are not on
-    /// the device.
+    /// True if f32 masters lie with the state, because forward reads another dtype or they are not
+    /// on the device.
     with_masters: bool,
-    /// Whether the gradients that an update reads lie in a tier too.
+    /// True if the gradients that an update reads lie in a tier too.
     with_gradients: bool,
-    /// Buffers that no chunk is in.
+    /// Free staging buffers.
     staging: Mutex<Vec<Staged>>,
-    /// Buffers that no chunk's gradient is in; where the state lies on the host.
+    /// Free host buffers for gradients and copies, if the state lies on the host.
     visits: Mutex<Vec<Visit>>,
 }
 
@@ -50,7 +57,7 @@ pub struct Rates {
     pub factor: f64,
     /// Multiplies gradients: clipping, and the inverse of the loss scale.
     pub gradient_scale: f32,
-    /// Which update this is, from 1; skipped steps do not count.
+    /// Number of the update, from 1. Skipped steps do not count.
     pub update: u64,
 }
 
@@ -59,18 +66,18 @@ struct Chunk {
     /// Its elements.
     range: Range<usize>,
     pieces: Vec<Piece>,
-    /// Elements of its state.
+    /// Number of elements of its state.
     state_elements: usize,
-    /// Where its masters begin in the store; its state follows at the next sector.
+    /// Offset of its masters in the store. Its state follows at the next sector.
     offset: u64,
-    /// None while it is in the store.
+    /// Its buffers in memory; None while it is in the store.
     here: Mutex<Option<Staged>>,
-    /// Where its gradient is and its copy goes, while it is updated on the host.
+    /// The host buffers of its gradient and copy, while it is updated on the host.
     visit: Mutex<Option<Visit>>,
 }
 
-/// Memory for a chunk, or for a larger one: masters and state, as far as there are any, and
-/// gradients that come with them from a store.
+/// Memory for a chunk up to some size: masters and state, where there are any, and gradients that
+/// are fetched with them from a store.
 #[derive(Clone)]
 pub struct Staged {
     masters: Option<Tensor>,
@@ -78,7 +85,7 @@ pub struct Staged {
     gradient: Option<Tensor>,
 }
 
-/// What a rank holds of one state tensor of one parameter.
+/// The part of one state tensor of one parameter that a rank holds.
 pub struct StatePart {
     /// The unit.
     pub unit: usize,
@@ -86,11 +93,11 @@ pub struct StatePart {
     pub index: usize,
     /// Named as PyTorch names it.
     pub name: &'static str,
-    /// Elements of the whole tensor.
+    /// Number of elements of the whole tensor.
     pub elements: usize,
-    /// Which of them are here.
+    /// The elements that the rank holds.
     pub range: Range<usize>,
-    /// Where they are: elements of the chunk's state.
+    /// Their place within the chunk's state.
     at: Range<usize>,
 }
 
@@ -99,7 +106,7 @@ struct Piece {
     range: Range<usize>,
     decays: bool,
     rule: Rule,
-    /// Where its state tensors begin in the chunk's, and their elements.
+    /// The ranges of its state tensors within the chunk's state.
     slots: Vec<Range<usize>>,
     /// The parameters in it: index and whole range within the unit.
     parameters: Vec<(usize, Range<usize>)>,
@@ -110,13 +117,13 @@ struct Piece {
 /// One of the tensors that a parameter fuses, updated by itself.
 #[derive(Clone, PartialEq)]
 struct Member {
-    /// Its rows of the parameter (elements, when that has one dimension).
+    /// Its rows of the parameter (elements, if the parameter has one dimension).
     rows: Range<usize>,
-    /// Rows of the whole parameter.
+    /// Number of rows of the whole parameter.
     of_rows: usize,
-    /// Its place among the members.
+    /// Its index among the members.
     number: usize,
-    /// Members of the parameter.
+    /// Number of members of the parameter.
     of_members: usize,
 }
 
@@ -134,8 +141,8 @@ enum State {
 }
 
 impl Optimizer {
-    /// A fresh optimizer for `model`, its state zero, where `tiers` say. `compute`: what forward
-    /// reads.
+    /// Makes an optimizer for `model` with zero state, on the device or in its tier of `tiers`.
+    /// `compute`: the dtype that forward reads.
     pub fn new(
         device: &Device,
         model: &Model,
@@ -174,7 +181,7 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Nothing to update with, for what does not train.
+    /// Makes an empty optimizer, for a rank that does not train.
     pub fn none(device: &Device) -> Optimizer {
         Optimizer {
             settings: None,
@@ -188,17 +195,17 @@ impl Optimizer {
         }
     }
 
-    /// Whether the f32 masters lie with the state, away from the device.
+    /// True if the f32 masters lie with the optimizer's state.
     pub fn has_masters(&self) -> bool {
         self.with_masters
     }
 
-    /// The store of the state; None: it is in memory.
+    /// The store of the state; None if it is in memory.
     pub fn store(&self) -> Option<&Arc<Store>> {
         self.lower.as_ref().and_then(Lower::store)
     }
 
-    /// The host, where the state lies and is updated there.
+    /// The host, if the state lies and is updated there.
     pub fn host(&self) -> Option<&Device> {
         self.lower.as_ref().and_then(Lower::host)
     }
@@ -208,8 +215,8 @@ impl Optimizer {
         self.units[unit].iter().map(|chunk| chunk.range.clone())
     }
 
-    /// Takes memory for `count` chunks to be fetched into, until [`Optimizer::give_back_staging`].
-    /// Those on the host stay there.
+    /// Allocates staging buffers for `count` chunks, until [`Optimizer::give_back_staging`]. Does
+    /// nothing if the state lies on the host.
     pub fn take_staging(&self, count: usize) -> Result<()> {
         if self.host().is_some() {
             return Ok(());
@@ -226,12 +233,13 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Gives that memory back; every chunk must have been evicted.
+    /// Frees the staging buffers. Every chunk must have been evicted.
     pub fn give_back_staging(&self) {
         lock(&self.staging).clear();
     }
 
-    /// Memory for so many masters, if there are any, and so many elements of state, all zero.
+    /// Allocates zeroed memory for `elements` masters, if masters lie with the state, and
+    /// `state_elements` elements of state.
     fn buffers(&self, elements: usize, state_elements: usize) -> Result<Staged> {
         let device = self.host().unwrap_or(&self.device);
         let masters = self.with_masters.then(|| device.zeros([elements], DType::F32, Purpose::Params)).transpose()?;
@@ -240,8 +248,9 @@ impl Optimizer {
         Ok(Staged { masters, state, gradient: None })
     }
 
-    /// Reads a chunk from the store into a staging buffer, with its gradients where they are in one
-    /// too; or brings its gradients to the host.
+    /// Prepares the update of a chunk. State in a store is read into a staging buffer, with its
+    /// gradients if those are in a store too. For state on the host, its gradients are copied to
+    /// the host.
     pub fn fetch(&self, unit: usize, chunk: u32, gradients: &GradientState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let Some(store) = self.store() else { return self.fetch_gradients(unit, chunk, gradients) };
@@ -262,13 +271,14 @@ impl Optimizer {
                 gradient.overwrite_bytes(|bytes| store.read(offset, bytes))??;
             }
         }
-        // The whole buffer stays known through its parts, which share it.
+        // The whole buffer is kept, so that it can be returned to `staging`; `staged` is a view of
+        // it.
         *lock(&chunk.here) = Some(buffer);
         Ok(())
     }
 
-    /// Writes a chunk to the store; or brings the copy that its update wrote from the host. Frees
-    /// its buffer for another.
+    /// Ends the update of a chunk. State in a store is written back. For state on the host, the
+    /// updated compute copy is copied to the device. The chunk's buffer is free afterwards.
     pub fn evict(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let Some(store) = self.store() else { return self.evict_copy(unit, chunk, parameters) };
@@ -345,8 +355,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the compute copy of a chunk anew from its masters: where an update is skipped and the
-    /// copy was not kept.
+    /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and
+    /// the copy was not kept.
     pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone();
@@ -360,8 +370,8 @@ impl Optimizer {
         parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
     }
 
-    /// Sets the masters of the chunks of a unit that lie in a tier: `set` is given each chunk's
-    /// elements, zero, and their range.
+    /// Sets the offloaded masters of a unit. `set` is called for each chunk with the range of its
+    /// elements and a zeroed tensor to write their values to.
     pub fn set_masters(&self, unit: usize, mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         for chunk in &self.units[unit] {
             let here = lock(&chunk.here).clone();
@@ -375,8 +385,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// What is held of every state tensor, parameter by parameter and chunk by chunk, with how to
-    /// read its bytes.
+    /// The parts of every state tensor that this rank holds, by chunk and parameter, each with the
+    /// place of its bytes.
     pub fn state(&self) -> Result<Vec<(StatePart, Stored)>> {
         let mut all = Vec::new();
         for (unit, chunks) in self.units.iter().enumerate() {
@@ -399,7 +409,7 @@ impl Optimizer {
         Ok(all)
     }
 
-    /// The names of a parameter's state tensors, whatever ranks hold them.
+    /// The names of a parameter's state tensors, on whatever ranks they are.
     pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
         let Some(settings) = &self.settings else { return &[] };
         let rule = Rule::of(settings.name, spec, &members(spec)[0].rows);
@@ -407,7 +417,7 @@ impl Optimizer {
         &rule.names()[..tensors]
     }
 
-    /// Sets the state: `set` is given what is held of every state tensor, one after the other.
+    /// Sets the state. `set` is called for each part of a state tensor that this rank holds.
     pub fn set_state(&self, mut set: impl FnMut(&StatePart, &mut Tensor) -> Result<()>) -> Result<()> {
         for (unit, chunks) in self.units.iter().enumerate() {
             for chunk in chunks {
@@ -425,8 +435,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Where the masters of elements `range` of a unit are in their tier, chunk by chunk, and how
-    /// many in each.
+    /// The places in their tier of the masters of elements `range` of a unit, by chunk, each with
+    /// its number of elements.
     pub fn masters_in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Vec<(Stored, usize)>> {
         let part = |chunk: &Chunk| {
             let held = overlap(range, &chunk.range);
@@ -445,7 +455,8 @@ impl Optimizer {
 }
 
 impl Staged {
-    /// The part that a chunk of so many elements and so much state takes.
+    /// Views of the first `elements` masters and gradients and the first `state_elements` elements
+    /// of state.
     fn first(&self, elements: usize, state_elements: usize) -> Result<Staged> {
         let first = |tensor: &Option<Tensor>, n: usize| -> Result<Option<Tensor>> {
             Ok(tensor.as_ref().filter(|_| n > 0).map(|tensor| tensor.view(0, [n])).transpose()?)
@@ -456,15 +467,15 @@ impl Staged {
 }
 
 impl Chunk {
-    /// What it holds of every state tensor.
+    /// The parts of every state tensor that the chunk holds.
     fn parts(&self, unit: usize) -> Vec<StatePart> {
         let mut all = Vec::new();
         for piece in &self.pieces {
             for (number, (name, slot)) in piece.rule.names().iter().zip(&piece.slots).enumerate() {
                 for (index, whole) in &piece.parameters {
                     let (unit, index) = (unit, *index);
-                    // Element-wise states cover the piece; others are a member's own, and lie one
-                    // after the other in the parameter's.
+                    // The state of an element-wise rule covers the piece. Other state belongs to
+                    // one member; the members' state lies one after the other in the parameter's.
                     if let Some(member) = &piece.member {
                         let (elements, range) = piece.rule.state_of(number, member);
                         all.push(StatePart { unit, index, name, elements, range, at: slot.clone() });
@@ -484,7 +495,7 @@ impl Chunk {
     }
 }
 
-/// How a range is updated, before its state exists.
+/// The update rule of a range, without its state.
 #[derive(Clone, Copy, PartialEq)]
 enum Rule {
     Moments,
@@ -511,7 +522,7 @@ impl Rule {
         matches!(self, Rule::Moments | Rule::Momentum)
     }
 
-    /// Elements of each state tensor of a range of `elements`.
+    /// Number of elements of each state tensor of a range of `elements` elements.
     fn state_elements(self, elements: usize, settings: &OptimizerSettings) -> Vec<usize> {
         match self {
             Rule::Moments => vec![elements; 2],
@@ -522,7 +533,8 @@ impl Rule {
         }
     }
 
-    /// Elements of state tensor `slot` of the whole parameter, and which of them are `member`'s.
+    /// Number of elements of the whole parameter's state tensor `slot`, and the range of them that
+    /// belongs to `member`.
     fn state_of(self, slot: usize, member: &Member) -> (usize, Range<usize>) {
         let of_rows = |width: usize| (member.of_rows * width, member.rows.start * width..member.rows.end * width);
         match (self, slot) {
@@ -534,7 +546,7 @@ impl Rule {
         }
     }
 
-    /// State tensors, named as PyTorch names them.
+    /// Names of the state tensors, as in PyTorch.
     fn names(self) -> &'static [&'static str] {
         match self {
             Rule::Moments => &["exp_avg", "exp_avg_sq"],
@@ -545,7 +557,7 @@ impl Rule {
     }
 }
 
-/// A range under one rule.
+/// A range of a unit's flat buffer with one rule and weight decay.
 struct Stretch {
     range: Range<usize>,
     decays: bool,
@@ -571,7 +583,7 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) 
             }));
             continue;
         }
-        // An element-wise stretch reaches to the start of the next parameter, so that neighbours
+        // An element-wise stretch extends to the start of the next parameter, so that neighbours
         // join.
         let next = if index + 1 < specs.len() { layout.range(index + 1).start } else { layout.elements() };
         let range = exact.start..next;
@@ -587,7 +599,7 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) 
     stretches
 }
 
-/// The tensors of files that a parameter fuses, or the parameter itself.
+/// The tensors of weight files that a parameter fuses, or the parameter itself.
 fn members(spec: &ParameterSpec) -> Vec<Member> {
     let of_rows = spec.shape.first().copied().unwrap_or(1);
     let mut rows: Vec<_> = spec.sources.iter().map(|source| source.rows.clone()).collect();
@@ -599,7 +611,7 @@ fn members(spec: &ParameterSpec) -> Vec<Member> {
     rows.into_iter().enumerate().map(member).collect()
 }
 
-/// The chunks of what the rank holds of a unit.
+/// Divides the part of a unit that the rank holds into `count` chunks.
 fn chunks(
     model: &Model,
     unit: usize,
@@ -643,7 +655,7 @@ fn chunks(
 }
 
 impl Piece {
-    /// Views of its state tensors in the chunk's.
+    /// Views of its state tensors in the chunk's state.
     fn state(&self, chunk: Option<&Tensor>) -> Result<State> {
         let view = |number: usize| {
             let slot = &self.slots[number];

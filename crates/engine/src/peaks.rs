@@ -1,4 +1,4 @@
-//! What the device of a run reaches at best, measured: the denominator of its utilisation.
+//! Measured peak speeds of a device. Utilisation (MFU) is a run's speed divided by these.
 
 use crate::Result;
 use trainyard_tensor::cpu::{Cpu, peak};
@@ -8,24 +8,24 @@ use trainyard_tensor::{DType, Device};
 /// Measured peaks.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Peaks {
-    /// Of a host's processor.
+    /// Peaks of a host's CPU.
     Cpu(peak::Peaks),
-    /// Of one GPU.
+    /// Peaks of one GPU.
     Cuda {
         /// Its name.
         name: String,
         /// Its architecture, as kernels are compiled for it.
         architecture: String,
-        /// What it reaches.
+        /// Its measured peaks.
         peaks: cuda::peak::Peaks,
     },
 }
 
 impl Peaks {
-    /// Measures those of `device`: some tenths of a second.
+    /// Measures the peaks of `device`. Takes some tenths of a second.
     ///
     /// # Errors
-    /// Those of a GPU; a device that has shapes only.
+    /// Those of a GPU, and if `device` is the meta device.
     pub fn of(device: &Device) -> Result<Peaks> {
         match (device.as_cuda(), device.as_cpu()) {
             (Some(gpu), _) => {
@@ -40,12 +40,12 @@ impl Peaks {
         }
     }
 
-    /// Those of a processor.
+    /// Measures the peaks of a CPU.
     pub fn of_cpu(cpu: &Cpu) -> Peaks {
         Peaks::Cpu(peak::measure(cpu))
     }
 
-    /// Operations a second of products whose operands have type `dtype`.
+    /// FLOP/s of matrix products whose operands have type `dtype`.
     pub fn flops(&self, dtype: DType) -> f64 {
         match self {
             Peaks::Cpu(peaks) => peaks.flops(dtype),
@@ -53,7 +53,7 @@ impl Peaks {
         }
     }
 
-    /// Bytes a second, read plus written, of a copy that no cache holds.
+    /// Bytes per second, read plus written, of a copy that is larger than all caches.
     pub fn copy_bytes_per_s(&self) -> f64 {
         match self {
             Peaks::Cpu(peaks) => peaks.copy_bytes_per_s,
@@ -61,7 +61,7 @@ impl Peaks {
         }
     }
 
-    /// Whose they are: `amx_bf16 on 2 threads`, `NVIDIA H200, sm_90a`.
+    /// Name of the measured device: `amx_bf16 on 2 threads`, `NVIDIA H200, sm_90a`.
     pub fn of_what(&self) -> String {
         match self {
             Peaks::Cpu(peaks) => format!("{} on {} threads", peaks.isa, peaks.threads),

@@ -1,5 +1,5 @@
-//! Where a rank is in its program: one entry for each lane, kept while it runs and read by whoever
-//! reports a fault.
+//! The current instruction of each lane of a rank. Lanes update it as they run; fault reports and
+//! the watch read it.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -9,39 +9,39 @@ use std::time::{Duration, Instant};
 use trainyard_comm::Position;
 use trainyard_program::Lane;
 
-/// What a lane is doing.
+/// Activity of a lane.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Doing {
     /// Its own work: computing, loading, copying.
     Running,
-    /// An exchange with other ranks, whose part it may have to wait for.
+    /// An exchange with other ranks, for which it may have to wait.
     Exchanging,
-    /// Nothing: the instruction has finished, and what the next one depends on has not.
+    /// Nothing: the instruction has finished, and the next one waits for its dependencies.
     Finished,
-    /// Nothing more: the instruction failed.
+    /// Nothing: the instruction has failed.
     Failed,
 }
 
-/// One lane's place.
+/// Position of one lane.
 #[derive(Clone, Debug)]
 pub struct LanePosition {
     /// The instruction that it is at.
     pub at: Position,
-    /// What it does there.
+    /// Its activity.
     pub doing: Doing,
-    /// Since when.
+    /// Time at which the activity began.
     pub since: Instant,
     /// The last instruction that it finished.
     pub finished: Option<Position>,
 }
 
-/// The lanes of one rank.
+/// Positions of the lanes of one rank.
 #[derive(Debug, Default)]
 pub struct Positions(Mutex<BTreeMap<Lane, LanePosition>>);
 
 impl Positions {
-    /// The lane begins an instruction.
+    /// Notes that the lane begins an instruction.
     pub fn enter(&self, lane: Lane, at: &Position) {
         let mut lanes = self.lock();
         let finished = match lanes.remove(&lane) {
@@ -51,27 +51,26 @@ impl Positions {
         lanes.insert(lane, LanePosition { at: at.clone(), doing: Doing::Running, since: Instant::now(), finished });
     }
 
-    /// The lane goes on to something else inside its instruction.
+    /// Notes that the lane's activity changes within its instruction.
     pub fn now(&self, lane: Lane, doing: Doing) {
         if let Some(position) = self.lock().get_mut(&lane) {
             (position.doing, position.since) = (doing, Instant::now());
         }
     }
 
-    /// The device waits in an exchange for other ranks: a lane that waits for the device meanwhile
-    /// is at no work of its own.
+    /// Notes that the device waits in an exchange for other ranks. Lanes that wait for the device
+    /// are not stuck, so the time of their activity begins anew.
     pub fn device_exchanges(&self) {
         let running = |position: &&mut LanePosition| position.doing == Doing::Running;
         self.lock().values_mut().filter(running).for_each(|position| position.since = Instant::now());
     }
 
-    /// Every lane that has begun anything.
+    /// Positions of all lanes that have begun an instruction.
     pub fn lanes(&self) -> Vec<(Lane, LanePosition)> {
         self.lock().iter().map(|(lane, position)| (*lane, position.clone())).collect()
     }
 
-    /// A lane that has been at its own work for longer than `limit`: the one that has been so
-    /// longest.
+    /// The lane that has been at its own work for longest, if for longer than `limit`.
     pub fn stuck(&self, limit: Duration) -> Option<(Lane, LanePosition)> {
         let is_stuck = |position: &LanePosition| position.doing == Doing::Running && position.since.elapsed() > limit;
         let stuck = self.lanes().into_iter().filter(|(_, position)| is_stuck(position));
@@ -79,7 +78,8 @@ impl Positions {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Lane, LanePosition>> {
-        // A rank that panicked is just what is to be reported; entries are replaced whole.
+        // The lock may be poisoned by the panic to be reported. Entries are replaced whole, so they
+        // are valid.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!((lane, position.at.instruction), (Lane::Compute, 2));
         assert!(position.to_string().starts_with("in step 2, instruction 2 (Forward head) for "), "{position}");
         assert!(positions.stuck(Duration::from_secs(60)).is_none());
-        // As long as its device waits for others, it is those who may be stuck.
+        // While the device waits for other ranks, only those may be stuck.
         positions.device_exchanges();
         assert!(positions.stuck(Duration::from_millis(1)).is_none());
     }

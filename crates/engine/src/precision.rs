@@ -26,14 +26,14 @@ impl LossScaler {
         LossScaler { scale: initial, window: Some(window), good_steps: 0 }
     }
 
-    /// What the loss is multiplied by now.
+    /// The current factor of the loss.
     pub fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// This scaler where a run goes on under `settings`: the scale that was found, in steps of
-    /// `settings`; a fresh one where that scales and this does not, or the reverse, because the
-    /// precision was changed.
+    /// The scaler of a resumed run with `settings`. If both are dynamic, it keeps this scaler's
+    /// scale and takes the window of `settings`. Otherwise the precision was changed, and it is
+    /// `settings`.
     pub fn continued(self, settings: LossScaler) -> LossScaler {
         match (self.window, settings.window) {
             (Some(_), Some(_)) => LossScaler { window: settings.window, ..self },
@@ -41,13 +41,12 @@ impl LossScaler {
         }
     }
 
-    /// Whether an overflow is answered by a smaller scale, and so is no sign of divergence by
-    /// itself.
+    /// True if an overflow lowers the scale, and so is no sign of divergence by itself.
     pub fn is_dynamic(&self) -> bool {
         self.window.is_some() && self.scale > 1.0
     }
 
-    /// Takes note of whether a step's gradients were finite.
+    /// Adjusts the scale after a step. `finite`: the step's gradients were finite.
     pub fn update(&mut self, finite: bool) {
         let Some(window) = self.window else { return };
         if !finite {

@@ -1,5 +1,5 @@
-//! What a rank's step will need and do, from executing it on the meta device: same model code, same
-//! engine, same pool, no data and nobody to talk to.
+//! Predicts the memory, FLOPs and kernel calls of a rank's step by executing it on the meta device.
+//! Model code, engine and pool are the same as in training; there is no data, and no other rank.
 
 use crate::Result;
 use crate::links::Links;
@@ -14,28 +14,28 @@ use trainyard_model::{BatchShape, Model};
 use trainyard_program::Program;
 use trainyard_tensor::{Call, Cost, Device, Purpose, Usage};
 
-/// A step's needs, before it runs.
+/// The predicted memory and cost of a step.
 #[derive(Clone, Debug)]
 pub struct StepNeeds {
-    /// Peak bytes per purpose and in total, of a steady step.
+    /// Peak bytes of a steady step, by purpose and in total.
     pub memory: Usage,
-    /// The same of the host's memory beside a GPU, for what is offloaded to it; nothing elsewhere.
+    /// Peak bytes of the host's memory beside a GPU, for offloaded state; zero without a GPU.
     pub host_memory: Usage,
-    /// Bytes of disk that offloaded state takes.
+    /// Bytes of offloaded state on disk.
     pub disk: u64,
-    /// Bytes of the host's memory that a copy of the state takes while a checkpoint is written
-    /// beside the training.
+    /// Bytes of host memory for the copy of the state from which a checkpoint is written while
+    /// training goes on.
     pub copy: usize,
     /// FLOPs and bytes of the whole step, recomputation included.
     pub cost: Cost,
-    /// Every kernel call of the step, tagged with the number of its instruction; those of the host
-    /// beside a GPU last.
+    /// Every kernel call of the step, tagged with the number of its instruction. Calls of the host
+    /// beside a GPU come last.
     pub calls: Vec<Call>,
-    /// How long the prediction took.
+    /// Duration of the prediction itself.
     pub took: Duration,
 }
 
-/// Executes one rank's `program` once on meta, as the device that the settings name would run it.
+/// Executes one rank's `program` once on meta, with the kernels of the device in `settings`.
 pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<StepNeeds> {
     let began = std::time::Instant::now();
     let device = Device::meta_for(settings.computes);
@@ -47,7 +47,7 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     device.set_recording(true);
     let host = rank.host().cloned();
     host.iter().for_each(|host| host.set_recording(true));
-    // A graph keeps the batches that it was captured with; a step's own come beside them.
+    // A graph keeps the batches that it was captured with, beside each step's own.
     let graph = settings.graphs && rank::stretch(program).is_ok();
     let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
@@ -59,20 +59,20 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     Ok(StepNeeds { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
 }
 
-/// What a step is expected to take, by whoever has a profile of the machine; the engine keeps it
-/// beside what it measures.
+/// The predicted time of a step. A caller with a profile of the machine computes it; the engine
+/// stores it beside the measured time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TimePrediction {
     /// Seconds of the step.
     pub step_s: f64,
     /// Seconds of a rank's instructions, summed by kind.
     pub instructions: BTreeMap<String, f64>,
-    /// What it rests on, in words: the profile, and the machine's speed at the time.
+    /// The basis of the prediction, in words: the profile, and the machine's speed at the time.
     pub basis: String,
 }
 
 impl StepNeeds {
-    /// (purpose, predicted peak bytes), largest first, without those that are not used.
+    /// (purpose, predicted peak bytes), largest first, without unused purposes.
     pub fn purposes(&self) -> Vec<(Purpose, usize)> {
         let mut all: Vec<_> = Purpose::ALL.map(|p| (p, self.memory.peak(p))).into();
         all.retain(|(_, bytes)| *bytes > 0);

@@ -1,8 +1,8 @@
-//! Going on with a run: what may be set over its configuration, what may not, from which checkpoint
-//! it goes on, and what becomes of the later ones.
+//! Resuming a run: the settings that may override its configuration, the checkpoint to start from,
+//! and the fate of later checkpoints.
 //!
-//! The run's folder says how it is trained, so that going on needs no flag; what is set is kept
-//! there. Everything is checked before anything in the folder is written, moved or removed.
+//! The run's folder holds its configuration, so resuming needs no flag. Overrides are stored there
+//! too. Everything is checked before anything in the folder is written, moved or removed.
 
 use crate::checkpoint::{CheckpointStore, Choice};
 use crate::config::{Config, Inputs, Origin, Resolved};
@@ -21,37 +21,37 @@ use std::path::Path;
 use trainyard_data::Tokenizer;
 use trainyard_model::ModelSpec;
 
-/// A run that goes on.
+/// A request to resume a run.
 #[derive(Clone, Copy, Debug)]
 pub struct GoingOn<'a> {
     /// Its folder.
     pub folder: &'a Path,
-    /// `section.key=value`, over its configuration, which keeps them.
+    /// Overrides of the form `section.key=value`. The run's configuration keeps them.
     pub sets: &'a [String],
-    /// The checkpoint from which it goes on.
+    /// The checkpoint to resume from.
     pub checkpoint: Choice,
-    /// What becomes of a changed model.
+    /// The treatment of a changed model.
     pub model_change: ModelChange,
 }
 
 impl<'a> GoingOn<'a> {
-    /// The run in `folder` at its newest checkpoint, its model as it is, with `sets` over its
-    /// configuration.
+    /// Resumes the run in `folder` from its newest checkpoint, with its own model, and with `sets`
+    /// over its configuration.
     pub fn new(folder: &'a Path, sets: &'a [String]) -> GoingOn<'a> {
         GoingOn { folder, sets, checkpoint: Choice::Latest, model_change: ModelChange::Refused }
     }
 }
 
-/// What becomes of a model that is described otherwise than the run's.
+/// The treatment of a configuration that describes another model than the run's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ModelChange {
     /// Every change is an error.
     Refused,
-    /// A change that leaves the tensors and their meaning as they are is followed, and said.
+    /// A change that leaves all tensors and their meaning as they are is made, with a note.
     OnPurpose,
 }
 
-/// Keys that decide about a run once, and why.
+/// Keys that cannot change when a run is resumed, each with the reason.
 const DECIDED: [(&str, &str); 5] = [
     ("run.name", "its folder is the one to resume; rename that"),
     ("run.directory", "its folder is the one to resume; move that, and set data.cache for where token files are kept"),
@@ -60,11 +60,11 @@ const DECIDED: [(&str, &str); 5] = [
     ("tokenizer.vocab_size", "it keeps its tokenizer; start a new run for another"),
 ];
 
-/// The configuration of a run that goes on, with what is set over it.
+/// The configuration of a resumed run, overrides included.
 ///
 /// # Errors
-/// A folder that is no run's, settings that a run which goes on would not follow, and another model
-/// than the run's.
+/// If the folder is not that of a run, an override has no effect on a resumed run, or the model is
+/// not the run's.
 pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
     let GoingOn { folder, sets, model_change, .. } = *going_on;
     let file = folder.join(files::CONFIG);
@@ -81,7 +81,7 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
             return Err(does_not_fit(format!("{origin}: {key} has no effect on a run that goes on: {why}")));
         }
     }
-    // The run's own tokenizer, whatever has become of the file that it came from.
+    // The run's copy of the tokenizer. The file that it came from may have changed.
     let tokenizer = folder.join(files::TOKENIZER);
     let vocabulary = Tokenizer::load(&tokenizer)?.vocab_size();
     config.tokenizer.path = Some(tokenizer);
@@ -89,7 +89,7 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
     config.tokenizer.vocab_size = None;
     let run = read_spec(folder)?;
     if config.model.path.is_none() && matches!(config.origin("training.sequence_length"), Origin::Set(_)) {
-        // The model's longest sequence is decided, though it came from that of training.
+        // The model keeps its maximum length, though its default follows training.sequence_length.
         config.model.max_sequence_length.get_or_insert(run.max_positions);
     }
     let inputs = Inputs { tokenizer_vocabulary: Some(vocabulary), ..inputs_for(&config, Inputs::of_this_machine())? };
@@ -98,16 +98,16 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
     Ok(config)
 }
 
-/// One key in which a model is not the run's.
+/// A key in which a model differs from the run's.
 struct Difference {
     key: String,
     run: String,
     asked: String,
 }
 
-/// The keys of `[model]` in which `asked` computes another function than `run`. Dropout is none of
-/// them: it belongs to training. Neither are the tokens that begin and end a text, which no
-/// computation uses.
+/// The keys of `[model]` in which `asked` computes another function than `run`. Dropout does not
+/// count, because it belongs to training. Special tokens do not count, because no computation uses
+/// them.
 fn differences(run: &ModelSpec, asked: &ModelSpec) -> Vec<Difference> {
     const OF_NO_FUNCTION: [&str; 4] = ["dropout", "bos_token", "eos_tokens", "pad_token"];
     let (run, asked) = (described(run), described(asked));
@@ -147,8 +147,8 @@ fn key_of(field: &str) -> String {
     }
 }
 
-/// True for keys that may be changed on purpose: the tensors and the meaning of their rows and
-/// columns stay as they are.
+/// True for keys that may be changed on purpose, because all tensors keep their shape and the
+/// meaning of their rows and columns.
 fn keeps_tensors(key: &str, run: &ModelSpec) -> bool {
     match key.strip_prefix("model.").unwrap_or(key) {
         "max_sequence_length" => run.learned_positions().is_none(),
@@ -157,7 +157,7 @@ fn keeps_tensors(key: &str, run: &ModelSpec) -> bool {
     }
 }
 
-/// Refuses a model that is not the run's.
+/// Checks that the model is the run's, or a permitted change of it.
 fn check_model(folder: &Path, run: &ModelSpec, asked: &ModelSpec, change: ModelChange) -> Result<()> {
     let differences = differences(run, asked);
     let (kept, other): (Vec<_>, Vec<_>) = differences.iter().partition(|d| keeps_tensors(&d.key, run));
@@ -182,7 +182,7 @@ fn check_model(folder: &Path, run: &ModelSpec, asked: &ModelSpec, change: ModelC
     )))
 }
 
-/// Refuses an end that lies before `state`, from which the run is to go on.
+/// Checks that the run does not end before `state`, from which it is resumed.
 pub(crate) fn check_end(resolved: &Resolved, state: &RunState) -> Result<()> {
     let Some(steps) = resolved.limits.steps.filter(|steps| *steps < state.step) else { return Ok(()) };
     let training = &resolved.requested.training;
@@ -196,12 +196,12 @@ pub(crate) fn check_end(resolved: &Resolved, state: &RunState) -> Result<()> {
     )))
 }
 
-/// Keeps what belongs to the steps after `step`, from which the run goes on otherwise: the
-/// checkpoints are moved and the run's files copied into a folder of the run's, which is the folder
-/// of a run itself. Says so, where there is such a checkpoint.
+/// Sets later checkpoints aside when a run is resumed from an earlier `step`. They are moved, and
+/// the run's files copied, into a folder inside the run's folder. That folder is a run that can be
+/// resumed itself. Notes it if there are such checkpoints.
 ///
 /// # Errors
-/// Refusals of the operating system; then nothing is lost, and the same command goes on with it.
+/// Those of the operating system. Nothing is lost then, and the same command continues the work.
 pub(crate) fn set_aside(
     folder: &Path,
     step: u64,
@@ -231,7 +231,7 @@ pub(crate) fn set_aside(
             names.push(entry.file_name());
         }
     }
-    // Last, because a folder with a configuration is a run.
+    // The configuration is copied last, because it makes the folder a run.
     names.sort_by_key(|name| name == files::CONFIG);
     for name in names {
         let from = folder.join(&name);
@@ -247,8 +247,8 @@ pub(crate) fn set_aside(
     Ok(())
 }
 
-/// Writes the configuration that the settings made, and the model where it was changed on purpose,
-/// into the run's folder, each whole or not at all; says so where they changed.
+/// Writes the resumed run's configuration, and its model if that was changed on purpose, into its
+/// folder. Each file is replaced atomically. Notes what changed.
 pub(crate) fn keep(
     going_on: &GoingOn<'_>,
     resolved: &Resolved,
@@ -258,7 +258,7 @@ pub(crate) fn keep(
     let GoingOn { folder, sets, .. } = *going_on;
     let file = folder.join(files::CONFIG);
     let mut kept = resolved.clone();
-    // As it was asked for, not where the run has it.
+    // The configuration records the tokenizer as requested, not the run's copy of it.
     kept.requested.tokenizer = Config::load(Some(&file), sets)?.tokenizer;
     let text = kept.to_toml();
     let run = read_spec(folder)?;
@@ -278,7 +278,7 @@ pub(crate) fn keep(
     Ok(())
 }
 
-/// Why nothing will be trained, where the run has come to its end already.
+/// The reason why nothing is left to train, if the run has ended already.
 pub(crate) fn nothing_left(resolved: &Resolved, state: &RunState) -> Option<String> {
     let limits = resolved.limits;
     let by_steps = limits.steps.filter(|steps| *steps <= state.step);
@@ -297,8 +297,8 @@ pub(crate) fn nothing_left(resolved: &Resolved, state: &RunState) -> Option<Stri
     ))
 }
 
-/// What becomes of the learning rate of a run that goes on from `state` by `schedule`, where that is
-/// not what it was to be.
+/// Describes the change of the learning rate when a run is resumed from `state` with `schedule`;
+/// None if it does not change.
 pub fn rate_change(state: &RunState, schedule: &Schedule) -> Option<String> {
     let (before, now) = (state.learning_rate_next?, schedule.learning_rate(state.step));
     if (now - before).abs() <= 1e-6 * before.abs() {

@@ -1,5 +1,5 @@
-//! Whether the disk has room for checkpoints: asked before the first step, not found out after
-//! hours.
+//! Checks before the first step that the disk has room for checkpoints, so that a run does not fail
+//! after hours.
 
 use crate::Result;
 use crate::session::Session;
@@ -8,11 +8,14 @@ use crate::state::does_not_fit;
 use std::path::Path;
 use trainyard_base::format_bytes;
 
-/// Of rank 0: an error when not even one checkpoint fits where the run's folder is; a sentence when
-/// not all fit that a new run keeps.
+/// Compares the free space at the run's folder with the size of checkpoints. For rank 0. Returns a
+/// warning if not all checkpoints fit that a new run keeps.
+///
+/// # Errors
+/// If not even one checkpoint fits.
 pub(crate) fn check(session: &Session) -> Result<Option<String>> {
     let replicas = session.rank.replica().1;
-    // What replicas hold alike is written once.
+    // State that replicas share is written once.
     let each = snapshot::bytes_held(&session.rank)? * session.world.size() as u64 / replicas as u64;
     let Some(free) = free(&session.folder) else { return Ok(None) };
     let kept = session.resolved.config.checkpoint.keep_last as u64;
@@ -27,7 +30,7 @@ fn judge(each: u64, free: u64, kept: u64, is_new: bool, folder: &Path) -> Result
             folder.display()
         )));
     }
-    // The oldest goes when its successor is whole.
+    // The oldest checkpoint is removed only after the newest is complete.
     let needed = each.saturating_mul(kept.saturating_add(1));
     Ok((is_new && free < needed).then(|| {
         format!(
@@ -38,7 +41,7 @@ fn judge(each: u64, free: u64, kept: u64, is_new: bool, folder: &Path) -> Result
     }))
 }
 
-/// Bytes that are free where `folder` is or will be; None where the system does not say.
+/// Free bytes on the disk where `folder` is or will be; None if the system does not say.
 pub(crate) fn free(folder: &Path) -> Option<u64> {
     let absolute = std::path::absolute(folder).ok()?;
     let there = absolute.ancestors().find(|folder| folder.exists())?;

@@ -1,8 +1,8 @@
-//! Whether all processes of a run were given the same configuration.
+//! Checks that all processes of a run have the same configuration.
 //!
-//! Threads of one process share it; processes each read a file and arguments of their own. One that
-//! trains with another learning rate or seed would go unnoticed: the shapes agree, and every
-//! exchange succeeds.
+//! Threads of one process share it, but each process reads its own file and arguments. A process
+//! with another learning rate or seed would go unnoticed: shapes agree, and every exchange
+//! succeeds.
 
 use crate::Result;
 use crate::config::Config;
@@ -11,16 +11,17 @@ use crate::world::from_rank;
 use std::collections::BTreeMap;
 use trainyard_comm::Communicator;
 
-/// What may differ between hosts: kernels and threads, and where a disk of a host's own is.
+/// Keys that may differ between hosts: kernels, threads, and the folder of offloaded state.
 const OF_A_HOST: [&str; 2] = ["compute.", "memory.offload.directory"];
 
-/// Keys that are named when they differ; more say nothing new.
+/// The most differing keys that an error names.
 const NAMED_MAX: usize = 4;
 
-/// Compares what every process asks for. All ranks do this together, before anything is made.
+/// Compares the configurations of all processes. All ranks call this together, before anything is
+/// created.
 ///
 /// # Errors
-/// On every rank alike: the first that differs from rank 0, and in which keys.
+/// The same on every rank: the first rank that differs from rank 0, and the keys.
 pub(crate) fn check(config: &Config, world: &Communicator) -> Result<()> {
     if world.backend() == "local" {
         return Ok(());
@@ -40,7 +41,7 @@ pub(crate) fn check(config: &Config, world: &Communicator) -> Result<()> {
     )))
 }
 
-/// Every key that is set or has a default, with its value, but those that are a host's own.
+/// Every key that is set or has a default, with its value, except the keys of [`OF_A_HOST`].
 fn settings(config: &Config) -> BTreeMap<String, String> {
     let mut settings = BTreeMap::new();
     for section in config.sections() {
@@ -54,7 +55,7 @@ fn settings(config: &Config) -> BTreeMap<String, String> {
     settings
 }
 
-/// The keys in which `mine` is not `first`, with both values.
+/// The keys in which `mine` differs from `first`, with both values.
 fn difference(first: &BTreeMap<String, String>, mine: &BTreeMap<String, String>) -> String {
     let value = |of: &BTreeMap<String, String>, key: &str| of.get(key).cloned().unwrap_or_else(|| "unset".to_owned());
     let mut keys: Vec<&String> =

@@ -38,7 +38,8 @@ pub struct Schedule {
     pub decay_steps: Option<u64>,
     /// The shape of wsd's decay.
     pub decay_shape: DecayShape,
-    /// Steps of the run; `None` while they are not known, which is at the peak after the warmup.
+    /// Steps of the run; `None` while they are not known: then the rate stays at the peak after the
+    /// warmup.
     pub steps: Option<u64>,
 }
 
@@ -48,8 +49,8 @@ impl Schedule {
         self.peak * self.factor(step)
     }
 
-    /// The learning rate of step `step` as a share of the peak, for parameters that have a peak of
-    /// their own.
+    /// The learning rate of step `step` as a share of the peak. Some parameters have their own
+    /// peak.
     pub fn factor(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return (step + 1) as f64 / (self.warmup_steps + 1) as f64;
@@ -99,7 +100,7 @@ mod tests {
         *all.iter().find(|v| name(**v) == wanted).unwrap()
     }
 
-    /// Against the formulas as another program computes them: scripts/golden.
+    /// Golden numbers are computed by another program, scripts/golden.
     #[test]
     fn schedules_equal_the_golden_numbers() {
         let golden: Value = serde_json::from_str(include_str!("../tests/golden/optimizers.json")).unwrap();

@@ -1,4 +1,5 @@
-//! A run, set up: folder, tokenizer, data, model, device, rank. Nothing has been trained yet.
+//! Sets up a run before training: folder, tokenizer, data, model, programs, prediction, device and
+//! rank. [`Session::create`] begins a new run, [`Session::resume`] an existing one.
 
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
@@ -38,7 +39,7 @@ pub mod files {
     pub const CONFIG: &str = "config.toml";
     /// The tokenizer.
     pub const TOKENIZER: &str = "tokenizer.json";
-    /// How the model that the run began from generates text, as it came.
+    /// Unchanged copy of the pretrained model's generation settings.
     pub const GENERATION: &str = "generation_config.json";
     /// The model's description.
     pub const MODEL: &str = "model.json";
@@ -48,41 +49,42 @@ pub mod files {
     pub const OFFLOAD: &str = "offload";
 }
 
-/// Everything that training needs.
+/// A run that is ready to train.
 pub struct Session {
     /// The run's folder.
     pub folder: PathBuf,
     /// The configuration.
     pub resolved: Resolved,
-    /// Text to tokens.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// Training samples.
     pub dataset: Arc<Dataset>,
     /// Validation text.
     pub validation: Vec<IndexedTokens>,
-    /// All ranks of the run, for what they do together outside of steps.
+    /// Communicator of all ranks of the run, for exchanges outside of steps.
     pub world: Communicator,
-    /// What trains: this rank.
+    /// This rank, which trains.
     pub rank: Rank,
-    /// The step without and with a snapshot at its end.
+    /// The programs of a step: without and with a snapshot at its end.
     pub programs: [Program; 2],
-    /// What a step will need.
+    /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
-    /// Whether checkpoints are written from a copy, while training goes on.
+    /// True if checkpoints are written from a copy while training goes on.
     pub copies_state: bool,
-    /// What this host reaches on the threads of all its ranks, or rank 0's GPU; rank 0's to know.
+    /// Measured peaks of this host on the threads of all its ranks, or of rank 0's GPU. Known on
+    /// rank 0 only.
     pub peaks: Option<Peaks>,
-    /// Model FLOPs of a token, forward and backward.
+    /// Model FLOPs per token, forward and backward.
     pub flops_per_token: f64,
-    /// What a step is expected to take, or why that is not known.
+    /// Predicted time of a step, or the reason why there is no prediction.
     pub time: std::result::Result<TimePrediction, String>,
-    /// Where the run stands.
+    /// Progress of the run.
     pub state: RunState,
 }
 
 impl Session {
-    /// A new run in a new folder. `note` is told what is going on. All ranks of `world` do this
-    /// together, as everything here.
+    /// Begins a new run in a new folder. `note` receives messages for the user. All ranks of
+    /// `world` call this together, like all functions here.
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         same_on_all_ranks::check(config, &world)?;
         let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
@@ -101,27 +103,27 @@ impl Session {
         };
         make().inspect_err(|_| {
             if is_first {
-                // Nothing has begun. A folder with something in it stays.
+                // Nothing has begun, so the folder is removed if it is empty.
                 let _ = std::fs::remove_dir(&folder);
             }
         })
     }
 
-    /// The configuration of a run that goes on, with what is set over it.
+    /// The configuration of a resumed run, overrides included.
     ///
     /// # Errors
-    /// A folder that is no run's, settings that a run which goes on would not follow, and another
-    /// model than the run's.
+    /// If the folder is not that of a run, an override has no effect on a resumed run, or the model
+    /// is not the run's.
     pub fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
         resume::configuration(going_on)
     }
 
-    /// A run at one of its checkpoints, whatever its ranks were. Everything is checked and loaded
-    /// before anything in its folder changes.
+    /// Resumes a run from one of its checkpoints, which any number of ranks may have written.
+    /// Everything is checked and loaded before anything in the folder changes.
     ///
     /// # Errors
-    /// Those of [`Session::configuration`] and [`Session::create`]; a checkpoint that is not there,
-    /// does not fit, or lies behind the end that is asked for.
+    /// Those of [`Session::configuration`] and [`Session::create`]; a checkpoint that is missing,
+    /// does not fit, or lies behind the requested end.
     pub fn resume(going_on: &GoingOn<'_>, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         let folder = going_on.folder;
         let config = Session::configuration(going_on)?;
@@ -129,8 +131,8 @@ impl Session {
         let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
         let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
         let from = from_first(&session.world, || {
-            // Opening clears what a crash left behind, and brings back a checkpoint whose
-            // replacement was cut off.
+            // Opening removes the remains of a crash, and restores a checkpoint whose replacement
+            // was interrupted.
             let (_store, repairs) = session.open_store()?;
             repairs.iter().for_each(|line| note(line));
             let found = find_checkpoint(folder, going_on.checkpoint, &mut note)?;
@@ -170,7 +172,7 @@ impl Session {
         Ok(session)
     }
 
-    /// The run's checkpoints, to write; what was repaired as a line each.
+    /// Opens the run's checkpoints for writing. Returns a line for each repair.
     pub(crate) fn open_store(&self) -> Result<(CheckpointStore, Vec<String>)> {
         let checkpoint = &self.resolved.config.checkpoint;
         let keep_best = checkpoint.keep_best.unwrap_or(self.resolved.validation);
@@ -244,7 +246,8 @@ impl Session {
         if let Copies::No(why) = &copies {
             note(why);
         }
-        // All or none: who waits holds the others up.
+        // All ranks copy or none does, because a rank that waits for its checkpoint holds up the
+        // others.
         let mut fit = vec![0; world.size()];
         world.all_gather(&[u32::from(copies == Copies::Fit)], &mut fit)?;
         let copies_state = fit.iter().all(|fit| *fit == 1);
@@ -327,11 +330,11 @@ impl Session {
                 )));
             }
         }
-        // A schedule of another length that was asked for counts; one that was found by the clock
-        // is kept as long as its limit is.
+        // A requested length of the schedule takes precedence. A length found from a time limit is
+        // kept as long as that limit is unchanged.
         let found = state.schedule_steps.filter(|_| state.schedule_seconds == self.resolved.limits.seconds);
         let schedule_steps = self.resolved.schedule.steps.or(found);
-        // What was skipped before somebody looked at it counts no more.
+        // Resuming resets the count of skipped steps, because a user has intervened.
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
         note(&format!("resumed at step {}", self.state.step));
         if self.rank.measures_fp8() {
@@ -340,18 +343,18 @@ impl Session {
         Ok(())
     }
 
-    /// Whether this is rank 0, which records, shows and commits.
+    /// True on rank 0, which records metrics, shows progress and commits checkpoints.
     pub fn is_first(&self) -> bool {
         self.world.rank() == 0
     }
 
-    /// What all ranks together reach in `dtype`, in FLOP/s, if every host is like rank 0's, and
-    /// every GPU like its.
+    /// Peak of all ranks together in `dtype`, in FLOP/s, assuming that every host and GPU equals
+    /// rank 0's.
     pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
         let hosts = self.world.size() as f64 / ranks_here(&self.world) as f64;
         let devices = match self.resolved.config.compute.device {
             DeviceKind::Cuda(None) => self.world.size() as f64,
-            // Ranks that are told a number share that GPU of their host.
+            // With a GPU number given, the ranks of a host share that GPU.
             DeviceKind::Cuda(Some(_)) | DeviceKind::Cpu => hosts,
         };
         self.peaks.as_ref().map(|peaks| peaks.flops(dtype) * devices)
@@ -365,12 +368,12 @@ impl Session {
         }
     }
 
-    /// Where the loader is to start.
+    /// The position in the data at which the loader starts.
     pub fn position(&self) -> Position {
         Position { samples: self.state.samples }
     }
 
-    /// Passes over each corpus of the training data so far.
+    /// Number of passes over each corpus of the training data so far.
     pub fn epochs(&self) -> Vec<f64> {
         (0..self.dataset.corpora().len()).map(|corpus| self.dataset.epochs(corpus, self.position())).collect()
     }
@@ -384,23 +387,22 @@ impl Session {
         })
     }
 
-    /// Keeps what a step is expected to take, or why that is not known, and writes it into
+    /// Stores the predicted time of a step, or the reason why there is none, and writes it into
     /// `plan.json`.
     ///
     /// # Errors
     ///
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn keep_time(&mut self, time: std::result::Result<TimePrediction, String>) -> Result<()> {
         self.time = time;
         self.write_plan(None)
     }
 
-    /// Writes `plan.json`: the program, what was predicted of it, and once it has run what was
-    /// measured.
+    /// Writes `plan.json`: the program, its prediction, and the measurement once it has run.
     ///
     /// # Errors
     ///
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn write_plan(&self, measured: Option<&Measured>) -> Result<()> {
         let purposes: serde_json::Map<String, serde_json::Value> =
             self.prediction.purposes().into_iter().map(|(p, bytes)| (p.name().to_owned(), bytes.into())).collect();
@@ -424,8 +426,8 @@ impl Session {
         self.write(files::PLAN, serde_json::to_string_pretty(&plan).expect("plain data is JSON"))
     }
 
-    /// Keeps `generation_config.json` of the model that the run begins from, unless the run has
-    /// another tokenizer: it names tokens.
+    /// Copies `generation_config.json` of the pretrained model into the run's folder, unless the
+    /// run has another tokenizer. The file names tokens.
     fn keep_generation(&self) -> Result<()> {
         let ModelSource::HuggingFace { path, .. } = &self.resolved.model else { return Ok(()) };
         let has_its_tokens = self.resolved.requested.tokenizer.path.as_ref().is_none_or(|own| own.starts_with(path));
@@ -447,12 +449,12 @@ impl Session {
         let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
         self.write(files::MODEL, spec_text(spec))?;
         self.write_plan(None)?;
-        // Last, because a folder with a configuration is a run.
+        // The configuration is written last, because it makes the folder a run.
         self.write(files::CONFIG, self.resolved.to_toml())
     }
 }
 
-/// What `precision.fp8` means for this run, in words, where it was asked for.
+/// A note on the effect of `precision.fp8` on this run, if it is on.
 fn fp8(resolved: &Resolved, model: &Model) -> Option<String> {
     let settings = shape::fp8(resolved)?;
     let layers = crate::fp8::layers(model).len();
@@ -468,10 +470,10 @@ fn fp8(resolved: &Resolved, model: &Model) -> Option<String> {
     ))
 }
 
-/// What becomes of `training.cuda_graphs`, in words, where it was asked for.
+/// A note on the effect of `training.cuda_graphs`, unless it is off.
 ///
 /// # Errors
-/// What stands against graphs, where they are asked for without a choice.
+/// If it is `on` and a step cannot be captured.
 fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
     let (asked, device) = (resolved.config.training.cuda_graphs, resolved.config.compute.device);
     if asked == CudaGraphs::Off {
@@ -495,12 +497,13 @@ fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
     }
 }
 
-/// What is said of a GPU before it is used.
+/// The warning shown before a GPU is used.
 pub(crate) const UNTRIED: &str = "cuda has not been run on a GPU by those who wrote it: see docs/gpu.md";
 
-/// Rank 0 measures while the others rest, so that none disturbs it; it alone needs to know.
+/// Measures the peaks on rank 0 while all other ranks wait, so that none disturbs it. Only rank 0
+/// gets a result.
 fn measure_peaks(world: &Communicator, resolved: &Resolved, device: &Device) -> Result<Option<Peaks>> {
-    /// Of earlier sessions of this process, by instruction set and threads.
+    /// Peaks measured in earlier sessions of this process, by instruction set and threads.
     static MEASURED: Mutex<Vec<((Isa, usize), Peaks)>> = Mutex::new(Vec::new());
     let key = (resolved.isa, resolved.threads * ranks_here(world));
     let measure = || {
@@ -521,8 +524,8 @@ fn measure_peaks(world: &Communicator, resolved: &Resolved, device: &Device) -> 
     peaks.transpose()
 }
 
-/// What is offloaded: to the host, or to files in the run's folder or where the configuration says.
-/// The tiers of a run in `folder`.
+/// The tiers of a run in `folder`. Disk tiers lie in the configured directory, or else in the run's
+/// folder.
 pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, folder: &Path) -> Result<Tiers> {
     match &resolved.config.offload.directory {
         Some(directory) => Tiers::create(program, device, directory),
@@ -530,8 +533,8 @@ pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, fol
     }
 }
 
-/// Completes the configuration: first what the data needs, then, with the tokenizer known, the
-/// rest.
+/// Resolves the configuration in two passes: once to open the data and tokenizer, and again with
+/// the tokenizer's vocabulary and the data's size.
 pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
     let mut inputs = inputs_for(config, crate::world::inputs(world))?;
     let first = config.resolve(&inputs)?;
@@ -542,15 +545,15 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
     Ok((config.resolve(&inputs)?, corpora))
 }
 
-/// The inputs with what `config` names: the model's folder.
+/// Adds the properties of the model folder that `config` names to the inputs.
 pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
-    // One that does not exist is a problem of the configuration, and said with the others.
+    // A folder that does not exist is reported with the other problems of the configuration.
     let folder = config.model.path.as_deref().filter(|path| path.exists());
     let pretrained = folder.map(read_pretrained).transpose()?;
     Ok(Inputs { pretrained, ..inputs })
 }
 
-/// What must be known of the Hugging Face folder `path` to check a configuration against it.
+/// The properties of the Hugging Face folder `path` that a configuration is checked against.
 pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     let file = path.join("config.json");
     if path.join(files::MODEL).is_file() && !file.is_file() {
@@ -569,7 +572,8 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
     Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
 }
 
-/// `DIRECTORY/NAME`; without a name, the first of `run-001`, `run-002`, … that is free.
+/// Creates the run's folder: `DIRECTORY/NAME`, or without a name the first free one of `run-001`,
+/// `run-002`, ….
 fn new_folder(resolved: &Resolved) -> Result<PathBuf> {
     let run = &resolved.config.run;
     let error = |path: &Path| {

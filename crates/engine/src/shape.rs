@@ -1,4 +1,4 @@
-//! From configuration to model, strategy and program.
+//! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
     Activation as ConfigActivation, CheckpointMode, Compute, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
@@ -19,7 +19,7 @@ use trainyard_program::{
 };
 use trainyard_tensor::DType;
 
-/// The model that a resolved configuration asks for.
+/// The model of a resolved configuration.
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
     let spec = unchecked_spec(resolved)?;
     if fp8(resolved).is_some() {
@@ -148,7 +148,7 @@ pub fn dtype_of(compute: Compute) -> DType {
     }
 }
 
-/// How products of the blocks round their operands to eight bits.
+/// The fp8 settings of a resolved configuration; None if fp8 is off.
 pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
     let precision = &resolved.config.precision;
     (precision.fp8 == Fp8Recipe::Hybrid).then(|| Fp8Settings {
@@ -157,8 +157,9 @@ pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
     })
 }
 
-/// What each unit keeps for backward. The mode and its overrides are for blocks; the embedding has
-/// nothing to recompute, and the head's backward follows at once.
+/// The activations that each unit keeps for backward. The checkpoint mode and its overrides apply
+/// to blocks only: the embedding has nothing to recompute, and the head's backward follows its
+/// forward at once.
 pub fn keep(resolved: &Resolved, units: usize) -> Vec<Keep> {
     (0..units)
         .map(|unit| match unit.checked_sub(1) {
@@ -172,7 +173,7 @@ pub fn keep(resolved: &Resolved, units: usize) -> Vec<Keep> {
         .collect()
 }
 
-/// The model in the words of the lowering, with the bytes that each unit keeps under each policy.
+/// The model as the lowering needs it, with the bytes that each unit keeps under each policy.
 pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<ModelShape> {
     let everything = unit_costs(model, batch, dtype, Policy::Everything)?;
     let selective = unit_costs(model, batch, dtype, Policy::Selective)?;
@@ -192,12 +193,12 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     Ok(ModelShape { units: units.collect(), batch_bytes: 12 * batch.tokens() as u64 })
 }
 
-/// The ranks of a resolved configuration.
+/// The mesh of ranks of a resolved configuration.
 pub fn mesh(resolved: &Resolved) -> Mesh {
     Mesh::data(resolved.parallel.replicate as u32, resolved.parallel.shard as u32)
 }
 
-/// How a resolved configuration wants its steps run, on a model of `units` units.
+/// The strategy of a resolved configuration, on a model of `units` units.
 pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
     let parallel = &resolved.parallel;
     Strategy {
@@ -222,7 +223,7 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
     }
 }
 
-/// What lies in which tier.
+/// The tier of each kind of state.
 fn offload(resolved: &Resolved) -> Offload {
     let tier = |tier: OffloadTier| match tier {
         OffloadTier::None => None,
@@ -238,18 +239,18 @@ fn offload(resolved: &Resolved) -> Offload {
     }
 }
 
-/// Whether anything lies in a tier.
+/// True if any state is offloaded.
 pub fn is_offloaded(resolved: &Resolved) -> bool {
     offload(resolved) != Offload::default()
 }
 
-/// How much of the optimizer state is fetched at a time; None where a rule needs all of a unit.
+/// Elements per chunk of optimizer state; None if the rule needs all of a unit.
 fn update_chunk(resolved: &Resolved) -> Option<u64> {
     let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
     (!whole).then_some(resolved.config.offload.chunk_elements as u64)
 }
 
-/// What gradients are rounded to on their way between ranks.
+/// The dtype of gradients on their way between ranks.
 pub fn reduce_dtype(resolved: &Resolved) -> DType {
     match resolved.parallel.reduce_dtype {
         ReduceDtype::F32 => DType::F32,
@@ -257,7 +258,7 @@ pub fn reduce_dtype(resolved: &Resolved) -> DType {
     }
 }
 
-/// How a rank trains.
+/// The rank settings of a resolved configuration.
 pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     let (compute, precision) = (compute_dtype(resolved), &resolved.config.precision);
     let scaler = match compute {
@@ -280,8 +281,8 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     }
 }
 
-/// What an element of the state takes. Muon's and Adafactor's differ from parameter to parameter;
-/// theirs is that of most.
+/// Bytes per element of each kind of state. Optimizer state of Muon and Adafactor differs between
+/// parameters; the figure is that of most.
 fn state_bytes(resolved: &Resolved) -> StateBytes {
     let compute = compute_dtype(resolved);
     let optimizer = match resolved.optimizer.name {

@@ -1,10 +1,13 @@
-//! The state of a rank as a checkpoint, and back.
+//! Writes a rank's state to a checkpoint ([`take`]) and restores it ([`restore`]).
 //!
-//! A checkpoint holds the f32 masters under our parameter names (`block.3.attn.qkv.weight`) in part
-//! `model`, the optimizer's state per parameter in part `optimizer`, and the rest (updates, loss
-//! scale, position of the data) as JSON. Names and shapes are of whole parameters, and each rank
-//! writes the elements that it holds; so what reads them needs to know nothing of how the writers'
-//! buffers lay.
+//! A checkpoint has three parts:
+//!
+//! - `model`: the f32 masters under our parameter names (`block.3.attn.qkv.weight`);
+//! - `optimizer`: the optimizer's state per parameter;
+//! - JSON: the rest (updates, loss scale, position in the data).
+//!
+//! Names and shapes are those of whole parameters, and each rank writes the elements that it holds.
+//! So a reader need not know the layout of the writers' buffers.
 
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Region, Snapshot, SnapshotPart};
 use crate::early_stopping::EarlyStopping;
@@ -22,16 +25,16 @@ use trainyard_autograd::ParamId;
 use trainyard_model::ParameterSpec;
 use trainyard_tensor::{DType, Tensor};
 
-/// What a run needs besides tensors to go on exactly.
+/// The state of a run besides tensors: everything else that an exact resumption needs.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct RunState {
     /// Steps done, skipped ones included.
     pub step: u64,
     /// Updates made.
     pub updates: u64,
-    /// Steps skipped in a row up to now.
+    /// Number of steps skipped in a row up to now.
     pub skipped_in_a_row: u64,
-    /// Steps skipped in all.
+    /// Number of steps skipped in total.
     pub skipped: u64,
     /// Samples consumed.
     pub samples: u64,
@@ -39,22 +42,22 @@ pub struct RunState {
     pub tokens: u64,
     /// Seconds of training so far, over all sittings.
     pub seconds: f64,
-    /// The steps that the schedule counts on, once known.
+    /// Length of the schedule in steps, once known.
     pub schedule_steps: Option<u64>,
-    /// The limit of seconds by which they were found, if they were.
+    /// The limit in seconds from which `schedule_steps` was computed, if it was.
     #[serde(default)]
     pub schedule_seconds: Option<f64>,
-    /// The learning rate that the next step was to have when the state was written; unknown of a
-    /// checkpoint from before it was noted.
+    /// The planned learning rate of the next step when the state was written. Old checkpoints do
+    /// not have it.
     #[serde(default)]
     pub learning_rate_next: Option<f64>,
     /// The loss scale.
     pub scaler: LossScaler,
-    /// The largest magnitudes of earlier steps, with products of eight bits; set in a checkpoint
-    /// alone.
+    /// The largest magnitudes of earlier steps, for 8-bit products. Set only in a checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub amax_history: Option<AmaxHistory>,
-    /// How evaluations have gone; those that follow a checkpoint of their own step are in the next.
+    /// Results of evaluations for early stopping. A checkpoint is written before its own step's
+    /// evaluation, which is therefore in the next checkpoint.
     #[serde(default)]
     pub early_stopping: EarlyStopping,
     /// Hash of the data's specification.
@@ -63,17 +66,19 @@ pub struct RunState {
     pub tokenizer: String,
 }
 
-/// The parts of a checkpoint.
+/// Names of the parts of a checkpoint.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// What `rank` writes of the state. Where it `copies`, training may go on while the copy is
-/// written; else, and with state in a tier, which is never copied
-/// ([`Rank::keeps_state_in_a_tier`]), it must be written before the next step. What replicas hold
-/// alike they share, so that every element is written once.
+/// The part of the state that `rank` writes. Replicas divide the state that they share, so every
+/// element is written once.
+///
+/// If `copies` is true, training may go on while the copy is written. Otherwise the snapshot must
+/// be written before the next step. State in a tier is never copied
+/// ([`Rank::keeps_state_in_a_tier`]) and must be written before the next step too.
 pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'static>> {
     if !copies {
-        // Whoever writes reads what the lanes have made.
+        // The writer reads the results of all lanes.
         rank.device().synchronize_lanes()?;
     }
     Ok(Snapshot {
@@ -116,14 +121,14 @@ pub(crate) fn bytes_copied(rank: &Rank) -> Result<usize> {
     Ok(regions.filter(|region| matches!(region.bytes, Bytes::Live(_))).map(|region| region.bytes.len()).sum())
 }
 
-/// Bytes of tensors that this rank holds of a checkpoint.
+/// Bytes of the tensors of a checkpoint that this rank holds.
 pub(crate) fn bytes_held(rank: &Rank) -> Result<u64> {
     let masters: usize = rank.model().parameters().map(|(id, _)| rank.parameters.master_part_range(id).len()).sum();
     let state: usize = rank.optimizer.state()?.iter().map(|(part, _)| part.range.len()).sum();
     Ok(4 * (masters + state) as u64)
 }
 
-/// The elements `share` of a part, `range`, of a tensor of `shape`.
+/// The region of the elements `share` of the part `range` of a tensor of `shape`.
 fn region(
     name: String,
     shape: &[usize],
@@ -135,7 +140,7 @@ fn region(
     (!range.is_empty()).then(|| Region { name, dtype: DType::F32, shape: shape.to_vec(), range, bytes })
 }
 
-/// The elements `share` of what lies in `parts`, one after the other.
+/// The bytes of the elements `share` of the concatenation of `parts`.
 fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Result<Bytes<'static>> {
     let (mut start, mut live, mut stored) = (0, Vec::new(), Vec::new());
     for (part, elements) in parts {
@@ -152,7 +157,7 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Res
         }
         start += elements;
     }
-    // All of it is in memory, or all in files.
+    // All parts are in memory, or all are in files.
     if !stored.is_empty() {
         return Ok(Bytes::Stored(stored));
     }
@@ -166,11 +171,11 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Res
     Ok(Bytes::from(copy))
 }
 
-/// Puts a checkpoint's state into `rank`, bit for bit, whatever ranks wrote it. All ranks do this
-/// together.
+/// Restores a checkpoint's state in `rank`, bit for bit. Any number of ranks may have written it.
+/// All ranks call this together.
 ///
 /// # Errors
-/// Tensors that are missing, have another shape, or are read by nobody.
+/// If a tensor is missing, has another shape, or is not part of this run's state.
 pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     let mut state = read_state(checkpoint)?;
     if let Some(history) = state.amax_history.take() {
@@ -188,8 +193,8 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     Ok(state)
 }
 
-/// Refuses column moments from when fused matrices (queries, keys and values; gate and up) had one
-/// in common.
+/// Rejects Adafactor column moments of an earlier version, in which fused matrices (queries, keys
+/// and values; gate and up) shared one.
 fn check_columns(checkpoint: &Checkpoint, name: &str, part: &StatePart) -> Result<()> {
     match checkpoint.entry(OPTIMIZER, name) {
         Ok(stored)
@@ -203,13 +208,13 @@ fn check_columns(checkpoint: &Checkpoint, name: &str, part: &StatePart) -> Resul
                 checkpoint.path().display()
             )))
         }
-        // `fill` says what else is wrong.
+        // `fill` reports all other errors.
         _ => Ok(()),
     }
 }
 
-/// Checks that every tensor of the checkpoint has its place on some rank, in the model or in the
-/// optimizer's state: what nobody reads would be gone with the next checkpoint.
+/// Checks that every tensor of the checkpoint belongs to the model or the optimizer's state. A
+/// tensor that no rank reads would be missing from the next checkpoint.
 fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
     for part in checkpoint.manifest().parts.keys() {
         let names = match part.as_str() {
@@ -225,7 +230,8 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
     Ok(())
 }
 
-/// What a state tensor that is missing, or that nobody reads, means.
+/// Turns the error of a missing or unread state tensor into one that names the cause: another
+/// optimizer.
 fn of_another_optimizer(error: EngineError) -> EngineError {
     let (path, what) = match &error {
         EngineError::Checkpoint(CheckpointError::NoTensor { path, name, .. }) => (path, format!("has no `{name}`")),
@@ -241,10 +247,10 @@ fn of_another_optimizer(error: EngineError) -> EngineError {
     ))
 }
 
-/// The parameters alone, for evaluation, generation and export.
+/// Loads the parameters alone, for evaluation, generation and export.
 ///
 /// # Errors
-/// Tensors of the model that are missing, have another shape, or that the model does not have.
+/// If a tensor of the model is missing or has another shape, or the checkpoint has others.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     let name = |(id, spec): (ParamId, &ParameterSpec)| {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
@@ -259,14 +265,15 @@ pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     })
 }
 
-/// The state's JSON.
+/// Reads the JSON part of a checkpoint.
 pub fn read_state(checkpoint: &Checkpoint) -> Result<RunState> {
     serde_json::from_value(checkpoint.state().clone()).map_err(|error| {
         does_not_fit(format!("the state in {} is not that of a run: {error}", checkpoint.path().display()))
     })
 }
 
-/// A state tensor: its name, elements, which of them the rank holds, and where those are.
+/// A state tensor: its name, its number of elements, the range that the rank holds, and the places
+/// of that range.
 type StateTensor = (String, usize, Range<usize>, Vec<(Stored, usize)>);
 
 fn optimizer_tensors(rank: &Rank) -> Result<Vec<StateTensor>> {

@@ -1,12 +1,12 @@
 //! The timeline of a run's instructions, as a Chrome trace that Perfetto opens: one track per lane,
-//! and one for what leaves a GPU for its host.
+//! and one for copies from a GPU to its host.
 //!
-//! A trace has a window of steps at either end of the sitting, because a viewer opens no more and a
-//! disk is finite: the first are written as they end, the last are kept in memory until the sitting
-//! ends, which a process that is killed does not live to see.
+//! A trace has the first and the last steps of a sitting, because viewers and disks have limits.
+//! The first steps are written as they end. The last ones are kept in memory until the sitting
+//! ends, so a killed process loses them.
 //!
-//! The array form of the format is used, which viewers accept without its closing bracket, so that
-//! a killed run leaves a trace too; one that ends closes it.
+//! The array form of the format is used. Viewers accept it without its closing bracket, so a killed
+//! run leaves a valid trace too.
 
 use crate::lanes::Span;
 use crate::{EngineError, Result};
@@ -18,23 +18,23 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use trainyard_program::{Lane, Program, Streams};
 
-/// Writes a rank's `trace/rank-N.json` of a run.
+/// Writer of a rank's `trace/rank-N.json`.
 pub struct TraceWriter {
     out: BufWriter<File>,
     path: PathBuf,
     rank: usize,
     origin: Instant,
-    /// Steps of a window.
+    /// Number of steps of each window, at the start and the end.
     window: u64,
-    /// Steps so far.
+    /// Number of steps so far.
     steps: u64,
     /// Events of the last steps after the first window, oldest first.
     last: VecDeque<Vec<u8>>,
 }
 
 impl TraceWriter {
-    /// A new trace of `rank` in the run's `folder`, of the first and the last `window` steps; an
-    /// earlier sitting's is replaced.
+    /// Begins a trace of `rank` in the run's `folder`, with the first and the last `window` steps.
+    /// It replaces the trace of an earlier sitting.
     pub fn create(folder: &Path, rank: usize, window: u64) -> Result<TraceWriter> {
         let path = folder.join("trace").join(format!("rank-{rank}.json"));
         let error = |source| EngineError::File { what: "cannot write", path: path.display().to_string(), source };
@@ -56,7 +56,7 @@ impl TraceWriter {
         let streams = Streams::new(program);
         self.steps += 1;
         let is_first = self.steps <= self.window;
-        // The memory of the oldest step serves the newest.
+        // The newest step reuses the memory of the oldest.
         let full = self.last.len() as u64 == self.window;
         let mut events = self.last.pop_front_if(|_| full).unwrap_or_default();
         events.clear();
@@ -90,7 +90,8 @@ impl TraceWriter {
 
 impl Drop for TraceWriter {
     fn drop(&mut self) {
-        // The last event has no comma after it. A trace that stays open can still be viewed.
+        // The last event has no comma after it. Errors are ignored: an unclosed trace can still be
+        // viewed.
         let name = json!({"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": format!("rank {}", self.rank)}});
         let last = self.last.iter().try_for_each(|events| self.out.write_all(events));
         let _ = last.and_then(|()| writeln!(self.out, "{name}\n]")).and_then(|()| self.out.flush());
@@ -122,7 +123,7 @@ mod tests {
         let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         assert_eq!(spans.len(), program.instructions.len());
         assert!(spans.iter().any(|e| e["name"] == "backward head" && e["dur"] == 5.0 && e["args"]["step"] == 3));
-        // Gradients go to the host, and what was updated comes from it.
+        // Gradients go to the host, and updated copies come from it.
         for (name, track) in [("fetch head", "to_host"), ("evict head", "host_io")] {
             let named = events.iter().find(|e| e["name"] == "thread_name" && e["args"]["name"] == track).unwrap();
             assert!(spans.iter().any(|e| e["name"] == name && e["tid"] == named["tid"]), "{name}");

@@ -1,9 +1,10 @@
-//! Trained models, opened for evaluation, generation and export: a run at one of its checkpoints,
-//! or a Hugging Face folder.
+//! Opens trained models for evaluation, generation and export: a run at one of its checkpoints, or
+//! a Hugging Face folder.
 //!
-//! Nothing of a run's configuration is resolved here. Its data, its GPUs or the model that it began
-//! from may be gone, or be on another machine, and a trained model needs none of them: `model.json`
-//! describes it, and three keys of `config.toml` say how it was trained.
+//! A run's configuration is not resolved here. Its data, its GPUs or its pretrained model may be
+//! missing on this machine, and a trained model needs none of them. `model.json` describes the
+//! model. Three keys of `config.toml` are used: the sequence length, the precision, and the
+//! pretrained model's path.
 
 use crate::checkpoint::{self, Choice, Found};
 use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
@@ -24,8 +25,7 @@ use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
 
-/// A model that was trained, for evaluation, generation and export: no optimizer, no gradients in
-/// use.
+/// A trained model for evaluation, generation and export, without optimizer and gradients.
 pub struct Trained {
     /// The model with its parameters.
     pub rank: Rank,
@@ -33,47 +33,47 @@ pub struct Trained {
     pub tokenizer: Tokenizer,
     /// Its description.
     pub spec: ModelSpec,
-    /// How it was trained; None for a Hugging Face folder.
+    /// The run that trained it; None for a Hugging Face folder.
     pub run: Option<TrainedRun>,
 }
 
-/// The run that a trained model is of.
+/// The run that trained a model.
 pub struct TrainedRun {
-    /// Its configuration, as it was asked for.
+    /// Its configuration, unresolved.
     pub config: Config,
-    /// Tokens of a sequence in training.
+    /// Sequence length in training, in tokens.
     pub sequence_length: usize,
     /// The step of the checkpoint.
     pub step: u64,
 }
 
-/// How a trained model is to be run.
+/// Settings for running a trained model.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     /// The kernels.
     pub isa: Isa,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
-    /// Precision of forward; None: the run's, or f32.
+    /// Dtype of forward. None: the run's, or f32 for a Hugging Face folder.
     pub dtype: Option<DType>,
-    /// The processor, or a GPU: number 0 where none is named.
+    /// The CPU, or a GPU: number 0 if none is named.
     pub device: DeviceKind,
 }
 
 impl Runtime {
-    /// The best of this machine.
+    /// The best CPU kernels and all cores of this machine.
     pub fn of_this_machine() -> Runtime {
         let (isa, threads) = (Isa::detect(), Inputs::of_this_machine().cores);
         Runtime { isa, threads, dtype: None, device: DeviceKind::Cpu }
     }
 }
 
-/// Opens a run at the checkpoint that `choice` means, or a Hugging Face folder, which has none to
-/// choose from.
+/// Opens a run at the checkpoint `choice`, or a Hugging Face folder, for which `choice` must be the
+/// latest.
 ///
 /// # Errors
-/// A folder that is neither; a checkpoint that is not there, is damaged, or holds other tensors
-/// than the model; a configuration that cannot be read.
+/// If the folder is neither; if the checkpoint is missing, is damaged, or holds other tensors than
+/// the model; if the configuration cannot be read.
 pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
     let device = match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
@@ -85,8 +85,8 @@ pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: 
     open_trained_on(&device, folder, choice, runtime.dtype, note)
 }
 
-/// As [`open_trained`], on a device that is open; `dtype`: precision of forward, None: the run's,
-/// or f32.
+/// Like [`open_trained`], on an open device. `dtype` is that of forward. None: the run's, or f32
+/// for a Hugging Face folder.
 ///
 /// # Errors
 /// As [`open_trained`].
@@ -119,8 +119,8 @@ pub fn open_trained_on(
         )));
     }
     if let Some(eos) = tokenizer.eos().filter(|eos| config.model.path.is_none() && !spec.eos_tokens.contains(eos)) {
-        // A shape knows no tokenizer, or that of the model it is named after; who loads an export
-        // is to stop where texts ended.
+        // A model shape has no end token, or that of the model it is named after. Users of an
+        // export need this run's end token to stop at.
         (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
     }
     let found = find_checkpoint(folder, choice, &mut note)?.ok_or_else(|| {
@@ -132,7 +132,7 @@ pub fn open_trained_on(
     Ok(Trained { rank, tokenizer, spec, run: Some(TrainedRun { config, sequence_length, step: found.step }) })
 }
 
-/// The description of the model of the run in `folder`.
+/// Reads the description of the model of the run in `folder`.
 pub(crate) fn read_spec(folder: &Path) -> Result<ModelSpec> {
     let path = folder.join(files::MODEL);
     let text = std::fs::read_to_string(&path).map_err(|source| EngineError::File {
@@ -148,8 +148,8 @@ pub(crate) fn spec_text(spec: &ModelSpec) -> String {
     serde_json::to_string_pretty(spec).expect("plain data is JSON")
 }
 
-/// The checkpoint of the run in `folder` that `choice` means, every checksum verified; None when
-/// there is none at all. Says which newer ones were passed over and why.
+/// Finds the checkpoint `choice` of the run in `folder` and verifies every checksum. None if there
+/// is no checkpoint. Notes which newer ones were skipped, and why.
 pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnMut(&str)) -> Result<Option<Found>> {
     let found = checkpoint::find(folder, choice)?;
     for skipped in found.iter().flat_map(|found| &found.skipped) {
@@ -185,13 +185,14 @@ fn open_hugging_face(
     Ok(Trained { rank, tokenizer, spec, run: None })
 }
 
-/// Puts the weights of a Hugging Face folder into `rank`; says what of the folder was not used.
+/// Loads the weights of a Hugging Face folder into `rank`. Returns notes on tensors of the folder
+/// that were not used.
 pub(crate) fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
     let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
     let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
-    // One parameter at a time is whole here when the rank holds it in parts, and no longer than
-    // that.
+    // If the rank holds a parameter in parts, the whole parameter is read once and kept for all its
+    // parts. Only one whole parameter is in memory at a time.
     let mut whole: Option<(ParamId, Vec<f32>)> = None;
     rank.set_masters(|id, range, values| {
         let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);

@@ -1,4 +1,5 @@
-//! The training loop.
+//! The training loop: [`train`] runs steps until a limit is reached. It records metrics, evaluates,
+//! writes checkpoints and stops a run that diverges.
 
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::config::Limits;
@@ -24,25 +25,25 @@ use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_tensor::{Purpose, TensorError};
 
-/// How a run ended.
+/// The reason for the end of a sitting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Ending {
-    /// It reached its limit of steps, tokens or seconds.
+    /// The run reached its limit of steps, tokens or seconds.
     Complete,
-    /// It was asked to stop, and can be resumed.
+    /// The run was asked to stop, and can be resumed.
     Interrupted,
 }
 
-/// A finished sitting of a run.
+/// The results of a finished sitting (from start or resumption to its end).
 #[derive(Clone, Debug)]
 pub struct Summary {
-    /// How it ended.
+    /// The reason for its end.
     pub ending: Ending,
     /// Steps done, over all sittings.
     pub steps: u64,
     /// Tokens trained on.
     pub tokens: u64,
-    /// Passes over each corpus of the training data.
+    /// Number of passes over each corpus of the training data.
     pub epochs: Vec<f64>,
     /// Set when the run ended because its validation loss no longer fell.
     pub stopped_early: Option<StoppedEarly>,
@@ -50,7 +51,7 @@ pub struct Summary {
     pub loss: f64,
     /// The last evaluation.
     pub evaluation: Option<EvaluationMetrics>,
-    /// Steps skipped.
+    /// Number of skipped steps.
     pub skipped: u64,
     /// Seconds of training in this sitting.
     pub seconds: f64,
@@ -65,11 +66,11 @@ pub struct Summary {
     /// Seconds that rank 0's lanes spent in exchanges with other ranks, as a share of the steps'
     /// time.
     pub comm_share: f64,
-    /// Those of them that computing waited for.
+    /// The part of `comm_share` that the compute lane waited for.
     pub comm_exposed_share: f64,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
-    /// Seconds of rank 0's instructions in a step by kind: medians.
+    /// Median seconds of rank 0's instructions in a step, by kind.
     pub instructions: BTreeMap<String, f64>,
     /// Peak bytes per purpose: measured, predicted.
     pub memory: Vec<(Purpose, usize, usize)>,
@@ -77,21 +78,21 @@ pub struct Summary {
     pub memory_total: (usize, usize),
 }
 
-/// What the outside may ask of a training.
+/// The caller's controls of a training.
 #[derive(Clone, Copy)]
 pub struct Control<'a> {
-    /// Set when the run is to finish its step, write a checkpoint and end.
+    /// Set it to make the run finish its step, write a checkpoint and end.
     pub stop: &'a AtomicBool,
-    /// When the process began.
+    /// Time at which the process began.
     pub process_start: Instant,
-    /// Called from another thread with what is to be said, when a rank does not end after a failure
-    /// and its process has to be ended.
+    /// Called from another thread with a message, when a rank does not end after a failure and its
+    /// process must be ended.
     pub on_stuck: fn(&str),
 }
 
 impl Control<'_> {
-    /// True once any rank is asked to stop, as far as this one knows. A rank that is asked tells the
-    /// others, beside all exchanges: rank 0 hears of it soon, and its word counts.
+    /// True once this rank knows that any rank was asked to stop. A rank that is asked tells the
+    /// others outside of all exchanges. Rank 0 decides when the run stops.
     fn is_asked_to_stop(&self, world: &Communicator) -> bool {
         let is_asked = self.stop.load(Ordering::Relaxed);
         if is_asked {
@@ -101,13 +102,16 @@ impl Control<'_> {
     }
 }
 
-/// Trains until a limit is reached or `control` says stop. Every step: load, forward, backward,
-/// clip, update, and at times snapshot (the step program); then record, and at times evaluate. The
-/// checkpoint of a step is submitted before its evaluation. All ranks run this together; what
-/// depends on the clock or on `control` is rank 0's word, and rank 0 alone records and shows.
+/// Trains until a limit is reached or `control` asks to stop. All ranks run this together.
+///
+/// A step is: load, forward, backward, clip, update, and at times snapshot (all in the step
+/// program); then record, and at times evaluate. A step's checkpoint is submitted before its
+/// evaluation.
+///
+/// Rank 0 makes all decisions that depend on a clock or on `control`. It alone records and shows.
 ///
 /// # Errors
-/// [`EngineError::Diverged`]; everything else is an [`EngineError::Fault`], after which all ranks
+/// [`EngineError::Diverged`]. Every other error is an [`EngineError::Fault`], after which all ranks
 /// end.
 pub fn train(session: &mut Session, progress: &mut dyn Progress, control: Control<'_>) -> Result<Summary> {
     let deadline = world::deadline(&session.resolved.config);
@@ -146,7 +150,7 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
     run.finish(ending)
 }
 
-/// What comes next, the same on every rank.
+/// The next action, the same on every rank.
 enum Next {
     Step { snapshot: bool },
     End(Ending),
@@ -158,13 +162,14 @@ struct Run<'s> {
     control: Control<'s>,
     loader: Loader,
     writer: BackgroundWriter,
-    /// Rank 0's.
+    /// On rank 0 only.
     recorder: Option<Recorder>,
     trace: Option<TraceWriter>,
     clock: Clock,
-    /// The step of the last snapshot, and when it was taken.
+    /// The step and time of the last snapshot.
     saved: (u64, Instant),
-    /// Whether one was due after a step that was skipped, and is to be taken after one that is not.
+    /// True if a snapshot was due after a skipped step. It is taken after the next step that is not
+    /// skipped.
     owed: bool,
     evaluated: Option<u64>,
     evaluation: Option<EvaluationMetrics>,
@@ -178,18 +183,18 @@ struct Run<'s> {
 /// Time and the schedule.
 struct Clock {
     schedule: Schedule,
-    /// Where the run ends, once that is known.
+    /// The last step of the run, once known.
     steps: Option<u64>,
     limits: Limits,
     left: TimeLeft,
     began: Instant,
-    /// Seconds of earlier sittings.
+    /// Seconds of training in earlier sittings.
     before: f64,
     last_step_end: Instant,
 }
 
-/// Steps that a run limited by time alone makes at the peak rate before it fixes its schedule by
-/// their speed.
+/// Number of steps that a run with only a time limit makes before it computes the length of its
+/// schedule from their speed.
 const STEPS_TO_CALIBRATE: u64 = 20;
 
 impl<'s> Run<'s> {
@@ -242,12 +247,12 @@ impl<'s> Run<'s> {
             before: session.state.seconds,
             last_step_end: Instant::now(),
         };
-        // A run that goes on under another limit of time knows its speed.
+        // A resumed run with another time limit knows its speed already.
         clock.calibrate(&mut session.state);
         if let Some(change) = rate_change(&session.state, &clock.schedule) {
             progress.note(&format!("from step {} on {change}", session.state.step));
         }
-        // What an earlier sitting has evaluated and recorded is not evaluated again.
+        // A step that an earlier sitting evaluated and recorded is not evaluated again.
         let mut evaluated = [recorder.as_ref().and_then(Recorder::last_evaluation).unwrap_or(u64::MAX)];
         session.world.broadcast(&mut evaluated, 0)?;
         let evaluated = Some(evaluated[0]).filter(|step| *step != u64::MAX);
@@ -273,7 +278,7 @@ impl<'s> Run<'s> {
         })
     }
 
-    /// Rank 0 decides what comes next and how long the schedule is.
+    /// Broadcasts rank 0's decisions: the next action and the length of the schedule.
     fn agree(&mut self) -> Result<Next> {
         let is_asked_to_stop = self.control.is_asked_to_stop(&self.session.world);
         const STEP: u64 = 0;
@@ -310,35 +315,35 @@ impl<'s> Run<'s> {
 
     fn is_complete(&self) -> bool {
         let step = self.session.state.step;
-        // A run limited by time alone ends with the schedule that its speed fixed, or when the time
+        // A run with only a time limit ends at the computed end of its schedule, or when the time
         // is over.
         let by_steps = self.clock.limits.steps.or(self.clock.steps).is_some_and(|steps| step >= steps);
         let by_clock = self.clock.limits.seconds.is_some_and(|seconds| self.clock.elapsed() >= seconds);
         by_steps || by_clock || self.is_stopped_early()
     }
 
-    /// Whether the validation loss has not fallen for as many evaluations as the run may wait. All
-    /// ranks have the same losses.
+    /// True if the validation loss has not fallen for as many evaluations as the configured
+    /// patience. All ranks have the same losses.
     fn is_stopped_early(&self) -> bool {
         let patience = self.session.resolved.config.evaluation.early_stopping_patience;
         self.session.state.early_stopping.is_over(patience)
     }
 
-    /// Whether the evaluation of the step that a run goes on from is to be counted yet: checkpoints
-    /// are written before it.
+    /// True if a resumed run must still evaluate the step that it starts from, for early stopping.
+    /// The evaluation is missing because checkpoints are written before it.
     fn owes_evaluation(&self) -> bool {
         let state = &self.session.state;
         let counts = self.session.resolved.config.evaluation.early_stopping_patience.is_some();
         counts && state.step > 0 && self.evaluation_due() && state.early_stopping.evaluated != Some(state.step)
     }
 
-    /// Whether this coming step is to end in a snapshot.
+    /// True if the next step must end in a snapshot.
     fn snapshot_due(&self) -> bool {
         let section = &self.session.resolved.config.checkpoint;
         let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
         let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
-        // Before an evaluation, which takes its time and may fail; and what is the best so far has
-        // to be there to be kept.
+        // A snapshot precedes each evaluation: the evaluation takes time and may fail, and the best
+        // checkpoint must exist to be kept.
         by_steps || by_time || self.owed || self.evaluates_after(self.session.state.step + 1)
     }
 
@@ -374,10 +379,12 @@ impl<'s> Run<'s> {
             |rank, outcome| {
                 state.advance(outcome, rank, samples);
                 if state.skipped_in_a_row > 0 {
-                    // These weights may be what is wrong: nothing good makes room for them.
+                    // These weights may be the cause of skipped steps, so no good checkpoint is
+                    // deleted to make room for them.
                     return Ok(());
                 }
-                // The one before first: two copies of the state are one too many.
+                // The previous checkpoint must be written first, so that there is never a second
+                // copy of the state.
                 report(writer.wait_for_it()?, &mut *progress);
                 report(writer.submit(snapshot::take(rank, &state, copies)?)?, &mut *progress);
                 if !copies || rank.keeps_state_in_a_tier() {
@@ -397,7 +404,7 @@ impl<'s> Run<'s> {
         Ok(outcome)
     }
 
-    /// Measures the step, writes it down and shows it.
+    /// Computes the step's metrics, records them and shows them.
     fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
         let now = Instant::now();
         let step_s = (now - std::mem::replace(&mut self.clock.last_step_end, now)).as_secs_f64();
@@ -485,7 +492,7 @@ impl<'s> Run<'s> {
         above_peak.rates(work, peak, measure, |text| progress.note(text))
     }
 
-    /// Stops a run whose steps are skipped one after another, leaving the checkpoint from before.
+    /// Stops a run after too many skipped steps in a row. The checkpoint from before them stays.
     fn guard_against_divergence(&mut self, outcome: &StepOutcome) -> Result<()> {
         let state = &self.session.state;
         let limit = self.session.resolved.config.training.skipped_steps_max;
@@ -498,7 +505,7 @@ impl<'s> Run<'s> {
             recorder.end()?;
         }
         report(self.writer.wait_for_it()?, self.progress);
-        // The last update made the weights that every step since has found wanting.
+        // All steps since the last update were skipped, so the weights of that update are suspect.
         let kept = match self.session.is_first() {
             true => crate::checkpoint::set_aside(&self.session.folder, step - skipped)?.to_string(),
             false => String::new(),
@@ -506,7 +513,7 @@ impl<'s> Run<'s> {
         Err(EngineError::Diverged { step, skipped, loss, kept })
     }
 
-    /// Whether it came to an end.
+    /// Evaluates on the validation data. Returns false if it was interrupted.
     fn evaluate(&mut self) -> Result<bool> {
         let began = Instant::now();
         let session = &*self.session;
@@ -518,7 +525,7 @@ impl<'s> Run<'s> {
             tokens_max: config.evaluation.tokens_max,
         };
         let (control, progress) = (self.control, &mut *self.progress);
-        // Rank 0 decides, as always.
+        // Rank 0 decides whether to stop.
         let mut stops = |done| {
             progress.evaluating(done);
             let mut word = [u64::from(control.is_asked_to_stop(&session.world))];
@@ -545,12 +552,12 @@ impl<'s> Run<'s> {
         }
         self.evaluation = Some(metrics);
         self.evaluated = Some(step);
-        // Evaluation is no part of the next step's time.
+        // The evaluation does not count as time of the next step.
         self.clock.last_step_end = Instant::now();
         Ok(true)
     }
 
-    /// The last checkpoint, the last evaluation, and the figures of the sitting.
+    /// Writes the last checkpoint, runs the last evaluation, and returns the sitting's summary.
     fn finish(mut self, mut ending: Ending) -> Result<Summary> {
         let step = self.session.state.step;
         if self.saved.0 != step || step == 0 {
@@ -587,7 +594,7 @@ impl<'s> Run<'s> {
             && measured.steps > 0
             && let Err(error) = self.session.write_plan(Some(&measured))
         {
-            // The run is done; what it was like is not worth its failure.
+            // The run is done and must not fail because its measurements cannot be written.
             self.progress.note(&warning(format_args!("what was measured is not kept: {error}")));
         }
         Ok(Summary {
@@ -615,7 +622,7 @@ impl<'s> Run<'s> {
 }
 
 impl RunState {
-    /// Takes a finished step into account.
+    /// Updates the state after a finished step.
     fn advance(&mut self, outcome: &StepOutcome, rank: &crate::rank::Rank, samples: u64) {
         self.step += 1;
         self.updates = rank.updates();
@@ -623,7 +630,7 @@ impl RunState {
         self.samples = samples;
         self.tokens += outcome.tokens;
         self.skipped += u64::from(outcome.skipped);
-        // A dynamic loss scale overflows now and then by design; that is no sign of divergence.
+        // A dynamic loss scale overflows now and then by design, which is no sign of divergence.
         let counts = outcome.skipped && !self.scaler.is_dynamic();
         self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
     }
@@ -635,8 +642,8 @@ impl Clock {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// A run limited by time alone fixes the length of its schedule by the speed of its first
-    /// steps.
+    /// Computes the length of the schedule from the speed of the first steps, for a run with only a
+    /// time limit.
     fn calibrate(&mut self, state: &mut RunState) {
         let step = state.step;
         let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };

@@ -1,10 +1,10 @@
-//! Notes that somebody should read who reads nothing else.
+//! Warnings: notes to the user that are shown even where other notes are hidden.
 
 use std::fmt::Display;
 
 const MARK: &str = "warning: ";
 
-/// The note `text`, marked as a warning: it is shown where other notes are not.
+/// Marks the note `text` as a warning.
 pub fn warning(text: impl Display) -> String {
     format!("{MARK}{text}")
 }

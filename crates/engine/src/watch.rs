@@ -1,11 +1,12 @@
-//! The watch over a training rank: no rank waits for ever, and what ends says where it was.
+//! The watch of a training rank: a thread that ensures that no rank waits for ever, and that
+//! reports the position of every lane when a run fails.
 //!
-//! Each rank has a thread that looks at its lanes now and then. A lane that has been at its own
-//! work for longer than [`OWN_SHARE`] of the deadline makes the rank fail the world in its own
-//! name: it knows best where it stands, and it does so before the others' deadline passes, who
-//! might take a rank that waits for the culprit for the culprit itself. When the world has failed,
-//! every rank writes where its lanes are to `RUN/faults` and ends; a rank whose threads do not come
-//! back within [`GRACE`] is ended together with its process.
+//! - *A stuck lane*: a lane may spend [`OWN_SHARE`] of the deadline on its own work. If it takes
+//!   longer, its rank fails the world and names itself. It does so before the other ranks' deadline
+//!   passes, because those might blame a rank that only waits for the stuck one.
+//! - *A failed world*: every rank writes the positions of its lanes to `RUN/faults` and ends.
+//! - *A rank that does not end*: if its threads do not return within [`GRACE`], its process is
+//!   ended.
 
 use crate::positions::Positions;
 use crate::{EngineError, Result};
@@ -18,13 +19,13 @@ use trainyard_comm::Communicator;
 
 /// The share of the deadline that a lane's own work may take.
 const OWN_SHARE: f64 = 0.8;
-/// How long the threads of a rank may take to end after a failure.
+/// Time in which the threads of a rank must end after a failure.
 const GRACE: Duration = Duration::from_secs(5);
 /// The folder of reports in a run's folder.
 pub const FOLDER: &str = "faults";
 
-/// A thread that watches one rank. Dropping it ends the watch; in a panic it first writes where the
-/// rank was.
+/// A thread that watches one rank. Dropping it ends the thread. If that happens in a panic, it
+/// first writes the positions of the rank's lanes.
 pub struct Watch {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -39,8 +40,9 @@ struct Shared {
 }
 
 impl Watch {
-    /// Watches the rank of `world` whose lanes are `positions`; reports go to `run`. `on_stuck` is
-    /// told when the process has to be ended, with what is to be said. All ranks do this together.
+    /// Starts to watch this rank of `world`, whose lanes are `positions`. Reports go to the folder
+    /// `run`. `on_stuck` is called with a message when the process must be ended. All ranks call
+    /// this together.
     pub fn start(
         world: &Communicator,
         positions: Arc<Positions>,
@@ -62,7 +64,8 @@ impl Watch {
         Ok(Watch { shared, thread: Some(thread) })
     }
 
-    /// Wraps an error that ends the training: where the ranks were is written down and said.
+    /// Wraps an error that ends the training, together with a report of the ranks' positions, which
+    /// is written too.
     pub fn report(&self, error: EngineError) -> EngineError {
         let report = self.shared.report(&error.to_string());
         EngineError::Fault { source: Box::new(error), report }
@@ -72,7 +75,7 @@ impl Watch {
         *self.shared.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic there has told itself.
+            // A panic of the thread has printed its message already.
             let _ = thread.join();
         }
     }
@@ -124,8 +127,8 @@ impl Shared {
         }
     }
 
-    /// Writes where this rank's lanes are; says it, and where the other ranks were when they were
-    /// last heard of.
+    /// Writes the positions of this rank's lanes. Returns them as text, with the last known
+    /// positions of the other ranks.
     fn report(&self, error: &str) -> String {
         let world = &self.world;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -155,7 +158,7 @@ impl Shared {
         text
     }
 
-    /// `RUN/faults/SECONDS-rank-R.json`
+    /// Writes `RUN/faults/SECONDS-rank-R.json`.
     fn write(&self, world: &Communicator, error: &str, now: Duration) -> std::io::Result<PathBuf> {
         std::fs::create_dir_all(&self.folder)?;
         let path = self.folder.join(format!("{}-rank-{}.json", now.as_secs(), world.rank()));

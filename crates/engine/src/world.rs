@@ -1,7 +1,8 @@
-//! The ranks of a run: starting them as threads, and what they do together outside of steps.
+//! The ranks of a run: starts them as threads or joins them as processes, and helps them to
+//! cooperate outside of steps.
 //!
-//! Every rank runs the same code, thread or process. Where one must go first (making token files,
-//! the run's folder) it is rank 0.
+//! Every rank runs the same code, as a thread or a process. Where one rank must go first (to create
+//! token files or the run's folder), it is rank 0.
 
 use crate::config::{Config, Inputs, omp_num_threads};
 use crate::faults::Faults;
@@ -12,21 +13,24 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use trainyard_comm::{Communicator, Environment, Note, local};
 
-/// How long ranks wait while rank 0 prepares data: tokenizing a corpus takes hours at most.
+/// Deadline while rank 0 prepares data. Tokenizing a corpus takes hours at most.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
 
-/// How many ranks a configuration asks for, or every problem of it.
+/// The number of ranks of a configuration.
+///
+/// # Errors
+/// Every problem of the configuration.
 pub fn ranks(config: &Config) -> Result<usize> {
     Ok(config.resolve(&inputs_for(config, Inputs::of_this_machine())?)?.parallel.ranks)
 }
 
-/// Runs `body` on every rank of `config`: this process is one of them where a launcher started
-/// several together, else they are its threads. `note` is told of what happens while processes come
-/// together.
+/// Runs `body` on every rank of `config`. If a launcher started several processes together, this
+/// process is one rank; otherwise the ranks are its threads. `note` receives messages while
+/// processes connect.
 ///
 /// # Errors
-/// As [`on_threads`]; and variables of a launcher that make no sense, or one that this build cannot
-/// serve.
+/// Those of [`on_threads`]; invalid environment variables of a launcher, or a launcher that this
+/// build does not support.
 pub fn launch<T: Send>(config: &Config, note: Note, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
     match Environment::detect()?.connect(deadline(config), note)? {
         Some(world) => run(world, body),
@@ -34,14 +38,14 @@ pub fn launch<T: Send>(config: &Config, note: Note, body: impl Fn(Communicator) 
     }
 }
 
-/// How long ranks wait for each other: `parallel.deadline_seconds`.
+/// The time that ranks wait for each other: `parallel.deadline_seconds`.
 pub fn deadline(config: &Config) -> Duration {
-    // Thirty years are for ever; more is no duration.
+    // 1e9 seconds are 30 years. Much larger numbers do not fit a Duration.
     Duration::from_secs_f64(config.parallel.deadline_seconds.clamp(1e-3, 1e9))
 }
 
-/// Gives `world`, and the communicators that will be made of it, the deadline and the checksums
-/// that `config` asks for, and faults. All ranks do this alike, before anything else.
+/// Sets the deadline and checksums of `config`, and injected faults, for `world` and all
+/// communicators made from it. All ranks call this before anything else.
 pub fn prepare(world: &Communicator, config: &Config, faults: Option<&Faults>) {
     world.set_deadline(deadline(config));
     world.set_verify(config.parallel.verify);
@@ -51,11 +55,11 @@ pub fn prepare(world: &Communicator, config: &Config, faults: Option<&Faults>) {
 }
 
 /// Runs `body` on `ranks` ranks that are threads of this process; rank 0 is the calling thread.
-/// Returns what rank 0 returned, once all have ended.
+/// Returns rank 0's result once all have ended.
 ///
 /// # Errors
-/// The first failure counts: a rank that fails wakes the others, whose errors name it. Rank 0's own
-/// error comes first, then that of the lowest rank.
+/// The first failure: a rank that fails wakes the others, whose errors name it. Of several original
+/// errors rank 0's is returned, else that of the lowest rank.
 pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T> + Sync) -> Result<T> {
     let mut worlds = local::World::new(ranks).into_iter();
     let first = worlds.next().expect("a world has at least one rank");
@@ -72,7 +76,8 @@ pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T
         for other in others {
             match other.join() {
                 Ok(Ok(_)) => {}
-                // What another rank was told is less than what the one that failed knows.
+                // The error of the rank that failed says more than those of ranks that were told of
+                // it.
                 Ok(Err(error)) => {
                     let replace = result.as_ref().map_or_else(|first| knows_more(&error, first), |_| true);
                     if replace {
@@ -86,8 +91,8 @@ pub fn on_threads<T: Send>(ranks: usize, body: impl Fn(Communicator) -> Result<T
     })
 }
 
-/// Whether `error` of one rank says more about a failure than that of another: who fails knows more
-/// than who is told, but whose thread panics knows nothing.
+/// True if `error` of one rank says more about a failure than `than` of another. An original error
+/// says more than one that names another rank's failure; a panic says least.
 fn knows_more(error: &EngineError, than: &EngineError) -> bool {
     let rank = |error: &EngineError| match error {
         EngineError::Panicked { .. } => 0,
@@ -97,17 +102,17 @@ fn knows_more(error: &EngineError, than: &EngineError) -> bool {
     rank(error) > rank(than)
 }
 
-/// A communicator of the same ranks that may take its time.
+/// A communicator of the same ranks with the long deadline of data preparation.
 pub(crate) fn patient(world: &Communicator) -> Result<Communicator> {
     let waiting = world.duplicate("preparation")?;
     waiting.set_deadline(PREPARATION);
     Ok(waiting)
 }
 
-/// Runs one rank; when it fails or panics, the others are told why.
+/// Runs one rank. If it fails or panics, the other ranks are told why.
 pub fn run<T>(world: Communicator, body: impl Fn(Communicator) -> Result<T>) -> Result<T> {
     let alarm = world.duplicate("alarm")?;
-    // What the body leaves behind after a panic is seen by nobody: its handles are dropped with it.
+    // Unwind safety: the body's state is dropped with it after a panic, so no code sees it.
     let result = catch_unwind(AssertUnwindSafe(|| body(world))).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
         let message = text.unwrap_or("what it said is no text").to_owned();
@@ -124,7 +129,7 @@ pub fn run<T>(world: Communicator, body: impl Fn(Communicator) -> Result<T>) -> 
     result
 }
 
-/// Lets rank 0 do `work` first and the others after it: what it makes, they find.
+/// Runs `work` on rank 0 first, then on the others, which find the files that rank 0 made.
 pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let waiting = patient(world)?;
     if world.rank() == 0 {
@@ -136,12 +141,12 @@ pub(crate) fn first_then_others<T>(world: &Communicator, work: impl FnOnce() -> 
     work()
 }
 
-/// What rank 0's `make` returns, on every rank.
+/// Broadcasts the result of rank 0's `make` to every rank.
 pub fn from_first(world: &Communicator, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     from_rank(&patient(world)?, 0, make)
 }
 
-/// What `make` of rank `root` returns, on every rank.
+/// Broadcasts the result of `make` of rank `root` to every rank.
 pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     let mut bytes = if world.rank() == root { make()? } else { Vec::new() };
     let mut length = [bytes.len() as u64];
@@ -151,13 +156,13 @@ pub(crate) fn from_rank(world: &Communicator, root: usize, make: impl FnOnce() -
     Ok(bytes)
 }
 
-/// What a configuration depends on where it runs on `world`: processes share their host's cores,
-/// unless the launcher bound each to its own.
+/// Inputs of a configuration that runs on `world`. Processes share their host's cores, unless the
+/// launcher bound each to its own.
 pub fn inputs(world: &Communicator) -> Inputs {
     let mut inputs = Inputs::of_this_machine();
     if world.backend() != "local" {
         inputs.processes = Some(world.size());
-        // `OMP_NUM_THREADS` is each process's own number.
+        // `OMP_NUM_THREADS` is a number per process, so cores are not divided.
         if omp_num_threads().is_none() {
             let all = cores_of_ranks_here(world);
             inputs.sharing = sharing(&cores_of(std::process::id()), &all);
@@ -169,11 +174,11 @@ pub fn inputs(world: &Communicator) -> Inputs {
     inputs
 }
 
-/// Cores of this host that the processes of `world` have together.
+/// Number of cores of this host that the processes of `world` may use together.
 pub fn cores_here(world: &Communicator) -> usize {
     let available = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     match cores_of(std::process::id()) {
-        // A quota of time, which all share, is less than the cores that may be used.
+        // `available` is smaller if a quota of CPU time applies, which all processes share.
         Some(own) if own.len() <= available => {
             cores_of_ranks_here(world).into_iter().flatten().flatten().collect::<BTreeSet<_>>().len().max(available)
         }
@@ -181,18 +186,18 @@ pub fn cores_here(world: &Communicator) -> usize {
     }
 }
 
-/// The numbers of cores, of a process.
+/// The numbers of the cores that a process may run on; None if unknown.
 type Cores = Option<BTreeSet<usize>>;
 
-/// The cores that the ranks on this host may run on, by rank.
+/// The cores of each rank on this host.
 fn cores_of_ranks_here(world: &Communicator) -> Vec<Cores> {
     let here = world.place(world.rank()).host;
     let places = (0..world.size()).map(|member| world.place(member));
     places.filter(|place| place.host == here).map(|place| cores_of(place.pid)).collect()
 }
 
-/// How many of `all` may run on a core of `own`, itself among them. Of whom nothing is known it may
-/// be anywhere.
+/// Number of processes in `all` that may run on a core of `own`, the process itself included. A
+/// process with unknown cores may run anywhere.
 fn sharing(own: &Cores, all: &[Cores]) -> usize {
     let meet = |other: &&Cores| match (own, other) {
         (Some(own), Some(other)) => !own.is_disjoint(other),
@@ -201,13 +206,13 @@ fn sharing(own: &Cores, all: &[Cores]) -> usize {
     all.iter().filter(meet).count().max(1)
 }
 
-/// The cores that process `pid` of this host may run on; None where the system does not say.
+/// The cores that process `pid` of this host may run on; None if the system does not say.
 fn cores_of(pid: u32) -> Cores {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     numbers_of_list(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?)
 }
 
-/// The numbers that a list like `0-3,8` names.
+/// The numbers in a list like `0-3,8`.
 fn numbers_of_list(list: &str) -> Cores {
     let mut numbers = BTreeSet::new();
     for range in list.trim().split(',') {
@@ -221,7 +226,7 @@ fn numbers_of_list(list: &str) -> Cores {
     Some(numbers)
 }
 
-/// Ranks of `world` that run on this host.
+/// Number of ranks of `world` that run on this host.
 pub fn ranks_here(world: &Communicator) -> usize {
     let here = world.place(world.rank()).host;
     (0..world.size()).filter(|member| world.place(*member).host == here).count()

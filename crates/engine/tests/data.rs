@@ -1,5 +1,5 @@
-//! What a run trains and validates on: the order of the text, what is held back, how much is
-//! evaluated, how many passes are made, and when there is no sense in going on.
+//! Tests of a run's data: the order of the text, the held-back split, the amount of evaluation, the
+//! number of passes, and early stopping.
 
 #[path = "common/tensors.rs"]
 mod tensors;
@@ -36,7 +36,7 @@ fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
     Config::parse("c.toml".as_ref(), &toml, &sets).unwrap()
 }
 
-/// Runs all ranks of `config`, from the beginning or in its run's folder, until `stop_at` steps.
+/// Runs all ranks of `config`, as a new run or resumed in its run's folder, until step `stop_at`.
 fn run(config: &Config, resume: Option<(&Path, &[String])>, stop_at: Option<u64>) -> Result<Vec<Summary>> {
     let ends = Mutex::new(Vec::new());
     world::on_threads(world::ranks(config)?, |world| {
@@ -125,7 +125,7 @@ fn token_files(folder: &Path) {
     }
 }
 
-/// Tokens that a run validates on, or why it does not begin.
+/// Number of tokens that a run validates on, or the error with which it does not begin.
 fn validates_on(folder: &Path, sets: &[&str]) -> Result<u64> {
     let config = config(folder, "validates", &[&["tokenizer.kind=auto"], sets].concat());
     let tokens = world::on_threads(1, |world| {
@@ -155,7 +155,7 @@ fn no_validation_fraction_means_none_of_token_files_either() {
     let folder = folder.path();
     token_files(folder);
     assert_eq!(validates_on(folder, &["data.train={F}/tenth", "data.validation_fraction=0"]).unwrap(), 0);
-    // Files without a part that is held back have none, and what needs one is refused.
+    // Files without a held-back part have no validation data; settings that need some are errors.
     assert_eq!(validates_on(folder, &["data.train={F}/whole"]).unwrap(), 0);
     let error = validates_on(folder, &["data.train={F}/whole", "evaluation.interval_steps=2"]).unwrap_err();
     assert!(error.to_string().contains("needs validation data"), "{error}");
@@ -214,7 +214,7 @@ fn epochs_end_a_run_and_are_recorded() {
     assert_eq!((epochs[0], epochs[43]), (2.0 / 35.0, 88.0 / 35.0));
 }
 
-/// A learning rate that makes it worse from the first step on.
+/// Settings with a learning rate that makes the loss rise from the first step on.
 const WORSE: [&str; 6] = [
     "optimizer.learning_rate=0.5",
     "training.steps=30",
@@ -252,7 +252,7 @@ fn a_run_that_is_resumed_stops_early_where_it_would_have() {
     let folder = folder.path();
     let whole = start(folder, "whole", &WORSE).unwrap();
     let evaluations = column(folder, "whole", "evaluations.jsonl", "loss");
-    // Right after a checkpoint whose evaluation it does not have, and between two.
+    // Stopped right after a checkpoint that lacks its evaluation, and between two checkpoints.
     for stop_at in 2..whole.steps {
         let name = format!("stopped-{stop_at}");
         run(&config(folder, &name, &WORSE), None, Some(stop_at)).unwrap();
@@ -263,7 +263,7 @@ fn a_run_that_is_resumed_stops_early_where_it_would_have() {
         );
         assert_eq!(column(folder, &name, "evaluations.jsonl", "loss"), evaluations, "each once");
     }
-    // It has ended; one that is to wait longer goes on.
+    // The run has ended; with more patience it goes on.
     let again = run(&config(folder, "whole", &WORSE), Some((&folder.join("whole"), &[])), None).unwrap().remove(0);
     assert_eq!(again.steps, whole.steps);
     let longer = ["evaluation.early_stopping_patience=5".to_owned()];

@@ -1,8 +1,8 @@
-//! Ranks that fail: each is named on every other rank, nothing wrong is ever written, and the run
-//! that goes on ends with the bits of one that nobody disturbed.
+//! Tests of ranks that fail. Each failed rank is named on every other rank, no wrong checkpoint is
+//! written, and the resumed run ends with the bits of an undisturbed one.
 //!
-//! Faults are drawn from seeds, the first of which are tried unless all are asked for.
-//! `TRAINYARD_FAULT_SEED=17 cargo test -p trainyard-engine --test faults` runs one of them again.
+//! Faults are drawn from seeds. Only the first seeds are tried unless all sweeps are requested.
+//! `TRAINYARD_FAULT_SEED=17 cargo test -p trainyard-engine --test faults` repeats one seed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,9 +21,10 @@ use trainyard_engine::{EngineError, Result, world};
 use trainyard_program::Program;
 
 const STEPS: u64 = 6;
-/// Long enough for a busy machine: no rank without a fault works this long on one instruction.
+/// The deadline. Long enough for a busy machine: no rank without a fault works this long on one
+/// instruction.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// Runs at once; most of their time is waiting for deadlines.
+/// Number of concurrent runs. They spend most of their time waiting for deadlines.
 const AT_ONCE: usize = 6;
 
 const LAYOUTS: [&[&str]; 4] = [
@@ -46,7 +47,7 @@ fn config(folder: &Path, name: &str, layout: usize) -> Config {
     Config::parse("test.toml".as_ref(), &text, &sets).unwrap()
 }
 
-/// What became of each rank; with the program of each, if it came so far.
+/// The result of each rank, and its program if it got that far.
 type Ends = Vec<Result<Program>>;
 
 /// Trains on all ranks: a new run, or the one in `resume`.
@@ -83,7 +84,7 @@ fn checkpoints(run: &Path) -> BTreeMap<String, BTreeMap<String, Vec<u8>>> {
     steps.map(|step| (name(&step), tensors(&step))).collect()
 }
 
-/// What is wrong with how a run takes the fault; None when nothing is.
+/// Describes a wrong reaction of a run to the fault; None if the reaction is right.
 fn trouble(folder: &Path, name: &str, layout: usize, fault: &Fault) -> Option<String> {
     let faults = Arc::new(Faults::new([fault.clone()], Hang::UntilNoticed));
     let config = config(folder, name, layout);
@@ -94,7 +95,7 @@ fn trouble(folder: &Path, name: &str, layout: usize, fault: &Fault) -> Option<St
             Ok(_) if harmless => {}
             Ok(_) => return Some(format!("rank {rank} noticed nothing")),
             Err(error) if harmless => return Some(format!("rank {rank}: {error}")),
-            // The rank itself knows why.
+            // The failed rank has the original error.
             Err(error) if rank == fault.rank as usize && error.failure().is_none() && error.is_fault() => {}
             Err(error) => {
                 let named = error.failure().map(|failure| failure.culprits.iter().map(|peer| peer.rank).collect());
@@ -125,7 +126,8 @@ fn trouble(folder: &Path, name: &str, layout: usize, fault: &Fault) -> Option<St
     (last(checkpoints(&run_folder)) != last(whole)).then(|| "the run that went on ends with other bits".to_owned())
 }
 
-/// A folder with a text, and each layout's undisturbed run in it; with the programs of that run.
+/// Makes a folder with a text and, for each layout, an undisturbed run. Returns the programs of
+/// these runs too.
 fn prepared() -> (tempfile::TempDir, Vec<Vec<Program>>) {
     let folder = tempfile::tempdir().unwrap();
     let line = |i: usize| format!("The {} shard of {} is gathered {} times.\n", i % 7, i * i % 31, i * 5 % 11);

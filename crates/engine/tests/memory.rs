@@ -1,5 +1,5 @@
-//! The memory of a run does not grow with its steps. Alone in its process, because it reads the
-//! allocator's books.
+//! Tests that a run's memory does not grow with its steps. The test is alone in its process because
+//! it reads the allocator's statistics.
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -11,7 +11,7 @@ use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::world;
 use trainyard_tensor::heap;
 
-/// Reads the books after every step.
+/// Reads the allocator's statistics after every step.
 struct Books(Vec<usize>);
 
 impl Progress for Books {
@@ -57,7 +57,7 @@ fn live_bytes(ranks: usize) -> Vec<usize> {
     books.into_inner().unwrap()
 }
 
-/// Once a trainer kept all its steps' records: 0.8 KB a step on each rank.
+/// Regression: a trainer once kept all its steps' records, 0.8 KB per step and rank.
 #[test]
 fn the_memory_of_a_run_does_not_grow_with_its_steps() {
     if heap::live_bytes().is_none() {
@@ -67,7 +67,7 @@ fn the_memory_of_a_run_does_not_grow_with_its_steps() {
     for ranks in [1, 2] {
         let live = live_bytes(ranks);
         assert_eq!(live.len(), STEPS);
-        // Steps differ by what other lanes still hold when the books are read.
+        // Steps differ by the memory that other lanes still hold when the statistics are read.
         let least = |steps: std::ops::Range<usize>| *live[steps].iter().min().unwrap();
         let (early, late) = (least(STEPS / 5..2 * STEPS / 5), least(4 * STEPS / 5..STEPS));
         let grown = late.saturating_sub(early);

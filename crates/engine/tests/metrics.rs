@@ -1,4 +1,4 @@
-//! The records of a run that is interrupted and resumed, through the public interface.
+//! Tests the metrics files of a run that is interrupted and resumed, through the public interface.
 
 use std::path::PathBuf;
 use trainyard_engine::config::MetricsSection;
@@ -29,7 +29,7 @@ fn step(step: u64) -> StepMetrics {
     }
 }
 
-/// To look at the event files with TensorBoard itself: set `TRAINYARD_KEEP` to a folder, then
+/// To view the event files in TensorBoard, set `TRAINYARD_KEEP` to a folder, then run
 /// `scripts/golden/make_events.py FOLDER/tensorboard`.
 #[test]
 fn a_resumed_run_has_each_step_once() {

@@ -1,6 +1,6 @@
-//! Ranks on GPUs of their own that exchange by NCCL, without any: on fake devices of one network,
-//! which moves the bytes and checks that the ranks' calls fit together, with emulated kernels, so
-//! that a small model really trains.
+//! Tests of ranks that exchange by NCCL, each on its own GPU, without real GPUs. Fake devices share
+//! a fake network, which moves the bytes and checks that the ranks' calls match. Kernels are
+//! emulated, so a small model really trains.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -47,13 +47,13 @@ fn batch(device: &Device, model: &Model, step: u64, row: usize) -> Batch {
     model.rows(device, LENGTH, &text[..LENGTH], Some(&text[1..])).unwrap()
 }
 
-/// The kernels on the host; a machine without a C++ compiler cannot run these tests, and says so.
+/// The emulated kernels. Without a C++ compiler, the tests fail with a message.
 fn emulated() -> Option<Box<dyn Kernels>> {
     let kernels = tested::kernels(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated"));
     Some(Box::new(kernels.unwrap_or_else(|problem| panic!("{problem}"))))
 }
 
-/// What a rank has at the end: its steps, and the masters that are its own.
+/// The result of a rank: its steps, and its own masters.
 type End = (Vec<StepOutcome>, Vec<f32>);
 
 fn train_rank(resolved: &Resolved, world: &Communicator, fake: &Arc<Fake>, way: Way) -> Result<End, EngineError> {
@@ -90,7 +90,7 @@ fn train_rank(resolved: &Resolved, world: &Communicator, fake: &Arc<Fake>, way: 
     Ok((outcomes, masters?.concat()))
 }
 
-/// Trains on as many devices as `sets` asks for: what each rank has at the end, or how it failed.
+/// Trains on the number of devices in `sets`. Returns the result or error of each rank.
 fn train(sets: &[&str], way: Way, faults: &[Fault], kernels: bool) -> Vec<Result<End, EngineError>> {
     let resolved = &resolved(sets);
     let ranks = resolved.parallel.ranks;
@@ -99,7 +99,7 @@ fn train(sets: &[&str], way: Way, faults: &[Fault], kernels: bool) -> Vec<Result
         let kernels = if kernels { emulated() } else { None };
         Arc::new(Fake::new(Options { seed, kernels, network: Some(network.clone()), ..Options::default() }))
     };
-    // In order, because faults name them by it.
+    // Devices are opened in order, because faults name them by number.
     let fakes: Vec<Arc<Fake>> = (0..ranks as u64).map(fake).collect();
     let ends = std::thread::scope(|scope| {
         let ranks = local::World::new(ranks).into_iter().zip(fakes).map(|(world, fake)| {
@@ -126,8 +126,8 @@ fn losses(ends: &[End]) -> Vec<f64> {
     ends[0].0.iter().map(|outcome| outcome.loss).collect()
 }
 
-/// NCCL in the fixed order has the bits of exchange through the host; in its own order it is within
-/// `tolerance` of them.
+/// NCCL in the fixed order gives the bits of exchange through the host. In its own order it is
+/// within `tolerance` of them.
 fn agrees(sets: &[&str], tolerance: f64) {
     let [host, fixed, free] = [Way::Host, FIXED, FREE].map(|way| succeed(train(sets, way, &[], true)));
     let [expected, in_order, own_order] = [&host, &fixed, &free].map(|ends| losses(ends));
@@ -152,7 +152,7 @@ fn two_devices_train_by_nccl_like_through_the_host() {
 fn four_devices_train_by_nccl_like_through_the_host() {
     let bf16 = "precision.compute=bf16";
     agrees(&["parallel.ranks=4", "parallel.zero_stage=3", "parallel.reshard_after_forward=2", bf16], 1e-2);
-    // Replicas of shards, and sums that are rounded on their way: every form of a sum.
+    // Every form of a sum: replicas of shards, and sums that are rounded on their way.
     let hybrid = "parallel.data_parallel_replicate_degree=2";
     agrees(&["parallel.ranks=4", "parallel.zero_stage=2", hybrid, "parallel.reduce_dtype=bf16", bf16], 1e-2);
     agrees(&["parallel.ranks=4", "parallel.zero_stage=0", "parallel.reduce_dtype=bf16", bf16], 1e-2);
@@ -165,7 +165,7 @@ fn a_device_that_hangs_fails_or_is_lost_in_a_step_ends_every_rank_with_one_failu
         (FaultKind::Fail, "unhandled system error"),
         (FaultKind::Lose, "remote process exited"),
     ] {
-        // Without computing: what matters is who waits for whom.
+        // Kernels do not compute here: only the order of exchanges matters.
         let fault = Fault { device: 1, call: 5, kind };
         let ends =
             train(&["parallel.ranks=2", "parallel.zero_stage=3", "precision.compute=f32"], FREE, &[fault], false);

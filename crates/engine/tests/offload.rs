@@ -1,6 +1,8 @@
-//! State that lies on disk while a step does not use it, or on the host beside the device: the same
-//! bits as in memory, memory as predicted, and errors that say what to do. Here the host beside the
-//! device is the processor too, with a pool of its own, which no configuration can ask for.
+//! Tests of offloaded state, on disk or on the host beside the device: the bits are those of
+//! training in memory, memory is as predicted, and errors say what to do.
+//!
+//! The host beside the device is the CPU here too, with its own pool. No configuration can ask for
+//! that.
 
 use std::path::Path;
 use trainyard_comm::{Communicator, local};
@@ -20,7 +22,7 @@ use trainyard_tensor::{Device, Purpose, Usage};
 
 const LENGTH: usize = 8;
 
-/// Puts on the host what other settings put on disk.
+/// Moves all disk tiers to the host.
 const ON_THE_HOST: &str = "on the host";
 
 fn resolved(sets: &[&str]) -> Resolved {
@@ -41,7 +43,7 @@ fn resolved(sets: &[&str]) -> Resolved {
     resolved
 }
 
-/// What one rank has at the end.
+/// The result of one rank.
 struct End {
     losses: Vec<f64>,
     skipped: u64,
@@ -49,7 +51,7 @@ struct End {
     parts: Vec<(std::ops::Range<usize>, Vec<f32>)>,
     memory: Usage,
     predicted: Usage,
-    /// Of the host beside the device: used and predicted.
+    /// Memory of the host beside the device: measured and predicted.
     host: [Usage; 2],
     program: Program,
 }
@@ -122,7 +124,7 @@ fn train_rank(resolved: &Resolved, world: Communicator, folder: &Path, steps: u6
     Ok(End { losses, skipped, parts, memory: device.pool().usage(), predicted, host, program })
 }
 
-/// Every parameter's bits, put together from what the ranks hold.
+/// Every parameter's bits, assembled from the ranks' parts.
 fn weights(ends: &[End]) -> Vec<Vec<u32>> {
     (0..ends[0].parts.len())
         .map(|index| {
@@ -142,7 +144,8 @@ fn weights(ends: &[End]) -> Vec<Vec<u32>> {
 const LLAMA: &[&str] = &["precision.compute='bf16'"];
 const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];
 
-/// What can be offloaded, alone and together, with more chunks than one and other depths.
+/// Settings that offload each kind of state, alone and together, with several chunks and other
+/// prefetch depths.
 const WAYS: &[&[&str]] = &[
     &["memory.offload.optimizer='disk'"],
     &["memory.offload.optimizer='disk'", "memory.offload.chunk_elements=4096"],
@@ -173,7 +176,7 @@ const WAYS: &[&[&str]] = &[
     ],
 ];
 
-/// Every way, on disk and on the host.
+/// All of these settings, on disk and on the host.
 fn everywhere() -> impl Iterator<Item = (&'static [&'static str], &'static [&'static str])> {
     let places: [&[&str]; 2] = [&[], &[ON_THE_HOST]];
     WAYS.iter().flat_map(move |way| places.map(|place| (*way, place)))
@@ -193,8 +196,8 @@ fn all_ways_agree(base: &[&str], ranks: &[&str], steps: u64) {
     assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "files stay behind");
 }
 
-/// Meta predicts every purpose's peak and the total's to the byte; and what stays on the device is
-/// what the program says.
+/// Checks that meta predicts every purpose's peak and the total to the byte, and that the state
+/// left on the device is that of the program.
 fn check_memory(end: &End, sets: &[&str]) {
     for purpose in Purpose::ALL {
         assert_eq!(end.predicted.peak(purpose), end.memory.peak(purpose), "{sets:?} {purpose}");
@@ -221,7 +224,7 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
-/// Of a comparison; twelve where all are asked for.
+/// Number of steps of a comparison; twelve if all sweeps are requested.
 fn steps() -> u64 {
     trainyard_testing::cases("steps", 5, 12)
 }
@@ -293,12 +296,12 @@ fn chunks_bound_what_an_update_holds() {
     assert!(whole.memory.peak(Purpose::Optimizer) > 4 * peak);
 }
 
-/// The table of `docs/parallelism.md`: what four ranks keep of the model's state in each stage, and
-/// what stage 3 gathers at once, in bytes of the pool.
+/// The table of `docs/parallelism.md`: the bytes of model state on each of four ranks in each ZeRO
+/// stage, and the bytes that stage 3 gathers at once, as the pool counts them.
 #[test]
 fn four_ranks_keep_what_the_formula_says() {
     let folder = tempfile::tempdir().unwrap();
-    // Units of many times 4 x 4,096 elements, so that padding is little.
+    // Units are many times 4 x 4,096 elements, so that padding is small.
     let model =
         &["model.dim=128", "model.layers=4", "model.ffn_dim=512", "model.vocab_size=1000", "precision.compute='bf16'"];
     let spec = shape::model_spec(&resolved(model)).unwrap();

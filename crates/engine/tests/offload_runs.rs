@@ -1,5 +1,5 @@
-//! Whole runs with state on disk: stopped and gone on with another offload and on other ranks,
-//! under a limit, and refused with what would fit.
+//! Tests of whole runs with state on disk: stopped and resumed with other tiers and on other ranks;
+//! under a memory limit; and rejected with a message that says what would fit.
 
 #[path = "common/tensors.rs"]
 mod tensors;
@@ -118,7 +118,7 @@ fn a_run_goes_on_with_the_same_bits_whatever_is_on_disk() {
     }
 }
 
-/// Under a limit of a part of the training state, and no more memory than that at any time.
+/// A run under a limit below the size of its training state never uses more memory than the limit.
 #[test]
 fn a_model_of_four_and_sixteen_times_the_limit_trains_within_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -157,7 +157,7 @@ fn a_step_that_does_not_fit_is_refused_with_what_would() {
         for part in ["a step needs", "over memory.limit", "params", "optimizer", "it fits with"] {
             assert!(error.contains(part), "no `{part}` in: {error}");
         }
-        // What it says is so.
+        // The settings that the message suggests do fit.
         let (_, fits) = error.split_once("it fits with ").unwrap();
         for (number, advice) in fits.split("; or ").enumerate() {
             let settings = advice.rsplit_once(" (").unwrap().0.split(", ");
@@ -172,8 +172,8 @@ fn a_step_that_does_not_fit_is_refused_with_what_would() {
     assert!(error.contains("none of") && error.contains("the least"), "{error}");
 }
 
-/// A copy of the state is as large as masters and moments: where it does not fit beside the step,
-/// training waits and nothing is copied.
+/// A copy of the state is as large as masters and moments. If it does not fit beside the step,
+/// nothing is copied, and training waits for each checkpoint.
 #[test]
 fn a_checkpoint_is_written_from_the_state_itself_where_no_copy_fits() {
     let folder = tempfile::tempdir().unwrap();

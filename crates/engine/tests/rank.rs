@@ -1,5 +1,5 @@
-//! One rank executing programs: equalities between strategies, predictions against measurements,
-//! faults, update rules.
+//! Tests of one rank that executes programs: equal results of strategies, predicted against
+//! measured memory, faults, update rules.
 
 use std::collections::VecDeque;
 use trainyard_engine::config::{Config, Inputs, OptimizerSettings, Resolved};
@@ -30,16 +30,16 @@ fn spec(sets: &[&str]) -> ModelSpec {
     shape::model_spec(&resolved(sets)).unwrap()
 }
 
-/// What the texts are like.
+/// The kind of training text.
 #[derive(Clone, Copy, PartialEq)]
 enum Text {
-    /// Each token follows from the one before it: learnable to a loss of zero.
+    /// Each token is a function of the one before: learnable to a loss of zero.
     Regular,
-    /// Every other token is anything, so that the loss has a floor, as that of real text has.
+    /// Every other token is random, so that the loss has a floor, as on real text.
     Noisy,
 }
 
-/// Row `row` of step `step`.
+/// The text of row `row` of step `step`.
 fn row(spec: &ModelSpec, text: Text, step: u64, row: usize) -> Vec<i32> {
     let vocab = spec.vocab_size as u64;
     let mut token = (step * 31 + row as u64 * 7 + 3) % vocab;
@@ -199,8 +199,9 @@ fn accumulation_gives_what_the_large_batch_gives() {
     }
 }
 
-/// Three models, two of them with products of eight bits too, in three modes: meta predicts every
-/// purpose's peak to the byte, and full checkpointing keeps at most a fifth.
+/// Three models, two of them also with 8-bit products, in three checkpointing modes. Meta predicts
+/// every purpose's peak to the byte, and full checkpointing keeps at most a fifth of the
+/// activations.
 #[test]
 fn memory_is_what_meta_predicts() {
     let models: [&[&str]; 5] = [
@@ -307,11 +308,11 @@ fn the_loss_of_a_fresh_model_is_that_of_guessing() {
     assert!((outcomes[0].loss - guessing).abs() < 0.1, "{} against {guessing}", outcomes[0].loss);
 }
 
-/// A number of E4M3 is off by up to 2^-4 of itself, one of E5M2 by up to 2^-3, of bf16 by 2^-9;
-/// errors of single numbers are independent and average out in a product, so that losses stay near.
-/// Micikevicius et al. (2022, figure 1 and table 3) report losses of language models within 0.3 %
-/// to 1 % of those of 16 bits. The same bound as between bf16 and f32 above, 1 % at every step, and
-/// half of it for what is learnt by the end.
+/// The relative rounding error is up to 2^-4 for E4M3, 2^-3 for E5M2 and 2^-9 for bf16. Errors of
+/// single numbers are independent and average out in a product, so losses stay near. Micikevicius
+/// et al. (2022, figure 1 and table 3) report losses of language models within 0.3 % to 1 % of
+/// those in 16 bits. The bound here is that between bf16 and f32 above: 1 % at every step, and half
+/// of it at the end.
 #[test]
 fn fp8_follows_bf16_for_150_steps() {
     for family in [&[][..], &["model.family='gpt2'", "model.kv_heads=4"]] {
@@ -359,8 +360,8 @@ fn a_skipped_step_leaves_no_trace_in_the_scales_and_history_is_forgotten_in_time
         };
         for number in 0..6 {
             if bad == Some(number) {
-                // Infinite in a gain: rounding to eight bits alone would make a large finite number
-                // of what follows.
+                // A gain is made infinite. Rounding to 8 bits alone would turn the infinite results
+                // into large finite numbers.
                 let mut master = rank.parameters.master(id, &shape).unwrap();
                 let good = std::mem::replace(&mut master.data_mut::<f32>().unwrap()[0], f32::INFINITY);
                 rank.refresh_copies().unwrap();

@@ -1,5 +1,5 @@
-//! Many ranks executing programs: the same bits whatever is sharded, gathered or recomputed,
-//! whenever gradients are summed; memory by the formula.
+//! Tests of many ranks that execute programs. The bits are the same however state is sharded,
+//! gathered or recomputed and whenever gradients are summed. Memory follows the formula.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ fn resolved(sets: &[&str]) -> Resolved {
     Config::parse("test.toml".as_ref(), &tiny, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
-/// What one rank has at the end: f32 masters by parameter, with the elements that are its own.
+/// The result of one rank: f32 masters by parameter, with the range of its own elements.
 struct End {
     outcomes: Vec<StepOutcome>,
     parts: Vec<(std::ops::Range<usize>, Vec<f32>)>,
@@ -41,7 +41,7 @@ struct End {
     amax: Option<AmaxHistory>,
 }
 
-/// Rows `first ..` of a step's global batch; every other token is anything, so that the loss has a
+/// Rows `first ..` of a step's global batch. Every other token is random, so that the loss has a
 /// floor.
 fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
     let vocab = model.vocab_size() as u64;
@@ -68,7 +68,7 @@ fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -
     model.batch(device, &slices).unwrap()
 }
 
-/// Trains on all ranks of `sets` and returns what each has at the end.
+/// Trains on all ranks of `sets` and returns the result of each.
 fn train(sets: &[&str], steps: u64) -> Vec<End> {
     let resolved = resolved(sets);
     let worlds = local::World::new(resolved.parallel.ranks);
@@ -85,7 +85,7 @@ fn train_rank(resolved: &Resolved, world: Communicator, steps: u64) -> Result<En
     train_rank_with(resolved, world, steps, |_| None, |_| Faults::new([], Hang::ForEver))
 }
 
-/// `instead` may replace what is loaded in a step, and `faults` strike the program.
+/// Like [`train`], but `instead` may replace the batch of a step, and `faults` are injected.
 fn train_rank_with(
     resolved: &Resolved,
     world: Communicator,
@@ -129,8 +129,8 @@ fn train_rank_with(
     Ok(End { outcomes, parts, memory: device.pool().usage(), predicted, program, amax })
 }
 
-/// Every parameter's bits, put together from what the ranks hold; where several hold the same, they
-/// must agree.
+/// Every parameter's bits, assembled from the ranks' parts. Ranks that hold the same part must
+/// agree.
 fn weights(ends: &[End]) -> Vec<Vec<u32>> {
     let parameters = ends[0].parts.len();
     (0..parameters)
@@ -161,7 +161,7 @@ fn losses(ends: &[End]) -> Vec<f64> {
 const LLAMA: &[&str] = &["precision.compute='bf16'"];
 const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];
 
-/// Every way to divide four or two ranks, and what is recomputed.
+/// All layouts of four or two ranks, with several checkpointing modes.
 fn ways(degree: usize) -> Vec<Vec<String>> {
     let set = |text: &str| text.to_owned();
     let stage = |n: usize| vec![format!("parallel.ranks={degree}"), format!("parallel.zero_stage={n}")];
@@ -197,8 +197,8 @@ fn all_ways_agree(model: &[&str], degree: usize, more: &[&str], steps: u64) {
     }
 }
 
-/// What a rank keeps is what its program says, to within what the pool rounds up; and meta predicts
-/// every purpose's peak to the byte.
+/// Checks that a rank's memory is that of its program, up to the pool's rounding, and that meta
+/// predicts every purpose's peak to the byte.
 fn check_memory(end: &End, sets: &[&str]) {
     let resident = |kinds: &[MemoryKind]| -> f64 {
         let effects = end.program.resident.iter().filter(|effect| kinds.contains(&effect.kind));
@@ -217,8 +217,9 @@ fn check_memory(end: &End, sets: &[&str]) {
     }
 }
 
-/// The whole of a rank's memory, not only each purpose's, whatever lane is late. Buffers of
-/// reductions once came and went when their lane did, and met the peak or missed it by chance.
+/// The total peak of a rank's memory, not only that of each purpose, is the same whichever lane is
+/// late. Regression: the reduce lane once allocated its own buffers, which coincided with the peak
+/// by chance.
 #[test]
 fn the_peak_of_memory_depends_on_no_clock() {
     let base = ["parallel.reduce_dtype='bf16'", "training.accumulation_steps=2"];
@@ -231,7 +232,7 @@ fn the_peak_of_memory_depends_on_no_clock() {
     ];
     for way in ways {
         let sets = [&base[..], way].concat();
-        // Nobody is late, and then every lane by as many milliseconds as a seed says.
+        // First without delays, then with delays of every lane drawn from a seed.
         for seed in 0..6 {
             for (rank, end) in train_late(&sets, 2, seed).iter().enumerate() {
                 let (predicted, measured) = (end.predicted.peak_total(), end.memory.peak_total());
@@ -242,7 +243,7 @@ fn the_peak_of_memory_depends_on_no_clock() {
     }
 }
 
-/// As [`train`], with delays at a quarter of the instructions, drawn from `seed`; none for 0.
+/// Like [`train`], with delays at a quarter of the instructions, drawn from `seed`; none for 0.
 fn train_late(sets: &[&str], steps: u64, seed: u64) -> Vec<End> {
     let resolved = resolved(sets);
     let delays = |rank: u32, instructions: u32| {
@@ -273,7 +274,7 @@ fn train_late(sets: &[&str], steps: u64, seed: u64) -> Vec<End> {
     })
 }
 
-/// Small steps on every way: sixty where all are asked for.
+/// Number of small steps on every layout; sixty if all sweeps are requested.
 fn steps() -> u64 {
     trainyard_testing::cases("steps", 20, 60)
 }
@@ -362,7 +363,8 @@ fn gradients_rounded_on_their_way_are_the_same_however_they_travel() {
     assert!(exact != rounded, "nothing was rounded");
 }
 
-/// Ranks scale by the largest values of all of them, though each has seen others.
+/// All ranks scale 8-bit products by the largest values over all ranks, though each has seen other
+/// data.
 #[test]
 fn ranks_scale_eight_bits_alike() {
     let fp8 = &["training.accumulation_steps=2", "precision.fp8='hybrid'", "precision.compute='bf16'"];
@@ -371,8 +373,8 @@ fn ranks_scale_eight_bits_alike() {
     let ends = train(&["parallel.ranks=2", "precision.fp8='hybrid'"], 3);
     let amax = |end: &End| end.amax.clone().unwrap();
     assert_eq!(amax(&ends[0]), amax(&ends[1]));
-    // The first step is in bf16, so what one rank with all the data sees in it is the same, but for
-    // the order of sums; either half of the data has less.
+    // The first step is in bf16, so one rank with all the data finds the same largest values, up to
+    // the order of sums. Either half of the data has smaller ones.
     let first = |sets: &[&str]| amax(&train(sets, 1)[0]).steps[0].clone();
     let both = first(&["parallel.ranks=2", "precision.fp8='hybrid'"]);
     let one = first(&["parallel.ranks=1", "training.accumulation_steps=2", "precision.fp8='hybrid'"]);
@@ -390,7 +392,8 @@ const CHECKPOINTING: [&str; 3] = [
 ];
 const SCHEDULES: [&str; 2] = ["parallel.reduce_schedule='step'", "parallel.reduce_schedule='micro_batch'"];
 
-/// Everything replicated, the three stages, and the stages inside half of four ranks.
+/// Everything replicated, the three ZeRO stages, and the stages within shard groups of two of four
+/// ranks.
 fn strategies(degree: usize) -> Vec<Vec<String>> {
     let stage = |n: usize| vec![format!("parallel.ranks={degree}"), format!("parallel.zero_stage={n}")];
     let mut strategies: Vec<_> = (0..=3).map(stage).collect();
@@ -401,7 +404,8 @@ fn strategies(degree: usize) -> Vec<Vec<String>> {
     strategies
 }
 
-/// Trains what `base` and `sets` say and compares with `reference`, or becomes it.
+/// Trains with `base` and `sets`. Compares the result with `reference`, or sets `reference` if it
+/// is empty.
 fn agrees(base: &[&str], sets: &[&str], steps: u64, reference: &mut Option<(Vec<f64>, Vec<Vec<u32>>)>) {
     let sets = [base, sets].concat();
     let ends = train(&sets, steps);
@@ -411,8 +415,8 @@ fn agrees(base: &[&str], sets: &[&str], steps: u64, reference: &mut Option<(Vec<
     assert!(result.1 == expected.1, "{sets:?}: some weight differs");
 }
 
-/// Every model, precision, strategy, checkpointing mode and schedule of reductions with every
-/// other: few steps, as the ways of sixty are above.
+/// The full product of models, precisions, strategies, checkpointing modes and reduction schedules.
+/// Few steps each, because the tests above make sixty.
 #[test]
 fn everything_crossed_with_everything_trains_the_same_bits() {
     for family in FAMILIES {
@@ -431,7 +435,7 @@ fn everything_crossed_with_everything_trains_the_same_bits() {
     }
 }
 
-/// As above with elastic bits, where the number of ranks changes nothing either.
+/// As above with elastic bits, where the number of ranks does not change the bits either.
 #[test]
 fn elastic_bits_cross_with_everything_too() {
     for family in FAMILIES {
@@ -465,9 +469,9 @@ fn elastic_bits_are_those_of_any_number_of_ranks() {
     }
 }
 
-/// In f32, to the rounding of sums. In bf16 one rank that splits its batch otherwise already parts
-/// from itself, after some hundred steps by as much as four ranks do (1.6e-3 in one step): there it
-/// is the mean of the rest that must agree.
+/// In f32 the losses agree to the rounding of sums. In bf16 a single rank with another split of its
+/// batch already differs after some hundred steps by as much as four ranks do (1.6e-3 in one step).
+/// There the mean of the remaining steps must agree.
 #[test]
 fn four_ranks_learn_what_one_learns() {
     let run = |ranks: &str, precision: &str| {
@@ -495,13 +499,13 @@ fn stage_three_keeps_a_share_and_the_largest_window() {
     };
     let (whole, _) = state(&["parallel.ranks=1"]);
     let (share, window) = state(&["parallel.ranks=4", "parallel.zero_stage=3"]);
-    // Every unit is padded to four times 4,096 elements, which in a model as tiny as this one is
-    // much: so the formula, not a quarter, is held above.
+    // Every unit is padded to four times 4,096 elements, which is much in such a tiny model. So the
+    // check above uses the formula rather than a quarter.
     assert!(share < 0.6 * whole, "{share} of {whole}");
     assert!(window > 0.0 && window < 0.25 * whole, "{window} gathered at once, {whole} in all");
 }
 
-/// Rank 1 fails in step 2 by `fail`; what every rank's run returns.
+/// Makes rank 1 fail in step 2 by `fail`. Returns the results of all ranks.
 fn fail_on_rank_one(sets: &[&str], fail: impl Fn() -> trainyard_engine::Result<Batch> + Sync) -> Vec<Option<String>> {
     let resolved = resolved(sets);
     let worlds = local::World::new(resolved.parallel.ranks);

@@ -1,5 +1,5 @@
-//! Runs that stop and go on, on the same ranks or on others: what a checkpoint of any layout holds,
-//! any other layout reads.
+//! Tests of runs that are stopped and resumed, on the same ranks or on others. A checkpoint of any
+//! layout can be read by any other layout.
 
 #[path = "common/tensors.rs"]
 mod tensors;
@@ -26,7 +26,7 @@ const HYBRID: &[&str] =
 const ONE: &[&str] = &["parallel.ranks=1"];
 const THREE: &[&str] = &["parallel.ranks=3", "parallel.zero_stage=3", "training.global_batch_size=6"];
 
-/// A small run on a text of its own.
+/// The configuration of a small run on its own text.
 fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
     let text = folder.join("text.txt");
     if !text.exists() {
@@ -64,7 +64,7 @@ fn start(folder: &Path, name: &str, sets: &[&str], steps: &str) -> BTreeMap<Stri
     run(&folder.join(name), &config, |world| Session::create(&config, world, |_| ()))
 }
 
-/// Goes on with a copy of run `from` under another layout.
+/// Resumes a copy of the run `from` with another layout.
 fn go_on(folder: &Path, from: &str, name: &str, sets: &[&str], steps: &str) -> BTreeMap<String, Vec<u8>> {
     copy(&folder.join(from), &folder.join(name));
     let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
@@ -113,16 +113,16 @@ fn any_number_of_ranks_reads_what_any_other_wrote() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let four = start(folder, "four", STAGE_3, "training.steps=2");
-    // A resumed run that has nothing left to do writes nothing; one step of nothing would change
-    // the state. So each reads, trains a step and is compared with a run of the same ranks that
-    // read another layout's checkpoint of the same state.
+    // A resumed run with nothing left to do writes nothing, so its state cannot be compared
+    // directly. Each run therefore reads a checkpoint, trains a step, and is compared with a run on
+    // the same ranks that read another layout's checkpoint of the same state.
     let one = go_on(folder, "four", "four-one", ONE, "training.steps=3");
     let three = go_on(folder, "four", "four-three", THREE, "training.steps=3");
     let elsewhere = start(folder, "ddp", DDP, "training.steps=2");
     assert!(elsewhere == four, "sharding changed bits");
     assert!(go_on(folder, "ddp", "ddp-one", ONE, "training.steps=3") == one);
     assert!(go_on(folder, "ddp", "ddp-three", THREE, "training.steps=3") == three);
-    // And what one or three ranks wrote, four read.
+    // Four ranks read checkpoints that one or three wrote.
     let on = go_on(folder, "four-one", "four-one-four", STAGE_3, "training.steps=4");
     assert!(go_on(folder, "ddp-one", "ddp-one-four", HYBRID, "training.steps=4") == on);
     assert_ne!(one, four);
@@ -147,13 +147,13 @@ fn scales_of_eight_bits_go_on_where_they_were() {
     start(folder, "same", &[STAGE_3, FP8].concat(), "training.steps=3");
     assert!(go_on(folder, "same", "same-on", STAGE_3, "training.steps=7") == whole);
     assert!(go_on(folder, "same", "whole-on", DDP, "training.steps=7") == whole);
-    // The state says what it knows: the last four steps, and of what.
+    // The state holds the largest magnitudes of the last four steps.
     let state = find_latest(&folder.join("whole")).unwrap().unwrap().checkpoint.state().clone();
     let history = &state["amax_history"];
     assert_eq!(history["steps"].as_array().unwrap().len(), 4);
     let layers = history["layers"].as_array().unwrap();
     assert_eq!((layers.len(), layers[0].as_str()), (8, Some("block.0.attn.qkv.weight")));
-    // A run that has no history yet finds one, and says so.
+    // A run without history measures one, and notes it.
     start(folder, "later", &[ONE, &FP8[2..]].concat(), "training.steps=2");
     copy(&folder.join("later"), &folder.join("later-on"));
     let sets: Vec<String> = ["precision.fp8=hybrid", "training.steps=4"].map(str::to_owned).into();

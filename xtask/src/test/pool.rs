@@ -43,7 +43,7 @@ impl Test<'_> {
     }
 }
 
-/// How a test ended.
+/// Result of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
     Passed,
@@ -55,15 +55,15 @@ pub enum End {
     PartOfOthers,
 }
 
-/// What is known of a test that ran.
+/// Record of a test that ran.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub id: String,
     pub end: End,
     pub seconds: f64,
-    /// What it left out, by its own lines.
+    /// Parts that the test left out, by the lines it printed.
     pub in_part: Vec<String>,
-    /// Which sweeps ran fewer cases than they have, by its own lines.
+    /// Sweeps that ran only a part of their cases, by the lines it printed.
     pub reduced: Vec<String>,
 }
 
@@ -147,8 +147,8 @@ fn wait(mut child: std::process::Child, until: Instant) -> Result<Option<ExitSta
     }
 }
 
-/// How a test ended, by its exit status and its output. A test that ends its process early has not
-/// passed, whatever the exit status: nothing says so.
+/// Result of a test, from its exit status and output. A test that ends its process early has not
+/// passed, whatever the exit status, because its output has no result line.
 fn end(status: ExitStatus, output: &str) -> End {
     if !status.success() {
         return End::Failed(status.to_string());

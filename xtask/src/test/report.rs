@@ -1,5 +1,5 @@
-//! What a run of all tests leaves: how long each took, in a file and as a list of the slowest, and
-//! what was skipped, by name.
+//! Report of a run of all tests: each test's time in a file, a list of the slowest, and the names
+//! of skipped tests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -27,8 +27,8 @@ pub fn record(path: &Path, outcomes: &[Outcome]) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// What is printed at the end: the slowest tests, what ran in part or reduced, what was skipped,
-/// what failed; on the last line, alone, how many tests passed, failed and were skipped.
+/// The printed summary: the slowest tests, then those that ran in part or reduced, were skipped, or
+/// failed. The last line has only the numbers of passed, failed and skipped tests.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Of the tests that ran.
@@ -42,8 +42,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// How many tests passed, failed and were skipped; a check that was left out is one of the
-    /// latter.
+    /// Numbers of passed, failed and skipped tests. A check that was left out counts as skipped.
     pub fn counts(&self) -> [usize; 3] {
         let count = |wanted: fn(&End) -> bool| self.outcomes.iter().filter(|outcome| wanted(&outcome.end)).count();
         [

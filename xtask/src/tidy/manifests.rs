@@ -7,7 +7,7 @@ use toml::{Table, Value};
 
 use super::{Complaint, Source};
 
-/// What tests alone may use, whichever crate they are of.
+/// Name of the crate that only tests may use, in whichever crate they are.
 const TESTING: &str = "testing";
 const REASONS: &str = "docs/DEPENDENCIES.md";
 

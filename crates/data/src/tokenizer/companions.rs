@@ -31,7 +31,7 @@ const NAMES: [&str; 8] = [
 pub(super) struct Companions {
     /// By name, as they were read.
     files: BTreeMap<&'static str, Vec<u8>>,
-    /// What `tokenizer_config.json` says.
+    /// Contents of `tokenizer_config.json`.
     config: Map<String, Value>,
 }
 

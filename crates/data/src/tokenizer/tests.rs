@@ -110,7 +110,7 @@ fn tokenizer_config_asks_for_tokens_where_the_post_processor_adds_none() {
     assert!(unknown.before().is_empty());
 }
 
-/// What lies beside a tokenizer goes where it goes: into a run, and from there into an export.
+/// Files beside a tokenizer are copied with it: into a run, and from there into an export.
 #[test]
 fn the_files_beside_a_tokenizer_come_out_as_they_went_in() {
     let [from, run, out] = [(); 3].map(|()| tempfile::tempdir().unwrap());

@@ -1,10 +1,12 @@
-//! State that lies on the host beside a GPU, where the update runs: gradients come down chunk by
-//! chunk, unless they came down during backward, and the copy that forward reads goes up
-//! (ZeRO-Offload, Ren et al. 2021, section 4).
+//! Optimizer state on the host beside a GPU, updated by the host's CPU (ZeRO-Offload, Ren et al.
+//! 2021, section 4).
 //!
-//! There are two buffers for what comes and goes. A chunk's gradients are fetched while the one
-//! before is updated, and its copy goes up while the next is and the one after that comes down: an
-//! update waits until its gradients are there, and the copy before it in its buffer is gone.
+//! For each chunk, gradients are copied from GPU to host, unless backward already evicted them. The
+//! CPU updates masters and state and writes the compute copy, which is then copied to the GPU.
+//!
+//! Two buffers make the three stages overlap: while one chunk is updated, the gradients of the next
+//! are fetched and the copy of the previous is sent. An update waits until its gradients have
+//! arrived and until the previous copy in its buffer has been sent.
 
 use super::{Chunk, Optimizer};
 use crate::Result;
@@ -13,37 +15,38 @@ use crate::tier::Stored;
 use trainyard_tensor::cuda::Mark;
 use trainyard_tensor::{DType, Purpose, Tensor, ops};
 
-/// Chunks that are fetched, updated or evicted at once.
+/// Number of chunks that are fetched, updated or evicted at once.
 const AT_ONCE: usize = 2;
 
-/// Memory of the host for what an update of a chunk, or of a larger one, reads and writes beside
-/// the state.
+/// Host buffers of a chunk's gradient and compute copy during its update, for chunks up to some
+/// size.
 #[derive(Clone)]
 pub(super) struct Visit {
-    /// Where gradients lie on the host themselves, a chunk's own; none while none is visited.
+    /// The chunk's gradient. If gradients lie on the host, it is a view of them, and None while the
+    /// buffer is free.
     gradient: Option<Tensor>,
-    /// In the dtype that forward reads.
+    /// The chunk's copy, in the dtype that forward reads.
     copy: Tensor,
-    /// When the gradient is there.
+    /// Marks the arrival of the gradient.
     fetched: Mark,
-    /// When the copy before it in this memory is gone.
+    /// Marks the end of the transfer of the previous copy in this memory.
     gone: Mark,
 }
 
 impl Visit {
-    /// Waits until the gradient is there, and there is room for the copy.
+    /// Waits until the gradient has arrived and the previous copy has been sent.
     pub fn wait(&self) -> Result<()> {
         self.fetched.wait()?;
         Ok(self.gone.wait()?)
     }
 
-    /// Gradient and copy of `elements` elements from `start` of the chunk on.
+    /// Views of the gradient and copy of `elements` elements from `start` of the chunk on.
     pub fn part(&self, start: usize, elements: usize) -> Result<(Tensor, Option<Tensor>)> {
         let gradient = self.gradient.as_ref().expect("a program fetches gradients before it updates");
         Ok((gradient.view(start, [elements])?, Some(self.copy.view(start, [elements])?)))
     }
 
-    /// Writes the copy anew from the chunk's masters.
+    /// Casts the chunk's masters into the copy.
     pub fn refresh_copy(&self, masters: &Tensor) -> Result<()> {
         self.wait()?;
         Ok(ops::cast_into(masters, &mut self.copy.view(0, [masters.elements()])?)?)
@@ -51,7 +54,7 @@ impl Visit {
 }
 
 impl Optimizer {
-    /// Takes memory for what comes and goes, where the state lies on the host.
+    /// Allocates the host buffers, if the state lies on the host.
     pub(super) fn take_visits(&self, compute: DType) -> Result<()> {
         let Some(host) = self.host() else { return Ok(()) };
         let chunks = || self.units.iter().flatten();
@@ -69,8 +72,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Brings the gradients of a chunk to the host; where they are there, after those that are
-    /// still on their way.
+    /// Copies the gradients of a chunk to the host. If they lie there already, the mark still waits
+    /// for evictions that are under way.
     pub(super) fn fetch_gradients(&self, unit: usize, chunk: &Chunk, gradients: &GradientState) -> Result<()> {
         let mut visit = lock(&self.visits).pop().expect("a program has two chunks under way at most");
         if let Some(Stored::Here(gradient)) = gradients.in_tier(unit, &chunk.range)? {
@@ -86,7 +89,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Brings what an update wrote of the copy that forward reads to the device.
+    /// Copies an updated chunk of the compute copy to the device.
     pub(super) fn evict_copy(&self, unit: usize, chunk: &Chunk, parameters: &ParameterState) -> Result<()> {
         let mut visit = lock(&chunk.visit).take().expect("a program evicts what it fetched");
         for piece in &chunk.pieces {

@@ -1,4 +1,4 @@
-//! Parameters that fuse several matrices, against references that are given each by itself.
+//! Tests that a parameter that fuses several matrices is updated like separate matrices.
 
 use super::*;
 use crate::config::{Config, Inputs};
@@ -7,7 +7,7 @@ use trainyard_autograd::{Tape, Var};
 use trainyard_model::{Forward, Init, Unit};
 use trainyard_tensor::cpu::Isa;
 
-/// A unit that has parameters and is never run.
+/// A unit with parameters and no forward.
 struct Holder(Vec<ParameterSpec>);
 
 impl Unit for Holder {
@@ -42,7 +42,8 @@ struct Trial {
 }
 
 impl Trial {
-    /// A weight of `rows` (matrices below each other) by `columns`, and a bias of as many parts.
+    /// A unit with a weight of `rows` (one entry per fused matrix) by `columns`, and a bias with as
+    /// many parts.
     fn new(rows: &[usize], columns: usize, settings: OptimizerSettings) -> Trial {
         let (device, all) = (Device::cpu(Isa::detect(), 1, None), rows.iter().sum::<usize>());
         let parts: Vec<_> = rows.iter().enumerate().map(|(i, rows)| (format!("part.{i}"), *rows)).collect();
@@ -81,7 +82,7 @@ impl Trial {
     }
 }
 
-/// The greatest difference over ten steps, of weights and of biases where they are given.
+/// The greatest difference from the reference over ten steps, of weights and of biases where given.
 fn farthest(golden: &Value, rows: &[usize], case: &Value, settings: OptimizerSettings) -> f32 {
     let trial = Trial::new(rows, golden["columns"].as_u64().unwrap() as usize, settings);
     trial.set(&golden["weight"], &golden["bias"]);
@@ -96,7 +97,7 @@ fn farthest(golden: &Value, rows: &[usize], case: &Value, settings: OptimizerSet
     farthest
 }
 
-/// Queries, keys and values are one parameter and three matrices; the references see three.
+/// Queries, keys and values are one parameter here, and three matrices in the references.
 #[test]
 fn muon_and_adafactor_update_each_matrix_of_a_fused_parameter_by_itself() {
     let golden: Value = serde_json::from_str(include_str!("../../tests/golden/optimizers.json")).unwrap();
@@ -136,8 +137,8 @@ fn muon_and_adafactor_update_each_matrix_of_a_fused_parameter_by_itself() {
     }
 }
 
-/// The state of a fused parameter is one tensor in a checkpoint, of whose parts each is its
-/// matrix's.
+/// The state of a fused parameter is one tensor in a checkpoint. Each part of it is the state of
+/// one matrix.
 #[test]
 fn the_state_of_fused_matrices_lies_in_order_and_covers_the_parameter() {
     for (name, bias) in [("muon", 2), ("adafactor", 1)] {

@@ -1,10 +1,12 @@
-//! Lanes on a device that works by itself: what an instruction has launched when it is finished on
-//! the host.
+//! Order and timing of instructions on a GPU, which runs asynchronously.
 //!
-//! There a lane is a stream, or the host lane two ([`Streams`]), and "finished" means "launched".
-//! An instruction on another stream waits, on the device, for a mark at the end of what it depends
-//! on; the host waits for the device where it reads values, and at the end of a step, whose times
-//! come from the events. On the CPU all of this is nothing.
+//! On a GPU each lane is a stream, and the host lane is two ([`Streams`]). An instruction that has
+//! "finished" on the host has only been launched. Every instruction therefore records a [`Mark`] (a
+//! CUDA event) before and after its work. An instruction on another stream waits, on the device,
+//! for the end marks of its dependencies.
+//!
+//! The host waits for the device where it reads values, and at the end of a step. The step's times
+//! come from the marks. On the CPU all functions here do nothing.
 
 use crate::Result;
 use crate::lanes::Span;
@@ -21,21 +23,22 @@ use trainyard_tensor::device::enter_lane;
 
 /// The marks of one step.
 pub struct Events<'d> {
-    /// None: work is done when a call returns.
+    /// None on the CPU: work is done when a call returns.
     device: Option<&'d Device>,
     streams: Streams<'d>,
     began: Mark,
-    /// Before and after what each instruction has launched.
+    /// The marks of each instruction; None until it is launched.
     instructions: Vec<Mutex<Option<Ends>>>,
-    /// Whether instructions are being captured, with all that they wait for waited for.
+    /// True while instructions are captured into a graph. All their dependencies were waited for
+    /// before.
     captured: AtomicBool,
 }
 
-/// The marks before and after what an instruction has launched.
+/// The marks before and after the work of an instruction.
 pub type Ends = (Mark, Mark);
 
 impl<'d> Events<'d> {
-    /// For a step of `program` that begins now.
+    /// Marks for a step of `program` that begins now.
     pub fn new(device: &'d Device, program: &'d Program) -> Result<Events<'d>> {
         let is_cuda = device.as_cuda().is_some();
         let began = device.mark()?;
@@ -45,7 +48,7 @@ impl<'d> Events<'d> {
         Ok(Events { device: is_cuda.then_some(device), streams, began, instructions, captured })
     }
 
-    /// Runs an instruction on its stream, after those it depends on.
+    /// Runs an instruction on its stream, after the instructions it depends on.
     pub fn around(&self, number: usize, instruction: &Instruction, run: impl FnOnce() -> Result<()>) -> Result<()> {
         let Some(device) = self.device else { return run() };
         enter_lane(self.streams.of(number));
@@ -58,11 +61,11 @@ impl<'d> Events<'d> {
         Ok(())
     }
 
-    /// This stream comes after what the instruction depends on.
+    /// Lets the current stream wait for the instruction's dependencies.
     fn wait_before(&self, device: &Device, number: usize, instruction: &Instruction) -> Result<()> {
         if instruction.after.is_empty() {
-            // What was done before the step, on the lane that began it, and memory that is taken
-            // before it, maybe another lane's.
+            // Work before the step was launched on the lane that began it. Memory taken before the
+            // step may have been another lane's.
             device.wait_for(&self.began)?;
         }
         for before in self.streams.waits(number) {
@@ -73,35 +76,35 @@ impl<'d> Events<'d> {
         Ok(())
     }
 
-    /// This lane comes after what the instructions of `stretch`, all its own, depend on outside of
-    /// it.
+    /// Lets the lane wait for everything outside of `stretch` that its instructions depend on. All
+    /// of them are on this lane.
     pub fn wait_before_all(&self, program: &Program, stretch: &Range<usize>) -> Result<()> {
         let Some(device) = self.device else { return Ok(()) };
         enter_lane(self.streams.of(stretch.start));
         stretch.clone().try_for_each(|number| self.wait_before(device, number, &program.instructions[number]))
     }
 
-    /// Instructions that are run from now on are captured, or not any more: they wait for nothing,
-    /// and their marks are places in the graph.
+    /// Sets whether the next instructions are captured. Captured instructions wait for nothing, and
+    /// their marks are nodes of the graph.
     pub fn set_captured(&self, captured: bool) {
         self.captured.store(captured, Ordering::Relaxed);
     }
 
-    /// The marks of instructions that were run.
+    /// The marks of the instructions of `stretch`, which must have run.
     pub fn of(&self, stretch: &Range<usize>) -> Vec<Ends> {
         let ends = |number: usize| lock(&self.instructions[number]).clone().expect("it was run");
         stretch.clone().map(ends).collect()
     }
 
-    /// The instructions of `stretch` were launched otherwise, between these events.
+    /// Sets the marks of `stretch`, whose instructions were launched by a graph.
     pub fn set(&self, stretch: &Range<usize>, ends: &[Ends]) {
         for (number, ends) in stretch.clone().zip(ends) {
             *lock(&self.instructions[number]) = Some(ends.clone());
         }
     }
 
-    /// Waits for the device, and tells when it ran what: instead of `spans`, when the host launched
-    /// it.
+    /// Waits for the device and returns the spans in which it ran the instructions. On the CPU it
+    /// returns `spans`, the times on the host.
     pub fn end(&self, spans: Vec<Span>) -> Result<Vec<Span>> {
         let Some(device) = self.device else { return Ok(spans) };
         device.synchronize_lanes()?;

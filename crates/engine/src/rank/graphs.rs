@@ -1,18 +1,23 @@
-//! The forwards and backwards of a step as a graph: launched one by one, then captured, then
-//! replayed with one call.
+//! CUDA graphs of a step's forwards and backwards. A graph replaces thousands of kernel launches by
+//! one.
 //!
-//! What is captured is the stretch of the compute lane between the loaded batches and the norm:
-//! everything that depends on shapes alone. The norm, the decision whether the step is skipped, the
-//! update with its rates and all that other lanes do stay outside. A graph is made in two steps of
-//! the same shapes. In the first the stretch runs as always, in an arena that has all the memory it
-//! needs afterwards, and everything that happens once has happened: kernels loaded, algorithms of
-//! products measured, tables on the device. The second captures it. From then on a step writes its
-//! batches over those of the graph, the step's number and the scale of the loss into memory that
-//! kernels read, launches the graph, and puts what the host knows (gradients, losses, events) where
-//! the captured step left it.
+//! The graph covers one stretch of the compute lane, from the loaded batches to the norm. This
+//! stretch depends on shapes alone. The norm, the decision to skip the step, the update and all
+//! other lanes stay outside.
 //!
-//! A step of other shapes gives the graph back and begins anew. A stretch that cannot be captured
-//! is run again as always, since nothing of it has been done. Both are said.
+//! Three kinds of steps follow each other:
+//!
+//! 1. *Rehearsed*: the stretch is launched kernel by kernel, in an arena that then owns all the
+//!    memory it needs. Everything that happens only once happens here: kernels are loaded,
+//!    algorithms of products are measured, tables are copied to the device.
+//! 2. *Captured*: a second step of the same shapes is captured as a graph, which is then launched.
+//! 3. *Replayed*: each later step overwrites the graph's batches, writes the step's number and the
+//!    loss scale into memory that kernels read, and launches the graph. It then sets the host's
+//!    state (gradients, losses, events) to that after the captured step.
+//!
+//! A step of other shapes drops the graph and rehearses again. If a capture fails, nothing has run
+//! yet, so the stretch is launched kernel by kernel, and no other capture is tried. The user is
+//! told of both.
 
 use super::Rank;
 use super::events::{Ends, Events};
@@ -28,10 +33,10 @@ use trainyard_tensor::ops::Segments;
 use trainyard_tensor::pool::{Arena, Held};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// The instructions of `program` that can be captured: all forwards and backwards of a step.
+/// The range of instructions of `program` to capture: all forwards and backwards of a step.
 ///
 /// # Errors
-/// What stands against it, in words: other lanes that work between them.
+/// The reason why they cannot be captured, in words: for example, other lanes work between them.
 pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
     let ranks = program.mesh.ranks();
     if ranks > 1 {
@@ -40,7 +45,7 @@ pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
     let instructions = &program.instructions;
     let is_pass =
         |action: &Action| matches!(action, Action::Forward { .. } | Action::Backward { .. } | Action::Fold { .. });
-    // The compute lane takes and gives back memory for these, wherever they are.
+    // The compute lane allocates and frees memory for all other instructions.
     let is_else = |one: &&Instruction| {
         let known = matches!(one.action, Action::Load { .. } | Action::Count | Action::Clip | Action::Update { .. });
         !known && !is_pass(&one.action) && one.action != Action::Snapshot
@@ -65,11 +70,11 @@ pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
     }
 }
 
-/// What a graph of steps of this shape keeps on the device beside what its work needs: the batches
-/// that it reads.
+/// Allocates the tensors that a graph of this shape keeps on the device beside its work's memory:
+/// the batches that it reads, and the values that vary from step to step.
 ///
 /// # Errors
-/// Of the device.
+/// Those of the device.
 pub fn kept(device: &Device, shape: &BatchShape, micro_batches: u32) -> Result<(Vec<Batch>, Tensor)> {
     let batch = |_| -> Result<Batch> {
         let batch = shape.batch(device)?;
@@ -80,17 +85,17 @@ pub fn kept(device: &Device, shape: &BatchShape, micro_batches: u32) -> Result<(
     Ok((batches, device.empty([2], DType::U32, Purpose::Data)?))
 }
 
-/// What must be the same for a graph to be that of a step.
+/// The properties that a step must share with a graph's step to be run by that graph.
 #[derive(Clone, PartialEq)]
 struct Key {
     /// Tokens of each micro-batch.
     tokens: Vec<usize>,
-    /// Up to which position the step may reach: a power of two, because tables grow so.
+    /// End of the positions that the step may use. A power of two, because tables grow by doubling.
     reach: usize,
     instructions: Vec<Instruction>,
-    /// Whether products of eight bits only note magnitudes.
+    /// True if 8-bit products only measure magnitudes.
     measures: bool,
-    /// Where parameters and gradients are.
+    /// Identities of the buffers of parameters and gradients.
     state: Vec<usize>,
 }
 
@@ -107,7 +112,7 @@ impl Key {
         }
     }
 
-    /// In what a step differs from the graph's.
+    /// Describes the difference between a step and the graph's.
     fn difference(&self, other: &Key) -> String {
         if self.tokens != other.tokens {
             return format!("its micro-batches have {:?} tokens, the graph's {:?}", other.tokens, self.tokens);
@@ -140,11 +145,11 @@ enum State {
 }
 
 /// A captured stretch. Fields are dropped in this order: the graph waits for its launches before
-/// its memory goes.
+/// its memory is freed.
 struct Captured {
     key: Key,
     graph: Graph,
-    /// What it reads, and what of them is on the device as segments.
+    /// The batches that it reads, and the segments of each that are on the device.
     batches: Vec<(Batch, Segments)>,
     losses: Vec<Option<Tensor>>,
     gradients: Vec<AfterBackward>,
@@ -154,7 +159,7 @@ struct Captured {
 }
 
 impl Graphs {
-    /// Runs the stretch; `all` launches its instructions one by one.
+    /// Runs the stretch by graph or kernel by kernel. `all` launches its instructions one by one.
     pub fn run(
         &self,
         rank: &Rank,
@@ -164,7 +169,7 @@ impl Graphs {
         all: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         if rank.device.times_calls() {
-            // Each is waited for.
+            // A timed call is waited for, which a capture cannot do.
             return all();
         }
         let key = Key::of(rank, step, stretch);
@@ -194,7 +199,7 @@ impl Graphs {
             }
             before => {
                 let note = before.given_up_for(&key);
-                // Its memory is needed.
+                // The new arena needs its memory.
                 drop(before);
                 let arena = rank.device.pool().arena();
                 arena.within(false, all)?;
@@ -217,13 +222,14 @@ impl State {
     }
 }
 
-/// What varies from step to step.
+/// The values that vary from step to step.
 fn varying(rank: &Rank, step: &RunningStep<'_>) -> Varying {
     Varying { step: step.settings().step as u32, scale: rank.loss_scale(step) }
 }
 
 impl Captured {
-    /// Captures and launches it. Inside, why it could not be captured: then nothing has been done.
+    /// Captures the stretch and launches it. The inner error says why it could not be captured;
+    /// nothing has run then.
     fn new(
         rank: &Rank,
         step: &RunningStep<'_>,
@@ -239,7 +245,8 @@ impl Captured {
         for batch in &own {
             batch.segments.bring_to(device)?;
         }
-        // What model code is told of positions must hold for every step of this graph.
+        // The model reads `positions_end` while it is captured, so it must hold for every step of
+        // this graph.
         let bounded = |batch: &Batch| Batch { positions_end: key.reach, ..batch.clone() };
         step.set_batches(own.iter().map(bounded).collect());
         let capture = device.begin_capture(varying(rank, step))?;
@@ -268,7 +275,7 @@ impl Captured {
         Ok(Ok(Box::new(Captured { key, graph, batches, losses, gradients, events, held, arena })))
     }
 
-    /// Launches it for the batches of `step`.
+    /// Launches the graph for the batches of `step`.
     fn replay(
         &mut self,
         rank: &Rank,

@@ -1,34 +1,38 @@
-//! When memory is taken for what is gathered and fetched, and given back by what is released and
-//! evicted.
+//! The ledger decides when the compute lane allocates memory for gathers and fetches, and when it
+//! frees memory after releases and evictions.
 //!
-//! The gather and host lanes move bytes; the compute lane does the bookkeeping, at places that
-//! depend on no clock. It takes memory for a gather or a fetch when it has finished the last of its
-//! own instructions that those wait for, and gives back what a release or an eviction frees when it
-//! knows, from the dependencies that it has itself waited for, that nobody uses it any more. What a
-//! rank holds at an instruction is then a function of the program alone: executing it on the meta
-//! device predicts its memory to the byte, and a limit that a prediction keeps is kept.
+//! The gather and host lanes only move bytes. The compute lane allocates and frees, at instructions
+//! that depend on no clock:
+//!
+//! - It allocates for a gather or fetch after the last compute instruction that the gather or fetch
+//!   depends on.
+//! - It frees memory after a release or eviction once its own dependencies prove that no lane uses
+//!   the memory any more.
+//!
+//! The memory of a rank at an instruction is then a function of the program alone. Executing the
+//! program on the meta device predicts it to the byte, so a step that is predicted to stay below a
+//! limit does.
 
 use std::collections::BTreeMap;
 use trainyard_program::{Action, Extent, Instruction, Lane, MemoryKind, Program, State};
 
-/// Per lane, one more than the number of the last instruction; 0: none. As a vector clock: all that
-/// has finished.
+/// A vector clock of finished instructions: per lane, the number of the last one plus 1; 0 if none.
 type Reach = [u32; Lane::ALL.len()];
 
 fn merge(into: &mut Reach, other: &Reach) {
     into.iter_mut().zip(other).for_each(|(into, other)| *into = (*into).max(*other));
 }
 
-/// What is to be taken and given back at the instructions of the compute lane.
+/// The allocations and frees due at each instruction of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers, fetches, and reductions into sums that lie in a tier, by the compute instruction
-    /// after which their memory is taken; None: at the start.
+    /// Gathers, fetches, and reductions into offloaded sums, by the compute instruction after which
+    /// their memory is allocated; None is the start of the step.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
-    /// Releases and evictions that have not given back yet, and what must have finished.
+    /// Releases and evictions whose memory is not freed yet, each with the clock that it waits for.
     gives: Vec<(u32, Reach)>,
-    /// Per instruction, what has finished when it has.
+    /// The clock after each instruction.
     clocks: Vec<Reach>,
-    /// What the compute lane knows to have finished.
+    /// The instructions that the compute lane knows to have finished.
     known: Reach,
 }
 
@@ -49,7 +53,7 @@ impl Ledger {
             };
             let sharded = program.placement.parameters == Extent::Shard;
             let take = match instruction.action {
-                // All chunks share the buffers that are taken for the first.
+                // All chunks share the buffers that are allocated for the first.
                 Action::Fetch { state: State::Optimizer { .. }, .. } => !std::mem::replace(&mut staged, true),
                 Action::Fetch { .. } => true,
                 Action::Gather { .. } => sharded,
@@ -60,7 +64,7 @@ impl Ledger {
                 takes.entry(waited[Lane::Compute as usize].checked_sub(1)).or_default().push(number);
             }
             let give = match instruction.action {
-                // Passes use what is whole, and a gather uses the shard.
+                // Passes read gathered parameters; a gather reads the shard.
                 Action::Release { .. } => Some(only(Lane::Compute, waited[Lane::Compute as usize])),
                 Action::Evict { state: State::Parameters, write: false, .. } => {
                     let user = if sharded { Lane::Gather } else { Lane::Compute };
@@ -79,19 +83,20 @@ impl Ledger {
         Ledger { takes, gives, clocks, known: Reach::default() }
     }
 
-    /// What nothing on the compute lane comes before: what memory is to be taken for.
+    /// The instructions to allocate for before the compute lane begins.
     pub fn start(&mut self) -> Vec<u32> {
         self.takes.remove(&None).unwrap_or_default()
     }
 
-    /// The compute lane has waited for `after`: what has given back by now.
+    /// Notes that the compute lane has waited for `after`. Returns the instructions whose memory is
+    /// to be freed now.
     pub fn begin(&mut self, after: &[u32]) -> Vec<u32> {
         after.iter().for_each(|on| merge(&mut self.known, &self.clocks[*on as usize]));
         self.due()
     }
 
-    /// The compute lane has finished `number`: what has given back, and what memory is to be taken
-    /// for.
+    /// Notes that the compute lane has finished `number`. Returns the instructions whose memory is
+    /// to be freed, and those to allocate for.
     pub fn end(&mut self, number: u32) -> (Vec<u32>, Vec<u32>) {
         merge(&mut self.known, &self.clocks[number as usize]);
         (self.due(), self.takes.remove(&Some(number)).unwrap_or_default())
@@ -104,12 +109,12 @@ impl Ledger {
     }
 }
 
-/// Whether a reduction's sum is not on the device before it.
+/// True if a reduction must allocate its sum, which is not on the device before it.
 fn takes_sum(reduction: &Instruction) -> bool {
     reduction.effects.iter().any(|effect| effect.kind == MemoryKind::Gradients && effect.bytes > 0)
 }
 
-/// How many chunks of optimizer state `program` has on the device at once.
+/// The largest number of optimizer-state chunks that `program` has on the device at once.
 pub(super) fn chunks_at_once(program: &Program) -> usize {
     let (mut here, mut most) = (0usize, 0);
     for instruction in &program.instructions {

@@ -1,10 +1,14 @@
 //! One rank: parameters, gradients, optimizer and activations, and the execution of programs on
 //! them.
 //!
-//! A rank knows instructions and no strategies. It runs on the CPU and on the meta device alike; on
-//! meta the same execution predicts a step's memory and cost. Its lanes share it without a lock
-//! around the whole: each works on units that the program's dependencies make its own for that
-//! time, and talks to other ranks through links that no other lane has.
+//! [`Rank::execute`] runs one training step: it gives each lane of the program a thread, and each
+//! instruction a function that does it. A rank knows instructions and no strategies.
+//!
+//! It runs on the CPU, on a GPU and on the meta device. On meta the same execution predicts a
+//! step's memory and cost.
+//!
+//! Lanes share the rank without a lock around it. The program's dependencies ensure that no two
+//! lanes use the same unit's buffers at once. Each lane has its own links to other ranks.
 
 mod events;
 mod graphs;
@@ -40,7 +44,7 @@ use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device};
 
-/// Everything that a rank trains.
+/// One rank: a model with its parameters, gradients, optimizer state, and links to other ranks.
 pub struct Rank {
     device: Device,
     model: Model,
@@ -54,58 +58,58 @@ pub struct Rank {
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
     alarm: Option<Communicator>,
-    /// Whether its device exchanges by itself, so that an exchange may fail after the host has done
-    /// its part.
+    /// True if the GPU exchanges tensors by NCCL. Such an exchange may fail after the host has
+    /// launched it.
     by_nccl: bool,
     positions: Arc<Positions>,
     faults: Option<Arc<Faults>>,
     reduce_dtype: DType,
     seed: u64,
-    /// None: every kernel is launched by itself.
+    /// The CUDA graph of the step's passes; None if every kernel is launched by itself.
     graphs: Option<Graphs>,
-    /// The scales of products of eight bits; None: there are none.
+    /// The scales of 8-bit products; None if no products are 8-bit.
     fp8: Option<Mutex<Fp8State>>,
 }
 
-/// What updates change beside parameters.
+/// The state that an update changes beside parameters and optimizer state.
 pub struct Core {
     /// The loss scale.
     pub scaler: LossScaler,
-    /// Updates made; skipped steps do not count.
+    /// Number of updates made. Skipped steps do not count.
     pub updates: u64,
 }
 
-/// How a rank trains.
+/// Settings of a rank: precision, optimizer and seed.
 #[derive(Clone, Copy, Debug)]
 pub struct RankSettings {
-    /// Whose kernels run it: what a prediction takes scratch for.
+    /// The kernels that run it. A prediction takes scratch memory for these.
     pub computes: Computes,
-    /// What forward and backward compute in.
+    /// The dtype of forward and backward.
     pub compute: DType,
-    /// How products of the blocks round their operands to eight bits; None: they do not.
+    /// The rounding of the blocks' products to 8 bits; None if they are not rounded.
     pub fp8: Option<Fp8Settings>,
-    /// What gradients are rounded to on their way between ranks: f32 or bf16.
+    /// The dtype of gradients on their way between ranks: f32 or bf16.
     pub reduce: DType,
-    /// How tensors go from rank to rank: what a prediction takes memory for.
+    /// The transport of tensors between ranks. A prediction takes memory for its buffers.
     pub way: Way,
     /// The update rule.
     pub optimizer: OptimizerSettings,
     /// The loss scale at the start.
     pub scaler: LossScaler,
-    /// Of initial values and of dropout.
+    /// The seed of initial values and of dropout.
     pub seed: u64,
-    /// Whether a GPU's launches are captured and replayed where they can be.
+    /// True to capture a GPU's launches and replay them where possible.
     pub graphs: bool,
 }
 
 impl Rank {
-    /// A rank with freshly initialised parameters, of which it holds what `holding` says and talks
-    /// to others through `links`. All ranks are made together.
+    /// Makes a rank with freshly initialised parameters. It holds the parts of them that `holding`
+    /// names, and exchanges with other ranks through `links`. All ranks call this together.
     pub fn new(device: &Device, model: Model, holding: Holding, links: Links, settings: &RankSettings) -> Result<Rank> {
         Rank::with_tiers(device, model, holding, Tiers::default(), links, settings)
     }
 
-    /// As [`Rank::new`], with the state that `tiers` take away from the device.
+    /// Like [`Rank::new`], but keeps offloaded state in `tiers` rather than on the device.
     pub fn with_tiers(
         device: &Device,
         model: Model,
@@ -129,8 +133,8 @@ impl Rank {
         Ok(rank)
     }
 
-    /// Initial values: each a function of (seed, unit, index, element), so that a shard has the
-    /// values of the whole.
+    /// Sets the initial values. Each is a function of (seed, unit, index, element), so a shard has
+    /// the same values as its part of the whole.
     fn initialise(&mut self) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
             self.model.parameters().map(|(id, spec)| (id, spec.init)).collect();
@@ -141,8 +145,8 @@ impl Rank {
         })
     }
 
-    /// A rank that evaluates and generates: it has neither gradients nor optimizer state, and must
-    /// not be trained.
+    /// Makes a rank for evaluation and generation. It has neither gradients nor optimizer state,
+    /// and must not be trained.
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
         let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
@@ -190,22 +194,22 @@ impl Rank {
         &self.model
     }
 
-    /// Where it runs.
+    /// The device that it runs on.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Where its lanes are.
+    /// The instructions that its lanes are at.
     pub fn positions(&self) -> Arc<Positions> {
         Arc::clone(&self.positions)
     }
 
-    /// Lets faults strike its instructions. For tests.
+    /// Injects `faults` into its instructions. For tests.
     pub fn inject(&mut self, faults: Arc<Faults>) {
         self.faults = Some(faults);
     }
 
-    /// Updates made.
+    /// Number of updates made.
     pub fn updates(&self) -> u64 {
         lock(&self.core).updates
     }
@@ -215,39 +219,38 @@ impl Rank {
         lock(&self.core).scaler
     }
 
-    /// The loss scale and the counters, to be saved or restored.
+    /// Calls `with` on the loss scale and the number of updates, to save or restore them.
     pub fn core<T>(&self, with: impl FnOnce(&mut Core) -> T) -> T {
         with(&mut lock(&self.core))
     }
 
-    /// The largest magnitudes of earlier steps, to be saved; None without products of eight bits.
+    /// The largest magnitudes of earlier steps, to save them; None without 8-bit products.
     pub fn amax_history(&self) -> Option<AmaxHistory> {
         self.fp8.as_ref().map(|fp8| lock(fp8).history())
     }
 
-    /// Whether products are to have operands of eight bits, and the next step only finds out by
-    /// what to scale them.
+    /// True if products are 8-bit but have no scales yet: the next step only measures magnitudes.
     pub fn measures_fp8(&self) -> bool {
         self.fp8.as_ref().is_some_and(|fp8| lock(fp8).measures())
     }
 
-    /// Goes on with the largest magnitudes of a checkpoint, where products have operands of eight
-    /// bits.
+    /// Restores the largest magnitudes from a checkpoint. Does nothing without 8-bit products.
     ///
     /// # Errors
-    /// Those of another model.
+    /// If the history is that of another model.
     pub fn restore_amax_history(&mut self, history: AmaxHistory) -> Result<()> {
         self.fp8.as_ref().map_or(Ok(()), |fp8| lock(fp8).restore(history))
     }
 
-    /// Writes every compute copy anew, after masters were changed from outside. All ranks do this
-    /// together.
+    /// Casts the masters into every compute copy again, after masters were changed from outside.
+    /// All ranks call this together.
     pub fn refresh_copies(&mut self) -> Result<()> {
         self.parameters.refresh_copies(&lock(&self.compute_links).shard)
     }
 
-    /// Runs every unit on one tape, each gathered while it is needed where parameters are sharded:
-    /// evaluation and generation. All ranks of a shard group do this together, each on what it has.
+    /// Runs the forward of every unit on one tape, for evaluation and generation. Sharded
+    /// parameters of a unit are gathered only while it runs. All ranks of a shard group call this
+    /// together, each on its own batch.
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
         if !self.parameters.is_sharded() && !self.parameters.is_offloaded() {
             return Ok(self.model.forward(tape, cx)?);
@@ -267,8 +270,7 @@ impl Rank {
         [unit].into_iter().chain(borrowed)
     }
 
-    /// Takes part in a forward of the shard group without a batch of its own: gathers what the
-    /// others gather.
+    /// Joins a forward of the shard group without a batch: it only takes part in the gathers.
     pub fn forward_nothing(&self) -> Result<()> {
         if !self.parameters.is_sharded() {
             return Ok(());
@@ -281,29 +283,29 @@ impl Rank {
         Ok(())
     }
 
-    /// Which of the ranks with different data this is, and how many there are.
+    /// This rank's index among the ranks with different data, and their number.
     pub fn data_place(&self) -> (usize, usize) {
         let links = lock(&self.compute_links);
         (links.data.index(), links.data.size())
     }
 
-    /// Which of the ranks that hold the same this is, and how many there are.
+    /// This rank's index among the ranks that hold the same shard, and their number.
     pub fn replica(&self) -> (usize, usize) {
         let links = lock(&self.reduce_links);
         (links.replicate.index(), links.replicate.size())
     }
 
-    /// Every data rank's numbers, in order of the ranks. All of them call this together.
+    /// Gathers the numbers of every data rank, in order of the ranks. All data ranks call this
+    /// together.
     pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
         lock(&self.compute_links).data.all_gather_numbers(own)
     }
 
-    /// Runs one step. `load` gives the next micro-batch, on the input lane; `snapshot` takes the
-    /// state after the update, on the host lane.
+    /// Runs one step. `load` returns the next micro-batch; it is called on the input lane.
+    /// `snapshot` copies the state after the update; it is called on the host lane.
     ///
     /// # Errors
-    /// The first of any lane, with this rank and the instruction where it is about the exchange
-    /// with other ranks.
+    /// The first error of any lane. An error of an exchange names this rank and the instruction.
     pub fn execute(
         &mut self,
         program: &Program,
@@ -340,7 +342,7 @@ impl Rank {
         let host: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |_| match instruction.action {
                 Action::Snapshot => {
-                    // What was moved to the host is read there.
+                    // The snapshot reads host memory that streams may still be copying to.
                     rank.device.synchronize()?;
                     snapshot(rank, &step.outcome())
                 }
@@ -382,7 +384,7 @@ impl Rank {
         let stretch = graphs.and_then(|graphs| Some((graphs, stretch(program).ok()?)));
         let compute = |number: usize, instruction: &Instruction| match &stretch {
             Some((graphs, stretch)) if stretch.contains(&number) => {
-                // All of it comes with its first instruction.
+                // The first instruction of the stretch runs all of it.
                 if number > stretch.start {
                     return Ok(());
                 }
@@ -403,8 +405,8 @@ impl Rank {
         rank.end_step(step);
         let ended = events.end(spans);
         lock(&rank.gather_links).forget();
-        // What came over the wire when the others had failed is worth nothing, and what the device
-        // then says of itself is no news.
+        // When another rank has failed, tensors that came by NCCL are invalid, and the device's own
+        // error is only a consequence.
         if let Some(source) = rank.alarm.as_ref().filter(|_| rank.by_nccl).and_then(Communicator::failure) {
             let what = "the end of the step".to_owned();
             return Err(EngineError::Exchange { rank: program.rank, step: settings.step, what, source });
@@ -415,8 +417,7 @@ impl Rank {
         Ok(outcome)
     }
 
-    /// Runs one instruction, keeping note of where the lane is and letting a fault strike that is
-    /// due.
+    /// Runs one instruction. Records the lane's position, and injects a fault that is due.
     fn perform(
         &self,
         program: &Program,
@@ -448,7 +449,7 @@ impl Rank {
         };
     }
 
-    /// That a lane panicked, and where those were that had not finished.
+    /// A message that a lane panicked, with the positions of all lanes that had not finished.
     fn panicked(&self) -> String {
         let busy = |doing| matches!(doing, Doing::Running | Doing::Exchanging);
         let lanes = self.positions.lanes().into_iter().filter(|(_, at)| busy(at.doing));
@@ -459,7 +460,7 @@ impl Rank {
     fn gather(&self, instruction: &Instruction, links: &GatherLinks) -> Result<()> {
         match instruction.action {
             Action::Gather { unit, over } => self.parameters.gather(unit as usize, over as usize, links.over(over)),
-            // The compute lane gives back the memory when it has finished what used it.
+            // The compute lane frees the memory after the last instruction that used it.
             Action::Release { .. } => Ok(()),
             other => Err(cannot(other)),
         }
@@ -482,13 +483,13 @@ impl Rank {
     }
 }
 
-/// Which of the data ranks this is: its micro-batches follow those of the ranks before it.
+/// This rank's index among the data ranks. Its micro-batches follow those of the ranks before it.
 fn data_index(program: &Program) -> u64 {
     u64::from(program.mesh.group(program.rank, Axis::Data).index)
 }
 
-/// Whether an instruction may have to wait for other ranks: those of the communicating lanes, the
-/// norm, and a snapshot, which waits for all ranks to have written the one before.
+/// True if an instruction may wait for other ranks: one of the communicating lanes, the norm, or a
+/// snapshot. A snapshot waits until all ranks have written the previous one.
 fn waits_for_others(instruction: &Instruction) -> bool {
     let lane = instruction.action.lane();
     instruction.bytes > 0 && lane != Lane::HostIo
@@ -496,7 +497,7 @@ fn waits_for_others(instruction: &Instruction) -> bool {
         || matches!(instruction.action, Action::Clip | Action::Snapshot)
 }
 
-/// The instruction in words.
+/// The instruction's name and unit, for reports.
 fn describe(program: &Program, instruction: &Instruction) -> String {
     let action = instruction.action;
     let unit = action.unit().and_then(|unit| program.units.get(unit as usize));

@@ -1,5 +1,5 @@
-//! What a rank does for state that lies in a tier: instructions of the host lane, and setting and
-//! reading all of it outside of steps.
+//! A rank's handling of offloaded state: the host lane's fetches and evictions, the memory that the
+//! compute lane allocates and frees for them, and access to all state outside of steps.
 
 use super::ledger::chunks_at_once;
 use super::step::RunningStep;
@@ -14,30 +14,30 @@ use trainyard_program::{Action, Instruction, State};
 use trainyard_tensor::{Device, Tensor, Usage};
 
 impl Rank {
-    /// Whether some of what a checkpoint holds lies in a tier, so that it must be written before
-    /// the next step changes it.
+    /// True if some of the state that a checkpoint holds lies in a tier. Such a checkpoint must be
+    /// written before the next step changes the state.
     pub fn keeps_state_in_a_tier(&self) -> bool {
         self.optimizer.store().is_some() || self.parameters.is_on_disk()
     }
 
-    /// The host beside a GPU, where some of the state lies there.
+    /// The host beside a GPU, if some of the state lies there.
     pub fn host(&self) -> Option<&Device> {
         self.tiers.host()
     }
 
-    /// What of the host's memory this rank uses beside a GPU, and the most that it has used.
+    /// The host memory that this rank uses beside a GPU, now and at its peak.
     pub fn host_memory(&self) -> Usage {
         self.tiers.host_memory()
     }
 
-    /// Whether its tiers' files are read and written past the page cache.
+    /// True if its tiers' files are read and written past the page cache.
     pub fn tiers_are_direct(&self) -> bool {
         self.tiers.stores().all(|store| store.is_direct())
     }
 
-    /// Sets the masters of every parameter: `set` is given a parameter, which of its elements, and
-    /// where to put their values, as often as the rank holds parts of it. Copies follow. All ranks
-    /// do this together.
+    /// Sets the masters of every parameter, then their compute copies. `set` is called once for
+    /// each part that the rank holds, with the parameter, the range of its elements, and the tensor
+    /// to write their values to. All ranks call this together.
     pub fn set_masters(&mut self, mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         let links = lock(&self.compute_links);
         for number in 0..self.model.units().len() {
@@ -65,8 +65,7 @@ impl Rank {
         Ok(self.device.synchronize()?)
     }
 
-    /// The f32 masters of a parameter, those of its elements that this rank holds, wherever they
-    /// lie.
+    /// The f32 masters of a parameter's elements that this rank holds, read from wherever they lie.
     pub fn read_masters(&self, id: ParamId) -> Result<Vec<f32>> {
         let mut values = Vec::new();
         for (part, elements) in self.masters(id)? {
@@ -82,8 +81,8 @@ impl Rank {
         Ok(values)
     }
 
-    /// Where the masters of a parameter are, those of its elements that this rank holds, in order,
-    /// and how many in each place.
+    /// The places, in order, of the masters of a parameter's elements that this rank holds, each
+    /// with its number of elements.
     pub(crate) fn masters(&self, id: ParamId) -> Result<Vec<(Stored, usize)>> {
         let unit = self.parameters.unit(id.unit as usize);
         let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
@@ -98,8 +97,8 @@ impl Rank {
         Ok(vec![(part, range.len())])
     }
 
-    /// Brings a unit's parameters together outside of steps: from their tier, if they lie in one,
-    /// and from the ranks that share them.
+    /// Gathers a unit's parameters outside of steps: fetches this rank's part from its tier if it
+    /// is offloaded, then gathers the other ranks' parts.
     pub(super) fn bring_whole(&self, unit: usize, shard: &Link) -> Result<()> {
         if self.parameters.is_offloaded() {
             self.parameters.take_to_read(unit)?;
@@ -111,7 +110,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Gives back what [`Rank::bring_whole`] brought.
+    /// Frees the memory that [`Rank::bring_whole`] allocated.
     pub(super) fn let_go(&self, unit: usize) -> Result<()> {
         if self.parameters.is_sharded() {
             self.parameters.release(unit, self.parameters.holding().shards)?;
@@ -122,7 +121,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Every lane has finished: what lies in tiers has no memory left.
+    /// Ends a step after every lane has finished: frees all device memory of offloaded state.
     pub(super) fn end_step(&self, step: &RunningStep<'_>) {
         self.optimizer.give_back_staging();
         self.gradients.leave_all();
@@ -131,7 +130,7 @@ impl Rank {
         }
     }
 
-    /// The instructions of the host lane that move state.
+    /// Runs an instruction of the host lane that moves state.
     pub(super) fn move_state(&self, action: Action, step: &RunningStep<'_>) -> Result<()> {
         match action {
             Action::Fetch { unit, state: State::Parameters } => self.parameters.fetch(unit as usize),
@@ -155,7 +154,7 @@ impl Rank {
         }
     }
 
-    /// Takes memory for gathers, fetches and reductions.
+    /// Allocates memory for the gathers, fetches and reductions with these numbers.
     pub(super) fn take_for(&self, numbers: &[u32], step: &RunningStep<'_>) -> Result<()> {
         for number in numbers {
             match step.action(*number) {
@@ -176,7 +175,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Gives back what releases and evictions free.
+    /// Frees the memory of the releases and evictions with these numbers.
     fn give_back(&self, numbers: &[u32], step: &RunningStep<'_>) -> Result<()> {
         for number in numbers {
             match step.action(*number) {
@@ -192,13 +191,14 @@ impl Rank {
         Ok(())
     }
 
-    /// Before an instruction of the compute lane, whose dependencies have finished.
+    /// Frees memory that is due before an instruction of the compute lane. Its dependencies have
+    /// finished.
     pub(super) fn before(&self, step: &RunningStep<'_>, instruction: &Instruction) -> Result<()> {
         let due = lock(step.ledger()).begin(&instruction.after);
         self.give_back(&due, step)
     }
 
-    /// After an instruction of the compute lane.
+    /// Frees and allocates memory that is due after an instruction of the compute lane.
     pub(super) fn after(&self, step: &RunningStep<'_>, number: usize) -> Result<()> {
         let (due, takes) = lock(step.ledger()).end(number as u32);
         self.give_back(&due, step)?;

@@ -1,4 +1,4 @@
-//! Activations that leave between a forward and its backward.
+//! Activations that are offloaded to disk or host memory between a forward and its backward.
 
 use crate::Result;
 use crate::state::lock;
@@ -10,32 +10,32 @@ use trainyard_tensor::{DType, Device, Purpose, Shape, Tensor};
 /// Unit and micro-batch.
 type Place = (u32, u32);
 
-/// What forwards kept and gave up, by unit and micro-batch.
+/// The offloaded activations of a step, by unit and micro-batch.
 #[derive(Default)]
 pub(super) struct OffloadedActivations(Mutex<State>);
 
 #[derive(Default)]
 struct State {
     kept: BTreeMap<Place, Kept>,
-    /// Where the next goes in the store.
+    /// Offset in the store of the next tensor.
     end: u64,
 }
 
-/// The tensors of one forward, each with its place in the store.
+/// The offloaded tensors of one forward, each with its offset in the store, shape and dtype.
 struct Kept {
     layout: Vec<(u64, Shape, DType)>,
-    /// Those that are to be written, until that is known to be done.
+    /// Device tensors to write, until the write is known to be done.
     leaving: Vec<Tensor>,
-    /// Those that they are read into.
+    /// Device tensors that are read back into.
     coming: Vec<Tensor>,
-    /// Where they are meanwhile, if that is the host. The compute lane takes and gives back this
-    /// memory too; whatever takes it over is copied after a forward that comes after the backward
-    /// which waited for them.
+    /// The tensors on the host, if their tier is host memory. The compute lane allocates and frees
+    /// this memory too. It is not overwritten too early: a new owner's copy follows a forward that
+    /// follows the backward that waited for these tensors.
     on_host: Vec<Tensor>,
 }
 
 impl OffloadedActivations {
-    /// A forward gives up `tensors`, which are to be written.
+    /// Takes over a forward's `tensors`, which will be written to their tier.
     pub fn put(&self, tiers: &Tiers, place: Place, tensors: Vec<Tensor>) -> Result<()> {
         let host = tiers.activations.as_ref().and_then(Lower::host);
         let room = |tensor: &Tensor| {
@@ -52,7 +52,8 @@ impl OffloadedActivations {
         Ok(())
     }
 
-    /// Positions in the store, tensors on the device, and those on the host.
+    /// The tensors that `which` selects with their offsets in the store, and the tensors on the
+    /// host.
     fn handles(&self, place: Place, which: fn(&Kept) -> &Vec<Tensor>) -> (Vec<(u64, Tensor)>, Vec<Tensor>) {
         let state = lock(&self.0);
         let kept = &state.kept[&place];
@@ -60,7 +61,7 @@ impl OffloadedActivations {
         (offsets.zip(which(kept).iter().cloned()).collect(), kept.on_host.clone())
     }
 
-    /// Moves them to their tier.
+    /// Writes a forward's activations to their tier.
     pub fn write(&self, tiers: &Tiers, place: Place) -> Result<()> {
         let (tensors, mut on_host) = self.handles(place, |kept| &kept.leaving);
         match tiers.activations.as_ref().expect("activations lie in a tier") {
@@ -80,14 +81,14 @@ impl OffloadedActivations {
         Ok(())
     }
 
-    /// Gives back their memory.
+    /// Frees the device memory of written activations.
     pub fn give_back(&self, place: Place) {
         if let Some(kept) = lock(&self.0).kept.get_mut(&place) {
             kept.leaving.clear();
         }
     }
 
-    /// Takes memory for them again.
+    /// Allocates device memory to read activations back into.
     pub fn take(&self, device: &Device, place: Place) -> Result<()> {
         let mut state = lock(&self.0);
         let kept = state.kept.get_mut(&place).expect("a program fetches what it evicted");
@@ -96,7 +97,7 @@ impl OffloadedActivations {
         Ok(())
     }
 
-    /// Brings them from their tier.
+    /// Reads activations back from their tier.
     pub fn read(&self, tiers: &Tiers, place: Place) -> Result<()> {
         let (mut tensors, on_host) = self.handles(place, |kept| &kept.coming);
         match tiers.activations.as_ref().expect("activations lie in a tier") {
@@ -116,7 +117,7 @@ impl OffloadedActivations {
         Ok(())
     }
 
-    /// A backward takes them over.
+    /// Hands the activations that were read back to a backward. None if none were offloaded.
     pub fn remove(&self, place: Place) -> Option<Vec<Tensor>> {
         lock(&self.0).kept.remove(&place).map(|kept| kept.coming)
     }

@@ -1,5 +1,5 @@
-//! One step: what it carries from instruction to instruction, and the instructions of the compute
-//! lane.
+//! One training step: [`RunningStep`] is its state between instructions, and [`Rank::compute`] runs
+//! the instructions of the compute lane (forward, backward, fold, clip, update).
 
 use super::ledger::Ledger;
 use super::offloaded_activations::OffloadedActivations;
@@ -19,52 +19,52 @@ use trainyard_program::{Action, BackwardPart, Extent, Instruction, Keep, Lane, P
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{Purpose, Tensor};
 
-/// What one step is run with.
+/// Settings of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSettings {
-    /// Which step, from 0; keys the random numbers.
+    /// Number of the step, from 0. Random numbers depend on it.
     pub step: u64,
     /// The learning rate as a share of its peak.
     pub rate_factor: f64,
-    /// Gradients with a larger norm are scaled down to it.
+    /// The maximum gradient norm. Gradients with a larger norm are scaled down to it.
     pub clip_norm: Option<f64>,
 }
 
-/// What one step did, over all ranks.
+/// The result of one step, over all ranks unless a field says otherwise.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutcome {
     /// The mean loss over the step's targets; 0 on meta.
     pub loss: f64,
-    /// Tokens in.
+    /// Number of input tokens.
     pub tokens: u64,
-    /// Targets that counted.
+    /// Number of targets in the loss.
     pub targets: u64,
     /// The global gradient norm before clipping.
     pub gradient_norm: f64,
-    /// How its forwards and backwards were launched.
+    /// The way its forwards and backwards were launched.
     pub launches: Launches,
-    /// What is to be said about that, when it changes.
+    /// A message to the user about the launches, when they change.
     pub note: Option<String>,
-    /// Whether the update was skipped because the loss or a gradient was not finite.
+    /// True if the update was skipped because the loss or a gradient was not finite.
     pub skipped: bool,
-    /// When each instruction of this rank waited and ran.
+    /// The times at which each instruction of this rank waited and ran.
     pub spans: Vec<Span>,
-    /// Time that this rank's computing waited for batches.
+    /// Time that this rank's compute lane waited for batches.
     pub data_wait: Duration,
     /// Time that this rank's lanes spent in exchanges with other ranks.
     pub comm: Duration,
-    /// Time of those that computing waited for.
+    /// The part of `comm` that the compute lane waited for.
     pub comm_exposed: Duration,
-    /// Time that moving state from and to its tiers took.
+    /// Time that this rank spent moving state from and to its tiers.
     pub tiers: Duration,
-    /// Time of that which computing waited for.
+    /// The part of `tiers` that the compute lane waited for.
     pub tiers_exposed: Duration,
 }
 
-/// How the forwards and backwards of a step reached the device.
+/// The way the forwards and backwards of a step were launched on the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Launches {
-    /// One by one, as they are on processors too.
+    /// Kernel by kernel, as on a CPU.
     #[default]
     OneByOne,
     /// As a graph that was captured in this step.
@@ -74,7 +74,7 @@ pub enum Launches {
 }
 
 impl StepOutcome {
-    /// Sums up what the lanes' times say.
+    /// Sums the lanes' spans into the times of the outcome.
     pub(super) fn take_times(&mut self, program: &Program, spans: Vec<Span>) {
         for (span, instruction) in spans.iter().zip(&program.instructions) {
             let lane = instruction.action.lane();
@@ -86,8 +86,8 @@ impl StepOutcome {
                 continue;
             }
             let Some(number) = span.waited_for else { continue };
-            // Until what was waited for began, computing waited for what that waited for in turn:
-            // the count for a load.
+            // Until the awaited instruction began, the compute lane waited for that instruction's
+            // own dependency. Example: the count waits for a load.
             let cause = &spans[number as usize];
             if program.instructions[number as usize].action.lane() == Lane::HostIo {
                 self.tiers_exposed += span.waited;
@@ -106,7 +106,7 @@ impl StepOutcome {
     }
 }
 
-/// Whose activations an instruction evicts.
+/// The unit and micro-batch whose activations an instruction evicts, if it does.
 fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
     match instruction.action {
         Action::Evict { unit, state: State::Activations { micro_batch }, .. } => Some((unit, micro_batch)),
@@ -114,37 +114,38 @@ fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
     }
 }
 
-/// A forward whose backward is to come.
+/// A forward whose backward has not run yet.
 enum Pending {
     Recorded { recording: Recording, input: Option<Place>, output: Place },
     InputOnly { input: Option<Tensor> },
 }
 
-/// What a step carries from instruction to instruction.
+/// The state of a step between its instructions.
 pub(super) struct RunningStep<'p> {
     program: &'p Program,
     settings: StepSettings,
-    /// Whether micro-batches have gradients of their own, which are folded or reduced one by one.
+    /// True if each micro-batch has its own gradients, which are folded or reduced one by one.
     apart: bool,
     batches: Mutex<Vec<Option<Batch>>>,
-    /// Of all ranks' micro-batches.
+    /// Number of targets of all ranks' micro-batches.
     targets: OnceLock<u64>,
     carried: Mutex<Carried>,
     ledger: Mutex<Ledger>,
-    /// Units and micro-batches whose activations leave between forward and backward.
+    /// Units and micro-batches whose activations are offloaded between forward and backward.
     leave: BTreeSet<(u32, u32)>,
     offloaded_activations: OffloadedActivations,
     outcome: Mutex<StepOutcome>,
 }
 
-/// The compute lane's own.
+/// The part of a step's state that only the compute lane uses.
 struct Carried {
     pending: BTreeMap<(u32, u32), Pending>,
     /// The output of the last unit that ran on each micro-batch.
     outputs: BTreeMap<u32, Tensor>,
-    /// The gradient that flows down each micro-batch.
+    /// The gradient of the next backward's output, by micro-batch.
     flowing: BTreeMap<u32, Tensor>,
-    /// Of each of this rank's micro-batches; read with the norm, so that a GPU is waited for once.
+    /// The loss of each of this rank's micro-batches. Losses are read together with the norm, so
+    /// that the host waits for a GPU once.
     losses: Vec<Option<Tensor>>,
     rates: Rates,
     /// The last reduction that is known to be done.
@@ -198,7 +199,7 @@ impl<'p> RunningStep<'p> {
         lock(&self.batches)[micro_batch as usize] = Some(batch);
     }
 
-    /// How the passes of this step were launched, and what is to be said about it.
+    /// Sets the way the passes of this step were launched, and a message about it.
     pub fn set_launches(&self, launches: Launches, note: Option<String>) {
         let mut outcome = lock(&self.outcome);
         (outcome.launches, outcome.note) = (launches, note);
@@ -209,7 +210,7 @@ impl<'p> RunningStep<'p> {
         lock(&self.batches).iter().flatten().cloned().collect()
     }
 
-    /// Other micro-batches, or none any more.
+    /// Replaces the micro-batches. An empty list drops them.
     pub fn set_batches(&self, mut batches: Vec<Batch>) {
         batches.reverse();
         lock(&self.batches).iter_mut().for_each(|batch| *batch = batches.pop());
@@ -220,12 +221,12 @@ impl<'p> RunningStep<'p> {
         lock(&self.carried).losses.clone()
     }
 
-    /// As if all forwards and backwards had run, with these losses.
+    /// Sets the losses as if all forwards and backwards had run.
     pub fn set_losses(&self, losses: &[Option<Tensor>]) {
         lock(&self.carried).losses = losses.to_vec();
     }
 
-    /// As if no forward had run.
+    /// Resets the state to that before any forward.
     pub fn forget_passes(&self) {
         let mut carried = lock(&self.carried);
         carried.pending.clear();
@@ -238,7 +239,7 @@ impl<'p> RunningStep<'p> {
         self.settings
     }
 
-    /// Targets that count, of all ranks.
+    /// Number of targets in the loss, of all ranks.
     pub fn targets(&self) -> u64 {
         *self.targets.get().expect("the program counts before it computes")
     }
@@ -247,8 +248,8 @@ impl<'p> RunningStep<'p> {
         lock(&self.outcome).clone()
     }
 
-    /// The loss is a mean over the targets of all micro-batches of all ranks, so that every way to
-    /// divide a batch gives what the large batch gives.
+    /// Sums the tokens and targets of all micro-batches of all ranks. The loss is a mean over all
+    /// these targets, so every division of a batch gives the loss of the whole batch.
     pub fn count(&self, data: &Link) -> Result<()> {
         let mut counts = [0; 2];
         for batch in lock(&self.batches).iter().flatten() {
@@ -264,7 +265,7 @@ impl<'p> RunningStep<'p> {
         Ok(())
     }
 
-    /// The last reduction that an instruction with these dependencies may rely on.
+    /// The number of the last reduction that has finished when the dependencies `after` have.
     pub fn reductions_done(&self, after: &[u32]) -> u32 {
         let is_reduce = |n: &&u32| self.program.instructions[**n as usize].action.lane() == Lane::Reduce;
         let mut carried = lock(&self.carried);
@@ -282,7 +283,7 @@ impl<'p> RunningStep<'p> {
 }
 
 impl Rank {
-    /// The instructions of the compute lane.
+    /// Runs an instruction of the compute lane.
     pub(super) fn compute(&self, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
@@ -348,8 +349,8 @@ impl Rank {
         policy: Policy,
     ) -> Result<(Recording, Option<Var>, Var)> {
         let batch = step.batch(micro_batch);
-        // Micro-batches draw different numbers, the same on any number of ranks, and a forward that
-        // is repeated draws the same.
+        // Each micro-batch draws its own random numbers. They are the same on any number of ranks,
+        // and the same when a forward is repeated.
         let global = data_index(step.program) * u64::from(step.program.micro_batches) + u64::from(micro_batch);
         let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
@@ -368,7 +369,7 @@ impl Rank {
         Ok((tape.finish(), input, output))
     }
 
-    /// What the sum of the step's losses is multiplied by.
+    /// The factor by which the sum of the step's losses is multiplied.
     pub(super) fn loss_scale(&self, step: &RunningStep<'_>) -> f32 {
         (self.scaler().scale() / step.targets().max(1) as f64) as f32
     }
@@ -451,7 +452,7 @@ impl Rank {
         Ok(())
     }
 
-    /// The step's largest magnitudes of what products round to eight bits, of all ranks.
+    /// The step's largest magnitudes, over all ranks, of the values that products round to 8 bits.
     fn amax_over_ranks(&self, data: &Link) -> Result<Option<Vec<f32>>> {
         let Some(fp8) = &self.fp8 else { return Ok(None) };
         let own = lock(fp8).of_step()?;
@@ -459,8 +460,8 @@ impl Rank {
     }
 
     fn update(&self, step: &RunningStep<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
-        // A copy that lies in a tier, and is not its own master, is written anew and not read for
-        // that.
+        // An offloaded copy with separate masters is overwritten by the update, so it is not
+        // fetched before.
         let anew = self.parameters.is_offloaded() && self.parameters.is_apart();
         if anew && !self.parameters.is_here(unit) {
             self.parameters.take(unit)?;
@@ -482,9 +483,9 @@ impl Rank {
     }
 }
 
-/// The sum of every rank's chunks, units in order and a unit's chunks in order: what one rank that
-/// holds all of them would find. `own` are this rank's by unit, `all` every rank's, one after the
-/// other.
+/// The sum of every rank's chunks, in the order in which one rank with all of them would add: by
+/// unit, and within a unit by rank and chunk. `own` holds this rank's chunks by unit; `all` holds
+/// every rank's, rank after rank.
 fn in_order(own: &[Vec<f64>], all: &[f64]) -> f64 {
     let of_a_rank: usize = own.iter().map(Vec::len).sum();
     let mut first = 0;

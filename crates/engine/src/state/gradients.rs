@@ -1,5 +1,9 @@
-//! Gradients: the sum that the update reads, which is resident or comes from a tier and goes there,
-//! and buffers in which fresh gradients gather before they are folded or reduced.
+//! Gradients of a rank, f32 and flat, in two forms per unit:
+//!
+//! - *fresh* sums: backward adds the gradients of this rank's micro-batches to them. A program may
+//!   fold them together, and reduces them over ranks;
+//! - the *sum* of the step, which reductions write and the update reads. It is resident on the
+//!   device, or lies in a tier while nothing is added to it.
 
 use super::{Holding, lock, overlap};
 use crate::Result;
@@ -22,10 +26,11 @@ pub struct GradientState {
     lowered: Option<Lowered>,
 }
 
-/// Where sums lie while nothing is added to them.
+/// The tier of offloaded sums.
 struct Lowered {
     lower: Lower,
-    /// The sums of squares of what the update reads, taken on the way there.
+    /// Sums of squares of the elements that the update reads. They are computed when a sum is
+    /// evicted.
     squares: Mutex<ChunkSums>,
 }
 
@@ -35,9 +40,9 @@ struct UnitGradients {
     shapes: Vec<Vec<usize>>,
     /// The elements of the flat buffer that the sum holds.
     range: Range<usize>,
-    /// Those of them that this rank's update reads.
+    /// The elements that this rank's update reads.
     read: Range<usize>,
-    /// Where the sum is in the store.
+    /// Offset of the sum in the store.
     offset: u64,
     /// The sum on the host, if it lies there.
     on_host: Option<Tensor>,
@@ -48,23 +53,23 @@ struct UnitGradients {
 struct State {
     /// The sum; None while it is in its tier.
     resident: Option<Tensor>,
-    /// Memory for the sum that is about to come from its tier, or to be reduced: more than one
-    /// where computing is ahead.
+    /// Memory for sums that will be fetched or reduced. There is more than one while the compute
+    /// lane is ahead.
     coming: VecDeque<Tensor>,
-    /// Sums that have gone to the tier and come back elsewhere, oldest first, until the compute
-    /// lane knows that they have gone.
+    /// Evicted sums that were fetched again into other memory, oldest first. The compute lane frees
+    /// each when it knows that its eviction is done.
     gone: VecDeque<Tensor>,
-    /// What backward has written and nothing has folded or reduced, oldest first.
+    /// Sums that backward has written and that are not folded or reduced yet, oldest first.
     fresh: Vec<FreshSum>,
-    /// Buffers that a reduction has emptied, with its number: the compute lane gives them back when
-    /// it knows that the reduction is done, so that memory does not depend on how fast it was.
+    /// Buffers that a reduction has read, with its instruction number. The compute lane frees each
+    /// when it knows that the reduction is done, so that memory does not depend on the reduction's
+    /// speed.
     spent: Vec<(u32, Tensor)>,
-    /// Whether this step's sum over ranks, or its first part, is in `resident`.
+    /// True if `resident` holds this step's sum over ranks, or the first part of it.
     reduced: bool,
 }
 
-/// What backwards have left of a unit's gradients before anything was folded into the step's: the
-/// buffers, and what is known of them.
+/// A unit's gradients after the backwards of a step: the fresh sums and their state.
 pub struct AfterBackward {
     fresh: Vec<FreshSum>,
     reduced: bool,
@@ -74,25 +79,25 @@ pub struct AfterBackward {
 #[derive(Clone)]
 struct FreshSum {
     flat: Tensor,
-    /// Whether a parameter's gradient has been written; the first contribution overwrites, so that
-    /// nothing needs zeroing.
+    /// Per parameter, true once its gradient has been written. The first contribution overwrites,
+    /// so nothing needs zeroing.
     written: Vec<bool>,
     /// The last micro-batch in it.
     micro_batch: u32,
-    /// How many micro-batches have been folded into it.
+    /// Number of micro-batches folded into it.
     count: u32,
 }
 
-/// Takes the contributions of one micro-batch.
+/// The target of one micro-batch's gradient contributions.
 pub struct MicroBatchGradients<'g> {
     gradients: &'g GradientState,
     micro_batch: u32,
-    /// Whether each micro-batch has a sum of its own until it is folded or reduced.
+    /// True if each micro-batch has its own sum until it is folded or reduced.
     apart: bool,
 }
 
 impl GradientState {
-    /// Zero gradients for `model`, where `tiers` say.
+    /// Makes zero gradients for `model`, on the device or in their tier of `tiers`.
     pub fn new(device: &Device, model: &Model, holding: Holding, tiers: &Tiers) -> Result<GradientState> {
         let lower = tiers.gradients.as_ref();
         let mut offset = 0;
@@ -120,7 +125,7 @@ impl GradientState {
         Ok(GradientState { device: device.clone(), holding, units, lowered })
     }
 
-    /// No gradients, for what does not train.
+    /// Makes no gradients, for a rank that does not train.
     pub fn none(device: &Device) -> GradientState {
         GradientState { device: device.clone(), holding: Holding::whole(), units: Vec::new(), lowered: None }
     }
@@ -136,7 +141,7 @@ impl GradientState {
         self.leave_all();
     }
 
-    /// Whether sums lie in a tier while nothing is added to them.
+    /// True if sums lie in a tier while nothing is added to them.
     fn is_offloaded(&self) -> bool {
         self.lowered.is_some()
     }
@@ -145,7 +150,7 @@ impl GradientState {
         self.holding.placement.fresh_gradients == Fresh::InPlace
     }
 
-    /// Takes memory for a unit's sum that is about to come from its tier, or to be reduced.
+    /// Allocates memory for a unit's sum that will be fetched or reduced.
     pub fn take(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let sum = self.device.empty([unit.range.len()], DType::F32, Purpose::Grads)?;
@@ -153,7 +158,7 @@ impl GradientState {
         Ok(())
     }
 
-    /// Brings a unit's sum from its tier.
+    /// Reads a unit's sum from its tier.
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let mut sum = {
@@ -162,7 +167,7 @@ impl GradientState {
             let gone = state.resident.replace(sum.clone());
             state.gone.extend(gone);
             if self.is_in_place() {
-                // Micro-batches go on adding to it.
+                // The next micro-batches add to it.
                 let written = vec![true; unit.shapes.len()];
                 state.fresh = vec![FreshSum { flat: sum.clone(), written, micro_batch: 0, count: 1 }];
             }
@@ -177,8 +182,8 @@ impl GradientState {
         }
     }
 
-    /// Moves a unit's sum to its tier, with the squares of what the update will read. What no
-    /// backward has written of it is zero.
+    /// Writes a unit's sum to its tier, and sums the squares of the elements that the update will
+    /// read. Gradients that no backward has written are set to zero first.
     pub fn evict(&self, number: usize) -> Result<()> {
         let unit = &self.units[number];
         let sum = unit.sum();
@@ -199,7 +204,7 @@ impl GradientState {
         }
     }
 
-    /// Gives back the memory of a unit's sum that has gone to its tier.
+    /// Frees the memory of a unit's evicted sum.
     pub fn leave(&self, unit: usize) {
         let mut state = lock(&self.units[unit].state);
         if state.gone.pop_front().is_some() {
@@ -211,14 +216,14 @@ impl GradientState {
         }
     }
 
-    /// Gives back the memory of all sums that lie in a tier.
+    /// Frees the memory of all offloaded sums.
     pub fn leave_all(&self) {
         for unit in self.units.iter().filter(|_| self.is_offloaded()) {
             *lock(&unit.state) = State::default();
         }
     }
 
-    /// Where elements `range` of a unit's sum are in the tier; None: sums are resident.
+    /// The place in the tier of elements `range` of a unit's sum; None if sums are resident.
     pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
         let unit = &self.units[unit];
         let within = range.start - unit.range.start;
@@ -231,8 +236,8 @@ impl GradientState {
         })
     }
 
-    /// Where the gradients of every unit stand, to be put there again by
-    /// [`GradientState::stand_at`] when the same work has been done without the host.
+    /// The state of every unit's gradients after the backwards. [`GradientState::stand_at`]
+    /// restores it after a graph has done the same work without the host.
     pub fn stand(&self) -> Vec<AfterBackward> {
         let unit = |unit: &UnitGradients| {
             let state = lock(&unit.state);
@@ -241,7 +246,7 @@ impl GradientState {
         self.units.iter().map(unit).collect()
     }
 
-    /// As if the work had been done after which [`GradientState::stand`] was asked.
+    /// Restores the state that [`GradientState::stand`] returned.
     pub fn stand_at(&self, units: &[AfterBackward]) {
         for (unit, after) in self.units.iter().zip(units) {
             let mut state = lock(&unit.state);
@@ -249,19 +254,19 @@ impl GradientState {
         }
     }
 
-    /// The step's sums that are resident, unit by unit.
+    /// The resident sums of the step, by unit.
     pub fn residents(&self) -> Vec<Tensor> {
         self.units.iter().filter_map(|unit| lock(&unit.state).resident.clone()).collect()
     }
 
-    /// Where the contributions of `micro_batch` go. With `apart` each micro-batch has a sum of its
-    /// own, to be folded or reduced.
+    /// The target of the contributions of `micro_batch`. With `apart` each micro-batch has its own
+    /// sum, to be folded or reduced.
     pub fn of(&self, micro_batch: u32, apart: bool) -> MicroBatchGradients<'_> {
         MicroBatchGradients { gradients: self, micro_batch, apart }
     }
 
-    /// Folds the newest sums of a unit along a binary tree: while the last two stand for equally
-    /// many micro-batches, the later is added to the earlier.
+    /// Folds the newest sums of a unit along a binary tree: while the last two hold equally many
+    /// micro-batches, the later is added to the earlier.
     pub fn fold(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let mut state = lock(&unit.state);
@@ -279,8 +284,8 @@ impl GradientState {
         Ok(())
     }
 
-    /// Sums a unit's gradient over the data ranks, into the resident sum or (`accumulate`) on top
-    /// of it. `number` is the instruction's.
+    /// Sums a unit's oldest fresh gradient over the data ranks. The result overwrites the resident
+    /// sum, or with `accumulate` is added to it. `number` is that of the instruction.
     pub fn reduce(
         &self,
         unit: usize,
@@ -292,8 +297,8 @@ impl GradientState {
         let unit = &self.units[unit];
         let (mut fresh, resident) = {
             let mut state = lock(&unit.state);
-            // The oldest: the next micro-batch may have begun. Without a contribution the gradient
-            // is zero.
+            // The oldest is taken because the next micro-batch may have begun. Without any
+            // contribution the gradient is zero.
             let fresh = if state.fresh.is_empty() { self.begin(unit, &mut state, 0)? } else { state.fresh.remove(0) };
             if self.is_offloaded() && !self.is_in_place() && !accumulate {
                 state.resident = state.coming.pop_front();
@@ -317,15 +322,15 @@ impl GradientState {
         Ok(())
     }
 
-    /// Gives back the buffers of reductions up to instruction `number`.
+    /// Frees the buffers of reductions up to instruction `number`.
     pub fn give_back(&self, number: u32) {
         for unit in &self.units {
             lock(&unit.state).spent.retain(|(reduction, _)| *reduction > number);
         }
     }
 
-    /// Ends the backwards of a step: what no reduction has taken is made complete, so that the
-    /// resident sums are the step's gradients.
+    /// Ends the backwards of a step: zeroes every gradient that was neither written nor reduced, so
+    /// that the resident sums are the step's gradients.
     pub fn end_backward(&self) -> Result<()> {
         for unit in &self.units {
             let mut state = lock(&unit.state);
@@ -340,8 +345,8 @@ impl GradientState {
         Ok(())
     }
 
-    /// A new sum: the unit's own where it is written in place and nothing is in it yet, else a
-    /// buffer apart.
+    /// Begins a fresh sum. It is the resident sum if gradients are written in place and this is the
+    /// first; else it is a new buffer.
     fn begin(&self, unit: &UnitGradients, state: &mut State, micro_batch: u32) -> Result<FreshSum, TensorError> {
         let in_place = self.is_in_place() && state.fresh.is_empty();
         let flat = match state.resident.clone().filter(|_| in_place) {
@@ -364,8 +369,7 @@ impl GradientState {
         Ok(unit.sum().view(range.start - unit.range.start, [range.len()])?)
     }
 
-    /// The sums of squares of each chunk of the gradients that this rank's update reads, unit by
-    /// unit.
+    /// Sums of squares of the gradients that this rank's update reads, by unit and chunk.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
         if let Some(lowered) = &self.lowered {
             return Ok(lock(&lowered.squares).read()?);
@@ -377,7 +381,7 @@ impl GradientState {
 }
 
 impl UnitGradients {
-    /// The sum, which must not be in its tier.
+    /// The resident sum. It must not be in its tier.
     fn sum(&self) -> Tensor {
         lock(&self.state).resident.clone().expect("the program brings a sum before it is used")
     }
@@ -393,7 +397,7 @@ impl UnitGradients {
         Ok(())
     }
 
-    /// Zeroes what lies between parameters and after them.
+    /// Zeroes the gaps between parameters and after the last.
     fn zero_gaps(&self, flat: &mut Tensor) -> Result<(), TensorError> {
         let starts = self.layout.ranges().iter().skip(1).map(|range| range.start);
         let ends = self.layout.ranges().iter().map(|range| range.end);

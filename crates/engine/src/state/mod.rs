@@ -1,10 +1,10 @@
-//! What a rank holds of the model's state: one flat buffer per unit and role, parameters being
-//! views into it.
+//! The parameters and gradients that a rank holds: one flat buffer per unit and role. Each
+//! parameter is a view into its unit's buffer.
 //!
-//! A buffer holds all of a unit or this rank's shard of it, as the program's placement says;
-//! nothing here knows why. The buffers are handed from lane to lane by handle: a lane takes a
-//! unit's handle under a lock, and then works on it without one, because the program's dependencies
-//! say whose turn it is.
+//! A buffer holds a whole unit or this rank's shard of it. The program's placement decides which.
+//!
+//! Lanes share buffers by handle. A lane copies a unit's handle under a lock and then works on the
+//! buffer without one, because the program's dependencies order the lanes.
 
 mod gradients;
 mod parameters;
@@ -19,14 +19,14 @@ pub(crate) use trainyard_base::lock;
 use trainyard_model::UnitLayout;
 use trainyard_program::{Axis, Extent, Placement, Program};
 
-/// What a rank holds of every unit: how much, and which part.
+/// The part of every unit that a rank holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Holding {
-    /// How much of what.
+    /// Full or shard, for each kind of state.
     pub placement: Placement,
-    /// Which shard is this rank's.
+    /// Index of this rank's shard.
     pub shard: usize,
-    /// Of how many.
+    /// Number of shards.
     pub shards: usize,
 }
 
@@ -36,7 +36,7 @@ impl Holding {
         Holding { placement: Placement::WHOLE, shard: 0, shards: 1 }
     }
 
-    /// What the program's rank holds.
+    /// The part that the program's rank holds.
     pub fn of(program: &Program) -> Holding {
         let group = program.mesh.group(program.rank, Axis::Shard);
         Holding { placement: program.placement, shard: group.index as usize, shards: group.ranks.len() }
@@ -62,7 +62,7 @@ pub(crate) fn overlap(inner: &Range<usize>, outer: &Range<usize>) -> Range<usize
     start..inner.end.clamp(start, outer.end)
 }
 
-/// A checkpoint or a weight file does not fit the model.
+/// The error for input that does not fit the model or the run.
 pub(crate) fn does_not_fit(what: impl Into<String>) -> EngineError {
     EngineError::DoesNotFit(what.into())
 }

@@ -1,5 +1,9 @@
-//! Parameters: f32 masters, the copy that forward reads, and copies gathered from other ranks for a
-//! while.
+//! Parameters of a rank, in up to three forms:
+//!
+//! - *masters*: the f32 values that the optimizer updates;
+//! - the *copy*: the values in the compute dtype that forward and backward read. In f32 it may be
+//!   the masters themselves. It may be a shard, and may be offloaded;
+//! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
 use super::{Holding, lock, overlap};
 use crate::links::Link;
@@ -18,9 +22,9 @@ pub struct ParameterState {
     device: Device,
     compute: DType,
     holding: Holding,
-    /// Where the copies lie while they are not used; None: on the device.
+    /// The tier of copies that are not in use; None if they stay on the device.
     lower: Option<Lower>,
-    /// Whether masters are apart from the copies.
+    /// True if masters are separate from the copies.
     apart: bool,
     units: Vec<UnitParameters>,
 }
@@ -29,38 +33,39 @@ pub struct ParameterState {
 pub struct UnitParameters {
     layout: UnitLayout,
     shapes: Vec<Vec<usize>>,
-    /// The elements of the flat buffer that the masters are of.
+    /// The elements of the flat buffer that the masters hold.
     master_range: Range<usize>,
-    /// f32; None where the copy is its own master, and where masters lie in a tier.
+    /// The f32 masters. None if the copy is its own master, or if masters lie in a tier.
     master: Option<Tensor>,
-    /// Whether the copy is not its own master.
+    /// True if the masters are separate from the copy.
     apart: bool,
     /// The elements that the copy holds.
     copy_range: Range<usize>,
-    /// Where the copy is in the store.
+    /// Offset of the copy in the store.
     offset: u64,
     /// The copy on the host, if it lies there.
     on_host: Option<Tensor>,
-    /// What is there to be read.
+    /// The parameters that can be read now.
     present: Mutex<Present>,
 }
 
-/// What forward and backward can read of a unit.
+/// The parameters of a unit that are on the device, for forward and backward.
 #[derive(Default)]
 struct Present {
-    /// In the compute dtype, what the rank holds; None while it is in its tier.
+    /// The rank's copy, in the compute dtype; None while it is in its tier.
     copy: Option<Tensor>,
-    /// The whole flat buffer and the parameters in it; None while only a part of it is here.
+    /// The whole flat buffer and the parameters in it; None while only a part of it is on the
+    /// device.
     whole: Option<(Tensor, Vec<Parameter>)>,
-    /// Memory for the whole that is about to be gathered.
+    /// Memory for the next gather.
     incoming: Option<Tensor>,
-    /// A part larger than the shard that stayed when the whole was released; until the next
-    /// release, so that its end depends on no clock.
+    /// A part, larger than the shard, that was kept when the whole was released. It stays until the
+    /// next release, so that the time of its end depends on no clock.
     stayed: Option<Tensor>,
 }
 
 impl ParameterState {
-    /// Parameters that are all zero, to be set. What `tiers` have is not here yet.
+    /// Makes parameters that are all zero. No memory is allocated for copies that `tiers` offload.
     pub fn zeros(
         device: &Device,
         model: &Model,
@@ -87,7 +92,7 @@ impl ParameterState {
         Ok(state)
     }
 
-    /// Which buffers forward reads, unit by unit; 0 where there is none now.
+    /// Identities of the buffers that forward reads, by unit; 0 for a unit without one.
     pub fn buffers(&self) -> impl Iterator<Item = usize> + '_ {
         self.units.iter().map(|unit| lock(&unit.present).whole.as_ref().map_or(0, |(whole, _)| whole.buffer_id()))
     }
@@ -102,7 +107,7 @@ impl ParameterState {
         Ok(values.reshape(shape)?)
     }
 
-    /// Which elements of a parameter's masters this rank holds.
+    /// The range of a parameter's elements whose masters this rank holds.
     pub fn master_part_range(&self, id: ParamId) -> Range<usize> {
         let unit = &self.units[id.unit as usize];
         let parameter = unit.layout.range(id.index as usize);
@@ -111,7 +116,7 @@ impl ParameterState {
         start..start + held.len()
     }
 
-    /// Which elements of a parameter this rank holds, and their f32 values.
+    /// The range of a parameter's elements that this rank holds, and their f32 values.
     ///
     /// # Errors
     /// When they lie in a tier.
@@ -121,14 +126,14 @@ impl ParameterState {
         Ok((self.master_part_range(id), unit.master_range(held)?))
     }
 
-    /// Writes the rank's own part of every compute copy anew, after masters were changed from
-    /// outside.
+    /// Casts the masters into the rank's own part of every compute copy, after masters were changed
+    /// from outside.
     fn refresh_own_copies(&self) -> Result<()> {
         self.units.iter().try_for_each(UnitParameters::refresh_own_copy)
     }
 
-    /// Writes every compute copy anew, after masters were changed from outside; what other ranks
-    /// hold of copies that are whole here comes from them.
+    /// Casts the masters into every compute copy, after masters were changed from outside. Where a
+    /// copy is whole and masters are sharded, the other parts are gathered from other ranks.
     ///
     /// # Errors
     /// When copies lie in a tier.
@@ -137,7 +142,7 @@ impl ParameterState {
         (0..self.units.len()).try_for_each(|unit| self.complete_copy(unit, shard))
     }
 
-    /// Gets the other ranks' parts of a copy that is whole here.
+    /// Gathers the other ranks' parts of a copy that is whole on this rank.
     pub fn complete_copy(&self, unit: usize, shard: &Link) -> Result<()> {
         if self.holding.placement.parameters == self.holding.placement.masters {
             return Ok(());
@@ -145,21 +150,21 @@ impl ParameterState {
         self.gather(unit, self.holding.shards, shard)
     }
 
-    /// Takes memory, all zero, for a unit's copy.
+    /// Allocates zeroed memory for a unit's copy.
     pub fn take(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let copy = self.device.zeros([unit.copy_range.len()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
     }
 
-    /// Takes memory for a unit's copy that is about to be read.
+    /// Allocates memory for a unit's copy that will be fetched from its tier.
     pub fn take_to_read(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let copy = self.device.empty([unit.copy_range.len()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
     }
 
-    /// Takes memory for a unit that is about to be gathered.
+    /// Allocates memory for a unit that will be gathered.
     pub fn take_whole(&self, unit: usize) -> Result<()> {
         lock(&self.units[unit].present).incoming = Some(self.memory_for_whole(unit)?);
         Ok(())
@@ -170,7 +175,7 @@ impl ParameterState {
         Ok(self.device.empty([elements], self.compute, Purpose::Gathered)?)
     }
 
-    /// Gives back the memory of a unit's copy.
+    /// Frees the memory of a unit's copy.
     pub fn give_back(&self, unit: usize) {
         let mut present = lock(&self.units[unit].present);
         present.copy = None;
@@ -179,27 +184,27 @@ impl ParameterState {
         }
     }
 
-    /// Whether there is memory for a unit's copy.
+    /// True if memory is allocated for a unit's copy.
     pub fn is_here(&self, unit: usize) -> bool {
         lock(&self.units[unit].present).copy.is_some()
     }
 
-    /// Whether copies lie in a tier while they are not used.
+    /// True if copies lie in a tier while they are not in use.
     pub fn is_offloaded(&self) -> bool {
         self.lower.is_some()
     }
 
-    /// Whether they lie in files.
+    /// True if that tier is on disk.
     pub fn is_on_disk(&self) -> bool {
         self.lower.as_ref().is_some_and(|lower| lower.store().is_some())
     }
 
-    /// Whether masters are apart from the copies that forward reads.
+    /// True if masters are separate from the copies that forward reads.
     pub fn is_apart(&self) -> bool {
         self.apart
     }
 
-    /// Reads a unit's copy, for which there is memory, from its tier.
+    /// Reads a unit's copy from its tier into memory allocated before.
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         match (&self.lower, &unit.on_host) {
@@ -223,7 +228,8 @@ impl ParameterState {
         }
     }
 
-    /// Where elements `range` of a unit's copy are in the tier.
+    /// The place in the tier of elements `range` of a unit's copy; None if copies are not
+    /// offloaded.
     pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
         let unit = &self.units[unit];
         let within = range.start - unit.copy_range.start;
@@ -236,8 +242,8 @@ impl ParameterState {
         })
     }
 
-    /// Brings a unit's parameters together from `over` ranks, which are those of `link`. What is
-    /// whole already gets the others' parts anew.
+    /// Gathers a unit's parameters from the `over` ranks of `link`. If the copy is whole already,
+    /// the other ranks' parts of it are overwritten.
     pub fn gather(&self, unit: usize, over: usize, link: &Link) -> Result<()> {
         let state = &self.units[unit];
         if self.holding.placement.parameters == Extent::Full {
@@ -257,7 +263,7 @@ impl ParameterState {
         Ok(())
     }
 
-    /// Drops a unit's gathered parameters, all but this rank's one of `keep` parts.
+    /// Frees a unit's gathered parameters except this rank's one of `keep` equal parts.
     pub fn release(&self, unit: usize, keep: usize) -> Result<()> {
         let state = &self.units[unit];
         let mut present = lock(&state.present);
@@ -275,29 +281,30 @@ impl ParameterState {
         Ok(())
     }
 
-    /// One unit's.
+    /// The parameters of one unit.
     pub fn unit(&self, unit: usize) -> &UnitParameters {
         &self.units[unit]
     }
 
-    /// The dtype that forward reads.
+    /// The compute dtype, in which forward reads parameters.
     pub fn compute(&self) -> DType {
         self.compute
     }
 
-    /// How much of each unit is here.
+    /// The part of each unit that this rank holds.
     pub fn holding(&self) -> Holding {
         self.holding
     }
 
-    /// Whether units must be gathered before they can be read.
+    /// True if units must be gathered before they can be read.
     pub fn is_sharded(&self) -> bool {
         self.holding.placement.parameters == Extent::Shard
     }
 }
 
 impl UnitParameters {
-    /// With masters `apart` from the copy, and `here` or in a tier.
+    /// Makes the parameters of one unit. `apart`: masters are separate from the copy. `here`: they
+    /// are allocated on the device rather than in a tier.
     fn new(
         device: &Device,
         model: &Model,
@@ -327,7 +334,7 @@ impl UnitParameters {
         })
     }
 
-    /// Lets the unit be read from `copy`, which is of `extent`.
+    /// Sets the copy that the unit is read from. It has the extent `extent`.
     fn put(&self, copy: Tensor, extent: Extent) -> Result<()> {
         let whole = match extent {
             Extent::Full => Some((copy.clone(), self.views(&copy)?)),
@@ -346,7 +353,7 @@ impl UnitParameters {
         lock(&self.present).copy.clone().ok_or_else(in_a_tier)
     }
 
-    /// Casts the masters that are here into the copy.
+    /// Casts the masters on the device into the copy.
     fn refresh_own_copy(&self) -> Result<()> {
         match &self.master {
             Some(master) => self.write_copy(self.master_range.clone(), master),
@@ -354,7 +361,8 @@ impl UnitParameters {
         }
     }
 
-    /// Casts `masters`, which are elements `range`, into the copy, where it is apart from them.
+    /// Casts `masters`, the elements `range`, into the copy. Does nothing if the copy is its own
+    /// master.
     pub fn write_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
         let part = overlap(&range, &self.copy_range);
         if let Some(mut copy) = self.copy_range(part.clone())? {
@@ -365,22 +373,22 @@ impl UnitParameters {
                 let mut cast = masters.device().empty([part.len()], copy.dtype(), Purpose::Workspace)?;
                 ops::cast_into(&masters, &mut cast)?;
                 copy.transfer_from(&cast)?;
-                // Its memory may be written to again.
+                // The host memory of `cast` may be reused only after the transfer.
                 copy.device().synchronize()?;
             }
         }
         Ok(())
     }
 
-    /// Sets masters that are here: `set` is given each of the unit's parameters, which of its
-    /// elements, and where to put their values.
+    /// Sets the masters on the device. `set` is called for each of the unit's parameters with its
+    /// index, the range of its elements, and the tensor to write their values to.
     pub fn set_here(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         let mut masters = self.master_range(self.master_range.clone())?;
         self.set(self.master_range.clone(), &mut masters, set)?;
         self.refresh_own_copy()
     }
 
-    /// As [`UnitParameters::set_here`], for `masters` that are elements `range`.
+    /// Like [`UnitParameters::set_here`], for `masters` that are the elements `range`.
     pub fn set(
         &self,
         range: Range<usize>,
@@ -405,12 +413,12 @@ impl UnitParameters {
         self.shapes.iter().enumerate().map(view).collect()
     }
 
-    /// Where its parameters lie.
+    /// The layout of its parameters in the flat buffer.
     pub fn layout(&self) -> &UnitLayout {
         &self.layout
     }
 
-    /// Elements `range` of the flat masters, of which this rank must hold them.
+    /// Elements `range` of the flat masters. This rank must hold them.
     ///
     /// # Errors
     /// When they lie in a tier.
@@ -425,7 +433,7 @@ impl UnitParameters {
         Ok(masters.view(range.start - first, [range.len()])?)
     }
 
-    /// The elements of the flat buffer that the masters are of.
+    /// The elements of the flat buffer that the masters hold.
     pub fn held_masters(&self) -> Range<usize> {
         self.master_range.clone()
     }
@@ -435,7 +443,7 @@ impl UnitParameters {
         self.apart.then(|| self.copy_of(range)).transpose()
     }
 
-    /// Elements `range` of what forward reads.
+    /// Elements `range` of the copy that forward reads.
     pub fn copy_of(&self, range: Range<usize>) -> Result<Tensor> {
         Ok(self.copy()?.view(range.start - self.copy_range.start, [range.len()])?)
     }
@@ -450,7 +458,7 @@ impl Parameters for ParameterState {
     }
 }
 
-/// Elements `first ..` of a parameter.
+/// Fills `values` with the initial values of a parameter's elements from `first` on.
 pub(crate) fn initialise(values: &mut Tensor, init: Init, first: usize, key: RandomKey) -> Result<()> {
     let device = values.device().clone();
     let Some(cpu) = device.host() else { return Ok(()) };

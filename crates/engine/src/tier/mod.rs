@@ -1,9 +1,9 @@
-//! The tiers below the device: where state lies that the program fetches and evicts.
+//! The tiers below the device (host memory, disk), which hold offloaded state.
 //!
-//! Each of optimizer state, parameters, activations and gradients that are offloaded has a
-//! [`Lower`]: a [`Store`] on disk, or the host beside a GPU, whose memory is a device like any
-//! other with a pool of its own. The program says when something comes and goes; this module knows
-//! nothing of what the bytes mean.
+//! Each kind of state that is offloaded (optimizer state, parameters, activations, gradients) has a
+//! [`Lower`]: a [`Store`] on disk, or the host beside a GPU. The host's memory is a device with its
+//! own pool. The program decides when state is fetched and evicted; this module does not interpret
+//! the bytes.
 
 mod store;
 
@@ -17,19 +17,19 @@ use std::sync::Arc;
 use trainyard_program::{Action, Program, State, Tier};
 use trainyard_tensor::{Computes, DType, Device, Tensor, Usage};
 
-/// Offloaded state could not be moved.
+/// An error of reading or writing offloaded state.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} the offloaded {what}, {bytes} bytes, in `{path}`: {source}; {}", advice(source.kind()))]
 pub struct TierError {
-    /// What was to be done.
+    /// The action that failed, as a verb.
     pub action: &'static str,
-    /// To what: optimizer, parameters, activations, gradients.
+    /// The kind of state: optimizer, parameters, activations or gradients.
     pub what: &'static str,
     /// The file.
     pub path: String,
-    /// How much was to be moved.
+    /// Number of bytes to move.
     pub bytes: u64,
-    /// The operating system's reason.
+    /// The operating system's error.
     pub source: io::Error,
 }
 
@@ -55,7 +55,7 @@ fn advice(kind: io::ErrorKind) -> &'static str {
     }
 }
 
-/// Where state of one kind lies while it is not on the device.
+/// The tier of one kind of state.
 #[derive(Clone)]
 pub enum Lower {
     /// In a file.
@@ -65,7 +65,7 @@ pub enum Lower {
 }
 
 impl Lower {
-    /// The file, if it is one.
+    /// The store, if the tier is on disk.
     pub fn store(&self) -> Option<&Arc<Store>> {
         match self {
             Lower::Disk(store) => Some(store),
@@ -73,7 +73,7 @@ impl Lower {
         }
     }
 
-    /// The host, if it is that.
+    /// The host, if the tier is its memory.
     pub fn host(&self) -> Option<&Device> {
         match self {
             Lower::Disk(_) => None,
@@ -82,7 +82,7 @@ impl Lower {
     }
 }
 
-/// Where bytes of the state are.
+/// The place of a part of the state.
 pub enum Stored {
     /// In memory, of the device or of the host.
     Here(Tensor),
@@ -90,29 +90,29 @@ pub enum Stored {
     Away(Arc<Store>, u64),
 }
 
-/// What of a rank lies in tiers; None: on the device.
+/// The tiers of a rank's state. None: that kind of state stays on the device.
 #[derive(Clone, Default)]
 pub struct Tiers {
-    /// Masters and optimizer state.
+    /// Tier of optimizer state, and of the masters with it.
     pub optimizer: Option<Lower>,
-    /// The copy that forward reads.
+    /// Tier of the parameter copies that forward reads.
     pub parameters: Option<Lower>,
-    /// What forward keeps for backward.
+    /// Tier of the activations that forward keeps for backward.
     pub activations: Option<Lower>,
-    /// The sums of gradients that the update reads, while nothing is added to them.
+    /// Tier of the gradient sums that the update reads, while nothing is added to them.
     pub gradients: Option<Lower>,
-    /// Per unit, in how many chunks its optimizer state comes; empty: each in one.
+    /// Per unit, the number of chunks of its optimizer state. Empty: one chunk each.
     chunks: Vec<u32>,
 }
 
 impl Tiers {
-    /// What `program` needs, without files or memory: for predictions.
+    /// The tiers of `program` without files or memory, for predictions.
     pub fn nowhere(program: &Program) -> Tiers {
         let host = Device::meta_for(Computes::Cpu);
         Tiers::with(program, &host, |what, bytes| Ok(Store::nowhere(what, bytes))).expect("nothing is made")
     }
 
-    /// What `program` needs: files in `folder`, and the host beside `device`.
+    /// The tiers of `program`: files in `folder`, and the host beside `device`.
     ///
     /// # Errors
     /// Those of [`Store::create`].
@@ -120,7 +120,7 @@ impl Tiers {
         Tiers::with(program, &device.beside(), |what, bytes| Ok(Store::create(folder, what, program.rank, bytes)?))
     }
 
-    /// Each store at least as large as all that is ever written to it.
+    /// Makes the tiers. Each store has room for all bytes that are ever written to it.
     fn with(program: &Program, host: &Device, make: impl Fn(&'static str, u64) -> Result<Store>) -> Result<Tiers> {
         let offload = &program.offload;
         let written = |is: fn(State) -> bool| -> u64 {
@@ -137,7 +137,7 @@ impl Tiers {
                 Some(Tier::Host) => Some(Lower::Host(host.clone())),
             })
         };
-        // Every micro-batch writes a unit's to the same place.
+        // Every micro-batch writes a unit's gradients to the same place.
         let sums: BTreeMap<u32, u64> = program
             .instructions
             .iter()
@@ -157,23 +157,24 @@ impl Tiers {
         })
     }
 
-    /// The host, where anything lies there.
+    /// The host, if any state lies in its memory.
     pub fn host(&self) -> Option<&Device> {
         self.all().find_map(Lower::host)
     }
 
-    /// What is and was in use of the host's memory, nothing where nothing lies there.
+    /// Host memory in use now and at its peak; zero if no state lies there.
     pub fn host_memory(&self) -> Usage {
         self.host().map_or_else(Usage::default, |host| host.pool().usage())
     }
 
-    /// In how many chunks the optimizer state of `unit` comes.
+    /// Number of chunks of the optimizer state of `unit`.
     pub fn chunks_of(&self, unit: usize) -> u32 {
         self.chunks.get(unit).copied().unwrap_or(1)
     }
 
-    /// Whether f32 masters lie with the optimizer's state, where forward reads `compute`: on disk
-    /// those that are apart from the copy, on the host all, because the update runs there.
+    /// True if the f32 masters lie with the optimizer's state, when forward reads `compute`. On
+    /// disk these are the masters that are separate from the copy. On the host it is all of them,
+    /// because the update runs there.
     pub fn has_masters(&self, compute: DType) -> bool {
         match &self.optimizer {
             None => false,
@@ -186,12 +187,12 @@ impl Tiers {
         [&self.optimizer, &self.parameters, &self.activations, &self.gradients].into_iter().flatten()
     }
 
-    /// Bytes of disk that the files take.
+    /// Size in bytes of all stores.
     pub fn disk_bytes(&self) -> u64 {
         self.stores().map(Store::bytes).sum()
     }
 
-    /// The files.
+    /// The stores on disk.
     pub fn stores(&self) -> impl Iterator<Item = &Store> {
         self.all().filter_map(Lower::store).map(Arc::as_ref)
     }

@@ -1,9 +1,11 @@
-//! A file that holds what does not fit on the device.
+//! A file that holds offloaded state.
 //!
-//! Reads and writes are positional and go past the page cache (`O_DIRECT`) where the file system
-//! allows it, so that what was moved out of memory does not stay there as cache; they then need
-//! memory, positions and lengths at multiples of [`SECTOR`]. Positions are by construction, buffers
-//! of 2 MiB and more are as the pool maps them; everything else passes through a [`Bounce`].
+//! Reads and writes are positional. They bypass the page cache (`O_DIRECT`) where the file system
+//! allows it, so that evicted state does not stay in memory as cache.
+//!
+//! `O_DIRECT` needs memory addresses, file offsets and lengths that are multiples of [`SECTOR`].
+//! Offsets are, by construction. Addresses of buffers from 2 MiB on are, because the pool maps them
+//! so. All other bytes pass through an aligned [`Bounce`] buffer.
 
 use super::TierError;
 use std::fs::{File, OpenOptions};
@@ -12,19 +14,19 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// What direct I/O aligns to: no disk's sectors are larger.
+/// Alignment of direct I/O in bytes. No disk has larger sectors.
 pub const SECTOR: usize = 4096;
 
-/// Bytes that pass through a bounce at a time.
+/// Size in bytes of the bounce buffer.
 const BOUNCE: usize = 1 << 20;
 
-/// Where a region of so many bytes ends, when all begin at multiples of [`SECTOR`].
+/// `bytes` rounded up to a multiple of [`SECTOR`], at which the next region begins.
 pub const fn aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(SECTOR as u64)
 }
 
-/// A file of one rank and purpose, removed when it is dropped. On the meta device there is none,
-/// and nothing is moved.
+/// A file of one rank and kind of state. Dropping it removes the file. On the meta device there is
+/// no file, and nothing is read or written.
 pub struct Store {
     what: &'static str,
     bytes: u64,
@@ -38,7 +40,7 @@ struct Disk {
     bounce: Mutex<Bounce>,
 }
 
-/// Memory at a multiple of [`SECTOR`].
+/// A buffer whose memory is aligned to [`SECTOR`].
 struct Bounce {
     bytes: Vec<u8>,
     start: usize,
@@ -50,16 +52,16 @@ impl Store {
         Store { what, bytes: aligned(bytes), disk: None }
     }
 
-    /// The room that it has.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// `FOLDER/WHAT-rank-RANK.bin` with room for `bytes` bytes; what a killed run left there is
-    /// replaced.
+    /// Creates `FOLDER/WHAT-rank-RANK.bin` with room for `bytes` bytes. A file that a killed run
+    /// left there is replaced.
     ///
     /// # Errors
-    /// A folder that cannot be made or written to, and a disk without that room.
+    /// If the folder cannot be made or written to, or the disk has not enough room.
     pub fn create(folder: &Path, what: &'static str, rank: u32, bytes: u64) -> Result<Store, TierError> {
         let path = folder.join(format!("{what}-rank-{rank:05}.bin"));
         let trouble = |action, source| TierError::new(action, what, &path, bytes, source);
@@ -69,20 +71,20 @@ impl Store {
         };
         let (file, direct) = match open(libc::O_DIRECT) {
             Ok(file) => (file, true),
-            // File systems in memory, and some over networks, have no direct I/O.
+            // File systems in memory, and some network file systems, have no direct I/O.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 (open(0).map_err(|e| trouble("create", e))?, false)
             }
             Err(error) => return Err(trouble("create", error)),
         };
         let disk = Disk { file, path: path.clone(), direct, bounce: Mutex::new(Bounce::new()) };
-        // Dropping it removes the file.
+        // The store is made before room is reserved: on an error, dropping it removes the file.
         let store = Store { what, bytes: aligned(bytes), disk: Some(disk) };
         store.reserve(bytes).map_err(|source| trouble("take room on disk for", source))?;
         Ok(store)
     }
 
-    /// Whether its bytes go past the page cache; true where there is no file.
+    /// True if reads and writes bypass the page cache, or if there is no file.
     pub fn is_direct(&self) -> bool {
         self.disk.as_ref().is_none_or(|disk| disk.direct)
     }
@@ -90,33 +92,33 @@ impl Store {
     fn reserve(&self, bytes: u64) -> io::Result<()> {
         let Some(disk) = self.disk.as_ref().filter(|_| bytes > 0) else { return Ok(()) };
         match rustix::fs::fallocate(&disk.file, rustix::fs::FallocateFlags::empty(), 0, aligned(bytes)) {
-            // The length alone, then: the room is found wanting when it is written.
+            // Only the length can be set here. A full disk is then an error of a later write.
             Err(rustix::io::Errno::OPNOTSUPP) => disk.file.set_len(aligned(bytes)),
             other => Ok(other?),
         }
     }
 
-    /// Writes `bytes` at `offset`, a multiple of [`SECTOR`]; up to the next multiple what follows
-    /// may change.
+    /// Writes `bytes` at `offset`, a multiple of [`SECTOR`]. The bytes after them, up to the next
+    /// multiple, may change.
     ///
     /// # Errors
-    /// The operating system's, a full disk among them.
+    /// Those of the operating system, such as a full disk.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TierError> {
         let Some(disk) = &self.disk else { return Ok(()) };
         disk.write(offset, bytes).map_err(|source| self.trouble("write", bytes.len(), source))
     }
 
-    /// Reads what was written at `offset`, a multiple of [`SECTOR`].
+    /// Reads into `target` from `offset`, a multiple of [`SECTOR`].
     ///
     /// # Errors
-    /// The operating system's, and a file that ends early.
+    /// Those of the operating system, and a file that ends early.
     pub fn read(&self, offset: u64, target: &mut [u8]) -> Result<(), TierError> {
         let Some(disk) = &self.disk else { return Ok(()) };
         let bytes = target.len();
         disk.read(offset, target).map_err(|source| self.trouble("read", bytes, source))
     }
 
-    /// Reads from any place; for what is not on the way of a step.
+    /// Reads from any offset. Slower than [`Store::read`]; not for use in a step.
     ///
     /// # Errors
     /// As [`Store::read`].
@@ -150,7 +152,7 @@ impl Drop for Disk {
 }
 
 impl Disk {
-    /// How much of `bytes` can go straight to or from the disk.
+    /// The number of first bytes of `bytes` that need no bounce buffer.
     fn straight(&self, bytes: &[u8]) -> usize {
         match self.direct {
             true if !bytes.as_ptr().addr().is_multiple_of(SECTOR) => 0,
@@ -204,7 +206,8 @@ impl Bounce {
 mod tests {
     use super::*;
 
-    /// Bytes that begin `lead` after a multiple of a sector.
+    /// Memory, and a range of `length` test bytes in it that begins `lead` bytes after a multiple
+    /// of [`SECTOR`].
     fn bytes(length: usize, lead: usize, salt: usize) -> (Vec<u8>, std::ops::Range<usize>) {
         let memory = vec![0u8; length + 2 * SECTOR];
         let start = memory.as_ptr().addr().next_multiple_of(SECTOR) - memory.as_ptr().addr() + lead;

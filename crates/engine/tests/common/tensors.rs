@@ -1,4 +1,4 @@
-//! What a checkpoint holds.
+//! Reads a checkpoint's tensors.
 
 use std::collections::BTreeMap;
 use trainyard_engine::checkpoint::Checkpoint;

@@ -1,4 +1,4 @@
-//! Steps that are captured once and replayed as a graph.
+//! Tests of steps that are captured once and replayed as a CUDA graph.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn launches(outcomes: &[StepOutcome]) -> Vec<Launches> {
     outcomes.iter().map(|outcome| outcome.launches).collect()
 }
 
-/// Losses, norms and weights are the same bits.
+/// Checks that losses, norms and weights have the same bits.
 fn assert_same(got: &(Vec<StepOutcome>, Vec<f32>), want: &(Vec<StepOutcome>, Vec<f32>), what: &str) {
     let numbers = |outcomes: &[StepOutcome]| -> Vec<[u64; 2]> {
         outcomes.iter().map(|outcome| [outcome.loss, outcome.gradient_norm].map(f64::to_bits)).collect()
@@ -18,8 +18,8 @@ fn assert_same(got: &(Vec<StepOutcome>, Vec<f32>), want: &(Vec<StepOutcome>, Vec
     assert!(bits(&got.1) == bits(&want.1), "{what}: some weight differs");
 }
 
-/// With dropout, whose numbers change from step to step, with f16, whose loss scale does, and with
-/// gradients that are folded.
+/// Cases with values that change from step to step (random numbers of dropout, the loss scale of
+/// f16) and with folded gradients.
 #[test]
 fn a_graph_is_captured_once_products_of_eight_bits_have_scales() {
     use Launches::{Captured, OneByOne, Replayed};
@@ -72,7 +72,7 @@ fn a_replayed_graph_trains_the_same_bits_with_fewer_launches() {
         let note = graphs.0[1].note.as_ref().expect("a capture is said");
         assert!(note.contains("launched as one CUDA graph"), "{note}");
         assert!(graphs.0[2..].iter().chain(&plain.0).all(|outcome| outcome.note.is_none()), "{what}");
-        // What each instruction took is known as before.
+        // The time of each instruction is still known.
         assert_eq!(graphs.0[3].spans.len(), plain.0[3].spans.len());
         let trial = Trial::new(model, sets);
         let stretch = stretch(&trial.program).unwrap();
@@ -124,8 +124,8 @@ fn a_replayed_step_is_one_launch_and_takes_the_memory_that_meta_predicts() {
                 let at = records.iter().position(|name| *name == "graph").unwrap();
                 assert!(records[..at].iter().all(|name| ["upload", "copy"].contains(name)), "{records:?}");
                 assert!(!records[at..].contains(&"embedding") && records[at..].contains(&"adamw"), "{records:?}");
-                // The first one takes batches of its own beside the graph's; from then on nothing
-                // is taken.
+                // The first replay allocates its own batches beside the graph's. Later ones
+                // allocate nothing.
                 assert!(step == 2 || fake.used().0 == used, "{sets:?}");
             }
             used = fake.used().0;
@@ -152,8 +152,9 @@ fn documents(trial: &Trial, device: &Device, model: &Model, number: usize, lengt
     model.batch(device, &slices).unwrap()
 }
 
-/// Documents begin elsewhere in every step and fewer targets count, which is in the graph's memory;
-/// another number of tokens, or positions that reach further, are not.
+/// A graph is replayed when only the document boundaries and the number of targets change, because
+/// these lie in its memory. It is dropped when the number of tokens changes or positions reach
+/// further.
 #[test]
 fn a_step_of_another_shape_gives_the_graph_up_and_says_so() {
     use Launches::{Captured, OneByOne, Replayed};
@@ -178,7 +179,7 @@ fn a_step_of_another_shape_gives_the_graph_up_and_says_so() {
                 let settings = StepSettings { step: number as u64, rate_factor: 1.0, clip_norm: Some(1.0) };
                 let load = |device: &Device, model: &Model| Ok(documents(&trial, device, model, number, lengths));
                 outcomes.push(rank.execute(&trial.program, settings, load, |_, _| Ok(())).unwrap());
-                // What others do with the device between steps does not touch the graph's memory.
+                // Other work on the device between steps does not touch the graph's memory.
                 let batch = documents(&trial, &gpu, rank.model(), 1, &[20, 12]);
                 let key = RandomKey { seed: 0, step: 0, site: 0 };
                 let mut tape = Tape::new(&gpu, &rank.parameters, Policy::Nothing, key);

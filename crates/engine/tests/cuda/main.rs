@@ -1,6 +1,6 @@
-//! Training on CUDA without a GPU: on the fake driver, which checks the order of streams and every
-//! access, and with the kernels emulated on the host, so that a small model really trains. Where
-//! `TRAINYARD_TEST_DEVICE` says so it trains on a GPU.
+//! Tests of training on CUDA without a GPU. A fake driver checks the order of streams and every
+//! access. Kernels are emulated on the host, so a small model really trains. With
+//! `TRAINYARD_TEST_DEVICE` set, the tests run on a GPU.
 
 mod graphs;
 mod on_host;
@@ -48,7 +48,7 @@ const LLAMA: &str = "[model]\nfamily = 'llama'\ndim = 32\nlayers = 2\nheads = 4\
 const GPT2: &str = "[model]\nfamily = 'gpt2'\ndim = 32\nlayers = 2\nheads = 4\nffn_dim = 64\nvocab_size = 61\n\
                     max_sequence_length = 64\n";
 
-/// What can lie on the host.
+/// Settings that offload each kind of state to the host.
 const OPTIMIZER: &str = "memory.offload.optimizer=host";
 const PARAMETERS: &str = "memory.offload.parameters=host";
 const ACTIVATIONS: &str = "memory.offload.activations=host";
@@ -64,7 +64,7 @@ fn resolved(model: &str, sets: &[&str]) -> Resolved {
     Config::parse("test.toml".as_ref(), &text, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
-/// A run of a small model: what it is, and how its steps go.
+/// Settings of a run of a small model.
 struct Trial {
     spec: ModelSpec,
     settings: RankSettings,
@@ -92,7 +92,7 @@ impl Trial {
         Model::new(self.spec.clone()).unwrap()
     }
 
-    /// Two rows in which each token follows from the one before.
+    /// Two rows in which each token is a function of the one before.
     fn batch(&self, device: &Device, model: &Model, number: usize) -> Batch {
         let vocab = self.spec.vocab_size as i32;
         let mut tokens = Vec::new();
@@ -110,7 +110,7 @@ impl Trial {
 
     fn rank(&self, device: &Device) -> Rank {
         let (holding, links) = (Holding::of(&self.program), Links::default());
-        // Nothing lies in files here.
+        // No state lies in files here.
         let tiers = Tiers::create(&self.program, device, "nowhere".as_ref()).unwrap();
         Rank::with_tiers(device, self.model(), holding, tiers, links, &self.settings).unwrap()
     }
@@ -240,7 +240,7 @@ fn a_full_device_says_what_did_not_fit() {
     assert!(error.contains("83886080 bytes left") && error.contains("of 41943040 are free"), "{error}");
 }
 
-/// The device under test. A machine without a C++ compiler cannot run these tests, and says so.
+/// The device under test. Without a C++ compiler, the tests fail with a message.
 fn device(seed: u64) -> (Tested, Device) {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
     let tested = Tested::new(&folder, seed).unwrap_or_else(|problem| panic!("{problem}"));
@@ -248,7 +248,7 @@ fn device(seed: u64) -> (Tested, Device) {
     (tested, device)
 }
 
-/// Whether the device has products of eight bits: the emulation has.
+/// True if the device has 8-bit products, as the emulation does.
 fn has_fp8(gpu: &Device) -> bool {
     gpu.as_cuda().unwrap().properties().capability >= Product::FP8_CAPABILITY
 }
@@ -260,16 +260,16 @@ fn emulated_kernels_train_like_the_cpu() {
         (GPT2, &["precision.compute=f32", "model.dropout=0.1"], 1e-4),
         (LLAMA, &["precision.compute=bf16", "activation_checkpointing.mode=full"], 2e-2),
         (GPT2, &["precision.compute=bf16", "training.accumulation_steps=2"], 2e-2),
-        // The first step is computed in bf16; a rounding that falls the other way in eight bits is
-        // one of bf16's that does, made larger. At ten times this rate the norm jumps, and four
-        // steps make 6 % of attention's probabilities in bf16 here and in f32 on processors without
-        // tiles.
+        // The first step is computed in bf16. Later, a value that bf16 rounds differently may fall
+        // on the other side of an 8-bit rounding, which enlarges the difference. At ten times this
+        // rate the norm jumps: attention's probabilities are bf16 here and f32 on CPUs without
+        // tiles, and after four steps that makes 6 %.
         (LLAMA, &["precision.fp8=hybrid", "activation_checkpointing.mode=full", "optimizer.learning_rate=0.001"], 2e-2),
         (GPT2, &["precision.fp8=hybrid", "training.accumulation_steps=2", "optimizer.learning_rate=0.001"], 2e-2),
         (LLAMA, &["precision.compute=f32", "optimizer.name=muon"], 1e-4),
         (GPT2, &["precision.compute=bf16", "optimizer.name=muon"], 2e-2),
-        // Adafactor makes steps of full length of gradients that are rounding alone, as those of
-        // GPT-2's key biases: there the CPU's own kernels differ by 2e-4.
+        // Gradients of GPT-2's key biases are rounding errors only, and Adafactor scales them to
+        // steps of full length. The CPU's own kernels differ by 2e-4 there.
         (LLAMA, &["precision.compute=f32", "optimizer.name=adafactor"], 1e-4),
         (LLAMA, &["precision.compute=bf16", "optimizer.name=adafactor"], 2e-2),
     ] {
@@ -294,14 +294,15 @@ fn emulated_kernels_train_like_the_cpu() {
                 let norms = (got.gradient_norm, want.gradient_norm);
                 assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
             }
-            // It learns, and whatever order the streams' heads are taken in, the bits are the same.
+            // The model learns, and the bits are the same in whatever order the fake driver runs
+            // the streams.
             assert!(outcomes[3].loss < outcomes[0].loss);
             assert!(on(7).1 == weights, "{sets:?}");
         }
     }
 }
 
-/// The ways in which attention of a trial can multiply on tensor cores, if it does at all.
+/// The tensor-core instructions that attention of a trial can use, if any.
 fn forms(trial: &Trial) -> Vec<AttentionForm> {
     let gpu = device(0).1;
     let mut forms = vec![AttentionForm::Warps];
@@ -311,7 +312,7 @@ fn forms(trial: &Trial) -> Vec<AttentionForm> {
     forms
 }
 
-/// A model that has seen some text, trained on the processor.
+/// A model trained on some text, on the CPU.
 fn trained(folder: &Path, model: &str) {
     std::fs::write(folder.join("text.txt"), trainyard_testing::text(600)).unwrap();
     let toml = format!(
@@ -354,7 +355,7 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
             };
             let loss = evaluate(&trained.rank, &texts, &trained.tokenizer, settings).unwrap();
             let prompt = trained.tokenizer.encode("17 42").unwrap();
-            // Longer than the context, which slides.
+            // The text is longer than the context, so the context slides.
             let samplings =
                 [Sampling { temperature: 0.0, ..Sampling::default() }, Sampling { seed: 3, ..Sampling::default() }];
             let texts = samplings.map(|sampling| {
@@ -379,8 +380,8 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
         assert!((got - want).abs() <= 1e-2 * want, "{got} and {want} on the CPU");
     }
 }
-/// A language in which every token is followed by one of two, as a coin falls: its loss comes down
-/// to ln 2 and not to nothing, so that curves can be compared to the end.
+/// A language in which every token is followed by one of two tokens at random. Its loss falls to ln
+/// 2 rather than 0, so that loss curves can be compared to the end.
 fn coin_batch(trial: &Trial, device: &Device, model: &Model, number: usize) -> Batch {
     let vocab = trial.spec.vocab_size as i32;
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
@@ -399,8 +400,7 @@ fn coin_batch(trial: &Trial, device: &Device, model: &Model, number: usize) -> B
 
 #[test]
 fn bf16_loss_curves_are_those_of_the_cpu() {
-    /// Steps of which the mean is compared: a single one is as far off as rounding takes two runs
-    /// apart.
+    /// Number of steps whose mean loss is compared. Single steps of two runs differ by rounding.
     const WINDOW: usize = 10;
     let trial = Trial::new(LLAMA, &["precision.compute=bf16", "optimizer.learning_rate=0.002"]);
     let losses = |device: &Device, steps: usize| -> Vec<f64> {
@@ -438,7 +438,7 @@ fn a_step_is_timed_and_its_utilisation_is_of_the_measured_peak() {
     assert!(report.kernels.iter().any(|kernel| kernel.name == "attention_backward" && kernel.seconds > 0.0));
     assert_eq!(tested.problems(), [""; 0]);
 
-    // And with state on the host; blocks are added as long as they fit.
+    // Also with state on the host. Blocks are added as long as they fit.
     let sets = ["compute.device=cuda", "activation_checkpointing.mode=full", OPTIMIZER, GRADIENTS];
     let room = Room { device: 256 << 20, host: 1 << 20, disk: 0 };
     let blocks = |layers: usize| {

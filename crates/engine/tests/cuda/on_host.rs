@@ -1,11 +1,12 @@
-//! What is offloaded to the host beside a GPU.
+//! Tests of state offloaded to the host beside a GPU.
 
 use super::*;
 use trainyard_engine::checkpoint::Snapshot;
 use trainyard_engine::precision::LossScaler;
 use trainyard_engine::snapshot::{RunState, take};
 
-/// What can be offloaded, alone and together, with more chunks than one and other depths.
+/// Settings that offload each kind of state, alone and together, with several chunks and other
+/// prefetch depths.
 const WAYS: [&[&str]; 10] = [
     &[OPTIMIZER],
     &[OPTIMIZER, "memory.offload.chunk_elements=4096"],
@@ -42,7 +43,7 @@ fn what_lies_on_the_host_comes_and_goes_in_order_and_takes_the_memory_that_meta_
                 }
                 assert_eq!(measured.peak_total(), predicted.peak_total(), "{sets:?}");
             }
-            // What lies there is not on the device as well.
+            // Offloaded state is not on the device as well.
             let optimizer = way.contains(&OPTIMIZER);
             assert_eq!(predicted.memory.peak(Purpose::Optimizer) == 0, optimizer, "{sets:?}");
             assert_eq!(predicted.host_memory.peak(Purpose::Optimizer) > 0, optimizer, "{sets:?}");
@@ -74,9 +75,9 @@ fn what_lies_on_the_host_changes_no_bit() {
     }
 }
 
-/// On the fake's clocks, on which streams run beside each other as far as their events let them:
-/// what a pass needs comes while the one before it computes, and what a pass leaves goes while the
-/// next one does.
+/// Overlap of copies and computing, by the fake driver's clocks, on which streams run in parallel
+/// as far as their events allow. A pass's state is fetched while the previous pass computes, and
+/// evicted while the next one does.
 #[test]
 fn what_lies_on_the_host_moves_beside_computing() {
     let model = LLAMA.replace("layers = 2", "layers = 6");
@@ -132,7 +133,8 @@ fn a_snapshot_has_what_was_just_moved_to_the_host() {
     }
 }
 
-/// What a checkpoint is written from, copied or not, is the same, whoever reads it.
+/// A checkpoint has the same bytes whether the state is copied first or not, and whichever thread
+/// reads it.
 #[test]
 fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
     for way in [&[][..], &[OPTIMIZER], &[OPTIMIZER, GRADIENTS, PARAMETERS]] {
@@ -178,7 +180,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
     }
 }
 
-/// On the fake's clocks too: a link works in both directions at once.
+/// By the fake driver's clocks too, a link copies in both directions at once.
 #[test]
 fn what_lies_on_the_host_comes_while_other_things_go() {
     let model = LLAMA.replace("layers = 2", "layers = 6");
@@ -203,7 +205,7 @@ fn what_lies_on_the_host_comes_while_other_things_go() {
         let beside = |number: &&usize| to_device.iter().any(|other| together(&spans[**number], &spans[*other]));
         let found = to_host.iter().filter(beside).count();
         assert!(found >= least, "{found} of {} copies beside one of {}: {way:?}", to_host.len(), to_device.len());
-        // Those in one direction are one after the other.
+        // Copies in one direction run one after the other.
         for copies in [&to_host, &to_device] {
             assert!(copies.windows(2).all(|pair| spans[pair[0]].end <= spans[pair[1]].start), "{way:?}");
         }

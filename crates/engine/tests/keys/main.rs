@@ -1,6 +1,6 @@
-//! Every key of the configuration changes something, or is refused: a run of a tiny model with
-//! another value of each key is compared with the run without it. A key without a row in the
-//! [`table`] fails, and so does a key that nothing reads.
+//! Tests that every key of the configuration has an effect or is an error. For each key, a run of a
+//! tiny model with another value is compared with the run without it. A key without a row in the
+//! [`table`] fails, and so does a key that no code reads.
 
 mod table;
 
@@ -19,7 +19,7 @@ use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::{EngineError, world};
 use trainyard_model::weights::{ExportOptions, export};
 
-/// What a run is by itself; rows change it.
+/// The base configuration, which rows change.
 const BASE: &str = "\
 [run]
 name = 'tiny'
@@ -52,19 +52,19 @@ compute = 'f32'
 threads = 1
 ";
 
-/// What is seen of a run.
+/// The observable results of a run.
 #[derive(Default)]
 struct Seen {
     /// Loss and gradient norm of every step, by their bits.
     losses: Vec<[u64; 2]>,
     scales: Vec<Option<f64>>,
-    /// Step, loss by its bits, tokens.
+    /// Step, loss (as bits) and tokens of every evaluation.
     evaluations: Vec<(u64, u64, u64)>,
     notes: Vec<String>,
-    /// The most threads that made batches at a time.
+    /// The largest number of threads that made batches at once.
     data_threads: usize,
     folder: PathBuf,
-    /// Names below the run's folder.
+    /// Names of all files below the run's folder.
     files: BTreeSet<String>,
     program: String,
     /// Predicted peaks by purpose.
@@ -72,11 +72,11 @@ struct Seen {
     model: String,
     tokenizer: String,
     deadline: Duration,
-    /// Why it ended before its limit.
+    /// The reason of an early end.
     error: Option<String>,
 }
 
-/// Writes down what the trainer tells.
+/// Records the trainer's messages.
 struct Recording<'a>(&'a mut Seen);
 
 impl Progress for Recording<'_> {
@@ -120,7 +120,7 @@ fn below(folder: &Path, prefix: &str, names: &mut BTreeSet<String>) {
     }
 }
 
-/// Runs all ranks of the configuration and tells what rank 0 saw.
+/// Runs all ranks of the configuration and returns rank 0's observations.
 fn run(folder: &Path, sets: &[&str]) -> Seen {
     let at = folder.display().to_string();
     let sets: Vec<String> = sets.iter().map(|set| set.replace("{F}", &at)).collect();
@@ -158,7 +158,7 @@ fn run(folder: &Path, sets: &[&str]) -> Seen {
     seen
 }
 
-/// Texts, a tokenizer and a Hugging Face folder.
+/// Makes texts, a tokenizer and a Hugging Face folder.
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: String| fs::write(folder.path().join(name), text).unwrap();
@@ -186,7 +186,7 @@ fn prepared() -> tempfile::TempDir {
     folder
 }
 
-/// What is wrong with a row; None when its key shows what it is to show.
+/// Describes the failure of a row; None if its key has the expected effect.
 fn trouble(folder: &Path, row: &Row, bases: &mut BTreeMap<String, Arc<Seen>>) -> Option<String> {
     let Row { key, context, sets, shows } = row;
     if let Shows::Elsewhere(file, test) = shows {

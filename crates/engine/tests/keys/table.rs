@@ -1,54 +1,54 @@
-//! A row for every key: another value of it, and where that shows.
+//! The table of keys: for each, another value and its expected effect.
 
 use Shows::*;
 
-/// Where a key's value shows.
+/// The effect of a key's value.
 #[derive(Clone, Copy, Debug)]
 pub enum Shows {
-    /// Losses or gradients of the same number of steps.
+    /// Other losses or gradients, with the same number of steps.
     Losses,
-    /// The number of steps.
+    /// Another number of steps.
     Steps,
-    /// The loss scale.
+    /// Another loss scale.
     Scales,
-    /// When the model was evaluated, on how many tokens, with what loss.
+    /// Other evaluations: their steps, tokens or losses.
     Evaluations,
-    /// Names of files in the run's folder.
+    /// Other names of files in the run's folder.
     Files,
-    /// Where that folder is.
+    /// Another place of the run's folder.
     Folder,
-    /// Rank 0's step programs.
+    /// Other step programs on rank 0.
     Program,
-    /// The memory that a step is predicted to need.
+    /// Another predicted memory of a step.
     Memory,
-    /// The model's description.
+    /// Another description of the model.
     Model,
-    /// The tokenizer.
+    /// Another tokenizer.
     Tokenizer,
-    /// Threads that make batches.
+    /// Another number of threads that make batches.
     DataThreads,
-    /// How long ranks wait for each other.
+    /// Another deadline of ranks.
     Deadline,
-    /// A note that has these words.
+    /// A note with these words.
     Note(&'static str),
     /// A file or folder below the test's folder.
     Made(&'static str),
-    /// An error that has these words.
+    /// An error with these words.
     Refused(&'static str),
-    /// In a test of its own: the file and the test's name.
+    /// Checked by another test: its file and name.
     Elsewhere(&'static str, &'static str),
 }
 
-/// One key.
+/// One key and its expected effect.
 pub struct Row {
     /// `section.key`.
     pub key: &'static str,
-    /// What is set with and without it.
+    /// Settings of both runs.
     pub context: &'static [&'static str],
-    /// What is set with it: the key itself, and what must be set along with it. `{F}` is the test's
+    /// Settings of the changed run: the key, and others that it requires. `{F}` is the test's
     /// folder.
     pub sets: &'static [&'static str],
-    /// Where it shows.
+    /// The expected effect.
     pub shows: Shows,
 }
 
@@ -238,7 +238,7 @@ pub const ROWS: &[Row] = &[
     row("checkpoint.keep_last", OFTEN, &["checkpoint.keep_last=1"], Files),
     row(
         "checkpoint.keep_best",
-        // The steps after the first make it worse.
+        // The loss rises after the first step.
         &[
             "evaluation.interval_steps=1",
             "checkpoint.keep_last=1",

@@ -12,7 +12,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 
-/// How to write.
+/// Options of writing weights.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
     /// The dtype of the files: f32, bf16 or f16.
