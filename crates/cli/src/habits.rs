@@ -135,7 +135,11 @@ mod tests {
             ("train_file", Some("a.txt"), "--set data.train=a.txt"),
             ("bf16", None, "--set precision.compute=bf16, which is the default"),
             ("model", Some("gpt2-124m"), "--set model.preset=gpt2-124m"),
-            ("interval_steps", Some("9"), "--set checkpoint.interval_steps=9, or --set evaluation.interval_steps=9"),
+            (
+                "interval_steps",
+                Some("9"),
+                "--set checkpoint.interval_steps=9, or --set evaluation.interval_steps=9, or --set metrics.interval_steps=9",
+            ),
         ] {
             assert_eq!(instead(name, value), Some(format!("use {want}")), "{name}");
         }

@@ -117,7 +117,7 @@ fn text_follows_the_tokenizer_of_token_files_beside_it_and_other_tokens_are_refu
     let folder = Folder::new();
     folder.run(&["tokenizer", "train", "--vocab-size", "280", "--out", "tok.json", "text.txt"]).ok();
     folder.write("more.txt", "the quick brown fox jumps over the lazy dog ".repeat(50));
-    let prepare = ["data", "prepare", "--validation-fraction", "0.1", "--tokenizer"];
+    let prepare = ["data", "prepare", "--validation-fraction", "0.05", "--tokenizer"];
     folder.run(&[&prepare[..], &["tok.json", "--out", "data/bpe", "text.txt"]].concat()).ok();
     folder.run(&[&prepare[..], &["bytes", "--out", "data/bytes", "text.txt"]].concat()).ok();
     let train = |name: &str, data: &str, kind: &str| {

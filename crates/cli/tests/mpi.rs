@@ -97,7 +97,7 @@ fn processes_train_the_bits_of_threads() {
         // Rank 0 alone speaks.
         // mpirun's tags also stand where one of its buffers ended, within a line.
         let stdout = ran.stdout.replace("[1,0]<stdout>:", "");
-        for said in ["done: 6 steps", "run folder", "[parallel]"] {
+        for said in ["done: 6 steps", "run folder", "layout  "] {
             let times = stdout.matches(said).count();
             let expected = if said == "run folder" { 2 } else { 1 };
             assert_eq!(times, expected, "{name}: {said}: {}", ran.stdout);
