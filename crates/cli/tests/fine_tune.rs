@@ -1,5 +1,5 @@
-//! A model that came as a Hugging Face folder: texts begin as its tokenizer asks, and an export has
-//! what it came with.
+//! Fine-tuning of a Hugging Face folder: texts begin as its tokenizer asks, and an export has all
+//! files of the original.
 
 mod common;
 
@@ -46,7 +46,7 @@ fn an_exported_fine_tune_keeps_what_it_came_with() {
         config["pad_token_id"] = json!(97);
     });
     fine_tune(&folder, "tuned", &[]).ok();
-    // What it came from may be gone.
+    // The original folder may be gone.
     fs::rename(folder.join("hf"), folder.join("came")).unwrap();
     folder.run(&["export", "runs/tuned", "--out", "out"]).ok();
     let names = ["chat_template.jinja", "special_tokens_map.json", "generation_config.json", "tokenizer_config.json"];
@@ -56,11 +56,11 @@ fn an_exported_fine_tune_keeps_what_it_came_with() {
     }
     let config: Value = serde_json::from_slice(&fs::read(folder.join("out/config.json")).unwrap()).unwrap();
     assert_eq!((&config["eos_token_id"], &config["pad_token_id"]), (&json!([256, 10]), &json!(97)));
-    // Every token of generation_config.json ends a text: here all do.
+    // Every end token in generation_config.json ends a text; here all tokens are end tokens.
     let generate = ["generate", "out", "--prompt", "the ", "--tokens", "9"];
     assert_eq!(folder.run(&generate).ok().stdout, "the \n");
     assert!(folder.run(&[&generate[..], &["--ignore-eos"]].concat()).ok().stdout.len() > 5);
-    // With another tokenizer its tokens are others.
+    // With another tokenizer the end tokens of the original do not apply.
     fs::rename(folder.join("came"), folder.join("hf")).unwrap();
     fs::copy(folder.join("hf/tokenizer.json"), folder.join("other.json")).unwrap();
     fine_tune(&folder, "other", &["--set", "tokenizer.path=other.json"]).ok();
@@ -94,7 +94,8 @@ fn texts_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     assert!(generate(&[]).stderr.contains(says));
     assert!(!generate(&["--add-bos", "false"]).stderr.contains(says));
 
-    // Training texts begin so too, unless the run is told otherwise; and eval does as the run did.
+    // Training texts begin with the same token unless the run is told otherwise, and eval follows
+    // the run.
     let tokens = |name: &str, more: &[&str]| {
         let ran = fine_tune(&folder, name, more).ok();
         let line = ran.stderr.lines().chain(ran.stdout.lines()).find(|line| line.contains("tokens for training"));
@@ -109,7 +110,7 @@ fn texts_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     assert_eq!(eval("runs/bare", &["--length", "32"]), (with - 1, false));
     assert_eq!(eval("runs/bare", &["--length", "32", "--add-bos", "true"]), (with, true));
 
-    // Token files are what they are: a key that says otherwise is refused.
+    // Token files cannot change, so a key that contradicts them is refused.
     let prepare = ["data", "prepare", "--tokenizer", "hf", "--add-bos", "false", "--out", "data/bare", "text.txt"];
     folder.run(&prepare).ok();
     let data = ["--set", "data.train=['data/bare']", "--set", "data.validation_fraction=auto"];
