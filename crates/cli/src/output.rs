@@ -100,7 +100,8 @@ pub fn count(n: u64) -> String {
     trainyard_base::format_count(n as f64)
 }
 
-/// Lines of peak memory, measured beside predicted: `(what, measured, predicted)`, and the total.
+/// A table of measured and predicted peak memory: rows `(purpose, measured, predicted)`, and the
+/// total.
 pub fn memory(rows: &[(&str, u64, u64)], total: (u64, u64)) -> String {
     let mut text = String::new();
     let mut line = |what: &str, measured: u64, predicted: u64| {

@@ -14,7 +14,7 @@ use std::fs;
 /// Steps of a run here: enough for three checkpoints.
 const STEPS: &str = "training.steps=6";
 
-/// A model, a layout of two or four ranks, and what else is set.
+/// Cases: a name (model, precision, layout of two or four ranks) and the settings.
 const CASES: [(&str, &[&str]); 8] = [
     ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
     ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),

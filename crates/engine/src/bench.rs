@@ -222,11 +222,11 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
 /// One timed step.
 #[derive(Clone, Debug)]
 pub struct Timed {
-    /// Its seconds.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// The part of them in which computing waited for its batch.
+    /// Part of `seconds` in which computing waited for the batch.
     pub data_wait_s: f64,
-    /// Its loss.
+    /// Loss of the step.
     pub loss: f64,
     /// Kernel launches of the step.
     pub launches: Launches,

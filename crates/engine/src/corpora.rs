@@ -69,7 +69,7 @@ pub fn held_back_part(path: &Path) -> Option<PathBuf> {
 /// from elsewhere.
 ///
 /// # Errors
-/// Their description is damaged.
+/// The description of the files is damaged.
 pub(crate) fn prepared_fraction(path: &Path) -> Result<Option<f64>> {
     let Some(prefix) = token_source(path) else { return Ok(None) };
     Ok(Sidecar::of_part(&prefix)?.map(|(sidecar, _)| sidecar.split.validation_fraction))

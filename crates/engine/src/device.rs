@@ -24,7 +24,7 @@ pub fn computes(resolved: &Resolved) -> Computes {
 /// Checks that the requested device can be opened, before ranks wait for each other.
 ///
 /// # Errors
-/// What the machine lacks for a GPU.
+/// The machine lacks something for a GPU.
 pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else { return Ok(()) };
     Ok(Cuda::check(ordinal.map_or_else(|| place(Some(world)), Ok)?)?)

@@ -88,7 +88,7 @@ impl Fp8State {
     /// were one.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn new(device: &Device, model: &Model, settings: Fp8Settings) -> Result<Fp8State> {
         let ids = layers(model);
         let names = ids.iter().map(|id| model.parameter_name(*id).expect("a parameter of the model has a name"));
@@ -141,7 +141,7 @@ impl Fp8State {
     /// The host waits for the device.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn of_step(&self) -> Result<Vec<f64>> {
         if self.amax.device().is_meta() {
             return Ok(vec![0.0; self.amax.elements()]);
@@ -153,7 +153,7 @@ impl Fp8State {
     /// skipped.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn end_step(&mut self, amax: Option<Vec<f32>>) -> Result<()> {
         self.amax.fill_zero()?;
         let Some(amax) = amax.filter(|_| !self.amax.device().is_meta()) else { return Ok(()) };

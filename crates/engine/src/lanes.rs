@@ -116,7 +116,7 @@ pub fn run<E: Send>(
 /// another.
 ///
 /// # Errors
-/// Those of the handlers.
+/// Errors of the handlers.
 ///
 /// # Panics
 /// A lane of the program has no handler.

@@ -58,11 +58,11 @@ impl Room {
 
 /// A model that fits.
 pub struct Largest {
-    /// Its blocks.
+    /// Number of blocks.
     pub layers: usize,
-    /// Its parameters.
+    /// Number of parameters.
     pub parameters: u64,
-    /// Its configuration.
+    /// Configuration of the model.
     pub resolved: Resolved,
     /// Needs of a step of it.
     pub prediction: StepNeeds,

@@ -181,7 +181,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Removes a folder and what is in it, one file at a time so that a crash can fall in between.
+    /// Removes a folder and its files, one at a time, so that a crash can fall in between.
     pub fn remove_tree(&mut self, path: &Path) -> Result<(), CheckpointError> {
         let entries = fs::read_dir(path).map_err(CheckpointError::io("list", path))?;
         let mut files: Vec<_> = entries.filter_map(Result::ok).map(|entry| entry.path()).collect();

@@ -50,7 +50,7 @@ pub struct FileEntry {
 pub struct TensorEntry {
     /// Type under its safetensors name: `F32`, `BF16`.
     pub dtype: String,
-    /// Its shape.
+    /// Shape of the whole tensor.
     pub shape: Vec<usize>,
     /// The file it is in; empty when it is in pieces.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -67,7 +67,7 @@ pub struct PieceEntry {
     pub file: String,
     /// The first element.
     pub start: usize,
-    /// One past the last.
+    /// One past the last element.
     pub end: usize,
 }
 

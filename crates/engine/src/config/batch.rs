@@ -58,7 +58,7 @@ pub enum BatchError {
         global: usize,
         /// The product of the other two factors.
         by: usize,
-        /// Those factors, in words.
+        /// The factors of `by`, in words.
         what: String,
         /// The nearest global batch size that `by` divides.
         nearest: usize,

@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use toml::Value;
 
-/// Where the model runs.
+/// The device that the model runs on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DeviceKind {
     /// The processor.

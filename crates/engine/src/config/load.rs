@@ -270,7 +270,7 @@ fn line_of(text: &str, offset: usize) -> usize {
     text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// One `section.key=value`.
+/// Reads one `section.key=value`.
 fn read_set(argument: &str, problems: &mut Problems) -> Option<Entry> {
     let origin = Origin::Set(argument.to_owned());
     let Some((name, text)) = argument.split_once('=') else {

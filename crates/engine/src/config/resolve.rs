@@ -195,7 +195,7 @@ pub struct OptimizerSettings {
 pub struct Resolved {
     /// The requested configuration.
     pub requested: Config,
-    /// The same with every derived key filled in.
+    /// The configuration with every derived key filled in.
     pub config: Config,
     /// The model.
     pub model: ModelSource,
@@ -789,7 +789,7 @@ impl Resolver {
 }
 
 impl Resolver {
-    /// Where `key` was set.
+    /// The place where `key` was set.
     pub(super) fn origin(&self, key: &str) -> Origin {
         self.config.origin(key)
     }

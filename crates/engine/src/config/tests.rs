@@ -213,7 +213,7 @@ fn every_key_is_documented_and_its_default_is_accepted() {
     }
 }
 
-/// Settings over the good configuration, and what the message must contain.
+/// Settings over the good configuration, and parts of the expected message.
 const BAD: &[(&[&str], &[&str])] = &[
     // Names.
     (&["training.stpes=5"], &["--set training.stpes=5: unknown key `training.stpes`; did you mean `training.steps`?"]),

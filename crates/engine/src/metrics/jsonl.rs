@@ -72,7 +72,7 @@ impl JsonLines {
         self.file.write_all(&line).map_err(MetricsError::io("append to", &self.path))
     }
 
-    /// Makes what was appended durable.
+    /// Makes the appended records durable.
     pub fn sync(&mut self) -> Result<(), MetricsError> {
         self.file.sync_data().map_err(MetricsError::io("sync", &self.path))
     }

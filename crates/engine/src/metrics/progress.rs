@@ -22,7 +22,7 @@ pub trait Progress: Send {
     fn evaluation(&mut self, metrics: &EvaluationMetrics);
     /// A message for the user: a checkpoint, a skipped step, a repair.
     fn note(&mut self, text: &str);
-    /// Training has ended; whatever is drawn is left in a readable state.
+    /// Training has ended; the display is left in a readable state.
     fn end(&mut self);
 }
 

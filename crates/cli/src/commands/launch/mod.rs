@@ -36,7 +36,7 @@ pub struct Args {
     /// Number of hosts of the run; this command is started once on each. Unset: from Slurm, else 1.
     #[arg(long, value_name = "N", value_parser = elsewhere::hosts)]
     nnodes: Option<u32>,
-    /// This host alone, whatever Slurm says: `--nnodes 1`, at a free port.
+    /// Run on this host alone, even under Slurm: `--nnodes 1`, at a free port.
     #[arg(long)]
     standalone: bool,
     /// Number of this host, from 0. Unset: from Slurm.
