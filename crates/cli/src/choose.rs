@@ -1,16 +1,15 @@
-//! The ways of running a configuration on this machine, priced from its profile: what
-//! `trainyard train --plan auto` chooses among, and what `trainyard plan c.toml` shows.
+//! The ways of running a configuration on this machine, priced from its profile.
+//! `trainyard train --plan auto` chooses among them, and `trainyard plan c.toml` shows them.
 //!
-//! The global batch stays; ranks and their threads, what they share (ZeRO stage, gathered
-//! parameters), micro-batch and accumulation, recomputation and when gradients are summed are
-//! searched. A way is a handful of settings over the configuration, so what is priced is what runs:
-//! each is resolved, lowered and executed on the `meta` device like a run, which gives its memory
-//! to the byte, and its kernel calls are priced from the profile.
+//! The global batch is fixed. The search varies ranks and their threads, sharding (ZeRO stage,
+//! resharding), micro-batch and accumulation, recomputation and the reduction schedule. A way is a
+//! few settings over the configuration, so the priced way is the one that runs. Each is resolved,
+//! lowered and executed on the `meta` device like a run. This gives its memory to the byte and its
+//! kernel calls, which are priced from the profile.
 //!
-//! What only saves memory is tried where it is needed: recomputation costs time, summing per
-//! micro-batch costs exchanges, a disk costs both, and nothing is won by them where the same way
-//! fits without. A disk is slower than all of those, so offload is tried where nothing fits without
-//! it.
+//! Savings of memory are tried only where they are needed, because they cost time: recomputation
+//! computes again, and summing per micro-batch exchanges more. Offloading is slower than both, so
+//! it is tried only if nothing fits without it.
 
 use crate::commands::config::resolve_for;
 use crate::forecast::by_kind;
@@ -30,76 +29,76 @@ use trainyard_sim::MachineProfile;
 pub struct Way {
     /// Settings over the configuration, as `--set` takes them.
     pub sets: Vec<String>,
-    /// Ranks and what they share, in words.
+    /// Ranks and sharding, in words.
     pub layout: String,
     /// Sequences of a micro-batch, and micro-batches of a rank.
     pub batch: [usize; 2],
-    /// What is done to save memory, in words.
+    /// Savings of memory, in words.
     pub savings: String,
     /// Predicted seconds of a step.
     pub step_s: f64,
     /// Predicted peak of a rank.
     pub bytes: u64,
-    /// The most that a rank of it may hold, where there is a limit.
+    /// The most bytes that a rank may hold, if there is a limit.
     pub limit: Option<Limit>,
-    /// What a rank holds of the host's memory beside a GPU.
+    /// Bytes of the host's memory that a rank with a GPU holds.
     pub pinned_bytes: u64,
     /// Seconds of a rank's instructions by kind.
     pub kinds: BTreeMap<String, f64>,
     /// Seconds that computing waits for other lanes.
     pub waits_s: f64,
-    /// Whether state lies on disk, or in the host's memory beside a GPU.
+    /// True if state is offloaded to disk, or to the host's memory beside a GPU.
     pub offloaded: bool,
-    /// How it did when it was tried.
+    /// The result of its trial, if there was one.
     pub tried: Option<Tried>,
 }
 
-/// What trying a way gave.
+/// The result of a trial.
 #[derive(Clone, Copy, Debug)]
 pub struct Tried {
     /// Median seconds of a step.
     pub seconds: f64,
-    /// What a step is expected to take, by prediction and trial.
+    /// Expected seconds of a step, by prediction and trial.
     pub expected_s: f64,
 }
 
-/// All that were looked at.
+/// All ways that were priced.
 #[derive(Clone, Debug, Default)]
 pub struct Ways {
-    /// Those within the limit of memory, the fastest first: those that were tried, then the others
-    /// by prediction.
+    /// The ways within the memory limit, the fastest first: tried ways, then the others by
+    /// prediction.
     pub fitting: Vec<Way>,
-    /// Those that are not, the smallest first.
+    /// The ways above the limit, the smallest first.
     pub too_large: Vec<Way>,
 }
 
-/// The most that a rank may hold.
+/// The most memory that a rank may hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limit {
     /// Bytes.
     pub bytes: u64,
-    /// Who says so.
+    /// The origin of the limit.
     pub of: Bound,
 }
 
-/// Where a limit comes from.
+/// The origin of a memory limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Bound {
     /// `memory.limit`.
     Asked,
-    /// What a GPU has.
+    /// The memory of a GPU.
     Gpu,
-    /// A rank's share of what this host has, or of what it gives this process.
+    /// A rank's share of the memory of this host, or of this process's limit.
     Host,
 }
 
-/// What there is for ranks to hold.
+/// The memory available to ranks.
 #[derive(Clone, Copy, Default)]
 struct Room {
     asked: Option<u64>,
     gpu: Option<u64>,
-    /// Of the host, for all of its ranks: everything on processors, beside GPUs what is offloaded
-    /// to it.
+    /// Bytes of a host for all of its ranks: for everything on processors, for offloaded state
+    /// beside GPUs.
     host: Option<u64>,
     /// Hosts that ranks are spread over.
     hosts: u64,
@@ -120,7 +119,7 @@ impl Room {
         Some(self.host? / (ranks as u64).div_ceil(self.hosts).max(1))
     }
 
-    /// The most that each of `ranks` ranks may hold where it computes.
+    /// The most memory that each of `ranks` ranks may hold on its device.
     fn limit(&self, ranks: usize) -> Option<Limit> {
         let host = if self.gpu.is_some() { None } else { self.share(ranks) };
         let bounds = [(self.asked, Bound::Asked), (self.gpu, Bound::Gpu), (host, Bound::Host)];
@@ -128,7 +127,8 @@ impl Room {
     }
 }
 
-/// What is asked: the configuration that settings make, as it is without any, and the machine.
+/// The input of a search: the configuration as a function of settings, its resolved form without
+/// any, and the machine.
 struct Question<'a> {
     load: &'a dyn Fn(&[String]) -> Result<Config>,
     base: &'a Resolved,
@@ -137,8 +137,7 @@ struct Question<'a> {
     room: Room,
 }
 
-/// How far a configuration is changed: ranks, replicas and shards, ZeRO stage, and whether
-/// parameters are gathered again.
+/// The sharding of a way: ranks, replicas and shards, ZeRO stage, and resharding after forward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Sharing {
     ranks: usize,
@@ -147,12 +146,13 @@ struct Sharing {
     reshard: bool,
 }
 
-/// What saves memory, from nothing on: each costs more than those before it.
+/// Savings of memory, from none to the most expensive: the checkpointing mode, and true for sums
+/// per micro-batch.
 const SAVINGS: [(&str, bool); 6] =
     [("none", false), ("none", true), ("selective", false), ("selective", true), ("full", false), ("full", true)];
 
-/// What lies on disk, or beside a GPU on the host, while a step does not use it: the least first
-/// that has to move.
+/// Offloaded state, to disk or, beside a GPU, to the host. Combinations that move the least bytes
+/// come first.
 const OFFLOADS: [&[&str]; 8] = [
     &["optimizer"],
     &["activations"],
@@ -164,18 +164,19 @@ const OFFLOADS: [&[&str]; 8] = [
     &["optimizer", "gradients", "parameters", "activations"],
 ];
 
-/// Of those that were tried beside the best, as many are spoken of.
+/// Number of tried ways beside the best that are named.
 const TRIED_SHOWN: usize = 3;
 
-/// Micro-batches of a rank at most: more are no faster, and take long to price.
+/// Upper limit for the micro-batches of a rank: more are no faster, and take long to price.
 const ACCUMULATION_MAX: usize = 32;
 
-/// Prices the ways of running what `load` makes of settings, on ranks for which `inputs` hold.
-/// Settings that are given by hand stay as they are: `load` puts them over those that are tried.
+/// Prices the ways of running a configuration. `load` makes the configuration from settings;
+/// `inputs` describe the ranks. Settings given by hand are kept, because `load` puts them over
+/// those that are tried.
 ///
 /// # Errors
 ///
-/// A configuration that is none; one whose model is only known once the text is read.
+/// A configuration that cannot be resolved, or whose model is known only after the text is read.
 pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile, inputs: &Inputs) -> Result<Ways> {
     let base = resolve_for(&load(&[])?, inputs.clone())?;
     if matches!(&base.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
@@ -197,8 +198,8 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     Ok(ways)
 }
 
-/// How ranks can share the state: as many as there are cores or GPUs at most, and as divide the
-/// batch; processes are as many as they are.
+/// The possible shardings. The number of ranks is at most that of cores or GPUs, and divides the
+/// batch; the number of processes is given.
 fn sharings(base: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Vec<Sharing> {
     let numbers = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
@@ -311,8 +312,8 @@ fn savings(resolved: &Resolved) -> String {
     text
 }
 
-/// How a configuration is run, in words: `2 ranks x 1 thread, shard 2, ZeRO-1, micro-batch 4 x 2,
-/// recomputation none`.
+/// A resolved configuration in words:
+/// `2 ranks x 1 thread, shard 2, ZeRO-1, micro-batch 4 x 2, recomputation none`.
 pub fn words(resolved: &Resolved) -> String {
     in_words(&layout(resolved), [resolved.batch.micro, resolved.batch.accumulation], &savings(resolved))
 }
@@ -322,20 +323,21 @@ fn in_words(layout: &str, [micro, accumulation]: [usize; 2], savings: &str) -> S
 }
 
 impl Way {
-    /// Whether `other` resolved to the same: what is given by hand may have left nothing to choose.
+    /// True if `other` resolved to the same way, because settings given by hand left nothing to
+    /// choose.
     fn says_the_same(&self, other: &Way) -> bool {
         (&self.layout, self.batch, &self.savings) == (&other.layout, other.batch, &other.savings)
     }
 
-    /// In words.
+    /// The way in words.
     pub fn words(&self) -> String {
         in_words(&self.layout, self.batch, &self.savings)
     }
 }
 
 impl Ways {
-    /// Of every sharing and micro-batch the first way to save memory that fits, with one of
-    /// `offloads` in `tier`.
+    /// Prices, for every sharding and micro-batch, the savings in order until one fits, with each
+    /// of `offloads` in `tier`.
     fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]], tier: OffloadTier) -> Result<()> {
         for sharing in sharings(question.base, question.profile, question.inputs) {
             for micro in micro_batches(question.base, sharing.ranks) {
@@ -356,13 +358,13 @@ impl Ways {
         let accumulation = question.base.batch.global / sharing.ranks / micro;
         for (mode, each) in SAVINGS {
             if each && (sharing.stage < 2 || accumulation == 1) {
-                // Gradients are whole in any case: summing them more often saves nothing.
+                // Gradients are not sharded here, so summing them more often saves nothing.
                 continue;
             }
             for offload in offloads {
                 let mut sets = settings(question.base, sharing, micro, mode, each);
                 sets.extend(offload.iter().map(|what| format!("memory.offload.{what}={tier}")));
-                // Settings that contradict what is given by hand are no way.
+                // Settings that contradict those given by hand are skipped.
                 let Some(resolved) =
                     (question.load)(&sets).and_then(|config| resolve_for(&config, question.inputs.clone())).ok()
                 else {
@@ -383,11 +385,11 @@ impl Ways {
         Ok(())
     }
 
-    /// The fastest, or why there is none.
+    /// The fastest way that fits.
     ///
     /// # Errors
     ///
-    /// Nothing is within the limit of memory: what the smallest needs.
+    /// Nothing fits in the memory limit; the error names the needs of the smallest way.
     pub fn best(&self) -> Result<&Way> {
         if let Some(best) = self.fitting.first() {
             return Ok(best);
@@ -416,7 +418,7 @@ impl Ways {
         }
     }
 
-    /// Why the best is the best: what bounds it, what others lose.
+    /// The reasons for the best way: its bottleneck, and the losses of others.
     pub fn reasons(&self) -> Vec<String> {
         let Some(best) = self.fitting.first() else { return Vec::new() };
         let waits = 100.0 * best.waits_s / best.step_s;
@@ -452,7 +454,7 @@ impl Ways {
         said
     }
 
-    /// How those did that were tried beside the best, which did as `tried` says.
+    /// A sentence about the trials: the best, with the result `tried`, and the next ones.
     fn tried(&self, tried: Tried) -> String {
         let next = self.fitting.iter().skip(1).filter_map(|way| Some((way, way.tried?)));
         let next: Vec<String> = next
@@ -471,7 +473,7 @@ impl Ways {
     }
 }
 
-/// What `next` loses against `best`, by the kinds of instruction that grew most.
+/// The loss of `next` against `best`, by the kinds of instruction that grew most.
 fn loses(best: &Way, next: &Way) -> String {
     let of = |way: &Way, kind: &str| way.kinds.get(kind).copied().unwrap_or(0.0);
     let mut kinds: Vec<(&str, f64)> = best
@@ -507,7 +509,7 @@ mod tests {
         let asked = Room { asked: Some(500), ..room };
         assert_eq!(asked.limit(2), Some(Limit { bytes: 500, of: Bound::Asked }));
         assert_eq!(asked.limit(4), Some(Limit { bytes: 300, of: Bound::Host }));
-        // Beside a GPU the host holds what is offloaded, and no more.
+        // Beside a GPU the host holds only offloaded state.
         let gpu = Room { gpu: Some(400), ..asked };
         assert_eq!((gpu.limit(8), gpu.share(8)), (Some(Limit { bytes: 400, of: Bound::Gpu }), Some(150)));
         assert_eq!(Room { host: None, ..room }.limit(1), None);

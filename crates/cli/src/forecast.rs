@@ -1,4 +1,4 @@
-//! What a run is expected to take on this machine, from the machine's own profile.
+//! Predicts the time of a run's steps from the profile of this machine.
 
 use std::collections::BTreeMap;
 use trainyard_calibrate::{layout, probe_group};
@@ -11,7 +11,7 @@ use trainyard_sim::host::{HostStep, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, load_local_profile};
 
-/// Said where there is no profile to predict from.
+/// Messages for a missing profile.
 const NO_PROFILE: &str = "no profile of this machine: run `trainyard calibrate`";
 const NO_GPU_PROFILE: &str = "no profile of a GPU: run `trainyard calibrate --device cuda` where there is one";
 
@@ -20,7 +20,7 @@ const NO_GPU_PROCESSES_PROFILE: &str = "no profile of these GPUs: run `trainyard
 const NO_PROCESSES_PROFILE: &str =
     "no profile of processes: run `trainyard calibrate` in place of `train`, under the launcher and on as many ranks";
 
-/// The profile that prices runs of `config` whose ranks are threads, or have a GPU each.
+/// The kind of profile that prices runs of `config` whose ranks are threads, or have a GPU each.
 pub fn profile_kind(config: &Config) -> ProfileKind {
     match config.compute.device {
         DeviceKind::Cpu => ProfileKind::Cpu,
@@ -28,7 +28,7 @@ pub fn profile_kind(config: &Config) -> ProfileKind {
     }
 }
 
-/// The same of runs on `machine`, which may be processes.
+/// The kind of profile that prices runs of `config` on `machine`, whose ranks may be processes.
 pub fn profile_kind_on(config: &Config, machine: &Machine) -> ProfileKind {
     match (profile_kind(config), &machine.processes) {
         (ProfileKind::Cpu, Some(_)) => ProfileKind::Processes,
@@ -37,21 +37,23 @@ pub fn profile_kind_on(config: &Config, machine: &Machine) -> ProfileKind {
     }
 }
 
-/// What a run of `config` on `world` runs on, and the profile that prices it; or why there is none.
+/// The machine of a run of `config` on `world`, and the kind of profile that prices it; or the
+/// reason why there is none.
 pub fn place(config: &Config, world: &Communicator) -> Result<(ProfileKind, Machine), String> {
     if world.backend() == "local" {
         return Ok((profile_kind(config), Machine::here()));
     }
     let machine = probe_group::machine(world).map_err(|error| error.to_string())?;
     Ok(match profile_kind_on(config, &machine) {
-        // Whoever starts its ranks, a host's GPUs were measured by one process.
+        // The GPUs of one host are measured by a single process, however the ranks are started.
         ProfileKind::Gpu => (ProfileKind::Gpu, Machine::here()),
         kind => (kind, machine),
     })
 }
 
-/// Seconds of the session's step and of its instructions by kind, at the speeds of the calibration
-/// (sampling those of the moment would delay the start); or why they are not known.
+/// Predicted seconds of the session's step and of its instructions by kind; or the reason why there
+/// is no prediction. Uses the speeds of the calibration, because measuring the present ones would
+/// delay the start.
 pub fn time(session: &Session) -> Result<TimePrediction, String> {
     let (kind, here) = place(&session.resolved.config, &session.world)?;
     let profile = profile(kind, &here)?;
@@ -67,7 +69,7 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
     Ok(TimePrediction { step_s: step.simulated.step_s, instructions: by_kind(program, &step), basis })
 }
 
-/// The kernels that a profile does not know.
+/// A message that names the kernels missing in the profile.
 fn missing(step: &HostStep) -> String {
     let names: Vec<&str> = step.unpriced.keys().map(String::as_str).collect();
     if names.is_empty() { String::new() } else { format!("; not in it, priced as copies: {}", names.join(", ")) }
@@ -82,8 +84,7 @@ pub fn by_kind(program: &Program, step: &HostStep) -> BTreeMap<String, f64> {
     kinds
 }
 
-/// The profile of `here`, or of its GPU, if there is one that can be used; what is wrong with it
-/// otherwise.
+/// The profile of `here`, or of its GPU; or the reason why there is no usable one.
 pub fn profile(of: ProfileKind, here: &Machine) -> Result<MachineProfile, String> {
     match load_local_profile(of, here) {
         Ok(Some(profile)) => Ok(profile),

@@ -1,7 +1,7 @@
-//! Options that users of other programs type out of habit: the error names what says the same here.
+//! Options that users of other programs type out of habit. The error names the equivalent here.
 //!
-//! Keys of the configuration know what other programs call them, so most of the answers come from
-//! there ([`Config::keys_of_option`]). [`ANSWERS`] has those that are no key.
+//! Configuration keys list their names in other programs, so most answers come from there
+//! ([`Config::keys_of_option`]). [`ANSWERS`] has the options that correspond to no key.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
@@ -51,8 +51,8 @@ const ANSWERS: &[(&[&str], &str)] = &[
 /// Options that name a model.
 const MODELS: [&str; 5] = ["model", "model_name", "model_id", "model_name_or_path", "pretrained_model_name_or_path"];
 
-/// What to print in place of `error`, if it is about an option of another program and the command
-/// in `arguments` takes settings.
+/// A message that replaces `error`, if the error is about an option of another program and the
+/// command in `arguments` takes settings.
 pub fn answer(program: &Command, arguments: &[OsString], error: &Error) -> Option<String> {
     let unknown = match (error.kind(), error.get(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(unknown))) => unknown,
@@ -87,7 +87,7 @@ fn command_of<'a>(program: &'a Command, words: &[&str]) -> (&'a Command, String)
     (command, path.join(" "))
 }
 
-/// What says the same as the option `name` with `value`.
+/// The equivalent of the option `name` with `value`.
 fn instead(name: &str, value: Option<&str>) -> Option<String> {
     let shown = value.unwrap_or("VALUE");
     if MODELS.contains(&name) {

@@ -1,9 +1,9 @@
 //! The trainyard program: plans, runs and explains the training of large models.
 //!
 //! This crate parses arguments, calls the engine and prints; it decides nothing about training.
-//! Results go to standard output, what is going on to standard error. Exit codes: 0 done, 1 an
-//! error (said once, as a chain from what was attempted to why it failed), 2 wrong usage, 70 a rank
-//! failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to go on
+//! Results go to standard output, messages to standard error. Exit codes: 0 success, 1 an error
+//! (printed once, as a chain from the attempted action to the root cause), 2 wrong usage, 70 a rank
+//! failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to resume
 //! from.
 
 mod choose;
@@ -53,7 +53,7 @@ enum Command {
     Man(completions::ManArgs),
 }
 
-/// The command that `arguments` are. Wrong usage, and a question for help, end the process.
+/// Parses the command line. Wrong usage and requests for help end the process.
 fn parse(arguments: &[OsString]) -> Command {
     match Cli::try_parse_from(arguments) {
         Ok(cli) => cli.command,
@@ -67,7 +67,7 @@ fn parse(arguments: &[OsString]) -> Command {
     }
 }
 
-/// What clap ends with.
+/// Exit code of clap for wrong usage.
 const EXIT_USAGE: i32 = 2;
 
 fn main() -> ExitCode {

@@ -1,4 +1,5 @@
-//! What the program says: standard output, sizes, tables of memory, errors.
+//! Output of the program: results on standard output, messages on standard error, formatted sizes,
+//! tables of memory, chains of errors.
 
 use anyhow::{Context, Result};
 use std::fmt::{Display, Write as _};
@@ -9,7 +10,7 @@ use trainyard_data::place_of;
 use trainyard_engine::EngineError;
 use trainyard_engine::warning::is_warning;
 
-/// The options that say how much a command tells.
+/// The options for the amount of output.
 #[derive(clap::Args, Clone, Copy, Debug, Default)]
 pub struct Verbosity {
     /// Show warnings, errors and the final result only.
@@ -32,14 +33,14 @@ impl Verbosity {
         self.verbose
     }
 
-    /// Says what is going on; under `--quiet` a warning only.
+    /// Prints a message to standard error. Under `--quiet` it prints only warnings.
     pub fn note(self, line: &str) {
         if !self.quiet || is_warning(line) {
             note(line);
         }
     }
 
-    /// The option that asks for it again, if there is one.
+    /// The option that selects this verbosity, if there is one.
     pub fn option(self) -> Option<&'static str> {
         match self {
             Verbosity { quiet: true, .. } => Some("--quiet"),
@@ -49,7 +50,7 @@ impl Verbosity {
     }
 }
 
-/// Prints results. Unlike `print!`, it does not panic when nobody reads any more.
+/// Prints results. Unlike `print!`, it does not panic if the reader has closed the pipe.
 pub fn print(text: impl Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
     write!(out, "{text}").and_then(|()| out.flush()).context("cannot write to standard output")
@@ -61,26 +62,25 @@ pub fn read(path: &Path) -> Result<String> {
     text.map_err(|error| anyhow::anyhow!("cannot read {}{}: {error}", path.display(), place_of(path, &error)))
 }
 
-/// Says what is going on.
+/// Prints a message to standard error.
 pub fn note(line: &str) {
-    // Nobody listening is no reason to stop.
+    // A closed standard error is no reason to stop.
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Whether the error is only that the reader of our output has left
-/// (`trainyard config docs | head`).
+/// True if the error is only a reader that has closed our output (`trainyard config docs | head`).
 pub fn reader_left(error: &anyhow::Error) -> bool {
     let broken = |cause: &std::io::Error| cause.kind() == std::io::ErrorKind::BrokenPipe;
     error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(broken))
 }
 
-/// Whether a rank failed while it ran, so that a restart from the last checkpoint is worth a try.
+/// True if a rank failed while it ran, so that a restart from the last checkpoint may help.
 pub fn is_fault(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.downcast_ref::<EngineError>().is_some_and(EngineError::is_fault))
 }
 
-/// The chain from what was attempted to why it failed; a cause that the text before already says is
-/// not repeated.
+/// The chain of an error, from the attempted action to the root cause. A cause that is already in
+/// the text is not repeated.
 pub fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -100,7 +100,8 @@ pub fn count(n: u64) -> String {
     trainyard_base::format_count(n as f64)
 }
 
-/// Lines of peak memory, measured beside predicted: `(what, measured, predicted)`, and the total.
+/// A table of measured and predicted peak memory: rows `(purpose, measured, predicted)`, and the
+/// total.
 pub fn memory(rows: &[(&str, u64, u64)], total: (u64, u64)) -> String {
     let mut text = String::new();
     let mut line = |what: &str, measured: u64, predicted: u64| {

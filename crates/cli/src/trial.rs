@@ -1,19 +1,18 @@
-//! Trials: ways of running a configuration whose predictions lie too close together to tell are run
-//! for a few steps each, in turn.
+//! Trials of ways to run a configuration. Ways with nearly equal predictions run for a few steps
+//! each, in turn, to find the fastest.
 //!
-//! A prediction is off by several percent, and the best ways differ by less. A visit makes the
-//! ranks of a way anew on random tokens, as `trainyard calibrate --check` does, and takes the
-//! median of a few steps. A round visits every contender once, so that a spell in which the machine
-//! is slow meets them all. Steps with state on disk are not tried: they would write whole states
-//! for a few steps.
+//! A prediction is off by several percent, and the best ways differ by less. A visit creates the
+//! ranks of a way, trains on random tokens, as `trainyard calibrate --check` does, and takes the
+//! median of a few steps. A round visits every contender once, so that a slow phase of the machine
+//! affects them all. Offloaded ways are not tried: they would write whole states for a few steps.
 //!
-//! On a machine that others use too, visits of one way differ by more than the ways do, and who
-//! seems fastest is lucky. So a trial corrects the prediction by as much as it is worth: of what a
-//! way took more or less than was predicted, beside the others of its rounds, the part
-//! `p / (p + v / n)` is believed, for predictions of variance `p` ([`PREDICTION_ERROR`]), `n`
-//! visits and their variance `v`, which the visits themselves show (the posterior mean of a normal
-//! error, Gelman et al., "Bayesian Data Analysis", section 2.5). A steady machine's trials decide,
-//! an unsteady one's give way to the predictions.
+//! On a shared machine, visits of one way differ by more than the ways do, and the fastest
+//! measurement may be luck. So a trial corrects the prediction in proportion to its reliability.
+//! The correction is the way's deviation from its prediction, relative to the other ways of its
+//! rounds, times `p / (p + v / n)`. Here `p` is the variance of predictions ([`PREDICTION_ERROR`]),
+//! `n` the number of visits and `v` their variance, estimated from the visits. This is the
+//! posterior mean of a normal error (Gelman et al., "Bayesian Data Analysis", section 2.5). On a
+//! steady machine the trials decide; on an unsteady one the predictions do.
 
 use crate::choose::{Tried, Way, Ways};
 use crate::commands::config::resolve;
@@ -24,61 +23,60 @@ use trainyard_base::median;
 use trainyard_calibrate::Ranks;
 use trainyard_engine::config::{Config, Limits, Resolved};
 
-/// Contenders at most.
+/// Upper limit for the contenders.
 const CONTENDERS_MAX: usize = 10;
-/// Contenders are predicted to take so many times the best at most: beyond that the prediction is
-/// believed.
+/// A contender's predicted time is at most this many times the best one. Beyond that the prediction
+/// decides.
 const NEAR: f64 = 1.3;
-/// Rounds: as many as the time allows, within these.
+/// Number of rounds: as many as the time allows, within this range.
 const ROUNDS: std::ops::RangeInclusive<usize> = 2..=5;
-/// Who is expected to take so many times what the fastest does is out.
+/// A contender whose expected time is this many times that of the fastest is eliminated.
 const BEHIND: f64 = 1.12;
-/// Standard deviation of predictions relative to one another, in logarithms: what
-/// `trainyard calibrate --check` shows.
+/// Standard deviation of the logarithm of predictions relative to one another, as measured by
+/// `trainyard calibrate --check`.
 const PREDICTION_ERROR: f64 = 0.08;
-/// The same of visits, as long as there are too few to tell: a machine that others use too.
+/// Standard deviation of the logarithm of visits, while there are too few to estimate it: that of a
+/// shared machine.
 const VISIT_ERROR: f64 = 0.15;
-/// Timed steps of a visit, and the seconds after which they are enough.
+/// Number of timed steps of a visit, and the seconds after which a visit has enough.
 const STEPS: std::ops::RangeInclusive<usize> = 3..=12;
 const VISIT_S: f64 = 0.4;
-/// What else a visit takes, in steps: making the ranks, and the step that is not counted.
+/// The rest of a visit, in steps: creating the ranks, and the untimed first step.
 const UNTIMED_STEPS: f64 = 3.0;
-/// Of the predicted run, what trying may take when nothing is said; in seconds at most.
+/// Default time of a trial: a share of the predicted run, and an upper limit in seconds.
 const SHARE_OF_RUN: f64 = 0.03;
 const TRIAL_S_MAX: f64 = 120.0;
 
-/// Seconds that may be spent on trials when nothing else is said: before a run within `limits`
-/// whose steps take `step_s` seconds.
+/// The default of `--trial-seconds` for a run within `limits` whose steps take `step_s` seconds.
 pub fn default_seconds(limits: &Limits, step_s: f64) -> f64 {
     let by_steps = limits.steps.map(|steps| steps as f64 * step_s);
     let run_s = by_steps.into_iter().chain(limits.seconds).fold(f64::INFINITY, f64::min);
     (SHARE_OF_RUN * run_s).min(TRIAL_S_MAX)
 }
 
-/// The value of `--trial-seconds`.
+/// Parses `--trial-seconds`.
 pub fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0);
     seconds.ok_or_else(|| "it is a number of seconds, 0 or more".to_owned())
 }
 
-/// How a contender did.
+/// The standing of a contender in a race.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Standing {
     contender: usize,
     /// Median seconds of a step, over its visits.
     seconds: f64,
-    /// What a step is expected to take beside the others, by prediction and visits.
+    /// Expected seconds of a step relative to the others, by prediction and visits.
     expected: f64,
 }
 
-/// Runs the likeliest of the fitting ways for `seconds` in all, and puts those that were tried
-/// first, at the head which is expected to be the fastest then. `say` gets a line for each thing
-/// that it does.
+/// Tries the most promising of the fitting ways for `seconds` in all. Moves the tried ways to the
+/// front, the one with the least expected time first. `say` receives messages about the progress.
 ///
 /// # Errors
 ///
-/// Settings that do not resolve any more. A way that fails when it is run is no error: it is said,
-/// and it is out.
+/// Settings that no longer resolve. A way that fails when it runs is no error: it is reported and
+/// eliminated.
 pub fn try_out(
     ways: &mut Ways,
     load: &dyn Fn(&[String]) -> Result<Config>,
@@ -120,9 +118,9 @@ pub fn try_out(
     Ok(())
 }
 
-/// The ways to try, of those that `fitting` holds, the fastest first: as many as a race of
-/// `seconds` has room for. Of every layout its fastest comes before any layout's second. Or why
-/// there is no race.
+/// Indices into `fitting` of the ways to try, the fastest first, as many as a race of `seconds`
+/// allows. The fastest of every layout comes before any layout's second. Or the reason why there is
+/// no race.
 fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
     let near = |way: &usize| fitting[*way].step_s <= NEAR * fitting[0].step_s && !fitting[*way].offloaded;
     let near: Vec<usize> = (0..fitting.len()).filter(near).collect();
@@ -150,13 +148,13 @@ fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
     Ok(ordered)
 }
 
-/// About what a visit takes of a way whose steps take `step_s`.
+/// Estimated seconds of a visit, for a way whose steps take `step_s`.
 fn visit_s(step_s: f64) -> f64 {
     let timed = (VISIT_S / step_s).clamp(*STEPS.start() as f64, *STEPS.end() as f64);
     (timed + UNTIMED_STEPS) * step_s
 }
 
-/// Makes a way's ranks and takes the median seconds of a step.
+/// Creates a way's ranks and measures the median seconds of a step.
 fn visit(resolved: &Resolved) -> Result<f64> {
     let mut ranks = Ranks::together(resolved)?;
     ranks.step()?;
@@ -170,9 +168,8 @@ fn visit(resolved: &Resolved) -> Result<f64> {
     median(steps).context("no step was timed")
 }
 
-/// Rounds of visits until the time is over or one contender is left; a visit that gives nothing
-/// takes its contender out of the standings. The one that is expected to be the fastest comes
-/// first.
+/// Runs rounds of visits until the time is over or one contender is left. A failed visit eliminates
+/// its contender. Returns the standings, the least expected time first.
 fn race(
     predicted: &[f64],
     budget: Duration,
@@ -212,14 +209,15 @@ fn race(
     standings
 }
 
-/// What steps are expected to take after the visits: predictions, corrected by as much as the
-/// visits are worth. Only their ratios mean something.
+/// Expected seconds of a step after the visits: the predictions, corrected in proportion to the
+/// reliability of the visits. Only their ratios are meaningful.
 fn expect(predicted: &[f64], seconds: &[Vec<f64>]) -> Vec<f64> {
     let rounds = seconds.iter().map(Vec::len).max().unwrap_or(0);
     let mean = |over: &[f64]| over.iter().sum::<f64>() / over.len().max(1) as f64;
-    // What a visit took more than was predicted, beside the others of its round: nothing is left of
-    // the spell that they met. Those who are still racing are beside one another alone: their spell
-    // is what they took more than in the rounds before, so that those who are out stay comparable.
+    // The logarithm of a visit's time over its prediction, relative to the other visits of its
+    // round: the state of the machine cancels. A later round has only the contenders that are left.
+    // Its state is taken from their times relative to their earlier rounds, so that eliminated
+    // contenders stay comparable.
     let mut over: Vec<Vec<f64>> = vec![Vec::new(); predicted.len()];
     for round in 0..rounds {
         let visits: Vec<(usize, f64)> = (0..predicted.len())
@@ -266,7 +264,7 @@ mod tests {
         }
     }
 
-    /// A race against a clock of its own, in which a step takes what `step` says of contender and
+    /// A race on a simulated clock, in which `step` gives the seconds of a step by contender and
     /// round.
     fn raced(predicted: &[f64], budget_s: u64, step: &dyn Fn(usize, usize) -> Option<f64>) -> Vec<Standing> {
         let clock = Cell::new(Duration::ZERO);
@@ -297,21 +295,21 @@ mod tests {
 
     #[test]
     fn on_an_unsteady_machine_predictions_outweigh_a_lucky_visit() {
-        // Every visit is off by up to a factor of two, and contender 2 is lucky twice.
+        // Every visit is off by up to a factor of two; contender 2 is lucky twice.
         let noise = [[1.0, 2.0, 1.9, 1.1, 1.5], [2.0, 1.0, 1.2, 1.9, 1.1], [1.0, 1.0, 1.9, 1.3, 2.0]];
         let predicted = [0.050, 0.054, 0.062];
         let standings =
             raced(&predicted, 1000, &|contender, round| Some(predicted[contender] * noise[contender][round]));
         assert_eq!(standings[0].contender, 0, "{standings:?}");
-        // The same luck on a machine that has shown itself steady would be a fact.
+        // On a machine that is steady the same measurement is a fact.
         let steady = raced(&predicted, 1000, &|contender, _| Some([0.050, 0.054, 0.045][contender]));
         assert_eq!(steady[0].contender, 2, "{steady:?}");
     }
 
     #[test]
     fn who_is_out_is_not_ahead_because_those_left_are_only_compared_with_one_another() {
-        // The first three are out after two rounds; what is seen of the others later speaks for
-        // these, not against.
+        // The first three are eliminated after two rounds. Later visits of the others must not
+        // count against those.
         let behind = |budget_s| {
             let step = |contender: usize, _| Some([0.1, 0.1, 0.1, 0.07, 0.072][contender]);
             let standings = raced(&[0.1; 5], budget_s, &step);
@@ -357,7 +355,7 @@ mod tests {
             way("d", 1.4),
         ];
         assert_eq!(contenders(&fitting, 1000.0).unwrap(), [0, 3, 4, 1, 2, 5]);
-        // Two visits of each of two, of six steps.
+        // Two visits to each of two contenders, of six steps.
         assert_eq!(contenders(&fitting, 26.0).unwrap(), [0, 3]);
         let short = contenders(&fitting, 11.0).unwrap_err();
         assert_eq!(short, "2 rounds of two plans take about 25.2 s, and there are 11.0");

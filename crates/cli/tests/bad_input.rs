@@ -1,11 +1,11 @@
-//! Wrong input through the program: the message says what and where, the exit code is right,
+//! Wrong input to the program: the message names the problem and its place, the exit code is right,
 //! nothing panics, nothing is lost.
 
 mod common;
 
 use common::Folder;
 
-/// What is run, the code it ends with, and what its message has to contain.
+/// A command, its exit code, and parts of its message.
 struct Case {
     arguments: &'static [&'static str],
     code: i32,
@@ -27,7 +27,7 @@ const CASES: &[Case] = &[
     case(&["export", "runs/x", "--out", "o", "--max-shard-size", "big"], 2, &["a size such as"]),
     case(&["export", "runs/x", "--out", "o", "--dtype", "int8"], 2, &["int8", "bf16"]),
     case(&["bench", "train", "--rows", "-1"], 2, &["-1"]),
-    // Habits from elsewhere.
+    // Options of other programs.
     case(&["train", "--lr", "3e-4"], 2, &["has no option --lr: use --set optimizer.learning_rate=3e-4"]),
     case(&["train", "tiny.toml", "--learning-rate=3e-4"], 2, &["use --set optimizer.learning_rate=3e-4"]),
     case(&["train", "--batch-size", "32"], 2, &["--set training.global_batch_size=32", "training.micro_batch_size=32"]),
@@ -51,7 +51,7 @@ const CASES: &[Case] = &[
     case(&["generate", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], 1, &["hf download Qwen/Qwen2.5-0.5B --local-dir DIR"]),
     case(&["train", "tiny.toml", "--set", "model.path=Qwen/Qwen3-0.6B"], 1, &["hf download Qwen/Qwen3-0.6B "]),
     case(&["train", "tiny.toml", "--data", "HuggingFaceFW/fineweb"], 1, &["--repo-type dataset"]),
-    // Paths: where they were looked for.
+    // Paths: the message says where they were looked for.
     case(&["train", "gone.toml"], 1, &["cannot read gone.toml (looked for at /", "/gone.toml): "]),
     case(
         &["train", "tiny.toml", "--data", "sub/gone.txt"],
@@ -107,8 +107,8 @@ const CASES: &[Case] = &[
         1,
         &["over this machine's memory", "it fits with", "training.micro_batch_size = "],
     ),
-    // A batch of 256 GB was once made to predict what it takes, and a program of a billion
-    // micro-batches lowered.
+    // A batch of 256 GB was once allocated to predict its memory, and a program of a billion
+    // micro-batches was lowered.
     case(
         &["train", "tiny.toml", "--set", "training.micro_batch_size=100000000"],
         1,
@@ -125,7 +125,7 @@ const CASES: &[Case] = &[
         &["training.accumulation_steps", "a larger training.micro_batch_size"],
     ),
     case(&["train", "tiny.toml", "--set", "device=gpu"], 1, &["compute.device", "cuda:N"]),
-    // No driver here, or not so many GPUs.
+    // There is no driver here, or there are fewer GPUs.
     case(&["train", "tiny.toml", "--set", "device=cuda:99"], 1, &["GPU"]),
     case(&["config", "check", "gone.toml"], 1, &["gone.toml"]),
     case(&["config", "check", "tiny.toml", "--set", "tokenizer.path='gone.json'"], 1, &["gone.json"]),

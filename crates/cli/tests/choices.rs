@@ -1,5 +1,5 @@
-//! Plans of a configuration for this machine, from a profile of it: shown, picked, run, and kept
-//! beside what was measured.
+//! Plans of a configuration for this machine, from its profile: they are shown, picked and run, and
+//! the prediction is kept beside the measurement.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn profile() -> MachineProfile {
     }
 }
 
-/// A tiny configuration whose threads are not held.
+/// A folder with a tiny configuration that does not fix the number of threads.
 fn folder() -> Folder {
     let folder = Folder::new();
     let free = common::TINY.replace("[compute]\nthreads = 1\n", "");
@@ -91,8 +91,8 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     assert_eq!(last["predicted_mem_peak_bytes"], last["mem_peak_bytes"]);
 }
 
-/// Which way wins depends on the machine; that those are tried which may, that the winner is run,
-/// and that all is said, does not.
+/// The winner depends on the machine. In any case the contenders are tried, the winner is run, and
+/// both are reported.
 #[test]
 fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run() {
     let folder = folder();
@@ -123,7 +123,7 @@ fn ways_that_are_predicted_to_be_close_are_tried_in_turn_and_the_winner_is_run()
         trained.contains("the fastest by predictions and trials of ") && trained.contains("Tried in turn, it took "),
         "{trained}"
     );
-    // 3 % of twelve steps are nothing to try anything in.
+    // 3 % of twelve steps is too little time for a trial.
     let short = run(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='short'"]).ok();
     assert!(short.stderr.contains("nothing is tried: 2 rounds of two plans take about"), "{}", short.stderr);
 
@@ -156,7 +156,7 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
             .all(|plan| plan["memory_bytes"].as_u64().unwrap() <= (least + most) / 2)
     );
     assert!(!fewer["too_large"].as_array().unwrap().is_empty());
-    // A model whose gradients alone are more, which no disk takes.
+    // A model whose gradients alone exceed the limit, even with all state offloaded to disk.
     let wide = std::fs::read_to_string(folder.join("c.toml")).unwrap().replace("dim = 32", "dim = 256");
     folder.write("wide.toml", &wide);
     for arguments in [
@@ -171,7 +171,7 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
             ran.stderr
         );
     }
-    // What is held by hand stays.
+    // Settings given by hand are kept.
     let held =
         ["train", "c.toml", "--plan", "auto", "--set", "parallel.ranks=1", "--set", "training.micro_batch_size=2"];
     let ran = run(&folder, &held).ok();
@@ -182,8 +182,8 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
     assert!(ran.stderr.contains("global_batch_size"), "{}", ran.stderr);
 }
 
-/// Under limits one byte below the least that is left, ways that recompute take over, and at last
-/// ways that keep state on disk. Such a run keeps its limit.
+/// Each limit is one byte below the smallest way that is left. First ways that recompute take over,
+/// and at last ways that keep state on disk. Such a run keeps its limit.
 #[test]
 fn a_limit_that_nothing_else_keeps_is_kept_from_disk() {
     let folder = folder();
@@ -267,7 +267,7 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
     MachineProfile { machine, transfers, ..profile() }.save(&folder.join("small.toml")).unwrap();
     let full = failed(ask(&["--profile", "small.toml"]));
     assert!(full.stderr.contains("a GPU here has 1.0 MiB; the nearest that would: more GPUs"), "{}", full.stderr);
-    // Measured on two hosts: as many as there were.
+    // A profile that was measured on two hosts.
     let processes = Some(Processes { backend: "nccl".into(), count: 4, hosts: 2 });
     let machine = Machine { processes, ..elsewhere.clone() };
     MachineProfile { machine, transfers, ..profile() }.save(&folder.join("hosts.toml")).unwrap();
@@ -295,8 +295,7 @@ fn a_machine_without_a_gpu_has_none_to_calibrate() {
     assert!(ran.stderr.contains("cpu, cuda or cuda:N"), "{}", ran.stderr);
 }
 
-/// `--show`, `--fix` and `--what-if` once priced a calibrated machine by other numbers, without a
-/// word.
+/// `--show`, `--fix` and `--what-if` once silently priced a calibrated machine by other numbers.
 #[test]
 fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_that_it_is_not() {
     let folder = folder();

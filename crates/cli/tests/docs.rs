@@ -1,18 +1,17 @@
-//! The documentation's commands are run as they stand there, and what it shows is compared with
-//! what they print.
+//! Runs the commands in the documentation and compares their output with the output shown there.
 //!
-//! Of README.md and docs/*.md, fenced blocks whose info word is `console` or `sh` are read. Lines
-//! that begin with `$ ` are commands (`\` at the end continues one), the lines below it are its
-//! output:
+//! The test reads fenced blocks of README.md and docs/*.md whose info word is `console` or `sh`.
+//! Lines that begin with `$ ` are commands (`\` at the end continues one); the lines below a
+//! command are its output:
 //!
 //! - A page's commands run in order in one temporary folder, which holds `text/a.txt`, `text/b.txt`
 //!   and `posts.jsonl`.
 //! - `trainyard` is the program under test; `cargo run --release --` means the same. Small shell
 //!   commands may stand beside it.
 //! - A command must succeed; one whose shown output ends with a line `error: ...` must fail.
-//! - Shown output must be printed. Numbers may differ and so may the width of white space; `...`
-//!   stands for any text inside a line and, alone on a line, for any lines. A command that shows
-//!   nothing is only run.
+//! - Shown output must be printed. Numbers and the width of white space may differ. `...` stands
+//!   for any text inside a line and, alone on a line, for any lines. A command without shown output
+//!   is only run.
 //! - A block that cannot run here (another machine, a download, minutes of training) says so with
 //!   the info word `ignore`: "```console ignore". A block that speaks of `trainyard` without `$
 //!   ` is refused, so that none is skipped by accident.
@@ -23,21 +22,21 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longer than any command of a page should take in a development build.
+/// Time limit for a command of a page, in a development build.
 const COMMAND_TIME_MAX: Duration = Duration::from_secs(180);
-/// What may stand beside `trainyard`.
+/// Shell commands that are allowed beside `trainyard`.
 const SHELL: [&str; 11] = ["cat", "cp", "cut", "echo", "head", "ls", "mkdir", "printf", "rm", "tail", "wc"];
 
 /// A command of a page.
 #[derive(Debug, PartialEq, Eq)]
 struct Step {
-    /// Where it stands, counted from 1.
+    /// Line number, from 1.
     line: usize,
     command: String,
     shown: Vec<String>,
 }
 
-/// The commands of a page in order, or what is wrong with a block.
+/// The commands of a page in order, or an error in a block.
 fn steps(page: &str) -> Result<Vec<Step>, String> {
     let mut steps: Vec<Step> = Vec::new();
     let mut lines = page.lines().enumerate();
@@ -83,8 +82,8 @@ fn normalised(line: &str) -> String {
     let mut chars = line.trim().chars().peekable();
     while let Some(c) = chars.next() {
         if c.is_ascii_digit() {
-            // Digits with separators between them; a full stop or comma behind the number belongs
-            // to the sentence.
+            // Digits with separators between them. A full stop or comma after the number belongs to
+            // the sentence.
             out.push('#');
             while let Some(&next) = chars.peek() {
                 let mut ahead = chars.clone();
@@ -104,22 +103,22 @@ fn normalised(line: &str) -> String {
     out
 }
 
-/// Whether `line` is `pattern`, in which `...` stands for any text; both normalised.
+/// True if `line` matches `pattern`, in which `...` stands for any text. Both are normalised.
 fn line_matches(pattern: &str, line: &str) -> bool {
     let Some((before, after)) = pattern.split_once("...") else { return pattern == line };
     let Some(rest) = line.strip_prefix(before) else { return false };
     (0..=rest.len()).filter(|&at| rest.is_char_boundary(at)).any(|at| line_matches(after, &rest[at..]))
 }
 
-/// The first difference between what a page shows and what was printed; lines beyond the shown ones
-/// are one too.
+/// The first difference between the shown and the printed output. Additional printed lines are a
+/// difference too.
 fn difference(shown: &[String], printed: &[String]) -> Option<String> {
     match (shown, printed) {
         ([], []) => None,
         ([], [line, ..]) => Some(format!("printed but not shown: {line:?}")),
         ([first, rest @ ..], _) if first.trim() == "..." => {
             let attempts: Vec<_> = (0..=printed.len()).map(|skipped| difference(rest, &printed[skipped..])).collect();
-            // Of several differences the first is the most telling: it assumes the least.
+            // The first of several differences is the most informative, as it assumes the least.
             if attempts.iter().any(Option::is_none) { None } else { attempts.into_iter().next().flatten() }
         }
         ([first, ..], []) => Some(format!("shown {first:?}, but nothing more was printed")),
@@ -133,7 +132,7 @@ fn difference(shown: &[String], printed: &[String]) -> Option<String> {
     }
 }
 
-/// Runs `command` in `folder`; whether it succeeded, and what it printed on both streams.
+/// Runs `command` in `folder`. Returns true if it succeeded, and the lines of both output streams.
 fn shell(command: &str, folder: &Path, programs: &Path) -> Result<(bool, Vec<String>), String> {
     let command = command.replace("cargo run --release -- ", "trainyard ");
     let mut starts = command.split(['|', ';', '&']).filter_map(|part| part.split_whitespace().next());
@@ -177,7 +176,7 @@ fn shell(command: &str, folder: &Path, programs: &Path) -> Result<(bool, Vec<Str
     Ok((status.success(), lines))
 }
 
-/// Runs a page's commands in a folder of its own; everything that is wrong with them.
+/// Runs a page's commands in a folder of its own. Returns all errors.
 fn check_page(name: &str, page: &str, programs: &Path) -> Vec<String> {
     let steps = match steps(page) {
         Ok(steps) => steps,
@@ -208,8 +207,7 @@ fn check_page(name: &str, page: &str, programs: &Path) -> Vec<String> {
     complaints
 }
 
-/// About 60 kB of text with some structure in it, so that a tokenizer and a model find something to
-/// learn.
+/// Writes about 60 kB of text with some structure for a tokenizer and a model to learn.
 fn write_corpora(folder: &Path) {
     const SUBJECTS: [&str; 6] = ["The engine", "A rank", "The loader", "Every shard", "One unit", "The planner"];
     const VERBS: [&str; 5] = ["gathers", "reduces", "prefetches", "releases", "writes"];

@@ -44,7 +44,7 @@ fn faults_that_make_no_sense_are_refused() {
     assert!(ran.stderr.contains("TRAINYARD_FAULTS: `explode"), "{}", ran.stderr);
 }
 
-/// A drill that never took place ended like one that was survived.
+/// A fault that never struck once looked like one that was survived.
 #[test]
 fn faults_that_do_not_strike_are_named() {
     let folder = Folder::new();
@@ -78,8 +78,8 @@ fn restarts_end_with_the_same_bits() {
     train(&folder, "whole", &[], "").ok();
     let whole = tensors(&folder.join("runs/whole"));
     let deadline = ["--set", "parallel.deadline_seconds=2", "--set", "parallel.verify=true", "--max-restarts", "2"];
-    // The thread that hangs never comes back, so the process has to be ended; a rank that fails
-    // before the first checkpoint begins anew.
+    // A hanging thread never returns, so its process is ended. After a failure before the first
+    // checkpoint, the run begins anew.
     for (name, fault) in [
         ("killed", "kill rank=1 step=7 instruction=4"),
         ("early", "refuse rank=0 step=1 instruction=2"),

@@ -1,5 +1,5 @@
-//! A model that came as a Hugging Face folder: texts begin as its tokenizer asks, and an export has
-//! what it came with.
+//! Fine-tuning of a Hugging Face folder: texts begin as its tokenizer asks, and an export has all
+//! files of the original.
 
 mod common;
 
@@ -54,11 +54,11 @@ fn an_exported_fine_tune_keeps_what_it_came_with() {
     }
     let config: Value = serde_json::from_slice(&fs::read(folder.join("out/config.json")).unwrap()).unwrap();
     assert_eq!((&config["eos_token_id"], &config["pad_token_id"]), (&json!([256, 10]), &json!(97)));
-    // Every token of generation_config.json ends a text: here all do.
+    // Every end token in generation_config.json ends a text; here all tokens are end tokens.
     let generate = ["generate", "out", "--prompt", "the ", "--tokens", "9"];
     assert_eq!(folder.run(&generate).ok().stdout, "the \n");
     assert!(folder.run(&[&generate[..], &["--ignore-eos"]].concat()).ok().stdout.len() > 5);
-    // With another tokenizer its tokens are others.
+    // With another tokenizer the end tokens of the original do not apply.
     fs::copy(folder.join("hf/tokenizer.json"), folder.join("other.json")).unwrap();
     fine_tune(&folder, "other", &["--set", "tokenizer.path=other.json"]).ok();
     assert!(!folder.join("runs/other/generation_config.json").exists());
@@ -91,7 +91,8 @@ fn texts_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     assert!(generate(&[]).stderr.contains(says));
     assert!(!generate(&["--add-bos", "false"]).stderr.contains(says));
 
-    // Training texts begin so too, unless the run is told otherwise; and eval does as the run did.
+    // Training texts begin with the same token unless the run is told otherwise, and eval follows
+    // the run.
     let tokens = |name: &str, more: &[&str]| {
         let ran = fine_tune(&folder, name, more).ok();
         let line = ran.stderr.lines().chain(ran.stdout.lines()).find(|line| line.contains("tokens for training"));
@@ -106,7 +107,7 @@ fn texts_begin_with_the_bos_token_that_the_tokenizer_asks_for() {
     assert_eq!(eval("runs/bare", &["--length", "32"]), (with - 1, false));
     assert_eq!(eval("runs/bare", &["--length", "32", "--add-bos", "true"]), (with, true));
 
-    // Token files are what they are: a key that says otherwise is refused.
+    // Token files cannot change, so a key that contradicts them is refused.
     let prepare = ["data", "prepare", "--tokenizer", "hf", "--add-bos", "false", "--out", "data/bare", "text.txt"];
     folder.run(&prepare).ok();
     let data = ["--set", "data.train=['data/bare']", "--set", "data.validation_fraction=auto"];

@@ -1,5 +1,5 @@
-//! What a stranger sees of a run: few lines before the first step, all of them with `--verbose`,
-//! the result alone with `--quiet`.
+//! The output of a first run: few lines before the first step, all of them with `--verbose`, only
+//! the result with `--quiet`.
 
 mod common;
 
@@ -24,7 +24,7 @@ const TINY: [&str; 10] = [
     "compute.threads=1",
 ];
 
-/// The quick start on `text.txt`, tiny, with `more`.
+/// The arguments of a tiny quick start on `text.txt`, with `more`.
 fn quick_start<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let sets = TINY.into_iter().flat_map(|set| ["--set", set]);
     ["train", "--data", "text.txt"].into_iter().chain(sets).chain(more.iter().copied()).collect()
@@ -36,7 +36,7 @@ fn mixed(folder: &Folder, arguments: &[&str]) -> String {
     let mut command = folder.command(arguments);
     command.stdout(writer.try_clone().expect("a second handle")).stderr(writer);
     let mut child = command.spawn().expect("the program starts");
-    // It holds the pipe's other end.
+    // The command holds the other end of the pipe.
     drop(command);
     let mut text = String::new();
     reader.read_to_string(&mut text).expect("text");
@@ -58,7 +58,8 @@ fn few_lines_are_printed_before_the_first_step() {
     }
 }
 
-/// Choices are never silent: the short form names those that matter, and where all of them are.
+/// Choices are never silent: the short output names the important ones, and the file that has all
+/// of them.
 #[test]
 fn derived_choices_are_named_and_all_stand_in_the_run_folder() {
     let folder = Folder::new();
@@ -82,7 +83,7 @@ fn derived_choices_are_named_and_all_stand_in_the_run_folder() {
     for part in [config.as_str(), "memory by purpose  measured   predicted\n  params "] {
         assert!(long.replace("run-002", "run-001").contains(part), "no {part:?} in:\n{long}");
     }
-    // It is printed without a run as well.
+    // The same configuration is printed without a run.
     let sets = TINY.into_iter().chain(["data.train=text.txt"]).flat_map(|set| ["--set", set]);
     let printed = folder.run(&["config", "print"].into_iter().chain(sets).collect::<Vec<_>>()).ok().stdout;
     assert!(printed.contains("# global_batch_size = 2  # "), "{printed}");

@@ -1,6 +1,6 @@
-//! The program on GPUs, of which there are none: the driver and the libraries that it loads are the
-//! stand-in, whose kernels are those of the GPU, compiled by the host's compiler. What runs here is
-//! all that runs on a GPU, but for the GPU itself.
+//! The program on emulated GPUs. The stand-in replaces the driver and the libraries that the
+//! program loads. It runs the GPU's kernels, compiled by the host's compiler. So everything that
+//! runs on a GPU is tested, except for the GPU itself.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn train(folder: &Folder, gpus: u32, name: &str, sets: &[&str]) -> Ran {
     run(folder, gpus, &arguments, &[])
 }
 
-/// A number of every step of a run.
+/// One metric of every step of a run.
 fn metrics(folder: &Folder, name: &str, key: &str) -> Vec<f64> {
     let text = std::fs::read_to_string(folder.join(&format!("runs/{name}/metrics.jsonl"))).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -54,7 +54,7 @@ fn a_gpu_trains_evaluates_generates_and_goes_on_like_the_processor() {
     for key in ["loss", "grad_norm"] {
         expect_near(&metrics(&folder, "gpu", key), &metrics(&folder, "cpu", key), 1e-4);
     }
-    // What each purpose takes is what was predicted of it, the products' workspace among it.
+    // Every purpose takes the predicted memory, including the workspace of products.
     let table = ran.stdout.split("memory by purpose  measured   predicted").nth(1).unwrap();
     let purposes = table.lines().skip(1).take_while(|line| line.starts_with("  "));
     assert!(purposes.clone().count() >= 5 && purposes.clone().all(|line| line.ends_with("+0.0 %")), "{table}");
@@ -72,7 +72,7 @@ fn a_gpu_trains_evaluates_generates_and_goes_on_like_the_processor() {
     assert_eq!(words, same_words);
     expect_near(&[near], &[loss], 1e-4);
 
-    // Stopped after five steps and gone on: the bytes of the run that was not.
+    // A run that is stopped after five steps and resumed has the bytes of one that was not.
     train(&folder, 1, "parts", &["device=cuda", "training.steps=5", "schedule.kind=constant"]).ok();
     train(&folder, 1, "whole", &["device=cuda", "schedule.kind=constant"]).ok();
     run(&folder, 1, &["train", "--resume", "runs/parts", "--set", "training.steps=6"], &[]).ok();
@@ -94,7 +94,7 @@ fn every_precision_and_every_place_of_the_state_trains_on_a_gpu() {
         );
         expect_near(&metrics(&folder, name, "loss"), &losses, 1e-2);
     }
-    // Where it lies, and whether it is captured, changes no bit.
+    // Offloading and CUDA graphs change no bit.
     let bits = tensors(&folder.join("runs/plain"));
     let all = |tier: &str| {
         ["optimizer", "gradients", "parameters", "activations"].map(|part| format!("memory.offload.{part}={tier}"))
@@ -127,7 +127,7 @@ fn gpus_exchange_by_nccl_between_threads_and_between_processes() {
         assert!(ran.stderr.contains("from GPU to GPU by NCCL 2.27.3"), "{}", ran.stderr);
         expect_near(&metrics(&folder, name, "loss"), &losses, 1e-4);
     }
-    // The fixed order has the bits of the exchange through the host, and processes have those of
+    // The fixed order gives the bits of the exchange through the host, and processes give those of
     // threads.
     let sharded = [&of_two[..], &["parallel.zero_stage=2"]].concat();
     train(&folder, 2, "host", &[&sharded[..], &["parallel.collectives=host"]].concat()).ok();
@@ -142,8 +142,8 @@ fn gpus_exchange_by_nccl_between_threads_and_between_processes() {
     assert!(bits[0] == bits[1] && bits[0] == bits[2]);
 }
 
-/// The others once waited for the deadline, ten minutes, because only exchanges of the host looked
-/// whether their peers live.
+/// The other ranks once waited for the deadline of ten minutes, because only exchanges through the
+/// host checked that their peers are alive.
 #[test]
 fn a_rank_that_dies_is_named_though_nccl_says_nothing() {
     let folder = Folder::new();
@@ -185,14 +185,14 @@ fn what_a_machine_with_gpus_lacks_is_a_sentence() {
         three.stderr
     );
 
-    // Of two that train together the one that failed is named.
+    // Of two ranks that train together, the failed one is named.
     let of_two = ["--set", "parallel.ranks=2", "--set", "run.name=two"];
     let failed = run(&folder, 2, &[&asked[..], &of_two].concat(), &[("STANDIN_FAILS", "adamw@1")]);
     let says = "a kernel that was launched before failed; CUDA_LAUNCH_BLOCKING=1 shows which";
     assert!(failed.code == Some(70) && failed.stderr.contains(says), "{}", failed.stderr);
     assert!(failed.stderr.contains("rank 1 on cuda:1 (Stand-in GPU, sm_90a): "), "{}", failed.stderr);
 
-    // A driver, and none of the libraries.
+    // A driver without any of the libraries.
     let stand_in = StandIn::new(Path::new(env!("CARGO_TARGET_TMPDIR"))).unwrap();
     let libraries = stand_in.variables(folder.path())[0].1.clone();
     std::fs::create_dir(folder.join("lib")).unwrap();

@@ -1,5 +1,5 @@
-//! The help texts, as they were when they were last agreed to:
-//! `INSTA_UPDATE=always cargo test -p trainyard --test help` accepts new ones.
+//! Snapshot tests of the help texts. `INSTA_UPDATE=always cargo test -p trainyard --test help`
+//! accepts new ones.
 
 mod common;
 
@@ -48,13 +48,13 @@ fn help_texts_are_as_agreed() {
     let keys = folder.run(&["config", "docs"]).ok().stdout;
     for line in text.lines().chain(keys.lines()) {
         let mut words = line.split(|c: char| !c.is_ascii_alphabetic());
-        // Words of this project's own, or without a meaning of their own, that strangers stumble on.
+        // Words of this project's jargon, or too vague, that confuse new users.
         let strange = words.find(|word| ["sitting", "way", "ways", "rung", "rungs", "floor", "floors"].contains(word));
         assert_eq!(strange, None, "{line}");
     }
 }
 
-/// The commands that the top of the help names.
+/// The commands listed in the top-level help.
 fn commands(folder: &Folder) -> Vec<String> {
     let help = folder.run(&["--help"]).ok().stdout;
     let (_, list) = help.split_once("Commands:\n").expect("a list of commands");

@@ -1,4 +1,4 @@
-//! `data inspect`: token files, configurations and runs, and what it refuses.
+//! `data inspect` on token files, configurations and runs, and its refusals.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Runs that are stopped: by a signal, which they obey, and by SIGKILL, which they survive.
+//! Interrupted runs: they obey signals, and survive SIGKILL.
 
 mod common;
 
@@ -6,7 +6,7 @@ use common::{Folder, tensors};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longer than any step here takes to come about.
+/// Time limit for anything that a test waits for.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn start(folder: &Folder, arguments: &[&str]) -> Child {
@@ -27,7 +27,7 @@ fn wait_until(child: &mut Child, mut done: impl FnMut() -> bool) -> bool {
 }
 
 fn kill(child: &Child, signal: i32) {
-    // The program has its own handlers; the `kill` of the shell sends what it is told.
+    // Sends the signal by the command `kill`.
     let sent = std::process::Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status();
     assert!(sent.expect("kill runs").success());
 }
@@ -71,12 +71,12 @@ fn what_was_set_when_a_run_was_resumed_is_kept() {
     for line in ["steps = 16", "learning_rate = 0.5", "ranks = 2", "kind = \"bytes\""] {
         assert!(config.lines().any(|found| found == line), "{line} is not in\n{config}");
     }
-    // Without a flag the run is the one that was asked for last.
+    // Without flags the run keeps the settings given last.
     let again = resume(&[]).ok();
     assert!(again.stderr.contains("nothing is left to train: 16 steps are done"), "{}", again.stderr);
     assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
 
-    // What a run that goes on would not follow is refused, and nothing of it is kept.
+    // Settings that a resumed run cannot follow are refused, and not stored.
     for (set, says) in [
         ("run.name=other", "run.name has no effect on a run that goes on"),
         ("tokenizer.kind=bpe", "it keeps its tokenizer"),
@@ -89,8 +89,8 @@ fn what_was_set_when_a_run_was_resumed_is_kept() {
     assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
 }
 
-/// The bar: killed at 20 random moments (6 unless all are asked for), the final weights are those
-/// of a run that nobody touched, byte for byte.
+/// Acceptance bar: after kills at 20 random moments (6 unless all tests are requested), the final
+/// weights equal those of an undisturbed run, byte for byte.
 #[test]
 fn a_killed_run_ends_with_the_same_bytes() {
     let kills_wanted = trainyard_testing::cases("kills", 6, 20);
@@ -110,12 +110,13 @@ fn a_killed_run_ends_with_the_same_bytes() {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut kills = 0;
     while kills < kills_wanted {
-        // Before its configuration is written, a run has not begun.
+        // A run has begun when its configuration is written.
         let begun = folder.join("runs/killed/config.toml").is_file();
         let arguments: &[&str] = if begun { &["train", "--resume", "runs/killed"] } else { &killed };
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let mut child = start(&folder, arguments);
-        // One in four dies while it starts; the others after some steps, so that the run gets on.
+        // One in four kills comes during the start, the others after some steps, so that the run
+        // makes progress.
         let progress = (random >> 33) % 40;
         let before = lines(&folder, "runs/killed/metrics.jsonl") as u64;
         let moment = Duration::from_micros((random >> 40) % 30_000);

@@ -1,4 +1,4 @@
-//! From text to a model that is used, through the program, in a temporary folder.
+//! The whole path through the program: from text to a trained, exported and used model.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn a_run_is_trained_resumed_evaluated_sampled_and_exported() {
         assert!(lines[11][key].is_number(), "{key} in {}", lines[11]);
     }
 
-    // What it saved is a configuration again, and the run goes on where it was.
+    // The saved file is a configuration again, and the run resumes where it was.
     folder.run(&["config", "check", "runs/tiny/config.toml"]).ok();
     let more = folder.run(&["train", "--resume", "runs/tiny", "--set", "training.steps=40"]).ok();
     assert!(more.stderr.contains("resumed at step 12"), "{}", more.stderr);
@@ -57,7 +57,7 @@ fn a_run_is_trained_resumed_evaluated_sampled_and_exported() {
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
         assert!(folder.join("hf").join(file).is_file(), "{file}");
     }
-    // Who loads it stops where texts ended: 256 is the end of a text of bytes.
+    // Generation stops at the end of a text: 256 is the end-of-text token of bytes.
     let generation: serde_json::Value =
         serde_json::from_slice(&fs::read(folder.join("hf/generation_config.json")).unwrap()).unwrap();
     assert_eq!(generation["eos_token_id"], 256, "{generation}");
@@ -75,7 +75,7 @@ fn a_run_by_the_clock_goes_on_under_a_longer_limit() {
         fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap().lines().count()
     };
     let first = steps(&["train", "tiny.toml", "--set", "training.seconds=1"]);
-    // The schedule that the first limit fixed is over, or nearly.
+    // The schedule, fixed by the first limit, is over, or nearly.
     let second = steps(&["train", "--resume", "runs/tiny", "--set", "training.seconds=4"]);
     assert!(second > first + first / 2, "{first} steps in a second, {second} in four");
 }
@@ -99,7 +99,7 @@ fn tokenizers_and_token_files_are_made_and_trained_on() {
     }
 }
 
-/// Documented, and what `checkpoint.keep_best` needs.
+/// This is documented, and `checkpoint.keep_best` needs it.
 #[test]
 fn a_checkpoint_is_written_before_each_evaluation() {
     let folder = Folder::new();
@@ -134,7 +134,7 @@ fn text_follows_the_tokenizer_of_token_files_beside_it_and_other_tokens_are_refu
         assert!(refused.stderr.contains("holds tokens of another tokenizer"), "{}", refused.stderr);
         assert!(!folder.join("runs/refused").exists(), "a run that never began left a folder");
     }
-    // Named like for training, what was held back is evaluated.
+    // With the name used for training, the held-back part is evaluated.
     assert!(folder.run(&["eval", "runs/mixed", "--data", "data/bpe"]).ok().stdout.contains("runs/mixed at step 12"));
     let refused = folder.run(&["eval", "runs/mixed", "--data", "data/bytes"]);
     assert!(refused.stderr.contains("holds tokens of another tokenizer"), "{}", refused.stderr);
@@ -168,7 +168,7 @@ fn configurations_and_programs_are_explained() {
     let folder = Folder::new();
     let checked = folder.run(&["config", "check", "tiny.toml"]).ok().stdout;
     assert!(checked.contains("the configuration is valid") && checked.contains("activations"), "{checked}");
-    // What is printed can be read again and means the same.
+    // The printed configuration can be read again and means the same.
     let printed = folder.run(&["config", "print", "tiny.toml"]).ok().stdout;
     folder.write("again.toml", &printed);
     assert_eq!(folder.run(&["config", "print", "again.toml"]).ok().stdout, printed);
@@ -221,7 +221,7 @@ fn the_largest_model_within_a_limit_is_found_and_trained() {
     }
 }
 
-/// `config check` once called valid, without a word, what `train` refuses on the same machine.
+/// `config check` once silently accepted a configuration that `train` refuses on the same machine.
 #[test]
 fn a_configuration_that_this_machine_has_no_memory_for_is_said_to_be_valid_elsewhere() {
     let folder = Folder::new();
@@ -236,7 +236,7 @@ fn a_configuration_that_this_machine_has_no_memory_for_is_said_to_be_valid_elsew
     assert!(folder.run(&["config", "check", "tiny.toml"]).ok().stdout.ends_with("\nthe configuration is valid\n"));
 }
 
-/// One of them validates in part, and was counted on both sides.
+/// A document that was partly held back was once counted on both sides.
 #[test]
 fn a_document_that_is_divided_counts_once() {
     let folder = Folder::new();

@@ -1,5 +1,5 @@
-//! Ranks that are processes over TCP, started by `trainyard launch`: the bits of threads, faults
-//! that are named and survived, signals, restarts, strangers.
+//! Ranks that are processes over TCP, started by `trainyard launch`: same bits as threads, named
+//! and survived faults, signals, restarts, and connections of strangers.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes to come about.
+/// Time limit for anything that a test waits for.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Enough steps for three checkpoints.
 const SETS: [&str; 4] =
@@ -60,7 +60,7 @@ fn launched_processes_train_the_bits_of_threads() {
         run(&folder, &train(&threads, sets), "").ok();
         let ran = run(&folder, &launch(ranks, &[], &train(name, sets)), "").ok();
         same_tensors(&folder, name, &threads);
-        // Rank 0 alone speaks, and nothing stands before what it says.
+        // Only rank 0 prints, and its lines have no prefix.
         assert_eq!(ran.stdout.matches("done: 6 steps").count(), 1, "{}", ran.stdout);
         assert!(
             ran.stderr.contains(&format!("{ranks} processes over tcp (RANK=0, WORLD_SIZE={ranks}); met at 127.0.0.1"))
@@ -79,15 +79,16 @@ fn launched_processes_train_the_bits_of_threads() {
     same_tensors(&folder, "two-hosts", "hybrid");
 }
 
-/// Begun between threads, gone on with by processes, ended by threads; and the other way round.
+/// A run begins with threads, resumes with processes and ends with threads; and the other way
+/// round.
 #[test]
 fn runs_go_on_from_threads_to_launched_processes_and_back() {
     let folder = Folder::new();
     run(&folder, &train("whole", &ZERO_3), "").ok();
     for threads_first in [true, false] {
         let name = if threads_first { "threads" } else { "processes" };
-        // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is
-        // there; then by itself.
+        // Two runs end by faults after step 4, whose snapshot waits until the checkpoint of step 2
+        // is written. The third ends by itself.
         let fault = |rank| format!("kill rank={rank} step=5 instruction=5");
         for (sitting, fault) in [fault(1), fault(0), String::new()].iter().enumerate() {
             let own = match sitting {
@@ -127,8 +128,8 @@ fn launched_ranks_that_fail_are_named_and_restarted() {
     }
 }
 
-/// Its trace's file takes nothing; whoever is told of that ends as it does, and nobody starts
-/// again.
+/// The trace file of one rank cannot be written. All ranks end with the same code, and none
+/// restarts.
 #[test]
 fn a_disk_that_is_full_for_one_rank_ends_all_of_them_for_good() {
     let folder = Folder::new();
@@ -146,7 +147,7 @@ fn a_disk_that_is_full_for_one_rank_ends_all_of_them_for_good() {
     assert!(!ran.stderr.contains("restart 1 of 1"), "{}", ran.stderr);
 }
 
-/// A process that is stopped answers nothing and obeys no signal but one.
+/// A stopped process answers nothing and obeys only SIGKILL.
 #[test]
 fn a_launched_rank_that_is_frozen_is_killed() {
     let folder = Folder::new();
@@ -176,10 +177,10 @@ fn signals_reach_every_launched_rank() {
     }
 }
 
-/// Steps that nobody waits for, and checkpoints often enough to go on from.
+/// A run that does not end by itself, with frequent checkpoints.
 const ENDLESS: [&str; 3] = ["parallel.ranks=2", "training.steps=1000000", "checkpoint.interval_steps=4"];
 
-/// The signal comes to one rank of two, or to the launcher of one host of two.
+/// The signal is sent to one rank of two, or to the launcher of one host of two.
 #[test]
 fn a_signal_to_any_rank_or_host_stops_the_run_with_a_checkpoint() {
     let folder = Folder::new();
@@ -215,8 +216,7 @@ fn a_signal_to_any_rank_or_host_stops_the_run_with_a_checkpoint() {
     says("host", &stopped("host", first));
 }
 
-/// A launcher or supervisor that is killed takes its ranks along, so that the run can be started
-/// again at once.
+/// The ranks of a killed launcher or supervisor end too, so that the run can be restarted at once.
 #[test]
 fn ranks_end_with_their_launcher_or_supervisor() {
     let folder = Folder::new();
@@ -244,7 +244,7 @@ fn ranks_end_with_their_launcher_or_supervisor() {
             assert!(began.elapsed() < Duration::from_secs(15), "{name}: process {rank} goes on");
             thread::sleep(Duration::from_millis(5));
         }
-        // Nobody who still writes to the run keeps it from being resumed.
+        // No remaining process holds the run's lock, so it can be resumed.
         if !["killed", "threads"].contains(&name) {
             continue;
         }
@@ -258,7 +258,7 @@ fn ranks_end_with_their_launcher_or_supervisor() {
     }
 }
 
-/// The bar: a thousand connections of strangers before, while and after the ranks come together
+/// Acceptance bar: a thousand connections of strangers, before, while and after the ranks connect,
 /// change nothing.
 #[test]
 fn a_thousand_strangers_change_no_bit_of_a_run() {
@@ -274,7 +274,7 @@ fn a_thousand_strangers_change_no_bit_of_a_run() {
             command.env("TRAINYARD_JOB_SECRET", "the secret of this job alone");
             command.envs([("RANK", rank.to_string()), ("WORLD_SIZE", ranks.to_string())]).spawn().unwrap()
         };
-        // The last rank comes when half of the strangers have.
+        // The last rank starts after half of the strangers.
         let mut processes: Vec<Child> = (0..ranks - 1).map(start).collect();
         let ports: Vec<u16> = processes.iter().map(|process| listening_port(process.id())).collect();
         let (next, held) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -300,16 +300,16 @@ fn a_thousand_strangers_change_no_bit_of_a_run() {
     }
 }
 
-/// Connects as a stranger: with garbage, without the secret, of another version, or slowly. The
-/// connection if it is to stay open.
+/// Connects as a stranger: with garbage, without the secret, with another version, or slowly.
+/// Returns the connection if it must stay open.
 fn stranger(number: usize, port: u16) -> Option<TcpStream> {
     let address = SocketAddr::from(([127, 0, 0, 1], port));
-    // Nobody listens any more once the ranks are together.
+    // When the ranks are connected, nobody listens any more.
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2)).ok()?;
     let random = |byte: usize| (number * 131 + byte * 29) as u8 ^ (number >> 3) as u8;
     let noise: Vec<u8> = (0..100 + number).map(random).collect();
     let greeting = [b"TYR2".as_slice(), &noise[..32]].concat();
-    // A stranger may be let go before it has said all.
+    // A stranger may be disconnected before it has sent everything.
     let _ = match number % 5 {
         0 => stream.write_all(&noise),
         1 => stream.write_all(&[&greeting[..], &noise[..32]].concat()),
@@ -343,7 +343,7 @@ fn listening_port(pid: u32) -> u16 {
     }
 }
 
-/// They would agree in every shape, and train apart.
+/// The processes would agree in every shape, and train different models.
 #[test]
 fn processes_with_different_configurations_do_not_begin() {
     let folder = Folder::new();
@@ -366,8 +366,8 @@ fn processes_with_different_configurations_do_not_begin() {
     assert!(!folder.join("runs").exists());
 }
 
-/// What torchrun's and deepspeed's users type: taken where it means what happens anyway, else
-/// answered with what to type.
+/// Options of torchrun and deepspeed are accepted if they ask for the default behaviour. Otherwise
+/// the error names the equivalent.
 #[test]
 fn options_of_other_launchers_are_taken_or_answered() {
     let folder = Folder::new();
@@ -413,7 +413,7 @@ fn what_cannot_be_launched_says_why() {
         assert_eq!(ran.code, Some(1), "{line}: {}", ran.stderr);
         assert!(ran.stderr.contains(why), "{line}: {}", ran.stderr);
     }
-    // A rank that nobody else joins.
+    // A rank that no other rank joins.
     let mut alone = command(&folder, &words("train tiny.toml"), "");
     alone.envs([
         ("RANK", "0"),
@@ -436,7 +436,7 @@ fn metrics(folder: &Folder, name: &str) -> usize {
     std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count())
 }
 
-/// Waits until the run has made so many steps.
+/// Waits until the run has made `steps` steps.
 fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
     let began = Instant::now();
     while metrics(folder, name) < steps {
@@ -455,7 +455,7 @@ fn children(pid: &str) -> Vec<String> {
     children.split_whitespace().map(str::to_owned).collect()
 }
 
-/// The processes that a process has started, and those that they have.
+/// The children of a process, their children, and so on.
 fn descendants(pid: u32) -> Vec<String> {
     let mut all = children(&pid.to_string());
     let mut next = 0;
@@ -466,7 +466,7 @@ fn descendants(pid: u32) -> Vec<String> {
     all
 }
 
-/// True for a process that has not ended; one that nobody has waited for has.
+/// True if the process has not ended; a zombie has ended.
 fn runs(pid: &str) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());

@@ -1,4 +1,4 @@
-//! Ranks that are processes: the program under `mpirun`, from the command line to the last
+//! Ranks that are MPI processes: the program under `mpirun`, from the command line to the last
 //! checkpoint.
 //!
 //! Ignored unless the program is built with the feature `mpi`; `cargo xtask test` does that where
@@ -14,7 +14,7 @@ use std::fs;
 /// Steps of a run here: enough for three checkpoints.
 const STEPS: &str = "training.steps=6";
 
-/// A model, a layout of two or four ranks, and what else is set.
+/// Cases: a name (model, precision, layout of two or four ranks) and the settings.
 const CASES: [(&str, &[&str]); 8] = [
     ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
     ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),
@@ -53,12 +53,12 @@ fn ranks(sets: &[&str]) -> usize {
     digit.expect("every case says how many").parse().expect("a number")
 }
 
-/// Starts a run between threads.
+/// Runs with ranks that are threads.
 fn on_threads(folder: &Folder, arguments: &[String]) -> Ran {
     folder.run(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// What a run recorded of each step, without what depends on a clock.
+/// The records of a run's steps, without the values that depend on a clock.
 fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 4]> {
     let text = fs::read_to_string(folder.join(&format!("runs/{run}/metrics.jsonl"))).expect("metrics");
     let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a line of JSON"));
@@ -70,7 +70,7 @@ fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 4]> {
 fn processes_over_mpi_are_measured_and_their_runs_predicted() {
     let folder = Folder::new();
     let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
-    // Where the test's folder has its profiles, as both find it.
+    // The path at which both commands find the profile.
     Mpirun::new(&folder, 2).run(&words("calibrate --quick --out processes.toml")).ok();
     let profile = std::fs::read_to_string(folder.join("processes.toml")).unwrap();
     assert!(profile.contains("[machine.processes]\nbackend = \"mpi\"\ncount = 2\nhosts = 1\n"));
@@ -94,8 +94,8 @@ fn processes_train_the_bits_of_threads() {
         );
         let recorded = losses(&folder, name);
         assert_eq!((recorded.len(), &recorded), (6, &losses(&folder, &threads)), "{name}");
-        // Rank 0 alone speaks.
-        // mpirun's tags also stand where one of its buffers ended, within a line.
+        // Only rank 0 prints. mpirun also inserts its tags within a line, where one of its buffers
+        // ended.
         let stdout = ran.stdout.replace("[1,0]<stdout>:", "");
         for said in ["done: 6 steps", "run folder", "layout  "] {
             let times = stdout.matches(said).count();
@@ -109,11 +109,12 @@ fn processes_train_the_bits_of_threads() {
             .filter(|line| line.starts_with("[1,") && !line.starts_with("[1,0]"));
         assert_eq!(others.collect::<Vec<_>>(), Vec::<&str>::new(), "{name}");
     }
-    // Each of them one run, and the prepared data.
+    // Each case left its two runs; the prepared data is one more entry.
     assert_eq!(fs::read_dir(folder.join("runs")).expect("runs").count(), 2 * CASES.len() + 1);
 }
 
-/// Begun between threads, gone on with by processes, ended by threads; and the other way round.
+/// A run begins with threads, resumes with processes and ends with threads; and the other way
+/// round.
 #[test]
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi")]
 fn runs_go_on_from_threads_to_processes_and_back() {
@@ -127,8 +128,8 @@ fn runs_go_on_from_threads_to_processes_and_back() {
         for threads_first in [true, false] {
             let run = format!("{name}-{}", if threads_first { "threads" } else { "processes" });
             let mut on_threads_now = threads_first;
-            // Ends by faults after step 4, whose snapshot waits until the checkpoint of step 2 is
-            // there; then by itself.
+            // Two runs end by faults after step 4, whose snapshot waits until the checkpoint of
+            // step 2 is written. The third ends by itself.
             let fault = |rank| format!("kill rank={rank} step=5 instruction=5");
             for (sitting, fault) in [fault(1), fault(0), String::new()].iter().enumerate() {
                 let arguments = match sitting {
@@ -143,7 +144,7 @@ fn runs_go_on_from_threads_to_processes_and_back() {
                 } else {
                     Mpirun::new(&folder, 2).faults(fault).run(&arguments)
                 };
-                // mpirun ends with 0 whatever its processes end with, see `Mpirun::launcher`.
+                // mpirun always ends with 0, see `Mpirun::launcher`.
                 let expected = if on_threads_now && !fault.is_empty() { 70 } else { 0 };
                 assert_eq!(ran.code, Some(expected), "{run} {sitting}: {}", ran.stderr);
                 assert_eq!(ran.stdout.contains("done: 6 steps"), fault.is_empty(), "{run} {sitting}: {}", ran.stderr);

@@ -1,11 +1,10 @@
-//! Ranks that are processes and fail: each is named on every other rank within the deadline,
-//! nothing wrong is written, and the supervised run ends with the bits of one that nobody
-//! disturbed.
+//! Ranks that are MPI processes and fail. Each is named on every other rank within the deadline,
+//! nothing wrong is written, and the supervised run ends with the bits of an undisturbed one.
 //!
-//! Faults are drawn from seeds; processes are killed and stopped from outside too. Ignored unless
+//! Faults are drawn from seeds; processes are also killed and stopped from outside. Ignored unless
 //! the program is built with the feature `mpi`.
 //! `TRAINYARD_FAULT_SEEDS=0..60 cargo test -p trainyard --features mpi --test mpi_faults` draws
-//! others.
+//! other faults.
 
 mod common;
 mod mpirun;
@@ -26,10 +25,9 @@ use trainyard_program::Program;
 
 const STEPS: u64 = 6;
 const DEADLINE_S: f64 = 4.0;
-/// Runs at once; most of their time is waiting for deadlines.
+/// Number of concurrent runs; they mostly wait for deadlines.
 const AT_ONCE: usize = 3;
-/// Between a failure and the moment a rank has written its report, on a machine with more processes
-/// than cores.
+/// Time limit between a failure and a rank's report, on a machine with more processes than cores.
 const REPORT_S: f64 = 2.0;
 
 /// Layouts with their number of ranks.
@@ -39,12 +37,12 @@ const LAYOUTS: [(usize, &[&str]); 3] = [
     (4, &["parallel.zero_stage=3", "parallel.data_parallel_replicate_degree=2"]),
 ];
 
-/// What happens to a run.
+/// The disturbance of a run.
 #[derive(Debug)]
 enum Blow {
     /// A fault in the program, at its own position.
     Fault(Fault),
-    /// This signal to the process of this rank, after so many steps.
+    /// A signal to the process of a rank, after a number of steps.
     Signal { name: &'static str, rank: u32, steps: usize },
 }
 
@@ -68,12 +66,12 @@ impl Blow {
         }
     }
 
-    /// Whether the run is to go on as if nothing had happened.
+    /// True if the run must continue undisturbed.
     fn is_harmless(&self) -> bool {
         matches!(self, Blow::Fault(Fault { action: Action::Delay(delay), .. }) if delay.as_secs_f64() < DEADLINE_S / 2.0)
     }
 
-    /// Whether the rank's process writes a report itself.
+    /// True if the failed rank's process writes a report itself.
     fn reports(&self) -> bool {
         !matches!(self, Blow::Signal { .. } | Blow::Fault(Fault { action: Action::Kill, .. }))
     }
@@ -106,7 +104,7 @@ fn prepare(folder: &Folder) -> Vec<Vec<Program>> {
     LAYOUTS.iter().enumerate().map(whole).collect()
 }
 
-/// Starts the run under the supervisor, every rank by a script that leaves its process's number and
+/// Starts the run under the supervisor. A script starts every rank and records its process id and
 /// its first exit code.
 fn start(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Child {
     let ranks = LAYOUTS[layout].0;
@@ -126,13 +124,14 @@ fn start(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts")
 }
 
-/// What `rank.sh` wrote of a rank: its first process's number (`pid`) or exit code (`exit`).
+/// The record of `rank.sh` about a rank: the id of its first process (`pid`) or its exit code
+/// (`exit`).
 fn first(folder: &Folder, name: &str, rank: usize, what: &str) -> Option<u32> {
     let text = fs::read_to_string(folder.join(&format!("processes-{name}/{rank}.{what}"))).ok()?;
     text.lines().next()?.parse().ok()
 }
 
-/// Sends the signal once the run has made its steps.
+/// Sends the signal when the run has made its steps.
 fn signal(folder: &Folder, name: &str, signal: &str, rank: u32, steps: usize) -> Result<(), String> {
     let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
     let began = Instant::now();
@@ -147,7 +146,7 @@ fn signal(folder: &Folder, name: &str, signal: &str, rank: u32, steps: usize) ->
     if sent.is_ok_and(|status| status.success()) { Ok(()) } else { Err("the process was gone already".to_owned()) }
 }
 
-/// What is wrong with how a run takes the blow; None when nothing is.
+/// Runs with the disturbance `blow`. Returns a description of the first wrong behaviour, if any.
 fn trouble(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Option<String> {
     let child = start(folder, name, layout, blow);
     let sent = match blow {
@@ -179,8 +178,8 @@ fn trouble(folder: &Folder, name: &str, layout: usize, blow: &Blow) -> Option<St
     }
 }
 
-/// What is wrong with what a rank of the first attempt reported and how it ended; None when nothing
-/// is.
+/// Checks the report and the exit of a rank in the first attempt. Returns a description of the
+/// first error, if any.
 fn misnamed(folder: &Folder, name: &str, rank: usize, blow: &Blow) -> Option<String> {
     let is_victim = rank == blow.victim() as usize;
     if is_victim && !blow.reports() {
@@ -195,11 +194,11 @@ fn misnamed(folder: &Folder, name: &str, rank: usize, blow: &Blow) -> Option<Str
     };
     let lanes = report["lanes"].as_array().into_iter().flatten();
     let waited = lanes.filter_map(|lane| lane["for_s"].as_f64()).fold(0.0, f64::max);
-    // A rank that hangs has its process ended later, when the others have gone.
+    // The process of a hanging rank is ended later, when the others have ended.
     if !is_victim && waited > DEADLINE_S + REPORT_S {
         return Some(format!("rank {rank} was told after {waited:.1} s"));
     }
-    // The rank itself knows why.
+    // The failed rank itself knows the cause.
     if is_victim && report["failure"].is_null() {
         return None;
     }
@@ -208,15 +207,15 @@ fn misnamed(folder: &Folder, name: &str, rank: usize, blow: &Blow) -> Option<Str
     (culprits != [Some(blow.victim().into())]).then(|| format!("rank {rank} names {culprits:?}"))
 }
 
-/// A rank's only report.
+/// The only report of a rank.
 fn report(faults: &Path, rank: usize) -> Option<serde_json::Value> {
     let files = fs::read_dir(faults).ok()?.map(|entry| entry.expect("listed").path());
     let file = files.into_iter().find(|path| path.to_string_lossy().ends_with(&format!("-rank-{rank}.json")))?;
     serde_json::from_slice(&fs::read(file).ok()?).ok()
 }
 
-/// The seeds that were asked for, else half a dozen that draw every kind of blow, or sixty where
-/// all are asked for.
+/// The requested seeds. By default six, which draw every kind of disturbance, or sixty if all tests
+/// are requested.
 fn seeds() -> Range<u64> {
     let Ok(text) = std::env::var("TRAINYARD_FAULT_SEEDS") else {
         return match trainyard_testing::cases("seeded faults", 6, 60) {
@@ -244,7 +243,7 @@ fn faults_of_processes_are_named_and_survived() {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(seed) = seeds.clone().nth(next.fetch_add(1, Ordering::Relaxed)) {
-                    // Six seeds for a layout, so that each meets every kind of blow.
+                    // Six seeds per layout, so that each meets every kind of disturbance.
                     let layout = (seed / 2 % LAYOUTS.len() as u64) as usize;
                     let blow = Blow::drawn(seed, &programs[layout]);
                     let kind = match &blow {

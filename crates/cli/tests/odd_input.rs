@@ -1,10 +1,10 @@
-//! Input that is unusual and right: it must work.
+//! Unusual but valid input, which must work.
 
 mod common;
 
 use common::Folder;
 
-/// `model.path` once refused every tokenizer but its own, also where it had none.
+/// `model.path` once refused every tokenizer but its own, even if it had none.
 #[test]
 fn a_model_without_a_tokenizer_takes_the_one_that_is_chosen() {
     let folder = Folder::new();

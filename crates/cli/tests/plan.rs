@@ -55,8 +55,8 @@ fn a_configuration_is_planned_for_this_machine() {
     assert!(!ran.stdout.contains("not runnable"), "{}", ran.stdout);
 }
 
-/// A configuration with a degree that is priced and not run was refused without a word of how a
-/// cluster's plan is asked for it.
+/// A configuration with a degree that can be priced but not run was once refused without a hint to
+/// the cluster planner.
 #[test]
 fn a_degree_that_cannot_be_run_is_priced_on_a_cluster_as_the_refusal_says() {
     let folder = Folder::new();
@@ -140,7 +140,7 @@ fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
     let sets = plans["plans"][0]["sets"].as_array().unwrap();
     let sets: Vec<&str> = sets.iter().map(|set| set.as_str().unwrap()).collect();
     assert!(sets.contains(&"parallel.zero_stage=3") && sets.contains(&"compute.device=cuda"), "{sets:?}");
-    // The same on processors, as there is no GPU here.
+    // The same configuration on processors, as there is no GPU here.
     let here = sets.iter().filter(|set| **set != "compute.device=cuda").flat_map(|set| ["--set", *set]);
     let ran = folder
         .run(&["train", "c.toml"].into_iter().chain(here).chain(["--set", "training.steps=1"]).collect::<Vec<_>>());
@@ -151,8 +151,8 @@ fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
     assert!(priced.stdout.contains("it cannot be run yet: tensor, pipeline"), "{}", priced.stdout);
 }
 
-/// The planner of clusters once left out the configuration's limit of memory and priced any
-/// optimizer as AdamW without a word.
+/// The planner of clusters once ignored the configuration's memory limit, and silently priced any
+/// optimizer as AdamW.
 #[test]
 fn a_configurations_limit_counts_on_clusters_and_another_optimizer_is_said() {
     let folder = Folder::new();

@@ -1,5 +1,5 @@
-//! Processes that a launcher starts together: measured, planned for, picked for, and their
-//! predictions kept.
+//! Processes that a launcher starts together: calibration, plans, `--plan auto`, and the
+//! predictions beside their runs.
 
 mod common;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{Machine, Processes};
 
-/// A tiny configuration whose threads are not held.
+/// A folder with a tiny configuration that does not fix the number of threads.
 fn folder() -> Folder {
     let folder = Folder::new();
     let free = common::TINY.replace("[compute]\nthreads = 1\n", "");
@@ -16,14 +16,14 @@ fn folder() -> Folder {
     folder
 }
 
-/// Runs `arguments`, where profiles of processes lie in `processes.toml`.
+/// Runs `arguments`, with `processes.toml` as the profile of processes.
 fn run(folder: &Folder, arguments: &[&str]) -> Ran {
     let mut command = folder.command(arguments);
     command.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml"));
     Ran::new(command.output().expect("the program starts"))
 }
 
-/// The same by two processes.
+/// As [`run`], with two processes.
 fn launch(folder: &Folder, arguments: &[&str]) -> Ran {
     run(folder, &[&["launch", "--nproc-per-node", "2"], arguments].concat())
 }
@@ -46,8 +46,7 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     assert_eq!(exchanges, [("all_gather", 2, 1), ("reduce_scatter", 2, 1), ("all_reduce", 2, 1)]);
     assert!(profile.kernels.iter().all(|curve| curve.ranks == 2) && profile.kernels.len() > 30);
 
-    // Without a launcher their ways can be looked at: all with as many ranks as there are
-    // processes.
+    // The plans can be shown without a launcher; all have as many ranks as there are processes.
     let shown = run(&folder, &["plan", "c.toml", "--profile", "processes.toml", "--json"]).ok();
     let shown: Value = serde_json::from_str(&shown.stdout).unwrap();
     let plans = shown["plans"].as_array().unwrap();
@@ -65,7 +64,7 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     let tried = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "5"]));
     assert!(tried.stderr.contains("leave it out under a launcher"), "{}", tried.stderr);
 
-    // The number of each process's threads, as torchrun sets it: what is picked is what runs.
+    // The threads of each process, as torchrun sets them. The picked plan is the one that runs.
     let mut three = folder.command(&["launch", "--nproc-per-node", "2", "train", "c.toml", "--plan", "auto"]);
     let three = three.args(["--set", "run.name='three'"]).env("OMP_NUM_THREADS", "3");
     let three = three.env("TRAINYARD_PROCESSES_PROFILE", folder.join("processes.toml")).output();
@@ -79,7 +78,7 @@ fn processes_are_measured_together_and_their_runs_predicted_and_picked() {
     let different = failed(run(&folder, &["calibrate", "--compare", "processes.toml"]));
     assert!(different.stderr.contains("machine.toml"), "{}", different.stderr);
 
-    // Threads are no processes.
+    // A profile of processes does not apply to threads.
     let mut threads = folder.command(&["train", "c.toml", "--set", "run.name='threads'"]);
     let threads = threads.env("TRAINYARD_PROFILE", folder.join("processes.toml")).output();
     let threads = Ran::new(threads.expect("the program starts")).ok();
@@ -98,10 +97,10 @@ fn processes_that_were_not_measured_say_how_they_are() {
         .output()
         .expect("the program starts");
     assert!(Ran::new(none).ok().stdout.contains(needed));
-    // A file that is named and not there is no profile that was never made.
+    // A missing file that is named explicitly is an error, unlike a profile that was never made.
     assert!(trained.stdout.contains("not predicted: cannot read the machine's profile"), "{}", trained.stdout);
     let picked = failed(launch(&folder, &["train", "c.toml", "--plan", "auto", "--set", "run.name='c'"]));
-    // Both ranks say so, and both end as for any other mistake: a restart would not help.
+    // Both ranks report the error and end as for any other mistake: a restart would not help.
     assert_eq!(picked.stderr.matches("--plan auto needs to know this machine").count(), 2, "{}", picked.stderr);
     assert!(picked.code == Some(1) && picked.stderr.contains("rank 0 could not pick a plan"), "{}", picked.stderr);
 }

@@ -1,4 +1,4 @@
-//! Runs and readers beside each other, in one folder.
+//! Concurrent runs and readers in one folder.
 
 mod common;
 
@@ -14,7 +14,7 @@ fn end(child: Child) -> Ran {
     Ran::new(child.wait_with_output().expect("the program ends"))
 }
 
-/// Five of them once ended in errors.
+/// Five of the six once ended in errors.
 #[test]
 fn six_runs_started_at_once_without_a_name_have_folders_of_their_own() {
     let folder = Folder::new();

@@ -1,5 +1,5 @@
-//! What goes wrong in a run and around it loses nothing: weights that diverge, checkpoints that are
-//! damaged, signals at any time, files that are named by mistake.
+//! Failures in and around a run lose nothing: diverged weights, damaged checkpoints, signals at any
+//! time, files named by mistake.
 
 mod common;
 
@@ -90,7 +90,7 @@ fn an_evaluation_stops_at_the_first_signal() {
     assert_eq!(ran.status.code(), Some(130), "{stderr}");
     assert!(stderr.contains("the evaluation was left off"), "{stderr}");
     assert_eq!(steps(&folder, "runs/tiny").last().unwrap(), "step-00000012");
-    // Nothing is lost: the evaluation is made up for.
+    // Nothing is lost: the missed evaluation is made on resuming.
     let quick = ["--set", "evaluation.tokens_max=256"];
     let again = folder.run(&[&["train", "--resume", "runs/tiny"], &quick[..]].concat()).ok();
     assert!(again.stdout.contains("validation   loss"), "{}", again.stdout);
@@ -114,7 +114,7 @@ fn a_signal_while_nothing_is_trained_yet_ends_the_program() {
     let mut rest = String::new();
     said.read_to_string(&mut rest).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
-    // What follows the tokenizer was not begun.
+    // The work after the tokenizer was not begun.
     assert!(!rest.contains("tokenized"), "{rest}");
 }
 
@@ -152,7 +152,7 @@ fn what_is_written_replaces_no_input_and_no_device() {
     let refused = folder.run(&["tokenizer", "train", "--vocab-size", "300", "--out", "text.txt", "text.txt"]);
     assert!(refused.code == Some(1) && refused.stderr.contains("would be replaced"), "{}", refused.stderr);
     assert_eq!(fs::read(folder.join("text.txt")).unwrap(), text);
-    // A pipe stands for devices: what is no file stays.
+    // A pipe stands for devices: only regular files are replaced.
     assert!(Command::new("mkfifo").arg(folder.join("pipe")).status().unwrap().success());
     let refused = folder.run(&["tokenizer", "train", "--vocab-size", "300", "--out", "pipe", "text.txt"]);
     assert!(refused.code == Some(1) && refused.stderr.contains("is no regular file"), "{}", refused.stderr);
@@ -179,12 +179,12 @@ fn exports_replace_no_source_and_leave_no_stale_parts() {
     assert_eq!(parts("hf"), 1);
     let refused = folder.run(&["export", "hf", "--out", "hf"]);
     assert!(refused.code == Some(1) && refused.stderr.contains("is the model itself"), "{}", refused.stderr);
-    // What of a configuration is not used is said.
+    // Unused keys of a model's configuration are reported.
     let config = fs::read_to_string(folder.join("hf/config.json")).unwrap();
     fs::write(folder.join("hf/config.json"), config.replacen('{', "{\"frobnicate\": 3,", 1)).unwrap();
     let evaluated = folder.run(&["eval", "hf", "--data", "text.txt", "--tokens-max", "256"]).ok();
     assert!(evaluated.stderr.contains("frobnicate"), "{}", evaluated.stderr);
-    // Weights that are no numbers are no model.
+    // Weights that are NaN are refused.
     let weights = folder.join("hf/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;

@@ -1,5 +1,5 @@
-//! Going on with a run: what may change, what is refused before anything is written, and which
-//! checkpoint is used.
+//! Resuming a run: changes that are allowed, changes that are refused before anything is written,
+//! and the choice of the checkpoint.
 
 mod common;
 
@@ -74,7 +74,7 @@ fn resume_refuses_a_changed_number_of_layers() {
         ("model.vocab_size=512", &["model.vocab_size is 320", "512 is asked for"]),
         ("model.family=gpt2", &["model.family is \"llama\"", "\"gpt2\" is asked for"]),
         ("model.init_std=0.5", &["model.init_std is 0.02", "0.5 is asked for"]),
-        // The same matrices, read otherwise.
+        // The same matrices with another meaning.
         ("model.heads=4", &["model.heads is 2", "4 is asked for"]),
     ];
     for (set, words) in shapes {
@@ -90,13 +90,13 @@ fn resume_refuses_a_changed_number_of_layers() {
     for (set, words) in same_shapes {
         refused(&folder, &[], &["training.steps=14", set], words);
     }
-    // Whoever edits the file asks for it as well.
+    // Editing the file is a request for the change as well.
     let config = folder.join(RUN).join("config.toml");
     let text = fs::read_to_string(&config).unwrap();
     fs::write(&config, text.replace("layers = 3", "layers = 1")).unwrap();
     refused(&folder, &[], &["training.steps=14"], &["model.layers is 3", "1 is asked for"]);
     fs::write(&config, text).unwrap();
-    // Dropout belongs to training.
+    // Dropout may change: it belongs to the training.
     let ran = resume(&folder, &[], &["training.steps=13", "model.dropout=0.1"]).ok();
     assert!(ran.stderr.contains("resumed at step 12"), "{}", ran.stderr);
     assert_eq!(json(folder.join(RUN).join("model.json"))["dropout"], 0.1);
@@ -116,7 +116,7 @@ fn a_model_changed_on_purpose_is_followed_and_said() {
     assert!(ran.stderr.contains(words), "{}", ran.stderr);
     assert_eq!(json(folder.join(RUN).join("model.json"))["rope"]["theta"], 100.0);
     assert_ne!(eval(), before, "another function of the same weights");
-    // It is the run's from here on, and needs no flag.
+    // The change is part of the run from here on, and needs no flag.
     let ran = resume(&folder, &[], &["training.steps=14"]).ok();
     assert!(!ran.stderr.contains("on purpose"), "{}", ran.stderr);
 }
@@ -136,10 +136,10 @@ fn a_shorter_sequence_leaves_the_models_longest_as_it_was() {
 fn a_tensor_that_nobody_reads_is_an_error() {
     let folder = Folder::new();
     train(&folder, &[]);
-    // Another rule: the moments would be gone with the next checkpoint.
+    // With another update rule the moments would be lost in the next checkpoint.
     let sgd = ["training.steps=14", "optimizer.name=sgd", "optimizer.momentum=0"];
     refused(&folder, &[], &sgd, &["another optimizer.name", "which would be lost"]);
-    // A description that somebody has edited on both sides.
+    // A model description that was edited in both places.
     let model = folder.join(RUN).join("model.json");
     let mut described = json(model.clone());
     described["layers"] = 1.into();
@@ -170,7 +170,7 @@ fn keys_that_need_data_do_not_drop_a_runs_settings() {
         assert_eq!(json(folder.join("hf").join(file))["eos_token_id"], 256, "{file}");
     }
     folder.run(&["generate", RUN, "--prompt", "the ", "--tokens", "2"]).ok();
-    // An error of the configuration is said, not passed over.
+    // An error in the configuration is reported, not ignored.
     let config = folder.join(RUN).join("config.toml");
     let text = fs::read_to_string(&config).unwrap();
     fs::write(&config, text.replace("sequence_length = 16", "sequence_length = 99")).unwrap();
@@ -185,7 +185,7 @@ fn a_resume_with_fewer_steps_than_are_done_is_refused() {
     refused(&folder, &[], &["training.steps=5"], &["12 steps are done already", "training.steps = 5"]);
     let tokens = ["training.steps=auto", "training.tokens=640"];
     refused(&folder, &[], &tokens, &["12 steps are done already", "training.tokens = 640, which is 5 steps"]);
-    // As many as are done end at once, and repeat no record.
+    // With a limit of as many steps as are done, the run ends at once and repeats no record.
     let config = fs::read(folder.join(RUN).join("config.toml")).unwrap();
     let ran = resume(&folder, &[], &["training.steps=12"]).ok();
     assert!(ran.stderr.contains("nothing is left to train"), "{}", ran.stderr);
@@ -205,7 +205,7 @@ fn going_on_says_that_the_learning_rate_rises() {
     assert!(more.stderr.contains(&format!("from step 12 on {hint}")), "{hint} in {}", more.stderr);
     let rate = lines(&folder.join(RUN).join("metrics.jsonl"))[12]["lr"].as_f64().unwrap();
     assert!(hint.contains(&format!("to {rate:.2e},")), "{hint}: {rate}");
-    // A run that goes on as it was to has nothing to say.
+    // A resumed run without changes prints no notes about them.
     let folder = Folder::new();
     train(&folder, &["schedule.kind=constant"]);
     let more = resume(&folder, &[], &["training.steps=14"]).ok();
@@ -280,11 +280,11 @@ fn going_back_to_a_checkpoint_sets_the_later_ones_aside() {
     for words in ["resumed at step 4", "goes on from step 4", "(8, 12) are now in runs/tiny/set-aside-001"] {
         assert!(ran.stderr.contains(words), "no {words:?} in {}", ran.stderr);
     }
-    // The same steps give the same bits, and no record stands there twice.
+    // The same steps give the same bits, and no record appears twice.
     assert!(tensors(&run) == whole);
     assert_eq!(steps(&run.join("metrics.jsonl")), (1..=12).collect::<Vec<_>>());
     assert_eq!(steps(&run.join("evaluations.jsonl")), [4, 8, 12]);
-    // Nothing is lost, and what is set aside is a run.
+    // Nothing is lost, and the set-aside folder is a run.
     let aside = run.join("set-aside-001");
     let kept = checkpoints(&aside);
     assert_eq!(kept.keys().collect::<Vec<_>>(), ["step-00000008", "step-00000012"]);
@@ -294,7 +294,8 @@ fn going_back_to_a_checkpoint_sets_the_later_ones_aside() {
     let ran = folder.run(&["eval", "runs/tiny/set-aside-001", "--data", "text.txt"]).ok();
     assert!(ran.stdout.contains("at step 12"), "{}", ran.stdout);
 
-    // Another time, another folder; under supervision too. The newest has nothing after it.
+    // The next time another folder is used, under supervision too. The newest checkpoint has none
+    // after it to set aside.
     resume(&folder, &["--checkpoint", "8", "--max-restarts", "1"], &["optimizer.learning_rate=1e-3"]).ok();
     assert_eq!(checkpoints(&run.join("set-aside-002")).into_keys().collect::<Vec<_>>(), ["step-00000012"]);
     let ran = resume(&folder, &["--checkpoint", "latest"], &["training.steps=13"]).ok();

@@ -1,10 +1,10 @@
-//! A training step on random tokens: how fast, in percent of the measured peak, how much memory
-//! against the prediction.
+//! Benchmark of a training step on random tokens: its speed in percent of the measured peak, and
+//! its memory beside the prediction.
 //!
-//! The step is the one that training runs: the same lowering, the same lanes, the same optimizer.
-//! Only the text is missing, because what a step costs does not depend on it. Measuring the peak is
-//! no part of the time to the first step, and a utilisation above one is an error. Kernels are
-//! timed one by one in one more step, which is not among the timed ones.
+//! The step is the one that training runs: the same lowering, lanes and optimizer. Random tokens
+//! stand in for text, because the cost of a step does not depend on it. The time to the first step
+//! excludes the measurement of the peak. A utilisation above one is an error. Kernels are timed one
+//! by one in an additional step, which is not among the timed ones.
 
 use crate::Result;
 use crate::collectives;
@@ -31,17 +31,17 @@ use trainyard_model::{BatchShape, BatchSlices, Model};
 use trainyard_program::Program;
 use trainyard_tensor::{Device, Purpose};
 
-/// Untimed steps after the first: caches, huge pages and the pool's sizes settle.
+/// Untimed steps after the first, in which caches, huge pages and the pool's sizes settle.
 const WARMUP_STEPS: u64 = 1;
 
-/// What was measured.
+/// The measurements of a benchmark.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
     /// Parameters of the model.
     pub parameters: u64,
     /// Tokens of a step.
     pub tokens: u64,
-    /// What products were computed in.
+    /// Number format of matrix products.
     pub dtype: &'static str,
     /// The rung of the kernel ladder, or the architecture of a GPU.
     pub isa: String,
@@ -51,7 +51,7 @@ pub struct StepReport {
     pub steps: u64,
     /// Median seconds of a step.
     pub step_s: f64,
-    /// Of the median step.
+    /// Tokens per second of the median step.
     pub tokens_per_s: f64,
     /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention;
     /// recomputation does not count.
@@ -62,52 +62,50 @@ pub struct StepReport {
     pub peak_tflops: f64,
     /// Seconds from the start of the process to the end of the first step.
     pub first_step_s: f64,
-    /// Processor seconds, over all threads, that the operating system took meanwhile, most of them
-    /// to hand out memory; 0 where it does not say.
+    /// Processor seconds of the operating system until then, over all threads, mostly spent on
+    /// allocating memory; 0 if it does not say.
     pub first_step_system_s: f64,
     /// Median seconds of a step in which computing waited for its batch.
     pub data_wait_s: f64,
-    /// The most memory that the process ever held, as the operating system counts it; 0 where it
-    /// does not say.
+    /// The peak resident memory of the process, as the operating system counts it; 0 if it does not
+    /// say.
     pub peak_rss_bytes: u64,
-    /// Whether the forwards and backwards of every timed step were replayed as a CUDA graph.
+    /// True if the forwards and backwards of every timed step were replayed as a CUDA graph.
     pub replayed: bool,
-    /// The last step's loss: near the logarithm of the vocabulary, as it has to be on random
-    /// tokens.
+    /// The last step's loss. On random tokens it must be near the logarithm of the vocabulary's
+    /// size.
     pub loss: f64,
-    /// Peak bytes in all, measured.
+    /// Measured peak bytes, over all purposes.
     pub mem_peak_bytes: u64,
-    /// The same as predicted.
+    /// Predicted peak bytes, over all purposes.
     pub mem_predicted_bytes: u64,
-    /// Peak bytes of the host's memory beside a GPU, for what is offloaded to it; 0 where nothing
-    /// is.
+    /// Measured peak bytes of offloaded state in the host's memory beside a GPU; 0 without any.
     pub host_peak_bytes: u64,
-    /// The same as predicted.
+    /// The prediction of `host_peak_bytes`.
     pub host_predicted_bytes: u64,
-    /// Bytes of disk that offloaded state took; 0 where there was none.
+    /// Bytes of offloaded state on disk; 0 without any.
     pub disk_bytes: u64,
-    /// The most bytes that the pool held at once: those in use and those that it kept for reuse.
+    /// The most bytes that the pool held at once: in use or kept for reuse.
     pub mem_reserved_bytes: u64,
     /// Peak bytes per purpose.
     pub memory: Vec<PurposeMemory>,
-    /// Kernels of one step, the dearest first.
+    /// Kernels of one step, the most expensive first.
     pub kernels: Vec<KernelTime>,
 }
 
 /// The memory of one purpose.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PurposeMemory {
-    /// What the bytes are for.
+    /// The purpose.
     pub purpose: &'static str,
-    /// Peak bytes.
+    /// Measured peak bytes.
     pub measured: u64,
-    /// As the meta device said.
+    /// Peak bytes predicted by the meta device.
     pub predicted: u64,
 }
 
 impl PurposeMemory {
-    /// Measured against predicted, relative to the prediction; infinite where nothing was
-    /// predicted.
+    /// Relative error: (measured - predicted) / predicted. Infinite if nothing was predicted.
     pub fn error(&self) -> f64 {
         (self.measured as f64 - self.predicted as f64) / self.predicted as f64
     }
@@ -116,7 +114,7 @@ impl PurposeMemory {
 /// The time of one kernel in one step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct KernelTime {
-    /// Its name.
+    /// Name of the kernel.
     pub name: &'static str,
     /// Launches.
     pub calls: u64,
@@ -128,8 +126,8 @@ pub struct KernelTime {
     pub gbytes: f64,
 }
 
-/// Runs the first step, one to settle, `steps` timed ones and one that is profiled, of the model
-/// and batch that `resolved` describes, on its device.
+/// Runs the benchmark of `resolved` on its device: the first step, one warm-up step, `steps` timed
+/// steps and one profiled step.
 ///
 /// # Errors
 ///
@@ -138,7 +136,7 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
     steps_on(&crate::device::open(resolved, None, None)?, resolved, steps, process_start)
 }
 
-/// As [`steps`], on a device that is open.
+/// As [`steps`], on an open device.
 ///
 /// # Errors
 ///
@@ -155,7 +153,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     let (_, prediction) = forecast(resolved)?;
     limit::check(resolved, &spec, 0, &prediction)?;
     limit::check_machine(resolved, &spec, 0, &prediction, 1)?;
-    // A GPU's while there is memory to measure with.
+    // The peaks of a GPU are measured now, while there is memory for it.
     let measuring = Instant::now();
     let gpu_peaks = device.as_cuda().map(|_| Peaks::of(device)).transpose()?;
     let measured_s = measuring.elapsed().as_secs_f64();
@@ -224,22 +222,22 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
 /// One timed step.
 #[derive(Clone, Debug)]
 pub struct Timed {
-    /// Its seconds.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// Those in which computing waited for its batch.
+    /// Part of `seconds` in which computing waited for the batch.
     pub data_wait_s: f64,
-    /// Its loss.
+    /// Loss of the step.
     pub loss: f64,
-    /// How its kernels reached the device.
+    /// Kernel launches of the step.
     pub launches: Launches,
-    /// When each instruction ran.
+    /// The time span of each instruction.
     pub spans: Vec<Span>,
 }
 
-/// A rank that trains on random tokens, and the steps that it has made.
+/// A rank that trains on random tokens.
 pub struct Stepper {
     rank: Rank,
-    /// After the rank, whose files lie in it.
+    /// Declared, and so dropped, after the rank, whose files lie in this folder.
     _folder: OffloadFolder,
     program: Program,
     resolved: Resolved,
@@ -248,8 +246,8 @@ pub struct Stepper {
 }
 
 impl Stepper {
-    /// The rank of `resolved` that `world` makes it, else the only one. All ranks of a world do
-    /// this together, and everything else too.
+    /// Makes this process's rank of `world`, or the only rank if there is no world. All ranks of a
+    /// world call each method together.
     ///
     /// # Errors
     ///
@@ -258,7 +256,7 @@ impl Stepper {
         Stepper::on(&crate::device::open(resolved, world, None)?, resolved, world)
     }
 
-    /// As [`Stepper::new`], on a device that is open.
+    /// As [`Stepper::new`], on an open device.
     ///
     /// # Errors
     ///
@@ -284,12 +282,12 @@ impl Stepper {
         })
     }
 
-    /// Where its kernels run.
+    /// The device of the rank.
     pub fn device(&self) -> &Device {
         self.rank.device()
     }
 
-    /// What it executes.
+    /// The program of a step.
     pub fn program(&self) -> &Program {
         &self.program
     }
@@ -339,10 +337,10 @@ impl Stepper {
     }
 }
 
-/// Where offloaded state lies while steps are measured, and nothing afterwards.
+/// The folder of offloaded state while steps are measured. Dropping it removes the folder.
 struct OffloadFolder {
     folder: PathBuf,
-    /// Whether the folder of runs was there before.
+    /// True if the folder of runs existed before.
     in_runs: bool,
 }
 
@@ -357,7 +355,7 @@ impl OffloadFolder {
 
 impl Drop for OffloadFolder {
     fn drop(&mut self) {
-        // There where something was offloaded to disk.
+        // The folder exists if something was offloaded to disk.
         let _ = std::fs::remove_dir(self.folder.join(session::files::OFFLOAD));
         let _ = std::fs::remove_dir(&self.folder);
         if !self.in_runs {
@@ -370,7 +368,7 @@ fn batch_shape(resolved: &Resolved) -> BatchShape {
     BatchShape::uniform(resolved.batch.micro, resolved.sequence_length)
 }
 
-/// No loss scale: random tokens are no training.
+/// The rank's settings without a loss scale, which random tokens do not need.
 fn settings(resolved: &Resolved) -> RankSettings {
     RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) }
 }
@@ -383,8 +381,8 @@ fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
     Ok(program)
 }
 
-/// The program of rank 0 of `resolved` and what its step will need, from executing it without data:
-/// nothing is allocated.
+/// The program of rank 0 and the needs of its step, predicted by executing it on the meta device.
+/// Allocates no tensor memory.
 ///
 /// # Errors
 ///
@@ -428,7 +426,7 @@ fn system_s() -> f64 {
     std::fs::read_to_string("/proc/self/stat").ok().and_then(|stat| system_s_of(&stat)).unwrap_or(0.0)
 }
 
-/// Field 15 of a `/proc/PID/stat`, which is in hundredths of a second.
+/// Field 15 (`stime`) of a `/proc/PID/stat`, given in hundredths of a second.
 fn system_s_of(stat: &str) -> Option<f64> {
     // The second field is a name in parentheses, which may have spaces and parentheses in it.
     let (_, from_third) = stat.rsplit_once(") ")?;
@@ -478,7 +476,7 @@ mod tests {
         let report =
             steps(&small(&[&format!("run.directory='{}'", runs.display()), sets[0], sets[1]]), 1, Instant::now());
         let report = report.unwrap();
-        // Two moments, and sums: masters lie with the weights in f32.
+        // Two moments and the sums of gradients, 4 bytes each: in f32 the masters are the weights.
         assert!(report.disk_bytes >= 12 * report.parameters && report.disk_bytes < 14 * report.parameters);
         assert_eq!(report.mem_peak_bytes, report.mem_predicted_bytes);
         assert!(!runs.exists(), "files stay behind");

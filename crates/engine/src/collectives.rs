@@ -1,6 +1,6 @@
-//! How tensors go from rank to rank: through host memory, by the communicator that the ranks have
-//! anyway, or by NCCL from GPU to GPU. Chosen once, by all ranks together, and said with its
-//! reason.
+//! The choice of the transport of tensors between ranks. One way is through host memory, by the
+//! communicator that the ranks have anyway. The other is NCCL, from GPU to GPU. All ranks choose
+//! together, once; the choice is printed with its reason.
 
 use crate::Result;
 use crate::config::{Collectives, DeviceKind, Resolved};
@@ -9,30 +9,30 @@ use trainyard_comm::Communicator;
 use trainyard_comm::nccl::version_text;
 use trainyard_tensor::cuda::{Cuda, nccl_version};
 
-/// How tensors go from rank to rank.
+/// A transport of tensors between ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Way {
-    /// By the communicator, from and to host memory: every sum in the fixed order.
+    /// Through host memory, by the communicator. Sums have a fixed order.
     #[default]
     Host,
-    /// By NCCL.
+    /// From GPU to GPU, by NCCL.
     Nccl {
-        /// Whether it only moves what is summed, and each rank adds its share in the fixed order:
-        /// the bits of [`Way::Host`].
+        /// True if NCCL only moves the parts of a sum, and each rank adds its share in the fixed
+        /// order. This gives the bits of [`Way::Host`].
         fixed_order: bool,
     },
 }
 
-/// A way, and why.
+/// A chosen transport and the reason.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// How.
+    /// The transport.
     pub way: Way,
-    /// In words; None where there was nothing to choose.
+    /// The reason in words; None if there was nothing to choose.
     pub why: Option<String>,
 }
 
-/// A rank as the choice sees it.
+/// Facts about a rank that the choice depends on.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Candidate {
     host: String,
@@ -42,8 +42,8 @@ struct Candidate {
     nccl: u32,
 }
 
-/// What a configuration asks for, before anybody knows whether it can be had: what a prediction
-/// takes memory for.
+/// The transport that a configuration requests, whether or not it turns out to be possible.
+/// Predictions count memory for it.
 pub fn asked(resolved: &Resolved) -> Way {
     match (resolved.config.parallel.collectives, resolved.config.compute.device) {
         (Collectives::Nccl, DeviceKind::Cuda(_)) => Way::Nccl { fixed_order: fixed_order(resolved).is_some() },
@@ -64,7 +64,7 @@ fn fixed_order(resolved: &Resolved) -> Option<&'static str> {
 /// Chooses for the ranks of `world`, all of which call this together.
 ///
 /// # Errors
-/// What a rank lacks for its GPU; or for NCCL, where that is asked for.
+/// A rank lacks something for its GPU; or for NCCL, if NCCL is requested.
 pub fn choose(resolved: &Resolved, world: &Communicator) -> Result<Choice> {
     let needless =
         || {
@@ -96,7 +96,8 @@ pub fn choose(resolved: &Resolved, world: &Communicator) -> Result<Choice> {
     decide(resolved.config.parallel.collectives, verify, fixed_order(resolved), &ranks, missing).map_err(does_not_fit)
 }
 
-/// The choice, or why what is asked for cannot be had. `missing` is what this rank lacks for NCCL.
+/// The choice, or the reason why the request is impossible. `missing` says what this rank lacks for
+/// NCCL.
 fn decide(
     asked: Collectives,
     verify: bool,
@@ -138,7 +139,7 @@ fn decide(
     })
 }
 
-/// What stands against NCCL, if anything does.
+/// The reason against NCCL, if there is one.
 fn against(verify: bool, ranks: &[Candidate], missing: Option<String>) -> Option<String> {
     if verify {
         return Some("parallel.verify asks for checksums, which NCCL does not carry".to_owned());

@@ -1,4 +1,4 @@
-//! From `[tokenizer]` and `[data]` to a tokenizer and token files.
+//! Opens or makes the tokenizer and the token files that `[tokenizer]` and `[data]` ask for.
 //!
 //! A source is a file or folder of text, a prefix of token files (`data prepare` writes them; other
 //! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
@@ -16,28 +16,29 @@ use trainyard_data::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The source that stands for the Rust sources in cargo's registry.
+/// Name of the source that stands for the Rust sources in cargo's registry.
 pub const RUST_SOURCES: &str = "rust-sources";
 
-/// Bytes of Rust sources that are taken: enough for minutes of training on a CPU, few enough to be
+/// Bytes of Rust sources that are read: enough for minutes of training on a CPU, few enough to be
 /// tokenized in seconds.
 const RUST_SOURCES_BYTES: u64 = 24 << 20;
 
-/// Bytes of text that a tokenizer is trained on; merges hardly change beyond.
+/// Bytes of text that a tokenizer is trained on. More bytes hardly change the merges.
 const TOKENIZER_BYTES: u64 = 8 << 20;
 
-/// Whether `path` can be a source: it exists, it is a prefix of token files, or it is
+/// True if `path` can be a source: it exists, it is a prefix of token files, or it is
 /// [`RUST_SOURCES`].
 pub fn source_exists(path: &Path) -> bool {
     path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
-/// True if the folder of a model has the tokenizer that it was trained with.
+/// True if the model's folder contains its tokenizer.
 pub(crate) fn brings_tokenizer(model: &Path) -> bool {
     model.join(crate::session::files::TOKENIZER).is_file()
 }
 
-/// The training prefix that `path` names: itself, or with the split that `data prepare` appends.
+/// The training prefix that `path` names: `path` itself, or `path` with the suffix that
+/// `data prepare` appends.
 fn token_prefix(path: &Path) -> Option<PathBuf> {
     let bare = if path.extension().is_some_and(|e| e == "idx" || e == "bin") {
         path.with_extension("")
@@ -52,12 +53,12 @@ fn token_prefix(path: &Path) -> Option<PathBuf> {
     [train_prefix(&bare), bare].into_iter().find(|prefix| has(prefix))
 }
 
-/// The training prefix of `path` where it names token files, and not text or a folder.
+/// The training prefix of `path`, if it names token files rather than text or a folder.
 pub fn token_source(path: &Path) -> Option<PathBuf> {
     token_prefix(path).filter(|_| !path.is_dir())
 }
 
-/// The prefix of the tokens that `data prepare` held back of the token files `path`.
+/// The prefix of the validation tokens that `data prepare` held back of the token files `path`.
 pub fn held_back_part(path: &Path) -> Option<PathBuf> {
     let prefix = token_source(path)?;
     let bare = prefix.to_str()?.strip_suffix(".train")?.to_owned();
@@ -68,25 +69,25 @@ pub fn held_back_part(path: &Path) -> Option<PathBuf> {
 /// from elsewhere.
 ///
 /// # Errors
-/// Their description is damaged.
+/// The description of the files is damaged.
 pub(crate) fn prepared_fraction(path: &Path) -> Result<Option<f64>> {
     let Some(prefix) = token_source(path) else { return Ok(None) };
     Ok(Sidecar::of_part(&prefix)?.map(|(sidecar, _)| sidecar.split.validation_fraction))
 }
 
-/// What the run reads.
+/// The tokenizer and the token files of a run.
 pub struct Corpora {
-    /// Text to tokens and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
     sources: Vec<Source>,
     validation: Vec<PathBuf>,
-    /// What was made or found, for the user.
+    /// Notes for the user about files that were made or found.
     pub notes: Vec<String>,
 }
 
 impl Corpora {
-    /// Finds or makes the tokenizer and the token files that `resolved` asks for. `note` is told
-    /// what is going on.
+    /// Finds or makes the tokenizer and the token files that `resolved` asks for. `note` receives
+    /// messages about the progress.
     pub fn open(resolved: &Resolved, mut note: impl FnMut(&str)) -> Result<Corpora> {
         let config = &resolved.config;
         let data = &config.data;
@@ -105,7 +106,7 @@ impl Corpora {
                 }
                 None => {
                     texts.push((source.path.clone(), source.weight));
-                    // Text without weights is one corpus, whose documents count alike.
+                    // Text without weights is one corpus, in which all documents count equally.
                     if source.weight.is_some() || texts.len() == 1 {
                         sources.push((None, source.weight));
                     }
@@ -236,8 +237,8 @@ pub fn open_text(paths: &[PathBuf], text_field: &str) -> Result<Corpus> {
     Ok(Corpus::open(paths, options)?)
 }
 
-/// A name for what is made of `paths`, readable and unlikely to clash; whether it is current is the
-/// sidecar's business.
+/// A file name for the tokens of `paths`, readable and unlikely to clash. The sidecar file tells if
+/// they are up to date.
 fn cache_name(paths: &[PathBuf], more: &str) -> String {
     let mut all: Vec<u8> = more.as_bytes().to_vec();
     for path in paths {
@@ -291,10 +292,10 @@ fn tokenize(
     Ok((made, text))
 }
 
-/// The tokenizer that made the token files `prefix`, where `data prepare` did: it lies beside them.
+/// The tokenizer of the token files `prefix`, which `data prepare` saves beside them.
 ///
 /// # Errors
-/// It, or the description of the files, is damaged.
+/// The tokenizer, or the description of the files, is damaged.
 pub fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
     let beside = prefix.with_extension("tokenizer.json");
     if beside.is_file() {
@@ -304,16 +305,15 @@ pub fn tokenizer_of(prefix: &Path) -> Result<Option<Tokenizer>> {
     Ok(is_bytes.then(Tokenizer::bytes))
 }
 
-/// An error when the token files `prefix` are known to hold other tokens than those of `tokenizer`;
-/// of files from elsewhere nothing is known.
+/// Returns an error if the token files `prefix` are known to be made by another tokenizer. Files
+/// from elsewhere pass.
 pub fn check_made_by(tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
     let Some((sidecar, _)) = Sidecar::of_part(prefix)? else { return Ok(()) };
     let theirs = sidecar.tokenizer;
     if theirs.fingerprint == tokenizer.fingerprint() {
         return Ok(());
     }
-    // Another file of the same vocabulary will do: one that was exported, or saved by another
-    // program.
+    // Another file with the same vocabulary passes, for example an exported one.
     let same = |of: Tokenizer| {
         of.vocab_size() == tokenizer.vocab_size() && of.eos() == tokenizer.eos() && same_words(&of, tokenizer)
     };
@@ -331,8 +331,8 @@ pub fn check_made_by(tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
     )))
 }
 
-/// The tokens around the documents of the token files `prefix`, in words, where `tokenizer` would
-/// put others; None where they agree, or nothing is known.
+/// A description of the special tokens around the documents of the token files `prefix`, if
+/// `tokenizer` would put different ones. None if they agree or nothing is known.
 ///
 /// # Errors
 ///
@@ -352,7 +352,7 @@ pub fn begins_otherwise(tokenizer: &Tokenizer, prefix: &Path) -> Result<Option<S
     )))
 }
 
-/// Whether every token stands for the same text.
+/// True if every token stands for the same text in both tokenizers.
 fn same_words(one: &Tokenizer, other: &Tokenizer) -> bool {
     (0..one.vocab_size() as u32).all(|token| one.decode(&[token]) == other.decode(&[token]))
 }
@@ -369,7 +369,7 @@ fn find_tokenizer(
         return Ok(Tokenizer::load(path)?);
     }
     if config.tokenizer.kind != Some(TokenizerKind::Bytes) {
-        // Tokens cannot be made again: the text beside them follows their tokenizer.
+        // Token files cannot be tokenized again, so text in the same run uses their tokenizer.
         for prefix in sources.iter().filter_map(|(prefix, _)| prefix.as_ref()) {
             if let Some(tokenizer) = tokenizer_of(prefix)? {
                 let (kind, size) = (tokenizer.kind(), tokenizer.vocab_size());
@@ -386,7 +386,7 @@ fn find_tokenizer(
     let kind = match (config.tokenizer.kind, &config.model.path) {
         (Some(kind), _) => kind,
         (None, None) => TokenizerKind::Bpe,
-        // Weights mean something for the tokens that they were trained on.
+        // Trained weights are valid only for the tokenizer that they were trained with.
         (None, Some(model)) => {
             return Err(does_not_fit(format!(
                 "model.path = {} has no {}: set tokenizer.path to that of the model, or tokenizer.kind to make one",

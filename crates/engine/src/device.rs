@@ -1,4 +1,4 @@
-//! The device of a rank, as its configuration says.
+//! Opens the device of a rank, by its configuration, and checks that a step fits.
 
 use crate::Result;
 use crate::config::{AttentionKernels, DeviceKind, Resolved};
@@ -13,7 +13,7 @@ use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::{Computes, DType, Device, Purpose};
 
-/// Whose kernels a configuration asks for.
+/// The kind of device that computes under a configuration.
 pub fn computes(resolved: &Resolved) -> Computes {
     match resolved.config.compute.device {
         DeviceKind::Cpu => Computes::Cpu,
@@ -21,20 +21,19 @@ pub fn computes(resolved: &Resolved) -> Computes {
     }
 }
 
-/// Whether a device that is asked for can be opened at all: asked before there is anything to wait
-/// for.
+/// Checks that the requested device can be opened, before ranks wait for each other.
 ///
 /// # Errors
-/// What the machine lacks for a GPU.
+/// The machine lacks something for a GPU.
 pub fn check(resolved: &Resolved, world: &Communicator) -> Result<()> {
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else { return Ok(()) };
     Ok(Cuda::check(ordinal.map_or_else(|| place(Some(world)), Ok)?)?)
 }
 
-/// Opens the device for a rank whose step needs what was predicted.
+/// Opens the device of a rank; `prediction` has the needs of its step.
 ///
 /// # Errors
-/// On a GPU: what the machine lacks for it, or that a step does not fit in what is free.
+/// On a GPU: the machine lacks something for it, or a step does not fit in the free memory.
 pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Option<&StepNeeds>) -> Result<Device> {
     let limit = resolved.config.memory.limit.map(|limit| limit.0 as usize);
     let DeviceKind::Cuda(ordinal) = resolved.config.compute.device else {
@@ -65,7 +64,7 @@ pub fn open(resolved: &Resolved, world: Option<&Communicator>, prediction: Optio
     Ok(Device::cuda(cuda, limit))
 }
 
-/// Chooses how a GPU's attention multiplies.
+/// Chooses the instructions by which a GPU's attention multiplies.
 ///
 /// # Errors
 /// `wgmma` on a GPU that lacks it, or a trial of it that fails.
@@ -87,16 +86,16 @@ fn choose_attention(cuda: &Arc<Cuda>, dtype: DType, asked: AttentionKernels) -> 
     })
 }
 
-/// How a GPU's attention multiplies, in words, once that was chosen.
+/// The chosen instructions of a GPU's attention, in words.
 pub fn attention(device: &Device) -> Option<String> {
     let choice = device.as_cuda()?.attention()?;
     Some(format!("attention on the GPU by {} ({})", choice.form.name(), choice.because))
 }
 
-/// Whether a GPU has products of eight bits.
+/// Checks that a GPU has 8-bit products.
 ///
 /// # Errors
-/// That it has not.
+/// The GPU has none.
 fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
     let (needed, (major, minor)) = (Product::FP8_CAPABILITY, cuda.properties().capability);
     if (major, minor) >= needed {
@@ -109,8 +108,8 @@ fn multiplies_fp8(cuda: &Cuda) -> Result<()> {
     )))
 }
 
-/// A sentence where the `ranks` that are threads of this process have more threads than it has
-/// cores.
+/// A warning if the `ranks` ranks that are threads of this process together have more kernel
+/// threads than there are cores.
 pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
     let (cores, threads) = (cores(), resolved.threads);
     let crowded = resolved.config.compute.device == DeviceKind::Cpu && ranks.saturating_mul(threads) > cores;
@@ -122,8 +121,8 @@ pub fn crowding(resolved: &Resolved, ranks: usize) -> Option<String> {
     })
 }
 
-/// The ranks that this one works for while it waits, and they for it: those of its process, where
-/// each of their threads has a core.
+/// The threads that ranks of this process lend each other while they wait. None unless each thread
+/// has a core.
 fn lent(resolved: &Resolved, world: &Communicator) -> Option<Arc<LentThreads>> {
     let lends = resolved.config.parallel.lend_threads && world.size() > 1 && world.size() * resolved.threads <= cores();
     lends.then(|| world.common()).flatten()
@@ -134,15 +133,16 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
-/// Whether what is offloaded to the host fits in what it has to give, with `ranks` ranks on it.
+/// Checks that the state that `ranks` ranks offload to this host fits in its available memory.
 ///
 /// # Errors
-/// By how much it does not, for what, and what to do.
+/// The excess, its purposes, and what to do.
 pub fn check_host(prediction: &StepNeeds, ranks: usize) -> Result<()> {
     let each = prediction.host_memory.peak_total();
     match (each > 0).then(host::memory).flatten() {
         Some(memory) => fits_on_host(prediction, ranks, memory.available),
-        // Nothing lies there; or the system does not say, and pinning more than it has will.
+        // Nothing is offloaded. Or the available memory is unknown; then pinning too much fails
+        // later.
         None => Ok(()),
     }
 }
@@ -162,7 +162,7 @@ fn fits_on_host(prediction: &StepNeeds, ranks: usize, available: usize) -> Resul
     )))
 }
 
-/// The host's memory that a rank's step needs, in words.
+/// The host memory that a rank's step needs, in words.
 pub fn pinned(prediction: &StepNeeds) -> String {
     let purposes = Purpose::ALL.map(|purpose| (purpose, prediction.host_memory.peak(purpose)));
     let purposes = purposes.into_iter().filter(|(_, bytes)| *bytes > 0);
@@ -171,7 +171,7 @@ pub fn pinned(prediction: &StepNeeds) -> String {
     format!("{} of pinned memory ({})", format_bytes(prediction.host_memory.peak_total() as u64), purposes.join(", "))
 }
 
-/// The rank's place among those on its host, which is that of its GPU.
+/// The rank's index among the ranks on its host, which is the index of its GPU.
 ///
 /// # Errors
 /// Variables of a launcher that contradict each other.

@@ -1,22 +1,23 @@
-//! Ending a run whose validation loss no longer falls.
+//! Early stopping: ends a run whose validation loss no longer falls.
 //!
-//! A checkpoint is written before the evaluation of its step, so its state does not have that
-//! evaluation's loss. A run that goes on from it evaluates first, which gives the same loss, and so
-//! ends where a run that was never stopped does.
+//! A checkpoint is written before the evaluation of its step, so its state lacks that evaluation's
+//! loss. A run that resumes from it evaluates first and gets the same loss. So it ends at the same
+//! step as a run that was never interrupted.
 
 use crate::checkpoint;
 use crate::session::Session;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// How evaluations have gone: part of a checkpoint.
+/// The history of the evaluations; part of a checkpoint.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct EarlyStopping {
     /// The step of the last evaluation that was counted.
     pub evaluated: Option<u64>,
     /// The step and loss of the lowest evaluation.
     pub lowest: Option<(u64, f64)>,
-    /// The loss that the next improvement must lie below, by the smallest difference that counts.
+    /// The loss of the last improvement. The next one must be lower by the smallest difference that
+    /// counts.
     pub reference: Option<f64>,
     /// Evaluations since the last improvement.
     pub without_improvement: u64,
@@ -36,13 +37,13 @@ impl EarlyStopping {
         }
     }
 
-    /// Whether training ends that waits for `patience` evaluations.
+    /// True if training must end, because `patience` evaluations brought no improvement.
     pub fn is_over(&self, patience: Option<u64>) -> bool {
         patience.is_some_and(|patience| self.without_improvement >= patience)
     }
 }
 
-/// Why a run ended before its limit.
+/// The reason why a run ended before its limit.
 #[derive(Clone, PartialEq, Debug)]
 pub struct StoppedEarly {
     /// Evaluations in a row without improvement.
@@ -54,13 +55,13 @@ pub struct StoppedEarly {
 }
 
 impl StoppedEarly {
-    /// Of a run that has ended; None where its validation loss was no reason.
+    /// The reason of a run that has ended; None if its validation loss did not end it.
     pub fn of(session: &Session) -> Option<StoppedEarly> {
         let state = session.state.early_stopping;
         state.is_over(session.resolved.config.evaluation.early_stopping_patience).then(|| StoppedEarly {
             evaluations: state.without_improvement,
             lowest: state.lowest,
-            // A checkpoint that cannot be opened, because it was not kept, is none to name.
+            // A checkpoint that was not kept cannot be opened, and is not named.
             checkpoint: state.lowest.and_then(|(step, _)| {
                 let checkpoint = checkpoint::open_step(&session.folder, step).ok()?;
                 Some(checkpoint.path().to_owned())

@@ -38,16 +38,16 @@ pub enum EngineError {
     /// An exchange with other ranks failed.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The same inside a step.
+    /// An exchange with other ranks failed inside a step.
     #[error("rank {rank} in step {step} at `{what}`: {source}")]
     Exchange {
         /// This rank.
         rank: u32,
-        /// From 0.
+        /// The step, from 0.
         step: u64,
         /// The instruction.
         what: String,
-        /// What happened, and to whom.
+        /// The failure, with the rank at fault.
         source: CommError,
     },
     /// A rank's GPU failed.
@@ -55,18 +55,18 @@ pub enum EngineError {
     Device {
         /// This rank.
         rank: usize,
-        /// Which GPU it has.
+        /// Its GPU.
         device: String,
-        /// What the driver says.
+        /// The driver's error.
         source: Box<TensorError>,
     },
-    /// The training ended on every rank: the first failure as this rank knows it, and where the
-    /// ranks were.
+    /// The training ended on every rank: the first failure, as far as this rank knows, and the
+    /// positions of the ranks.
     #[error("{source}\n{report}")]
     Fault {
-        /// What ended it.
+        /// The failure that ended it.
         source: Box<EngineError>,
-        /// Where the ranks were.
+        /// The positions of the ranks.
         report: String,
     },
     /// A thread of this rank panicked; the panic itself was printed when it happened.
@@ -74,13 +74,13 @@ pub enum EngineError {
     Panicked {
         /// This rank.
         rank: u32,
-        /// What the panic said.
+        /// The panic's message.
         message: String,
     },
     /// A file of the run could not be read or written.
     #[error("{what} `{path}`{}: {source}", place_of(path.as_ref(), source))]
     File {
-        /// What was attempted.
+        /// The attempted action.
         what: &'static str,
         /// The file.
         path: String,
@@ -93,7 +93,7 @@ pub enum EngineError {
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// Records cannot be written, or a figure cannot be.
+    /// Records cannot be written, or a figure is impossible.
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),
     /// The default corpus is not on this machine.
@@ -111,25 +111,24 @@ pub enum EngineError {
          Lower optimizer.learning_rate, lengthen schedule.warmup_steps, or raise training.skipped_steps_max"
     )]
     Diverged {
-        /// The last of them.
+        /// The last skipped step.
         step: u64,
-        /// How many.
+        /// Number of skipped steps in a row.
         skipped: u64,
         /// The last loss.
         loss: f64,
-        /// Which checkpoint is from before.
+        /// A sentence about the newest checkpoint from before.
         kept: String,
     },
 }
 
-/// The result of running.
+/// Result with an engine error.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 impl EngineError {
-    /// Whether ranks failed while they ran, so that going on from the last checkpoint is worth a
-    /// try: not so for what is wrong with the configuration, the data or the model, which would be
-    /// wrong again, nor for a disk that is full and stays so or a folder that cannot be written to,
-    /// be it another rank's.
+    /// True if a rank failed while it ran, so that a restart from the last checkpoint may help.
+    /// False for errors that would come again: a wrong configuration, wrong data or a wrong model,
+    /// and, on any rank, a full disk or a folder that cannot be written to.
     pub fn is_fault(&self) -> bool {
         let gave_up = |failure: &CommError| matches!(failure.kind, ErrorKind::Aborted { lasting: true, .. });
         match self {
@@ -140,8 +139,8 @@ impl EngineError {
         }
     }
 
-    /// Whether a restart would meet it again: a disk without room, a folder that is not there or
-    /// may not be written to, a run that another process has, and data that are wrong.
+    /// True if a restart would meet the same error: a full disk, a folder that is missing or may
+    /// not be written to, a run that another process has locked, or wrong data.
     pub(crate) fn comes_again(&self) -> bool {
         if self.is_told() {
             return false;
@@ -157,7 +156,7 @@ impl EngineError {
         }
     }
 
-    /// The failure of the world that this error is about, if it is about one.
+    /// The failure of the world that caused this error, if there is one.
     pub fn failure(&self) -> Option<&CommError> {
         match self {
             EngineError::Comm(failure)
@@ -168,13 +167,14 @@ impl EngineError {
         }
     }
 
-    /// Whether this is the world's failure as it was told to this rank, which may be another's.
+    /// True if this is a failure of the world that was reported to this rank; another rank may have
+    /// caused it.
     pub(crate) fn is_told(&self) -> bool {
         self.failure().is_some()
     }
 }
 
-/// True when one of the causes of `error` is a refusal that the operating system would repeat.
+/// True if one of the causes of `error` is a refusal that the operating system would repeat.
 pub(crate) fn is_lasting(error: &(dyn std::error::Error + 'static)) -> bool {
     let lasts = |kind: io::ErrorKind| {
         matches!(
@@ -209,7 +209,7 @@ mod tests {
         let token = DataError::Vocabulary { origin: "t".into(), what: "token 9 of 5".into(), fix: "f".into() };
         assert!(!ended(token.into()).is_fault());
         assert!(ended(writing(io::ErrorKind::BrokenPipe)).is_fault());
-        // Before it runs nothing is a fault.
+        // Errors before the run are no faults.
         assert!(!writing(io::ErrorKind::BrokenPipe).is_fault());
     }
 }

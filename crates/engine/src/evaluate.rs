@@ -1,4 +1,4 @@
-//! Loss on held-back text.
+//! Evaluation: the loss of a model on held-back text.
 
 use crate::Result;
 use crate::rank::Rank;
@@ -7,7 +7,7 @@ use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_bat
 use trainyard_model::{BatchSlices, Forward, Output};
 use trainyard_tensor::cpu::philox::RandomKey;
 
-/// Summed losses of some text.
+/// The summed losses of a text.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Evaluation {
     /// The sum of the losses of all targets, in nats.
@@ -25,7 +25,7 @@ impl Evaluation {
     }
 }
 
-/// The micro-batch as the model takes it.
+/// A micro-batch in the form that the model takes.
 pub fn slices(batch: &MicroBatch) -> BatchSlices<'_> {
     BatchSlices {
         tokens: &batch.tokens,
@@ -35,22 +35,22 @@ pub fn slices(batch: &MicroBatch) -> BatchSlices<'_> {
     }
 }
 
-/// How text is cut for evaluation.
+/// Settings that divide text into rows and batches for evaluation.
 #[derive(Clone, Copy, Debug)]
 pub struct EvaluationSettings {
     /// Tokens of a row.
     pub sequence_length: usize,
     /// Rows of a batch.
     pub rows: usize,
-    /// As in training.
+    /// True if tokens attend only within their own document, as in training.
     pub respect_document_boundaries: bool,
     /// The most tokens to predict, from the beginning of the texts; None: all.
     pub tokens_max: Option<u64>,
 }
 
-/// Evaluates the model on all of `texts`, or on their beginning. Data ranks call this together
-/// and share the batches: rank r of n takes every n-th; the losses are summed in the order of the
-/// batches, whatever n is.
+/// Evaluates the model on all of `texts`, or on their beginning. Data ranks call this together and
+/// share the batches: rank r of n takes every n-th. Losses are summed in the order of the batches,
+/// so the sum does not depend on n.
 pub fn evaluate(
     rank: &Rank,
     texts: &[IndexedTokens],
@@ -61,17 +61,18 @@ pub fn evaluate(
     Ok(evaluation.expect("nobody stops it"))
 }
 
-/// How far an evaluation has come.
+/// Progress of an evaluation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct EvaluationProgress {
-    /// Tokens gone over.
+    /// Tokens evaluated so far.
     pub tokens: u64,
     /// Tokens in all.
     pub of: u64,
 }
 
-/// As [`evaluate`]. All ranks call `stops` after every round of batches with how far they have
-/// come. It answers all of them alike, and ends the evaluation, which is then None, by true.
+/// As [`evaluate`], with a way to stop. All ranks call `stops` with the progress after every round
+/// of batches. It returns the same on all ranks; true ends the evaluation, whose result is then
+/// None.
 pub fn evaluate_until(
     rank: &Rank,
     texts: &[IndexedTokens],
@@ -115,8 +116,8 @@ pub fn evaluate_until(
             }
         }
     }
-    // The last round may have no batch for this rank, which still takes part in the others'
-    // gathers.
+    // In the last round this rank may have no batch. It still takes part in the gathers of the
+    // others.
     let rounds = number.div_ceil(ranks);
     if own.len() < rounds {
         rank.forward_nothing()?;

@@ -1,5 +1,6 @@
-//! A lane's way to a group of ranks, and what goes over it: through host memory, or by NCCL from
-//! GPU to GPU. The bits are those of one order of sums, unless NCCL may take its own.
+//! Collectives of one lane with one group of ranks: gather, reduce-scatter, all-reduce. Tensors go
+//! through host memory, or by NCCL from GPU to GPU. Sums over ranks have one fixed order, and so
+//! the same bits, unless NCCL may choose its own.
 
 use crate::Result;
 use crate::collectives::Way;
@@ -12,15 +13,16 @@ use trainyard_tensor::cuda::driver::{Region, Stream};
 use trainyard_tensor::cuda::nccl::Element;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, bf16, ops};
 
-/// A lane's way to one group of ranks. A group of one has nobody to talk to; on the meta device
-/// nobody is talked to.
+/// The connection of one lane to one group of ranks. In a group of one, and on the meta device,
+/// nothing is exchanged.
 pub struct Link {
     size: usize,
     index: usize,
     host: Option<Communicator>,
-    /// What exchanges tensors; None: the host does.
+    /// The NCCL communicator for tensors; None: tensors go through the host.
     device: Option<Circle>,
-    /// Whether NCCL only moves what is summed, and this rank adds it in the order of [`number`].
+    /// True if NCCL only moves the parts of a sum, and this rank adds them in the order of
+    /// [`number`].
     fixed_order: bool,
 }
 
@@ -30,22 +32,24 @@ impl Default for Link {
     }
 }
 
-/// Where reductions put what is on its way between ranks. It is taken once and stays, because the
-/// reduce lane runs at times that depend on a clock: buffers of its own would meet the peak of the
-/// step or miss it by chance. One of each is enough, because the lane reduces one unit at a time.
+/// Buffers of the reduce lane for data on their way between ranks. They are allocated once and
+/// stay. The reduce lane runs at times that depend on a clock, so buffers allocated per reduction
+/// would meet the step's memory peak, or miss it, by chance. One of each is enough, because the
+/// lane reduces one unit at a time.
 #[derive(Default)]
 pub(crate) struct Staging {
     /// A unit's gradient, rounded to 16 bits.
     rounded: Option<Tensor>,
-    /// The other ranks' shares in 16 bits, as NCCL brings them, where this rank adds them up.
+    /// The other ranks' shares in 16 bits, received by NCCL, if this rank adds them up.
     narrow: Option<Tensor>,
-    /// The same in f32.
+    /// The other ranks' shares in f32.
     wide: Option<Tensor>,
 }
 
 impl Staging {
-    /// For gradients of at most `elements`, of which a rank of the shard group has `own`, that
-    /// travel as `dtype` over the ranks of `shard` and then of `replicate`.
+    /// Allocates the buffers for gradients of at most `elements`, of which a rank of the shard
+    /// group owns `own`. Gradients travel as `dtype` over the ranks of `shard` and then of
+    /// `replicate`.
     pub(crate) fn new(
         device: &Device,
         elements: usize,
@@ -61,7 +65,7 @@ impl Staging {
             _ => device.empty([elements], dtype, Purpose::Comm).map(Some),
         };
         let rounded = take(if is_narrow && (sharded || replicated) { elements } else { 0 }, dtype)?;
-        // What the ranks' shares of either exchange come to.
+        // Elements of all ranks' shares in each of the two exchanges.
         let scattered = if sharded && shard.fixed_order { elements } else { 0 };
         let reduced = if replicated && replicate.fixed_order { replicate.share_elements_max(own) } else { 0 };
         // Sums of the shard group are f32 when the replicas add theirs.
@@ -71,13 +75,13 @@ impl Staging {
         Ok(Staging { rounded, narrow, wide })
     }
 
-    /// `elements` of 16 bits for a rounded gradient.
+    /// A 16-bit buffer of `elements` for a rounded gradient.
     pub(crate) fn rounded(&self, elements: usize) -> Result<Tensor> {
         part(&self.rounded, elements)
     }
 }
 
-/// The first elements of a buffer, which was made for the largest of them.
+/// The first `elements` of a buffer that was made for the largest unit.
 fn part(buffer: &Option<Tensor>, elements: usize) -> Result<Tensor> {
     Ok(buffer.as_ref().expect("staging is taken before it is used").view(0, [elements])?)
 }
@@ -86,7 +90,7 @@ fn part(buffer: &Option<Tensor>, elements: usize) -> Result<Tensor> {
 /// of a kernel.
 const QUANTUM: usize = 64;
 
-/// The tensor's memory and this lane's stream.
+/// The memory of the tensor and the stream of this lane.
 fn placed(tensor: &Tensor) -> Result<(Region, Stream)> {
     tensor.on_stream()?.ok_or_else(|| does_not_fit("NCCL exchanges the memory of GPUs, and this tensor lies elsewhere"))
 }
@@ -96,8 +100,8 @@ fn element(dtype: DType) -> Element {
 }
 
 impl Link {
-    /// To the ranks of `group`, by what `host` and `nccl` are; neither where a prediction is made.
-    /// All ranks of the world do this together.
+    /// Connects to the ranks of `group`, through `host` and `nccl`. A prediction has neither. All
+    /// ranks of the world call this together.
     pub(crate) fn new(
         group: &Group,
         host: Option<Communicator>,
@@ -112,7 +116,7 @@ impl Link {
         Ok(Link { size: group.ranks.len(), index: group.index as usize, host, device, fixed_order })
     }
 
-    /// The same with the way of `other` for tensors, which another lane uses at another time.
+    /// This link with the NCCL communicator of `other`, whose lane uses it at other times.
     pub(crate) fn sharing(self, other: &Link) -> Link {
         Link { device: other.device.clone(), ..self }
     }
@@ -122,12 +126,13 @@ impl Link {
         self.size
     }
 
-    /// This rank's place in it.
+    /// This rank's index in the group.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Tells the others what this lane is about to do: with NCCL when the device comes to it.
+    /// Posts the instruction that this lane is about to run, for the other ranks. With NCCL it
+    /// counts from the moment the device reaches it.
     pub(crate) fn post(&self, position: &Position) {
         match &self.device {
             Some(circle) => circle.post(Some(position.clone())),
@@ -135,21 +140,21 @@ impl Link {
         }
     }
 
-    /// As [`Link::post`] for what the hosts exchange.
+    /// As [`Link::post`], for exchanges between hosts.
     pub(crate) fn post_on_host(&self, position: &Position) {
         if let Some(comm) = &self.host {
             comm.post(position.clone());
         }
     }
 
-    /// What comes next belongs to no instruction.
+    /// Withdraws the posted position: what follows belongs to no instruction.
     pub(crate) fn forget(&self) {
         if let Some(circle) = &self.device {
             circle.post(None);
         }
     }
 
-    /// Every rank's `part` in every rank's `whole`.
+    /// Gathers every rank's `part` into every rank's `whole`.
     pub fn all_gather(&self, part: &Tensor, whole: &mut Tensor) -> Result<()> {
         if part.device().is_meta() {
             return Ok(());
@@ -167,7 +172,7 @@ impl Link {
         }
     }
 
-    /// As [`Link::all_gather`] with the own part in its place.
+    /// As [`Link::all_gather`], with the rank's own part already in its place.
     pub fn all_gather_in_place(&self, whole: &mut Tensor) -> Result<()> {
         match (&self.device, &self.host) {
             (Some(circle), _) => {
@@ -179,7 +184,7 @@ impl Link {
         }
     }
 
-    /// Every rank's numbers, in order of the ranks.
+    /// Gathers every rank's numbers, in the order of the ranks.
     pub fn all_gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
         let mut all = own.to_vec();
         if let Some(comm) = &self.host {
@@ -197,8 +202,9 @@ impl Link {
         }
     }
 
-    /// Sums f32 `flat`, which is a part for each rank, over the ranks into `own`, the view of it
-    /// that is this rank's part; the rest is arbitrary.
+    /// Sums `flat` (f32, one part per rank) over the ranks. This rank's part of the sum is written
+    /// to `own`, which is a view of that part of `flat`. The rest of `flat` is arbitrary
+    /// afterwards.
     pub(crate) fn reduce_scatter(&self, flat: &mut Tensor, own: &mut Tensor, staging: &Staging) -> Result<()> {
         if self.size == 1 {
             return Ok(());
@@ -216,8 +222,8 @@ impl Link {
         }
     }
 
-    /// As [`Link::reduce_scatter`] for bf16; the sum is in `sum`, in f32. NCCL's own sums are of
-    /// bf16, and what is left of them there is widened.
+    /// As [`Link::reduce_scatter`] for bf16; the result is written to `sum` in f32. Where NCCL adds
+    /// by itself, it adds in bf16 and the result is widened.
     pub(crate) fn reduce_scatter_bf16(
         &self,
         flat: &mut Tensor,
@@ -263,7 +269,7 @@ impl Link {
         }
     }
 
-    /// Everybody adds up a share and hands it to all others.
+    /// All-reduce in the fixed order: each rank adds up one share and sends it to all others.
     fn all_reduce_in_order(&self, data: &mut Tensor, staging: &Staging) -> Result<()> {
         let packs = data.elements().div_ceil(QUANTUM);
         let edge = |rank: usize| (packs * rank / self.size * QUANTUM).min(data.elements());
@@ -287,20 +293,20 @@ impl Link {
         Ok(circle.exchange(stream, &sends, &receives)?)
     }
 
-    /// The most elements that the ranks' shares of an all-reduce of `elements` have together, each
-    /// as large as the largest.
+    /// Elements of all ranks' shares of an all-reduce of `elements`, if each share were as large as
+    /// the largest.
     fn share_elements_max(&self, elements: usize) -> usize {
         elements.div_ceil(QUANTUM).div_ceil(self.size) * QUANTUM * self.size
     }
 
-    /// The sum of this rank's part of `flat`, which is a part for each rank.
+    /// The sum over ranks of this rank's part of `flat`, which has one part per rank.
     fn sum_of_part(&self, flat: &Tensor, staging: &Staging) -> Result<Tensor> {
         let part = flat.elements() / self.size;
         self.sum_of_share(flat, &|rank| rank * part..(rank + 1) * part, staging)
     }
 
-    /// The sum over the ranks of this rank's share of `data`, in f32: everybody sends everybody
-    /// their shares, and the owner adds them along the tree of [`number`], as the host would.
+    /// The sum over ranks of this rank's share of `data`, in f32. All ranks send each other their
+    /// shares; the owner of a share adds them along the tree of [`number`], as the host does.
     fn sum_of_share(&self, data: &Tensor, share: &dyn Fn(usize) -> Range<usize>, staging: &Staging) -> Result<Tensor> {
         let own = share(self.index);
         let count = own.len();
@@ -339,7 +345,7 @@ impl Link {
     }
 }
 
-/// Adds parts `ranks` of `count` elements along the tree, into the first.
+/// Adds the parts `ranks`, of `count` elements each, along the tree. The sum is in the first part.
 fn add_tree(parts: &Tensor, ranks: Range<usize>, count: usize) -> Result<()> {
     if ranks.len() < 2 {
         return Ok(());

@@ -1,10 +1,9 @@
-//! Faults on purpose, for tests: at a rank, a step and an instruction, once.
+//! Injection of faults for tests. A fault strikes once, at a rank, a step and an instruction.
 //!
 //! The environment variable [`VARIABLE`] holds faults in the form of [`Fault`], separated by `;`,
 //! e.g. `kill rank=1 step=3 instruction=7; delay:250 rank=0 step=4 instruction=2`. Without it
-//! nothing here runs. A fault at a program position strikes when that instruction begins, on
-//! whatever lane; one at an operation of a communicator, and every corruption, is struck by the
-//! communicator.
+//! nothing here runs. A fault at a program position strikes when that instruction begins, on any
+//! lane. The communicator injects faults at its operations, and every corruption.
 
 use crate::{EngineError, Result};
 use std::sync::Arc;
@@ -17,16 +16,16 @@ use trainyard_program::Program;
 /// The environment variable that holds faults.
 pub const VARIABLE: &str = "TRAINYARD_FAULTS";
 
-/// What a hanging rank does when the others have noticed.
+/// The behaviour of a hanging rank after the others have noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Hang {
-    /// It hangs on: its process has to be ended.
+    /// It keeps hanging, so its process must be ended.
     ForEver,
     /// It returns the others' error, so that a test can go on in the same process.
     UntilNoticed,
 }
 
-/// Faults to come.
+/// The faults of a run, and whether each has struck.
 #[derive(Debug)]
 pub struct Faults {
     in_programs: Vec<(Fault, AtomicBool)>,
@@ -35,7 +34,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// These faults.
+    /// Prepares the given faults.
     pub fn new(faults: impl IntoIterator<Item = Fault>, hang: Hang) -> Faults {
         let of_program = |fault: &Fault| matches!(fault.at, At::Position { .. }) && fault.action != Action::Corrupt;
         let (programs, exchanges): (Vec<_>, Vec<_>) = faults.into_iter().partition(of_program);
@@ -46,10 +45,10 @@ impl Faults {
         }
     }
 
-    /// Those that [`VARIABLE`] asks for.
+    /// The faults in [`VARIABLE`].
     ///
     /// # Errors
-    /// When it holds something else.
+    /// The variable holds something else.
     pub fn from_environment() -> Result<Option<Faults>> {
         let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
         let texts = text.split(';').map(str::trim).filter(|text| !text.is_empty());
@@ -58,7 +57,7 @@ impl Faults {
         Ok((!faults.is_empty()).then(|| Faults::new(faults, Hang::ForEver)))
     }
 
-    /// All of them, as text.
+    /// All faults, as text.
     pub fn describe(&self) -> String {
         self.all().map(Fault::to_string).collect::<Vec<_>>().join("; ")
     }
@@ -66,7 +65,7 @@ impl Faults {
     /// Refuses a fault of a rank that a world of `ranks` does not have.
     ///
     /// # Errors
-    /// Naming the first such fault.
+    /// The first such fault.
     pub fn check(&self, ranks: usize) -> Result<()> {
         match self.all().find(|fault| fault.rank as usize >= ranks) {
             None => Ok(()),
@@ -80,7 +79,7 @@ impl Faults {
         }
     }
 
-    /// Those that have not struck, of `rank` or, without one, of all ranks.
+    /// The faults that have not struck yet, of `rank`, or of all ranks if it is None.
     pub fn to_come(&self, rank: Option<u32>) -> Vec<&Fault> {
         let own = self.in_programs.iter().filter(|(_, struck)| !struck.load(Ordering::Relaxed));
         let all = own.map(|(fault, _)| fault).chain(self.in_exchanges.to_come());
@@ -91,13 +90,12 @@ impl Faults {
         self.in_programs.iter().map(|(fault, _)| fault).chain(self.in_exchanges.faults())
     }
 
-    /// Lets those that strike in exchanges strike on `world` and all communicators made of it
-    /// afterwards.
+    /// Injects the faults in exchanges into `world` and all communicators made from it afterwards.
     pub fn inject(&self, world: &Communicator) {
         world.inject(Arc::clone(&self.in_exchanges));
     }
 
-    /// What happens to `rank` at this position, if it was to happen and has not yet.
+    /// Executes the fault of `rank` at this position, if there is one that has not struck yet.
     pub(crate) fn strike(&self, rank: u32, at: &Position, comm: Option<&Communicator>) -> Result<()> {
         let here = At::Position { step: at.step, instruction: at.instruction };
         let due = |fault: &Fault| fault.rank == rank && fault.at == here;
@@ -123,8 +121,8 @@ impl Faults {
     }
 }
 
-/// A fault drawn from `seed`: any rank, any of the first `steps` steps, any instruction of that
-/// rank's program (a corruption: any that sends), any action. A delay is as long as `delay`.
+/// A random fault drawn from `seed`: any action at any rank, any of the first `steps` steps and any
+/// instruction of that rank's program (for a corruption: any that sends). A delay lasts `delay`.
 ///
 /// # Panics
 /// If there are no programs or no steps.

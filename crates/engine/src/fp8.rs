@@ -1,16 +1,16 @@
-//! Scales of products with operands of eight bits, by the largest values of earlier steps ("delayed
-//! scaling", as NVIDIA's Transformer Engine has it).
+//! Scales of products with 8-bit operands, chosen by the largest values of earlier steps ("delayed
+//! scaling", as in NVIDIA's Transformer Engine).
 //!
-//! Three tensors of every linear layer of the blocks are rounded: its input and its weight to E4M3,
-//! the gradient of its output to E5M2. For each the largest magnitude of a step is kept for some
-//! steps. A step rounds with
-//! `scale = 2^floor(log2(largest of the format / largest in the history)) / 2^margin`: a power of
-//! two, so that what was scaled can be scaled back exactly. The history grows once per step, when
-//! the norm is known, by the largest value over all ranks; a step that is skipped leaves no trace
-//! in it. All micro-batches of a step, and forwards that are repeated, therefore round alike.
+//! Three tensors of every linear layer of the blocks are rounded: the input and the weight to E4M3,
+//! the gradient of the output to E5M2. For each tensor, a history keeps the largest magnitudes of
+//! some earlier steps. A step rounds with
+//! `scale = 2^floor(log2(largest of the format / largest in the history)) / 2^margin`, a power of
+//! two, so that scaling back is exact. The history grows once per step, when the gradient norm is
+//! known, by the largest value over all ranks. A skipped step adds nothing. So all micro-batches of
+//! a step, and recomputed forwards, round with the same scales.
 //!
-//! While there is no history, at the start of a run, products are computed in bf16 and magnitudes
-//! only noted: one step.
+//! The first step of a run has no history. It computes products in bf16 and only records
+//! magnitudes.
 
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
@@ -22,16 +22,16 @@ use trainyard_model::{Model, ParameterKind};
 use trainyard_tensor::ops::fp8::{Fp8, Scaling, Slot, Slots};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// The recipe.
+/// Settings of the fp8 recipe.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fp8Settings {
-    /// Steps whose largest magnitudes choose the scales.
+    /// Number of steps in the history.
     pub history: usize,
-    /// Powers of two that are left free above the largest of them.
+    /// Powers of two of headroom above the largest magnitude in the history.
     pub margin: u32,
 }
 
-/// What a checkpoint keeps: scales follow from it.
+/// The state in a checkpoint. The scales follow from it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct AmaxHistory {
     /// The layers' weights by name, in the order of the numbers.
@@ -41,27 +41,26 @@ pub struct AmaxHistory {
     pub steps: VecDeque<Vec<f32>>,
 }
 
-/// Scales are kept within these powers of two: the product of two inverses is then a number of f32,
-/// and what is scaled back one of bf16.
+/// Limit for the exponents of scales. Within it the product of two inverses is a normal f32, and
+/// values scaled back are normal bf16.
 const EXPONENT_MAX: i32 = 60;
 
 /// The formats of a layer's input, weight and output's gradient.
 const FORMATS: [Fp8; 3] = [Fp8::E4M3, Fp8::E4M3, Fp8::E5M2];
 
-/// The largest power of two by which a tensor with this largest magnitude can be multiplied before
-/// it is rounded; 1 for one that is all zero.
+/// The scale of a tensor with the largest magnitude `amax`: the largest power of two that keeps it
+/// within the format, less the margin. 1 for a tensor of zeros.
 fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
     if amax <= 0.0 {
         return 1.0;
     }
-    // Division rounds: near a power of two the quotient alone could name one too large.
+    // Division rounds, so near a power of two the quotient's exponent may be one too large.
     let mut exponent = (f64::from(format.max()) / f64::from(amax)).log2().floor() as i32;
     exponent -= i32::from(f64::from(amax) * 2f64.powi(exponent) > f64::from(format.max()));
     2f32.powi((exponent - margin as i32).clamp(-EXPONENT_MAX, EXPONENT_MAX))
 }
 
-/// The linear layers of the blocks, by their weights: neither embeddings nor the head are among
-/// them.
+/// The weights of the linear layers in the blocks, without the embeddings and the head.
 pub fn layers(model: &Model) -> Vec<ParamId> {
     let last = model.units().len() - 1;
     let inner = |id: &ParamId| (1..last).contains(&(id.unit as usize));
@@ -85,10 +84,11 @@ pub struct Fp8State {
 }
 
 impl Fp8State {
-    /// Without a history. On meta, where a steady step is predicted, as if there were one.
+    /// Begins without a history. On meta, where a steady step is predicted, it begins as if there
+    /// were one.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn new(device: &Device, model: &Model, settings: Fp8Settings) -> Result<Fp8State> {
         let ids = layers(model);
         let names = ids.iter().map(|id| model.parameter_name(*id).expect("a parameter of the model has a name"));
@@ -107,7 +107,7 @@ impl Fp8State {
         Ok(state)
     }
 
-    /// How the layers are computed from now on.
+    /// Sets whether the layers only measure magnitudes, or multiply in 8 bits, from now on.
     fn name_layers(&mut self, measures: bool) -> Result<()> {
         let tensors = FORMATS.len() * self.ids.len();
         let slot = |index: usize| -> Result<Slot> {
@@ -127,21 +127,21 @@ impl Fp8State {
         Ok(())
     }
 
-    /// The layers with their scales, for a tape.
+    /// The scales of each layer, for a tape.
     pub fn layers(&self) -> Arc<BTreeMap<ParamId, Scaling>> {
         Arc::clone(&self.layers)
     }
 
-    /// Whether this step only notes magnitudes.
+    /// True if this step only records magnitudes.
     pub fn measures(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// The largest magnitudes of this step on this rank, in order of the layers; zeros on meta. The
-    /// host waits for the lane.
+    /// The largest magnitudes of this step on this rank, in the order of the layers; zeros on meta.
+    /// The host waits for the device.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn of_step(&self) -> Result<Vec<f64>> {
         if self.amax.device().is_meta() {
             return Ok(vec![0.0; self.amax.elements()]);
@@ -149,10 +149,11 @@ impl Fp8State {
         Ok(self.amax.with_data(|bits: &[u32]| bits.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect())?)
     }
 
-    /// Ends a step with the largest magnitudes over all ranks, or None for one that is skipped.
+    /// Ends a step. `amax` has the largest magnitudes over all ranks, or None if the step is
+    /// skipped.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn end_step(&mut self, amax: Option<Vec<f32>>) -> Result<()> {
         self.amax.fill_zero()?;
         let Some(amax) = amax.filter(|_| !self.amax.device().is_meta()) else { return Ok(()) };
@@ -160,7 +161,7 @@ impl Fp8State {
         self.use_history()
     }
 
-    /// Chooses the scales by the history.
+    /// Chooses the scales from the history.
     fn use_history(&mut self) -> Result<()> {
         let forgotten = self.steps.len().saturating_sub(self.settings.history);
         self.steps.drain(..forgotten);
@@ -172,15 +173,15 @@ impl Fp8State {
         self.name_layers(self.measures())
     }
 
-    /// What a checkpoint is to keep.
+    /// The state for a checkpoint.
     pub fn history(&self) -> AmaxHistory {
         AmaxHistory { layers: self.names.clone(), steps: self.steps.clone() }
     }
 
-    /// Goes on with a checkpoint's history.
+    /// Restores a checkpoint's history.
     ///
     /// # Errors
-    /// One of another model.
+    /// A history of another model.
     pub fn restore(&mut self, history: AmaxHistory) -> Result<()> {
         let tensors = self.amax.elements();
         let fits = history.layers == self.names && history.steps.iter().all(|step| step.len() == tensors);
@@ -194,13 +195,13 @@ impl Fp8State {
     }
 }
 
-/// The largest of every tensor's magnitudes over the ranks, whose numbers stand one rank after the
-/// other; NaN where one is.
+/// The maximum over ranks of every tensor's magnitude; NaN if one of them is. `all` has the numbers
+/// of one rank after the other.
 pub fn over_ranks(all: &[f64], tensors: usize) -> Vec<f32> {
     let mut most = vec![0.0; tensors];
     for rank in all.chunks(tensors.max(1)) {
         for (most, value) in most.iter_mut().zip(rank) {
-            // Not `max`, which passes over NaN.
+            // Not `max`, which ignores NaN.
             if value.is_nan() || *value > *most {
                 *most = *value;
             }
@@ -209,11 +210,11 @@ pub fn over_ranks(all: &[f64], tensors: usize) -> Vec<f32> {
     most.into_iter().map(|most| most as f32).collect()
 }
 
-/// Whether a model's linear layers have sizes that products of eight bits take, with so many rows
-/// in a micro-batch.
+/// Checks that 8-bit products support all `sizes`, given with their names: those of the linear
+/// layers and the rows of a micro-batch.
 ///
 /// # Errors
-/// Which have not.
+/// The sizes that are not supported.
 pub fn check_sizes(sizes: &[(&str, usize)]) -> Result<(), EngineError> {
     let odd = |(name, size): &(&str, usize)| {
         (!size.is_multiple_of(trainyard_tensor::ops::fp8::MULTIPLE)).then(|| format!("{name} = {size}"))
@@ -242,8 +243,8 @@ mod tests {
                 assert!(amax * s <= format.max() && 2.0 * amax * s > format.max(), "{format:?} {amax} {s}");
                 assert_eq!(scale(format, amax, 3), s / 8.0);
             }
-            // What is all zero is not scaled, and what is nearly so not beyond what can be scaled
-            // back.
+            // A tensor of zeros is not scaled, and a tensor of tiny values only within the exponent
+            // limit.
             assert_eq!((scale(format, 0.0, 2), scale(format, 1e-40, 0)), (1.0, 2f32.powi(EXPONENT_MAX)));
         }
     }

@@ -1,4 +1,4 @@
-//! Sampling text from a model, with a cache of keys and values.
+//! Generates text from a model, token by token, with a cache of keys and values.
 
 use crate::Result;
 use crate::rank::Rank;
@@ -8,17 +8,17 @@ use trainyard_data::rng::Stream;
 use trainyard_model::{BatchSlices, Forward, KvCache};
 use trainyard_tensor::cpu::philox::RandomKey;
 
-/// How the next token is chosen.
+/// Settings for the choice of the next token.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sampling {
-    /// Logits are divided by it; 0 takes the most likely token.
+    /// Divisor of the logits; 0 takes the most likely token.
     pub temperature: f64,
-    /// Only the k most likely tokens; None: all.
+    /// Choose among the k most likely tokens; None: among all.
     pub top_k: Option<usize>,
-    /// Only the fewest most likely tokens whose probabilities add up to this (Holtzman et al.
-    /// 2020); None: all.
+    /// Choose among the fewest most likely tokens whose probabilities add up to this (Holtzman et
+    /// al. 2020); None: among all.
     pub top_p: Option<f64>,
-    /// Of the random choices.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
@@ -29,7 +29,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Says what is wrong with the settings, if anything.
+    /// Checks the ranges of the settings.
     pub fn check(&self) -> Result<()> {
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return Err(does_not_fit(format!("temperature {} must be 0 or above", self.temperature)));
@@ -43,7 +43,7 @@ impl Sampling {
         Ok(())
     }
 
-    /// The next token given its logits; `uniform` is in `[0, 1)`.
+    /// Chooses the next token from its logits; `uniform` is a random number in `[0, 1)`.
     pub fn choose(&self, logits: &[f32], uniform: f64) -> u32 {
         let by_logit = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -76,8 +76,8 @@ impl Sampling {
     }
 }
 
-/// Continues `prompt` by up to `tokens_max` tokens; `each` is given every token and says whether to
-/// go on. Stops after a token of `stop`. The context slides when it is full: the cache is rebuilt
+/// Continues `prompt` by up to `tokens_max` tokens. `each` receives every token and returns true to
+/// go on. Generation stops after a token of `stop`. When the context is full, the cache is rebuilt
 /// from its second half.
 pub fn generate(
     rank: &Rank,

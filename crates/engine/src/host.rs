@@ -1,37 +1,37 @@
-//! The memory of the host that this process may have: the machine's, or less where a container, a
-//! batch system or a service limits it.
+//! The host memory available to this process: the machine's, or less if a container, a batch system
+//! or a service limits it.
 //!
-//! Linux alone says both: the machine's in `/proc/meminfo`, limits in the control groups that the
-//! process is in, each of whose ancestors limits it too. Of both versions of control groups, at the
+//! Only Linux is supported. The machine's memory is in `/proc/meminfo`. Limits are in the control
+//! groups of the process and all their ancestors. Both versions of control groups are read, at the
 //! places where systems and containers mount them.
 
 use std::path::Path;
 
-/// What a process holds of it beside what is predicted of a step, at most: itself, the tokenizer,
-/// panels of products, the loader's queue, and what the pool keeps for reuse; 80 to 130 MiB were
-/// measured (docs/LOG.md, 2026-11-23).
+/// Upper limit for the bytes that a process holds beside the predicted memory of a step: code,
+/// tokenizer, panels of products, the loader's queue, and memory that the pool keeps for reuse. 80
+/// to 130 MiB were measured (docs/LOG.md, 2026-11-23).
 pub const ASIDE: usize = 192 << 20;
 
 /// The host's memory, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostMemory {
-    /// What is built in, or what the process is limited to.
+    /// The installed memory, or the limit of the process if that is lower.
     pub total: usize,
-    /// What the system can write to disk beyond that.
+    /// Swap space beyond that.
     pub swap: usize,
-    /// What the system can give without swapping.
+    /// Memory available without swapping.
     pub available: usize,
-    /// Whether it is a limit of the process, below what is built in.
+    /// True if `total` is a limit of the process below the installed memory.
     pub is_limit: bool,
 }
 
 impl HostMemory {
-    /// In words.
+    /// The origin of `total`, in words.
     pub fn name(&self) -> &'static str {
         if self.is_limit { "the memory limit of this container or job" } else { "this machine's memory" }
     }
 
-    /// What there is for steps.
+    /// The memory for steps: `total` without [`ASIDE`].
     pub fn for_steps(&self) -> usize {
         self.total.saturating_sub(ASIDE)
     }
@@ -45,7 +45,7 @@ impl HostMemory {
     }
 }
 
-/// The host's memory, where the system says: Linux does.
+/// The host's memory; None if the system does not say (Linux does).
 pub fn memory() -> Option<HostMemory> {
     memory_of(Path::new("/"))
 }
@@ -65,17 +65,17 @@ fn memory_of(root: &Path) -> Option<HostMemory> {
 /// One control group with a limit.
 struct Group {
     limit: usize,
-    /// Beyond the limit.
+    /// Swap beyond the limit.
     swap: usize,
-    /// What its processes hold, without files that the system drops first.
+    /// Memory that its processes hold, without cached files that the system drops first.
     held: usize,
 }
 
-/// Names of a version's files.
+/// File names of one version of control groups.
 struct Files {
     limit: &'static str,
     held: &'static str,
-    /// Of `memory.stat`: files in memory that nobody used lately.
+    /// Key in `memory.stat` of the cached files that were not used lately.
     droppable: &'static str,
 }
 
@@ -83,7 +83,7 @@ const V1: Files =
     Files { limit: "memory.limit_in_bytes", held: "memory.usage_in_bytes", droppable: "total_inactive_file" };
 const V2: Files = Files { limit: "memory.max", held: "memory.current", droppable: "inactive_file" };
 
-/// The groups of this process that limit it, with their ancestors.
+/// The groups that limit this process, including ancestors.
 fn groups(root: &Path) -> Vec<Group> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();
@@ -95,8 +95,8 @@ fn groups(root: &Path) -> Vec<Group> {
             _ if controllers.split(',').any(|controller| controller == "memory") => ("sys/fs/cgroup/memory", V1),
             _ => continue,
         };
-        // Inside of a container the path may be the host's, and its own group is where the mount
-        // is.
+        // Inside a container the path may be the host's; the container's own group is at the mount
+        // point.
         for ancestor in Path::new(path.trim_start_matches('/')).ancestors() {
             groups.extend(group(&root.join(mount).join(ancestor), &files));
         }
@@ -107,7 +107,7 @@ fn groups(root: &Path) -> Vec<Group> {
 fn group(folder: &Path, files: &Files) -> Option<Group> {
     let read = |name: &str| -> Option<String> { std::fs::read_to_string(folder.join(name)).ok() };
     let number = |name: &str| -> Option<usize> { read(name)?.trim().parse().ok() };
-    // "max", or in version 1 a number beyond all memory: no limit.
+    // Without a limit the file has "max", or, in version 1, a number beyond all memory.
     let limit = number(files.limit)?;
     let swap = match number("memory.memsw.limit_in_bytes") {
         Some(both) => both.saturating_sub(limit),
@@ -125,7 +125,7 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    /// A root with these files below it.
+    /// A root folder with the given files.
     fn root(files: &[(&str, String)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         let meminfo =
@@ -172,8 +172,8 @@ mod tests {
 
     #[test]
     fn a_job_is_limited_by_every_group_above_it() {
-        // As Slurm nests them: the step's own group is unlimited, the job's is not, and the host's
-        // holds much.
+        // Nested as by Slurm: the step's own group is unlimited, the job's is limited, and the
+        // host's holds much.
         let limited = [
             ("proc/self/cgroup", "7:cpu,cpuacct:/\n4:memory:/slurm/job_1/step_0\n1:name=systemd:/\n".to_owned()),
             ("sys/fs/cgroup/memory/slurm/job_1/step_0/memory.limit_in_bytes", "9223372036854771712\n".to_owned()),

@@ -1,20 +1,20 @@
-//! Lanes: the instructions of a program on threads that wait for each other's results.
+//! Runs the lanes of a program: one thread per lane, waiting for the results of other lanes.
 //!
-//! Each lane runs its instructions in program order. Before one runs, every instruction it depends
-//! on must have finished; the time the lane stood waiting is recorded with the instruction, which
-//! is how exposed loading and exposed communication become numbers. The compute lane runs on the
-//! calling thread. The first error stops every lane.
+//! Each lane runs its instructions in program order. Before an instruction runs, every instruction
+//! it depends on must have finished. The time that the lane waited is recorded with the
+//! instruction; this measures exposed loading and exposed communication. The compute lane runs on
+//! the calling thread. The first error stops every lane.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use trainyard_program::{Instruction, Lane, Program};
 
-/// When an instruction waited, started and ended, counted from the start of the step.
+/// Times of one instruction, counted from the start of the step.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Span {
-    /// Time the lane stood waiting before it.
+    /// Time that the lane waited before the instruction.
     pub waited: Duration,
-    /// For which instruction, if it waited: the dependency that was missing last.
+    /// The last dependency to finish, if the lane waited.
     pub waited_for: Option<u32>,
     /// Start.
     pub start: Duration,
@@ -22,14 +22,14 @@ pub struct Span {
     pub end: Duration,
 }
 
-/// Something to do while waiting, in pieces short enough for a wait to be looked at after each:
-/// false when there was nothing.
+/// Work to do while waiting. Each call does one short piece, and returns false if there was nothing
+/// to do.
 pub type Meanwhile<'a> = &'a dyn Fn() -> bool;
 
-/// How long a lane waits, at first, before it asks again for something to do meanwhile; it doubles
-/// up to [`PAUSE_MAX`].
+/// The first pause after a lane found nothing to do while waiting. Pauses double up to
+/// [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_micros(50);
-/// The longest of these times.
+/// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_millis(1);
 
 /// Runs the instructions of one lane.
@@ -45,13 +45,12 @@ struct State {
     stopped: bool,
 }
 
-/// Runs `program`. `handlers` has an entry for every lane the program uses but compute, which runs
-/// `compute` on this thread. `alarm` is told of the first failure at once, while other lanes may
-/// still run: of an error, or (None) a panic. While the compute lane has to wait, it does
-/// `meanwhile`.
+/// Runs `program`. `handlers` has an entry for every lane of the program except compute, which runs
+/// `compute` on this thread. `alarm` is called at the first failure, while other lanes may still
+/// run, with the error, or None for a panic. While the compute lane waits, it calls `meanwhile`.
 ///
 /// # Panics
-/// When a lane that the program uses has no handler.
+/// A lane of the program has no handler.
 pub fn run<E: Send>(
     program: &Program,
     handlers: Vec<(Lane, Handler<'_, E>)>,
@@ -113,14 +112,14 @@ pub fn run<E: Send>(
     }
 }
 
-/// Runs `program` in its order on this thread: what a prediction needs, so that no lane is ahead of
+/// Runs `program` in its order on this thread. Predictions run so, because no lane gets ahead of
 /// another.
 ///
 /// # Errors
-/// Those of the handlers.
+/// Errors of the handlers.
 ///
 /// # Panics
-/// When a lane that the program uses has no handler.
+/// A lane of the program has no handler.
 pub fn run_in_order<E>(
     program: &Program,
     mut handlers: Vec<(Lane, Handler<'_, E>)>,
@@ -139,7 +138,7 @@ pub fn run_in_order<E>(
     Ok(())
 }
 
-/// A lane that panics must not leave the others waiting for ever.
+/// Calls its function if the lane panics, so that the others do not wait for ever.
 struct OnPanic<'a>(&'a (dyn Fn() + Sync));
 
 impl Drop for OnPanic<'_> {
@@ -149,8 +148,8 @@ impl Drop for OnPanic<'_> {
 }
 
 impl Progress {
-    /// Returns once all are finished, with the one that was missing last, if any was; None when the
-    /// step was stopped. Does `meanwhile` until then.
+    /// Waits until all of `after` have finished, calling `meanwhile` until then. Returns the last
+    /// one to finish, if there was a wait; None if the step was stopped.
     fn wait_for(&self, after: &[u32], meanwhile: Option<Meanwhile<'_>>) -> Option<Option<u32>> {
         let mut last = None;
         let (mut nothing_to_do, mut pause) = (false, PAUSE_MIN);
@@ -191,7 +190,7 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    /// Stops every lane; whether this was the first to do so.
+    /// Stops every lane. Returns true if this was the first call.
     fn stop(&self) -> bool {
         let mut state = self.lock();
         self.changed.notify_all();
@@ -227,7 +226,8 @@ mod tests {
         }
     }
 
-    /// Input, reduce and host lanes that do the same, and how many failures were told.
+    /// Runs a program whose input, reduce and host lanes do the same. Also returns the number of
+    /// reported failures.
     fn run_all<'a, E: Send>(
         others: impl Fn(usize, &Instruction) -> Result<(), E> + Copy + Send + 'a,
         compute: impl FnMut(usize, &Instruction) -> Result<(), E>,
@@ -292,7 +292,7 @@ mod tests {
             Ok::<(), ()>(())
         };
         let (asked, computed) = (Cell::new(0), Cell::new(0));
-        // There is nothing every third time, and the lane asks again.
+        // Every third call has nothing to do, and the lane asks again.
         let meanwhile = || {
             asked.set(asked.get() + 1);
             if asked.get() == 7 {

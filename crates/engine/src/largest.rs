@@ -1,7 +1,8 @@
-//! The largest model that a machine trains: as many blocks of one shape as its memory holds.
+//! Finds the largest model that a machine can train: the most blocks of one shape that fit in its
+//! memory.
 //!
-//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), so the
-//! search takes nothing.
+//! The needs of a step are predicted by executing it on the meta device ([`crate::predict`]), so
+//! the search allocates nothing.
 
 use crate::bench::forecast;
 use crate::config::Resolved;
@@ -12,17 +13,17 @@ use crate::{EngineError, Result, room};
 use trainyard_model::Model;
 use trainyard_tensor::Device;
 
-/// Models with more blocks are not looked at.
+/// Upper limit for the blocks of a model in the search.
 pub const LAYERS_MAX: usize = 4096;
 
-/// The share of free memory that is left to the gaps between allocations, on a GPU to its libraries
-/// too.
+/// One part in this many of the free memory is left for gaps between allocations and, on a GPU, for
+/// its libraries.
 const SPARE: usize = 32;
 
-/// What a machine has to give to one rank.
+/// The memory that a machine has for one rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Room {
-    /// Bytes where it computes.
+    /// Bytes of the device.
     pub device: usize,
     /// Bytes of the host beside a GPU.
     pub host: usize,
@@ -31,11 +32,10 @@ pub struct Room {
 }
 
 impl Room {
-    /// What `device`, which a configuration names, its host and its disk can give now, within
-    /// `memory.limit`.
+    /// The memory that `device`, its host and its disk have free now, within `memory.limit`.
     ///
     /// # Errors
-    /// A GPU that does not say.
+    /// A GPU does not report its free memory.
     pub fn of(resolved: &Resolved, device: &Device) -> Result<Room> {
         let but_spare = |bytes: usize| bytes / SPARE * (SPARE - 1);
         let host = host::memory().map_or(usize::MAX, |memory| but_spare(memory.available.saturating_sub(ASIDE)));
@@ -48,7 +48,7 @@ impl Room {
         Ok(Room { device: free.min(limit), host, disk: room::free(folder).unwrap_or(u64::MAX) })
     }
 
-    /// Whether a step with these needs fits.
+    /// True if a step with these needs fits.
     pub fn holds(&self, prediction: &StepNeeds) -> bool {
         prediction.memory.peak_total() <= self.device
             && prediction.host_memory.peak_total() <= self.host
@@ -58,21 +58,21 @@ impl Room {
 
 /// A model that fits.
 pub struct Largest {
-    /// Its blocks.
+    /// Number of blocks.
     pub layers: usize,
-    /// Its parameters.
+    /// Number of parameters.
     pub parameters: u64,
-    /// Its configuration.
+    /// Configuration of the model.
     pub resolved: Resolved,
-    /// What a step of it needs.
+    /// Needs of a step of it.
     pub prediction: StepNeeds,
 }
 
-/// The most blocks, up to [`LAYERS_MAX`], with which a step of what `configure` makes of a number
-/// of them fits in `room`; None where one does not.
+/// The largest model whose step fits in `room`, with up to [`LAYERS_MAX`] blocks. `configure` makes
+/// the configuration for a number of blocks. None if a single block does not fit.
 ///
 /// # Errors
-/// A configuration that is none.
+/// A configuration cannot be resolved.
 pub fn largest<E: From<EngineError>>(
     room: &Room,
     configure: impl Fn(usize) -> std::result::Result<Resolved, E>,
@@ -87,7 +87,7 @@ pub fn largest<E: From<EngineError>>(
         Ok(Some(Largest { layers, parameters, resolved, prediction }))
     };
     let Some(mut best) = fits(1)? else { return Ok(None) };
-    // What does not fit: none of the models that were looked at, to begin with.
+    // The least number of blocks known not to fit.
     let mut too_many = LAYERS_MAX + 1;
     let mut next = 2;
     while best.layers + 1 < too_many {

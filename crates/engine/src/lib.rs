@@ -2,18 +2,18 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`config`], [`schedule`] | what is asked for, and what follows from it |
+//! | [`config`], [`schedule`] | the configuration as requested and as resolved; the learning-rate schedule |
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
-//! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | what is written while it runs |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: set up, gone on with, and trained, on one rank or many |
-//! | [`positions`], [`watch`], [`faults`] | where a rank is, what becomes of one that fails, and failures on purpose |
-//! | [`trained`], [`evaluate`], [`generate`] | a trained model, opened, and what it is used for |
-//! | [`predict`], [`limit`], [`host`] | a step's memory and cost, by executing it without data; whether it fits, and what would |
-//! | [`bench`], [`largest`] | a step's time, by executing it on random tokens; the largest model that fits |
+//! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | the files that a run writes |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
+//! | [`positions`], [`watch`], [`faults`] | the positions of ranks, the detection of failed ones, and injected faults |
+//! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
+//! | [`predict`], [`limit`], [`host`] | the memory and cost of a step, predicted by executing it without data; settings that fit |
+//! | [`bench`], [`largest`] | the measured time of a step on random tokens; the largest model that fits |
 //!
-//! The engine knows instructions and no strategies: what is sharded, gathered or recomputed is in
-//! the program.
+//! The engine knows instructions and no strategies: the program alone decides on sharding, gathers
+//! and recomputation.
 
 pub mod bench;
 pub mod checkpoint;

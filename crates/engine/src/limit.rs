@@ -1,7 +1,8 @@
-//! `memory.limit`: whether a step fits, and if not, which settings would.
+//! Checks that a step fits in `memory.limit` and in the machine; otherwise names settings that
+//! would fit.
 //!
-//! What a step needs is predicted by executing it on the meta device ([`crate::predict`]), and so
-//! is what it would need under other settings: nothing here is estimated.
+//! The needs of a step, under the present and under other settings, are predicted by executing it
+//! on the meta device ([`crate::predict`]). Nothing here is estimated.
 
 use crate::Result;
 use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
@@ -12,7 +13,7 @@ use crate::state::does_not_fit;
 use trainyard_base::format_bytes;
 use trainyard_model::{BatchShape, Model, ModelSpec};
 
-/// A step's needs under `resolved`, on rank `rank`.
+/// The needs of a step under `resolved`, on rank `rank`.
 pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
     let model = Model::new(spec.clone())?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
@@ -22,8 +23,8 @@ pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<
     predict(model, &program, &batch, &shape::rank_settings(resolved))
 }
 
-/// An error when `prediction` exceeds `memory.limit`: by how much, for what, and which settings
-/// fit.
+/// Returns an error if `prediction` exceeds `memory.limit`. It names the excess, the purposes, and
+/// settings that fit.
 pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &StepNeeds) -> Result<()> {
     match resolved.config.memory.limit {
         Some(limit) => keeps(resolved, spec, rank, prediction, limit.0 as usize, "memory.limit"),
@@ -31,8 +32,8 @@ pub fn check(resolved: &Resolved, spec: &ModelSpec, rank: u32, prediction: &Step
     }
 }
 
-/// An error when the `ranks` of this host together need more than it has, with the settings that
-/// fit; a sentence when they need more than is free.
+/// Returns an error, with settings that fit, if the `ranks` of this host together need more memory
+/// than it has. Returns a warning if they need more than is free.
 pub fn check_machine(
     resolved: &Resolved,
     spec: &ModelSpec,
@@ -57,17 +58,17 @@ pub fn check_machine(
     }))
 }
 
-/// Whether checkpoints can be written from a copy of the state.
+/// Possibility of writing checkpoints from a copy of the state.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Copies {
     /// The copy fits beside the step.
     Fit,
-    /// Why they cannot, in a sentence.
+    /// The copy does not fit; a sentence gives the reason.
     No(String),
 }
 
-/// Whether all of `ranks_here` ranks of this host can each keep a copy of their state beside the
-/// step, in `memory.limit` and in what the host has to give.
+/// Tells if all of the `ranks_here` ranks of this host can each hold a copy of their state beside
+/// the step, within `memory.limit` and the host's available memory.
 pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) -> Copies {
     let on_cpu = resolved.config.compute.device == DeviceKind::Cpu;
     let step = if on_cpu { prediction.memory.peak_total() } else { prediction.host_memory.peak_total() };
@@ -90,7 +91,7 @@ pub fn copies(resolved: &Resolved, prediction: &StepNeeds, ranks_here: usize) ->
     ))
 }
 
-/// An error when `prediction` exceeds `limit`, which is called `what`.
+/// Returns an error if `prediction` exceeds `limit`, which messages call `what`.
 fn keeps(
     resolved: &Resolved,
     spec: &ModelSpec,
@@ -119,7 +120,7 @@ fn keeps(
     )))
 }
 
-/// No more are shown.
+/// Upper limit for the settings in a message.
 const SHOWN_MAX: usize = 4;
 
 fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> Result<String> {
@@ -155,10 +156,10 @@ fn what_fits(resolved: &Resolved, spec: &ModelSpec, rank: u32, limit: usize) -> 
 enum Change {
     Checkpointing(CheckpointMode),
     MicroBatch(usize),
-    /// Over all ranks that hold the same now.
+    /// This ZeRO stage, over all ranks that hold the same state now.
     ZeroStage(usize),
     Optimizer(OffloadTier),
-    /// Where the optimizer's state is.
+    /// Gradients in the tier of the optimizer's state.
     Gradients(OffloadTier),
     Parameters(OffloadTier),
     Activations(OffloadTier),
@@ -202,7 +203,7 @@ impl Change {
     }
 }
 
-/// Changes one by one, those that cost least first, and then together.
+/// Combinations of changes to try: first single changes, the cheapest first, then several together.
 fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
     let mode = resolved.config.activation_checkpointing.mode;
     let modes = [CheckpointMode::Selective, CheckpointMode::Full];
@@ -233,13 +234,14 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
     let one_by_one = [&checkpointing, &rows, &stages, &tiers].into_iter().flatten().filter(alone);
     let one_by_one = one_by_one.map(|change| vec![*change]);
     let mut all: Vec<Vec<Change>> = one_by_one.collect();
-    // Together: what recomputes and sums most, then with ever more ranks and tiers.
+    // Combinations begin with the most recomputation and the smallest micro-batch, then add
+    // sharding and tiers one by one.
     let mut together: Vec<Change> = checkpointing.last().into_iter().chain(rows.last()).copied().collect();
     for change in [None].into_iter().chain(stages.last().copied().into_iter().chain(tiers.clone()).map(Some)) {
         together.extend(change);
         all.push(together.clone());
     }
-    // And offload without recomputing.
+    // Then offloading without recomputation.
     for count in 2..=tiers.len() {
         all.push(tiers[..count].to_vec());
     }

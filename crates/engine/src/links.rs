@@ -1,5 +1,5 @@
-//! Whom a rank's lanes talk to: a communicator of its own for each lane and group, because lanes
-//! run beside each other.
+//! The links of a rank's lanes to groups of ranks. Each lane has its own communicator per group,
+//! because lanes run concurrently.
 
 pub use crate::exchange::Link;
 pub(crate) use crate::exchange::Staging;
@@ -17,41 +17,42 @@ use trainyard_model::{Model, UnitLayout};
 use trainyard_program::{Action, Axis, Group, Program};
 use trainyard_tensor::{DType, Device, Tensor, ops};
 
-/// For gathers: the shard group, and parts of it by their number of ranks.
+/// Links of the gather lane: the shard group, and parts of it by their number of ranks.
 #[derive(Default)]
 pub struct GatherLinks {
     shard: Link,
     parts: BTreeMap<u32, Link>,
 }
 
-/// For reductions of gradients and the count of targets.
+/// Links of the reduce lane, for gradients and the count of targets.
 #[derive(Default)]
 pub struct ReduceLinks {
     pub(crate) shard: Link,
     pub(crate) replicate: Link,
     pub(crate) data: Link,
-    /// Where what they send is put; taken when it is known how large it is.
+    /// Buffers for data on their way, allocated by [`ReduceLinks::stage`].
     pub(crate) staging: Staging,
 }
 
-/// For the norm and the losses; and for gathers outside of steps.
+/// Links of the compute lane, for the gradient norm and the losses, and for gathers outside of
+/// steps.
 #[derive(Default)]
 pub struct ComputeLinks {
     pub(crate) shard: Link,
     pub(crate) data: Link,
 }
 
-/// The links of one rank, by lane. The default is that of a rank alone, and of a prediction.
+/// The links of one rank, by lane. The default is for a rank alone.
 #[derive(Default)]
 pub struct Links {
     pub(crate) gather: GatherLinks,
     pub(crate) reduce: ReduceLinks,
     pub(crate) compute: ComputeLinks,
-    /// To wake all others when this rank fails.
+    /// Communicator that reports this rank's failure to all others.
     pub(crate) alarm: Option<Communicator>,
-    /// Whether any of them is NCCL's.
+    /// True if any link uses NCCL.
     pub(crate) by_nccl: bool,
-    /// Where the rank's lanes are.
+    /// Positions of the rank's lanes in the program.
     pub(crate) positions: Arc<Positions>,
 }
 
@@ -64,16 +65,17 @@ struct Maker<'a> {
 }
 
 impl Links {
-    /// The groups that `program` needs, through host memory. All ranks of `world` call this
+    /// Makes the links that `program` needs, through host memory. All ranks of `world` call this
     /// together, each with its own program.
     pub fn new(world: &Communicator, program: &Program) -> Result<Links> {
         Maker { program, way: Way::Host, world: Some(world), nccl: None }.make()
     }
 
-    /// By the `way` that was chosen, of ranks on `device`s.
+    /// Makes links by the chosen transport `way`.
     ///
     /// # Errors
-    /// By NCCL: the device is none, there is no library or it refuses, or a rank does not come.
+    /// With NCCL: the device is not a GPU, the library is missing or fails, or a rank does not
+    /// arrive.
     pub fn by(way: Way, world: &Communicator, program: &Program, device: &Device) -> Result<Links> {
         match way {
             Way::Host => Links::new(world, program),
@@ -81,8 +83,8 @@ impl Links {
         }
     }
 
-    /// With NCCL between the GPUs of the ranks. With `fixed_order` sums have the bits of
-    /// [`Links::new`].
+    /// Makes links with NCCL between the GPUs of the ranks. With `fixed_order`, sums have the bits
+    /// of [`Links::new`].
     fn over_nccl(world: &Communicator, program: &Program, device: &Device, fixed_order: bool) -> Result<Links> {
         let cuda = device.as_cuda().ok_or_else(|| does_not_fit("NCCL exchanges the memory of GPUs: there is none"))?;
         let positions = Arc::<Positions>::default();
@@ -92,7 +94,7 @@ impl Links {
         Ok(Links { positions, ..Maker { program, way, world: Some(world), nccl: Some(nccl) }.make()? })
     }
 
-    /// Links to nobody, as a prediction has them: what takes memory takes it.
+    /// Links of a prediction, which exchange nothing but allocate the same memory.
     pub fn predicted(program: &Program, way: Way) -> Result<Links> {
         Maker { program, way, world: None, nccl: None }.make()
     }
@@ -122,8 +124,8 @@ impl Maker<'_> {
             staging: Staging::default(),
         };
         let compute = ComputeLinks {
-            // Computing exchanges tensors outside of steps alone, when the gather lane does
-            // nothing.
+            // The compute lane exchanges tensors only outside of steps, when the gather lane is
+            // idle.
             shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
         };
@@ -141,25 +143,24 @@ impl Maker<'_> {
 }
 
 impl GatherLinks {
-    /// The group of a gather from `over` ranks.
+    /// The link for a gather from `over` ranks.
     pub fn over(&self, over: u32) -> &Link {
         self.parts.get(&over).unwrap_or(&self.shard)
     }
 
-    /// Tells the others what this lane is about to do.
+    /// Posts the instruction that this lane is about to run, for the other ranks.
     pub fn post(&self, position: &Position) {
         [&self.shard].into_iter().chain(self.parts.values()).for_each(|link| link.post(position));
     }
 
-    /// The step is over: what comes next belongs to none of its instructions.
+    /// Ends a step: what follows belongs to none of its instructions.
     pub fn forget(&self) {
         self.shard.forget();
     }
 }
 
 impl ReduceLinks {
-    /// Takes memory on `device` for what is on its way when the gradients of `model` are reduced as
-    /// `dtype`.
+    /// Allocates the staging buffers on `device` for reducing the gradients of `model` as `dtype`.
     pub(crate) fn stage(&mut self, device: &Device, model: &Model, holding: &Holding, dtype: DType) -> Result<()> {
         let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
         let sizes = layouts.map(|layout| (layout.elements(), holding.own(&layout).len()));
@@ -182,9 +183,9 @@ impl ComputeLinks {
 }
 
 /// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
-/// rank's `own` part across the replicas. The result is that part of `flat`; the rest of it is
-/// arbitrary. Rounded to `dtype` on its way and again when it is complete, so that every division
-/// of the data ranks into shards and replicas gives the same bits.
+/// rank's `own` part across the replicas. Returns that part of `flat`; the rest is arbitrary. The
+/// sum is rounded to `dtype` on its way, and again when it is complete, so that every division of
+/// the data ranks into shards and replicas gives the same bits.
 pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: &ReduceLinks) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     let ReduceLinks { shard, replicate, staging, .. } = links;

@@ -16,7 +16,22 @@ const PARAGRAPH_CHARS_MAX: usize = 600;
 /// Words that make a clause the subject of a sentence.
 const CLAUSES: [&str; 5] = ["What", "Whether", "Who", "Which", "Whose"];
 /// Crates whose documentation names a thing before it says what the thing does.
-const PLAIN_PROSE_CRATES: &[&str] = &["testing"];
+const PLAIN_PROSE_CRATES: &[&str] = &[
+    "autograd",
+    "base",
+    "calibrate",
+    "cli",
+    "comm",
+    "cuda",
+    "data",
+    "engine",
+    "model",
+    "plan",
+    "program",
+    "sim",
+    "tensor",
+    "testing",
+];
 /// Pages whose tables and paragraphs are short.
 const SHORT_PAGES: &[&str] = &[];
 

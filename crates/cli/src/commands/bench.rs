@@ -1,4 +1,4 @@
-//! `trainyard bench`: what this machine reaches, in percent of its measured peak.
+//! `trainyard bench`: measures the speed of this machine, in percent of its measured peak.
 
 use super::Precision;
 use super::bench_gpu::{self, GpuArgs};
@@ -19,7 +19,7 @@ use trainyard_tensor::cpu::peak::{self, Peaks};
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{bf16, f16};
 
-/// Measure what this machine reaches.
+/// Measure the speed of this machine.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Whole training steps on random tokens.
@@ -49,7 +49,7 @@ pub struct TrainArgs {
     /// Tokens of a sequence.
     #[arg(long, default_value_t = 512)]
     length: usize,
-    /// What products are computed in.
+    /// The number format of matrix products.
     #[arg(long, visible_alias = "precision", default_value = "bf16")]
     dtype: Precision,
     /// Timed steps.
@@ -58,7 +58,7 @@ pub struct TrainArgs {
     /// Micro-batches of a step.
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
-    /// What blocks keep from forward: none, selective, full.
+    /// The activation checkpointing of the blocks: none, selective, full.
     #[arg(long, value_name = "MODE", default_value = "none")]
     checkpointing: String,
     /// Set a key of the configuration; can be given several times.
@@ -114,7 +114,7 @@ fn train(args: &TrainArgs, process_start: Instant) -> Result<()> {
     if args.json { print(format_args!("{}\n", serde_json::to_string(&report)?)) } else { show(args, &report) }
 }
 
-/// What a step was like, in words.
+/// Prints the report of a step.
 pub(super) fn show(args: &TrainArgs, report: &StepReport) -> Result<()> {
     print(format_args!(
         "{}, {} parameters, {} x {} x {} tokens, {}, {} on {} threads\n\n",
@@ -176,8 +176,7 @@ fn measure(args: &TrainArgs, process_start: Instant) -> Result<StepReport> {
     Ok(steps(&configuration(args, &[])?, args.steps, process_start)?)
 }
 
-/// The configuration of steps on random tokens, with `more` settings before those that were given
-/// by hand.
+/// The configuration of steps on random tokens, with `more` settings below those given by hand.
 pub(super) fn configuration(args: &TrainArgs, more: &[String]) -> Result<Resolved> {
     let string = |text: &str| toml::Value::String(text.to_owned());
     let dtype = args.dtype.dtype();
@@ -229,8 +228,7 @@ fn kernels(args: &KernelsArgs) -> Result<()> {
     Ok(())
 }
 
-/// Times every product of `dtype`, prints it and its place among the peak, and appends it to
-/// `cases`.
+/// Times every product of `dtype`, prints it in percent of the peak, and appends it to `cases`.
 fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, cases: &mut Vec<Value>) -> Result<()> {
     let mut all = Vec::new();
     for &tokens in &args.tokens {

@@ -1,4 +1,4 @@
-//! `trainyard bench gpu`: what a GPU's kernels reach, in percent of its measured peaks.
+//! `trainyard bench gpu`: the speed of a GPU's kernels, in percent of its measured peaks.
 
 use super::Precision;
 use crate::output::print;
@@ -10,20 +10,20 @@ use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, fp8, products, stre
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda, peak};
 
-/// Products in the three forms of training, attention, and kernels that stream, on a GPU; results
-/// are checked before they are timed.
+/// Kernels on a GPU: products in the three forms of training, attention, and kernels bound by
+/// memory. Results are checked before they are timed.
 #[derive(clap::Args)]
 pub struct GpuArgs {
-    /// Which GPU of those that the process sees.
+    /// Number of the GPU, among those that the process sees.
     #[arg(long, value_name = "N", default_value_t = 0)]
     ordinal: usize,
-    /// What to time.
+    /// The kernels to time.
     #[arg(long, value_delimiter = ',', default_value = "products,attention,streaming")]
     only: Vec<What>,
     /// Type of the operands.
     #[arg(long, default_value = "bf16")]
     dtype: Precision,
-    /// How attention multiplies: by default as in training.
+    /// The instructions of attention. Default: as in training.
     #[arg(long, value_name = "FORM")]
     attention: Option<Form>,
     /// Seconds for each case.
@@ -34,7 +34,7 @@ pub struct GpuArgs {
     json: bool,
 }
 
-/// What `--only` can name.
+/// The values of `--only`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum What {
     /// Matrix products.
@@ -43,12 +43,12 @@ enum What {
     Attention,
     /// Kernels that are bound by memory.
     Streaming,
-    /// Products of eight bits, in percent of the fastest of them, and the rounding of their
-    /// operands: Ada, Hopper and later.
+    /// 8-bit products, in percent of the fastest of them, and the rounding of their operands: Ada,
+    /// Hopper and later.
     Fp8,
 }
 
-/// What `--attention` can name.
+/// The values of `--attention`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum Form {
     /// Products of a warp.

@@ -1,4 +1,4 @@
-//! `trainyard calibrate`: measures this machine, so that runs on it can be predicted; and compares
+//! `trainyard calibrate`: measures this machine, so that runs on it can be predicted, and compares
 //! predictions with runs.
 
 use crate::output::{chain, note, print};
@@ -18,25 +18,25 @@ use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, local_profile_path};
 use trainyard_tensor::cuda::Cuda;
 
-/// Measure this machine into a hardware profile, which predictions of runs on it are made from.
+/// Measure this machine and write a hardware profile, from which runs on it are predicted.
 ///
 /// Trains small models on all cores, shared among ranks in all layouts, and records every kernel;
 /// then collectives between ranks, computing and exchanges that overlap, the disk. Takes up to two
 /// minutes, during which nothing else should run. The profile goes to $TRAINYARD_PROFILE, else to
 /// trainyard/machine.toml below $XDG_CACHE_HOME or ~/.cache; it is refused on another machine.
 ///
-/// Alone it measures ranks that are threads. Started by `trainyard launch`, mpirun or srun it
-/// measures the processes together, on one host or several: what each computes while the others do,
-/// and collectives between neighbours, between hosts and among all, over MPI or TCP. That profile
-/// goes to $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place on rank 0's host.
-/// One process is measured as if it were alone.
+/// Without a launcher it measures ranks that are threads. Started by `trainyard launch`, mpirun or
+/// srun it measures the processes together, on one host or several: the speed of each while the
+/// others compute too, and collectives between neighbours, between hosts and among all, over MPI or
+/// TCP. That profile goes to $TRAINYARD_PROCESSES_PROFILE, else to processes.toml at the same place
+/// on rank 0's host. A launcher with one process counts as none.
 ///
 /// With --device cuda one process measures all GPUs of its host, without a launcher. On several
 /// hosts the launcher's processes, one a GPU, measure theirs together, and NCCL between them; that
 /// profile goes to $TRAINYARD_GPU_PROCESSES_PROFILE, else to gpu-processes.toml.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a file of its own:
+    /// The device to measure: cpu, or a GPU, cuda or cuda:1. A GPU's profile is a separate file:
     /// $TRAINYARD_GPU_PROFILE, else trainyard/gpu.toml at the same place.
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     device: DeviceKind,
@@ -46,23 +46,23 @@ pub struct Args {
     /// Measure a third of the shapes, once.
     #[arg(long)]
     quick: bool,
-    /// Measure no profile: train some fifty configurations for a few steps each, and compare them
-    /// with what the profile there is predicts. Takes some minutes. Of processes: those
-    /// configurations that have as many ranks, for which they must be two or four.
+    /// Measure no profile: train about fifty configurations for a few steps each, and compare them
+    /// with the predictions of the existing profile. Takes some minutes. With two or four
+    /// processes: the configurations with that many ranks.
     #[arg(long, conflicts_with_all = ["quick", "compare"])]
     check: bool,
-    /// With --check: only one of so many configurations.
+    /// With --check: train only every N-th configuration.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "check", value_parser = clap::value_parser!(u16).range(1..))]
     every: u16,
-    /// With --check: say of the worst so many configurations which instructions and kernels are
-    /// wrong.
+    /// With --check: for this many of the worst configurations, show the instructions and kernels
+    /// whose predictions are wrong.
     #[arg(long, value_name = "ROWS", default_value_t = 0, requires = "check")]
     explain: usize,
     /// With --check: print one JSON line.
     #[arg(long, requires = "check")]
     json: bool,
-    /// Measure no profile: compare what the profile there is (at --out, if that is given) predicts
-    /// with what this one does.
+    /// Measure no profile: compare the predictions of the existing profile (at --out, if given)
+    /// with those of FILE.
     #[arg(long, value_name = "FILE", conflicts_with = "quick")]
     compare: Option<PathBuf>,
 }
@@ -72,14 +72,14 @@ pub fn run(args: &Args) -> Result<()> {
     match Environment::detect()?.connect(DEADLINE_DEFAULT, note)? {
         Some(world) => {
             let alarm = world.duplicate("alarm")?;
-            // The others wait for a rank that has failed.
+            // The other ranks would wait for a rank that has failed.
             run_together(args, world).inspect_err(|error| drop(alarm.abort(chain(error))))
         }
         None => run_alone(args),
     }
 }
 
-/// What one of several processes does: rank 0 alone speaks, and keeps the profile.
+/// Calibrates as one of several processes. Only rank 0 prints and writes the profile.
 fn run_together(args: &Args, world: Communicator) -> Result<()> {
     if let DeviceKind::Cuda(ordinal) = args.device {
         return run_on_gpus(args, &world, ordinal);
@@ -108,7 +108,7 @@ fn run_together(args: &Args, world: Communicator) -> Result<()> {
     if group.is_first() { show_check(args, &rows) } else { Ok(()) }
 }
 
-/// What one of several processes on several hosts does, which have a GPU each.
+/// Calibrates as one of several processes, on several hosts, with a GPU each.
 fn run_on_gpus(args: &Args, world: &Communicator, ordinal: Option<usize>) -> Result<()> {
     let machine = probe_group::machine(world)?;
     let processes = machine.processes.context("processes that a launcher started")?;
@@ -126,7 +126,7 @@ fn run_on_gpus(args: &Args, world: &Communicator, ordinal: Option<usize>) -> Res
     let path = profile_path(args, ProfileKind::GpuProcesses)?;
     let is_first = world.rank() == 0;
     let cuda = Arc::new(Cuda::open(device::place(Some(world))?, 1).context("there is no GPU to measure")?);
-    // What one is measured to do counts for all.
+    // All GPUs must be of the same kind, because one is measured for all.
     let kind = cuda.properties().name.clone();
     let first = world::from_first(world, || Ok(kind.clone().into_bytes()))?;
     if first != kind.as_bytes() {
@@ -175,7 +175,7 @@ fn profile_path(args: &Args, kind: ProfileKind) -> Result<PathBuf> {
     })
 }
 
-/// Measures what `group` runs on into the file `path`.
+/// Measures the machine of `group` and writes the profile to `path`.
 fn measure(args: &Args, group: &ProbeGroup, path: &Path) -> Result<()> {
     let how = if args.quick { Thoroughness::QUICK } else { Thoroughness::FULL };
     let bar = group.is_first().then(bar);
@@ -188,7 +188,8 @@ fn measure(args: &Args, group: &ProbeGroup, path: &Path) -> Result<()> {
     keep(&profile, path)
 }
 
-/// The same of GPU number `ordinal` and those of its kind beside it.
+/// Measures GPU number `ordinal`, with the GPUs of the same kind on this host, and writes the
+/// profile to `path`.
 fn measure_gpu(args: &Args, ordinal: usize, path: &Path) -> Result<()> {
     let cuda = Arc::new(Cuda::open(ordinal, 1).context("there is no GPU to measure")?);
     note(&format!("measuring {cuda:?}; nothing else should run there meanwhile"));
@@ -200,7 +201,7 @@ fn measure_gpu(args: &Args, ordinal: usize, path: &Path) -> Result<()> {
     keep(&profile, path)
 }
 
-/// The folder of a profile, on whose disk state would lie.
+/// The folder of a profile, whose disk is measured for offloading.
 fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -210,7 +211,7 @@ fn keep(profile: &MachineProfile, path: &Path) -> Result<()> {
     print(format_args!("{}wrote {}\n", measured(profile), path.display()))
 }
 
-/// This GPU, number `ordinal`, and those of its kind beside it, which it exchanges with.
+/// GPU number `ordinal`, and the GPUs of the same kind on this host, with which it exchanges.
 fn with_its_like(cuda: Arc<Cuda>, ordinal: usize) -> Vec<Arc<Cuda>> {
     let kind = cuda.properties().name.clone();
     let mut gpus = vec![cuda];
@@ -224,7 +225,7 @@ fn with_its_like(cuda: Arc<Cuda>, ordinal: usize) -> Vec<Arc<Cuda>> {
     gpus
 }
 
-/// `cpu`, `cuda`, `cuda:1`, as the configuration has it.
+/// Parses `cpu`, `cuda` or `cuda:1`, as in a configuration.
 fn device(text: &str) -> Result<DeviceKind, String> {
     let number = match text {
         "cpu" => return Ok(DeviceKind::Cpu),
@@ -311,8 +312,8 @@ fn comparable(path: &Path) -> Result<MachineProfile> {
     }
 }
 
-/// Trains configurations on what `group` runs on, and compares them with its `profile`, which lies
-/// at `path`.
+/// Trains configurations on the machine of `group`, and compares them with the predictions of
+/// `profile`, whose file is `path`.
 fn rows_on(args: &Args, group: &ProbeGroup, path: &Path, profile: &MachineProfile) -> Result<Vec<Row>> {
     let bar = group.is_first().then(bar);
     if group.is_first() {
@@ -324,7 +325,7 @@ fn rows_on(args: &Args, group: &ProbeGroup, path: &Path, profile: &MachineProfil
     Ok(rows)
 }
 
-/// The same on GPU number `ordinal`.
+/// As [`rows_on`], on GPU number `ordinal`.
 fn rows_on_gpu(ordinal: usize, path: &Path) -> Result<Vec<Row>> {
     let cuda = Arc::new(Cuda::open(ordinal, 1).context("there is no GPU to measure")?);
     let needed = "a profile is needed first: `trainyard calibrate --device cuda`";
@@ -402,7 +403,7 @@ fn line(row: &Row) -> String {
     text
 }
 
-/// Where a row's error is, the largest parts first.
+/// The parts of a row's error by instruction and kernel, the largest first.
 fn explanation(row: &Row) -> String {
     let mut text = format!("\n{}\n", row.name);
     let mut part = |what: &str, pairs: Vec<(&str, Pair)>| {

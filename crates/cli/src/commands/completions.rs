@@ -1,5 +1,5 @@
-//! `trainyard completions` and `trainyard man`: what a shell and `man` need to know of the command
-//! line. Both are made from the definitions that parse it.
+//! `trainyard completions` and `trainyard man`: shell completions and manual pages, generated from
+//! the definitions of the command line.
 
 use crate::output::print;
 use anyhow::{Context, Result};
@@ -18,7 +18,7 @@ pub struct Args {
 /// Print the manual page, or write the pages of all commands.
 #[derive(clap::Args)]
 pub struct ManArgs {
-    /// Write `trainyard.1` and a page for each command into this folder, which is made.
+    /// Write `trainyard.1` and a page for each command into this folder, which is created.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! `trainyard config`: what a configuration means, and every key there is.
+//! `trainyard config`: checks and explains configurations, and documents every key.
 
 use crate::output::{count, print};
 use anyhow::{Context, Result};
@@ -21,11 +21,11 @@ pub const QUICKSTART: &str = include_str!("../quickstart.toml");
 /// Check and explain configurations.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Check a configuration: every derived value with its derivation, the step's memory, or every
-    /// problem at once. Reads no text.
+    /// Check a configuration: print every derived value with its derivation and the step's memory,
+    /// or all problems at once. Reads no text.
     ///
-    /// That this machine has too little memory for it is said, and is no mistake: the configuration
-    /// may be another machine's.
+    /// If this machine has too little memory for it, that is reported but is no error: the
+    /// configuration may be for another machine.
     Check(ConfigArgs),
     /// Print a configuration as resolved, usable as a file again; without FILE, the quick start's.
     Print(ConfigArgs),
@@ -46,7 +46,7 @@ pub struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    /// Resolved as far as that is possible without reading text.
+    /// The configuration, resolved as far as possible without reading text.
     pub fn resolve(&self) -> Result<Resolved> {
         resolve(&load(self.file.as_deref(), &self.sets)?)
     }
@@ -72,7 +72,7 @@ pub fn run(command: &Command) -> Result<()> {
     }
 }
 
-/// The file with the settings over it, or the quick start.
+/// Loads the file, or the quick start, with the settings over it.
 pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
     Ok(match file {
         Some(file) => Config::load(Some(file), sets)?,
@@ -80,12 +80,12 @@ pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Config> {
     })
 }
 
-/// Resolves with what is known of the tokenizer before any text is read.
+/// Resolves a configuration for this machine, before any text is read.
 pub fn resolve(config: &Config) -> Result<Resolved> {
     resolve_for(config, Inputs::of_this_machine())
 }
 
-/// The same, where ranks run on what `inputs` say.
+/// As [`resolve`], for ranks described by `inputs`.
 pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
     let mut inputs = inputs_for(config, inputs)?;
     let tokenizer = &config.tokenizer;
@@ -95,10 +95,10 @@ pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
             Some(loaded.vocab_size())
         }
         (None, Some(TokenizerKind::Bytes)) => Some(Tokenizer::bytes().vocab_size()),
-        // As many as the characters of a text that is not read here.
+        // The characters are known only after the text is read.
         (None, Some(TokenizerKind::Characters)) => None,
         (None, _) if config.model.path.is_some() => None,
-        // Fewer where the text runs out of pairs.
+        // The vocabulary may become smaller if the text has too few pairs.
         (None, _) => Some(tokenizer.vocab_size.unwrap_or(8192)),
     };
     Ok(config.resolve(&inputs)?)
@@ -116,7 +116,7 @@ fn check(args: &ConfigArgs) -> Result<()> {
                 print(format_args!("\n{line}\n"))?;
             }
             limit::check(&resolved, &spec, 0, &prediction)?;
-            // Another machine may have what this one has not.
+            // Another machine may have enough memory.
             refused = limit::check_machine(&resolved, &spec, 0, &prediction, all).err();
             let ranks = if resolved.parallel.ranks > 1 { " on each rank" } else { "" };
             let flops = prediction.cost.flops as f64 / 1e12;
@@ -147,8 +147,8 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The model, rank `rank`'s step program without and with a snapshot, and the step's price; None
-/// while the vocabulary is unknown.
+/// The model, rank `rank`'s step program without and with a snapshot, and the needs of the step.
+/// None while the vocabulary is unknown.
 pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], StepNeeds)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()

@@ -1,4 +1,4 @@
-//! `trainyard data`: text to token files, and a look into what training reads.
+//! `trainyard data`: makes token files from text, and shows the samples that training reads.
 
 use super::inspect;
 use crate::output::{count, note, print};
@@ -9,7 +9,7 @@ use trainyard_data::{
     Corpus, CorpusOptions, OnInvalid, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare,
 };
 
-/// Prepare text for training, and look at what training reads.
+/// Prepare text for training, and show the samples that training reads.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Tokenize text into token files (Megatron's .bin and .idx) that `train` reads: name OUT in
@@ -34,7 +34,7 @@ pub struct PrepareArgs {
     /// The share held back for validation; 0 for none.
     #[arg(long, default_value_t = trainyard_data::prepare::VALIDATION_FRACTION, allow_negative_numbers = true)]
     validation_fraction: f64,
-    /// Decides which documents those are.
+    /// Seed for the choice of those documents.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Threads; 0 for one per core.
@@ -43,8 +43,8 @@ pub struct PrepareArgs {
     /// Put no end-of-text token after each document.
     #[arg(long)]
     no_eos: bool,
-    /// Begin each document with the tokenizer's beginning-of-text token: true or false. Unset: as the
-    /// tokenizer asks.
+    /// Begin each document with the tokenizer's beginning-of-text token: true or false. Unset: as
+    /// the tokenizer asks.
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
     /// The field of a JSONL record that holds the text.
@@ -53,10 +53,10 @@ pub struct PrepareArgs {
     /// A line of text that separates documents within a file.
     #[arg(long, value_name = "TEXT")]
     document_separator: Option<String>,
-    /// Pass over documents that cannot be used, instead of stopping.
+    /// Skip documents that cannot be used, instead of stopping.
     #[arg(long)]
     skip_invalid: bool,
-    /// Do it again even if an earlier result has the same files, tokenizer and options.
+    /// Tokenize again even if an earlier result has the same files, tokenizer and options.
     #[arg(long)]
     again: bool,
 }
@@ -98,13 +98,13 @@ fn prepare_text(args: &PrepareArgs) -> Result<()> {
     };
     let made = prepare(&corpus, &tokenizer, &options, tokenizing())
         .with_context(|| format!("cannot prepare {}", args.out.display()))?;
-    // Where `train` looks for the tokenizer of token files.
+    // The place where `train` looks for the tokenizer of token files.
     let beside = made.train.with_extension("tokenizer.json");
     tokenizer.save(&beside).with_context(|| format!("cannot write {}", beside.display()))?;
     report(&made, &args.out, &beside)
 }
 
-/// Says every few seconds how far tokenizing has come.
+/// A callback that prints the progress of tokenizing every few seconds.
 pub fn tokenizing() -> impl FnMut(PrepareProgress) {
     const EVERY_S: u64 = 5;
     let mut told = std::time::Instant::now();

@@ -13,8 +13,8 @@ use trainyard_engine::evaluate::{EvaluationSettings, evaluate_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::trained::open_trained;
 
-/// The longest rows for a model that was not trained here, whose longest sequence may be far beyond
-/// what is sensible.
+/// Default upper limit for the tokens of a row, for a model that was not trained here: its longest
+/// sequence may be impractically long.
 const LENGTH_MAX: usize = 1024;
 
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
@@ -25,7 +25,7 @@ pub struct Args {
     #[command(flatten)]
     checkpoint: CheckpointArgs,
     /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's
-    /// tokenizer (of `data prepare`'s OUT what it held back).
+    /// tokenizer (for the OUT of `data prepare`, the part held back).
     #[arg(long, value_name = "FILES", required = true, num_args = 1..)]
     data: Vec<PathBuf>,
     /// Tokens of a row. Unset: as in training; at most 1024 for a Hugging Face folder.
@@ -34,7 +34,7 @@ pub struct Args {
     /// Rows of a batch.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     rows: u32,
-    /// The most tokens to predict, from the beginning of the text, whatever --rows. Unset: all.
+    /// The most tokens to predict, from the beginning of the text. Unset: all.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     tokens_max: Option<u64>,
     /// The field of a JSONL record that holds the text.
@@ -110,7 +110,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// The texts as token files, made in `scratch` where they are not.
+/// Opens the texts as token files. Those that are not are tokenized into `scratch`.
 fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
     let mut texts = Vec::new();
     for (number, path) in paths.iter().enumerate() {
@@ -123,8 +123,7 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
             index.push(".idx");
             Path::new(&index).is_file()
         };
-        // What `data prepare` made is named like in data.train; held back is what can be evaluated
-        // on.
+        // The OUT of `data prepare` is named as in data.train; its held-back part is evaluated.
         if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
             check_made_by(tokenizer, &prefix)?;
             begins_otherwise(tokenizer, &prefix)?.iter().for_each(|line| note(line));
@@ -141,7 +140,7 @@ fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -
     Ok(texts)
 }
 
-/// A folder that goes away.
+/// A temporary folder, removed when dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -158,7 +157,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What is left in a temporary folder harms nobody.
+        // Remains in a temporary folder are harmless.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

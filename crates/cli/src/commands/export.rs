@@ -24,7 +24,7 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The type of the weights. Unset: what the run computes in, or the type in a Hugging Face
+    /// The type of the weights. Unset: the precision of the run, or the type in a Hugging Face
     /// folder's config.json.
     #[arg(long)]
     dtype: Option<Precision>,
@@ -41,8 +41,8 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The type that `config.json` of a Hugging Face folder names; f32 where it names none, as
-/// transformers takes it.
+/// The type in the `config.json` of a Hugging Face folder; f32 if it names none, as in
+/// transformers.
 fn dtype_of(folder: &Path) -> Result<DType> {
     let path = folder.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> Result<()> {
     {
         bail!("{} is the model itself, and would be replaced: give --out a folder of its own", args.out.display());
     }
-    // The masters are exported, whatever the run computed in.
+    // The f32 masters are exported, whatever the precision of the run.
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
     let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;

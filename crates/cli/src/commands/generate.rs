@@ -1,4 +1,4 @@
-//! `trainyard generate`: text from a trained model, as it is sampled.
+//! `trainyard generate`: generates text from a trained model, and prints it as it is sampled.
 
 use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{note, print};
@@ -22,7 +22,7 @@ pub struct Args {
     /// The most tokens to generate.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// Logits are divided by it; 0 always takes the most likely token.
+    /// Divide the logits by this; 0 always takes the most likely token.
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f64,
     /// Choose among the K most likely tokens. Unset: among all.
@@ -32,7 +32,7 @@ pub struct Args {
     /// all.
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f64>,
-    /// Of the random choices: the same seed gives the same text.
+    /// Seed of the random choices: the same seed gives the same text.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Go on after an end-of-text token: the tokenizer's, or one that config.json or
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
     let trained = open_trained(&args.model, args.checkpoint.checkpoint, &args.runtime.resolve()?, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let tokenizer = args.bos.tokenizer(&trained)?;
-    // What would end the text is left out: it is to go on.
+    // Tokens that the tokenizer adds after a text are left out, because the text continues.
     let mut prompt = tokenizer.before().to_vec();
     prompt.extend(tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?);
     if prompt.is_empty() {

@@ -1,8 +1,7 @@
-//! `trainyard data inspect`: tokens as text again, with the boundaries of documents.
+//! `trainyard data inspect`: shows tokens as text, with the boundaries of documents.
 //!
-//! Of token files it shows documents; of a configuration the very samples that training is fed.
-//! Text is shown with its control characters escaped, so that no corpus can move a terminal's
-//! cursor.
+//! For token files it shows documents; for a configuration, the samples that training reads.
+//! Control characters are escaped, so that no corpus can move a terminal's cursor.
 
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -17,14 +16,14 @@ use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::{Session, files, inputs_for};
 use trainyard_engine::shape::model_spec;
 
-/// Tokens of documents that are shown of token files.
+/// Upper limit for the tokens of a document that are shown.
 const SHOWN: u64 = 256;
 
-/// Show what training reads: counts, and samples as text with the boundaries of documents.
+/// Show the data that training reads: counts, and samples as text with the boundaries of documents.
 ///
-/// Of token files a sample is a document; of a configuration or a run it is what the loader feeds:
-/// packed documents, and the targets that count. Text that is not tokenized yet is tokenized as
-/// `train` would.
+/// In token files a sample is a document. In a configuration or a run it is a sequence of the
+/// loader: packed documents, and the targets that count. Text that is not tokenized yet is
+/// tokenized as by `train`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Token files (the OUT of `data prepare`, or a .bin or .idx), a configuration in TOML, or a
@@ -45,15 +44,15 @@ pub struct Args {
     json: bool,
 }
 
-/// Everything that is shown.
+/// The output of the command.
 #[derive(Serialize)]
 struct Inspection {
     /// Pairs of token files.
     corpora: Vec<CorpusCounts>,
-    /// Pairs of token files that validate.
+    /// Pairs of token files for validation.
     validation: Vec<CorpusCounts>,
     tokenizer: Option<TokenizerCounts>,
-    /// How the samples are made; None for token files alone.
+    /// The cutting of samples; None for token files alone.
     samples: Option<SampleCounts>,
     sample: Sample,
 }
@@ -86,22 +85,22 @@ struct SampleCounts {
     seed: u64,
 }
 
-/// A sample, cut where documents begin.
+/// A sample, divided at the beginnings of documents.
 #[derive(Serialize)]
 struct Sample {
     number: u64,
-    /// The token files that it comes from, and its place in them.
+    /// The token files of the sample, and its place in them.
     prefix: PathBuf,
     first_token: u64,
     tokens: Vec<i32>,
-    /// The target of each token, null where it does not count; None for token files alone.
+    /// The target of each token, None if it does not count; None for token files alone.
     targets: Option<Vec<Option<i32>>>,
-    /// Where in training it comes; None for token files alone.
+    /// The place of the sample in training; None for token files alone.
     place: Option<Place>,
     pieces: Vec<Piece>,
 }
 
-/// Where the loader feeds a sample: steps count from 1 as in metrics, the rest from 0.
+/// The place of a sample in training. Steps count from 1 as in metrics, the rest from 0.
 #[derive(Serialize)]
 struct Place {
     epoch: f64,
@@ -111,11 +110,11 @@ struct Place {
     row: u64,
 }
 
-/// What a sample has of a document.
+/// The part of a document in a sample.
 #[derive(Serialize)]
 struct Piece {
     document: usize,
-    /// The first of its tokens that the sample has.
+    /// The first token of the document that the sample has.
     from_token: u64,
     tokens: u64,
     document_tokens: u64,
@@ -155,7 +154,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(describe(&inspection))
 }
 
-/// Documents of token files, and what was held back of them.
+/// Inspects token files: their documents, and those held back of them.
 fn of_tokens(prefix: &Path, args: &Args) -> Result<Inspection> {
     let tokenizer = match &args.tokenizer {
         Some(path) => Some(Tokenizer::load(path)?),
@@ -193,7 +192,7 @@ fn of_tokens(prefix: &Path, args: &Args) -> Result<Inspection> {
     })
 }
 
-/// What the loader feeds a training.
+/// Inspects the samples that the loader makes for a training.
 fn of_training(config: &Config, args: &Args) -> Result<Inspection> {
     if args.tokenizer.is_some() {
         bail!("--tokenizer is for token files; a configuration has tokenizer.path");
@@ -221,12 +220,12 @@ fn of_training(config: &Config, args: &Args) -> Result<Inspection> {
     })
 }
 
-/// Sample `number` as the model sees it.
+/// Sample `number` as the model receives it.
 fn fed(dataset: &Dataset, resolved: &Resolved, number: u64, tokenizer: &Tokenizer) -> Result<Sample> {
     let (index, range) = dataset.locate(number);
     let corpus = &dataset.corpora()[index];
     let row = dataset.micro_batch(number, 1)?;
-    // The last token of the range is a target only.
+    // The last token of the range is only a target.
     let inputs = range.start..range.end - 1;
     let (global, micro) = (resolved.batch.global as u64, resolved.batch.micro as u64);
     let accumulation = resolved.batch.accumulation as u64;
@@ -249,7 +248,7 @@ fn fed(dataset: &Dataset, resolved: &Resolved, number: u64, tokenizer: &Tokenize
     })
 }
 
-/// The `tokens` of `range`, cut where documents begin.
+/// The `tokens` of `range`, divided at the beginnings of documents.
 fn pieces(
     corpus: &IndexedTokens,
     range: Range<u64>,
@@ -279,7 +278,7 @@ fn pieces(
     pieces
 }
 
-/// Text with the end of a document visible; other special tokens decode as they will.
+/// Decodes `ids` with a visible end of document. Other special tokens decode as usual.
 fn decoded(tokenizer: &Tokenizer, ids: &[u32]) -> String {
     match ids.split_last() {
         Some((last, text)) if Some(*last) == tokenizer.eos() => tokenizer.decode(text) + "<end of text>",
@@ -379,7 +378,7 @@ fn shown(sample: &Sample) -> String {
         let _ = writeln!(text, "--- document {}: {place}{masked}", count(piece.document as u64));
         match &piece.text {
             Some(decoded) => text += &escaped(decoded),
-            // Numbers, where nothing says what they stand for.
+            // Without a tokenizer the tokens are shown as numbers.
             None => {
                 let first = sample.pieces.iter().take_while(|other| !std::ptr::eq(*other, piece));
                 let first = first.map(|other| other.tokens as usize).sum::<usize>();
@@ -390,8 +389,8 @@ fn shown(sample: &Sample) -> String {
     text
 }
 
-/// The lines of a text, indented, with control characters as escapes: each line ends in the `\n` that
-/// stands there.
+/// The lines of a text, indented, with control characters as escapes. Each line ends in a visible
+/// `\n`.
 fn escaped(text: &str) -> String {
     let character = |c: char| match c {
         '"' | '\'' => c.to_string(),

@@ -1,4 +1,4 @@
-//! `trainyard bench largest`: the largest model that this machine trains, and how.
+//! `trainyard bench largest`: finds the largest model that this machine can train, and trains it.
 
 use super::bench::{TrainArgs, configuration, show};
 use crate::output::{count, print};
@@ -11,14 +11,14 @@ use trainyard_engine::largest::{Largest, Room, largest};
 
 /// The most layers of a model that fit here, trained for a few steps on random tokens.
 ///
-/// What a step needs is predicted to the byte for each number of layers, so only the largest model
-/// is made. Settings count as in a run: with --set memory.offload.optimizer=disk and
-/// --checkpointing full more fits.
+/// The memory of a step is predicted to the byte for each number of layers, so only the largest
+/// model is created. Settings count as in a run: with --set memory.offload.optimizer=disk and
+/// --checkpointing full more layers fit.
 #[derive(clap::Args)]
 pub struct LargestArgs {
     #[command(flatten)]
     train: TrainArgs,
-    /// Say what would fit, and train nothing.
+    /// Print the largest model that would fit, and train nothing.
     #[arg(long)]
     predict: bool,
 }
@@ -75,7 +75,7 @@ pub fn run(args: &LargestArgs, process_start: Instant) -> Result<()> {
     print(format_args!("{line}\n"))
 }
 
-/// `, 1.5 GiB of 12.0 GiB on disk`, where anything lies there.
+/// `, 1.5 GiB of 12.0 GiB on disk`; empty if nothing is there.
 fn beside(bytes: u64, room: u64, place: &str) -> String {
     if bytes > 0 { format!(", {} of {} on {place}", format_bytes(bytes), format_bytes(room)) } else { String::new() }
 }

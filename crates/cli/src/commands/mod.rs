@@ -1,4 +1,4 @@
-//! One file per command: its arguments, and what it does.
+//! The commands of the program, one file each: arguments and execution.
 
 pub mod bench;
 pub mod bench_gpu;
@@ -52,17 +52,17 @@ impl Precision {
     }
 }
 
-/// The choice of a token before texts.
+/// The option for a beginning-of-text token.
 #[derive(clap::Args)]
 pub struct BosArgs {
-    /// Begin each text with the tokenizer's beginning-of-text token: true or false. Unset: as
-    /// tokenizer.add_bos of the run says, else as the tokenizer asks.
+    /// Begin each text with the tokenizer's beginning-of-text token: true or false. Unset:
+    /// tokenizer.add_bos of the run, else as the tokenizer asks.
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
 }
 
 impl BosArgs {
-    /// The model's tokenizer with that choice, which is said.
+    /// The model's tokenizer with this option applied; the choice is printed.
     pub fn tokenizer(&self, trained: &Trained) -> Result<Tokenizer> {
         let of_run = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
         let tokenizer = trained.tokenizer.clone().with_bos(self.add_bos.or(of_run)).context("--add-bos")?;
@@ -73,7 +73,7 @@ impl BosArgs {
     }
 }
 
-/// The text of a model's `generation_config.json`, where it came with one.
+/// The text of a model's `generation_config.json`, if it has one.
 pub fn generation_config(model: &Path) -> Result<Option<String>> {
     let path = model.join(files::GENERATION);
     match std::fs::read_to_string(&path) {
@@ -83,29 +83,30 @@ pub fn generation_config(model: &Path) -> Result<Option<String>> {
     }
 }
 
-/// Which checkpoint of a run is used.
+/// The option that selects a checkpoint of a run.
 #[derive(clap::Args)]
 pub struct CheckpointArgs {
-    /// The checkpoint of a run: latest (the newest whole one), best (that of the lowest validation
-    /// loss), or a step.
+    /// The checkpoint of a run: latest (the newest whole one), best (the one with the lowest
+    /// validation loss), or a step.
     #[arg(long, value_name = "latest|best|STEP", default_value_t)]
     pub checkpoint: Choice,
 }
 
-/// How a trained model is run.
+/// The options for running a trained model.
 #[derive(clap::Args)]
 pub struct RuntimeArgs {
-    /// Where the model runs: cpu, cuda, or cuda:N for one of several GPUs.
+    /// The device: cpu, cuda, or cuda:N for one of several GPUs.
     #[arg(long, default_value = "cpu")]
     device: DeviceKind,
-    /// What products are computed in. Unset: as the run was trained; f32 for a Hugging Face folder.
+    /// The number format of matrix products. Unset: as the run was trained; f32 for a Hugging Face
+    /// folder.
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Precision>,
     /// The fastest instruction set that kernels may use: portable, avx2, avx512, avx512-bf16,
     /// amx-bf16.
     #[arg(long, default_value = "auto")]
     isa: String,
-    /// Threads of the kernels. Unset: the cores that the process may use.
+    /// Kernel threads. Unset: the cores that the process may use.
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
 }

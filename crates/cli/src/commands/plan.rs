@@ -1,5 +1,5 @@
-//! `trainyard plan`: which ways of training fit on a cluster, how fast they are, which is best and
-//! why.
+//! `trainyard plan`: finds the plans for training a model that fit on a cluster, predicts their
+//! speed, and explains which is best.
 
 mod here;
 
@@ -23,15 +23,15 @@ use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Format, Generation, ProfileKind, Profiles, Stack, models};
 
-/// Find the best plan for training a model on a cluster, and say why.
+/// Find the best plan for training a model on a cluster, with reasons.
 ///
 /// Layout, sharding, micro-batch, recomputation and schedule, with speed, memory and reasons. Every
 /// plan that is shown was priced by simulating its step programs. Choices that this program cannot
 /// run yet are marked.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A configuration in TOML: model, batch, sequence length and precision are its. Without one
-    /// give --model, --global-batch and --sequence-length.
+    /// A configuration in TOML, which gives model, batch, sequence length and precision. Without
+    /// one give --model, --global-batch and --sequence-length.
     config: Option<PathBuf>,
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "config")]
@@ -40,18 +40,19 @@ pub struct Args {
     /// config.json.
     #[arg(long, value_name = "MODEL", conflicts_with = "config")]
     model: Option<String>,
-    /// List the models that --model knows by name, and end.
+    /// List the models that --model knows by name, and exit.
     #[arg(long)]
     models: bool,
-    /// The cluster as NODESxDEVICESxDEVICE, e.g. 64x8xH100, with :NETWORK after it if it is not the
-    /// usual one. Default: one rank on all cores of this machine.
+    /// The cluster as NODESxDEVICESxDEVICE, e.g. 64x8xH100; append :NETWORK for a network other
+    /// than the usual one. Default: one rank on all cores of this machine.
     #[arg(long, value_name = "CLUSTER")]
     cluster: Option<String>,
-    /// A TOML file with [[device]] and [[network]] of one's own, to name in --cluster.
+    /// A TOML file with your own [[device]] and [[network]] entries, to name in --cluster.
     #[arg(long, value_name = "FILE")]
     profiles: Option<PathBuf>,
-    /// What `trainyard calibrate` measured, to price the configuration from: of this machine's
-    /// cores, of any processes, or of any GPU where it computes on one. Default: this machine's.
+    /// A profile by `trainyard calibrate`, to predict the configuration's speed from: of this
+    /// machine's cores, of any processes, or, for a configuration on a GPU, of any GPU. Default:
+    /// this machine's.
     #[arg(long, value_name = "FILE", requires = "config", conflicts_with = "cluster")]
     profile: Option<PathBuf>,
     /// Sequences of a step over all ranks; no plan changes it.
@@ -60,50 +61,50 @@ pub struct Args {
     /// Tokens of a sequence.
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<u64>,
-    /// Number formats to choose among; one, for a configuration on this machine. Default: bf16, or
-    /// what the configuration says.
+    /// Number formats to choose among; exactly one for a configuration on this machine. Default:
+    /// that of the configuration, else bf16.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',')]
     precision: Vec<String>,
-    /// What is best: the shortest step, or the cheapest token (then fewer devices may win).
+    /// The objective: the shortest step, or the cheapest token (then fewer devices may win).
     #[arg(long, value_enum, default_value_t = Best::Speed)]
     objective: Best,
     /// The most memory of a device that a plan may use, e.g. 72GiB.
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<String>,
-    /// Use at most so many devices.
+    /// Use at most this many devices.
     #[arg(long, value_name = "DEVICES")]
     max_gpus: Option<u32>,
-    /// Spend at most so many US dollars an hour.
+    /// Spend at most this many US dollars per hour.
     #[arg(long, value_name = "USD")]
     max_cost_per_hour: Option<f64>,
-    /// What a device costs an hour, US dollars. Default: the profile's.
+    /// The price of a device, in US dollars per hour. Default: the profile's.
     #[arg(long, value_name = "USD")]
     price: Option<f64>,
-    /// Hold a choice: tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation,
+    /// Fix a choice: tp, pp, cp, ep, dp_replicate, dp_shard, zero, micro_batch, accumulation,
     /// checkpointing (none, selective, full) or offload (true, false); can be given several times.
     #[arg(long, value_name = "CHOICE=VALUE", value_delimiter = ',')]
     fix: Vec<String>,
-    /// Only plans that this program can run.
+    /// Search only plans that this program can run.
     #[arg(long)]
     runnable: bool,
-    /// How long the search may take, in seconds of the clock; where that does not suffice to prove
-    /// the best, the answer says by how much a plan could be better. Default: a few seconds at
-    /// most, counted in simulated instructions, so that every machine answers the same.
+    /// Time limit of the search in seconds. If it does not suffice to prove the best plan, the
+    /// answer says by how much another could be better. Default: a few seconds, counted in
+    /// simulated instructions, so that every machine gives the same answer.
     #[arg(long, value_name = "SECONDS")]
     budget_seconds: Option<f64>,
-    /// How many layouts to show.
+    /// Number of layouts to show.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=100))]
     top: u16,
-    /// Show everything about plan N of the table, and the settings that run it.
+    /// Show the details of plan N of the table, and the settings that run it.
     #[arg(long, value_name = "N")]
     show: Option<usize>,
-    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto; of a
-    /// cluster's with memory as counters.
+    /// Write the predicted step of the shown plan (default 1) as a trace for Perfetto; for clusters
+    /// with memory as counters.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Of a configuration on this machine: seconds in which the plans that are predicted to be
+    /// For a configuration on this machine: seconds for trials. Plans that are predicted to be
     /// nearly as fast as the best run a few steps each, in turn, which corrects the predictions;
-    /// they come first then. 0: by prediction alone.
+    /// they are listed first. 0: no trials.
     #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
     trial_seconds: f64,
     /// Print JSON.
@@ -112,14 +113,14 @@ pub struct Args {
     /// Write a page with table, plots and timeline.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// What a change would do to the best plan: interconnect=2x, network=NAME, link=2x, compute=2x,
-    /// memory=2x, memory_bandwidth=2x, gpus=N, device=NAME, sequence_length=N, global_batch=N; can
-    /// be given several times.
+    /// Show the effect of a change on the best plan: interconnect=2x, network=NAME, link=2x,
+    /// compute=2x, memory=2x, memory_bandwidth=2x, gpus=N, device=NAME, sequence_length=N,
+    /// global_batch=N; can be given several times.
     #[arg(long, value_name = "CHANGE")]
     what_if: Vec<String>,
 }
 
-/// What `--objective` can be.
+/// The values of `--objective`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum Best {
     /// The shortest step.
@@ -190,7 +191,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// An option that only the planner of clusters knows.
+    /// An option given that only the planner of clusters supports.
     fn asks_of_clusters(&self) -> Option<&'static str> {
         let asked = [
             ("--what-if", !self.what_if.is_empty()),
@@ -206,7 +207,8 @@ impl Args {
     }
 }
 
-/// Says what stands for this machine where `option` asks the planner of clusters about it.
+/// Prints a note on how the planner of clusters, which alone supports `option`, sees this machine.
+/// Refuses `option` for GPUs and together with --profile or trials.
 fn is_a_cluster(args: &Args, path: &Path, option: &str) -> Result<()> {
     if args.profile.is_some() || args.trial_seconds > 0.0 {
         bail!("{option} is for the planner of clusters, which neither reads --profile nor tries: leave one out");
@@ -220,7 +222,8 @@ fn is_a_cluster(args: &Args, path: &Path, option: &str) -> Result<()> {
     Ok(())
 }
 
-/// What makes a configuration run as `candidate`, as `--set` takes it; or what stands in the way.
+/// The settings, as for `--set`, that make a configuration run as `candidate`; or the reason why it
+/// cannot run.
 fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
     if let Some(why) = candidate.not_runnable() {
         bail!("{why}");
@@ -283,7 +286,7 @@ fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
     Ok(sets)
 }
 
-/// `set` as a shell takes it for one word.
+/// `set`, quoted as one word for a shell.
 fn quoted(set: &str) -> String {
     if set.contains([' ', '[', '{']) { format!("\"{set}\"") } else { set.to_owned() }
 }
@@ -308,7 +311,7 @@ fn profiles(args: &Args) -> Result<Profiles> {
     Ok(own.before(builtin))
 }
 
-/// What prices rest on.
+/// The facts that prices are based on.
 pub fn facts() -> Result<Facts> {
     let stack = Stack::named("trainyard").map_err(anyhow::Error::msg)?;
     Ok(Facts { stack, constants: Constants::builtin() })
@@ -360,7 +363,7 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
     Ok(request)
 }
 
-/// Whether the model can have so long a sequence.
+/// Checks that the model supports the sequence length.
 fn has_positions(request: &Request) -> Result<()> {
     let (length, learned) = (request.sequence_length, u64::from(request.model.positions));
     if learned > 0 && length > learned {
@@ -411,7 +414,7 @@ fn this_machine() -> Result<Cluster> {
     Ok(Cluster { device: profile, devices_per_node: 1, nodes: 1, network })
 }
 
-/// What is to be trained, where a configuration or a model's name says it.
+/// The model and training that a configuration, or a model's name with options, asks for.
 struct Asked {
     model: Architecture,
     own: Option<ModelSpec>,
@@ -421,7 +424,7 @@ struct Asked {
     memory_bytes: Option<u64>,
 }
 
-/// What a configuration asks.
+/// Reads the request from a configuration.
 fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
     let resolved = resolve(&Config::load(Some(path), sets)?)?;
     let spec = model_spec(&resolved)?;
@@ -449,7 +452,7 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
     })
 }
 
-/// A name, or a folder or file of Hugging Face.
+/// The architecture of a model: by name, or from a folder or file of Hugging Face.
 fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
     let path = Path::new(name);
     let spec = if path.exists() {
@@ -491,7 +494,7 @@ fn size(text: &str) -> Result<u64> {
     Ok(size.0)
 }
 
-/// `tp=8`, `checkpointing=full` ...
+/// Parses `--fix`: `tp=8`, `checkpointing=full` ...
 fn fixed(choices: &[String], runnable: bool) -> Result<Fixed> {
     let mut fixed = Fixed { runnable, ..Fixed::default() };
     for choice in choices {
@@ -533,7 +536,7 @@ fn fixed(choices: &[String], runnable: bool) -> Result<Fixed> {
     Ok(fixed)
 }
 
-/// The files that are asked for.
+/// Writes the files of `--timeline` and `--html`.
 fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, shown: (&Plan, usize)) -> Result<()> {
     if args.timeline.is_none() && args.html.is_none() {
         return Ok(());
@@ -556,7 +559,7 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
     Ok(())
 }
 
-/// The best plans on halves, quarters and eighths of the devices, for the plot of cost.
+/// The best plans on a half, a quarter and an eighth of the devices, for the plot of cost.
 fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
     let entry = |plan: &Plan| Scaling {
         devices: plan.candidate.mesh.ranks(),
@@ -606,7 +609,7 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
     })
 }
 
-/// One plan for programs.
+/// A plan as JSON.
 pub fn plan_json(plan: &Plan) -> Value {
     let candidate = &plan.candidate;
     let memory: serde_json::Map<String, Value> = plan

@@ -1,19 +1,19 @@
-//! `trainyard program`: the instructions of a training step.
+//! `trainyard program`: prints the instructions of a training step.
 
 use super::config::{ConfigArgs, plan};
 use crate::output::print;
 use anyhow::{Context, Result, bail};
 
-/// Print the step program of a configuration: what runs on which lane, after what, moving how many
+/// Print the step program of a configuration: every instruction with its lane, dependencies and
 /// bytes.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The step that ends in a checkpoint.
+    /// Print the program of a step that ends in a checkpoint.
     #[arg(long)]
     snapshot: bool,
-    /// Whose program: from 0 to `parallel.ranks` - 1.
+    /// Print the program of this rank: from 0 to `parallel.ranks` - 1.
     #[arg(long, default_value_t = 0)]
     rank: u32,
     /// Print JSON.

@@ -1,11 +1,11 @@
-//! `trainyard supervise`: a training command, started again from its newest checkpoint when a rank
-//! fails.
+//! `trainyard supervise`: runs a training command and restarts it from its newest checkpoint when a
+//! rank fails.
 //!
-//! A failed run leaves its process: threads that hang cannot be ended in any other way, and memory
-//! that a fault has touched is not trusted. So a restart is a new process (or a new `mpirun` or
-//! `launch` with all of its processes), whichever way the ranks are started. The supervisor learns
-//! the run's folder from rank 0 through a small file. When a rank has reported a failure and the
-//! command still does not end, because a process of it is frozen, the supervisor ends it.
+//! A restart is always a new process (or a new `mpirun` or `launch` with all of its processes),
+//! however the ranks are started. The reason is that hanging threads can only be ended with their
+//! process, and that memory touched by a fault is not trusted. The supervisor learns the run's
+//! folder from rank 0 through a small file. If a rank has reported a failure and the command does
+//! not end, because one of its processes is frozen, the supervisor ends it.
 
 use super::train;
 use crate::output::note;
@@ -28,23 +28,23 @@ pub const EXIT_FAULT: u8 = 70;
 pub const EXIT_INTERRUPTED: u8 = 130;
 /// The exit code of a panic outside of a rank.
 pub const EXIT_PANIC: i32 = 101;
-/// Exit codes from here on are 128 and the signal that ended a process.
+/// Exit codes above this one are 128 plus the signal that ended a process.
 const EXIT_SIGNAL: i32 = 128;
-/// How long a command may take to end after the first report of a failure: ranks end their own
-/// stuck threads after half of it.
+/// Time limit for a command to end after the first report of a failure. Ranks end their own stuck
+/// threads after half of it.
 const ENDING: Duration = Duration::from_secs(10);
-/// How long it may take after SIGTERM, before it gets SIGKILL.
+/// Time between SIGTERM and SIGKILL.
 const KILLING: Duration = Duration::from_secs(10);
-/// How often the supervisor looks for reports.
+/// Interval at which the supervisor looks for reports.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Run a training command, and start it again from its newest checkpoint when a rank fails.
+/// Run a training command, and restart it from its newest checkpoint when a rank fails.
 #[derive(clap::Args)]
 pub struct Args {
-    /// How often it is started again.
+    /// Restart at most this many times.
     #[arg(long, value_name = "N", default_value_t = 3)]
     max_restarts: u32,
-    /// What starts the training, ending in a `trainyard train` with its arguments:
+    /// The command that starts the training. It ends in a `trainyard train` with its arguments:
     /// `mpirun -np 4 trainyard train c.toml`.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -56,45 +56,46 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     supervise(Supervised { command, max_restarts, run: RunFile::own(), is_honest: false })
 }
 
-/// What is supervised.
+/// A supervised command.
 pub struct Supervised<'a> {
     /// The command, ending in a `trainyard train` with its arguments.
     pub command: &'a [OsString],
-    /// How often it is started again.
+    /// Upper limit for the restarts.
     pub max_restarts: u32,
-    /// Where rank 0 says which run it is.
+    /// The file in which rank 0 names the run's folder.
     pub run: RunFile,
-    /// Whether its exit code says how the ranks ended, so that rank 0 need not be asked.
+    /// True if the command's exit code tells how the ranks ended, so that rank 0's record is not
+    /// needed.
     pub is_honest: bool,
 }
 
-/// Runs the command and restarts it; its last exit code.
+/// Runs the command and restarts it. Returns its last exit code.
 pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
     let Supervised { command, max_restarts, run, is_honest } = supervised;
     let signals = Signals::new()?;
     for restart in 0.. {
         let mut process = Command::new(&command[0]);
         process.args(&command[1..]);
-        // A file of that name from before is of another run.
+        // Before the first restart, a file of that name belongs to another run.
         if let Some(folder) = run.folder().filter(|_| restart > 0) {
             process.arg(train::RESTART).arg(folder);
         }
         process.arg(train::RUN_FILE).arg(&run.path);
         run.begin_attempt(restart)?;
         if restart > 0 {
-            // Faults on purpose are for the first attempt.
+            // Injected faults are for the first attempt.
             process.env_remove(VARIABLE);
         }
-        // A command that ends with this process leaves no rank that trains on and keeps the run from
-        // being started again. Of a launcher's processes on other hosts the launcher alone takes
-        // care, so it is asked; this program's own processes are ended.
+        // The command must end with this process. Otherwise a rank could train on, and its lock
+        // would prevent a new start of the run. This program's own processes are killed. A launcher
+        // gets SIGTERM, because only it can end its processes on other hosts.
         end_with_parent(&mut process, if is_honest { Signal::KILL } else { Signal::TERM });
         let began = Instant::now();
         let child = process.spawn().with_context(|| format!("cannot start {}", command[0].display()))?;
         let (mut status, was_ended) = signals.wait(child, &run)?;
-        // Launchers have codes of their own. Open MPI with recovery, which lets ranks report, ends
-        // with 0 whatever became of its processes, and with 1 after a signal: rank 0 knows, unless
-        // it was killed.
+        // Launchers have exit codes of their own. Open MPI with recovery, which lets ranks report,
+        // always ends with 0, or with 1 after a signal. So the code that rank 0 recorded counts,
+        // unless rank 0 was killed.
         match run.exit_code() {
             _ if is_honest => {}
             Some(code) if status.success() || signals.asked_to_stop() => {
@@ -120,8 +121,8 @@ pub fn supervise(supervised: Supervised<'_>) -> Result<ExitCode> {
     unreachable!("restarts end")
 }
 
-/// Whether an ended command is worth another try: a rank failed, or a process was ended by a signal
-/// that nobody sends on purpose.
+/// True if a restart may help: a rank failed, or a process was ended by a signal that nobody sends
+/// on purpose.
 fn is_fault(status: ExitStatus) -> bool {
     match status.code() {
         Some(code) if code > EXIT_SIGNAL => ![SIGINT, SIGTERM].contains(&(code - EXIT_SIGNAL)),
@@ -136,38 +137,39 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(EXIT_FAULT))
 }
 
-/// Where rank 0 writes the run's folder, and later its exit code. In the working folder, which the
-/// hosts of a run share as they share the run's folder.
+/// The file in which rank 0 writes the run's folder and, later, its exit code. It lies in the
+/// working folder, which the hosts of a run share.
 pub struct RunFile {
     path: PathBuf,
-    /// Whether this supervisor writes and removes it; others of the run only read.
+    /// True if this supervisor writes and removes the file; the run's other supervisors only read
+    /// it.
     is_ours: bool,
 }
 
 impl RunFile {
-    /// Of this supervisor alone.
+    /// The file of a single supervisor.
     pub fn own() -> RunFile {
         RunFile { path: PathBuf::from(format!(".trainyard-run-{}", std::process::id())), is_ours: true }
     }
 
-    /// Of the supervisors of a run on several hosts, all of which know `name`.
+    /// The file shared by the supervisors of a run on several hosts, all of which know `name`.
     pub fn shared(name: &str, is_ours: bool) -> RunFile {
         let name = name.replace(|c: char| !c.is_ascii_alphanumeric() && c != '.' && c != '-', "_");
         RunFile { path: PathBuf::from(format!(".trainyard-run-{name}")), is_ours }
     }
 
-    /// The first line, once it is whole.
+    /// The run's folder: the first line, once it is complete.
     fn folder(&self) -> Option<PathBuf> {
         let text = std::fs::read_to_string(&self.path).ok()?;
         text.split_once('\n').map(|(folder, _)| PathBuf::from(folder)).filter(|folder| !folder.as_os_str().is_empty())
     }
 
-    /// The second line: how rank 0 ended in this attempt.
+    /// The exit code of rank 0 in this attempt: the second line.
     fn exit_code(&self) -> Option<u8> {
         std::fs::read_to_string(&self.path).ok()?.lines().nth(1)?.parse().ok()
     }
 
-    /// Forgets how the last attempt ended; before the first one, everything.
+    /// Removes the exit code of the last attempt; before the first attempt, removes the file.
     fn begin_attempt(&self, restart: u32) -> Result<()> {
         match self.folder().filter(|_| restart > 0) {
             _ if !self.is_ours => Ok(()),
@@ -175,7 +177,7 @@ impl RunFile {
                 write_run_file(&self.path, &folder).with_context(|| format!("cannot write {}", self.path.display()))
             }
             None => {
-                // There may be none.
+                // There may be no file.
                 let _ = std::fs::remove_file(&self.path);
                 Ok(())
             }
@@ -186,7 +188,7 @@ impl RunFile {
 impl Drop for RunFile {
     fn drop(&mut self) {
         if self.is_ours {
-            // It may never have been written.
+            // The file may never have been written.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -197,15 +199,16 @@ pub fn write_run_file(file: &Path, folder: &Path) -> std::io::Result<()> {
     std::fs::write(file, format!("{}\n", folder.display()))
 }
 
-/// Writes how rank 0 ended for the supervisor; before there is a run, below an empty line.
+/// Writes rank 0's exit code for the supervisor, below the run's folder, or below an empty line if
+/// there is no run yet.
 pub fn write_exit_code(file: &Path, code: u8) -> std::io::Result<()> {
     let before = std::fs::read_to_string(file).unwrap_or_default();
     let folder = before.lines().next().unwrap_or_default();
     std::fs::write(file, format!("{folder}\n{code}\n"))
 }
 
-/// Asks to stop: SIGINT reaches the command too, as it comes from the terminal; SIGTERM is passed
-/// on.
+/// Signals that ask to stop. SIGINT comes from the terminal and reaches the command too; SIGTERM is
+/// passed on.
 struct Signals {
     interrupted: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
@@ -224,8 +227,8 @@ impl Signals {
         self.interrupted.load(Ordering::Relaxed) || self.terminated.load(Ordering::Relaxed)
     }
 
-    /// Waits until the command ends, or ends it when a failure was reported and it goes on all the
-    /// same; says whether that was so.
+    /// Waits until the command ends. Ends it if a failure was reported and it does not end by
+    /// itself; returns true in that case.
     fn wait(&self, mut child: Child, run: &RunFile) -> Result<(ExitStatus, bool)> {
         let mut passed_on = false;
         let mut reports = Reports::default();
@@ -260,7 +263,8 @@ impl Signals {
     }
 }
 
-/// Sends a signal, e.g. `TERM`. The child has not been waited for, so its number is still its own.
+/// Sends a signal, e.g. `TERM`. The child has not been waited for, so its process id is still
+/// valid.
 pub fn send(child: &Child, signal: &str) -> std::io::Result<()> {
     Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status().map(drop)
 }
@@ -268,13 +272,13 @@ pub fn send(child: &Child, signal: &str) -> std::io::Result<()> {
 /// Reports of failures that an attempt has made.
 #[derive(Default)]
 struct Reports {
-    /// Those that were there when the run's folder became known, which is before it trains.
+    /// Reports that existed when the run's folder became known, which is before the training.
     before: Option<BTreeSet<OsString>>,
     first_new: Option<Instant>,
 }
 
 impl Reports {
-    /// When the first new one was seen.
+    /// The time at which the first new report was seen.
     fn first_new(&mut self, run: &RunFile) -> Option<Instant> {
         let folder = run.folder()?.join(watch::FOLDER);
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();

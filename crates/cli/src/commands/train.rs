@@ -1,5 +1,5 @@
-//! `trainyard train`: a new run from a configuration, the quick start without one, or an earlier
-//! run resumed.
+//! `trainyard train`: starts a run from a configuration, or the quick start without one, or resumes
+//! an earlier run.
 
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
@@ -42,49 +42,48 @@ pub struct Args {
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     sets: Vec<String>,
-    /// Go on with an earlier run, from its newest whole checkpoint.
+    /// Resume the run in this folder, from its newest whole checkpoint.
     #[arg(long, value_name = "RUN", conflicts_with = "config")]
     resume: Option<PathBuf>,
-    /// With --resume: go on from this checkpoint. Those of later steps are moved into a folder of
-    /// the run's, set-aside-NNN, with a copy of the records.
+    /// With --resume: resume from this checkpoint. Checkpoints of later steps are moved into the
+    /// run's folder set-aside-NNN, with a copy of the records.
     #[arg(long, value_name = "latest|best|STEP", requires = "resume")]
     checkpoint: Option<Choice>,
-    /// With --resume: let --set change what leaves the model's tensors as they are (rope_theta,
-    /// sliding_window, norm_eps, activation, max_sequence_length). Without it every change of the
-    /// model is an error.
+    /// With --resume: let --set change keys of the model that do not change its tensors
+    /// (rope_theta, sliding_window, norm_eps, activation, max_sequence_length). Without it every
+    /// change of the model is an error.
     #[arg(long, requires = "resume")]
     change_model: bool,
-    /// Train on these files or folders instead of what the configuration names; can be given
-    /// several times.
+    /// Train on these files or folders instead of those in the configuration; can be given several
+    /// times.
     #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     data: Vec<PathBuf>,
-    /// How to run it: `auto` picks the fastest plan within memory.limit at the configuration's
-    /// global batch (ranks, sharding, micro-batch, recomputation), by this machine's profile
-    /// (`trainyard calibrate`), and says why. What --set holds stays as it is.
+    /// `auto` picks the fastest plan (ranks, sharding, micro-batch, recomputation) within
+    /// memory.limit, at the configuration's global batch, and prints the reasons. It needs this
+    /// machine's profile (`trainyard calibrate`). Keys given by --set are kept.
     #[arg(long, value_enum, value_name = "PLAN", conflicts_with = "resume")]
     plan: Option<PlanBy>,
-    /// With --plan auto: seconds in which the plans that are predicted to be nearly as fast as the
-    /// best run a few steps each, in turn, which corrects the predictions. 0: by prediction alone.
-    /// Default: 3 % of what the run is predicted to take, 120 at most. Ranks that are processes are
-    /// not tried.
+    /// With --plan auto: seconds for trials. Plans that are predicted to be nearly as fast as the
+    /// best run a few steps each, in turn, which corrects the predictions. 0: no trials. Default: 3
+    /// % of the predicted run, at most 120. There are no trials for ranks that are processes.
     #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
     trial_seconds: Option<f64>,
-    /// When a rank fails, start again from the newest checkpoint, up to N times. For ranks that are
-    /// processes: `trainyard launch --max-restarts`, or `trainyard supervise` around mpirun or
+    /// When a rank fails, restart from the newest checkpoint, up to N times. For ranks that are
+    /// processes use `trainyard launch --max-restarts`, or `trainyard supervise` around mpirun or
     /// srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     #[command(flatten)]
     verbosity: Verbosity,
-    /// Where rank 0 writes the run's folder and how it ended, for the supervisor.
+    /// The file in which rank 0 writes the run's folder and its exit code, for the supervisor.
     #[arg(long, hide = true, value_name = "FILE")]
     run_file: Option<PathBuf>,
-    /// Go on with what an earlier attempt at this very command began.
+    /// Resume the run that an earlier attempt of this command began.
     #[arg(long, hide = true, value_name = "RUN")]
     restart: Option<PathBuf>,
 }
 
-/// What `--plan` can be.
+/// The values of `--plan`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum PlanBy {
     /// The fastest plan that this program can run here.
@@ -96,8 +95,8 @@ pub const RUN_FILE: &str = "--run-file";
 pub const RESTART: &str = "--restart";
 
 impl Args {
-    /// The run to go on with: an attempt before this one has made the configuration with what was
-    /// set, and has gone back to the checkpoint that was chosen.
+    /// The run to resume, if any. After a restart, the chosen checkpoint and the settings of a new
+    /// run are left out, because an earlier attempt has already applied them.
     fn going_on(&self) -> Option<GoingOn<'_>> {
         let model_change = if self.change_model { ModelChange::OnPurpose } else { ModelChange::Refused };
         match (&self.restart, &self.resume) {
@@ -129,7 +128,7 @@ impl Args {
     }
 }
 
-/// Runs the command: every rank trains, rank 0 speaks.
+/// Runs the command: every rank trains, rank 0 prints.
 pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     if args.max_restarts > 0 {
         if Environment::detect()?.world > 1 {
@@ -154,13 +153,13 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     Ok(if result? == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INTERRUPTED) })
 }
 
-/// Whether rank 0 is in this process.
+/// True if rank 0 is in this process.
 fn is_first_process() -> bool {
     Environment::detect().is_ok_and(|environment| environment.rank == 0)
 }
 
 fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
-    // Processes need each other before they know their configuration only where rank 0 picks it.
+    // Processes connect before they know their configuration only if rank 0 picks the plan.
     let world = if args.plan.is_some() { Environment::detect()?.connect(DEADLINE_DEFAULT, note)? } else { None };
     let config = match args.going_on() {
         Some(going_on) => {
@@ -184,15 +183,15 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
         Some(world) => world::run(world, body),
         None => world::launch(&config, note, body),
     };
-    // An error of before any step leaves no fault time to strike.
+    // After an error before the first step, no fault can have struck.
     if let Some(faults) = faults.filter(|_| result.as_ref().map_or_else(EngineError::is_fault, |_| true)) {
         say_what_did_not_strike(&faults)?;
     }
     Ok(result?)
 }
 
-/// Names the faults of this process's ranks that were asked for in vain: a drill that did not take
-/// place must not pass for one that was survived.
+/// Names the injected faults of this process's ranks that did not strike. A test whose fault never
+/// struck must not count as survived.
 fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
     let environment = Environment::detect()?;
     let own = (environment.world > 1).then_some(environment.rank);
@@ -206,7 +205,7 @@ fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
     Ok(())
 }
 
-/// Ends the process when a rank's threads do not.
+/// Ends the process if a rank's threads do not end.
 fn end_process(why: &str) {
     note(&format!("error: {why}"));
     std::process::exit(supervise::EXIT_FAULT.into());
@@ -250,7 +249,7 @@ fn train_rank(
         session.rank.inject(Arc::clone(faults));
     }
     if is_first && let Err(error) = session.keep_time(forecast::time(&session)) {
-        // A prediction that is not kept is no reason not to train.
+        // A failure to save the prediction does not stop the training.
         say(&warning(format_args!("the prediction is not kept: {}", chain(&anyhow::Error::from(error)))));
     }
     let show = |text: String| if is_first { print(text).map_err(output_error) } else { Ok(()) };
@@ -267,7 +266,7 @@ fn train_rank(
     };
     signals.begin_training(is_first);
     let summary = train(&mut session, &mut *display, control)?;
-    // Ranks that hold shards are all needed to generate.
+    // With sharded parameters all ranks are needed to generate.
     let samples = summary.ending == Ending::Complete && !verbosity.is_quiet();
     if samples && (is_first || session.rank.parameters.is_sharded()) {
         show(sample(&session)?)?;
@@ -279,7 +278,7 @@ fn train_rank(
     Ok(summary.ending)
 }
 
-/// How ranks that are processes have come together.
+/// A line about the connected processes: their number and backend.
 fn processes(world: &Communicator, environment: &Environment) -> String {
     let (size, backend) = (world.size(), world.backend());
     let met = environment.master.as_ref().filter(|_| backend == "tcp").map_or(String::new(), |master| {
@@ -288,19 +287,19 @@ fn processes(world: &Communicator, environment: &Environment) -> String {
     format!("{size} processes over {backend} ({}){met}", environment.derivation)
 }
 
-/// Standard output is gone or full.
+/// The error of a standard output that is closed or full.
 fn output_error(error: anyhow::Error) -> EngineError {
     let source = error.downcast::<std::io::Error>().unwrap_or_else(std::io::Error::other);
     EngineError::File { what: "cannot write", path: "standard output".to_owned(), source }
 }
 
-/// What is to be trained; where processes of `world` are to run it by the plan that is picked, rank
-/// 0 picks it.
+/// The configuration of the run. With `--plan auto` and processes, rank 0 of `world` picks the plan
+/// for all.
 fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let mut sets = Vec::new();
     if !args.data.is_empty() {
         let paths = args.data.iter().map(|path| toml::Value::String(path.display().to_string()));
-        // First, so that a --set of the same key wins.
+        // Added first, so that a --set of the same key wins.
         sets.push(format!("data.train={}", toml::Value::Array(paths.collect())));
     }
     sets.extend(args.sets.iter().cloned());
@@ -311,7 +310,7 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     let Some(world) = world else {
         return load(&choose(&load, &Machine::here(), &Inputs::of_this_machine(), args)?);
     };
-    // All hear what rank 0 has picked, or why it could not, and end alike.
+    // Rank 0 broadcasts its plan or its error, so that all ranks end alike.
     let mut own = None;
     let picked = world::from_first(world, || {
         let picked = probe_group::machine(world).map_err(anyhow::Error::from);
@@ -327,9 +326,9 @@ fn configuration(args: &Args, world: Option<&Communicator>) -> Result<Config> {
     load(&picked).inspect_err(|error| drop(world.give_up(chain(error))))
 }
 
-/// The settings of the fastest plan for what `load` makes of them on `machine`, whose ranks
-/// `inputs` hold for; it is printed with its reasons. The likeliest are tried for `--trial-seconds`
-/// where ranks are threads.
+/// Picks the fastest plan on `machine` and prints it with its reasons. Returns its settings. `load`
+/// makes the configuration from settings, and `inputs` describe the ranks. If ranks are threads,
+/// the most promising plans are tried for `--trial-seconds`.
 fn choose(
     load: &dyn Fn(&[String]) -> Result<Config>,
     machine: &Machine,
@@ -372,7 +371,7 @@ fn choose(
     Ok(best.sets.clone())
 }
 
-/// What will be trained, on what, and what a step will need.
+/// The lines before the training: model, data, machine, and the needs of a step.
 fn plan(session: &Session) -> String {
     let resolved = &session.resolved;
     let dtype = compute_dtype(resolved);
@@ -418,8 +417,8 @@ fn plan(session: &Session) -> String {
     )
 }
 
-/// How long a run trains and by which rule, in words: `90 s; adamw, learning rate 0.002, cosine
-/// after 20 steps of warmup`.
+/// The limits, the optimizer and the schedule of a run, in words:
+/// `90 s; adamw, learning rate 0.002, cosine after 20 steps of warmup`.
 fn recipe(resolved: &Resolved) -> String {
     let Limits { steps, seconds } = resolved.limits;
     let limits = steps.map(|steps| format!("{} steps", count(steps))).into_iter();
@@ -434,18 +433,17 @@ fn recipe(resolved: &Resolved) -> String {
     )
 }
 
-/// What SIGINT and SIGTERM do.
+/// The handling of SIGINT and SIGTERM.
 #[derive(Default)]
 struct Signals {
-    /// Whether the run was asked to stop.
+    /// True if the run was asked to stop.
     stop: Arc<AtomicBool>,
-    /// Whether a signal ends the process at once: while there is nothing to be lost, and after a
-    /// first one.
+    /// True if a signal ends the process at once: before the training, and after a first signal.
     leave: Arc<AtomicBool>,
 }
 
 impl Signals {
-    /// Until training begins a signal ends the process.
+    /// Installs the handlers. Until training begins a signal ends the process.
     fn watch() -> Result<Signals> {
         let signals = Signals::default();
         signals.leave.store(true, Ordering::Relaxed);
@@ -464,15 +462,15 @@ impl Signals {
         Ok(signals)
     }
 
-    /// From here on the first signal asks the run to stop, which is said when it comes if this
-    /// process `speaks`, and a second one ends the process.
+    /// From here on the first signal asks the run to stop, and a second one ends the process. If
+    /// this process `speaks`, it prints a message at the first signal.
     fn begin_training(&self, speaks: bool) {
         self.leave.store(false, Ordering::Relaxed);
         if !speaks {
             return;
         }
         let stop = Arc::clone(&self.stop);
-        // It ends with the process; without it nothing is said.
+        // The thread ends with the process. If it cannot start, only the message is lost.
         let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 std::thread::sleep(LOOK_INTERVAL);
@@ -482,11 +480,11 @@ impl Signals {
     }
 }
 
-/// How often a thread looks whether a signal came.
+/// Interval at which the thread checks for a signal.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the model writes after the beginning of a function, or else of the validation text. All
-/// ranks generate it together.
+/// A sample of generated text, after the beginning of a function, or else of the validation text.
+/// All ranks generate it together.
 fn sample(session: &Session) -> Result<String, EngineError> {
     let prompt = prompt(session)?;
     if prompt.is_empty() {
@@ -499,7 +497,7 @@ fn sample(session: &Session) -> Result<String, EngineError> {
         true
     })?;
     text += &decoder.finish();
-    // A model of bytes that has learnt little writes what would move a terminal's cursor.
+    // A poorly trained byte-level model may write control characters that move a terminal's cursor.
     let text = text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}");
     Ok(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
 }
@@ -515,14 +513,14 @@ fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
     Ok(tokens.into_iter().map(|token| token as u32).collect())
 }
 
-/// A step's seconds that differ from their prediction by more than this share are shown by kind of
-/// instruction.
+/// If a step's seconds differ from their prediction by more than this share, they are shown by kind
+/// of instruction.
 const TIME_OFF: f64 = 0.1;
-/// Bytes above their prediction by more than this share are shown by purpose.
+/// If bytes exceed their prediction by more than this share, they are shown by purpose.
 const MEMORY_OFF: f64 = 0.02;
 
-/// Seconds of a step, measured beside predicted, or why nothing was predicted; by kind of
-/// instruction where they differ, or `verbosity` asks for it.
+/// Measured and predicted seconds of a step, or the reason why there is no prediction. Shown by
+/// kind of instruction if they differ or `verbosity` asks for it.
 fn times(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     let median_s = summary.step_s_median;
     let head = format!("time         {:.2} ms a step (median)", 1e3 * median_s);
@@ -543,7 +541,7 @@ fn times(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     let seconds = |kind: &String| predicted.instructions.get(kind).copied().unwrap_or(0.0);
     kinds.sort_by(|a, b| summary.instructions[*b].total_cmp(&summary.instructions[*a]));
     for kind in kinds {
-        // What is over in microseconds says nothing about a step.
+        // Kinds of instruction below a thousandth of the step are left out.
         let (measured, predicted) = (summary.instructions[kind], seconds(kind));
         if measured.max(predicted) > 1e-3 * median_s {
             text += &line(kind, measured, predicted);
@@ -553,7 +551,7 @@ fn times(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     text
 }
 
-/// What to set to train twice as long: every limit that would end the run where it has ended.
+/// Settings to train twice as long: every limit that would end the run at the same step.
 fn longer(resolved: &Resolved, stopped_early: bool) -> String {
     let asked = &resolved.requested.training;
     let patience = resolved.config.evaluation.early_stopping_patience.filter(|_| stopped_early);
@@ -572,7 +570,8 @@ fn longer(resolved: &Resolved, stopped_early: bool) -> String {
     limits.iter().map(|limit| format!(" --set {limit}")).collect()
 }
 
-/// Why the run ended before its limit, if it did, and the checkpoint to use.
+/// A sentence about an early end of the run, and the checkpoint to use; empty if it reached its
+/// limit.
 fn early_end(stopped: Option<&StoppedEarly>) -> String {
     let Some(StoppedEarly { evaluations, lowest, checkpoint }) = stopped else { return String::new() };
     let best = match (lowest, checkpoint) {
@@ -585,7 +584,7 @@ fn early_end(stopped: Option<&StoppedEarly>) -> String {
     format!("early end    {evaluations} evaluations in a row without a lower loss; {best}\n")
 }
 
-/// The passes over the training data, where some of it was seen more than once.
+/// The passes over the training data, if some of it was seen more than once.
 fn passes(epochs: &[f64]) -> String {
     if epochs.iter().all(|epochs| *epochs <= 1.0) {
         return String::new();
@@ -595,7 +594,7 @@ fn passes(epochs: &[f64]) -> String {
     format!("epochs       {} passes over the training data{of}\n", each.join(", "))
 }
 
-/// ` (+1.1 %)`; nothing where there is nothing to compare.
+/// ` (+1.1 %)`; empty if there is nothing to compare.
 fn off(measured: f64, predicted: f64) -> String {
     match measured > 0.0 && predicted > 0.0 {
         true => format!(" ({:+.1} %)", 100.0 * (measured / predicted - 1.0)),
@@ -603,7 +602,7 @@ fn off(measured: f64, predicted: f64) -> String {
     }
 }
 
-/// Peak memory, measured beside predicted; by purpose where one is above its prediction, or
+/// Measured and predicted peak memory. Shown by purpose if one exceeds its prediction or
 /// `verbosity` asks for it.
 fn peaks(summary: &Summary, verbosity: Verbosity) -> String {
     let (measured, predicted) = summary.memory_total;
@@ -613,7 +612,7 @@ fn peaks(summary: &Summary, verbosity: Verbosity) -> String {
         format_bytes(predicted as u64),
         off(measured as f64, predicted as f64)
     );
-    // A large share of a few bytes is no news.
+    // A large share of a few bytes is ignored.
     let is_above = |measured: usize, predicted: usize| {
         let more = measured.saturating_sub(predicted) as f64;
         more > MEMORY_OFF * predicted as f64 && more > 1e-3 * summary.memory_total.0 as f64
@@ -626,7 +625,7 @@ fn peaks(summary: &Summary, verbosity: Verbosity) -> String {
     text
 }
 
-/// What came out: how it ended, loss and validation.
+/// The result of a run: its ending, loss and validation loss.
 fn result(session: &Session, summary: &Summary) -> String {
     let mut text = match summary.ending {
         Ending::Complete => format!("done: {} steps", count(summary.steps)),
@@ -653,7 +652,7 @@ fn result(session: &Session, summary: &Summary) -> String {
     text + &format!("run folder   {} ({}, metrics.jsonl, checkpoints)\n", session.folder.display(), files::CONFIG)
 }
 
-/// What it took, and what can be done with it.
+/// The summary of a run: result, speed, memory, and commands to continue with.
 fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     let folder = session.folder.display();
     let mut text = String::new();

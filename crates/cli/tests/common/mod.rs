@@ -1,5 +1,5 @@
-//! What the tests of the program share: a folder with a small text and configuration, and the
-//! program run in it.
+//! Shared parts of the program's tests: a folder with a small text and configuration, and a way to
+//! run the program in it.
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
@@ -51,7 +51,7 @@ tokens_max = 512
 /// A temporary folder with `text.txt` and `tiny.toml`.
 pub struct Folder(tempfile::TempDir);
 
-/// What a command left.
+/// The exit code and output of a command.
 pub struct Ran {
     pub code: Option<i32>,
     pub stdout: String,
@@ -106,7 +106,7 @@ impl Folder {
     /// Lets `command` run in this folder, in an environment that is the same everywhere.
     pub fn prepare(&self, command: &mut Command) {
         command.current_dir(self.path()).stdin(Stdio::null()).env("NO_COLOR", "1");
-        // A machine without cargo's registry, and of which nothing was measured.
+        // The environment of a machine without cargo's registry and without profiles.
         command.env("CARGO_HOME", self.join("no-cargo")).env("XDG_CACHE_HOME", self.join("cache"));
         command.env_remove("OMP_NUM_THREADS");
         for profile in ["", "PROCESSES_", "GPU_", "GPU_PROCESSES_"] {
@@ -119,10 +119,10 @@ impl Folder {
     }
 }
 
-/// Files of tensors by name.
+/// Contents of tensor files by name.
 pub type Tensors = BTreeMap<String, Vec<u8>>;
 
-/// The files of tensors of every checkpoint of a run, by the step's folder.
+/// The tensor files of every checkpoint of a run, by the step's folder.
 pub fn checkpoints(run: &Path) -> BTreeMap<String, Tensors> {
     let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
     let list = |folder: &Path| {
@@ -137,7 +137,7 @@ pub fn checkpoints(run: &Path) -> BTreeMap<String, Tensors> {
     steps.map(|step| (name(&step), tensors(&step))).collect()
 }
 
-/// The step's folder and the files of tensors of the newest checkpoint of a run.
+/// The step's folder and the tensor files of the newest checkpoint of a run.
 pub fn tensors(run: &Path) -> (String, Tensors) {
     let (step, tensors) = checkpoints(run).pop_last().expect("a checkpoint");
     assert!(!tensors.is_empty(), "no tensors in {step}");

@@ -1,4 +1,4 @@
-//! The program under Open MPI's `mpirun`, in a test's folder.
+//! Starts the program under Open MPI's `mpirun`, in a test's folder.
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
@@ -6,7 +6,7 @@ use crate::common::{Folder, Ran};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How the program is to be started.
+/// A start of the program under `mpirun`.
 pub struct Mpirun<'a> {
     folder: &'a Folder,
     ranks: usize,
@@ -14,26 +14,26 @@ pub struct Mpirun<'a> {
 }
 
 impl<'a> Mpirun<'a> {
-    /// As so many processes.
+    /// Starts `ranks` processes.
     pub fn new(folder: &'a Folder, ranks: usize) -> Mpirun<'a> {
         Mpirun { folder, ranks, faults: String::new() }
     }
 
-    /// With faults in its environment.
+    /// Sets faults in the environment.
     pub fn faults(self, faults: &str) -> Mpirun<'a> {
         Mpirun { faults: faults.to_owned(), ..self }
     }
 
-    /// The launcher and its flags, up to the program. Its output's lines begin with
-    /// `[1,RANK]<stderr>:`. What several launchers of a host keep in one folder they make and
-    /// remove without regard to each other, so each has a folder of its own in `folder`.
+    /// The launcher and its flags, up to the program. Lines of its output begin with
+    /// `[1,RANK]<stderr>:`. Launchers on one host that share a session folder remove each other's
+    /// files, so each gets a folder of its own in `folder`.
     pub fn launcher(folder: &Folder, ranks: usize) -> Vec<String> {
         static STARTED: AtomicUsize = AtomicUsize::new(0);
         let own = folder.join(&format!("mpirun-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
         std::fs::create_dir(&own).expect("a folder for the launcher");
         let flags = "mpirun --allow-run-as-root --oversubscribe --bind-to none --tag-output";
-        // The launcher is not to end the others before they have said whom they miss. It then ends
-        // with 0 whatever they end with.
+        // With recovery the launcher does not end the other ranks before they have named the
+        // missing one. It then always ends with 0.
         let flags = format!("{flags} --mca orte_enable_recovery 1 --timeout 150 -np {ranks} --mca orte_tmpdir_base");
         flags.split(' ').map(str::to_owned).chain([own.display().to_string()]).collect()
     }
@@ -48,7 +48,7 @@ impl<'a> Mpirun<'a> {
         command
     }
 
-    /// Runs it to its end.
+    /// Runs the command to its end.
     pub fn run(&self, arguments: &[String]) -> Ran {
         Ran::new(self.command(arguments).output().expect("mpirun can be started"))
     }

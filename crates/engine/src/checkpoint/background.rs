@@ -1,8 +1,8 @@
-//! Writing beside the training: one thread, one snapshot at a time.
+//! Writes checkpoints beside the training: one thread, one snapshot at a time.
 //!
-//! The snapshot is a copy, so training goes on while it is written; a second one waits until the
-//! first is on disk (back-pressure), so at most one copy exists beside the one that is being made.
-//! Errors come back at the next call, whichever it is.
+//! The snapshot is a copy, so training goes on while it is written. A second snapshot waits until
+//! the first is on disk (back-pressure), so at most one copy exists beside the one being made. The
+//! next call, whichever it is, returns the errors of earlier ones.
 
 use super::fault::Disk;
 use super::group::Group;
@@ -14,16 +14,16 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use trainyard_comm::Communicator;
 
-/// Something that the writer has done.
+/// An act of the writer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A checkpoint is on disk.
     Written(Written),
     /// An evaluation is the best so far; its checkpoint will be kept.
     Best {
-        /// Steps completed at it.
+        /// Completed steps at the evaluation.
         step: u64,
-        /// Its loss.
+        /// Loss of the evaluation.
         loss: f64,
     },
 }
@@ -48,11 +48,11 @@ pub struct BackgroundWriter {
     error: Option<CheckpointError>,
 }
 
-/// Which part of a checkpoint a rank writes.
+/// The part of a checkpoint that a rank writes.
 enum Role {
-    /// Rank 0's: its own files, and the commit.
+    /// Rank 0: its own files, and the commit.
     First { store: CheckpointStore, group: Option<Group> },
-    /// Its own files in `RUN/checkpoints`.
+    /// Another rank: its own files in `RUN/checkpoints`.
     Other { folder: PathBuf, group: Group, disk: Disk },
 }
 
@@ -76,14 +76,14 @@ impl Role {
 }
 
 impl BackgroundWriter {
-    /// Takes over the store, for a rank that writes alone.
+    /// Takes over the store of a rank that writes alone.
     pub fn new(store: CheckpointStore) -> Result<BackgroundWriter, CheckpointError> {
         let folder = store.folder().to_owned();
         BackgroundWriter::start(Role::First { store, group: None }, folder)
     }
 
-    /// Writes one rank's part of each checkpoint of `run`. `store` is rank 0's; `ranks` are used by
-    /// this writer alone, and all of them submit the same steps.
+    /// Writes one rank's part of each checkpoint of `run`. Only rank 0 has a `store`. The
+    /// communicator `ranks` is used by this writer alone, and all its ranks submit the same steps.
     pub fn with_others(
         run: &Path,
         store: Option<CheckpointStore>,
@@ -134,19 +134,19 @@ impl BackgroundWriter {
         })
     }
 
-    /// Hands over a snapshot, after waiting for the one before it. The new one is handed over even
-    /// when the one before failed.
+    /// Hands over a snapshot, after waiting for the previous one. This happens even if the previous
+    /// one failed.
     ///
     /// # Errors
     ///
-    /// Of the snapshot before.
+    /// The error of the previous snapshot.
     pub fn submit(&mut self, snapshot: Snapshot<'static>) -> Result<Vec<Event>, CheckpointError> {
         self.wait();
         self.send(Job::Write(Box::new(snapshot)));
         self.take()
     }
 
-    /// Waits until what was submitted is on disk.
+    /// Waits until the submitted snapshot is on disk.
     pub fn wait_for_it(&mut self) -> Result<Vec<Event>, CheckpointError> {
         self.wait();
         self.take()
@@ -158,7 +158,7 @@ impl BackgroundWriter {
         self.poll()
     }
 
-    /// What has been done since the last call; does not wait.
+    /// Returns the events since the last call, without waiting.
     pub fn poll(&mut self) -> Result<Vec<Event>, CheckpointError> {
         while self.pending > 0
             && let Ok(outcome) = self.outcomes.try_recv()
@@ -198,7 +198,7 @@ impl BackgroundWriter {
         self.pending -= 1;
         match outcome {
             Ok(event) => self.events.extend(event),
-            // The first is the cause.
+            // The first error is the cause of later ones.
             Err(error) => self.error = self.error.take().or(Some(error)),
         }
     }
@@ -221,8 +221,8 @@ impl BackgroundWriter {
 }
 
 impl Drop for BackgroundWriter {
-    /// Waits: a checkpoint that was begun is finished. An error that nobody can take any more is
-    /// logged.
+    /// Waits, so that a checkpoint that was begun is finished. An error can no longer be returned,
+    /// so it is logged.
     fn drop(&mut self) {
         self.wait();
         self.join();

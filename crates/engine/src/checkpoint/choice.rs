@@ -1,4 +1,4 @@
-//! Which of a run's checkpoints is meant.
+//! Finds the checkpoint of a run that a user names: the latest, the best, or that of a step.
 
 use super::store::{Found, best_in, folder_of, latest_in, steps};
 use super::{Checkpoint, CheckpointError};
@@ -6,15 +6,15 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-/// One of a run's checkpoints: `latest`, `best`, or a step.
+/// The name of one of a run's checkpoints: `latest`, `best`, or a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Choice {
-    /// The newest that is whole.
+    /// The newest whole checkpoint.
     #[default]
     Latest,
-    /// That of the lowest evaluation loss.
+    /// The checkpoint with the lowest evaluation loss.
     Best,
-    /// That of this many completed steps.
+    /// The checkpoint after this many completed steps.
     Step(u64),
 }
 
@@ -40,13 +40,13 @@ impl fmt::Display for Choice {
     }
 }
 
-/// The checkpoint of `run` that `choice` means, every checksum verified. The newest may be missing
-/// (`None`: there is none at all); one that is named must be there. Takes no lock and changes
-/// nothing, so it may be used beside a training.
+/// Returns the checkpoint of `run` that `choice` names, with every checksum verified. `None` if the
+/// latest is wanted and there are no checkpoints. Takes no lock and changes nothing, so it may be
+/// used while a training runs.
 ///
 /// # Errors
 ///
-/// A checkpoint that is named and is missing or damaged; for the newest, when there are checkpoints
+/// The named checkpoint is missing or damaged; or the latest is wanted, and there are checkpoints
 /// but none is whole.
 pub fn find(run: &Path, choice: Choice) -> Result<Option<Found>, CheckpointError> {
     let folder = run.join("checkpoints");

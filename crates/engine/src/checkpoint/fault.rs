@@ -1,34 +1,34 @@
-//! All changes to the disk go through [`Disk`], which numbers them, so that a test can fail or
-//! crash at each one.
+//! Injection of disk faults. All changes to the disk go through [`Disk`], which numbers them, so
+//! that a test can let any one of them fail or crash.
 
 use super::CheckpointError;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Something to go wrong at one position of the sequence of changes to the disk.
+/// A fault at one position of the sequence of changes to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The position, from 0.
     pub at: u64,
-    /// What happens there.
+    /// The kind of the fault.
     pub kind: FaultKind,
 }
 
-/// What happens.
+/// The kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     /// The operating system refuses this one change.
     Fail(io::ErrorKind),
-    /// The process dies: half of a write is done, nothing after it.
+    /// The process dies: half of a write is done, and nothing after it.
     Crash,
-    /// The machine loses power: as a crash, and what was not synced may be lost. Contents of files
-    /// are cut, names of new files vanish and the last renames are undone, as far as the seed says.
+    /// The machine loses power: as a crash, and unsynced changes may be lost. File contents are
+    /// cut, names of new files vanish and the last renames are undone; the seed decides how many.
     PowerLoss {
-        /// Decides what is lost.
+        /// Seed that decides the lost changes.
         seed: u64,
     },
-    /// One bit of what is written is flipped, and nobody says so.
+    /// One bit of the written data is flipped silently.
     Corrupt,
 }
 
@@ -38,7 +38,8 @@ pub(super) struct Disk {
     fault: Option<Fault>,
     position: u64,
     crashed: bool,
-    /// What a power loss would take: contents of files, names in folders, renames in their order.
+    /// The changes that a power loss may undo: file contents, names in folders, and renames in
+    /// their order.
     unsynced: Vec<PathBuf>,
     unsynced_names: Vec<PathBuf>,
     unsynced_renames: Vec<(PathBuf, PathBuf)>,
@@ -56,12 +57,12 @@ impl Disk {
         Disk { fault, ..Disk::default() }
     }
 
-    /// How many changes there were.
+    /// Number of changes so far.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Counts a change; whether it is the one to go wrong.
+    /// Counts a change. Returns true if the fault is at this change.
     fn step(&mut self, action: &'static str, path: &Path) -> Result<bool, CheckpointError> {
         if self.crashed {
             return Err(CheckpointError::Injected(self.position));
@@ -75,7 +76,8 @@ impl Disk {
         }
     }
 
-    /// Dies at a change that is not a write. `Corrupt` has nothing to corrupt there.
+    /// Counts a change that is not a write, and dies if the fault is there. `Corrupt` has nothing
+    /// to corrupt in such a change.
     fn step_whole(&mut self, action: &'static str, path: &Path) -> Result<(), CheckpointError> {
         let hit = self.step(action, path)?;
         if hit && self.fault.is_some_and(|fault| fault.kind != FaultKind::Corrupt) { Err(self.die()) } else { Ok(()) }
@@ -89,8 +91,8 @@ impl Disk {
         CheckpointError::Injected(self.position - 1)
     }
 
-    /// Undoes what was not synced, in part. What is already gone cannot be lost, so refusals are of
-    /// no interest.
+    /// Undoes a part of the unsynced changes. Errors are ignored: files that are already gone
+    /// cannot be lost.
     fn lose(&mut self, mut seed: u64) {
         // Knuth's linear congruential generator; its high bits are good enough to pick.
         let mut below = |n: u64| {
@@ -109,7 +111,7 @@ impl Disk {
                 let _ = fs::remove_file(&path);
             }
         }
-        // A journal loses its end: the last renames, not some in the middle.
+        // A journal loses its end: the last renames are undone, never some in the middle.
         let renames = std::mem::take(&mut self.unsynced_renames);
         let lost = below(renames.len() as u64 + 1) as usize;
         for (from, to) in renames.iter().rev().take(lost) {
@@ -169,7 +171,7 @@ impl Disk {
     pub fn rename(&mut self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
         self.step_whole("rename", from)?;
         fs::rename(from, to).map_err(CheckpointError::io("rename", from))?;
-        // What is inside goes along.
+        // Paths inside the renamed folder change too.
         for path in self.unsynced.iter_mut().chain(&mut self.unsynced_names) {
             if let Ok(rest) = path.strip_prefix(from) {
                 *path = if rest.as_os_str().is_empty() { to.to_owned() } else { to.join(rest) };
@@ -179,7 +181,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Removes a folder and what is in it, one file at a time so that a crash can fall in between.
+    /// Removes a folder and its files, one at a time, so that a crash can fall in between.
     pub fn remove_tree(&mut self, path: &Path) -> Result<(), CheckpointError> {
         let entries = fs::read_dir(path).map_err(CheckpointError::io("list", path))?;
         let mut files: Vec<_> = entries.filter_map(Result::ok).map(|entry| entry.path()).collect();
@@ -193,7 +195,8 @@ impl Disk {
         fs::remove_dir(path).map_err(CheckpointError::io("remove", path))
     }
 
-    /// Replaces a small file: beside it, synced, renamed over it, the folder synced.
+    /// Replaces a small file: writes a new one beside it, syncs that, renames it over the old one
+    /// and syncs the folder.
     pub fn replace(&mut self, path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
         let temporary = path.with_extension("tmp");
         let mut out = self.create(&temporary)?;

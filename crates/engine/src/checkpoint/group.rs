@@ -1,9 +1,9 @@
-//! One checkpoint by many ranks: each writes its own files into the hidden folder, rank 0 commits
-//! once all are down.
+//! Writes one checkpoint with many ranks. Each rank writes its own files into the hidden folder;
+//! rank 0 commits when all files are on disk.
 //!
-//! The ranks agree three times: rank 0 says that the folder is there, every rank says what it
-//! wrote, rank 0 says that the checkpoint is durable. A rank that could not write says why instead,
-//! and then there is no checkpoint, on any rank.
+//! The ranks communicate three times: rank 0 reports that the folder exists, every rank reports the
+//! files it wrote, and rank 0 reports that the checkpoint is durable. A rank that could not write
+//! reports the reason instead. Then there is no checkpoint on any rank.
 
 use super::fault::Disk;
 use super::write::{Partial, Sizes, Writer, verify, write_parts};
@@ -13,22 +13,22 @@ use std::fmt;
 use std::path::Path;
 use trainyard_comm::Communicator;
 
-/// The ranks that write together, within the run's deadline of each other. Each has one, used by
-/// its writing thread alone.
+/// The ranks that write one checkpoint together. Waits end at the run's deadline. Only the writing
+/// thread of a rank uses it.
 pub(super) struct Group(Communicator);
 
-/// Why a rank could not write, as the others are told.
+/// The reason why a rank could not write, as it is sent to the others.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Trouble {
-    /// In words, with the rank.
+    /// The reason in words, with the rank.
     pub what: String,
-    /// True when a restart would meet it again. Without this word the other ranks would take a full
-    /// disk for a rank that failed.
+    /// True if a restart would meet the same error. Without this flag the other ranks would take a
+    /// full disk for a failure of the rank.
     pub comes_again: bool,
 }
 
 impl Trouble {
-    /// The word to the others about `error` of `rank`.
+    /// The message to the other ranks about `error` of `rank`.
     pub(super) fn of(error: &CheckpointError, rank: usize) -> Trouble {
         Trouble { what: format!("rank {rank}: {error}"), comes_again: error.comes_again() }
     }
@@ -40,7 +40,7 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// What a rank has to say: what it wrote, or why it could not.
+/// The report of a rank: the files it wrote, or the reason why it could not.
 type Word = Result<Partial, Trouble>;
 
 impl Group {
@@ -48,12 +48,12 @@ impl Group {
         Group(comm)
     }
 
-    /// This rank among those that write.
+    /// This rank and the number of ranks that write.
     pub fn writer(&self) -> Writer {
         Writer { rank: self.0.rank(), ranks: self.0.size() }
     }
 
-    /// Rank 0 says whether it is done (None) or why not; the others hear it.
+    /// Broadcasts rank 0's outcome: None for success, else the reason of the failure.
     pub fn tell(&self, trouble: Option<&Trouble>) -> Result<(), CheckpointError> {
         let word = trouble.map(serde_json::to_vec).transpose();
         let mut bytes = word.map_err(|error| CheckpointError::Snapshot(error.to_string()))?.unwrap_or_default();
@@ -71,12 +71,12 @@ impl Group {
         ))
     }
 
-    /// Tells the others how this rank, the first, fared.
+    /// Broadcasts the outcome `done` of this rank, which is rank 0.
     pub fn tell_of<T>(&self, done: &Result<T, CheckpointError>) -> Result<(), CheckpointError> {
         self.tell(done.as_ref().err().map(|error| Trouble::of(error, self.0.rank())).as_ref())
     }
 
-    /// Every rank's word on rank 0, in order; nothing on the others.
+    /// Collects the reports of all ranks on rank 0, in order of the ranks. Empty on the others.
     pub fn collect(&self, own: &Word) -> Result<Vec<Word>, CheckpointError> {
         let own = serde_json::to_vec(own).map_err(|error| CheckpointError::Snapshot(error.to_string()))?;
         let mut lengths = vec![0; self.0.size()];
@@ -92,7 +92,7 @@ impl Group {
         words.collect()
     }
 
-    /// What every rank but the first does with its part of a snapshot.
+    /// Writes this rank's part of a snapshot; for every rank but rank 0.
     pub fn write_own(
         &self,
         disk: &mut Disk,

@@ -1,4 +1,4 @@
-//! `manifest.json`: what a checkpoint contains and what its bytes must be.
+//! `manifest.json`: the list of a checkpoint's contents, with the size and checksum of every file.
 
 use super::CheckpointError;
 use serde::{Deserialize, Serialize};
@@ -12,17 +12,17 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The name of its checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.xxh3";
-/// The version of a checkpoint whose tensors are each in one file, and of one with tensors in
-/// pieces; this program writes and reads both.
+/// Format versions: of a checkpoint whose tensors are each in one file, and of one with tensors in
+/// pieces. This program writes and reads both.
 const WHOLE: u32 = 1;
 const IN_PIECES: u32 = 2;
-/// No manifest is larger: a hundred thousand tensors take a few tens of megabytes.
+/// Upper limit for the size of a manifest. A hundred thousand tensors take a few tens of megabytes.
 const BYTES_MAX: u64 = 1 << 28;
 
-/// What a checkpoint contains.
+/// The contents of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Of this format.
+    /// Version of this format.
     pub version: u32,
     /// Completed optimizer steps.
     pub step: u64,
@@ -30,32 +30,32 @@ pub struct Manifest {
     pub files: Vec<FileEntry>,
     /// Tensors by part and name.
     pub parts: BTreeMap<String, BTreeMap<String, TensorEntry>>,
-    /// The trainer's own.
+    /// State of the trainer, opaque here.
     pub state: serde_json::Value,
 }
 
-/// One file.
+/// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Its name inside the folder.
+    /// Name inside the folder.
     pub name: String,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// XXH3 with 64 bits, in hexadecimal.
+    /// XXH3 checksum of 64 bits, in hexadecimal.
     pub xxh3: String,
 }
 
-/// One tensor.
+/// One tensor of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
-    /// As safetensors names it: `F32`, `BF16`.
+    /// Type under its safetensors name: `F32`, `BF16`.
     pub dtype: String,
-    /// Its shape.
+    /// Shape of the whole tensor.
     pub shape: Vec<usize>,
     /// The file it is in; empty when it is in pieces.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub file: String,
-    /// The pieces that several ranks wrote, in order, together all of it.
+    /// The pieces that several ranks wrote, in order; together they are the whole tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pieces: Vec<PieceEntry>,
 }
@@ -67,17 +67,17 @@ pub struct PieceEntry {
     pub file: String,
     /// The first element.
     pub start: usize,
-    /// One past the last.
+    /// One past the last element.
     pub end: usize,
 }
 
 impl TensorEntry {
-    /// Its number of elements; the largest number when it cannot be counted.
+    /// Number of elements; `usize::MAX` if the product overflows.
     pub fn elements(&self) -> usize {
         self.shape.iter().try_fold(1usize, |size, n| size.checked_mul(*n)).unwrap_or(usize::MAX)
     }
 
-    /// The pieces: one, when it is whole in a file.
+    /// The pieces of the tensor; a single one if the tensor is whole in one file.
     pub(super) fn all_pieces(&self) -> Vec<PieceEntry> {
         if self.pieces.is_empty() {
             return vec![PieceEntry { file: self.file.clone(), start: 0, end: self.elements() }];
@@ -146,7 +146,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The text to write and its checksum.
+    /// The manifest's text and its checksum.
     pub(super) fn encode(&self) -> Result<(Vec<u8>, String), CheckpointError> {
         let in_pieces = self.parts.values().flatten().any(|(_, entry)| !entry.pieces.is_empty());
         let version = if in_pieces { IN_PIECES } else { WHOLE };
@@ -157,12 +157,12 @@ impl Manifest {
     }
 }
 
-/// A checksum as it is written.
+/// A checksum in hexadecimal, as it is written.
 pub(super) fn hex(sum: u64) -> String {
     format!("{sum:016x}")
 }
 
-/// Whether `name` is a file name and nothing else.
+/// True if `name` is a plain file name, without folders.
 pub(super) fn is_plain(name: &str) -> bool {
     let mut components = Path::new(name).components();
     let plain = matches!(components.next(), Some(Component::Normal(first)) if first == name);

@@ -1,8 +1,8 @@
-//! Checkpoints on disk: a folder appears whole or not at all, is checked before it is believed, and
-//! the one before is kept until then.
+//! Checkpoints on disk. A checkpoint is a folder that appears whole or not at all. It is verified
+//! before it is used, and the previous one is kept until then.
 //!
-//! A [`Snapshot`] is named byte regions in parts (`model`, `optimizer`), a JSON state and some
-//! plain files; this module knows nothing of models or ranks. It becomes
+//! A [`Snapshot`] consists of named byte regions in parts (`model`, `optimizer`), a JSON state and
+//! some plain files. This module knows nothing of models. A snapshot becomes
 //!
 //! ```text
 //! RUN/checkpoints/step-00000123/
@@ -15,15 +15,17 @@
 //! RUN/checkpoints/best.json                  step and loss of the best evaluation
 //! ```
 //!
-//! Writing ([`CheckpointStore::write`]): all files into a hidden sibling folder, each one synced,
-//! everything read back and compared with its checksum, the folder synced, renamed, the parent
-//! synced; only then are old ones pruned, never the new one, and what is pruned is renamed away
-//! first, so that no half-deleted folder has a checkpoint's name. [`BackgroundWriter`] does this on
-//! a thread of its own. Reading ([`CheckpointStore::find_latest`], [`Checkpoint`]): the newest
-//! whose every checksum agrees, with the reason why each newer one was passed over.
+//! Writing ([`CheckpointStore::write`]) puts all files into a hidden sibling folder and syncs each
+//! one. It reads everything back, compares the checksums, syncs the folder, renames it and syncs
+//! the parent. Only then are old checkpoints pruned. A pruned folder is renamed before it is
+//! deleted, so that no half-deleted folder has a checkpoint's name. [`BackgroundWriter`] does all
+//! this on a thread of its own.
 //!
-//! The read-back sees the page cache, so it catches lost and wrong writes of software, not of a
-//! disk that lies after a sync. `docs/checkpoints.md` is the description for users.
+//! Reading ([`CheckpointStore::find_latest`], [`Checkpoint`]) takes the newest checkpoint whose
+//! checksums all agree, and gives the reason why each newer one was passed over.
+//!
+//! The read-back sees the page cache. So it catches lost and wrong writes of software, but not
+//! those of a disk that fails after a sync. `docs/checkpoints.md` describes checkpoints for users.
 
 mod background;
 mod choice;
@@ -52,16 +54,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_tensor::{DType, Tensor, TensorError};
 
-/// Everything of one moment of a run.
+/// The whole state of a run after one step.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot<'a> {
     /// Completed optimizer steps.
     pub step: u64,
     /// Groups of tensors, each in files of its own.
     pub parts: Vec<SnapshotPart<'a>>,
-    /// What the trainer needs besides: position of the data, loss scale, counters.
+    /// The rest of the trainer's state: position in the data, loss scale, counters.
     pub state: serde_json::Value,
-    /// Small files to lie beside the tensors, by name: `config.json`, `tokenizer.json`.
+    /// Small files beside the tensors, by name: `config.json`, `tokenizer.json`.
     pub attachments: Vec<(String, Vec<u8>)>,
 }
 
@@ -70,50 +72,50 @@ pub struct Snapshot<'a> {
 pub struct SnapshotPart<'a> {
     /// The stem of its file names: `model` makes a folder that Hugging Face libraries load.
     pub name: String,
-    /// In any order; names are unique.
+    /// The tensors, in any order; names are unique.
     pub regions: Vec<Region<'a>>,
 }
 
 /// A named tensor, or a range of its elements, as bytes, little-endian, row-major.
 #[derive(Clone, Debug)]
 pub struct Region<'a> {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
     /// Type of an element.
     pub dtype: DType,
     /// The whole tensor's shape.
     pub shape: Vec<usize>,
-    /// Which of its elements these are: all of them when one rank writes alone.
+    /// Range of the tensor's elements; all of them when one rank writes alone.
     pub range: Range<usize>,
     /// The values.
     pub bytes: Bytes<'a>,
 }
 
 impl Region<'_> {
-    /// Whether these are all elements of the tensor.
+    /// True if the range covers all elements of the tensor.
     pub fn is_whole(&self) -> bool {
         self.range.start == 0 && self.range.end == self.shape.iter().product::<usize>()
     }
 }
 
-/// Bytes that are borrowed, or shared with whoever wrote them. The shared ones can go to another
-/// thread.
+/// The bytes of a region: borrowed, shared, in files or in tensors. All but borrowed ones can go to
+/// another thread.
 #[derive(Clone)]
 pub enum Bytes<'a> {
     /// Borrowed for the duration of a write.
     Borrowed(&'a [u8]),
-    /// Owned together with others; nobody changes them while a snapshot holds them.
+    /// Shared ownership. Nobody changes the bytes while a snapshot holds them.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
-    /// In files of offloaded state: one after the other, each from its position on. Nobody changes
-    /// them until the snapshot is written.
+    /// Ranges of files of offloaded state, one after the other: file, position, length. Nobody
+    /// changes them until the snapshot is written.
     Stored(Vec<(Arc<Store>, u64, usize)>),
-    /// In tensors of one dimension, one after the other. Nobody changes them until the snapshot is
+    /// Tensors of one dimension, one after the other. Nobody changes them until the snapshot is
     /// written.
     Live(Vec<Tensor>),
 }
 
 impl Bytes<'_> {
-    /// How many there are.
+    /// Number of bytes.
     pub fn len(&self) -> usize {
         match self {
             Bytes::Borrowed(bytes) => bytes.len(),
@@ -123,15 +125,15 @@ impl Bytes<'_> {
         }
     }
 
-    /// Whether there are none.
+    /// True if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Shows all of them to `to`, at most `size` at a time.
+    /// Passes all bytes to `to`, at most `size` at a time.
     ///
     /// # Errors
-    /// Those of `to`, and of reading what is stored.
+    /// Errors of `to`, and of reading files and tensors.
     pub fn chunks(
         &self,
         size: usize,
@@ -182,50 +184,50 @@ impl fmt::Debug for Bytes<'_> {
     }
 }
 
-/// What can go wrong with checkpoints.
+/// An error while checkpoints are written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The operating system refused.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What was to be done.
+        /// The refused action.
         action: &'static str,
-        /// To what.
+        /// The file or folder.
         path: PathBuf,
-        /// Its reason.
+        /// The operating system's reason.
         source: std::io::Error,
     },
-    /// No space is left; what was written of this checkpoint has been removed.
+    /// The disk is full. The incomplete checkpoint has been removed.
     #[error(
         "no space left for a checkpoint of {needed} bytes while writing {path}: free some, or lower checkpoint.keep_last; \
          earlier checkpoints are whole"
     )]
     DiskFull {
-        /// Where it was noticed.
+        /// The file that could not be written.
         path: PathBuf,
         /// Size of the whole checkpoint.
         needed: u64,
     },
-    /// Somebody else writes here.
+    /// Another process writes checkpoints of this run.
     #[error("another process is writing checkpoints to {path}: wait for it or end it, or give this run another name")]
     Locked {
         /// The folder.
         path: PathBuf,
     },
-    /// A checkpoint is not what its checksums and headers say.
+    /// A checkpoint contradicts its checksums or headers.
     #[error("{path} is damaged: {reason}")]
     Damaged {
         /// The folder or file.
         path: PathBuf,
-        /// What does not agree.
+        /// The contradiction.
         reason: String,
     },
-    /// There are checkpoints, but none can be believed.
+    /// There are checkpoints, but all are damaged.
     #[error("no checkpoint in {path} is whole: {}", skipped.iter().map(Skipped::to_string).collect::<Vec<_>>().join("; "))]
     NoneGood {
         /// The folder of checkpoints.
         path: PathBuf,
-        /// Each with its reason, newest first.
+        /// The damaged checkpoints with their reasons, newest first.
         skipped: Vec<Skipped>,
     },
     /// There is no checkpoint of the step that was named.
@@ -238,10 +240,10 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The step.
         step: u64,
-        /// Those that are there.
+        /// The steps that have checkpoints.
         there: Vec<u64>,
     },
-    /// No checkpoint is known to be the best.
+    /// There is no best checkpoint.
     #[error(
         "{path} has no best checkpoint: no evaluation was recorded, or the checkpoint of the best one is gone; set \
          evaluation.interval_steps and checkpoint.keep_best, or name a step"
@@ -250,7 +252,7 @@ pub enum CheckpointError {
         /// The folder of checkpoints.
         path: PathBuf,
     },
-    /// A checkpoint has tensors that nobody asks for.
+    /// A checkpoint has tensors that nobody reads.
     #[error(
         "{path} has tensors in its part `{part}` that this model and optimizer do not read, and they would be lost: {}",
         named(tensors)
@@ -282,10 +284,10 @@ pub enum CheckpointError {
     /// The ranks that write together lost each other.
     #[error(transparent)]
     Comm(#[from] trainyard_comm::CommError),
-    /// What is to be written lies in a tier and cannot be read.
+    /// Offloaded state cannot be read from its tier.
     #[error(transparent)]
     Tier(#[from] TierError),
-    /// What is to be written cannot be read from the device.
+    /// State cannot be read from the device.
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// The background thread has ended.
@@ -307,7 +309,7 @@ fn named(names: &[String]) -> String {
 }
 
 impl CheckpointError {
-    /// True when a restart would meet it again.
+    /// True if a restart would meet the same error.
     pub(crate) fn comes_again(&self) -> bool {
         match self {
             CheckpointError::DiskFull { .. } | CheckpointError::Locked { .. } => true,

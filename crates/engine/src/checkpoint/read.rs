@@ -1,4 +1,4 @@
-//! A checkpoint as tensors by name, mapped into memory.
+//! Reads a checkpoint: tensors by name, mapped into memory.
 
 use super::manifest::{Manifest, TensorEntry};
 use super::write::{dtype_name, open, verify_contents};
@@ -19,25 +19,24 @@ pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     files: BTreeMap<String, Mapped>,
-    /// The other files. They are open, so that a checkpoint that a run beside rotates away is read
-    /// to its end.
+    /// The other files. They stay open, so that the checkpoint can be read to its end even if a
+    /// running training deletes it.
     others: Vec<(FileEntry, File)>,
 }
 
 #[derive(Debug)]
 struct Mapped {
     bytes: MappedFile,
-    /// Where each tensor of the file is.
+    /// The byte range of each tensor in the file.
     ranges: BTreeMap<String, Range<usize>>,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `folder`. Contents are not read: see [`Checkpoint::verify`].
+    /// Opens the checkpoint in `folder`, without reading the tensors: see [`Checkpoint::verify`].
     ///
     /// # Errors
     ///
-    /// Whatever does not agree: missing files, sizes, headers that lie, tensors that the manifest
-    /// describes otherwise.
+    /// Missing files, wrong sizes, wrong headers, and tensors that contradict the manifest.
     pub fn open(folder: &Path) -> Result<Checkpoint, CheckpointError> {
         let manifest = Manifest::read(folder)?;
         let (mut files, mut others) = (BTreeMap::new(), Vec::new());
@@ -67,7 +66,7 @@ impl Checkpoint {
         tensors.into_iter().try_for_each(|(entry, file)| verify_contents(&self.path, entry, &file.bytes[..]))
     }
 
-    /// Its folder.
+    /// The checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -77,12 +76,12 @@ impl Checkpoint {
         self.manifest.step
     }
 
-    /// What the trainer put in.
+    /// The trainer's state.
     pub fn state(&self) -> &serde_json::Value {
         &self.manifest.state
     }
 
-    /// Everything about its contents.
+    /// The manifest, which lists the contents.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -95,7 +94,7 @@ impl Checkpoint {
     /// Checks that every tensor of `part` is one that its reader asks for.
     ///
     /// # Errors
-    /// Tensors that `is_read` does not know.
+    /// Tensors for which `is_read` returns false.
     pub fn check_all_read(&self, part: &str, is_read: impl Fn(&str) -> bool) -> Result<(), CheckpointError> {
         let tensors: Vec<String> = self.names(part).filter(|name| !is_read(name)).map(str::to_owned).collect();
         match tensors.is_empty() {
@@ -104,7 +103,7 @@ impl Checkpoint {
         }
     }
 
-    /// What the manifest says of a tensor.
+    /// The manifest's entry of a tensor.
     pub fn entry(&self, part: &str, name: &str) -> Result<&TensorEntry, CheckpointError> {
         self.manifest.parts.get(part).and_then(|tensors| tensors.get(name)).ok_or_else(|| CheckpointError::NoTensor {
             path: self.path.clone(),
@@ -117,7 +116,7 @@ impl Checkpoint {
     /// pieces that hold them are touched.
     ///
     /// # Errors
-    /// A tensor that is not there, or `target` of another size.
+    /// A missing tensor, or a `target` of the wrong size.
     pub fn read(&self, part: &str, name: &str, range: Range<usize>, target: &mut [u8]) -> Result<(), CheckpointError> {
         let entry = self.entry(part, name)?;
         let wrong = |what: &str| CheckpointError::damaged(&self.path, format!("{part} tensor `{name}`: {what}"));
@@ -158,7 +157,7 @@ fn map(folder: &Path, entry: &FileEntry) -> Result<Mapped, CheckpointError> {
     Ok(Mapped { bytes, ranges })
 }
 
-/// Whether the manifest's word on a tensor fits the files'.
+/// Checks that the manifest's entry of a tensor agrees with the files.
 fn agree(folder: &Path, files: &BTreeMap<String, Mapped>, name: &str, entry: &TensorEntry) -> Result<(), String> {
     let dtype = dtype(&entry.dtype).ok_or_else(|| format!("the type {} is unknown", entry.dtype))?;
     for piece in entry.all_pieces() {

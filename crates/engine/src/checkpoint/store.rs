@@ -1,4 +1,5 @@
-//! The checkpoints of a run: writing one, keeping some, finding the newest that is whole.
+//! The folder of a run's checkpoints: writes checkpoints, prunes old ones, and finds the newest
+//! that is whole.
 
 use super::fault::{Disk, Fault};
 use super::group::{Group, Trouble};
@@ -13,33 +14,33 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The note of the best evaluation, in the folder of checkpoints.
+/// Name of the file, in the folder of checkpoints, that records the best evaluation.
 const BEST: &str = "best.json";
 
-/// Which checkpoints outlive newer ones.
+/// The rule for keeping old checkpoints.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Retention {
-    /// How many of the newest, at least one.
+    /// Number of newest checkpoints that are kept, at least one.
     pub keep_last: usize,
-    /// Whether also the one with the lowest evaluation loss.
+    /// True if the checkpoint with the lowest evaluation loss is kept too.
     pub keep_best: bool,
 }
 
 /// The best evaluation so far.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Best {
-    /// Steps completed at it.
+    /// Completed steps at the evaluation.
     pub step: u64,
-    /// Its loss.
+    /// Loss of the evaluation.
     pub loss: f64,
 }
 
 /// A checkpoint that was passed over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skipped {
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub path: PathBuf,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }
 
@@ -60,21 +61,21 @@ pub struct Found {
     pub skipped: Vec<Skipped>,
 }
 
-/// Writes the checkpoints of one run. One process at a time: opening takes a lock, which ends with
-/// the store or the process.
+/// Writes the checkpoints of one run. Opening it takes a lock, so that one process at a time
+/// writes; the lock ends with the store or the process.
 #[derive(Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
     retention: Retention,
     sizes: Sizes,
     disk: Disk,
-    /// Held, not read.
+    /// The lock; held, never read.
     _lock: File,
 }
 
 impl CheckpointStore {
-    /// Opens `RUN/checkpoints`, creating it if need be, and clears what a crash left behind: each
-    /// act is a line of the second result.
+    /// Opens `RUN/checkpoints`, creating it if need be, and clears the remains of a crash. The
+    /// second result has a line for each cleanup.
     pub fn open(run: &Path, retention: Retention) -> Result<(CheckpointStore, Vec<String>), CheckpointError> {
         let folder = run.join("checkpoints");
         fs::create_dir_all(&folder).map_err(CheckpointError::io("create", &folder))?;
@@ -92,17 +93,17 @@ impl CheckpointStore {
         Ok((store, notices))
     }
 
-    /// Lets one change to the disk go wrong, for tests.
+    /// Injects a fault into the changes to the disk, for tests.
     pub fn inject(&mut self, fault: Option<Fault>) {
         self.disk = Disk::with_fault(fault);
     }
 
-    /// How many changes to the disk there were since [`CheckpointStore::inject`].
+    /// Number of changes to the disk since [`CheckpointStore::inject`].
     pub fn changes(&self) -> u64 {
         self.disk.position()
     }
 
-    /// Sets the size at which a part goes on in another file (1 GiB unless set), and the bytes of
+    /// Sets the size at which a part continues in another file (1 GiB unless set), and the bytes of
     /// one write.
     pub fn set_sizes(&mut self, shard_bytes: usize, chunk_bytes: usize) {
         self.sizes = Sizes { shard_bytes, chunk_bytes: chunk_bytes.max(1) };
@@ -118,18 +119,19 @@ impl CheckpointStore {
         latest_in(&self.folder)
     }
 
-    /// Writes a checkpoint, durable when this returns, then prunes. One of the same step is
-    /// replaced.
+    /// Writes a checkpoint, which is durable when this returns, and prunes old ones. A checkpoint
+    /// of the same step is replaced.
     ///
     /// # Errors
     ///
-    /// The snapshot's own contradictions, and refusals of the operating system; then nothing has
-    /// changed but for what `recover` clears.
+    /// Contradictions in the snapshot, and refusals of the operating system. After an error the
+    /// checkpoints are as before, except for remains that `recover` clears.
     pub fn write(&mut self, snapshot: &Snapshot<'_>) -> Result<Written, CheckpointError> {
         self.write_with(snapshot, None)
     }
 
-    /// As [`CheckpointStore::write`], rank 0's part of `group`, whose other ranks write theirs.
+    /// As [`CheckpointStore::write`], for rank 0 of `group`, whose other ranks write their own
+    /// parts.
     pub(super) fn write_with(
         &mut self,
         snapshot: &Snapshot<'_>,
@@ -141,8 +143,8 @@ impl CheckpointStore {
         let bytes = match self.write_and_rename(snapshot, &path, &temporary, group) {
             Ok(bytes) => bytes,
             Err(error) => {
-                // As far as that goes: what stays is hidden, and cleared when the store is next
-                // opened.
+                // Errors are ignored: remains are hidden, and the next opening of the store clears
+                // them.
                 if temporary.exists() {
                     let _ = self.disk.remove_tree(&temporary);
                 }
@@ -212,7 +214,7 @@ impl CheckpointStore {
         let old = self.hidden(snapshot.step, "old");
         let replacing = path.exists();
         if replacing {
-            // What was said of the old one is not true of this one.
+            // A record of the old checkpoint's evaluation does not hold for the new one.
             if self.best().is_some_and(|best| best.step == snapshot.step) {
                 self.forget_best()?;
             }
@@ -230,7 +232,7 @@ impl CheckpointStore {
         Ok(bytes)
     }
 
-    /// Records an evaluation; whether it is the best so far.
+    /// Records an evaluation. Returns true if it is the best so far.
     pub fn record_evaluation(&mut self, step: u64, loss: f64) -> Result<bool, CheckpointError> {
         if !loss.is_finite() || self.best().is_some_and(|best| best.loss <= loss) {
             return Ok(false);
@@ -242,8 +244,8 @@ impl CheckpointStore {
         Ok(true)
     }
 
-    /// Forgets the best evaluation if it is of a later step than `step`, from which the run goes
-    /// on: its checkpoint is damaged, or of another continuation.
+    /// Forgets the best evaluation if it is of a later step than `step`, from which the run
+    /// resumes. Its checkpoint is damaged or belongs to another continuation.
     ///
     /// # Errors
     ///
@@ -263,11 +265,11 @@ impl CheckpointStore {
 
     /// The best evaluation whose checkpoint is still there.
     pub fn best(&self) -> Option<Best> {
-        // A damaged note of it is as good as none: the next evaluation writes another.
+        // A damaged record counts as none: the next evaluation writes another.
         best_in(&self.folder).unwrap_or_default()
     }
 
-    /// True where there are checkpoints of later steps than `step`, whole or damaged.
+    /// True if there are checkpoints of later steps than `step`, whole or damaged.
     ///
     /// # Errors
     ///
@@ -276,12 +278,13 @@ impl CheckpointStore {
         Ok(steps(&self.folder)?.last().is_some_and(|last| *last > step))
     }
 
-    /// Moves the checkpoints of later steps than `step`, whole or damaged, into `folder`, with the
-    /// note of the best evaluation where that is one of them. Returns their steps, newest first.
+    /// Moves the checkpoints of later steps than `step`, whole or damaged, into `folder`. The
+    /// record of the best evaluation moves along if it is of a later step. Returns the moved steps,
+    /// newest first.
     ///
     /// # Errors
     ///
-    /// Refusals of the operating system; then those that are not moved are where they were.
+    /// Refusals of the operating system. Checkpoints not yet moved then stay in place.
     pub fn move_after(&mut self, step: u64, folder: &Path) -> Result<Vec<u64>, CheckpointError> {
         fs::create_dir_all(folder).map_err(CheckpointError::io("create", folder))?;
         if self.best().is_some_and(|best| best.step > step) {
@@ -306,8 +309,9 @@ impl CheckpointStore {
         hidden(&self.folder, step, what)
     }
 
-    /// Removes what neither `keep_last` nor `keep_best` keeps, given that `newest` is whole. Later
-    /// steps, which are damaged or belong to another continuation, are not touched.
+    /// Removes older checkpoints that neither `keep_last` nor `keep_best` keeps. `newest` is known
+    /// to be whole. Later steps are not touched: they are damaged or belong to another
+    /// continuation.
     fn prune(&mut self, newest: u64) -> Result<Vec<u64>, CheckpointError> {
         let older: Vec<u64> = steps(&self.folder)?.into_iter().filter(|step| *step < newest).collect();
         let best = self.best().filter(|_| self.retention.keep_best).map(|best| best.step);
@@ -316,7 +320,7 @@ impl CheckpointStore {
         for step in older.into_iter().filter(|step| !kept.contains(step)) {
             let trash = self.hidden(step, "trash");
             self.disk.rename(&self.path(step), &trash)?;
-            // Else a power loss could undo the rename after files are gone.
+            // Without the sync a power loss could undo the rename after files are deleted.
             self.disk.sync_dir(&self.folder)?;
             self.disk.remove_tree(&trash)?;
             pruned.push(step);
@@ -328,8 +332,8 @@ impl CheckpointStore {
         Ok(pruned)
     }
 
-    /// Clears what a crash left: half-written and half-removed folders go, a checkpoint that was
-    /// being replaced comes back.
+    /// Clears the remains of a crash. Half-written and half-removed folders are deleted; a
+    /// checkpoint that was being replaced is restored.
     fn recover(&mut self) -> Result<Vec<String>, CheckpointError> {
         let mut notices = Vec::new();
         for name in names(&self.folder)? {
@@ -360,7 +364,7 @@ impl CheckpointStore {
 ///
 /// # Errors
 ///
-/// A note of it that cannot be read.
+/// A record that cannot be read.
 pub(super) fn best_in(checkpoints: &Path) -> Result<Option<Best>, CheckpointError> {
     let path = checkpoints.join(BEST);
     let text = match fs::read(&path) {
@@ -377,33 +381,35 @@ pub(super) fn folder_of(checkpoints: &Path, step: u64) -> PathBuf {
     checkpoints.join(format!("step-{step:08}"))
 }
 
-/// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`trash`).
+/// The hidden folder of a checkpoint while it is written (`tmp`), replaced (`old`) or removed
+/// (`trash`).
 pub(super) fn hidden(checkpoints: &Path, step: u64, what: &str) -> PathBuf {
     checkpoints.join(format!(".step-{step:08}.{what}"))
 }
 
-/// The checkpoint of `step` in `RUN/checkpoints`, whose contents somebody else has verified.
+/// Opens the checkpoint of `step` in `RUN/checkpoints` without verifying its contents; the caller
+/// knows that they are verified.
 pub fn open_step(run: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
     Checkpoint::open(&folder_of(&run.join("checkpoints"), step))
 }
 
-/// The newest checkpoint in `RUN/checkpoints` that is whole, and why newer ones are not; `None`
-/// when there is none at all. Takes no lock and changes nothing, so it may be used beside a
-/// training.
+/// The newest whole checkpoint in `RUN/checkpoints`, with the reasons why newer ones were passed
+/// over. `None` if there are no checkpoints. Takes no lock and changes nothing, so it may be used
+/// while a training runs.
 ///
 /// # Errors
 ///
-/// When there are checkpoints but none is whole.
+/// There are checkpoints, but none is whole.
 pub fn find_latest(run: &Path) -> Result<Option<Found>, CheckpointError> {
     latest_in(&run.join("checkpoints"))
 }
 
-/// What [`set_aside`] did.
+/// The result of [`set_aside`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SetAside {
-    /// The newest whole checkpoint from before.
+    /// Step of the newest whole checkpoint before the moved ones.
     pub before: Option<u64>,
-    /// Later ones, with the names that they have now.
+    /// The moved checkpoints: their steps and new names.
     pub moved: Vec<(u64, String)>,
 }
 
@@ -420,8 +426,8 @@ impl fmt::Display for SetAside {
     }
 }
 
-/// Takes the checkpoints of steps from `from` on out of the way of a resume, where there is a whole
-/// one before them.
+/// Renames the checkpoints of steps from `from` on, so that a resume ignores them. Does so only if
+/// there is a whole checkpoint before them.
 ///
 /// # Errors
 ///
@@ -437,7 +443,7 @@ pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
         let name = format!("diverged-step-{step:08}");
         let (path, to) = (folder_of(&folder, step), folder.join(&name));
         if to.exists() {
-            // Of an earlier attempt that came as far.
+            // The remains of an earlier attempt that reached the same step.
             fs::remove_dir_all(&to).map_err(CheckpointError::io("remove", &to))?;
         }
         fs::rename(&path, &to).map_err(CheckpointError::io("rename", &path))?;
@@ -446,8 +452,8 @@ pub fn set_aside(run: &Path, from: u64) -> Result<SetAside, CheckpointError> {
     Ok(SetAside { before, moved })
 }
 
-/// Listings of the checkpoints, at most: another one is made when a checkpoint was rotated away
-/// while it was read. Each time the run beside has written a newer one.
+/// Upper limit for the listings of the checkpoints. A new listing is made if a checkpoint was
+/// deleted while it was read; each time a running training has written a newer one.
 const LISTINGS_MAX: usize = 100;
 
 pub(super) fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError> {
@@ -464,9 +470,10 @@ pub(super) fn latest_in(folder: &Path) -> Result<Option<Found>, CheckpointError>
 
 /// The outcome of a look at a list of checkpoints.
 enum Listing {
-    /// The newest of the list that is whole.
+    /// The newest whole checkpoint of the list.
     Complete(Result<Option<Found>, CheckpointError>),
-    /// One of the list went away meanwhile, as a run beside it has a newer one.
+    /// A checkpoint of the list was deleted meanwhile, because a running training has written a
+    /// newer one.
     Outdated(Result<Option<Found>, CheckpointError>),
 }
 
@@ -475,7 +482,8 @@ fn newest_of(folder: &Path, steps: &[u64]) -> Listing {
     let mut newest = None;
     for step in steps.iter().rev().copied() {
         let path = folder_of(folder, step);
-        // The tensors are mapped when it is open, and stay readable whatever becomes of the folder.
+        // An open checkpoint has its tensors mapped, so they stay readable even if the folder is
+        // deleted.
         let verified = Checkpoint::open(&path).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint));
         let reason = match verified {
             Ok(checkpoint) if checkpoint.step() == step => {
@@ -500,7 +508,7 @@ fn newest_of(folder: &Path, steps: &[u64]) -> Listing {
     if outdated { Listing::Outdated(found) } else { Listing::Complete(found) }
 }
 
-/// Steps that have a folder, ascending.
+/// The steps that have a folder, in ascending order.
 pub(super) fn steps(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
     let parse = |name: &String| {
         let step = name.strip_prefix("step-")?.parse().ok()?;
@@ -511,7 +519,7 @@ pub(super) fn steps(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
     Ok(steps)
 }
 
-/// Names in a folder, sorted; none when it does not exist.
+/// The names in a folder, sorted; empty if the folder does not exist.
 fn names(folder: &Path) -> Result<Vec<String>, CheckpointError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,

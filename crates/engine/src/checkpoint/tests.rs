@@ -1,4 +1,4 @@
-//! Checkpoints under crashes, damage and full disks.
+//! Tests of checkpoints under crashes, damage and full disks.
 
 use super::fault::Disk;
 use super::manifest::hex;
@@ -67,7 +67,7 @@ fn assert_holds(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
     }
 }
 
-/// As [`assert_holds`] without the attachments: what can be read when the folder is gone.
+/// As [`assert_holds`] without the attachments, which cannot be read when the folder is deleted.
 #[track_caller]
 fn assert_tensors(checkpoint: &Checkpoint, want: &Snapshot<'_>) {
     assert_eq!(checkpoint.step(), want.step);
@@ -140,13 +140,13 @@ fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// What is left after a write that something happened to.
+/// Checks the remains after a write with a fault; None if the fault never struck.
 fn after_fault(fault: Fault, replacing: bool) -> Option<()> {
     let run = scratch();
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(1)).unwrap();
-    // The one to be written may exist already, with other contents: a run that went back and came
-    // here again.
+    // A checkpoint of the step may exist already, with other contents: the run went back and
+    // reached the step again.
     let before = Snapshot { state: json!("an earlier attempt"), ..snapshot(2) };
     if replacing {
         writer.write(&before).unwrap();
@@ -255,7 +255,7 @@ fn the_newest_and_the_best_are_kept() {
     let mut left: Vec<_> = fs::read_dir(writer.folder()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     left.sort();
     assert_eq!(left, [".lock", "best.json", "step-00000020", "step-00000050", "step-00000060"]);
-    // A best that is gone is none.
+    // A best evaluation whose checkpoint is deleted does not count.
     fs::remove_dir_all(writer.folder().join("step-00000020")).unwrap();
     assert_eq!(writer.best(), None);
     assert!(writer.record_evaluation(60, 1.6).unwrap());
@@ -285,8 +285,8 @@ fn damaged_ones_are_passed_over_and_said() {
     assert!(text[0].contains("step-00000003 was passed over: optimizer.safetensors has the checksum"), "{text:?}");
     assert!(text[1].contains("step-00000002 was passed over: model-00002-of-00002.safetensors"), "{text:?}");
 
-    // A damaged one is replaced when the run comes there again, and is never counted as one to
-    // keep.
+    // A damaged checkpoint is replaced when the run reaches its step again, and never counts as one
+    // to keep.
     drop(writer);
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(2)).unwrap();
@@ -423,8 +423,8 @@ fn share(mut snapshot: Snapshot<'static>, rank: usize, ranks: usize) -> Snapshot
     snapshot
 }
 
-/// Writes steps 1 and 2 on three ranks, each its share as `change` leaves it; what each rank's
-/// writer said.
+/// Writes steps 1 and 2 on three ranks. Each writes its share, after `change`. Returns the result
+/// of each rank's writer.
 fn write_on_three_ranks(
     run: &Path,
     change: impl Fn(usize, &mut Snapshot<'static>) + Sync,
@@ -433,7 +433,7 @@ fn write_on_three_ranks(
     ends.into_iter().map(|end| end.map_err(|error| error.to_string())).collect()
 }
 
-/// As [`write_on_three_ranks`], with a fault of the disk of one of them.
+/// As [`write_on_three_ranks`], with a fault in the disk of one rank.
 fn write_on_three_ranks_with(
     run: &Path,
     fault: Option<(usize, Fault)>,
@@ -450,7 +450,7 @@ fn write_on_three_ranks_with(
                 let mut events = 0;
                 for step in [1, 2] {
                     let mut snapshot = snapshot(step);
-                    // What is empty is nobody's share.
+                    // Empty regions belong to no rank's share.
                     snapshot.parts[0].regions.retain(|region| !region.range.is_empty());
                     let mut share = share(snapshot, rank, 3);
                     change(rank, &mut share);
@@ -466,7 +466,7 @@ fn write_on_three_ranks_with(
 #[test]
 fn ranks_write_their_parts_of_one_checkpoint() {
     let run = tempfile::tempdir().unwrap();
-    // Rank 0 commits and says so, once a checkpoint.
+    // Rank 0 commits, with one event per checkpoint.
     assert_eq!(write_on_three_ranks(run.path(), |_, _| ()), [Ok(2), Ok(0), Ok(0)]);
     let found = latest(run.path());
     let mut want = snapshot(2);
@@ -516,13 +516,13 @@ fn one_writer_at_a_time_and_readers_beside_it() {
     CheckpointStore::open(run.path(), KEEP_ALL).unwrap();
 }
 
-/// With `keep_last = 1` a reader meets checkpoints that are rotated away under its hands.
+/// With `keep_last = 1` a reader meets checkpoints that are deleted while it reads them.
 #[test]
 fn a_checkpoint_that_is_rotated_away_while_it_is_read_is_no_error() {
     let run = scratch();
     let mut writer = store(run.path(), KEEP_ONE);
     writer.write(&snapshot(1)).unwrap();
-    // One that was open is read to its end.
+    // An open checkpoint can be read to its end.
     let opened = latest(run.path()).checkpoint;
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -545,8 +545,8 @@ fn a_checkpoint_that_is_rotated_away_while_it_is_read_is_no_error() {
     assert_tensors(&opened, &snapshot(1));
 }
 
-/// A rank that is told of another's full disk ends as the one that met it: its exit code burns no
-/// restart.
+/// A rank that is told of another's full disk ends with the same exit code as that one, which uses
+/// up no restart.
 #[test]
 fn a_full_disk_is_told_to_all_ranks_as_one_that_comes_again() {
     for culprit in 0..3 {
@@ -632,7 +632,7 @@ fn an_error_in_the_background_comes_back_and_the_next_snapshot_is_written() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any state and any tensors come back as they were, to the last bit of every number.
+    /// Any state and any tensors are read back unchanged, to the last bit of every number.
     #[test]
     fn numbers_survive(numbers in prop::collection::vec(any::<f64>().prop_filter("JSON has no infinities", |x| x.is_finite()), 0..20),
                        sizes in prop::collection::vec(0usize..200, 0..6), step in any::<u32>()) {
@@ -651,8 +651,8 @@ proptest! {
         prop_assert_eq!(read, numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
     }
 
-    /// Whatever is overwritten with whatever: the checkpoint is refused or, when the bytes happen
-    /// to be the same, read. Never a panic.
+    /// Any part overwritten with any bytes: the checkpoint is refused or, if the bytes happen to be
+    /// the same, read. It never panics.
     #[test]
     fn damage_never_panics(file in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(), junk in prop::collection::vec(any::<u8>(), 0..40), cut in any::<bool>()) {
         let run = scratch();

@@ -1,4 +1,5 @@
-//! A snapshot into a folder: sharding, safetensors headers, checksums on the way, read-back.
+//! Writes a snapshot into a folder: division into files, safetensors headers, checksums and
+//! read-back.
 
 use super::fault::{Disk, Output};
 use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, PieceEntry, TensorEntry, hex, is_plain};
@@ -12,27 +13,27 @@ use std::path::{Path, PathBuf};
 use trainyard_tensor::DType;
 use xxhash_rust::xxh3::Xxh3;
 
-/// A checkpoint that is on disk for good.
+/// A durable checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Written {
-    /// Its step.
+    /// Completed steps.
     pub step: u64,
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub path: PathBuf,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
     /// Seconds from the beginning of the write to the last sync.
     pub seconds: f64,
     /// Steps of the checkpoints that were removed for it.
     pub pruned: Vec<u64>,
-    /// What went wrong after it was durable: a removal that was refused.
+    /// Warnings about removals that were refused after the checkpoint was durable.
     pub notices: Vec<String>,
 }
 
 /// Sizes of files and of single writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
-    /// A file is ended before it would exceed this; a larger tensor has a file of its own.
+    /// Upper limit for the bytes of a file; a larger tensor has a file of its own.
     pub shard_bytes: usize,
     /// Bytes of one write and of one step of the checksum: small enough for the cache.
     pub chunk_bytes: usize,
@@ -56,7 +57,7 @@ pub(super) const fn dtype_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Refuses what could not be read again.
+/// Refuses a snapshot that could not be read again.
 pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
     let refuse = |what: String| Err(CheckpointError::Snapshot(what));
     let mut parts = BTreeSet::new();
@@ -99,7 +100,7 @@ pub(super) fn size(snapshot: &Snapshot<'_>) -> u64 {
     (tensors + attachments) as u64
 }
 
-/// Which of the ranks that write a checkpoint together this is.
+/// A rank among those that write a checkpoint together.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Writer {
     pub rank: usize,
@@ -110,11 +111,11 @@ impl Writer {
     pub const ALONE: Writer = Writer { rank: 0, ranks: 1 };
 }
 
-/// What one rank has written.
+/// The files and pieces that one rank has written.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Partial {
     pub files: Vec<FileEntry>,
-    /// By part and name.
+    /// The pieces by part and tensor name.
     pub pieces: BTreeMap<String, BTreeMap<String, Piece>>,
 }
 
@@ -126,7 +127,8 @@ pub(super) struct Piece {
     pub at: PieceEntry,
 }
 
-/// Writes the tensors of one rank's snapshot into `folder`, durable but for the folder.
+/// Writes the tensors of one rank's snapshot into `folder`. The files are durable; the folder
+/// itself is not yet synced.
 pub(super) fn write_parts(
     disk: &mut Disk,
     folder: &Path,
@@ -142,8 +144,8 @@ pub(super) fn write_parts(
     Ok(partial)
 }
 
-/// Completes the checkpoint that `partials` make: attachments, manifest and read-back; rank 0's are
-/// checked here, the others' where they were written. Returns the bytes of all files.
+/// Completes the checkpoint of `partials`: attachments, manifest and read-back. Reads back rank 0's
+/// files only; the other ranks read back their own. Returns the bytes of all files.
 pub(super) fn write_rest(
     disk: &mut Disk,
     folder: &Path,
@@ -169,7 +171,7 @@ pub(super) fn write_rest(
     Ok(manifest.files.iter().chain(&last).map(|entry| entry.bytes).sum())
 }
 
-/// Puts the ranks' pieces together; every element must have been written once.
+/// Merges the ranks' pieces. Every element must have been written exactly once.
 fn merge(manifest: &mut Manifest, partials: Vec<Partial>) -> Result<(), CheckpointError> {
     let refuse = |what: String| Err(CheckpointError::Snapshot(what));
     for partial in partials {
@@ -260,7 +262,7 @@ fn write_part(
         }
     }
     if count > 1 && writer.ranks == 1 {
-        // What Hugging Face libraries look for beside sharded files.
+        // The index that Hugging Face libraries look for beside sharded files.
         let total: usize = part.regions.iter().map(|region| region.bytes.len()).sum();
         let map: BTreeMap<_, _> = pieces.iter().map(|(name, piece)| (name, &piece.at.file)).collect();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
@@ -304,7 +306,7 @@ fn write_file(
     write_contents(disk, folder, name, sizes, &[&Bytes::Borrowed(contents)])
 }
 
-/// As [`write_file`], of contents in pieces.
+/// As [`write_file`], for contents in pieces.
 fn write_contents(
     disk: &mut Disk,
     folder: &Path,

@@ -2,12 +2,12 @@
 //!
 //! global batch = micro-batch x accumulation steps x data-parallel degree,
 //!
-//! in sequences. Any two of the first three give the third; fewer are completed in the direction
-//! that needs least memory knowledge (one micro-batch a step), more must agree.
+//! in sequences. The degree is given. Of the other three numbers, two give the third. Where only
+//! one is given, a step has one micro-batch; where all three are given, they must agree.
 
 use serde::Serialize;
 
-/// The micro-batch when nothing is said.
+/// The default micro-batch size, in sequences.
 const MICRO_BATCH: usize = 8;
 
 /// The batch of one optimizer step, in sequences.
@@ -23,10 +23,10 @@ pub struct Batch {
     pub global: usize,
 }
 
-/// Numbers that were not given: key of `[training]`, value, derivation.
+/// The derived numbers: key of `[training]`, value, derivation.
 pub type Derived = Vec<(&'static str, usize, String)>;
 
-/// Why the batch cannot be made.
+/// A contradiction in the batch arithmetic.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BatchError {
     /// One of the numbers is zero.
@@ -38,15 +38,15 @@ pub enum BatchError {
          degree {degree} = {product}; leave one of the three out to have it derived"
     )]
     Disagree {
-        /// As given.
+        /// `training.global_batch_size` as given.
         global: usize,
-        /// As given.
+        /// `training.micro_batch_size` as given.
         micro: usize,
-        /// As given.
+        /// `training.accumulation_steps` as given.
         accumulation: usize,
-        /// As given.
+        /// The data-parallel degree.
         degree: usize,
-        /// What the others make.
+        /// `micro * accumulation * degree`.
         product: usize,
     },
     /// The global batch cannot be divided.
@@ -54,22 +54,22 @@ pub enum BatchError {
         "training.global_batch_size = {global} does not divide by {by} ({what}); the nearest that does is {nearest}"
     )]
     Indivisible {
-        /// As given.
+        /// `training.global_batch_size` as given.
         global: usize,
         /// The product of the other two factors.
         by: usize,
-        /// What they are.
+        /// The factors of `by`, in words.
         what: String,
-        /// A global batch that would do.
+        /// The nearest global batch size that `by` divides.
         nearest: usize,
     },
-    /// The product does not fit.
+    /// The product does not fit in a `usize`.
     #[error("micro_batch_size x accumulation_steps x data-parallel degree is too large to count")]
     Overflow,
 }
 
 impl Batch {
-    /// Completes the batch; also says, for each number that was not given, which one and why.
+    /// Completes the batch. Also returns each number that was not given, with its derivation.
     pub fn resolve(
         micro: Option<usize>,
         global: Option<usize>,

@@ -1,4 +1,4 @@
-//! Which device a run is on, as it is written.
+//! `compute.device`: the device of a run, as it is written in a configuration.
 
 use super::value::{ConfigValue, wrong};
 use serde::{Serialize, Serializer};
@@ -6,12 +6,13 @@ use std::fmt;
 use std::str::FromStr;
 use toml::Value;
 
-/// Where the model runs.
+/// The device that the model runs on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DeviceKind {
     /// The processor.
     Cpu,
-    /// A GPU of those that the process sees: this one, or that of the rank's place on its host.
+    /// A GPU among those that the process sees: the one of this index, or, for None, the one whose
+    /// index is the rank's place on its host.
     Cuda(Option<usize>),
 }
 

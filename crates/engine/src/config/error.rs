@@ -1,10 +1,11 @@
-//! Problems, with the place each one comes from; all of them are collected and shown together.
+//! Problems of a configuration, each with the place where the value was written. All problems are
+//! collected and shown together.
 
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Where a value was written.
+/// The place where a value was written.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub enum Origin {
     /// Nowhere: a default.
@@ -36,9 +37,9 @@ impl fmt::Display for Origin {
 /// One thing that is wrong.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
-    /// Where; `Origin::Default` when no single place is to blame.
+    /// The place; `Origin::Default` when no single place is to blame.
     pub origin: Origin,
-    /// What is wrong and what to do: one sentence.
+    /// One sentence: the problem and what to do about it.
     pub message: String,
 }
 

@@ -1,11 +1,12 @@
-//! A file that is JSON where TOML is wanted: what it is, and what DeepSpeed's keys in it are called
-//! here.
+//! The message for a JSON file given where TOML is wanted. It translates the keys of a DeepSpeed
+//! configuration into Trainyard's.
 
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 use toml::Value;
 
-/// A key of DeepSpeed's file, ours, and its value here: none where ours has nothing to say.
+/// A key of DeepSpeed's file, our key, and the function that converts the value; it returns None
+/// where nothing is to be set.
 type Row = (&'static str, &'static str, fn(&Json) -> Option<Value>);
 
 const DEEPSPEED: &[Row] = &[
@@ -31,7 +32,7 @@ const DEEPSPEED: &[Row] = &[
     ("scheduler.params.warmup_num_steps", "schedule.warmup_steps", whole),
 ];
 
-/// What is wrong with `text`, which is no TOML, if it is JSON.
+/// The message for `text`, which is not TOML, if it is JSON.
 pub(super) fn problem(text: &str) -> Option<String> {
     if !text.trim_start().starts_with('{') {
         return None;
@@ -60,7 +61,7 @@ pub(super) fn problem(text: &str) -> Option<String> {
     Some(text + "\n  and the model, the data and training.steps are to be added")
 }
 
-/// The lines that say what `file` does, and its keys of which nothing is taken over.
+/// Our settings for what `file` says, one a line, and the keys of it that have no translation.
 fn translated(file: &Json) -> (Vec<String>, Vec<String>) {
     let (mut ours, mut rest) = (Vec::new(), Vec::new());
     let is_f16 = file.pointer("/fp16/enabled") == Some(&Json::Bool(true));
@@ -82,7 +83,7 @@ fn translated(file: &Json) -> (Vec<String>, Vec<String>) {
     (ours, rest)
 }
 
-/// Every value that holds no other, with its path.
+/// Every leaf value (no object), with its path.
 fn leaves<'a>(path: &str, value: &'a Json) -> Vec<(String, &'a Json)> {
     let inside = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
     match value {

@@ -1,6 +1,6 @@
-//! Layers: defaults, then the file, then each `--set`, later ones winning. A preset counts in the
-//! layer that names it, below that layer's other keys, so that a file may change a preset and
-//! `--set model.preset=...` replaces a file's shape.
+//! Reads a configuration in layers: defaults, then the file, then each `--set`. Later layers win. A
+//! preset belongs to the layer that names it, below that layer's other keys. So a file may change
+//! keys of its preset, and `--set model.preset=...` replaces a file's shape.
 
 use super::error::{Origin, Problems};
 use super::mistaken;
@@ -13,7 +13,7 @@ use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 use trainyard_data::place_of;
 
-/// Keys of earlier versions whose values mean something else now: each with what to write instead.
+/// Keys of earlier versions that no longer exist, each with its replacement.
 const GONE: [(&str, &str); 1] = [(
     "evaluation.batches_max",
     "is gone, since it counted micro-batches, so that another plan evaluated other text: write evaluation.tokens_max, \
@@ -22,7 +22,7 @@ const GONE: [(&str, &str); 1] = [(
 
 /// One value to set, before its name is checked.
 struct Entry {
-    /// The path of the key: section and key, or whatever was written.
+    /// The path of the key: section and key, if it was written so.
     path: Vec<String>,
     value: Value,
     origin: Origin,
@@ -108,7 +108,7 @@ impl Config {
         }
     }
 
-    /// The keys that are called `name`, here or in another program, with their sections.
+    /// The keys called `name`, here or in another program, with their sections.
     fn called(&self, name: &str) -> Vec<(&'static str, Key)> {
         let keys = self.sections().into_iter().flat_map(|section| {
             let name = section.name();
@@ -117,8 +117,8 @@ impl Config {
         keys.filter(|(_, key)| key.name == name || key.elsewhere.contains(&name)).collect()
     }
 
-    /// The keys that an option `--NAME` of another program means here, as `section.key` with what
-    /// each takes: those of this name, or else those that another program calls so.
+    /// The keys that correspond to an option `--NAME` of another program, as `section.key` with the
+    /// type of each. Keys of exactly this name come before keys that another program calls so.
     pub fn keys_of_option(name: &str) -> Vec<(String, String)> {
         let mut keys = Config::default().called(name);
         if keys.iter().any(|(_, key)| key.name == name) {
@@ -127,7 +127,7 @@ impl Config {
         keys.into_iter().map(|(section, key)| (format!("{section}.{}", key.name), key.expected)).collect()
     }
 
-    /// The message for a key that does not exist: where the user may have meant it to be.
+    /// The message for a key that does not exist, with the keys that the user may have meant.
     fn unknown(&self, path: &[String]) -> String {
         let written = path.join(".");
         if self.section(&written).is_some() {
@@ -145,7 +145,8 @@ impl Config {
         let inside = (path.len() >= 2).then_some(inside.as_str());
         let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
 
-        // Exact matches before near ones, and those of the section that was written before others.
+        // Exact matches come before near ones, and keys of the section that was written before
+        // others.
         let mut exact = self.called(name);
         exact.sort_by_key(|(section, key)| (Some(*section) != inside, key.name != name));
         if let Some((section, key)) = exact.first() {
@@ -175,7 +176,7 @@ impl Config {
     }
 }
 
-/// The text of a configuration, or why it cannot be read.
+/// The text of a configuration file, or a message that says why it cannot be read.
 fn read(file: &Path) -> Result<String, String> {
     if let Some(message) = mistaken::in_place_of_a_configuration(file) {
         return Err(message);
@@ -269,22 +270,22 @@ fn line_of(text: &str, offset: usize) -> usize {
     text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// One `section.key=value`.
+/// Reads one `section.key=value`.
 fn read_set(argument: &str, problems: &mut Problems) -> Option<Entry> {
     let origin = Origin::Set(argument.to_owned());
     let Some((name, text)) = argument.split_once('=') else {
         problems.add(origin, "a setting is written section.key=value");
         return None;
     };
-    // What is set most often on a command line has a short name there.
+    // The key that is set most often on a command line has a short name there.
     let name = if name.trim() == "device" { "compute.device" } else { name.trim() };
     let path: Vec<_> = name.split('.').map(str::to_owned).collect();
     if path.iter().any(String::is_empty) {
         problems.add(origin, "a setting is written section.key=value");
         return None;
     }
-    // Bare words are strings: `optimizer.name=lion`. So is everything else that is no TOML value:
-    // `/data/a.txt`.
+    // Anything that is not a TOML value is a string: `optimizer.name=lion`,
+    // `data.train=/data/a.txt`.
     let table = format!("value = {text}").parse::<Table>();
     let value = table.ok().filter(|table| table.len() == 1).and_then(|mut table| table.remove("value"));
     Some(Entry { path, value: value.unwrap_or_else(|| Value::String(text.to_owned())), origin })

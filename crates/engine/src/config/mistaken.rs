@@ -1,5 +1,6 @@
-//! Arguments that are no configuration, or no folder, but something that users of other programs
-//! give in its place: each is answered with what to give here.
+//! Messages for arguments that users of other programs give in place of a configuration or a
+//! folder: a name on the Hugging Face hub, a text file, YAML. Each message says what to give
+//! instead.
 
 use super::PRESETS;
 use crate::session::files;
@@ -17,19 +18,19 @@ const HUB_NAMES: [&str; 9] = [
     "t5-small",
     "t5-base",
 ];
-/// Names of folders on this side of a slash, rather than of an organisation on the hub.
+/// First parts of a path that are local folders rather than organisations on the hub.
 const FOLDERS: [&str; 8] = ["runs", "data", "models", "configs", "checkpoints", "out", "output", "outputs"];
 /// Endings of files that are trained on.
 const TEXTS: [&str; 7] = ["txt", "jsonl", "gz", "zst", "md", "bin", "idx"];
 const YAML: [&str; 2] = ["yaml", "yml"];
 
-/// Says what to do with `name`, which does not exist here, if it looks like the name of a model on
-/// the Hugging Face hub; `give` is what to give once it lies in the folder DIR.
+/// The message for `name`, which does not exist here, if it looks like a model on the Hugging Face
+/// hub. `give` is the argument to use once the model is in the folder DIR.
 pub fn hub_model(name: &str, give: &str) -> Option<String> {
     (HUB_NAMES.contains(&name) || is_hub_name(name)).then(|| hub(name, "", give))
 }
 
-/// The same of a data set.
+/// As [`hub_model`], for a data set.
 pub fn hub_dataset(name: &str, give: &str) -> Option<String> {
     is_hub_name(name).then(|| hub(name, " --repo-type dataset", give))
 }
@@ -53,8 +54,8 @@ fn is_hub_name(name: &str) -> bool {
     is_word(organisation) && is_word(model) && !is_file && !is_here
 }
 
-/// Says what `path` is, which was given in place of a configuration, and what to do with it; `None`
-/// for a path that may well be one.
+/// The message for `path` if it is evidently not a configuration: what it is and how to use it.
+/// `None` for a path that may be a configuration.
 pub(super) fn in_place_of_a_configuration(path: &Path) -> Option<String> {
     let name = path.display();
     if path.is_dir() {

@@ -1,19 +1,18 @@
 //! Configuration: TOML with sections, `--set section.key=value` over it, and the arithmetic that
 //! completes it.
 //!
-//! There are two forms, kept apart. A [`Config`] is what was asked for: defaults, the file and the
-//! settings, in that order, with unset keys unset. [`Config::resolve`] makes a [`Resolved`] of it:
-//! everything derived, each derivation stated, and nothing impossible left; it runs before anything
-//! is allocated, and reports all problems at once. Parts of the engine are handed the section or
-//! the resolved part that concerns them, never the whole.
+//! There are two forms. A [`Config`] is the request: defaults, the file and the settings, in that
+//! order, with unset keys left unset. [`Config::resolve`] completes it to a [`Resolved`]: every key
+//! has a value, each derived value has a derivation, and nothing impossible is left. Resolving
+//! allocates nothing and reports all problems at once. Parts of the engine receive only the section
+//! or the resolved part that concerns them.
 //!
-//! [`Resolved::to_toml`] prints the configuration so that it can be used as a file again: what was
-//! asked for as settings, what was derived as comments with their derivation. Running it again, or
-//! with other settings over it, derives the rest anew, so a derived number never outlives its
-//! reason.
+//! [`Resolved::to_toml`] prints the configuration as a file that can be used again. Requested
+//! values are settings; derived values are comments with their derivation. A later run derives them
+//! anew, so a derived number never outlives its reason.
 //!
-//! What this module does not do: read model folders, tokenizers or corpora. What it must know of
-//! them comes in through [`Inputs`].
+//! This module does not read model folders, tokenizers or corpora. Facts about them come in through
+//! [`Inputs`].
 
 mod batch;
 mod device;
@@ -53,11 +52,11 @@ use std::collections::BTreeMap;
 
 macro_rules! config {
     ($($(#[doc = $doc:literal])* $name:ident: $type:ty,)+) => {
-        /// What was asked for: one struct a section.
+        /// The requested configuration: one struct per section.
         #[derive(Clone, Debug, Default, Serialize)]
         pub struct Config {
             $($(#[doc = $doc])* pub $name: $type,)+
-            /// Where each key that was set came from, by `section.key`.
+            /// The origin of each key that was set, by `section.key`.
             #[serde(skip)]
             origins: BTreeMap<String, Origin>,
         }
@@ -86,7 +85,7 @@ macro_rules! config {
         }
 
         impl PartialEq for Config {
-            /// By values; where they were written does not matter.
+            /// Compares values; their origins do not matter.
             fn eq(&self, other: &Config) -> bool {
                 $(self.$name == other.$name)&&+
             }
@@ -99,38 +98,38 @@ config! {
     run: RunSection,
     /// The model.
     model: ModelSection,
-    /// Text to tokens.
+    /// The tokenizer.
     tokenizer: TokenizerSection,
     /// Corpora.
     data: DataSection,
-    /// How much, and the batch.
+    /// The limits of a run, and its batch.
     training: TrainingSection,
     /// The update rule.
     optimizer: OptimizerSection,
     /// The learning rate over the steps.
     schedule: ScheduleSection,
-    /// Arithmetic.
+    /// The number formats of the arithmetic.
     precision: PrecisionSection,
     /// Recomputation.
     activation_checkpointing: ActivationCheckpointingSection,
-    /// Where it runs.
+    /// The device and its threads.
     compute: ComputeSection,
-    /// Ranks.
+    /// The ranks and the state that each of them keeps.
     parallel: ParallelSection,
     /// Limits on memory.
     memory: MemorySection,
-    /// What lies below the device's memory.
+    /// The tiers below the device's memory: host and disk.
     offload: OffloadSection,
-    /// When state is written.
+    /// The times at which the state is written.
     checkpoint: CheckpointSection,
     /// Validation.
     evaluation: EvaluationSection,
-    /// Records.
+    /// The records that a run leaves.
     metrics: MetricsSection,
 }
 
 impl Config {
-    /// Where the key `section.key` was set.
+    /// The place where the key `section.key` was set.
     pub fn origin(&self, key: &str) -> Origin {
         self.origins.get(key).cloned().unwrap_or(Origin::Default)
     }

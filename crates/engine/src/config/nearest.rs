@@ -1,8 +1,8 @@
 //! The nearest known name, for "did you mean".
 
-/// The candidate with the least edit distance to `name`, when that is small enough to be a slip: at
-/// most a third of the letters, and at least two are always forgiven. Of equals the one of the same
-/// length wins, then the first.
+/// The candidate with the least edit distance to `name`, if the distance is small enough for a
+/// slip: at most two, or a third of the letters if that is more. Among equals a candidate of the
+/// same length wins, then the first.
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let limit = (name.chars().count() / 3).max(2);
     let distances = candidates.into_iter().map(|candidate| (distance(name, candidate), candidate));
@@ -16,8 +16,8 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 /// one.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    // A name far longer than any key is no slip, and the table below would be as large as a hostile
-    // file wants.
+    // A name far longer than any key is no slip, and a hostile file could make the table below as
+    // large as it likes.
     if a.len().abs_diff(b.len()) > 16 {
         return usize::MAX;
     }

@@ -1,6 +1,6 @@
-//! Named model shapes in the words of `[model]`. The shapes are the model crate's; here they become
-//! keys, leaving out what would be derived anyway, so that a key written beside a preset (`dim`,
-//! `layers`) still moves what depends on it.
+//! Named model shapes as keys of `[model]`. The shapes come from the model crate. Keys that would
+//! be derived anyway are left out, so that a key written beside a preset (`dim`, `layers`) still
+//! changes the keys that depend on it.
 
 use super::sections::{Activation, Family, RopeScaling};
 use toml::{Table, Value};

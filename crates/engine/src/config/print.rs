@@ -4,8 +4,8 @@ use super::{Config, Origin, PRESETS, Resolved};
 use std::fmt::Write;
 
 impl Resolved {
-    /// The configuration as TOML that can be used again: keys that were asked for or have plain
-    /// defaults as settings, derived keys and those of a preset as comments with their derivation.
+    /// The configuration as TOML that can be used again. Requested keys and plain defaults are
+    /// settings; derived keys and those of a preset are comments with their derivation.
     pub fn to_toml(&self) -> String {
         let mut text = String::from(
             "# As resolved. Commented values were derived, and are derived again when this file is used: uncomment to fix one.\n\
@@ -77,7 +77,7 @@ pub fn documentation() -> String {
     text
 }
 
-/// The lines of a documentation comment as one.
+/// Joins the lines of a documentation comment.
 fn paragraph(lines: &[&str]) -> String {
     lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }

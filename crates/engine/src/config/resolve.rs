@@ -1,5 +1,5 @@
-//! From what was asked for to what will be done: every derived value with its derivation, every
-//! impossibility a problem.
+//! Completes a requested [`Config`] to a [`Resolved`]. Every derived value gets a derivation;
+//! everything impossible is reported as a problem.
 
 use super::error::Problems;
 use super::mistaken::{hub_dataset, hub_model};
@@ -11,44 +11,44 @@ use serde::Serialize;
 use std::path::PathBuf;
 use trainyard_tensor::cpu::Isa;
 
-/// The most tokens of a micro-batch on a rank.
+/// Upper limit for the tokens of a micro-batch on a rank.
 const TOKENS_MAX: usize = 1 << 24;
-/// The most micro-batches of a rank's step: its program has some instructions for each of them and
-/// each of the model's units.
+/// Upper limit for the micro-batches of a rank's step. The program of a step has several
+/// instructions for each micro-batch and unit.
 const ACCUMULATION_MAX: usize = 1 << 14;
 
-/// Longer sequences must be asked for: activations grow with them.
+/// The longest sequence that is derived. Longer ones must be requested, because activations grow
+/// with them.
 const SEQUENCE_LENGTH_DERIVED_MAX: usize = 2048;
 
-/// Tokens of a sequence where `training.sequence_length` is unset and the model takes `longest`.
+/// The default of `training.sequence_length` for a model that takes at most `longest` tokens.
 pub(crate) fn usual_sequence_length(longest: usize) -> usize {
     longest.min(SEQUENCE_LENGTH_DERIVED_MAX)
 }
 
-/// What the configuration depends on and does not contain.
+/// Facts that a configuration depends on and does not contain.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     /// Cores that this process may use.
     pub cores: usize,
-    /// Where `cores` comes from, e.g. `cores that this process may use`.
+    /// The origin of `cores` in words, e.g. `cores that this process may use`.
     pub cores_because: String,
-    /// Processes that were started together, one a rank; None when this one stands alone and its
-    /// ranks are threads.
+    /// Number of processes that were started together, one per rank. None for a single process,
+    /// whose ranks are threads.
     pub processes: Option<usize>,
-    /// How many of those share these cores, this one among them.
+    /// Number of those processes that share these cores, this one included.
     pub sharing: usize,
     /// Tokens in the tokenizer's vocabulary, once it is known.
     pub tokenizer_vocabulary: Option<usize>,
-    /// What the `config.json` in `model.path` says, once it is read.
+    /// Facts from the `config.json` in `model.path`, once it is read.
     pub pretrained: Option<Pretrained>,
     /// Sequences of one pass over the training data, once they are opened.
     pub sequences_per_epoch: Option<u64>,
-    /// Whether the caller brings batches of its own (benchmarks), so that `[data]` need not name
-    /// any.
+    /// True if the caller supplies batches (benchmarks), so that `[data]` may be empty.
     pub batches_supplied: bool,
 }
 
-/// What must be known of a Hugging Face model to check the rest against it.
+/// Facts about a Hugging Face model that the other sections are checked against.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pretrained {
     /// Rows of the embedding.
@@ -59,7 +59,7 @@ pub struct Pretrained {
     pub layers: usize,
 }
 
-/// What `OMP_NUM_THREADS` says: the threads of one process.
+/// The threads of one process, from `OMP_NUM_THREADS`.
 pub(crate) fn omp_num_threads() -> Option<usize> {
     std::env::var("OMP_NUM_THREADS").ok()?.trim().parse().ok().filter(|threads| *threads > 0)
 }
@@ -85,18 +85,18 @@ impl Inputs {
     }
 }
 
-/// A value that was not asked for, and why it is what it is.
+/// A derived value and the reason for it.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Derivation {
     /// `section.key`.
     pub key: String,
-    /// As TOML.
+    /// The value as TOML.
     pub value: String,
-    /// One phrase.
+    /// The reason, one phrase.
     pub because: String,
 }
 
-/// What to train.
+/// The model to train.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub enum ModelSource {
     /// A shape.
@@ -105,12 +105,13 @@ pub enum ModelSource {
     HuggingFace {
         /// The folder.
         path: PathBuf,
-        /// Whether its weights are the start.
+        /// True if training starts from its weights.
         load_weights: bool,
     },
 }
 
-/// A model's shape, complete but for the vocabulary while the tokenizer is not known.
+/// A model's shape. It is complete except for the vocabulary, which is unknown until there is a
+/// tokenizer.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 #[allow(missing_docs, reason = "each field is a key of [model] and documented there")]
 pub struct ModelShape {
@@ -137,8 +138,8 @@ pub struct ModelShape {
     pub init_std: f64,
 }
 
-/// Rotary positions: base and stretching; `factor` and what follows count only for the scalings
-/// that use them.
+/// Rotary positions: base and scaling. `factor` and the fields after it are read only by the
+/// scalings that use them.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[allow(missing_docs, reason = "each field is a rope_ key of [model] and documented there")]
 pub struct Rope {
@@ -152,7 +153,7 @@ pub struct Rope {
     pub beta_slow: f64,
 }
 
-/// When training ends; the first limit to be reached. At least one is set.
+/// Limits of a training. The first to be reached ends it. At least one is set.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct Limits {
     /// Optimizer steps.
@@ -161,13 +162,13 @@ pub struct Limits {
     pub seconds: Option<f64>,
 }
 
-/// The update rule with every number; those that the rule does not use have their defaults.
+/// The update rule with all its numbers. Numbers that the rule does not use have their defaults.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[allow(missing_docs, reason = "each field is a key of [optimizer] and documented there")]
 pub struct OptimizerSettings {
     pub name: OptimizerName,
     pub learning_rate: f64,
-    /// The peak for matrices under Muon; else that of all.
+    /// Peak learning rate of matrices under Muon; for other rules, of all parameters.
     pub matrix_learning_rate: f64,
     pub beta1: f64,
     pub beta2: f64,
@@ -184,12 +185,12 @@ pub struct OptimizerSettings {
     pub relative_step: bool,
 }
 
-/// A configuration in which nothing is open: see [`Config::resolve`].
+/// A complete configuration: see [`Config::resolve`].
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Resolved {
-    /// What was asked for.
+    /// The requested configuration.
     pub requested: Config,
-    /// The same with every derived key filled in.
+    /// The configuration with every derived key filled in.
     pub config: Config,
     /// The model.
     pub model: ModelSource,
@@ -197,22 +198,22 @@ pub struct Resolved {
     pub batch: Batch,
     /// Tokens of a sequence.
     pub sequence_length: usize,
-    /// When training ends.
+    /// The limits of the training.
     pub limits: Limits,
     /// The update rule.
     pub optimizer: OptimizerSettings,
     /// The learning rate over the steps.
     pub schedule: Schedule,
-    /// Ranks and what each keeps.
+    /// The ranks and the state that each of them keeps.
     pub parallel: Parallel,
-    /// Threads of the kernels, of one rank.
+    /// Kernel threads of one rank.
     pub threads: usize,
     /// The rung of the kernel ladder.
     #[serde(serialize_with = "isa_name")]
     pub isa: Isa,
-    /// Whether there is anything to evaluate on.
+    /// True if there is validation data.
     pub validation: bool,
-    /// What was derived, in the order of the sections.
+    /// The derived values, in the order of the sections.
     pub derivations: Vec<Derivation>,
 }
 
@@ -235,7 +236,7 @@ impl Resolved {
         Schedule { steps: Some(steps), warmup_steps, ..self.schedule }
     }
 
-    /// What block `block` keeps from forward for backward.
+    /// The checkpointing mode of block `block`: the tensors it keeps from forward for backward.
     pub fn checkpoint_mode(&self, block: usize) -> CheckpointMode {
         let section = &self.config.activation_checkpointing;
         let range = section.overrides.0.iter().rev().find(|o| (o.first..=o.last).contains(&block));
@@ -244,8 +245,8 @@ impl Resolved {
 }
 
 impl Config {
-    /// Derives what is unset and checks that the whole is possible. Touches nothing but the paths
-    /// that are named, to see that they exist.
+    /// Derives unset keys and checks that the whole is possible. The only access outside is a check
+    /// that the named paths exist.
     ///
     /// # Errors
     ///
@@ -297,7 +298,7 @@ impl Config {
         r.problems.into_result(resolved)
     }
 
-    /// As [`Config::resolve`], `[model]` alone.
+    /// As [`Config::resolve`], for `[model]` alone.
     ///
     /// # Errors
     ///
@@ -309,7 +310,7 @@ impl Config {
     }
 }
 
-/// The configuration being completed. Methods go on after a problem with some harmless value, so
+/// The configuration during completion. After a problem, methods continue with a harmless value, so
 /// that one mistake does not hide the next.
 pub(super) struct Resolver {
     pub(super) config: Config,
@@ -322,13 +323,13 @@ impl Resolver {
         Resolver { config, derivations: Vec::new(), problems: Problems::default() }
     }
 
-    /// A problem of `key`, shown with the place where it was set.
+    /// Reports a problem of `key`, shown with the place where the key was set.
     pub(super) fn problem(&mut self, key: &str, message: impl Into<String>) {
         let origin = self.config.origin(key);
         self.problems.add(origin, message);
     }
 
-    /// Fills in a derived value and records why.
+    /// Fills in a derived value and records its derivation.
     pub(super) fn fill<T: ConfigValue>(&mut self, key: &str, value: &T, because: impl Into<String>) {
         let Some(toml) = value.to_value() else { return };
         if let Some((section, name)) = key.split_once('.')
@@ -364,7 +365,7 @@ impl Resolver {
     /// Rejects numbers outside `[low, high]`.
     pub(super) fn within(&mut self, key: &str, value: f64, low: f64, high: f64) {
         if !(low..=high).contains(&value) {
-            // Bounds that leave out 0 or 1 are the numbers next to them.
+            // A bound that excludes 0 or 1 is the floating-point number next to it.
             let range = match (low == f64::MIN_POSITIVE, high == 1.0 - f64::EPSILON / 2.0) {
                 (false, false) => format!("from {low} to {high}"),
                 (true, false) => format!("above 0 and at most {high}"),
@@ -391,14 +392,15 @@ impl Resolver {
         }
     }
 
-    /// Rejects times that no clock measures or no run lives to see.
+    /// Rejects times below a millisecond or above 10^9 seconds.
     pub(super) fn seconds(&mut self, key: &str, value: Option<f64>) {
         if let Some(value) = value {
             self.within(key, value, 1e-3, 1e9);
         }
     }
 
-    /// A problem where `path`, which `key` names, does not exist: where it was looked for.
+    /// Reports a problem if `path`, the value of `key`, does not exist. The message says where it
+    /// was looked for.
     pub(super) fn path_exists(&mut self, key: &str, path: Option<&PathBuf>) {
         let Some(path) = path.filter(|path| !path.exists()) else { return };
         let mut message = format!("{key} names {}, which does not exist", path.display());
@@ -440,7 +442,7 @@ impl Resolver {
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
             (None, Some(model)) if crate::corpora::brings_tokenizer(model) => Some("model.path brings its tokenizer"),
-            // Token files may still have one beside them.
+            // Token files may still have a tokenizer beside them.
             (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
             (None, _) => None,
         };
@@ -512,7 +514,7 @@ impl Resolver {
         }
     }
 
-    /// Whether a step is of a size that can be written down and predicted.
+    /// Rejects steps too large to be lowered to a program and predicted.
     fn extent(&mut self, batch: Batch, sequence_length: usize) {
         let Batch { micro, accumulation, .. } = batch;
         let tokens = micro.saturating_mul(sequence_length);
@@ -555,7 +557,7 @@ impl Resolver {
         let by_epochs = epochs.zip(inputs.sequences_per_epoch).map(|(epochs, sequences)| {
             let because =
                 format!("{epochs} epochs x {sequences} sequences of the data / global_batch_size {global}, rounded up");
-            // A float that is too large for a count becomes the largest.
+            // The cast saturates: a float that is too large becomes the largest count.
             (((epochs * sequences as f64 / global.max(1) as f64).ceil() as u64).max(1), because)
         });
         let derived = [by_tokens, by_epochs].into_iter().flatten().min_by_key(|(steps, _)| *steps);
@@ -566,7 +568,7 @@ impl Resolver {
         if let (None, Some(steps), Some(sequences)) = (epochs, steps, inputs.sequences_per_epoch) {
             let passes = steps as f64 * global as f64 / sequences.max(1) as f64;
             let because = format!("{steps} steps x global_batch_size {global} / {sequences} sequences of the data");
-            // As many digits as anybody reads.
+            // Four digits after the point are enough for a reader.
             self.fill("training.epochs", &((passes * 1e4).round() / 1e4), because);
         }
         Limits { steps, seconds }
@@ -639,7 +641,7 @@ impl Resolver {
             return self.unused("precision.loss_scale_window", &loss_scale_window, &because);
         }
         let scale = self.settle("precision.loss_scale_initial", &loss_scale_initial, 65536.0, "2^16, the usual");
-        // Scaling by a power of two changes exponents only, so it costs no bit of precision.
+        // Scaling by a power of two changes only exponents, so it loses no precision.
         if !(1.0..=16_777_216.0).contains(&scale) || scale.log2().fract() != 0.0 {
             let message = format!("precision.loss_scale_initial = {scale} must be a power of two from 1 to 16777216");
             self.problem("precision.loss_scale_initial", message);
@@ -669,7 +671,8 @@ impl Resolver {
         );
         self.count("precision.fp8_amax_history", Some(history), 1, 65536);
         let margin = self.settle("precision.fp8_margin", &fp8_margin, 0, "as Transformer Engine has it");
-        // Beyond it most of E4M3's fifteen powers of two with all their bits would lie idle.
+        // E4M3 has fifteen powers of two at full precision; a larger margin would leave most of
+        // them unused.
         self.count("precision.fp8_margin", Some(margin), 0, 8);
     }
 
@@ -781,7 +784,7 @@ impl Resolver {
 }
 
 impl Resolver {
-    /// Where `key` was set.
+    /// The place where `key` was set.
     pub(super) fn origin(&self, key: &str) -> Origin {
         self.config.origin(key)
     }

@@ -1,4 +1,4 @@
-//! `[data]` and `[evaluation]`: what is trained on, and what the loss is measured on.
+//! Resolves `[data]` and `[evaluation]`: the training corpora and the validation text.
 
 use super::resolve::{Inputs, Resolver};
 use super::sections::*;
@@ -6,7 +6,7 @@ use crate::corpora::{held_back_part, prepared_fraction, source_exists, token_sou
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
 impl Resolver {
-    /// `[data]`: whether there is anything to evaluate on.
+    /// Resolves `[data]`. Returns true if there is validation data.
     pub(super) fn data(&mut self, inputs: &Inputs) -> bool {
         let data = self.config.data.clone();
         if data.train.0.is_empty() && !inputs.batches_supplied {
@@ -55,8 +55,8 @@ impl Resolver {
         validation
     }
 
-    /// Whether anything of `data.train` is held back for validation. Tokens are divided when they
-    /// are prepared, text when it is tokenized.
+    /// True if a part of `data.train` is held back for validation. Tokens are divided when they are
+    /// prepared, text when it is tokenized.
     fn held_back(&mut self, data: &DataSection) -> bool {
         let key = "data.validation_fraction";
         let sources = data.train.0.iter().map(|source| source.path.as_path());
@@ -91,7 +91,7 @@ impl Resolver {
         fraction > 0.0
     }
 
-    /// `[evaluation]`, given whether there is anything to evaluate on.
+    /// Resolves `[evaluation]`; `validation` is true if there is validation data.
     pub(super) fn evaluation(&mut self, validation: bool) {
         let EvaluationSection { interval_steps, tokens_max, early_stopping_patience, early_stopping_min_delta } =
             self.config.evaluation;

@@ -1,14 +1,14 @@
-//! `[model]` and `[optimizer]`: the two sections whose keys depend most on each other.
+//! Resolves `[model]` and `[optimizer]`, the two sections whose keys depend most on each other.
 
 use super::presets::usual_ffn_dim;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
 use super::{Origin, Section};
 
-/// Keys of `[model]` that say something beside a Hugging Face folder.
+/// Keys of `[model]` that may be given beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
 
-/// More rows than any tokenizer has tokens.
+/// Upper limit for the rows of the embedding: more than any tokenizer has tokens.
 const VOCABULARY_MAX: u64 = 1 << 24;
 
 impl Resolver {
@@ -55,7 +55,7 @@ impl Resolver {
         }
     }
 
-    /// A key of a shape that has no default.
+    /// The value of a shape's key that has no default; a problem if it is missing.
     fn needed(&mut self, key: &str, given: Option<usize>, max: u64) -> usize {
         if given.is_none() {
             let message = format!(
@@ -78,7 +78,7 @@ impl Resolver {
         } else {
             (self.needed("model.dim", None, 1), 1, 1)
         };
-        // One that is missing is a problem by itself, and no other.
+        // A missing `dim` is already a problem; a harmless value avoids reporting it twice.
         let dim = if m.dim.is_some() { dim } else { heads.saturating_mul(2) };
         let family = self.settle("model.family", &m.family, Family::Llama, "the usual today");
         let gpt2 = family == Family::Gpt2;
@@ -123,7 +123,7 @@ impl Resolver {
         let max_sequence_length = match (m.max_sequence_length, sequence_length) {
             (Some(given), _) => given,
             (None, Some(length)) => self.settle(key, &None, length, "training.sequence_length"),
-            // Reported once, as the lack of training.sequence_length.
+            // The missing training.sequence_length is reported elsewhere, once.
             (None, None) => 1,
         };
         self.count(key, Some(max_sequence_length as u64), 1, 1 << 24);
@@ -301,8 +301,8 @@ impl Resolver {
         let learning_rate = self.settle("optimizer.learning_rate", &o.learning_rate, rate, usual.as_str());
         self.positive("optimizer.learning_rate", Some(learning_rate));
 
-        // A number of the rule, with its default and its range; a problem when the rule has no such
-        // number.
+        // Resolves one number of the update rule, with its default and its range. Reports a problem
+        // if the rule has no such number.
         let mut number = |key: &str, given: &Option<f64>, rules: &[(OptimizerName, f64)], low: f64, high: f64| {
             let Some((_, default)) = rules.iter().find(|(rule, _)| *rule == name) else {
                 self.unused(key, given, &foreign);

@@ -1,4 +1,4 @@
-//! `[parallel]`: from ranks and degrees to a mesh and what each rank keeps.
+//! Resolves `[parallel]`: from ranks and degrees to a mesh and the state that each rank keeps.
 
 use super::resolve::Resolver;
 use super::sections::*;
@@ -6,26 +6,28 @@ use super::{DeviceKind, Inputs, Reshard};
 use serde::Serialize;
 use std::fmt;
 
-/// The ranks of a run and what each of them keeps; nothing open.
+/// The ranks of a run and the state that each of them keeps, completely resolved.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct Parallel {
-    /// All ranks.
+    /// Number of all ranks.
     pub ranks: usize,
-    /// Groups that hold the same; gradients are summed over them.
+    /// Number of replicas: groups of ranks with the same state. Gradients are summed over them.
     pub replicate: usize,
-    /// Ranks of a group that share one state.
+    /// Shard degree: ranks of a group that share one state.
     pub shard: usize,
-    /// 0: nothing is sharded; 1: masters and optimizer state; 2: and gradients; 3: and parameters.
+    /// ZeRO stage. 0: nothing is sharded; 1: masters and optimizer state; 2: gradients as well; 3:
+    /// parameters as well.
     pub zero_stage: usize,
-    /// What stays of a gathered unit between forward and backward.
+    /// The part of a gathered unit that a rank keeps between forward and backward.
     pub reshard_after_forward: Reshard,
     /// Units gathered ahead of their use.
     pub prefetch: usize,
-    /// When gradients are summed over ranks.
+    /// Schedule of the gradient reductions over ranks.
     pub reduce_schedule: ReduceSchedule,
-    /// What gradients are rounded to on their way.
+    /// Type of gradients while they travel between ranks.
     pub reduce_dtype: ReduceDtype,
-    /// Whether sums over micro-batches have the form that does not depend on the number of ranks.
+    /// True if micro-batches are summed along a tree that does not depend on the number of ranks
+    /// (`training.elastic_bits`).
     pub elastic: bool,
 }
 
@@ -45,7 +47,7 @@ impl fmt::Display for Parallel {
 }
 
 impl Resolver {
-    /// Degrees, stage and what goes with them.
+    /// Resolves degrees, ZeRO stage and the keys that depend on them.
     pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
         let section = self.config.parallel.clone();
         for (key, degree, choice) in [
@@ -109,7 +111,7 @@ impl Resolver {
         parallel
     }
 
-    /// Replicas, and ranks that share a state.
+    /// The replicate degree and the shard degree.
     fn degrees(&mut self, section: &ParallelSection, inputs: &Inputs) -> (usize, usize) {
         const RANKS_MAX: u64 = 1 << 16;
         let (replicate, shard) = (section.data_parallel_replicate_degree, section.data_parallel_shard_degree);
@@ -175,8 +177,8 @@ impl Resolver {
         (r, f)
     }
 
-    /// What only stage 3 has: gathers around the use of a unit; and how far ahead they, and fetches
-    /// from a tier, come.
+    /// Resolves `reshard_after_forward`, which only stage 3 has, and `prefetch`, which counts for
+    /// stage 3 and for offloading.
     fn gathers(&mut self, section: &ParallelSection, parallel: &mut Parallel) {
         let because = format!("parameters stay whole with zero_stage {}", parallel.zero_stage);
         let offload = &self.config.offload;
@@ -206,7 +208,7 @@ impl Resolver {
         }
     }
 
-    /// What `training.elastic_bits` asks of the batch.
+    /// Checks the batch for `training.elastic_bits`: counts must be powers of two.
     pub(super) fn elastic(&mut self, parallel: &Parallel, batch: super::Batch) {
         let powers = batch.accumulation.is_power_of_two() && parallel.data_degree().is_power_of_two();
         if parallel.elastic && !powers {

@@ -1,21 +1,22 @@
-//! How a section is declared: one list of keys from which the struct, its reader, its printer and
-//! its documentation come.
+//! The macro that declares a section. From one list of keys it makes the struct, its reader, its
+//! printer and its documentation.
 
 use serde::Serialize;
 use toml::Value;
 
-/// What is known about one key; everything but its value.
+/// The description of one key, without its value.
 #[derive(Clone, Debug, Serialize)]
 pub struct Key {
-    /// Its name inside the section.
+    /// The key's name inside the section.
     pub name: &'static str,
-    /// What may be written.
+    /// The values that may be written, in words.
     pub expected: String,
     /// The default; `None` when it is derived or unset.
     pub default: Option<Value>,
-    /// What it means, one string a line.
+    /// The documentation, one string per line.
     pub about: Vec<&'static str>,
-    /// What other programs call it. Not accepted, but suggested from.
+    /// Names of the key in other programs. They are not accepted; messages suggest this key for
+    /// them.
     pub elsewhere: Vec<&'static str>,
 }
 
@@ -23,9 +24,9 @@ pub struct Key {
 pub trait Section {
     /// The name in brackets.
     fn name(&self) -> &'static str;
-    /// What it is for, one string a line.
+    /// The section's documentation, one string per line.
     fn about(&self) -> &'static [&'static str];
-    /// Its keys in the order of the documentation.
+    /// The section's keys in the order of the documentation.
     fn keys(&self) -> Vec<Key>;
     /// The value of a key; `None` when it is unset or unknown.
     fn get(&self, key: &str) -> Option<Value>;

@@ -1,8 +1,8 @@
-//! The sections and their keys. This file is the only place where a key is named, typed, defaulted
-//! and documented; `docs/config.md` is printed from it.
+//! The sections and their keys. This file alone gives each key its name, type, default and
+//! documentation; `docs/config.md` is printed from it.
 //!
-//! A key whose default depends on others is an `Option`: unset,
-//! [`Config::resolve`](super::Config::resolve) derives it and says how.
+//! A key whose default depends on others is an `Option`. While it is unset,
+//! [`Config::resolve`](super::Config::resolve) derives it and states the derivation.
 
 use super::device::DeviceKind;
 use super::section::section;
@@ -10,7 +10,7 @@ use super::value::{ByteSize, Overrides, Reshard, Sources, choices};
 use std::path::PathBuf;
 
 choices! {
-    /// A family of models: which blocks there are and what they are called in Hugging Face files.
+    /// A family of models: its kinds of blocks, and their names in Hugging Face files.
     Family {
         /// RMSNorm, rotary positions, gated MLP: Llama, Mistral, Qwen2, Qwen3, SmolLM.
         Llama = "llama",
@@ -34,9 +34,9 @@ choices! {
 }
 
 choices! {
-    /// How rotary frequencies are stretched beyond the length that the model was first trained on.
+    /// The method that stretches rotary frequencies beyond the length of the first training.
     RopeScaling {
-        /// Not at all.
+        /// No stretching.
         None = "none",
         /// Positions divided by the factor.
         Linear = "linear",
@@ -60,7 +60,7 @@ choices! {
 }
 
 choices! {
-    /// How sequences are cut from the corpus.
+    /// The way sequences are cut from the corpus.
     Sampling {
         /// Every token once an epoch: documents packed one after the other, sequences in shuffled
         /// order.
@@ -87,7 +87,7 @@ choices! {
 }
 
 choices! {
-    /// What Muon multiplies the orthogonalised update of a matrix by.
+    /// The factor on Muon's orthogonalised update of a matrix.
     MuonScale {
         /// sqrt(max(1, rows / columns)).
         Original = "original",
@@ -124,8 +124,8 @@ choices! {
 }
 
 choices! {
-    /// What products are computed in; masters, gradients, statistics and optimizer state are always
-    /// f32.
+    /// The number format of matrix products. Masters, gradients, statistics and optimizer state are
+    /// always f32.
     Compute {
         /// IEEE binary32.
         F32 = "f32",
@@ -137,11 +137,11 @@ choices! {
 }
 
 choices! {
-    /// What a block keeps from forward for backward.
+    /// The tensors that a block keeps from forward for backward.
     CheckpointMode {
         /// Everything that backward reads.
         None = "none",
-        /// What is dear to compute for its bytes; the rest is computed again.
+        /// Tensors that are expensive to compute for their bytes; the rest is computed again.
         Selective = "selective",
         /// Only the block's input; its forward runs again.
         Full = "full",
@@ -149,7 +149,7 @@ choices! {
 }
 
 choices! {
-    /// When gradients are summed over ranks.
+    /// The time at which gradients are summed over ranks.
     ReduceSchedule {
         /// Once, under the backward of the step's last micro-batch.
         Step = "step",
@@ -160,10 +160,9 @@ choices! {
 }
 
 choices! {
-    /// What gradients are rounded to when ranks exchange them; they are summed in f32 whatever it
-    /// is.
+    /// The type of gradients while ranks exchange them. Sums are in f32 in either case.
     ReduceDtype {
-        /// Not at all.
+        /// No rounding.
         F32 = "f32",
         /// Half the traffic.
         Bf16 = "bf16",
@@ -171,12 +170,12 @@ choices! {
 }
 
 choices! {
-    /// How tensors go from rank to rank.
+    /// The transport of tensors between ranks.
     Collectives {
-        /// NCCL where every rank has a GPU of its own and the library is there, else the host;
-        /// which and why is printed.
+        /// NCCL where every rank has a GPU of its own and the library is installed, else the host.
+        /// The choice and its reason are printed.
         Auto = "auto",
-        /// From GPU to GPU by NCCL, or not at all.
+        /// From GPU to GPU by NCCL; an error where NCCL is not possible.
         Nccl = "nccl",
         /// Through host memory, by the communicator of the ranks.
         Host = "host",
@@ -184,22 +183,22 @@ choices! {
 }
 
 choices! {
-    /// How attention multiplies on a GPU's tensor cores.
+    /// The instructions by which attention multiplies on a GPU's tensor cores.
     AttentionKernels {
-        /// By `wgmma` on Hopper, where it gives what `mma.sync` gives on small problems that are
-        /// tried at start, else by `mma.sync`; which and why is printed.
+        /// `wgmma` on Hopper if it agrees with `mma.sync` on small problems that are tried at
+        /// start, else `mma.sync`. The choice and its reason are printed.
         Auto = "auto",
-        /// By products of a warp, `mma.sync`.
+        /// Products of a warp, `mma.sync`.
         Mma = "mma",
-        /// By products of a warpgroup, `wgmma`, which Hopper alone has.
+        /// Products of a warpgroup, `wgmma`; on Hopper only.
         Wgmma = "wgmma",
     }
 }
 
 choices! {
-    /// Whether products have operands of eight bits.
+    /// The recipe for products with 8-bit operands.
     Fp8Recipe {
-        /// No.
+        /// No 8-bit operands.
         Off = "off",
         /// Inputs and weights of linear layers as E4M3, gradients of their outputs as E5M2
         /// (Micikevicius et al. 2022).
@@ -207,27 +206,27 @@ choices! {
     }
 }
 
-/// Steps whose largest magnitudes choose the scales of eight bits, where that is not said.
+/// The default of `precision.fp8_amax_history`, in steps.
 pub const FP8_AMAX_HISTORY: u64 = 1024;
 
 choices! {
-    /// Whether the launches of a step are captured as a CUDA graph.
+    /// The use of CUDA graphs, which launch a step's kernels as one.
     CudaGraphs {
-        /// No: every kernel is launched by itself.
+        /// Never: every kernel is launched by itself.
         Off = "off",
-        /// Where they can be; why not is printed.
+        /// Where possible; otherwise the reason is printed.
         Auto = "auto",
-        /// Yes, or the run does not start.
+        /// Always: where it is impossible, the run does not start.
         On = "on",
     }
 }
 
 choices! {
-    /// Where something lies while a step does not use it.
+    /// The place of offloaded state while a step does not use it.
     OffloadTier {
-        /// On the device.
+        /// On the device: not offloaded.
         None = "none",
-        /// In host memory; for devices that have their own.
+        /// In host memory, for devices with memory of their own.
         Host = "host",
         /// In a file.
         Disk = "disk",
@@ -238,18 +237,18 @@ section! {
     /// The run and its folder.
     RunSection = "run" {
         /// The run's name; its folder is `DIRECTORY/NAME`. Unset: the first of `run-001`,
-        /// `run-002`, … that is free.
+        /// `run-002`, … that does not exist yet.
         #[elsewhere("run_name", "job_name", "description")]
         name: Option<String> = None;
-        /// Where run folders are.
+        /// The folder of the run folders.
         #[elsewhere("output_dir", "dump_folder", "out_dir")]
         directory: PathBuf = PathBuf::from("runs");
     }
 }
 
 section! {
-    /// The model: a Hugging Face folder (`path`), or a named shape (`preset`), or a shape written
-    /// out, or a preset with some keys changed.
+    /// The model: a Hugging Face folder (`path`), a named shape (`preset`), a shape written out, or
+    /// a preset with some keys changed.
     ModelSection = "model" {
         /// A named shape; keys written beside it change it. The list is below.
         #[elsewhere("flavor", "model_name", "name")]
@@ -258,7 +257,7 @@ section! {
         /// given beside it.
         #[elsewhere("hf_assets_path", "model_name_or_path", "pretrained_model_name_or_path")]
         path: Option<PathBuf> = None;
-        /// Whether to start from the weights in `path` (fine-tuning) or from random ones. Unset:
+        /// Start from the weights in `path` (fine-tuning) rather than from random ones. Unset:
         /// true.
         load_weights: Option<bool> = None;
         /// The family of a shape that is written out. Unset: llama.
@@ -287,8 +286,8 @@ section! {
         /// `vocab_multiple`.
         #[elsewhere("padded_vocab_size")]
         vocab_size: Option<usize> = None;
-        /// What a derived `vocab_size` is rounded up to, so that products with the embedding fill
-        /// their tiles. Unset: 64.
+        /// A derived `vocab_size` is rounded up to a multiple of this, so that products with the
+        /// embedding fill their tiles. Unset: 64.
         #[elsewhere("make_vocab_size_divisible_by")]
         vocab_multiple: Option<usize> = None;
         /// The longest sequence the model takes. Unset: `training.sequence_length`.
@@ -300,10 +299,10 @@ section! {
         /// Base of the rotary frequencies. Unset: 10000. Llama family only.
         #[elsewhere("rotary_base", "rope_base")]
         rope_theta: Option<f64> = None;
-        /// How rotary frequencies are stretched. Unset: none. Llama family only.
+        /// The method that stretches rotary frequencies. Unset: none. Llama family only.
         #[elsewhere("rope_type", "rope_parameters")]
         rope_scaling: Option<RopeScaling> = None;
-        /// By how much they are stretched; needed when `rope_scaling` is not none.
+        /// The factor of the stretching; needed when `rope_scaling` is not none.
         #[elsewhere("factor", "scaling_factor")]
         rope_factor: Option<f64> = None;
         /// The length that the model was first trained on; needed by llama3 and yarn.
@@ -323,7 +322,7 @@ section! {
         /// yarn: dimensions that turn less often than this are stretched fully. Unset: 1.
         #[elsewhere("beta_slow")]
         rope_beta_slow: Option<f64> = None;
-        /// Whether the head is the embedding, transposed. Unset: true for gpt2, false for llama.
+        /// Use the embedding, transposed, as the head. Unset: true for gpt2, false for llama.
         #[elsewhere("tie_word_embeddings", "weight_tying")]
         tie_embeddings: Option<bool> = None;
         /// Biases on queries, keys and values. Unset: true for gpt2, false for llama (Qwen2 has
@@ -337,15 +336,15 @@ section! {
         /// RMSNorm on the queries and keys of each head (Qwen3). Unset: false. Llama family only.
         #[elsewhere("qk_layernorm", "use_qk_norm")]
         qk_norm: Option<bool> = None;
-        /// How many tokens back attention sees, itself included. Unset: all.
+        /// Number of tokens that attention looks back, the token itself included. Unset: all.
         #[elsewhere("window_size", "attention_window")]
         sliding_window: Option<usize> = None;
         /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama, which takes no
         /// other.
         #[elsewhere("hidden_act", "activation_function")]
         activation: Option<Activation> = None;
-        /// Probability with which elements are dropped from embeddings and from what blocks add to
-        /// the residual stream.
+        /// Probability with which elements of the embeddings, and of the outputs that blocks add to
+        /// the residual stream, are dropped.
         #[elsewhere("resid_pdrop", "embd_pdrop", "hidden_dropout")]
         dropout: f64 = 0.0;
         /// Standard deviation of the initial weights; projections into the residual stream get it
@@ -356,19 +355,19 @@ section! {
 }
 
 section! {
-    /// Text to tokens.
+    /// The tokenizer, which turns text into tokens.
     TokenizerSection = "tokenizer" {
-        /// A Hugging Face `tokenizer.json`, or a folder that has one. Unset: one of `kind` is made
-        /// from the corpus; with `model.path`, that folder's.
+        /// A Hugging Face `tokenizer.json`, or a folder that has one. Unset: the tokenizer of
+        /// `model.path`; without that, a new one of `kind`, made from the corpus.
         #[elsewhere("tokenizer_path", "tokenizer_name_or_path", "tokenizer_file", "tokenizer_model")]
         path: Option<PathBuf> = None;
-        /// What to make when there is no `path`. Unset: bpe.
+        /// The kind of tokenizer to make when there is no `path`. Unset: bpe.
         #[elsewhere("tokenizer_type")]
         kind: Option<TokenizerKind> = None;
         /// Size of the vocabulary to train; bpe only. Unset: 8192.
         vocab_size: Option<usize> = None;
-        /// Begin each document, and a prompt, with the tokenizer's beginning-of-text token. Unset: as
-        /// the tokenizer asks (its post-processor, or `add_bos_token` beside it).
+        /// Begin each document, and a prompt, with the tokenizer's beginning-of-text token. Unset:
+        /// as the tokenizer asks (its post-processor, or `add_bos_token` beside it).
         #[elsewhere("add_bos_token")]
         add_bos: Option<bool> = None;
     }
@@ -381,20 +380,20 @@ section! {
         /// `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
-        /// Corpora to evaluate on, and nothing else. Unset: what is held back of `train`.
+        /// Corpora for evaluation only. Unset: the part of `train` that is held back.
         #[elsewhere("valid_data_path", "validation_file", "eval_dataset", "val")]
         validation: Option<Sources> = None;
         /// The share of `train` held back for validation when `validation` is unset; 0 for none.
-        /// Unset: 0.01 of text, and of prepared tokens what `data prepare` held back; another share
-        /// of those is refused.
+        /// Unset: 0.01 of text. Prepared tokens have the share that `data prepare` held back;
+        /// another one is refused.
         #[elsewhere("validation_split_percentage", "split", "val_fraction")]
         validation_fraction: Option<f64> = None;
-        /// How sequences are cut from the corpus.
+        /// The way sequences are cut from the corpus.
         sampling: Sampling = Sampling::Packed;
-        /// Whether the order is shuffled, by `training.seed`; packed sampling only. False: the text
-        /// from its beginning, corpora of a mixture in turn by their weights. Unset: true.
+        /// Shuffle the sequences, by `training.seed`; packed sampling only. False: the text in its
+        /// order, corpora of a mixture in turn by their weights. Unset: true.
         shuffle: Option<bool> = None;
-        /// Whether tokens attend only within their own document.
+        /// Let tokens attend only within their own document.
         #[elsewhere("reset_attention_mask", "document_masking", "eod_mask_loss")]
         respect_document_boundaries: bool = true;
         /// The field of a JSONL record that holds the text.
@@ -403,26 +402,27 @@ section! {
         /// Threads that assemble batches.
         #[elsewhere("num_workers", "dataloader_num_workers")]
         workers: usize = 1;
-        /// Batches kept ready.
+        /// Batches prepared ahead.
         #[elsewhere("prefetch_factor", "dataloader_prefetch_factor")]
         prefetch: usize = 4;
-        /// Where token files of corpora that were given as text are kept. Unset: `data-cache`
-        /// inside `run.directory`.
+        /// The folder for token files that are made of text corpora. Unset: `data-cache` inside
+        /// `run.directory`.
         #[elsewhere("cache_dir", "data_cache_path")]
         cache: Option<PathBuf> = None;
     }
 }
 
 section! {
-    /// How much is trained, and the batch. One batch is `micro_batch_size` x `accumulation_steps` x
-    /// the data-parallel degree = `global_batch_size` sequences: any two give the third.
+    /// The limits of the training, and the batch. One batch is `micro_batch_size` x
+    /// `accumulation_steps` x the data-parallel degree = `global_batch_size` sequences: any two
+    /// give the third.
     TrainingSection = "training" {
         /// Optimizer steps. With `epochs`, `tokens` and `seconds`, the first limit to be reached
         /// ends the run; at least one is needed.
         #[elsewhere("max_steps", "train_iters", "max_iters", "num_train_steps", "total_steps")]
         steps: Option<u64> = None;
-        /// Passes over the training data. With corpora of a mixture: as many tokens as they hold
-        /// together.
+        /// Passes over the training data. In a mixture, one pass is as many tokens as all corpora
+        /// hold together.
         #[elsewhere("num_train_epochs", "num_epochs", "max_epochs", "n_epochs")]
         epochs: Option<f64> = None;
         /// Tokens to train on.
@@ -443,27 +443,27 @@ section! {
         /// nothing is given.
         #[elsewhere("gradient_accumulation_steps", "grad_accum_steps")]
         accumulation_steps: Option<usize> = None;
-        /// Whether the same batch gives the same bits on 1, 2, 4, … ranks: gradients of
-        /// micro-batches are summed along a tree instead of one after the other, which takes
-        /// log2(`accumulation_steps`) more gradient buffers.
+        /// Make the same batch give the same bits on 1, 2, 4, … ranks. Gradients of micro-batches
+        /// are then summed along a tree, which takes log2(`accumulation_steps`) more gradient
+        /// buffers.
         elastic_bits: bool = false;
-        /// Whether sums over ranks have the fixed order where NCCL makes them, so that layouts give
-        /// each other's bits: it then moves the parts of a sum and each rank adds its own, which
-        /// takes a gradient buffer of a unit more. Without NCCL the order is fixed anyway.
+        /// Sum over ranks in a fixed order with NCCL too, so that all layouts give the same bits.
+        /// NCCL then only moves the parts and each rank adds its own, which takes one more gradient
+        /// buffer of a unit. Without NCCL the order is always fixed.
         #[elsewhere("use_deterministic_algorithms", "full_determinism")]
         deterministic: bool = false;
-        /// Whether the forwards and backwards of a step are launched on a GPU as one graph, which
-        /// is captured when two steps in a row have the same shapes. Never tried on a GPU.
+        /// Launch the forwards and backwards of a step on a GPU as one CUDA graph, captured when
+        /// two steps in a row have the same shapes. Never tried on a GPU.
         #[elsewhere("enable_cuda_graph", "cudagraphs")]
         cuda_graphs: CudaGraphs = CudaGraphs::Off;
-        /// Tokens of a sequence. Unset: the model's longest, at most 2048.
+        /// Tokens of a sequence. Unset: the longest that the model takes, at most 2048.
         #[elsewhere("seq_len", "seq_length", "max_seq_length", "context_length", "block_size")]
         sequence_length: Option<usize> = None;
-        /// Decides initial weights, order of the data and dropout.
+        /// Seed of the initial weights, the order of the data and dropout.
         #[elsewhere("random_seed")]
         seed: u64 = 1337;
-        /// Steps that may be skipped in a row for a loss or gradient that is not finite, before the
-        /// run stops.
+        /// Number of steps in a row that may be skipped, because the loss or a gradient is not
+        /// finite, before the run stops.
         skipped_steps_max: u64 = 10;
     }
 }
@@ -474,8 +474,8 @@ section! {
         /// The update rule.
         #[elsewhere("optimizer_type", "optim", "type")]
         name: OptimizerName = OptimizerName::AdamW;
-        /// The peak of the schedule. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion,
-        /// 0.1 for sgd, 1e-3 for adafactor.
+        /// The peak learning rate. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion, 0.1
+        /// for sgd, 1e-3 for adafactor.
         #[elsewhere("lr", "max_lr")]
         learning_rate: Option<f64> = None;
         /// Decay of the first moment: adamw, lion, muon's AdamW part. Unset: 0.9.
@@ -500,11 +500,11 @@ section! {
         /// clipping.
         #[elsewhere("gradient_clipping", "max_grad_norm", "max_norm", "clip_grad", "grad_clip")]
         clip_norm: f64 = 1.0;
-        /// Muon: the peak learning rate of matrices; `learning_rate` is that of the rest. Unset:
-        /// 0.02 with `muon_scale = "original"`, else `learning_rate`.
+        /// Muon: the peak learning rate of matrices; `learning_rate` is for the rest. Unset: 0.02
+        /// with `muon_scale = "original"`, else `learning_rate`.
         #[elsewhere("muon_lr", "matrix_lr")]
         matrix_learning_rate: Option<f64> = None;
-        /// Muon: what the orthogonalised update is multiplied by. Unset: original.
+        /// Muon: the factor on the orthogonalised update. Unset: original.
         #[elsewhere("adjust_lr_fn")]
         muon_scale: Option<MuonScale> = None;
         /// Muon: Newton-Schulz iterations. Unset: 5.
@@ -516,8 +516,7 @@ section! {
         /// Adafactor: updates with a larger root mean square are scaled down to it. Unset: 1.
         #[elsewhere("clip_threshold")]
         update_clip: Option<f64> = None;
-        /// Adafactor: whether steps are relative to the root mean square of each parameter. Unset:
-        /// false.
+        /// Adafactor: make steps relative to the root mean square of each parameter. Unset: false.
         #[elsewhere("scale_parameter")]
         relative_step: Option<bool> = None;
     }
@@ -526,11 +525,11 @@ section! {
 section! {
     /// The learning rate over the steps.
     ScheduleSection = "schedule" {
-        /// The shape.
+        /// The shape of the schedule.
         #[elsewhere("lr_scheduler_type", "lr_decay_style", "decay_type", "type")]
         kind: ScheduleKind = ScheduleKind::Cosine;
         /// Steps over which the rate rises to its peak. Unset: 2 % of the steps, at most 2000; 20
-        /// when the steps are not known.
+        /// when the number of steps is not known.
         #[elsewhere("num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup", "warmup_num_steps")]
         warmup_steps: Option<u64> = None;
         /// Steps over which the rate falls. Unset: all after the warmup for linear and cosine, the
@@ -547,25 +546,25 @@ section! {
 }
 
 section! {
-    /// Arithmetic.
+    /// The number formats of the arithmetic.
     PrecisionSection = "precision" {
-        /// What products are computed in.
+        /// The number format of matrix products.
         #[elsewhere("dtype", "mixed_precision", "mixed_precision_param", "torch_dtype")]
         compute: Compute = Compute::Bf16;
-        /// f32 on GPUs: whether products round their operands to TF32 (10 bits after the first),
-        /// which tensor cores multiply some ten times as fast.
+        /// f32 on GPUs: round the operands of products to TF32 (10 bits of fraction), which tensor
+        /// cores multiply about ten times as fast.
         #[elsewhere("allow_tf32", "float32_matmul_precision")]
         tf32: bool = false;
-        /// On top of bf16: whether the linear layers of the blocks multiply operands of eight bits,
-        /// scaled by the largest values of earlier steps. GPUs from compute capability 8.9 on have
-        /// such products; processors compute the same numbers in bf16, slower. See docs/gpu.md.
+        /// On top of bf16: multiply 8-bit operands in the linear layers of the blocks, scaled by
+        /// the largest values of earlier steps. GPUs need compute capability 8.9; processors
+        /// compute the same numbers in bf16, slower. See docs/gpu.md.
         #[elsewhere("fp8_format", "enable_fp8_linear", "fp8_recipe")]
         fp8: Fp8Recipe = Fp8Recipe::Off;
-        /// fp8: steps whose largest values choose the scales. Unset: 1024.
+        /// fp8: number of earlier steps whose largest values decide the scales. Unset: 1024.
         #[elsewhere("amax_history_len", "fp8_amax_history_len")]
         fp8_amax_history: Option<u64> = None;
-        /// fp8: powers of two that scales leave free for values larger than those of earlier steps.
-        /// Unset: 0.
+        /// fp8: powers of two that scales leave as headroom above the largest values of earlier
+        /// steps. Unset: 0.
         #[elsewhere("margin")]
         fp8_margin: Option<u64> = None;
         /// f16: the first loss scale, a power of two. Unset: 65536.
@@ -578,7 +577,8 @@ section! {
 }
 
 section! {
-    /// What is kept from forward for backward, and what is computed again.
+    /// Recomputation: the tensors that are kept from forward for backward; the others are computed
+    /// again.
     ActivationCheckpointingSection = "activation_checkpointing" {
         /// The mode of every block.
         #[elsewhere("recompute_granularity", "gradient_checkpointing")]
@@ -589,81 +589,80 @@ section! {
 }
 
 section! {
-    /// Where and with how many threads.
+    /// The device and its threads.
     ComputeSection = "compute" {
-        /// Where the model runs: the processor, or a GPU (that of the rank's place on its host, or
-        /// number N). `--set device=...` is short for it.
+        /// The device: the processor, or a GPU (number N, or the one whose number is the rank's
+        /// place on its host). `--set device=...` is short for it.
         device: DeviceKind = DeviceKind::Cpu;
         /// The fastest instruction set that kernels may use: portable, avx2, avx512, avx512-bf16,
         /// amx-bf16. Unset: the best of the machine.
         isa: Option<String> = None;
-        /// Threads of the kernels. Unset: the cores that the process may use.
+        /// Kernel threads. Unset: the cores that the process may use.
         #[elsewhere("num_threads", "omp_num_threads")]
         threads: Option<usize> = None;
-        /// How attention multiplies on a GPU in bf16 and f16, where heads have at most 128 columns
-        /// and a multiple of 8; else it is by multiply-adds.
+        /// The instructions by which attention multiplies on a GPU in bf16 and f16, for heads of at
+        /// most 128 columns and a multiple of 8. Other heads use multiply-adds.
         #[elsewhere("attn_implementation", "attention_backend")]
         attention: AttentionKernels = AttentionKernels::Auto;
     }
 }
 
 section! {
-    /// Ranks and what each of them keeps. Ranks are threads of one process, or processes that
-    /// `trainyard launch`, torchrun, srun or mpirun started.
+    /// The ranks and the state that each of them keeps. Ranks are threads of one process, or
+    /// processes that `trainyard launch`, torchrun, srun or mpirun started.
     ParallelSection = "parallel" {
-        /// Ranks. Unset: the processes that were started together; without any, the product of the
-        /// degrees.
+        /// Number of ranks. Unset: the number of processes that were started together, else the
+        /// product of the degrees.
         #[elsewhere("world_size", "num_processes", "nproc_per_node")]
         ranks: Option<usize> = None;
-        /// Groups of ranks that hold the same state (DDP). Unset: the ranks that the shard degree
-        /// leaves.
+        /// Number of replicas: groups of ranks with the same state (DDP). Unset: `ranks` / the
+        /// shard degree.
         #[elsewhere("dp_replicate_size", "data_parallel_size")]
         data_parallel_replicate_degree: Option<usize> = None;
-        /// Ranks that share one state (FSDP). Unset: the ranks that the replicate degree leaves; 1
+        /// Number of ranks that share one state (FSDP). Unset: `ranks` / the replicate degree; 1
         /// without `zero_stage`.
         #[elsewhere("dp_shard_size", "fsdp_size", "sharding_factor")]
         data_parallel_shard_degree: Option<usize> = None;
-        /// What is sharded: 0 nothing, 1 optimizer state and masters, 2 and gradients, 3 and
-        /// parameters. Unset: 3 when the shard degree is above 1, else 0.
+        /// The sharded state: 0 none, 1 optimizer state and masters, 2 gradients as well, 3
+        /// parameters as well. Unset: 3 when the shard degree is above 1, else 0.
         #[elsewhere("stage", "zero_optimization", "data_parallel_sharding_strategy", "fsdp_sharding_strategy")]
         zero_stage: Option<usize> = None;
-        /// zero_stage 3: whether a unit's gathered parameters are dropped after its forward (true),
-        /// kept for backward (false), or kept on groups of this many neighbouring ranks (a number).
+        /// zero_stage 3: after its forward, drop a unit's gathered parameters (true), keep them for
+        /// backward (false), or keep them on groups of this many neighbouring ranks (a number).
         /// Unset: true.
         #[elsewhere("fsdp_reshard_after_forward")]
         reshard_after_forward: Option<Reshard> = None;
-        /// zero_stage 3, and where parameters, activations or gradients are offloaded: how many
-        /// units are gathered and fetched ahead of the one that computes. Unset: 1.
+        /// Number of units that are gathered and fetched ahead of the one that computes, with
+        /// zero_stage 3 or offloaded parameters, activations or gradients. Unset: 1.
         #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
         prefetch: Option<usize> = None;
-        /// When gradients are summed over ranks.
+        /// The time at which gradients are summed over ranks.
         #[elsewhere("overlap_comm", "require_backward_grad_sync")]
         reduce_schedule: ReduceSchedule = ReduceSchedule::Step;
-        /// What gradients are rounded to when ranks exchange them.
+        /// The type of gradients while ranks exchange them.
         #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
-        /// How tensors go from rank to rank with `compute.device = "cuda"`. Ranks on processors
-        /// have shared memory, TCP or MPI.
+        /// The transport of tensors between ranks with `compute.device = "cuda"`. Ranks on
+        /// processors use shared memory, TCP or MPI.
         #[elsewhere("distributed_backend", "ddp_backend", "backend", "comm_backend")]
         collectives: Collectives = Collectives::Auto;
         /// Seconds that ranks wait for each other, and that one instruction may take, before the
-        /// run ends with a report of who is where. Saving and evaluating count.
+        /// run ends with a report of where each rank is. Saving and evaluating count.
         #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
         deadline_seconds: f64 = 600.0;
-        /// Whether what ranks send each other carries checksums, so that data which is
-        /// damaged between them ends the run; costs one more pass over it at each end.
+        /// Send data between ranks with checksums, so that damaged data end the run. Costs one more
+        /// pass over the data at each end.
         verify: bool = false;
-        /// Whether a rank that waits for another works for it meanwhile: where ranks are threads of
-        /// one process and each of their threads has a core. The bits are the same with it and
-        /// without.
+        /// Let a rank that waits for another work for it meanwhile, where ranks are threads of one
+        /// process and each of their threads has a core. Changes no bit.
         lend_threads: bool = true;
-        /// Only 1 as yet.
+        /// Only 1 is supported.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]
         pipeline_parallel_degree: usize = 1;
-        /// Only 1 as yet.
+        /// Only 1 is supported.
         #[elsewhere("tensor_model_parallel_size", "tp_size")]
         tensor_parallel_degree: usize = 1;
-        /// Only 1 as yet.
+        /// Only 1 is supported.
         #[elsewhere("context_parallel_size", "cp_size")]
         context_parallel_degree: usize = 1;
     }
@@ -672,61 +671,60 @@ section! {
 section! {
     /// Limits on memory.
     MemorySection = "memory" {
-        /// The most bytes that the run's pool may hold: "2GiB" or a number; a copy of the state for
-        /// a checkpoint is only made where both fit. Unset: what the machine has, or what a
-        /// container or a job is limited to.
+        /// The most bytes that the run's pool may hold: "2GiB" or a number. A checkpoint is written
+        /// from a copy of the state only if the copy fits as well. Unset: the memory of the
+        /// machine, or the limit of its container or job.
         #[elsewhere("max_memory", "memory_limit")]
         limit: Option<ByteSize> = None;
     }
 }
 
 section! {
-    /// What lies in a lower tier while a step does not use it, and comes when it does. No bit of
-    /// any loss or weight depends on it.
+    /// State that is kept in a lower tier (host or disk) while a step does not use it. Offloading
+    /// changes no bit of any loss or weight.
     OffloadSection = "memory.offload" {
-        /// Masters and optimizer state, chunk by chunk: from disk fetched, updated and written
-        /// back; on the host updated there.
+        /// Masters and optimizer state, chunk by chunk. From disk they are fetched, updated and
+        /// written back; on the host they are updated in place.
         #[elsewhere("offload_optimizer", "offload_optimizer_device", "optimizer_cpu_offload")]
         optimizer: OffloadTier = OffloadTier::None;
-        /// The copy that forward and backward read: fetched unit by unit, `parallel.prefetch`
-        /// ahead.
+        /// The parameters that forward and backward read: fetched unit by unit, `parallel.prefetch`
+        /// units ahead.
         #[elsewhere("offload_param", "offload_param_device", "cpu_offload", "enable_cpu_offload")]
         parameters: OffloadTier = OffloadTier::None;
-        /// What forward keeps for backward: written after a unit's forward, fetched ahead of its
-        /// backward.
+        /// Activations that forward keeps for backward: written after a unit's forward, fetched
+        /// ahead of its backward.
         #[elsewhere("activation_offload", "cpu_offloading", "offload_activations")]
         activations: OffloadTier = OffloadTier::None;
-        /// Sums of gradients: written as soon as a micro-batch has added all that it adds to a
-        /// unit's, read by the update; fetched for the next micro-batch, where there are several.
-        /// The same tier as `optimizer`, or none.
+        /// Sums of gradients: written when a micro-batch has finished a unit's, fetched for the
+        /// next micro-batch and read by the update. The same tier as `optimizer`, or none.
         #[elsewhere("offload_gradients", "offload_grads", "pin_gradients", "cpu_offload_gradients")]
         gradients: OffloadTier = OffloadTier::None;
-        /// Where the files are, one per rank and purpose, while the run lasts. Unset: `offload` in
-        /// the run's folder.
+        /// The folder of the files, one per rank and purpose, while the run lasts. Unset: `offload`
+        /// in the run's folder.
         #[elsewhere("nvme_path", "offload_dir", "offload_folder")]
         directory: Option<PathBuf> = None;
-        /// Elements whose optimizer state is moved and updated at a time, at most; rules that look
-        /// at whole matrices move whole units.
+        /// The most elements whose optimizer state is moved and updated at a time. Update rules
+        /// that need whole matrices move whole units.
         #[elsewhere("buffer_size", "sub_group_size")]
         chunk_elements: usize = 1 << 20;
     }
 }
 
 section! {
-    /// When the state is written and what is kept. One is always written at the end, and before
-    /// each evaluation that follows new steps.
+    /// The times at which checkpoints are written, and the ones that are kept. One is always
+    /// written at the end, and before each evaluation that follows new steps.
     CheckpointSection = "checkpoint" {
-        /// Steps between checkpoints. Unset: none by steps.
+        /// Steps between checkpoints. Unset: no limit in steps.
         #[elsewhere("interval", "save_interval", "save_steps", "every")]
         interval_steps: Option<u64> = None;
-        /// Seconds between checkpoints. Unset: 600 when `interval_steps` is unset too, else none by
-        /// time.
+        /// Seconds between checkpoints. Unset: 600 when `interval_steps` is unset too, else no
+        /// limit in time.
         interval_seconds: Option<f64> = None;
-        /// How many of the newest are kept.
+        /// Number of newest checkpoints that are kept.
         #[elsewhere("keep_latest_k", "save_total_limit", "keep_last_n")]
         keep_last: usize = 2;
-        /// Whether the one with the lowest validation loss is kept as well. Unset: true when there
-        /// is validation data.
+        /// Keep the checkpoint with the lowest validation loss as well. Unset: true when there is
+        /// validation data.
         #[elsewhere("load_best_model_at_end", "save_best")]
         keep_best: Option<bool> = None;
     }
@@ -742,35 +740,35 @@ section! {
         /// whatever the batch and the ranks. Unset: the whole validation text.
         #[elsewhere("eval_iters", "steps", "max_eval_batches", "eval_tokens")]
         tokens_max: Option<u64> = None;
-        /// Evaluations in a row without a lower loss after which training ends. Unset: it goes on
-        /// to its limit.
+        /// Training ends after this many evaluations in a row without a lower loss. Unset: it goes
+        /// on to its limit.
         #[elsewhere("patience", "early_stopping_rounds")]
         early_stopping_patience: Option<u64> = None;
-        /// By how much the loss of an evaluation must lie below that of the last improvement to
-        /// count as one. Unset: 0.
+        /// The least difference by which an evaluation's loss must be lower than that of the last
+        /// improvement to count as one. Unset: 0.
         #[elsewhere("min_delta", "early_stopping_threshold")]
         early_stopping_min_delta: Option<f64> = None;
     }
 }
 
 section! {
-    /// What is recorded beside the display.
+    /// Records beside the display.
     MetricsSection = "metrics" {
-        /// `metrics.jsonl`: one object a step, see `interval_steps`.
+        /// Write `metrics.jsonl`: one object per step, see `interval_steps`.
         jsonl: bool = true;
-        /// Every how many steps one is recorded, in `metrics.jsonl` and for TensorBoard; skipped
-        /// steps, the first and the last are in any case. Unset: each of the first 10,000 steps,
-        /// every 10th up to 100,000, every 100th up to 1,000,000 and so on.
+        /// Steps between records in `metrics.jsonl` and for TensorBoard. The first, the last and
+        /// skipped steps are always recorded. Unset: 1 for the first 10,000 steps, 10 up to
+        /// 100,000, 100 up to 1,000,000 and so on.
         interval_steps: Option<u64> = None;
-        /// TensorBoard event files.
+        /// Write TensorBoard event files.
         #[elsewhere("enable_tensorboard", "report_to")]
         tensorboard: bool = true;
-        /// `trace/rank-0.json`: a timeline of the program's instructions, for Perfetto, of the first
-        /// and the last steps of a sitting.
+        /// Write `trace/rank-0.json`: a timeline, for Perfetto, of the program's instructions in
+        /// the first and the last steps since the run was started or resumed.
         #[elsewhere("enable_profiling", "profiling")]
         profile: bool = false;
-        /// Steps in the timeline at either end of a sitting. The last ones are written when the
-        /// sitting ends, so a process that is killed leaves the first ones alone.
+        /// Steps in the timeline at either end of a run, counted from its start or resumption. The
+        /// last ones are written when it ends, so a process that is killed leaves only the first.
         profile_steps: u64 = 200;
     }
 }

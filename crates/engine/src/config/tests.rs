@@ -1,4 +1,4 @@
-//! Whole configurations: good ones, bad ones, printed ones, random ones.
+//! Tests of whole configurations: good, bad, printed and random ones.
 
 use super::*;
 use proptest::prelude::*;
@@ -26,7 +26,7 @@ fn resolve(text: &str, sets: &[&str]) -> Result<Resolved, ConfigError> {
     parse(text, sets)?.resolve(&inputs())
 }
 
-/// Everything that a run needs; the paths exist when the tests run in the crate's folder.
+/// A complete configuration. Its paths exist when the tests run in the crate's folder.
 const GOOD: &str = "\
 [model]
 dim = 64
@@ -213,7 +213,7 @@ fn every_key_is_documented_and_its_default_is_accepted() {
     }
 }
 
-/// Settings over the good configuration, and what the message must contain.
+/// Settings over the good configuration, and parts of the expected message.
 const BAD: &[(&[&str], &[&str])] = &[
     // Names.
     (&["training.stpes=5"], &["--set training.stpes=5: unknown key `training.stpes`; did you mean `training.steps`?"]),
@@ -437,8 +437,8 @@ proptest! {
         let _ = Config::parse(Path::new("c.toml"), &text, &[set]);
     }
 
-    /// Known keys with any values: resolving says yes or no, and what it says yes to prints and
-    /// reads back.
+    /// Known keys with arbitrary values: resolving succeeds or reports problems, and a resolved
+    /// configuration prints and reads back.
     #[test]
     fn random_values_of_known_keys_never_panic(choices in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..12)) {
         let keys: Vec<String> = Config::default()

@@ -1,5 +1,5 @@
-//! What a key can hold: one trait for every type, so that each key's type, message and
-//! documentation agree.
+//! The types that a key can have. One trait gives each type its reader, its messages and its
+//! documentation, so that they agree.
 //!
 //! Reading is more lenient than serde's (`steps = 1e6` is a whole number, `"auto"` unsets an
 //! optional key, one path is a list of one) and its messages say what is expected in a user's
@@ -13,15 +13,15 @@ use toml::Value;
 
 /// A type that a configuration key can have.
 pub trait ConfigValue: Sized {
-    /// What a user may write, e.g. `a whole number`.
+    /// The values that a user may write, in words, e.g. `a whole number`.
     fn expected() -> String;
-    /// Reads it; the error continues a sentence that begins with the key's name.
+    /// Reads the value. The error continues a sentence that begins with the key's name.
     fn from_value(value: &Value) -> Result<Self, String>;
-    /// As TOML; `None` when the key is not set.
+    /// The value as TOML; `None` when the key is not set.
     fn to_value(&self) -> Option<Value>;
 }
 
-/// `takes EXPECTED, not VALUE`.
+/// The message `takes EXPECTED, not VALUE`.
 pub(super) fn wrong<T: ConfigValue>(value: &Value) -> String {
     let given = match value {
         Value::String(s) => format!("the string \"{s}\""),
@@ -32,7 +32,7 @@ pub(super) fn wrong<T: ConfigValue>(value: &Value) -> String {
     format!("takes {}, not {given}", T::expected())
 }
 
-/// The integer that `value` is; floats count when they are whole, so that `1e9` may be written.
+/// `value` as an integer. Whole floats count, so that `1e9` may be written.
 fn integer(value: &Value) -> Option<i64> {
     /// 2^53: every whole number up to it is a float exactly.
     const EXACT: f64 = 9_007_199_254_740_992.0;
@@ -142,7 +142,7 @@ macro_rules! choices {
             /// Every variant, as declared.
             pub const ALL: &'static [$name] = &[$($name::$variant),+];
 
-            /// As written in configurations.
+            /// The name that is written in configurations.
             pub const fn name(self) -> &'static str {
                 match self { $($name::$variant => $text,)+ }
             }
@@ -190,8 +190,8 @@ pub(super) fn wrong_choice<T: ConfigValue>(value: &Value, names: &[&str]) -> Str
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ByteSize(pub u64);
 
-/// Longest suffix first, so that `B` does not hide the others; powers of 1024 with an `i`, of 1000
-/// without.
+/// Suffixes, longest first, so that `B` does not hide the others. Those with an `i` are powers of
+/// 1024, the others of 1000.
 const UNITS: [(&str, u64); 9] = [
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),
@@ -219,7 +219,7 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// The largest binary unit that divides it; exact.
+    /// Prints in the largest binary unit that divides the number, so exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let unit = UNITS[..4].iter().rev().find(|(_, unit)| self.0 >= *unit && self.0.is_multiple_of(*unit));
         match unit {
@@ -251,14 +251,14 @@ impl ConfigValue for ByteSize {
     }
 }
 
-/// What stays of a gathered unit between its forward and its backward.
+/// The part of a gathered unit that a rank keeps between the unit's forward and its backward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub enum Reshard {
-    /// The rank's own shard: the unit is gathered again.
+    /// Only the rank's own shard: the unit is gathered again.
     Always,
-    /// All of it.
+    /// The whole unit.
     Never,
-    /// One part in this many, so that as many neighbouring ranks hold the unit together.
+    /// One part in this many, so that as many neighbouring ranks together hold the unit.
     To(usize),
 }
 
@@ -291,7 +291,7 @@ pub struct Sources(pub Vec<Source>);
 pub struct Source {
     /// A file or a directory.
     pub path: PathBuf,
-    /// Its relative share of the sampled tokens; `None`: in proportion to its size.
+    /// The corpus's relative share of the sampled tokens; `None`: in proportion to its size.
     pub weight: Option<f64>,
 }
 
@@ -350,7 +350,7 @@ pub struct Override {
     pub first: usize,
     /// The last block, inclusive.
     pub last: usize,
-    /// What these blocks keep.
+    /// The checkpointing mode of these blocks.
     pub mode: super::CheckpointMode,
 }
 

@@ -1,32 +1,32 @@
-//! The rates of steps against a peak that one of them may beat.
+//! Rates of steps relative to the measured peak, for steps that exceed it.
 
 use super::Throughput;
 use crate::Result;
 
-/// How often a run measures its peak again. Once is enough where the machine was busy when it was
-/// measured; what beats it three times more is not explained by that, and a measurement takes
-/// longer than many a step.
+/// Upper limit for repeated measurements of the peak in a run. One is enough if the machine was
+/// busy during the first measurement. Steps that exceed the peak three times more have another
+/// cause, and a measurement may take longer than a step.
 const AGAIN_MAX: u32 = 3;
 
-/// What a step computed.
+/// The work of a step.
 #[derive(Clone, Copy)]
 pub(crate) struct Work {
-    /// Tokens that it trained on.
+    /// Tokens that the step trained on.
     pub tokens: u64,
     /// Model FLOPs.
     pub flops: f64,
-    /// Seconds that it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
-/// Counts the steps of a run that were above its peak.
+/// Counts the repeated measurements of a run's peak.
 #[derive(Default)]
 pub(crate) struct AbovePeak(u32);
 
 impl AbovePeak {
-    /// Rates of a step against `peak`, FLOP/s. For a step that beats it, `measure` measures the peak
-    /// again, a few times in a run. A step that beats the new peak as well has no utilisation: a
-    /// training does not end for a figure. `note` gets a line that says what was done.
+    /// Rates of a step relative to `peak`, in FLOP/s. If the step exceeds it, `measure` measures
+    /// the peak again, at most [`AGAIN_MAX`] times in a run. A step that exceeds the new peak too
+    /// has no utilisation; it does not end the training. `note` gets a line about each case.
     pub(crate) fn rates(
         &mut self,
         work: Work,
@@ -73,7 +73,7 @@ impl AbovePeak {
 mod tests {
     use super::*;
 
-    /// A run of 100 steps measured it 100 times, longer than it trained.
+    /// A run of 100 steps once measured its peak 100 times, which took longer than the training.
     #[test]
     fn a_peak_that_every_step_beats_is_measured_again_a_few_times() {
         let (mut above_peak, mut measured, mut notes) = (AbovePeak::default(), 0, Vec::new());

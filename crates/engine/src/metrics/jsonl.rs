@@ -1,10 +1,10 @@
-//! A file of JSON objects, one a line, each with a `step`; appended to, and cut back when a run
-//! resumes.
+//! A file of JSON objects, one per line, each with a `step`. Records are appended; later ones are
+//! removed when a run resumes.
 //!
-//! A process that dies may leave half a line, or a block of zeros; a run that resumes from an
-//! earlier checkpoint finds records of steps that it is about to take again. Opening removes both,
-//! by writing the lines to keep to a new file that replaces the old one, so that a crash in between
-//! loses nothing.
+//! A process that dies may leave half a line, or a block of zeros. A run that resumes from an
+//! earlier checkpoint finds records of steps that it will repeat. Opening removes both: it writes
+//! the lines to keep to a new file that replaces the old one, so that a crash in between loses
+//! nothing.
 
 use super::MetricsError;
 use serde::Serialize;
@@ -20,17 +20,17 @@ pub struct JsonLines {
     last_step: Option<u64>,
 }
 
-/// What opening removed.
+/// The lines that opening removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Repair {
-    /// Lines that were no records: cut off by a crash, or damaged.
+    /// Damaged lines, for example cut off by a crash.
     pub damaged: u64,
-    /// Records of steps that are about to be taken again.
+    /// Records of steps that the run will repeat.
     pub later: u64,
 }
 
 impl Repair {
-    /// A sentence for the user, when there is something to say.
+    /// A sentence for the user about the removed lines, if there were any.
     pub fn notice(&self, name: &str) -> Option<String> {
         (*self != Repair::default()).then(|| {
             let Repair { damaged, later } = self;
@@ -43,7 +43,7 @@ impl JsonLines {
     /// Opens or creates the file and keeps the records whose step is at most `keep`.
     pub fn open(path: &Path, keep: u64) -> Result<(JsonLines, Repair), MetricsError> {
         let (last_step, repair) = match File::open(path) {
-            // Most files need no repair: they are read, and not copied.
+            // Most files need no repair, so the first pass reads without copying.
             Ok(file) => select(file, keep, &mut std::io::sink()).map_err(MetricsError::io("read", path))?,
             Err(error) if error.kind() == ErrorKind::NotFound => Default::default(),
             Err(error) => return Err(MetricsError::io("open", path)(error)),
@@ -68,11 +68,11 @@ impl JsonLines {
         let mut line =
             serde_json::to_vec(record).map_err(|e| MetricsError::io("encode a record for", &self.path)(e.into()))?;
         line.push(b'\n');
-        // One write of one line: whoever reads along sees whole records.
+        // A line is a single write, so that a concurrent reader sees whole records.
         self.file.write_all(&line).map_err(MetricsError::io("append to", &self.path))
     }
 
-    /// Makes what was appended durable.
+    /// Makes the appended records durable.
     pub fn sync(&mut self) -> Result<(), MetricsError> {
         self.file.sync_data().map_err(MetricsError::io("sync", &self.path))
     }
@@ -83,9 +83,9 @@ impl JsonLines {
     }
 }
 
-/// Writes the lines to keep to `kept`; the last step among them, and what is left out.
+/// Writes the lines to keep to `kept`. Returns the last step among them, and the removed lines.
 fn select(file: File, keep: u64, kept: &mut dyn Write) -> std::io::Result<(Option<u64>, Repair)> {
-    // The whole line must be JSON, not only what is read of it.
+    // The whole line must be JSON, not only the field that is read.
     let step_of = |line: &[u8]| serde_json::from_slice::<serde_json::Value>(line).ok()?.get("step")?.as_u64();
     let mut reader = BufReader::new(file);
     let (mut last, mut repair, mut line) = (None, Repair::default(), Vec::new());

@@ -1,9 +1,10 @@
-//! What a run says about itself: one record a step and one an evaluation, and the places they go.
+//! The records of a run: one per step and one per evaluation, and the files and displays that
+//! receive them.
 //!
-//! [`StepMetrics`] is the one list of names; [`Recorder`] writes it to `metrics.jsonl` ([`jsonl`])
-//! and to TensorBoard event files ([`tensorboard`]), [`Progress`] shows it. Records are facts that
-//! were measured: nothing here smooths, and a utilisation above one is not a figure but a
-//! [`UtilizationAboveOne`] error, because then the FLOPs, the time or the peak are wrong.
+//! [`StepMetrics`] lists all names. [`Recorder`] writes it to `metrics.jsonl` ([`jsonl`]) and to
+//! TensorBoard event files ([`tensorboard`]); [`Progress`] shows it. Records are measured values
+//! without smoothing. A utilisation above one is an error, [`UtilizationAboveOne`], because then
+//! the FLOPs, the time or the peak are wrong.
 //!
 //! Steps count completed optimizer steps: the record of the first step has `step = 1`, and a
 //! checkpoint of step n is taken after the record n.
@@ -29,8 +30,8 @@ use std::path::{Path, PathBuf};
 pub struct StepMetrics {
     /// Completed steps, this one included.
     pub step: u64,
-    /// Mean loss of a token over the global batch, in nats; not finite in a step that was skipped
-    /// for it.
+    /// Mean loss of a token over the global batch, in nats; not finite if the step was skipped
+    /// because of it.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// Learning rate of this step.
@@ -38,52 +39,54 @@ pub struct StepMetrics {
     /// Global norm of the gradient before clipping.
     #[serde(deserialize_with = "null_is_nan")]
     pub grad_norm: f64,
-    /// Tokens trained on since the beginning of the run, this step's included.
+    /// Tokens trained on since the beginning of the run, including this step.
     pub tokens: u64,
-    /// Passes over the training data since the beginning of the run, this step's part included.
+    /// Passes over the training data since the beginning of the run, including this step.
     #[serde(default)]
     pub epoch: f64,
     /// Tokens per second in this step.
     pub tps: f64,
-    /// Model TFLOP/s in this step: what the model's mathematics needs, recomputation not counted.
+    /// Model TFLOP/s in this step: the operations of the model's mathematics, without
+    /// recomputation.
     pub tflops: f64,
     /// `tflops` as a share of the peak measured at start, from 0 to 1; `None` when no peak is
     /// known.
     pub mfu: Option<f64>,
     /// Seconds from the previous step's end to this one's.
     pub step_s: f64,
-    /// Seconds of those spent waiting for data.
+    /// Part of `step_s` spent waiting for data.
     pub data_wait_s: f64,
     /// Seconds that rank 0's lanes spent in exchanges with other ranks.
     #[serde(default)]
     pub comm_s: f64,
-    /// Seconds of those that computing waited for.
+    /// Part of `comm_s` during which computing waited.
     #[serde(default)]
     pub comm_exposed_s: f64,
     /// The most bytes of the pool in use at once.
     pub mem_peak_bytes: u64,
-    /// The same for each purpose; each peaks when it does, so they add up to at least the total.
+    /// The peak bytes of each purpose. Purposes peak at different times, so the sum is at least the
+    /// total.
     pub mem_peak: BTreeMap<String, u64>,
-    /// The most bytes that the pool held at once: those in use and those that it kept for reuse.
+    /// The most bytes that the pool held at once: in use or kept for reuse.
     #[serde(default)]
     pub mem_reserved_bytes: u64,
-    /// `step_s` as it was predicted from the machine's profile; absent without one.
+    /// Prediction of `step_s` from the machine's profile; absent without a profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_step_s: Option<f64>,
-    /// `mem_peak_bytes` as it was predicted.
+    /// Prediction of `mem_peak_bytes`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_mem_peak_bytes: Option<u64>,
     /// The loss scale, in f16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
-    /// Whether the update was left out because the loss or the gradient was not finite.
+    /// True if the update was skipped because the loss or the gradient was not finite.
     pub skipped: bool,
 }
 
 /// One evaluation on held-back text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvaluationMetrics {
-    /// Steps completed before it.
+    /// Completed steps before the evaluation.
     pub step: u64,
     /// Mean loss of a token, in nats.
     #[serde(deserialize_with = "null_is_nan")]
@@ -96,12 +99,13 @@ pub struct EvaluationMetrics {
     pub bits_per_byte: Option<f64>,
     /// Tokens that were predicted.
     pub tokens: u64,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
 impl EvaluationMetrics {
-    /// From the sum of the losses of `tokens` tokens (nats) that stand for `bytes` bytes of text.
+    /// Makes the record from `loss_sum`, the summed losses in nats of `tokens` tokens, which stand
+    /// for `bytes` bytes of text.
     pub fn new(step: u64, loss_sum: f64, tokens: u64, bytes: Option<u64>, seconds: f64) -> EvaluationMetrics {
         let loss = loss_sum / tokens as f64;
         let bits_per_byte =
@@ -124,11 +128,11 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
     100.0 * utilization
 )]
 pub struct UtilizationAboveOne {
-    /// The quotient.
+    /// `tflops / peak_tflops`.
     pub utilization: f64,
-    /// What was computed per second.
+    /// Rate of the step.
     pub tflops: f64,
-    /// What the machine can compute per second.
+    /// Measured peak of the machine.
     pub peak_tflops: f64,
 }
 
@@ -144,11 +148,11 @@ pub struct Throughput {
 }
 
 impl Throughput {
-    /// `tokens` and `flops` in `seconds`, against a peak in FLOP/s.
+    /// The rates of `tokens` and `flops` in `seconds`, relative to a peak in FLOP/s.
     ///
     /// # Errors
     ///
-    /// When more would have been computed than the machine can.
+    /// The rate exceeds the peak.
     pub fn new(tokens: u64, flops: f64, seconds: f64, peak: Option<f64>) -> Result<Throughput, UtilizationAboveOne> {
         // A clock that did not move measures nothing.
         let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
@@ -161,20 +165,20 @@ impl Throughput {
     }
 }
 
-/// Why a record could not be written.
+/// An error while records are written.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     /// The operating system refused.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What was to be done.
+        /// The refused action.
         action: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// Its reason.
+        /// The operating system's reason.
         source: std::io::Error,
     },
-    /// A figure that cannot be.
+    /// An impossible figure.
     #[error(transparent)]
     Utilization(#[from] UtilizationAboveOne),
 }
@@ -186,7 +190,7 @@ impl MetricsError {
     }
 }
 
-/// Every place that records go to, as `[metrics]` says.
+/// All files that receive records, by `[metrics]`.
 #[derive(Debug)]
 pub struct Recorder {
     steps: Option<JsonLines>,
@@ -201,9 +205,9 @@ impl Recorder {
     /// Opens the records of the run in `folder`: `metrics.jsonl`, `evaluations.jsonl` and
     /// `tensorboard/`.
     ///
-    /// `resumed` is the step of the checkpoint that the run goes on from (0 for a new run): later
-    /// records are removed, so that no step appears twice. What was removed or repaired is said in
-    /// the second result.
+    /// `resumed` is the step of the checkpoint that the run resumes from (0 for a new run). Later
+    /// records are removed, so that no step appears twice. The second result has a sentence for
+    /// each removal or repair.
     pub fn open(
         folder: &Path,
         section: &MetricsSection,
@@ -226,8 +230,8 @@ impl Recorder {
         Ok((Recorder { steps, evaluations, events, thinning, last: None }, notices))
     }
 
-    /// Records one step, unless it is thinned out. Now and then there is something to say about
-    /// that.
+    /// Records one step, unless it is thinned out. Returns a sentence for the user where fewer
+    /// steps are recorded from here on.
     ///
     /// # Errors
     ///
@@ -253,8 +257,8 @@ impl Recorder {
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &step_scalars(metrics)))
     }
 
-    /// Records one evaluation. One that is made again when a run goes on stands in `evaluations.jsonl`
-    /// already.
+    /// Records one evaluation. An evaluation that is repeated when a run resumes is already in
+    /// `evaluations.jsonl`.
     pub fn evaluation(&mut self, metrics: &EvaluationMetrics) -> Result<(), MetricsError> {
         if let Some(lines) = self.evaluations.as_mut().filter(|lines| lines.last_step() != Some(metrics.step)) {
             lines.append(metrics)?;
@@ -281,21 +285,21 @@ impl Recorder {
     }
 }
 
-/// The choice of the steps of a long run that have records.
+/// Chooses the steps of a long run that have records.
 #[derive(Clone, Copy, Debug)]
 struct Thinning {
-    /// `metrics.interval_steps`; None: ever fewer.
+    /// `metrics.interval_steps`; None: increasing intervals.
     interval: Option<u64>,
 }
 
 impl Thinning {
-    /// Until here every step has a record.
+    /// Up to this step every step has a record.
     const EVERY: u64 = 10_000;
 
-    /// Every how many steps one has a record, around `step`: each up to [`Thinning::EVERY`], from
-    /// there to ten times as many every tenth, and so on. A run of a million steps then has 28,000
-    /// records, and one of a billion 55,000. It depends on the step alone, so that a run that goes
-    /// on from a checkpoint has the records of one that was never stopped.
+    /// Steps between records around `step`: 1 up to [`Thinning::EVERY`], 10 up to ten times that,
+    /// and so on. A run of a million steps has 28,000 records, and one of a billion has 55,000. The
+    /// interval depends on the step alone, so a resumed run has the same records as one that was
+    /// never stopped.
     fn interval(self, step: u64) -> u64 {
         self.interval.unwrap_or_else(|| {
             let decades = step.saturating_sub(1) / Thinning::EVERY;
@@ -307,7 +311,7 @@ impl Thinning {
         step == 1 || step.is_multiple_of(self.interval(step))
     }
 
-    /// A sentence after `step` if fewer steps have records from here on.
+    /// A sentence for the user if fewer steps have records after `step`.
     fn said_at(self, step: u64) -> Option<String> {
         let interval = self.interval(step.saturating_add(1));
         (interval > self.interval(step)).then(|| {
@@ -411,7 +415,7 @@ pub(crate) mod tests {
         recorder.end().unwrap();
         assert_eq!(recorded(), [9_998, 9_999, 10_000, 10_010, 10_015, 10_020, 10_024]);
         assert!(said.len() == 1 && said[0].contains("every 10th step"), "{said:?}");
-        // On from a checkpoint of a step without a record.
+        // The run resumes from a checkpoint of a step without a record.
         let (mut recorder, _) = Recorder::open(folder.path(), &section, 10_013).unwrap();
         (10_014..=10_030).for_each(|step| drop(recorder.step(&sample(step)).unwrap()));
         recorder.end().unwrap();

@@ -1,5 +1,5 @@
-//! What the user sees while a run goes on: lines of figures that stay, and on a terminal a bar with
-//! the newest ones below them.
+//! The display of a running training: lines of figures that stay, and, on a terminal, a bar with
+//! the newest figures below them.
 
 use super::{EvaluationMetrics, StepMetrics};
 use crate::config::Limits;
@@ -10,19 +10,19 @@ use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 use trainyard_base::{format_bytes, format_count};
 
-/// A display. The trainer tells; the display decides what to show.
+/// A display. The trainer reports every event; the display chooses which ones to show.
 pub trait Progress: Send {
     /// Training begins after `done` steps; `steps` is where it ends, when that is known.
     fn begin(&mut self, done: u64, steps: Option<u64>);
     /// A step is complete.
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>);
-    /// An evaluation has come so far.
+    /// An evaluation is under way.
     fn evaluating(&mut self, _: EvaluationProgress) {}
     /// An evaluation is complete.
     fn evaluation(&mut self, metrics: &EvaluationMetrics);
-    /// Something to know: a checkpoint, a skipped step, a repair.
+    /// A message for the user: a checkpoint, a skipped step, a repair.
     fn note(&mut self, text: &str);
-    /// Training has ended; whatever is drawn is left in a readable state.
+    /// Training has ended; the display is left in a readable state.
     fn end(&mut self);
 }
 
@@ -83,12 +83,12 @@ fn write_line(out: &mut impl Write, text: &str) {
 struct History {
     /// Seconds of training between lines, at most.
     every_s: f64,
-    /// In how many parts of equal length the steps are divided: the first step of a part has a
-    /// line. 0: only time counts.
+    /// Number of equal parts of the steps; the first step of each part has a line. 0: only time
+    /// counts.
     parts: u64,
     /// Seconds of training since the last line.
     since_s: f64,
-    /// The part of the last line.
+    /// The part of the steps that the last line is in.
     part: u64,
 }
 
@@ -109,14 +109,14 @@ impl History {
     }
 }
 
-/// A bar with the figures of the newest step, redrawn in place, below lines that stay: a step's
-/// every half a minute of training, and at every tenth of the steps.
+/// A bar with the figures of the newest step, redrawn in place. Above it are lines that stay: one
+/// for every 30 s of training, and one for every tenth of the steps.
 #[derive(Debug)]
 pub struct Terminal<W> {
     bar: ProgressBar,
     out: W,
     history: History,
-    /// The newest step's line, unless it stays already.
+    /// The newest step's line, unless it is already among the lines that stay.
     passing: Option<String>,
 }
 
@@ -145,7 +145,7 @@ impl<W: Write + Send> Progress for Terminal<W> {
     }
 
     fn step(&mut self, metrics: &StepMetrics, steps: Option<u64>, left: Option<Duration>) {
-        // An evaluation has had the bar for itself.
+        // Restores the bar's length after an evaluation.
         self.bar.set_length(steps.unwrap_or(0));
         let line = step_line(metrics, steps, left);
         let keeps = self.history.keeps(metrics, steps);
@@ -179,8 +179,8 @@ impl<W: Write + Send> Progress for Terminal<W> {
     }
 }
 
-/// A line now and then: the first step, the last, and one for every so many seconds of training
-/// between.
+/// Plain lines for a log file: the first step, the last, and one for every so many seconds of
+/// training between.
 #[derive(Debug)]
 pub struct Plain<W> {
     out: W,
@@ -297,7 +297,7 @@ pub struct TimeLeft {
 }
 
 impl TimeLeft {
-    /// With the limits of the run; its steps may be fixed later.
+    /// Begins with the limits of the run; the number of steps may be set later.
     pub fn new(limits: Limits) -> TimeLeft {
         TimeLeft { limits, mean_s: 0.0, weight: 0.0 }
     }
@@ -307,10 +307,10 @@ impl TimeLeft {
         self.limits.steps = Some(steps);
     }
 
-    /// After step `step`, which took `step_s`, with `elapsed_s` of training behind: the time until
-    /// the first limit.
+    /// Updates the estimate after step `step`, which took `step_s`, and `elapsed_s` of training in
+    /// all. Returns the time until the first limit.
     pub fn update(&mut self, step: u64, step_s: f64, elapsed_s: f64) -> Option<Duration> {
-        /// A mean over about the last fifty steps.
+        /// Weight of a new step: a mean over about the last fifty steps.
         const NEW: f64 = 0.02;
         self.mean_s += NEW * (step_s - self.mean_s);
         self.weight += NEW * (1.0 - self.weight);
@@ -396,12 +396,12 @@ mod tests {
         text.lines().map(number).collect()
     }
 
-    /// A bar alone left one line of a run, the last.
+    /// A bar alone once left a single line of a run, the last.
     #[test]
     fn a_terminal_keeps_a_history_of_lines() {
         assert_eq!(kept(1000, 0.01), [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]);
         assert_eq!(kept(3, 0.01), [1, 2, 3]);
-        // A tenth takes 100 s: every 30 s as well.
+        // A tenth of the steps takes 100 s, so a line comes every 30 s as well.
         assert_eq!(kept(100, 10.0)[..8], [1, 4, 7, 10, 13, 16, 19, 20]);
     }
 
@@ -420,7 +420,7 @@ mod tests {
         terminal.end();
         let text = String::from_utf8(out).unwrap();
         let begin: Vec<_> = text.lines().map(|line| line.get(..12).unwrap_or(line)).collect();
-        // Where a run ends early its last step is shown as well.
+        // The last step of a run that ends early is shown too.
         assert_eq!(begin, ["a note", "step 4  loss", "evaluation a", "step 5  loss"]);
     }
 

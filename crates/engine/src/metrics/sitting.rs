@@ -1,10 +1,11 @@
-//! The steps of a sitting, summed up in memory that does not grow with their number.
+//! Statistics of the steps of a sitting (one process's part of a run), in memory that does not grow
+//! with their number.
 
 use super::StepMetrics;
 
-/// The values of a stream, for its median. Up to [`Sample::KEPT`] of them the median is exact;
-/// beyond, it is that of as many values drawn uniformly from all, which lies within two hundredths
-/// of the stream's ranks around the middle in 99 of 100 cases.
+/// A sample of a stream of values, for its median. Up to [`Sample::KEPT`] values the median is
+/// exact. Beyond, it is the median of that many values drawn uniformly from all. In 99 of 100 cases
+/// it lies between the 48th and the 52nd percentile of the stream.
 #[derive(Clone, Debug)]
 pub struct Sample {
     kept: Vec<f64>,
@@ -14,14 +15,14 @@ pub struct Sample {
 }
 
 impl Default for Sample {
-    /// Takes its memory at once, so that none is taken while steps are made.
+    /// Allocates all memory at once, so that no step allocates.
     fn default() -> Sample {
         Sample { kept: Vec::with_capacity(Sample::KEPT), seen: 0, state: 0 }
     }
 }
 
 impl Sample {
-    /// Values that are kept.
+    /// Number of values that are kept.
     pub const KEPT: usize = 4096;
 
     /// Adds a value. Vitter 1985, "Random sampling with a reservoir", algorithm R: the n-th value
@@ -51,16 +52,16 @@ impl Sample {
     }
 }
 
-/// The steps of a sitting, summed up.
+/// Statistics of the steps of a sitting.
 #[derive(Clone, Debug, Default)]
 pub struct Sitting {
-    /// Their number.
+    /// Number of steps.
     pub steps: usize,
-    /// Their seconds.
+    /// Seconds per step.
     pub step_s: Sample,
-    /// Their tokens per second.
+    /// Tokens per second.
     pub tps: Sample,
-    /// Their utilisations, where a peak is known.
+    /// Utilisations, where a peak is known.
     pub mfu: Sample,
     total_s: f64,
     data_wait_s: f64,
@@ -91,7 +92,7 @@ impl Sitting {
         self.share(self.comm_s)
     }
 
-    /// That of it that computing waited for.
+    /// The part of [`Sitting::comm_share`] during which computing waited.
     pub fn comm_exposed_share(&self) -> f64 {
         self.share(self.comm_exposed_s)
     }
@@ -111,7 +112,7 @@ mod tests {
         assert_eq!(Sample::default().median(), None);
         let median = |count: u64| {
             let mut sample = Sample::default();
-            // 0 to count - 1 in an order that is none: 7919 shares no factor with the counts.
+            // 0 to count - 1 in scattered order: 7919 shares no factor with the counts.
             (0..count).for_each(|n| sample.add((n * 7919 % count) as f64));
             assert!(sample.kept.len() <= Sample::KEPT && sample.kept.capacity() <= 2 * Sample::KEPT);
             sample.median().unwrap()

@@ -1,5 +1,5 @@
-//! TensorBoard event files, written without protobuf: the four messages in use are a few fields
-//! each.
+//! Writes TensorBoard event files without a protobuf library: the four messages in use have a few
+//! fields each.
 //!
 //! A file is a sequence of TFRecords: u64 length, masked CRC-32C of the length, data, masked
 //! CRC-32C of the data, little-endian. The data is an `Event` message
@@ -12,8 +12,8 @@
 //! SessionLog  1: enum status, START = 1
 //! ```
 //!
-//! A run that resumes writes a new file that begins with a `START` at the first step to come:
-//! TensorBoard then drops what older files have of that step and later ones.
+//! A run that resumes writes a new file that begins with a `START` at its first step. TensorBoard
+//! then drops that step and later ones from older files.
 
 use super::MetricsError;
 use std::fs::{File, OpenOptions};
@@ -29,8 +29,8 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Creates a new event file in `folder`, which is created if need be; `resumed` is the step
-    /// that the run goes on from.
+    /// Creates a new event file in `folder`, which is created if need be. `resumed` is the step
+    /// that the run resumes from.
     pub fn create(folder: &Path, resumed: u64) -> Result<EventWriter, MetricsError> {
         std::fs::create_dir_all(folder).map_err(MetricsError::io("create", folder))?;
         let now = wall_time();

@@ -1,5 +1,5 @@
-//! Options of torchrun's and deepspeed's launchers that mean something else here, or nothing: each
-//! is refused with what to say instead.
+//! Options of torchrun's and deepspeed's launchers that do not exist here. Each is refused with a
+//! message that names the equivalent.
 
 use std::num::ParseIntError;
 use std::ops::RangeInclusive;
@@ -13,7 +13,7 @@ const HOSTFILE: &str = "launch reaches no other host: start it once on each, wit
                         `mpirun --hostfile FILE trainyard train ...`";
 const CHOICE: &str = "start launch on the hosts that are to take part, and choose their GPUs by CUDA_VISIBLE_DEVICES";
 
-/// Not one of these parses.
+/// The refused options: none of them parses.
 #[derive(clap::Args, Debug)]
 #[group(skip)]
 pub struct Args {

@@ -1,10 +1,9 @@
-//! `trainyard launch`: the ranks of a run as processes of this host, over TCP, in the manner of
-//! torchrun.
+//! `trainyard launch`: starts the ranks of a run as processes of this host, connected over TCP,
+//! like torchrun.
 //!
-//! It sets the variables that torchrun sets, so that a rank cannot tell the two apart, and watches
-//! over its ranks ([`ranks`]). On several hosts it is started once on each. Restarts are the
-//! supervisor's ([`super::supervise`]): it starts this very command again, without
-//! `--max-restarts`.
+//! It sets the same variables as torchrun, so that a rank cannot tell the two apart, and supervises
+//! its ranks ([`ranks`]). On several hosts it is started once on each. For restarts, the supervisor
+//! ([`super::supervise`]) starts this command again, without `--max-restarts`.
 
 mod elsewhere;
 mod ranks;
@@ -21,55 +20,54 @@ use trainyard_comm::{Environment, Launcher};
 
 /// torchrun's own default port.
 const PORT_DEFAULT: u16 = 29_400;
-/// Ports that are tried for a run of this host: above those of services, below those that systems
-/// give to connections.
+/// Ports that are tried for a run of this host: above those of services, below the ephemeral ports
+/// of operating systems.
 const PORTS: std::ops::Range<u32> = 20_000..32_000;
-/// Neighbouring processes begin to try so far from each other.
+/// Distance between the first ports that processes with neighbouring ids try.
 const PORT_STRIDE: u32 = 37;
 const MAX_RESTARTS: &str = "--max-restarts";
 
 /// Start the ranks of a run on this host, one process each, over TCP.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Ranks to start on this host.
+    /// Number of ranks to start on this host.
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value_t = 1, value_parser = elsewhere::ranks_here)]
     nproc_per_node: u32,
-    /// Hosts of the run; this command is started once on each. Unset: what Slurm says, else 1.
+    /// Number of hosts of the run; this command is started once on each. Unset: from Slurm, else 1.
     #[arg(long, value_name = "N", value_parser = elsewhere::hosts)]
     nnodes: Option<u32>,
-    /// This host alone, whatever Slurm says: `--nnodes 1`, at a free port.
+    /// Run on this host alone, even under Slurm: `--nnodes 1`, at a free port.
     #[arg(long)]
     standalone: bool,
-    /// Which of the hosts this is, from 0. Unset: what Slurm says.
+    /// Number of this host, from 0. Unset: from Slurm.
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<u32>,
-    /// Name or address of host 0, as all hosts know it. Unset: what Slurm says; on one host,
-    /// 127.0.0.1.
+    /// Name or address of host 0, as all hosts know it. Unset: from Slurm; on one host, 127.0.0.1.
     #[arg(long, alias = "master_addr", value_name = "HOST")]
     master_addr: Option<String>,
-    /// Free port of host 0 at which the ranks meet. Unset: on one host a free one, on several what
-    /// Slurm's numbers make, else 29400.
+    /// Free port of host 0 at which the ranks connect. Unset: on one host a free one, on several
+    /// derived from Slurm's job, else 29400.
     #[arg(long, alias = "master_port", value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
-    /// When a rank fails, start all again from the newest checkpoint, up to N times. On every host
-    /// alike.
+    /// When a rank fails, restart all ranks from the newest checkpoint, up to N times. Give the
+    /// same N on every host.
     #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     #[command(flatten)]
     elsewhere: elsewhere::Args,
-    /// What every rank is to do: `train`, `calibrate` or `bench collectives`, with its arguments.
+    /// The command of every rank: `train`, `calibrate` or `bench collectives`, with its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 
-/// Which ranks are to be started here, and where all meet.
+/// The ranks to start here, and the address at which all ranks connect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Layout {
     nodes: u32,
     node: u32,
     ranks_here: u32,
     host: String,
-    /// None: a free one of this host.
+    /// The port; None: a free one of this host.
     port: Option<u16>,
 }
 
@@ -83,8 +81,9 @@ impl Layout {
     }
 }
 
-/// Runs the command. `check_usage` ends the process where the arguments of a rank, this program's
-/// name first, are wrong: said once, and not by every rank.
+/// Runs the command. `check_usage` receives the arguments of a rank, with this program's name
+/// first. It ends the process if they are wrong, so that the error is printed once, not by every
+/// rank.
 pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCode> {
     let is_training = check(&args.command)?;
     check_usage(&[&["trainyard".into()], &args.command[..]].concat());
@@ -123,8 +122,8 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
     ranks.wait(signals)
 }
 
-/// The variables by which the ranks know each other, where they do not inherit a secret: a new
-/// secret where all of them are on this host, else the name that Slurm gives to the job.
+/// The environment variable by which the ranks recognise each other, unless they inherit a secret.
+/// It is a new secret if all ranks are on this host, else Slurm's name of the job.
 fn identity(
     layout: &Layout,
     environment: &Environment,
@@ -143,7 +142,7 @@ fn identity(
     })
 }
 
-/// Refuses what cannot be the part of a rank; whether it trains.
+/// Refuses a command that ranks cannot run. Returns true if it trains.
 fn check(command: &[OsString]) -> Result<bool> {
     let words: Vec<&OsStr> = command.iter().map(OsString::as_os_str).collect();
     let is_training = words[0] == "train";
@@ -167,7 +166,7 @@ fn check(command: &[OsString]) -> Result<bool> {
     Ok(is_training)
 }
 
-/// What the options and Slurm's variables say together.
+/// The layout from the options and Slurm's variables.
 fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<String>) -> Result<Layout> {
     let slurm = slurm(environment, &get)?;
     if let (true, Some(nodes @ 2..)) = (args.standalone, args.nnodes) {
@@ -196,8 +195,8 @@ fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<S
     Ok(Layout { nodes, node, ranks_here, host, port: Some(port) })
 }
 
-/// Hosts and this one's number as Slurm's step has them, if it started one process on each; an
-/// error if this process is a rank already.
+/// The number of hosts and this host's number, from Slurm's step, if it started one process on
+/// each. An error if this process already is a rank.
 fn slurm(environment: &Environment, get: &impl Fn(&str) -> Option<String>) -> Result<Option<(u32, u32)>> {
     let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u32>().ok());
     let Environment { launcher, rank, world, derivation, .. } = environment;
@@ -216,7 +215,7 @@ fn slurm(environment: &Environment, get: &impl Fn(&str) -> Option<String>) -> Re
     }
 }
 
-/// This command under the supervisor.
+/// Runs this command under the supervisor.
 fn restarting(args: &Args, layout: &Layout, program: &Path) -> Result<ExitCode> {
     let mut command: Vec<OsString> = vec![program.into(), "launch".into()];
     let mut option = |name: &str, value: String| command.extend([name.into(), value.into()]);
@@ -234,8 +233,8 @@ fn restarting(args: &Args, layout: &Layout, program: &Path) -> Result<ExitCode> 
     supervise::supervise(Supervised { command: &command, max_restarts: args.max_restarts, run, is_honest: true })
 }
 
-/// A port at which nobody listens; another program may take it before rank 0 does, which then says
-/// so.
+/// A port at which nobody listens. Another program may still take it before rank 0 does, which then
+/// reports an error.
 fn free_port() -> Option<u16> {
     let count = PORTS.end - PORTS.start;
     let begin = std::process::id().wrapping_mul(PORT_STRIDE);
@@ -307,7 +306,7 @@ mod tests {
         let (name, secret) = of(1, &[]).unwrap().unwrap();
         assert!(name == SECRET_VARIABLE && secret.len() == 64 && JobSecret::of_variable(&secret).is_ok());
         assert_ne!(of(1, &[]).unwrap().unwrap().1, secret);
-        // Several hosts cannot make the same one.
+        // Several hosts cannot create the same secret.
         assert_eq!(of(2, &[]).unwrap(), None);
         assert_eq!(of(2, &STEP).unwrap(), Some(("TORCHELASTIC_RUN_ID", "Slurm's job 5, step 0".to_owned())));
         assert_eq!(of(1, &[(SECRET_VARIABLE, "0123456789abcdef")]).unwrap(), None, "ranks inherit it");

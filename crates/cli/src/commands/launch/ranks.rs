@@ -1,13 +1,13 @@
-//! The processes of a host: started, listened to, signalled, ended.
+//! The rank processes of a host: start, output, signals and end.
 //!
-//! - **Output.** Rank 0 has the terminal to itself, so its progress is readable. What other ranks
-//!   say goes to standard error, each line behind `[rank R]`.
+//! - **Output.** Rank 0 writes to the terminal directly, so its progress is readable. Lines of
+//!   other ranks go to standard error, each after `[rank R]`.
 //! - **Signals.** Ranks are in process groups of their own, so that a key on the terminal reaches
-//!   this process alone, which passes SIGINT and SIGTERM on, once each time.
-//! - **Parent.** Ranks end with this process, however it ends: a run that nobody watches over would
-//!   keep its successor out.
-//! - **Ends.** Ranks tell each other of failures and end by themselves. Who has not [`GRACE`] after
-//!   the first bad end is killed: it is stopped or stuck where nothing reaches it.
+//!   only this process. It passes each SIGINT and SIGTERM on once.
+//! - **Parent.** Ranks end with this process, however it ends. An orphaned run would hold the lock
+//!   and block its successor.
+//! - **Ends.** Ranks tell each other of failures and end by themselves. A rank that has not ended
+//!   [`GRACE`] after the first bad end is stopped or stuck, and is killed.
 
 use crate::commands::supervise::{EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PANIC, send};
 use crate::output::note;
@@ -23,17 +23,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use trainyard_comm::{Environment, Signal, end_with_parent};
 
-/// How long ranks may go on after one has ended badly: they end their own stuck threads after 5 s,
-/// and write reports.
+/// Time limit for ranks to end after one has ended badly. They end their own stuck threads after 5
+/// s, and write reports.
 const GRACE: Duration = Duration::from_secs(8);
-/// How often is looked.
+/// Interval of the checks for ended ranks and signals.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// SIGINT and SIGTERM, counted.
 pub struct Signals(signal_hook::iterator::Signals);
 
 impl Signals {
-    /// Takes them from now on.
+    /// Handles the signals from now on.
     pub fn new() -> Result<Signals> {
         signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map(Signals).context("signal handling")
     }
@@ -42,14 +42,14 @@ impl Signals {
 struct Rank {
     number: u32,
     child: Child,
-    /// Threads that pass its output on.
+    /// Threads that relay the rank's output.
     relays: Vec<JoinHandle<()>>,
     status: Option<ExitStatus>,
-    /// Whether its end is our doing.
+    /// True if this process killed the rank.
     was_killed: bool,
 }
 
-/// Ranks of this host. Dropping it kills those that run.
+/// Ranks of this host. Dropping it kills running ranks.
 pub struct Ranks(Vec<Rank>);
 
 impl Ranks {
@@ -65,7 +65,7 @@ impl Ranks {
         for number in numbers {
             let mut command = Command::new(program);
             command.args(arguments).stdin(Stdio::null()).process_group(0);
-            // This process's own place in a Slurm step is not that of its ranks.
+            // This process's own place in a Slurm step does not apply to its ranks.
             for name in Environment::variables() {
                 command.env_remove(name);
             }
@@ -83,16 +83,16 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Waits until all have ended; the exit code that says how.
+    /// Waits until all ranks have ended. Returns their common exit code.
     pub fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
         let mut failed: Option<Instant> = None;
         loop {
             for signal in signals.0.pending() {
-                // Whoever is left after a failure has nothing to save.
+                // After a failure the remaining ranks have nothing to save.
                 if failed.is_some() { self.kill()? } else { self.signal(signal)? }
             }
             for (number, pid, status) in self.newly_ended()? {
-                // A signal may have come to a rank itself, on this host or another one.
+                // A rank, on this host or another one, may have received a signal itself.
                 let is_asked_for = status.code() == Some(EXIT_INTERRUPTED.into());
                 if failed.is_none() && !status.success() && !is_asked_for {
                     failed = Some(Instant::now());
@@ -115,7 +115,7 @@ impl Ranks {
             std::thread::sleep(LOOK);
         }
         for rank in &mut self.0 {
-            // A relay that panicked has told itself.
+            // A relay that panicked has printed its own message.
             rank.relays.drain(..).for_each(|relay| drop(relay.join()));
         }
         let ended = self.0.iter().filter_map(|rank| Some((rank.number, rank.status?, rank.was_killed)));
@@ -131,8 +131,8 @@ impl Ranks {
         self.0.iter().filter(|rank| rank.status.is_none())
     }
 
-    /// Those that have ended since the last look; those ended by a signal first, as they are the
-    /// cause of the others' ends.
+    /// The ranks that have ended since the last check. Ranks ended by a signal come first, as they
+    /// are the cause of the others' ends.
     fn newly_ended(&mut self) -> Result<Vec<(u32, u32, ExitStatus)>> {
         let mut ended = Vec::new();
         for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
@@ -159,20 +159,20 @@ impl Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        // Only after an error in between; who has ended cannot be killed.
+        // Ranks still run only after an error in between; killing ended ranks does nothing.
         let _ = self.kill();
     }
 }
 
-/// Passes the lines of a rank on.
+/// Relays the lines of a rank.
 fn relay(number: u32, output: impl Read + Send + 'static) -> JoinHandle<()> {
     std::thread::spawn(move || {
         let mut output = BufReader::new(output);
         let mut line = Vec::new();
         while output.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
             let text = String::from_utf8_lossy(&line);
-            // In one piece, so that lines of ranks do not mix; nobody reading is no reason to stop
-            // the rank.
+            // Each line is a single write, so that lines of ranks do not mix. A closed standard
+            // error is no reason to stop the rank.
             let _ = std::io::stderr().write_all(format!("[rank {number}] {}\n", text.trim_end()).as_bytes());
             line.clear();
         }
@@ -195,8 +195,8 @@ fn summary(ended: &[(u32, ExitStatus, bool)]) -> String {
     words.collect::<Vec<_>>().join("; ")
 }
 
-/// What all ranks' ends are together: an error that would come again (which keeps its code), a rank
-/// that failed, a stop that was asked for, or success.
+/// The common exit code of all ranks, in order of precedence: an error that would come again (which
+/// keeps its code), a failed rank, a requested stop, success.
 fn exit_code(ended: &[ExitStatus]) -> u8 {
     let codes: Vec<Option<i32>> = ended.iter().map(|status| status.code()).collect();
     let others = [0, i32::from(EXIT_FAULT), i32::from(EXIT_INTERRUPTED), EXIT_PANIC];

@@ -1,5 +1,5 @@
-//! A configuration on this machine: every way of running it, priced from what `trainyard calibrate`
-//! measured.
+//! Plans of a configuration on this machine. Every way of running it is priced from a profile by
+//! `trainyard calibrate`.
 
 use super::{Args, fixed, formats, quoted};
 use crate::commands::config::resolve_for;
@@ -18,8 +18,8 @@ use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Format, MachineProfile, ProfileKind};
 
-/// The profile to price the configuration from; None where there is none and something else can
-/// stand for the machine.
+/// The profile that prices the configuration. None if there is no profile, and peaks measured now
+/// can stand for the machine.
 pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
     let kind = forecast::profile_kind(&Config::load(Some(path), &args.sets)?);
     let profile = match &args.profile {
@@ -28,7 +28,7 @@ pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
     };
     match profile {
         Ok(profile) => Ok(Some(profile)),
-        // Nothing else here knows how fast a GPU is.
+        // Without a profile the speed of a GPU is unknown.
         Err(why) if kind == ProfileKind::Gpu => {
             bail!("{why}, name its file with --profile, or name a cluster of known GPUs with --cluster")
         }
@@ -40,8 +40,8 @@ pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
     }
 }
 
-/// A profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this machine's
-/// cores.
+/// Reads a profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this
+/// machine's cores.
 fn measured(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
     let profile = MachineProfile::read(file)?;
     if kind == ProfileKind::Cpu && profile.machine.processes.is_none() {
@@ -111,7 +111,7 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     print(text)
 }
 
-/// What `--fix` holds, as settings.
+/// The choices of `--fix`, as settings.
 fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let Fixed { tp, pp, cp, ep, dp_replicate, dp_shard, zero_stage, micro_batch, accumulation, .. } = *fixed;
     for (name, degree) in [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)] {
@@ -147,7 +147,7 @@ fn held(fixed: &Fixed) -> Result<Vec<String>> {
     Ok(sets)
 }
 
-/// The one number format that `--precision` names, as settings.
+/// The single number format of `--precision`, as settings.
 pub fn precision(formats: &[Format]) -> Result<Vec<String>> {
     let [format] = formats else {
         bail!("--precision: one format on this machine; the planner of clusters chooses among several (--cluster)")
@@ -165,7 +165,7 @@ pub fn precision(formats: &[Format]) -> Result<Vec<String>> {
     Ok(sets)
 }
 
-/// The table of the first `top`.
+/// The table of the first `top` ways.
 fn lines(ways: &choose::Ways, tokens: u64, top: usize) -> String {
     let is_tried = ways.fitting.first().is_some_and(|way| way.tried.is_some());
     let rows = ways.fitting.iter().take(top).map(|way| {
@@ -192,7 +192,7 @@ fn lines(ways: &choose::Ways, tokens: u64, top: usize) -> String {
     table::lines(&heads, rows)
 }
 
-/// A way that is looked at closely.
+/// The details of one way, for `--show`.
 struct Shown {
     step: PricedStep,
     text: String,
