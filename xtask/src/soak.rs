@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn tenths_have_medians_and_the_last_record_is_found() {
         let readings: Vec<Reading> = (0..100).map(|step| Reading { step, bytes: 1000 - step }).collect();
-        assert_eq!(median(&readings, 10, 20), Some(985));
+        assert_eq!(median(&readings, 10, 20), Some(986));
         assert_eq!(median(&readings, 100, 110), None);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");

@@ -233,7 +233,7 @@ fn an_error_in_the_middle_ends_every_thread_and_keeps_the_old_files() {
     assert!(error.to_string().contains("c.jsonl:1"), "{error}");
     assert_eq!(kept(&train), before);
     let names: Vec<PathBuf> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().path()).collect();
-    assert_eq!(names.len(), 1 + 5, "the texts, two pairs, a description and the lock: {names:?}");
+    assert_eq!(names.len(), 1 + 6, "the texts, two pairs, a description and the lock: {names:?}");
 }
 
 /// Documents are tokenized as transformers tokenizes a text; what was prepared otherwise is not

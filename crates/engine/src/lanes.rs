@@ -259,7 +259,8 @@ mod tests {
         assert_eq!((order.into_inner().unwrap(), told), ((0..program().instructions.len()).collect::<Vec<_>>(), 0));
         // The first forward waited for the count of two loads.
         assert!(spans[3].waited >= spans[1].end - spans[1].start && spans[3].waited_for == Some(2));
-        assert!(spans[2].waited_for == Some(1) && spans[4].waited_for.is_none());
+        // The count may begin after the loads have ended, and then waits for nothing.
+        assert!(spans[2].waited_for.is_none_or(|load| load == 1) && spans[4].waited_for.is_none());
     }
 
     #[test]

@@ -71,6 +71,7 @@ struct Seen {
     memory: String,
     model: String,
     tokenizer: String,
+    device: String,
     deadline: Duration,
     /// The reason of an early end.
     error: Option<String>,
@@ -141,6 +142,7 @@ fn run(folder: &Path, sets: &[&str]) -> Seen {
                 own.memory = format!("{:?}", session.prediction.purposes());
                 own.model = fs::read_to_string(session.folder.join(files::MODEL)).unwrap_or_default();
                 own.tokenizer = session.tokenizer.fingerprint();
+                own.device = format!("{:?}", session.rank.device());
                 let (stop, process_start) = (AtomicBool::new(false), Instant::now());
                 let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");
                 train(&mut session, &mut Recording(&mut own), Control { stop: &stop, process_start, on_stuck })
@@ -225,6 +227,7 @@ fn trouble(folder: &Path, row: &Row, bases: &mut BTreeMap<String, Arc<Seen>>) ->
         Shows::Tokenizer => seen.tokenizer != base.tokenizer,
         Shows::DataThreads => seen.data_threads != base.data_threads,
         Shows::Deadline => seen.deadline != base.deadline,
+        Shows::Device(words) => seen.device.contains(words) && !base.device.contains(words),
         Shows::Note(words) => said(&seen, words) && !said(&base, words),
         Shows::Made(path) => folder.join(path).exists(),
         Shows::Refused(_) | Shows::Elsewhere(..) => unreachable!("answered above"),

@@ -29,6 +29,8 @@ pub enum Shows {
     DataThreads,
     /// Another deadline of ranks.
     Deadline,
+    /// A device that is described with these words.
+    Device(&'static str),
     /// A note with these words.
     Note(&'static str),
     /// A file or folder below the test's folder.
@@ -70,6 +72,7 @@ const LLAMA3: &[&str] = &[
 ];
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
+const FILE: &[&str] = &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"];
 const LINES: &[&str] = &["data.train={F}/lines.jsonl"];
 const MUON: &[&str] = &["optimizer.name=muon"];
 const ADAFACTOR: &[&str] = &["optimizer.name=adafactor"];
@@ -102,7 +105,7 @@ pub const ROWS: &[Row] = &[
     row("model.ffn_dim", &[], &["model.ffn_dim=48"], Model),
     row("model.vocab_size", &[], &["model.vocab_size=400"], Memory),
     row("model.vocab_multiple", &[], &["model.vocab_multiple=128"], Memory),
-    row("model.max_sequence_length", GPT2, &["model.max_sequence_length=32"], Memory),
+    row("model.max_sequence_length", GPT2, &["model.max_sequence_length=32"], Model),
     row("model.norm_eps", &[], &["model.norm_eps=1e-3"], Losses),
     row("model.rope_theta", &[], &["model.rope_theta=100"], Losses),
     row("model.rope_scaling", &[], LINEAR, Losses),
@@ -124,6 +127,7 @@ pub const ROWS: &[Row] = &[
     row("model.init_std", &[], &["model.init_std=0.1"], Losses),
     row("tokenizer.path", &[], &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"], Tokenizer),
     row("tokenizer.kind", &[], &["tokenizer.kind=characters"], Tokenizer),
+    row("tokenizer.add_bos", FILE, &["tokenizer.add_bos=true"], Refused("has no beginning-of-text token")),
     row("tokenizer.vocab_size", &["tokenizer.kind=bpe"], &["tokenizer.vocab_size=260"], Tokenizer),
     row("data.train", &[], &["data.train={F}/other.txt"], Losses),
     row("data.validation", &[], &["data.validation={F}/other.txt"], Evaluations),
@@ -143,7 +147,15 @@ pub const ROWS: &[Row] = &[
     row("training.steps", &[], &["training.steps=2"], Steps),
     row("training.epochs", &[], &["training.epochs=0.02"], Steps),
     row("training.tokens", &[], &["training.tokens=64"], Steps),
-    row("training.seconds", &[], &["training.seconds=1e-9"], Steps),
+    row(
+        "training.seconds",
+        &[],
+        &[],
+        Elsewhere(
+            "crates/cli/tests/odd_input.rs",
+            "a_run_of_very_many_steps_begins_at_once_and_ends_by_its_other_limit",
+        ),
+    ),
     row("training.micro_batch_size", &[], &["training.micro_batch_size=4"], Losses),
     row("training.global_batch_size", &[], &["training.global_batch_size=4"], Losses),
     row("training.accumulation_steps", &[], &["training.accumulation_steps=2"], Program),
@@ -161,7 +173,7 @@ pub const ROWS: &[Row] = &[
         "training.skipped_steps_max",
         &["optimizer.learning_rate=1e30", "optimizer.weight_decay=0", "data.validation_fraction=0"],
         &["training.skipped_steps_max=1"],
-        Refused("diverge"),
+        Refused("1 steps in a row had a loss or gradient that is not finite"),
     ),
     row("optimizer.name", &[], &["optimizer.name=lion"], Losses),
     row("optimizer.learning_rate", &[], &["optimizer.learning_rate=2e-2"], Losses),
@@ -186,7 +198,7 @@ pub const ROWS: &[Row] = &[
     row("precision.compute", &[], &["precision.compute=bf16"], Losses),
     row("precision.tf32", &[], &["precision.tf32=true"], Refused("has no TF32")),
     row("precision.fp8", &["precision.compute=bf16"], &["precision.fp8=hybrid"], Losses),
-    row("precision.fp8_amax_history", FP8, &["precision.fp8_amax_history=1"], Losses),
+    row("precision.fp8_amax_history", FP8, &["precision.fp8_amax_history=2"], Note("of up to 2 earlier steps")),
     row("precision.fp8_margin", FP8, &["precision.fp8_margin=4"], Losses),
     row("precision.loss_scale_initial", F16, &["precision.loss_scale_initial=2"], Scales),
     row("precision.loss_scale_window", F16, &["precision.loss_scale_window=1"], Scales),
@@ -198,8 +210,8 @@ pub const ROWS: &[Row] = &[
         Memory,
     ),
     row("compute.device", &[], &["compute.device=cuda:4096"], Refused("cuda")),
-    row("compute.isa", &[], &["compute.isa=portable"], Note("cpu(portable")),
-    row("compute.threads", &[], &["compute.threads=2"], Note("2 threads")),
+    row("compute.isa", &[], &["compute.isa=portable"], Device("portable")),
+    row("compute.threads", &[], &["compute.threads=2"], Device("2 threads")),
     row("compute.attention", &[], &["compute.attention=mma"], Refused("chooses among a GPU's kernels")),
     row("parallel.ranks", &[], &["parallel.ranks=2"], Program),
     row(
@@ -234,7 +246,7 @@ pub const ROWS: &[Row] = &[
     row("memory.offload.directory", ON_DISK, &["memory.offload.directory={F}/tier"], Made("tier")),
     row("memory.offload.chunk_elements", ON_DISK, &["memory.offload.chunk_elements=512"], Memory),
     row("checkpoint.interval_steps", &[], &["checkpoint.interval_steps=3"], Files),
-    row("checkpoint.interval_seconds", &[], &["checkpoint.interval_seconds=1e-9"], Files),
+    row("checkpoint.interval_seconds", &["training.steps=60"], &["checkpoint.interval_seconds=0.001"], Files),
     row("checkpoint.keep_last", OFTEN, &["checkpoint.keep_last=1"], Files),
     row(
         "checkpoint.keep_best",
@@ -258,6 +270,21 @@ pub const ROWS: &[Row] = &[
     ),
     row("evaluation.early_stopping_min_delta", PATIENT, &["evaluation.early_stopping_min_delta=100"], Steps),
     row("metrics.jsonl", &[], &["metrics.jsonl=false"], Files),
+    row(
+        "metrics.interval_steps",
+        &[],
+        &[],
+        Elsewhere(
+            "crates/engine/src/metrics/mod.rs",
+            "records_of_a_long_run_are_ever_fewer_and_a_resumed_run_has_the_same",
+        ),
+    ),
     row("metrics.tensorboard", &[], &["metrics.tensorboard=false"], Files),
     row("metrics.profile", &[], &["metrics.profile=true"], Files),
+    row(
+        "metrics.profile_steps",
+        &[],
+        &[],
+        Elsewhere("crates/engine/src/trace.rs", "a_trace_has_the_first_and_the_last_steps_however_long_a_run_is"),
+    ),
 ];
