@@ -60,7 +60,7 @@ choices! {
 }
 
 choices! {
-    /// The way sequences are cut from the corpus.
+    /// The method by which sequences are cut from the corpus.
     Sampling {
         /// Every token once an epoch: documents packed one after the other, sequences in shuffled
         /// order.
@@ -388,7 +388,7 @@ section! {
         /// another one is refused.
         #[elsewhere("validation_split_percentage", "split", "val_fraction")]
         validation_fraction: Option<f64> = None;
-        /// The way sequences are cut from the corpus.
+        /// The method by which sequences are cut from the corpus.
         sampling: Sampling = Sampling::Packed;
         /// Shuffle the sequences, by `training.seed`; packed sampling only. False: the text in its
         /// order, corpora of a mixture in turn by their weights. Unset: true.
