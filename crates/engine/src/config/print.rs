@@ -46,35 +46,55 @@ pub fn documentation() -> String {
     let mut text = String::from(
         "# Configuration\n\n\
          <!-- Printed by `trainyard config docs` from crates/engine/src/config; a test fails when this file is stale. -->\n\n\
-         A configuration is a TOML file with sections. Values come from the defaults, then the file, then each `--set section.key=value`,\n\
-         later ones winning. A key that is unset is derived; `\"auto\"` unsets one. Unknown keys, keys that would have no effect, and\n\
-         combinations that cannot work are errors, reported together before anything is allocated.\n\
-         Relative paths start in the folder where the command runs, not in the configuration's.\n\
-         `trainyard config check FILE` prints the resolved configuration with every derived value and its derivation.\n\n\
-         \"Elsewhere\" lists what other programs call a key: those names are not accepted, but the error names the right one. Given a JSON file of DeepSpeed's, the error has the lines that say the same.\n",
+         After this page you can look up every key of a configuration. `trainyard config check FILE` prints\n\
+         the resolved configuration of a file, every derived value with its derivation.\n\n\
+         1. A configuration is a TOML file with sections.\n\
+         2. Values come from the defaults, then the file, then each `--set section.key=value`, later ones\n   winning.\n\
+         3. A key that is unset is derived; `\"auto\"` unsets one.\n\
+         4. Unknown keys, keys that would have no effect, and combinations that cannot work are errors,\n   \
+         reported together before anything is allocated.\n\
+         5. Relative paths start in the folder where the command runs, not in the configuration's.\n\n\
+         \"Elsewhere\" lists the names of a key in other programs. They are not accepted, but the error names\n\
+         the right one. Given a JSON file of DeepSpeed's, the error has the lines that say the same.\n",
     );
     for section in Config::default().sections() {
-        let _ = write!(text, "\n## [{}]\n\n{}\n\n", section.name(), paragraph(section.about()));
-        text.push_str("| key | takes | default | meaning |\n|---|---|---|---|\n");
+        let _ = write!(text, "\n## [{}]\n\n{}\n", section.name(), filled(&paragraph(section.about()), ""));
         for key in section.keys() {
             let default = key.default.map_or("unset".to_owned(), |value| format!("`{value}`"));
-            let mut about = paragraph(&key.about);
+            let _ = write!(text, "\n- **`{}`**: {}; default {default}.\n", key.name, key.expected);
+            let _ = writeln!(text, "{}", filled(&paragraph(&key.about), "  "));
             if !key.elsewhere.is_empty() {
                 let names: Vec<_> = key.elsewhere.iter().map(|name| format!("`{name}`")).collect();
-                let _ = write!(about, " Elsewhere: {}.", names.join(", "));
+                let _ = writeln!(text, "{}", filled(&format!("Elsewhere: {}.", names.join(", ")), "  "));
             }
-            let _ = writeln!(text, "| `{}` | {} | {default} | {about} |", key.name, key.expected);
         }
         if section.name() == "model" {
-            text.push_str("\nPresets:\n\n| preset | sets |\n|---|---|\n");
+            text.push_str("\nPresets:\n\n");
             for preset in PRESETS {
                 let keys = super::presets::find(preset).unwrap_or_default();
-                let keys: Vec<_> = keys.iter().map(|(key, value)| format!("`{key} = {value}`")).collect();
-                let _ = writeln!(text, "| `{preset}` | {} |", keys.join(", "));
+                let keys: Vec<_> = keys.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+                let _ = writeln!(text, "- **`{preset}`** sets\n{}", filled(&keys.join(", "), "  "));
             }
         }
     }
     text
+}
+
+/// Breaks a paragraph into lines of at most 100 columns, each after `indent`.
+fn filled(text: &str, indent: &str) -> String {
+    const COLUMNS: usize = 100;
+    let mut lines = vec![indent.to_owned()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().expect("there is a first line");
+        let space = if line.len() > indent.len() { " " } else { "" };
+        if line.chars().count() + space.len() + word.chars().count() > COLUMNS {
+            lines.push(format!("{indent}{word}"));
+        } else {
+            *line += space;
+            *line += word;
+        }
+    }
+    lines.join("\n")
 }
 
 /// Joins the lines of a documentation comment.
