@@ -12,6 +12,8 @@
 //! - Shown output must be printed. Numbers and the width of white space may differ. `...` stands
 //!   for any text inside a line and, alone on a line, for any lines. A command without shown output
 //!   is only run.
+//! - A block of another kind whose info line has `file=NAME` is a file: it is written before the
+//!   commands below it run.
 //! - A block that cannot run here (another machine, a download, minutes of training) says so with
 //!   the info word `ignore`: "```console ignore". A block that speaks of `trainyard` without `$
 //!   ` is refused, so that none is skipped by accident.
@@ -43,6 +45,17 @@ fn steps(page: &str) -> Result<Vec<Step>, String> {
     while let Some((opening, line)) = lines.next() {
         let Some(info) = line.trim_start().strip_prefix("```") else { continue };
         let words: Vec<&str> = info.split(|c: char| c.is_whitespace() || c == ',').collect();
+        if let Some(file) = words.iter().find_map(|word| word.strip_prefix("file=")) {
+            let text: String = lines
+                .by_ref()
+                .map(|(_, line)| line)
+                .take_while(|line| line.trim() != "```")
+                .map(|line| format!("{line}\n"))
+                .collect();
+            let command = format!("cat > {file} <<'END'\n{text}END");
+            steps.push(Step { line: opening + 1, command, shown: Vec::new() });
+            continue;
+        }
         let ours = matches!(words[0], "console" | "sh" | "shell" | "bash") && !words.contains(&"ignore");
         let before = steps.len();
         while let Some((number, line)) = lines.next() {
@@ -256,10 +269,11 @@ fn the_commands_of_the_documentation_do_what_it_shows() {
 #[test]
 fn blocks_are_read() {
     let page = "```console\n$ trainyard a \\\n    b\nout\n\n$ ls\n```\n```sh ignore\n$ trainyard c\n```\n\
-                ```rust\nlet trainyard = 1;\n```\n";
+                ```rust\nlet trainyard = 1;\n```\n```toml file=c.toml\na = 1\n```\n";
     let expected = [
         Step { line: 2, command: "trainyard a b".into(), shown: vec!["out".into()] },
         Step { line: 6, command: "ls".into(), shown: vec![] },
+        Step { line: 14, command: "cat > c.toml <<'END'\na = 1\nEND".into(), shown: vec![] },
     ];
     assert_eq!(steps(page).unwrap(), expected);
     assert!(steps("```sh\ntrainyard train\n```\n").unwrap_err().contains("line 2: write commands as"));
