@@ -88,7 +88,11 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
 fn check(report: &mut Report, name: &str, run: impl FnOnce(&mut Report) -> Result<Check>) -> Result<()> {
     println!("\n== {name}");
     let start = Instant::now();
-    match run(report)? {
+    let outcome = run(report).unwrap_or_else(|error| {
+        println!("error: {error:#}");
+        Check::Failed
+    });
+    match outcome {
         Check::Passed => {}
         Check::Failed => report.failures.push(name.to_owned()),
         Check::Skipped(reason) => {

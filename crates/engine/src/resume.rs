@@ -106,10 +106,10 @@ struct Difference {
 }
 
 /// The keys of `[model]` in which `asked` computes another function than `run`. Dropout does not
-/// count, because it belongs to training. Special tokens do not count, because no computation uses
-/// them.
+/// count, because it belongs to training. Special tokens and the name of the class in Hugging Face
+/// files do not count, because no computation uses them.
 fn differences(run: &ModelSpec, asked: &ModelSpec) -> Vec<Difference> {
-    const OF_NO_FUNCTION: [&str; 4] = ["dropout", "bos_token", "eos_tokens", "pad_token"];
+    const OF_NO_FUNCTION: [&str; 5] = ["dropout", "model_type", "bos_token", "eos_tokens", "pad_token"];
     let (run, asked) = (described(run), described(asked));
     let keys: BTreeSet<&String> = run.keys().chain(asked.keys()).collect();
     let value =
@@ -186,9 +186,11 @@ fn check_model(folder: &Path, run: &ModelSpec, asked: &ModelSpec, change: ModelC
 pub(crate) fn check_end(resolved: &Resolved, state: &RunState) -> Result<()> {
     let Some(steps) = resolved.limits.steps.filter(|steps| *steps < state.step) else { return Ok(()) };
     let training = &resolved.requested.training;
-    let asked = match training.tokens.filter(|_| training.steps != Some(steps)) {
-        Some(tokens) => format!("training.tokens = {tokens}, which is {steps} steps"),
-        None => format!("training.steps = {steps}"),
+    let asked = match (training.steps, training.epochs, training.tokens) {
+        (Some(own), _, _) if own == steps => format!("training.steps = {steps}"),
+        (_, Some(epochs), None) => format!("training.epochs = {epochs}, which is {steps} steps"),
+        (_, None, Some(tokens)) => format!("training.tokens = {tokens}, which is {steps} steps"),
+        _ => format!("training.epochs and training.tokens make {steps} steps"),
     };
     Err(does_not_fit(format!(
         "{} steps are done already, and {asked}: ask for more, or go back to an earlier checkpoint with --checkpoint STEP",
@@ -283,18 +285,32 @@ pub(crate) fn nothing_left(resolved: &Resolved, state: &RunState) -> Option<Stri
     let limits = resolved.limits;
     let by_steps = limits.steps.filter(|steps| *steps <= state.step);
     let by_seconds = limits.seconds.filter(|seconds| *seconds <= state.seconds);
-    let (key, limit, next) = match (by_steps, by_seconds) {
-        (Some(steps), _) => ("steps", steps.to_string(), (2 * state.step).to_string()),
-        (None, Some(seconds)) => ("seconds", seconds.to_string(), (2.0 * state.seconds).ceil().to_string()),
+    let limit = match (by_steps, by_seconds) {
+        (Some(steps), _) => format!("{steps} steps"),
+        (None, Some(seconds)) => format!("{seconds} s"),
         (None, None) => return None,
     };
     let rate = rate_change(state, &resolved.schedule_over(2 * state.step));
     Some(format!(
-        "nothing is left to train: {} steps are done in {:.0} s, and training.{key} is {limit}; go on with --set training.{key}={next}{}",
+        "nothing is left to train: {} steps are done in {:.0} s, and the run ends after {limit}; go on with{}{}",
         state.step,
         state.seconds,
+        twice_as_long(resolved).concat(),
         rate.map_or_else(String::new, |rate| format!(" ({rate})"))
     ))
+}
+
+/// The `--set` options that train a run twice as long: one for every limit that was asked for,
+/// because the first to be reached ends the run.
+pub fn twice_as_long(resolved: &Resolved) -> Vec<String> {
+    let asked = &resolved.requested.training;
+    let limits = [
+        asked.steps.map(|steps| format!("training.steps={}", steps.saturating_mul(2))),
+        asked.epochs.map(|epochs| format!("training.epochs={}", 2.0 * epochs)),
+        asked.tokens.map(|tokens| format!("training.tokens={}", tokens.saturating_mul(2))),
+        asked.seconds.map(|seconds| format!("training.seconds={}", 2.0 * seconds)),
+    ];
+    limits.into_iter().flatten().map(|limit| format!(" --set {limit}")).collect()
 }
 
 /// Describes the change of the learning rate when a run is resumed from `state` with `schedule`;

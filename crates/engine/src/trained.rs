@@ -121,7 +121,7 @@ pub fn open_trained_on(
     if let Some(eos) = tokenizer.eos().filter(|eos| config.model.path.is_none() && !spec.eos_tokens.contains(eos)) {
         // A model shape has no end token, or that of the model it is named after. Users of an
         // export need this run's end token to stop at.
-        (spec.bos_token, spec.eos_tokens) = (Some(eos), vec![eos]);
+        (spec.bos_token, spec.eos_tokens) = (tokenizer.bos().or(Some(eos)), vec![eos]);
     }
     let found = find_checkpoint(folder, choice, &mut note)?.ok_or_else(|| {
         does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Mutex;
@@ -114,6 +115,8 @@ fn run_one(test: &Test<'_>, file: &Path, limit: Duration) -> Result<(Outcome, St
     command.env("CARGO_MANIFEST_DIR", &test.program.folder).stdin(Stdio::null());
     command.envs(test.variables.iter().map(|(name, value)| (name, value)));
     command.stderr(out.try_clone()?).stdout(out);
+    // A group of its own, so that what a test has started ends with it.
+    command.process_group(0);
     let start = Instant::now();
     let child = command.spawn().with_context(|| format!("cannot run {}", test.program.path.display()))?;
     let status = wait(child, start + limit)?;
@@ -138,6 +141,8 @@ fn wait(mut child: std::process::Child, until: Instant) -> Result<Option<ExitSta
             return Ok(Some(status));
         }
         if Instant::now() >= until {
+            let group = format!("-{}", child.id());
+            let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
             child.kill()?;
             child.wait()?;
             return Ok(None);

@@ -21,7 +21,7 @@ use trainyard_engine::early_stopping::StoppedEarly;
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress::{self, Progress};
-use trainyard_engine::resume::{GoingOn, ModelChange, rate_change};
+use trainyard_engine::resume::{GoingOn, ModelChange, rate_change, twice_as_long};
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
@@ -551,23 +551,12 @@ fn times(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     text
 }
 
-/// Settings to train twice as long: every limit that would end the run at the same step.
+/// Settings to train twice as long, or, after an early end, with twice the patience.
 fn longer(resolved: &Resolved, stopped_early: bool) -> String {
-    let asked = &resolved.requested.training;
-    let patience = resolved.config.evaluation.early_stopping_patience.filter(|_| stopped_early);
-    let limits = match patience {
-        Some(patience) => vec![format!("evaluation.early_stopping_patience={}", 2 * patience)],
-        None => [
-            asked.steps.map(|steps| format!("training.steps={}", 2 * steps)),
-            asked.epochs.map(|epochs| format!("training.epochs={}", 2.0 * epochs)),
-            asked.tokens.map(|tokens| format!("training.tokens={}", 2 * tokens)),
-            asked.seconds.map(|seconds| format!("training.seconds={}", 2.0 * seconds)),
-        ]
-        .into_iter()
-        .flatten()
-        .collect(),
-    };
-    limits.iter().map(|limit| format!(" --set {limit}")).collect()
+    match resolved.config.evaluation.early_stopping_patience.filter(|_| stopped_early) {
+        Some(patience) => format!(" --set evaluation.early_stopping_patience={}", 2 * patience),
+        None => twice_as_long(resolved).concat(),
+    }
 }
 
 /// A sentence about an early end of the run, and the checkpoint to use; empty if it reached its

@@ -171,11 +171,17 @@ impl Lock {
         };
         match locked {
             Ok(()) => Ok(Lock { _file: Some(file) }),
-            Err(reason) if reason.kind() == ErrorKind::Unsupported => Ok(Lock { _file: None }),
+            // NFS without a lock service says ENOLCK, which has no kind of its own.
+            Err(reason) if reason.kind() == ErrorKind::Unsupported || reason.raw_os_error() == Some(ENOLCK) => {
+                Ok(Lock { _file: None })
+            }
             Err(reason) => Err(DataError::io("lock", &path)(reason)),
         }
     }
 }
+
+/// Linux: no locks are available.
+const ENOLCK: i32 = 37;
 
 /// `OUT.train`.
 pub fn train_prefix(out: &Path) -> PathBuf {

@@ -235,6 +235,12 @@ impl Tokenizer {
         }
     }
 
+    /// The beginning-of-text token, if the tokenizer has one; it is added to texts only if the
+    /// tokenizer asks for it.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
     /// The token between documents, if there is one.
     pub fn eos(&self) -> Option<u32> {
         self.eos

@@ -46,9 +46,7 @@ impl Sample {
 
     /// The median; `None` of nothing.
     pub fn median(&self) -> Option<f64> {
-        let mut values = self.kept.clone();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied()
+        trainyard_base::median(self.kept.iter().copied())
     }
 }
 
