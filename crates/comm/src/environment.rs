@@ -10,7 +10,8 @@ use crate::communicator::Communicator;
 use crate::tcp::{
     JobSecret, LISTEN_VARIABLE, RENDEZVOUS_DEFAULT, Rendezvous, RendezvousError, SECRET_VARIABLE, SecretSource,
 };
-use crate::{Note, slurm};
+use crate::{Note, slurm, warning};
+use std::ffi::OsStr;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
@@ -193,6 +194,7 @@ const NAMES: [Names; 4] = [
 impl Environment {
     /// Reads this process's variables.
     pub fn detect() -> Result<Self, EnvironmentError> {
+        check_secret(std::env::var_os(SECRET_VARIABLE).as_deref())?;
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
@@ -213,9 +215,12 @@ impl Environment {
         let torchrun = names.launcher == Launcher::Torchrun;
         let local_world = number(names.local_world)?;
         let is_one_host = match names.launcher {
-            Launcher::Torchrun => local_world == Some(world),
-            _ => get("SLURM_STEP_NUM_NODES").is_some_and(|hosts| hosts.trim() == "1"),
+            Launcher::Slurm => get("SLURM_STEP_NUM_NODES").is_some_and(|hosts| hosts.trim() == "1"),
+            // Under Slurm, mpirun starts a daemon on each host by steps of srun of their own. The
+            // ranks inherit the variables of such a step, which say nothing of the other hosts.
+            _ => local_world == Some(world),
         };
+        let listen = listen(get(LISTEN_VARIABLE))?;
         Ok(Self {
             launcher: names.launcher,
             rank,
@@ -223,7 +228,7 @@ impl Environment {
             local_rank: number(names.local_rank)?,
             local_world,
             master: master(names.launcher, &get)?
-                .map(|master| if is_one_host { master.on_this_host() } else { master }),
+                .map(|master| if is_one_host || master.is_loopback() { master.on_this_host(listen) } else { master }),
             has_mpi: match names.launcher {
                 Launcher::OpenMpi | Launcher::Pmi => true,
                 Launcher::Slurm => get("PMIX_RANK").is_some(),
@@ -231,7 +236,7 @@ impl Environment {
             },
             patience: patience(get(RENDEZVOUS_VARIABLE))?,
             secret: secret(names.launcher, &get)?,
-            listen: listen(get(LISTEN_VARIABLE))?,
+            listen,
             restarts: if torchrun { number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0) } else { 0 },
             derivation: format!("{}={rank}, {}={world}", names.rank, names.world),
         })
@@ -298,10 +303,10 @@ impl Environment {
             });
         };
         if self.rank == 0 && *self.secret.source() != SecretSource::Variable {
-            note(&format!(
+            note(&warning(format_args!(
                 "processes of this run know each other by {}: whoever reaches its ports can take part; {SECRET_VARIABLE}, the same random text for all of them, keeps others out",
                 self.secret.source()
-            ));
+            )));
         }
         let rendezvous = Rendezvous {
             patience: self.patience,
@@ -330,11 +335,20 @@ impl Environment {
 }
 
 impl Master {
-    /// The same for ranks that are all on one host: they meet at loopback, where no other host
-    /// comes.
-    fn on_this_host(self) -> Self {
-        let is_loopback = self.host == "localhost" || self.host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-        if is_loopback {
+    /// True if the host's name says that all ranks are on it.
+    fn is_loopback(&self) -> bool {
+        self.host == "localhost" || self.host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+    }
+
+    /// The same for ranks that are all on one host: they meet at the address that was chosen to
+    /// `listen` at, else at loopback, where no other host comes.
+    fn on_this_host(self, listen: Option<IpAddr>) -> Self {
+        if let Some(ip) = listen.filter(|ip| !ip.is_unspecified()) {
+            let derivation =
+                format!("all ranks are on this host, which listens at {LISTEN_VARIABLE}; {}", self.derivation);
+            return Self { host: ip.to_string(), derivation, ..self };
+        }
+        if self.is_loopback() {
             return self;
         }
         let derivation = format!("all ranks are on this host, so {} is not asked; {}", self.host, self.derivation);
@@ -357,6 +371,17 @@ fn secret(launcher: Launcher, get: &impl Fn(&str) -> Option<String>) -> Result<J
             .and_then(|job| Some(format!("{job}, {}", named("step", "SLURM_STEP_ID")?))),
     };
     Ok(name.map_or_else(JobSecret::nothing, JobSecret::of_job_name))
+}
+
+/// Refuses a secret that is no text, which would pass for none.
+fn check_secret(value: Option<&OsStr>) -> Result<(), EnvironmentError> {
+    if value.is_none_or(|value| value.to_str().is_some()) {
+        return Ok(());
+    }
+    Err(EnvironmentError::Variable {
+        name: SECRET_VARIABLE.to_owned(),
+        what: "is no text (UTF-8): set it to text, e.g. in hexadecimal digits, the output of `openssl rand -hex 32`, the same for all ranks".to_owned(),
+    })
 }
 
 fn listen(value: Option<String>) -> Result<Option<IpAddr>, EnvironmentError> {
@@ -536,6 +561,47 @@ mod tests {
         ];
         assert_eq!(host(&step), "127.0.0.1");
         assert_eq!(host(&step[..5]), "node7");
+    }
+
+    #[test]
+    fn ranks_of_one_host_meet_where_rank_0_was_told_to_listen() {
+        let host = |address, here, listen| {
+            let variables = [
+                ("RANK", "1"),
+                ("WORLD_SIZE", "4"),
+                ("LOCAL_WORLD_SIZE", here),
+                ("MASTER_ADDR", address),
+                (LISTEN_VARIABLE, listen),
+            ];
+            detect(&variables).unwrap().master.unwrap().host
+        };
+        assert_eq!(host("127.0.0.1", "4", "10.0.0.7"), "10.0.0.7");
+        assert_eq!(host("node0", "4", "10.0.0.7"), "10.0.0.7");
+        assert_eq!(host("localhost", "2", "10.0.0.7"), "10.0.0.7", "loopback is one host");
+        assert_eq!(host("node0", "2", "10.0.0.7"), "node0");
+        assert_eq!(host("node0", "4", "0.0.0.0"), "127.0.0.1");
+        assert_eq!(host("::1", "4", "::"), "::1");
+    }
+
+    #[test]
+    fn the_step_of_mpiruns_daemon_is_not_taken_for_that_of_the_ranks() {
+        let step = [("SLURM_STEP_ID", "0"), ("SLURM_STEP_NUM_NODES", "1"), ("MASTER_ADDR", "node0")];
+        let open_mpi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")];
+        let pmi = [("PMI_RANK", "1"), ("PMI_SIZE", "4")];
+        let host = |variables: &[Variables]| detect(&variables.concat()).unwrap().master.unwrap().host;
+        assert_eq!(host(&[&open_mpi, &step]), "node0");
+        assert_eq!(host(&[&pmi, &step]), "node0");
+        assert_eq!(host(&[&open_mpi, &step, &[("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]]), "node0");
+        assert_eq!(host(&[&open_mpi, &step, &[("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]]), "127.0.0.1");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_secret_that_is_no_text_is_not_taken_for_none() {
+        use std::os::unix::ffi::OsStrExt;
+        assert!(check_secret(None).is_ok() && check_secret(Some(OsStr::new("0123456789abcdef"))).is_ok());
+        let error = check_secret(Some(OsStr::from_bytes(&[0xff; 32]))).unwrap_err().to_string();
+        assert!(error.contains("TRAINYARD_JOB_SECRET: is no text") && error.contains("-hex 32"), "{error}");
     }
 
     #[test]

@@ -62,3 +62,8 @@ pub use place::{Place, Position};
 
 /// A function that is told in a line what is worth knowing of something that goes on.
 pub type Note = fn(&str);
+
+/// Marks the note `text` as a warning, which programs show even where they hide other notes.
+pub(crate) fn warning(text: impl std::fmt::Display) -> String {
+    format!("warning: {text}")
+}

@@ -6,7 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
-use trainyard_comm::tcp::{JobSecret, Rendezvous};
+use trainyard_comm::Environment;
+use trainyard_comm::tcp::{JobSecret, LISTEN_VARIABLE, Rendezvous};
 
 const DEADLINE: Duration = Duration::from_millis(700);
 /// Longer than anything here takes to come about.
@@ -81,6 +82,36 @@ fn the_name_of_this_host_will_do() {
     let port = free_port();
     let processes = (0..3).map(|rank| Rendezvous::new(&name, port, rank, 3)).collect();
     assert_eq!(outcomes(processes), [Ok(3.0), Ok(3.0), Ok(3.0)]);
+}
+
+#[test]
+fn ranks_of_one_host_come_together_at_the_address_to_listen_at() {
+    const CHOSEN: &str = "127.0.0.7";
+    if TcpListener::bind((CHOSEN, 0)).is_err() {
+        return trainyard_testing::skip(format!("{CHOSEN} is no address of this host"));
+    }
+    let port = free_port().to_string();
+    let join = |rank: &str| {
+        let variables = [
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port),
+            (LISTEN_VARIABLE, CHOSEN),
+            ("TRAINYARD_RENDEZVOUS_SECONDS", "30"),
+        ];
+        let get = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        let world = Environment::from_variables(get).unwrap().connect(PATIENCE, |_| {}).unwrap().unwrap();
+        let mut ones = [1f32];
+        world.all_reduce(&mut ones).unwrap();
+        ones[0]
+    };
+    thread::scope(|scope| {
+        let other = scope.spawn(|| join("1"));
+        assert_eq!(join("0"), 2.0);
+        assert_eq!(other.join().unwrap(), 2.0);
+    });
 }
 
 #[test]

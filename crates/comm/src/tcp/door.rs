@@ -4,26 +4,29 @@
 //! them: a caller that is slow or silent keeps nobody else waiting. A caller that has proved the
 //! job's secret ([`super::secret`]) and said one word is handed over. Every other one is a
 //! stranger: its connection is closed, it is counted, and the first few are named in notes.
-//! Nothing that a stranger sends ends the start, and no more memory or sockets are held for
-//! strangers than [`CALLERS_MAX`] short buffers.
+//! Nothing that a stranger sends ends the start. The callers that are held are bounded, with and
+//! without a proof, and so are those that nobody has taken in yet: without a secret strangers can
+//! prove what the processes of the job prove.
 
 use super::rendezvous::LOOK;
 use super::secret::{End, JobSecret, Nonce, Proof, Purpose, nonce};
 use super::words::{self, FIRST_WORD_BYTES_MAX, GREETING_BYTES, UNKNOWN, WELCOME, Word};
-use crate::Note;
+use crate::{Note, warning};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The time in which a caller has to prove the secret and say its word.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Callers that are waited for at once. When one more comes, the caller that has waited longest
-/// without a proof has to go: a process of the job needs two round trips, and tries again.
+/// Callers without a proof that are waited for at once. When one more comes, the one that has
+/// waited longest has to go: a process of the job needs two round trips, and tries again. Callers
+/// with a proof are bounded by this many more than the processes of the world, and so are visitors
+/// that nobody has taken in.
 const CALLERS_MAX: usize = 128;
 /// The pause while nobody calls is [`LOOK`], and this one while somebody is listened to.
 const LISTEN: Duration = Duration::from_millis(1);
@@ -69,7 +72,7 @@ impl Strangers {
         seen.count += 1;
         if seen.named.len() < NAMED_MAX {
             let stranger = format!("one from {}: {why}", ip.to_canonical());
-            (self.note)(&format!("rank {} turned a connection away, {stranger}", self.rank));
+            (self.note)(&warning(format_args!("rank {} turned a connection away, {stranger}", self.rank)));
             seen.named.push(stranger);
         }
     }
@@ -94,16 +97,17 @@ impl Drop for Strangers {
         let seen = self.seen.get_mut().unwrap_or_else(PoisonError::into_inner);
         let more = seen.count - seen.named.len();
         if more > 0 {
-            (self.note)(&format!("rank {} turned {more} more connections away", self.rank));
+            (self.note)(&warning(format_args!("rank {} turned {more} more connections away", self.rank)));
         }
     }
 }
 
 impl Door {
     /// Listens at `port` (0: any that is free) of `ip`, or of all addresses of this host, for
-    /// callers that know `secret` and come for `purpose`.
+    /// callers that know `secret` and come for `purpose`. Up to `world` processes may come at once.
     pub fn open(
         rank: u32,
+        world: u32,
         ip: Option<IpAddr>,
         port: u16,
         secret: &JobSecret,
@@ -112,7 +116,8 @@ impl Door {
     ) -> io::Result<Door> {
         let listener = listen(ip, port)?;
         let address = listener.local_addr()?;
-        let (sender, visitors) = channel();
+        let proved_max = CALLERS_MAX + world as usize;
+        let (sender, visitors) = sync_channel(proved_max);
         let strangers = Arc::new(Strangers { rank, note, seen: Mutex::default() });
         let is_closing = Arc::new(AtomicBool::new(false));
         let mut porter = Porter {
@@ -120,6 +125,7 @@ impl Door {
             secret: secret.clone(),
             purpose,
             callers: VecDeque::new(),
+            proved_max,
             visitors: sender,
             strangers: Arc::clone(&strangers),
         };
@@ -183,7 +189,9 @@ struct Porter {
     purpose: Purpose,
     /// In the order in which they came.
     callers: VecDeque<Caller>,
-    visitors: Sender<Visitor>,
+    /// Most callers with a proof, and most visitors that nobody has taken in.
+    proved_max: usize,
+    visitors: SyncSender<Visitor>,
     strangers: Arc<Strangers>,
 }
 
@@ -216,10 +224,6 @@ impl Stage {
             Stage::Word { bytes } => bytes,
         }
     }
-
-    fn has_proved(self) -> bool {
-        matches!(self, Stage::WordLength | Stage::Word { .. })
-    }
 }
 
 impl Porter {
@@ -232,7 +236,10 @@ impl Porter {
                 Ok(false) => break,
                 // The process may have no more sockets: whoever has waited longest gives one back.
                 Err(error) => {
-                    self.drop_oldest(&format!("this process can take no more connections: {error}"));
+                    let why = format!("this process can take no more connections: {error}");
+                    if !self.drop_oldest(Caller::is_unproved, &why) {
+                        self.drop_oldest(Caller::has_proved, &why);
+                    }
                     break;
                 }
             }
@@ -249,7 +256,9 @@ impl Porter {
                     Ok(()) => {
                         let visitor = Visitor { word, stream: caller.stream, ip: caller.ip };
                         // Nobody waits for visitors while the door is being closed.
-                        let _ = self.visitors.send(visitor);
+                        if let Err(TrySendError::Full(visitor)) = self.visitors.try_send(visitor) {
+                            self.strangers.add(visitor.ip, "it came while too many others waited to be taken in");
+                        }
                     }
                     Err(error) => self.strangers.add(caller.ip, &error.to_string()),
                 },
@@ -272,8 +281,13 @@ impl Porter {
             }
             Err(error) => return Err(error),
         };
-        if self.callers.len() >= CALLERS_MAX {
-            self.drop_oldest("it did not say who it is before many others came");
+        let why = "it did not say who it is before many others came";
+        let proved = self.callers.iter().filter(|caller| caller.has_proved()).count();
+        if self.callers.len() - proved >= CALLERS_MAX {
+            self.drop_oldest(Caller::is_unproved, why);
+        }
+        for _ in self.proved_max..proved {
+            self.drop_oldest(Caller::has_proved, why);
         }
         let nonce = nonce()?;
         let greeted = stream
@@ -291,17 +305,25 @@ impl Porter {
         Ok(true)
     }
 
-    /// Lets the caller go that has waited longest without a proof.
-    fn drop_oldest(&mut self, why: &str) {
-        if let Some(oldest) = self.callers.iter().position(|caller| !caller.stage.has_proved())
-            && let Some(caller) = self.callers.remove(oldest)
-        {
+    /// Lets the caller of a `kind` go that has waited longest. Returns false if there is none.
+    fn drop_oldest(&mut self, kind: fn(&Caller) -> bool, why: &str) -> bool {
+        let oldest = self.callers.iter().position(kind).and_then(|oldest| self.callers.remove(oldest));
+        if let Some(caller) = &oldest {
             self.strangers.add(caller.ip, why);
         }
+        oldest.is_some()
     }
 }
 
 impl Caller {
+    fn has_proved(&self) -> bool {
+        matches!(self.stage, Stage::WordLength | Stage::Word { .. })
+    }
+
+    fn is_unproved(&self) -> bool {
+        !self.has_proved()
+    }
+
     /// Reads what has come; the caller's word, when it is complete.
     ///
     /// # Errors
@@ -369,8 +391,20 @@ mod tests {
 
     fn quiet(_: &str) {}
 
+    #[test]
+    fn strangers_are_told_in_warnings() {
+        static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+        let note: Note = |text| TOLD.lock().unwrap().push(text.to_owned());
+        let strangers = Strangers { rank: 0, note, seen: Mutex::default() };
+        (0..NAMED_MAX + 2).for_each(|_| strangers.add(HOME, "it is strange"));
+        drop(strangers);
+        let told = TOLD.lock().unwrap();
+        assert_eq!(told[0], "warning: rank 0 turned a connection away, one from 127.0.0.1: it is strange");
+        assert_eq!(told[NAMED_MAX], "warning: rank 0 turned 2 more connections away");
+    }
+
     fn door(secret: &JobSecret) -> Door {
-        Door::open(0, Some(HOME), 0, secret, Purpose::Meeting, quiet).unwrap()
+        Door::open(0, 2, Some(HOME), 0, secret, Purpose::Meeting, quiet).unwrap()
     }
 
     fn secret() -> JobSecret {
@@ -408,6 +442,40 @@ mod tests {
         drop(silent);
     }
 
+    /// Waits until the door's account of strangers holds `part`.
+    fn says(door: &Door, part: &str) {
+        let begin = Instant::now();
+        while !door.strangers().summary().contains(part) {
+            assert!(begin.elapsed() < PATIENCE, "{part}: {}", door.strangers().summary());
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn visitors_that_nobody_takes_in_are_bounded() {
+        let nothing = JobSecret::nothing();
+        let door = door(&nothing);
+        let _streams: Vec<TcpStream> = (0..CALLERS_MAX as u32 + 5).map(|i| come(&door, &nothing, i).unwrap()).collect();
+        says(&door, "3 connections were turned away");
+        says(&door, "too many others waited to be taken in");
+        assert_eq!(std::iter::from_fn(|| door.next(Duration::ZERO)).count(), CALLERS_MAX + 2);
+    }
+
+    #[test]
+    fn callers_that_prove_and_are_silent_are_bounded() {
+        let nothing = JobSecret::nothing();
+        let door = door(&nothing);
+        let prove = || {
+            let stream = call(&door);
+            words::greet(&stream, &nothing, Purpose::Meeting, PATIENCE).unwrap();
+            stream
+        };
+        let _silent: Vec<TcpStream> = (0..CALLERS_MAX + 10).map(|_| prove()).collect();
+        says(&door, "before many others came");
+        let _stream = come(&door, &nothing, 1).unwrap();
+        assert_eq!(came(&door), 1);
+    }
+
     #[test]
     fn strangers_are_counted_and_named() {
         let (secret, other) = (secret(), secret());
@@ -426,11 +494,7 @@ mod tests {
         assert_eq!(link.kind(), io::ErrorKind::PermissionDenied);
         let _stream = come(&door, &secret, 2).unwrap();
         assert_eq!(came(&door), 2);
-        let begin = Instant::now();
-        while !door.strangers().summary().contains("5 connections were turned away") {
-            assert!(begin.elapsed() < PATIENCE, "{}", door.strangers().summary());
-            std::thread::yield_now();
-        }
+        says(&door, "5 connections were turned away");
         let said = door.strangers().summary();
         assert!(said.contains("does not know this job's secret") && said.contains("and 2 more"), "{said}");
     }

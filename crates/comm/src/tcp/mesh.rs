@@ -3,7 +3,7 @@
 
 use super::door::{self, Door, Visitor};
 use super::secret::{JobSecret, Purpose};
-use super::words::{Address, Word, greet, say};
+use super::words::{Address, Word, greet, is_timeout, say};
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -36,16 +36,17 @@ pub(super) fn reach(addresses: impl Iterator<Item = SocketAddr>, patience: Durat
     Err(last)
 }
 
-/// True for an error after which another attempt may succeed: the other end may have closed the
-/// connection to make room, while strangers called.
+/// True for an error after which another attempt may succeed: the other end may be slow, or may
+/// have closed the connection to make room, while strangers called.
 pub(super) fn is_worth_another_try(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::UnexpectedEof
-            | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::ConnectionAborted
-            | io::ErrorKind::BrokenPipe
-    )
+    is_timeout(error)
+        || matches!(
+            error.kind(),
+            io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::ConnectionReset
+                | io::ErrorKind::ConnectionAborted
+                | io::ErrorKind::BrokenPipe
+        )
 }
 
 impl Mesh<'_> {
@@ -117,5 +118,18 @@ impl Mesh<'_> {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_peer_is_called_again() {
+        use io::ErrorKind::{ConnectionRefused, InvalidData, PermissionDenied, TimedOut, UnexpectedEof, WouldBlock};
+        assert!([TimedOut, WouldBlock, UnexpectedEof].iter().all(|&kind| is_worth_another_try(&kind.into())));
+        let final_kinds = [ConnectionRefused, InvalidData, PermissionDenied];
+        assert!(!final_kinds.iter().any(|&kind| is_worth_another_try(&kind.into())));
     }
 }

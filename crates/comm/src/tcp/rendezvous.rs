@@ -190,7 +190,7 @@ impl Rendezvous {
     }
 
     fn open(&self, ip: Option<IpAddr>, port: u16, purpose: Purpose) -> io::Result<Door> {
-        Door::open(self.rank, ip, port, &self.secret, purpose, self.note)
+        Door::open(self.rank, self.world, ip, port, &self.secret, purpose, self.note)
     }
 
     /// Listens where the other ranks look for rank 0: at the address that was chosen, at loopback,
@@ -257,6 +257,14 @@ impl Rendezvous {
                 door.strangers().add(ip, "it says what it should not");
                 continue;
             };
+            // A process that has ended makes room for another one with its rank.
+            guests.retain(|guest| {
+                let stays = guest.card.rank != card.rank || !is_gone(&guest.stream);
+                if !stays {
+                    (self.note)(&format!("{} came and is gone; its place is free again", guest.card.who()));
+                }
+                stays
+            });
             if let Some(why) = misfit(&own, &card, guests) {
                 door.strangers().add(ip, &why);
                 // A process that is gone needs no answer.
@@ -408,6 +416,17 @@ fn error_in_words(error: &io::Error) -> String {
     }
 }
 
+/// True if the other end has closed or lost the connection.
+fn is_gone(stream: &TcpStream) -> bool {
+    let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let is_open = match looked {
+        Ok(bytes) => bytes > 0,
+        Err(error) => matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
+    };
+    // A socket that cannot be set back is of no more use.
+    stream.set_nonblocking(false).is_err() || !is_open
+}
+
 /// The reason why a process cannot be part of rank 0's world, if there is one.
 fn misfit(own: &Card, card: &Card, guests: &[Guest]) -> Option<String> {
     let who = card.who();
@@ -470,6 +489,24 @@ mod tests {
             let says = format!("rank 0 handed out the addresses of {count} ranks, and the world has 3");
             assert!(error.contains(&says), "{error}");
         }
+    }
+
+    #[test]
+    fn a_rank_that_came_and_died_makes_room_for_its_replacement() {
+        let door = rendezvous(0, 0, 3).open(Some(Ipv4Addr::LOCALHOST.into()), 0, Purpose::Meeting).unwrap();
+        let port = door.port();
+        let come = |rank: u32| {
+            let guest = rendezvous(port, rank, 3);
+            let stream = guest.find_master().unwrap();
+            say(&stream, &Word::Here(guest.card(None, 1)), PATIENCE).unwrap();
+            stream
+        };
+        drop(come(1));
+        let _streams = [come(1), come(2)];
+        let mut guests = Vec::new();
+        rendezvous(port, 0, 3).gather(&door, &mut guests).unwrap();
+        assert_eq!(guests.iter().map(|guest| guest.card.rank).collect::<Vec<_>>(), [1, 2]);
+        assert!(guests.iter().all(|guest| !is_gone(&guest.stream)));
     }
 
     #[test]

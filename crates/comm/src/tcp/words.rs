@@ -111,7 +111,9 @@ impl Word {
 }
 
 fn of_json<T: DeserializeOwned>(text: &[u8]) -> io::Result<T> {
-    serde_json::from_slice(text).map_err(|error| strange(format!("it says what makes no sense: {error}")))
+    // The error may quote the text.
+    let why = |error: serde_json::Error| printable(&error.to_string());
+    serde_json::from_slice(text).map_err(|error| strange(format!("it says what makes no sense: {}", why(error))))
 }
 
 /// The greeting of this end.
@@ -249,6 +251,12 @@ mod tests {
         let card = br#"{"Here":{"version":"0\u001b","rank":1,"world":2,"host":"\u0007","pid":3,"ip":null,"port":4}}"#;
         let Word::Here(card) = Word::of_json(card).unwrap() else { panic!("a card") };
         assert_eq!((card.version.as_str(), card.host.as_str()), ("0\\u{1b}", "\\u{7}"));
+    }
+
+    #[test]
+    fn an_unknown_word_cannot_move_the_cursor() {
+        let error = Word::of_json(br#"{"\u001b[2J":{}}"#).err().unwrap().to_string();
+        assert!(error.contains("\\u{1b}[2J") && !error.contains('\x1b'), "{error:?}");
     }
 
     #[test]

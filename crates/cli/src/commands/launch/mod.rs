@@ -12,10 +12,10 @@ use super::supervise::{self, RunFile, Supervised};
 use anyhow::{Context, Result, bail};
 use ranks::{Ranks, Signals};
 use std::ffi::{OsStr, OsString};
-use std::net::TcpListener;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::Path;
 use std::process::ExitCode;
-use trainyard_comm::tcp::{JobSecret, SECRET_VARIABLE, SecretSource};
+use trainyard_comm::tcp::{JobSecret, LISTEN_VARIABLE, SECRET_VARIABLE, SecretSource};
 use trainyard_comm::{Environment, Launcher};
 
 /// torchrun's own default port.
@@ -98,7 +98,10 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
     }
     let port = match layout.port {
         Some(port) => port,
-        None => free_port().context("no port of this host is free")?,
+        None => {
+            let ip = listen_address(std::env::var(LISTEN_VARIABLE).ok());
+            free_port(ip).with_context(|| format!("no port of {ip} is free"))?
+        }
     };
     let signals = Signals::new()?;
     let identity = identity(&layout, &environment, |name| std::env::var(name).ok())?;
@@ -233,13 +236,20 @@ fn restarting(args: &Args, layout: &Layout, program: &Path) -> Result<ExitCode> 
     supervise::supervise(Supervised { command: &command, max_restarts: args.max_restarts, run, is_honest: true })
 }
 
-/// A port at which nobody listens. Another program may still take it before rank 0 does, which then
-/// reports an error.
-fn free_port() -> Option<u16> {
+/// The address at which rank 0 listens when all ranks are on this host. Rank 0 reports a `value` of
+/// [`LISTEN_VARIABLE`] that is no address of this host.
+fn listen_address(value: Option<String>) -> IpAddr {
+    let ip = value.and_then(|value| value.trim().parse().ok());
+    ip.filter(|ip| TcpListener::bind((*ip, 0)).is_ok()).unwrap_or(Ipv4Addr::LOCALHOST.into())
+}
+
+/// A port of `ip` at which nobody listens. Another program may still take it before rank 0 does,
+/// which then reports an error.
+fn free_port(ip: IpAddr) -> Option<u16> {
     let count = PORTS.end - PORTS.start;
     let begin = std::process::id().wrapping_mul(PORT_STRIDE);
     let ports = (0..count).map(|step| (PORTS.start + begin.wrapping_add(step) % count) as u16);
-    let mut free = ports.filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    let mut free = ports.filter(|port| TcpListener::bind((ip, *port)).is_ok());
     free.next()
 }
 
@@ -358,7 +368,15 @@ mod tests {
 
     #[test]
     fn a_free_port_can_be_listened_at() {
-        let port = free_port().unwrap();
+        let port = free_port(listen_address(None)).unwrap();
         assert!(PORTS.contains(&port.into()) && TcpListener::bind(("127.0.0.1", port)).is_ok());
+    }
+
+    #[test]
+    fn the_free_port_is_one_of_the_address_to_listen_at() {
+        let at = |value: &str| listen_address(Some(value.to_owned())).to_string();
+        assert_eq!(at(" 0.0.0.0 "), "0.0.0.0");
+        // Rank 0 says what is wrong with these.
+        assert_eq!((at("eth0").as_str(), at("203.0.113.1").as_str()), ("127.0.0.1", "127.0.0.1"));
     }
 }
