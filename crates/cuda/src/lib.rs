@@ -40,7 +40,7 @@ pub fn count() -> usize {
 /// GPU `ordinal` of those that the process sees.
 ///
 /// # Errors
-/// What the machine lacks for it, in a sentence.
+/// A sentence that names the missing part of the machine.
 pub fn open(ordinal: usize) -> Result<std::sync::Arc<dyn driver::Driver>> {
     Ok(std::sync::Arc::new(nvidia::Nvidia::open(ordinal)?))
 }

@@ -14,7 +14,7 @@
 //! i8   modes[S]                optional (multimodal data)
 //! ```
 //!
-//! What is checked: every count against the file's size before anything is indexed by it; lengths
+//! The checks: every count against the file's size before anything is indexed by it; lengths
 //! not negative; pointers exactly the running sum of the lengths (sequences lie back to back, as
 //! every known writer leaves them); document entries start at 0, never fall and end at S.
 

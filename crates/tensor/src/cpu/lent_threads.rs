@@ -98,7 +98,7 @@ impl LentThreads {
     }
 
     /// Lets other ranks join `region` while `work` runs, and returns when nobody is in it any more.
-    /// What a guest panicked with is raised here.
+    /// The panic of a guest is raised here.
     pub(super) fn with_guests(&self, region: &Region<'_>, work: impl FnOnce()) {
         /// Also when `work` panics, the region must not end before its guests have left.
         struct Shown<'c>(&'c LentThreads, Entry);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     /// Runs two tasks on two threads; one panics when both have begun, the other sleeps and ends.
-    /// What the region's owner saw, and whether the other had ended by then.
+    /// The results that the region's owner saw; true if the other had ended by then.
     fn one_of_two_fails(threads: &Threads, fails: impl Fn(bool) -> bool + Sync) -> (&'static str, bool) {
         let owner = current().id();
         let (begun, ended) = (AtomicUsize::new(0), AtomicBool::new(false));

@@ -1,6 +1,6 @@
 //! The register kernel on pairs of `bf16`: AVX-512 with `vdpbf16ps`.
 //!
-//! What it adds to AVX-512: each lane multiplies a pair and adds both products to an `f32` sum, so
+//! Its gain over AVX-512: each lane multiplies a pair and adds both products to an `f32` sum, so
 //! a word carries two elements and L1 and L2 carry half the bytes. The tile, 14 x 32, is the one of
 //! `f32`. Unlike a fused multiply-add the instruction rounds after each of its two additions, and
 //! treats subnormals as zero.

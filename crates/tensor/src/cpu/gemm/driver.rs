@@ -21,7 +21,7 @@
 //!             last block: epilogue of the panel's rows
 //! ```
 //!
-//! What packing costs per word is divided by the up to 1,024 rows (right) or 768 columns (left)
+//! The cost of packing a word is divided by the up to 1,024 rows (right) or 768 columns (left)
 //! that use it. A register kernel does 32 multiply-adds of `f32` a cycle and a packed word takes
 //! 0.6, hence some 4 % of a large product, and as much again goes into the sums' way through
 //! memory. Keeping weights packed between products would save 2 % at 1,024 rows, at the price of
