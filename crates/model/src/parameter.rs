@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
+use trainyard_program::Layout;
 
 /// The role of a parameter for the optimizer. Decay groups and the choice of algorithm follow from
 /// it.
@@ -81,8 +82,38 @@ pub struct ParameterSpec {
     /// Its role for the optimizer.
     pub kind: ParameterKind,
     /// Its tensors in files, in the order of rows and covering all of them; empty if it has no name
-    /// in files.
+    /// in files. Rows are those of the whole parameter.
     pub sources: Vec<Source>,
+    /// The part of a larger parameter that this is; None if it is whole.
+    pub split: Option<Split>,
+    /// The layout over the ranks of a tensor-parallel group: split; invariant if every rank
+    /// computes the same gradient of it; replicated if the ranks' gradients must be summed.
+    pub layout: Layout,
+}
+
+/// The part of a whole parameter that one rank of a tensor-parallel group holds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Split {
+    /// The shape of the whole parameter.
+    pub whole: Vec<usize>,
+    /// The dimension along which it is split.
+    pub dim: usize,
+    /// The held stretches along that dimension, in local order; together they are all that is held.
+    pub pieces: Vec<Piece>,
+}
+
+/// A stretch of a split parameter, along the dimension of the split.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Its place in this rank's part.
+    pub local: Range<usize>,
+    /// Its place in the whole.
+    pub whole: Range<usize>,
+    /// The number of ranks that hold it. Their gradients of it are summed.
+    pub holders: usize,
+    /// True on the rank that counts it in norms and writes it to checkpoints: the first that holds
+    /// it.
+    pub owned: bool,
 }
 
 impl ParameterSpec {
@@ -96,7 +127,8 @@ impl ParameterSpec {
     ) -> ParameterSpec {
         let source =
             Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
-        ParameterSpec { name: name.into(), shape: shape.to_vec(), init, kind, sources: vec![source] }
+        let (split, layout) = (None, Layout::Invariant);
+        ParameterSpec { name: name.into(), shape: shape.to_vec(), init, kind, sources: vec![source], split, layout }
     }
 
     /// The same, made of several tensors one below the other: (name in files, rows).
@@ -122,6 +154,11 @@ impl ParameterSpec {
     /// The number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// The shape of the whole parameter of which this is a part, or is all.
+    pub fn whole_shape(&self) -> &[usize] {
+        self.split.as_ref().map_or(&self.shape, |split| &split.whole)
     }
 
     /// Elements of one row of the first dimension.

@@ -10,6 +10,7 @@
 use crate::cache::KvCache;
 use crate::{Batch, ModelError, ParameterSpec, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_program::Layout;
 use trainyard_tensor::Tensor;
 
 /// The result of the last unit.
@@ -81,6 +82,72 @@ pub trait Unit: Send + Sync {
 
     /// Runs the unit. `input` is the output of the unit before, [m, d]; None for the first.
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var>;
+
+    /// The segments of a unit that is split over ranks; None if it runs as a whole.
+    fn segments(&self) -> Option<&Segments> {
+        None
+    }
+
+    /// Runs one segment of a split unit on the values that it takes, and returns those that it
+    /// gives. The exchanges between segments are the caller's.
+    fn forward_segment(
+        &self,
+        segment: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        takes: &[Var],
+    ) -> Result<Vec<Var>> {
+        let _ = (segment, tape, cx, takes);
+        Err(ModelError::Unit { unit: self.name().into(), problem: "runs as a whole: it has no segments".into() })
+    }
+}
+
+/// A unit whose compute is split over the ranks of a tensor-parallel group, as a chain of segments.
+/// A segment is local compute on named values; between two segments ranks exchange.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Segments {
+    /// The values that segments take and give, and their layouts over the group. The last one is
+    /// the unit's output.
+    pub values: Vec<Value>,
+    /// The value that is the unit's input; None for the first unit of a model.
+    pub input: Option<usize>,
+    /// The segments, in the order of forward.
+    pub segments: Vec<Segment>,
+    /// The exchanges, in the order of forward. Each takes place between the segment that gives its
+    /// first value and the one that takes its second.
+    pub exchanges: Vec<Exchange>,
+}
+
+/// A value inside a split unit.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Value {
+    /// Its name in prints.
+    pub name: &'static str,
+    /// Its layout over the ranks of the group. Split values are split along their rows.
+    pub layout: Layout,
+}
+
+/// A stretch of a unit in which ranks exchange nothing.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Segment {
+    /// Its name in prints.
+    pub name: &'static str,
+    /// The values that it reads. If a later segment reads one of them too, it is also in `gives`,
+    /// as the same tensor, so that its gradient is summed in the order of the unsplit unit.
+    pub takes: Vec<usize>,
+    /// The values that it makes or passes on.
+    pub gives: Vec<usize>,
+    /// True if gradients flow through it.
+    pub differentiable: bool,
+}
+
+/// The change of a value's layout between two segments.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Exchange {
+    /// The value before.
+    pub from: usize,
+    /// The same value in its new layout.
+    pub to: usize,
 }
 
 /// The input of a unit that is not the first.

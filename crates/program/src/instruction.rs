@@ -70,6 +70,10 @@ pub enum State {
 pub enum Collective {
     /// Every rank gets the whole sum.
     AllReduce,
+    /// Every rank gets every rank's part.
+    AllGather,
+    /// Every rank gets its part of the sum.
+    ReduceScatter,
     /// An all-gather before the products and a reduce-scatter after them. Together they move the
     /// bytes of an all-reduce, with the sequence split between them.
     GatherScatter,
@@ -77,6 +81,11 @@ pub enum Collective {
     Ring,
     /// Every rank sends a part to every other rank.
     AllToAll,
+}
+
+impl Collective {
+    /// The number of kinds.
+    pub const COUNT: usize = 6;
 }
 
 /// One thing that a rank does. `unit` and `micro_batch` count from zero. With A micro-batches per

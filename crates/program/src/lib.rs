@@ -15,6 +15,7 @@ mod check;
 mod clocks;
 mod exchange;
 mod instruction;
+mod layout;
 mod lower;
 mod memory;
 mod mesh;
@@ -30,6 +31,7 @@ mod windows;
 
 pub use check::{CheckError, Deadlock, check, check_ranks};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
+pub use layout::{Change, Layout};
 pub use lower::{lower, lower_rank};
 pub use memory::{LaneSummary, Memory, Report};
 pub use mesh::{Axis, Coordinates, Group, Mesh};

@@ -278,7 +278,8 @@ impl Costs {
                     + self.collective(Operation::ReduceScatter, bytes, ranks, stride)
             }
             Collective::AllToAll => self.collective(Operation::AllToAll, bytes, ranks, stride),
-            Collective::Ring => self.collective(Operation::AllGather, bytes, ranks, stride),
+            Collective::Ring | Collective::AllGather => self.collective(Operation::AllGather, bytes, ranks, stride),
+            Collective::ReduceScatter => self.collective(Operation::ReduceScatter, bytes, ranks, stride),
         }
     }
 }

@@ -21,7 +21,7 @@ const ARROWS: [(&str, &[&str]); 18] = [
     ("cuda", &["base", "tensor"]),
     ("tensor", &["base", "cuda"]),
     ("autograd", &["base", "tensor"]),
-    ("model", &["base", "tensor", "autograd"]),
+    ("model", &["base", "tensor", "autograd", "program"]),
     ("program", &[]),
     ("comm", &["base", "cuda", "tensor"]),
     ("data", &["base", "tensor"]),

@@ -38,7 +38,7 @@ struct Run {
     sent: [bool; 2],
     received: [bool; 2],
     /// Per phase, the number of collectives of each kind that ran inside the unit.
-    exchanged: [[u32; 4]; 2],
+    exchanged: [[u32; Collective::COUNT]; 2],
 }
 
 /// The state of a unit on this rank.
@@ -88,7 +88,7 @@ impl<'p> StepCheck<'p> {
             differentiated_weights: false,
             sent: [false; 2],
             received: [false; 2],
-            exchanged: [[0; 4]; 2],
+            exchanged: [[0; Collective::COUNT]; 2],
         };
         let unit = Unit {
             present: program.offload.parameters.is_none(),
