@@ -6,6 +6,7 @@ use crate::Result;
 use crate::collectives::Way;
 use crate::state::does_not_fit;
 use std::ops::Range;
+use std::sync::Arc;
 use trainyard_comm::nccl::{Circle, Nccl};
 use trainyard_comm::{CommError, Communicator, Position, number};
 use trainyard_program::Group;
@@ -15,10 +16,11 @@ use trainyard_tensor::{DType, Device, Purpose, Tensor, bf16, ops};
 
 /// The connection of one lane to one group of ranks. In a group of one, and on the meta device,
 /// nothing is exchanged.
+#[derive(Clone)]
 pub struct Link {
     size: usize,
     index: usize,
-    host: Option<Communicator>,
+    host: Option<Arc<Communicator>>,
     /// The NCCL communicator for tensors; None: tensors go through the host.
     device: Option<Circle>,
     /// True if NCCL only moves the parts of a sum, and this rank adds them in the order of
@@ -113,6 +115,7 @@ impl Link {
             _ => None,
         };
         let fixed_order = way == Way::Nccl { fixed_order: true };
+        let host = host.map(Arc::new);
         Ok(Link { size: group.ranks.len(), index: group.index as usize, host, device, fixed_order })
     }
 
@@ -182,6 +185,34 @@ impl Link {
             (None, Some(comm)) => Ok(whole.with_bytes_mut(|whole| comm.all_gather_in_place(whole))??),
             (None, None) => Ok(()),
         }
+    }
+
+    /// Sends a tensor to the rank with index `to`, which receives one of as many bytes. Messages
+    /// from one rank to another arrive in the order sent. They go through host memory.
+    pub(crate) fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        match self.host.as_ref().filter(|_| !tensor.device().is_meta()) {
+            Some(comm) => Ok(tensor.with_bytes(|bytes| comm.send(bytes, to))??),
+            None => Ok(()),
+        }
+    }
+
+    /// Receives a tensor from the rank with index `from`.
+    pub(crate) fn receive(&self, tensor: &mut Tensor, from: usize) -> Result<()> {
+        match self.host.as_ref().filter(|_| !tensor.device().is_meta()) {
+            Some(comm) => Ok(tensor.overwrite_bytes(|bytes| comm.recv(bytes, from))??),
+            None => Ok(()),
+        }
+    }
+
+    /// Gathers every rank's list of numbers, which may have different lengths.
+    pub(crate) fn gather_lists(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let lengths = self.all_gather_numbers(&[own.len() as f64])?;
+        let longest = lengths.iter().fold(0.0, |most: f64, length| most.max(*length)) as usize;
+        let mut padded = own.to_vec();
+        padded.resize(longest, 0.0);
+        let all = self.all_gather_numbers(&padded)?;
+        let lists = all.chunks(longest.max(1)).zip(&lengths);
+        Ok(lists.map(|(list, length)| list[..(*length as usize).min(list.len())].to_vec()).collect())
     }
 
     /// Gathers every rank's numbers, in the order of the ranks.

@@ -30,16 +30,27 @@ pub struct ReduceLinks {
     pub(crate) shard: Link,
     pub(crate) replicate: Link,
     pub(crate) data: Link,
+    /// Per unit whose parameters others borrow, the pipeline stages that hold it.
+    ties: BTreeMap<u32, Link>,
     /// Buffers for data on their way, allocated by [`ReduceLinks::stage`].
     pub(crate) staging: Staging,
 }
 
-/// Links of the compute lane, for the gradient norm and the losses, and for gathers outside of
-/// steps.
+/// Links of the compute lane, for the gradient norm and the losses, and for gathers and messages
+/// outside of steps.
 #[derive(Default)]
 pub struct ComputeLinks {
     pub(crate) shard: Link,
     pub(crate) data: Link,
+    pub(crate) pipeline: Link,
+}
+
+/// Links of the lanes that send and receive between pipeline stages. The two may run at once on one
+/// communicator, because each direction between two ranks is a queue of its own.
+#[derive(Default)]
+pub struct PipelineLinks {
+    pub(crate) send: Link,
+    pub(crate) receive: Link,
 }
 
 /// The links of one rank, by lane. The default is for a rank alone.
@@ -48,6 +59,7 @@ pub struct Links {
     pub(crate) gather: GatherLinks,
     pub(crate) reduce: ReduceLinks,
     pub(crate) compute: ComputeLinks,
+    pub(crate) pipeline: PipelineLinks,
     /// Communicator that reports this rank's failure to all others.
     pub(crate) alarm: Option<Communicator>,
     /// True if any link uses NCCL.
@@ -121,6 +133,7 @@ impl Maker<'_> {
             shard: self.link("reduce", "shards", group(Axis::Shard))?,
             replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
             data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
+            ties: self.ties()?,
             staging: Staging::default(),
         };
         let compute = ComputeLinks {
@@ -128,17 +141,48 @@ impl Maker<'_> {
             // idle.
             shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
+            pipeline: numbers.link("compute", "stages", group(Axis::Pipeline))?,
         };
+        let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
+        let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
         let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
-        Ok(Links { gather, reduce, compute, alarm, by_nccl: self.nccl.is_some(), positions: Arc::default() })
+        Ok(Links { gather, reduce, compute, pipeline, alarm, by_nccl: self.nccl.is_some(), positions: Arc::default() })
     }
 
+    /// A link between the stages that hold a unit, for every unit whose parameters others borrow.
+    fn ties(&self) -> Result<BTreeMap<u32, Link>> {
+        let Maker { program, .. } = *self;
+        let mut borrowed: Vec<u32> = program.borrows.iter().flatten().copied().collect();
+        borrowed.sort_unstable();
+        borrowed.dedup();
+        let mesh = &program.mesh;
+        let mut links = BTreeMap::new();
+        for unit in borrowed.into_iter().filter(|_| mesh.pp > 1) {
+            let stages = program.holders(unit);
+            let within = program.rank % mesh.stage_ranks();
+            let ranks: Vec<u32> = stages.iter().map(|stage| stage * mesh.stage_ranks() + within).collect();
+            // Ranks that do not hold it make a group of one, because all ranks of the world split
+            // together.
+            let group = match ranks.iter().position(|rank| *rank == program.rank) {
+                Some(index) => Group { ranks, index: index as u32 },
+                None => Group { ranks: vec![program.rank], index: 0 },
+            };
+            links.insert(unit, self.link_of("reduce", &format!("holders of unit {unit}"), &group)?);
+        }
+        Ok(links)
+    }
+
+    /// A link to `group`; nothing is made for a group of one, because every rank's is.
     fn link(&self, lane: &str, name: &str, group: Group) -> Result<Link> {
         if group.ranks.len() == 1 {
             return Ok(Link::default());
         }
+        self.link_of(lane, name, &group)
+    }
+
+    fn link_of(&self, lane: &str, name: &str, group: &Group) -> Result<Link> {
         let split = |world: &Communicator| world.split(group.ranks[0], group.index, format!("{lane} {name}"));
-        Ok(Link::new(&group, self.world.map(split).transpose()?, self.nccl.as_ref(), self.way)?)
+        Ok(Link::new(group, self.world.map(split).transpose()?, self.nccl.as_ref(), self.way)?)
     }
 }
 
@@ -172,13 +216,19 @@ impl ReduceLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
         [&self.shard, &self.replicate, &self.data].into_iter().for_each(|link| link.post(position));
+        self.ties.values().for_each(|link| link.post(position));
+    }
+
+    /// The stages that hold `unit`.
+    pub(crate) fn tie(&self, unit: u32) -> &Link {
+        self.ties.get(&unit).expect("a program ties units that others borrow")
     }
 }
 
 impl ComputeLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.data].into_iter().for_each(|link| link.post_on_host(position));
+        [&self.shard, &self.data, &self.pipeline].into_iter().for_each(|link| link.post_on_host(position));
     }
 }
 

@@ -163,7 +163,8 @@ impl Optimizer {
         };
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let mut chunks = chunks(model, unit, holding, &settings, tiers.chunks_of(unit))?;
+            let count = if holding.holds(unit) { tiers.chunks_of(unit) } else { 0 };
+            let mut chunks = chunks(model, unit, holding, &settings, count)?;
             for chunk in &mut chunks {
                 chunk.offset = offset;
                 offset += optimizer.masters_bytes(chunk) + aligned(4 * chunk.state_elements as u64);
@@ -619,7 +620,7 @@ fn chunks(
     settings: &OptimizerSettings,
     count: u32,
 ) -> Result<Vec<Chunk>> {
-    let specs = model.units()[unit].parameters();
+    let specs = holding.parameters(model, unit);
     let layout = UnitLayout::new(specs, holding.shards);
     let held = holding.range(holding.placement.masters, &layout);
     let each = chunk_elements(held.len() as u64, count) as usize;

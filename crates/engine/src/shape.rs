@@ -2,8 +2,8 @@
 
 use crate::config::{
     Activation as ConfigActivation, CheckpointMode, Compute, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
-    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, ReduceDtype,
-    ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
+    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, PipelineSchedule as ConfigPipeline,
+    ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
 };
 use crate::fp8::{Fp8Settings, check_sizes};
 use crate::precision::LossScaler;
@@ -14,8 +14,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::unit_costs;
 use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
 use trainyard_program::{
-    Keep, Mesh, ModelShape, Offload, Program, ReduceSchedule, Reshard, StateBytes, Strategy, Tier, UnitShape, check,
-    lower_rank,
+    Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, StateBytes, Strategy, Tier,
+    UnitShape, check, lower_rank,
 };
 use trainyard_tensor::DType;
 
@@ -186,6 +186,7 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
             flat_elements: model.layout(index, 1).flat_elements() as u64,
             borrows,
             saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
+            output_bytes: if index + 1 < model.units().len() { everything[index].output_bytes as u64 } else { 0 },
             ..UnitShape::default()
         }
     });
@@ -195,7 +196,8 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
 
 /// The mesh of ranks of a resolved configuration.
 pub fn mesh(resolved: &Resolved) -> Mesh {
-    Mesh::data(resolved.parallel.replicate as u32, resolved.parallel.shard as u32)
+    let parallel = &resolved.parallel;
+    Mesh { pp: parallel.pipeline as u32, ..Mesh::data(parallel.replicate as u32, parallel.shard as u32) }
 }
 
 /// The strategy of a resolved configuration, on a model of `units` units.
@@ -219,6 +221,12 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
         offload: offload(resolved),
         update_chunk: update_chunk(resolved),
         bytes: state_bytes(resolved),
+        pipeline: match parallel.schedule {
+            ConfigPipeline::Gpipe => PipelineSchedule::GPipe,
+            ConfigPipeline::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
+            ConfigPipeline::Interleaved => PipelineSchedule::Interleaved { chunks: parallel.chunks as u32 },
+            ConfigPipeline::ZeroBubble => PipelineSchedule::ZeroBubble,
+        },
         ..Strategy::new(units)
     }
 }

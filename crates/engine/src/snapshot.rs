@@ -97,7 +97,7 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
         cut(replica)..cut(replica + 1)
     };
     let mut model = Vec::new();
-    for (id, spec) in rank.model().parameters() {
+    for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
         let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
         let range = rank.parameters.master_part_range(id);
         let share = share(&range);
@@ -123,7 +123,8 @@ pub(crate) fn bytes_copied(rank: &Rank) -> Result<usize> {
 
 /// Bytes of the tensors of a checkpoint that this rank holds.
 pub(crate) fn bytes_held(rank: &Rank) -> Result<u64> {
-    let masters: usize = rank.model().parameters().map(|(id, _)| rank.parameters.master_part_range(id).len()).sum();
+    let held = rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize));
+    let masters: usize = held.map(|(id, _)| rank.parameters.master_part_range(id).len()).sum();
     let state: usize = rank.optimizer.state()?.iter().map(|(part, _)| part.range.len()).sum();
     Ok(4 * (masters + state) as u64)
 }

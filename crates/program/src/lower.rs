@@ -102,6 +102,10 @@ pub(crate) struct Lowering<'a> {
     trips: Vec<Option<usize>>,
     returns: Vec<usize>,
     next_return: usize,
+    /// All sends of gradients so far, and the sends of outputs by unit and micro-batch. Their
+    /// buffers are freed when the compute lane knows that they are sent.
+    gradients_sent: Vec<u32>,
+    outputs_sent: Vec<Option<u32>>,
     /// Passes whose input comes from another stage, ascending.
     receives: Vec<usize>,
     next_receive: usize,
@@ -151,7 +155,9 @@ impl<'a> Lowering<'a> {
         let sizes = Sizes::new(model, mesh, strategy);
         let placement = sizes.placement;
         let stage = mesh.coordinates(rank).pp;
-        let stages = order::stages(units as u32, mesh, strategy).swap_remove(stage as usize);
+        let mut all = order::stages(units as u32, mesh, strategy);
+        let unit_stages = unit_stages(&all, units);
+        let stages = all.swap_remove(stage as usize);
         let passes = order::passes(stage, &stages, mesh, strategy);
         let program = Program {
             rank,
@@ -162,6 +168,7 @@ impl<'a> Lowering<'a> {
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
             stages,
+            unit_stages,
             micro_batches: accumulation,
             folded: strategy.elastic,
             snapshot: strategy.snapshot,
@@ -207,6 +214,8 @@ impl<'a> Lowering<'a> {
             trips,
             returns,
             next_return: 0,
+            gradients_sent: Vec::new(),
+            outputs_sent: vec![None; places],
             receives: (0..passes.len()).filter(crosses).collect(),
             next_receive: 0,
             brought: vec![Brought::default(); passes.len()],
@@ -353,10 +362,21 @@ impl<'a> Lowering<'a> {
         if self.brought[at].input.is_some() {
             let received = if phase == Phase::Forward { unit - 1 } else { unit };
             pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(received));
+            if phase == Phase::Backward {
+                needs.extend(self.outputs_sent[self.place(unit, micro_batch)]);
+                pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
+            }
+        }
+        if crosses_out(&self.program, &self.passes[at]) && part != BackwardPart::Weights {
+            let sent = if phase == Phase::Forward { unit } else { unit - 1 };
+            pass = pass.taking(MemoryKind::Communication, self.sizes.sent(sent));
         }
         let lowest = self.program.stages[0].start;
         if phase == Phase::Backward && part != BackwardPart::Input && unit == lowest {
             pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
+        }
+        if phase == Phase::Backward && part != BackwardPart::Weights && crosses_out(&self.program, &self.passes[at]) {
+            needs.extend(self.room(&self.gradients_sent));
         }
         if self.sizes.placement.fresh_gradients == Fresh::InPlace {
             for Stay { unit, begins, .. } in self.stays_from(at) {
@@ -441,8 +461,16 @@ impl<'a> Lowering<'a> {
                 Phase::Backward => (mesh.pp - 1, unit - 1),
             };
             let to = (self.program.rank + step * mesh.stage_ranks()) % mesh.ranks();
-            let send = Instruction::new(Action::Send { to, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
-            self.builder.push(send, [self.ran[at]].into_iter().chain(exchange));
+            let mut send =
+                Instruction::new(Action::Send { to, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
+            if phase == Phase::Backward {
+                send = send.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
+            }
+            let sent = self.builder.push(send, [self.ran[at]].into_iter().chain(exchange));
+            match phase {
+                Phase::Forward => self.outputs_sent[place] = Some(sent),
+                Phase::Backward => self.gradients_sent.push(sent),
+            }
         }
     }
 
@@ -530,6 +558,18 @@ impl<'a> Lowering<'a> {
     fn begins_in_a_buffer(&self, micro_batch: u32) -> bool {
         self.sizes.placement.fresh_gradients == Fresh::Transient || self.strategy.elastic && micro_batch > 0
     }
+}
+
+/// Per unit, the stage that runs it; empty if there is one stage.
+fn unit_stages(stages: &[Vec<std::ops::Range<u32>>], units: usize) -> Vec<u32> {
+    if stages.len() == 1 {
+        return Vec::new();
+    }
+    let mut of_units = vec![0; units];
+    for (stage, stretches) in (0..).zip(stages) {
+        stretches.iter().cloned().flatten().for_each(|unit| of_units[unit as usize] = stage);
+    }
+    of_units
 }
 
 /// The rules by which windows over parameters are formed. Resident parameters have none.

@@ -27,6 +27,9 @@ pub struct Program {
     /// The stretches of units that this rank runs, ascending. Without a pipeline there is one
     /// stretch of all units.
     pub stages: Vec<Range<u32>>,
+    /// Per unit, the pipeline stage that runs it. Empty: there is one stage.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unit_stages: Vec<u32>,
     /// Number of micro-batches per step on this rank.
     pub micro_batches: u32,
     /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
@@ -59,6 +62,11 @@ impl Program {
         self.stages.iter().any(|stage| stage.contains(&unit))
     }
 
+    /// The pipeline stage that runs `unit`.
+    pub fn stage_of(&self, unit: u32) -> u32 {
+        self.unit_stages.get(unit as usize).copied().unwrap_or(0)
+    }
+
     /// The units whose parameters `unit` reads: its own, and those it borrows.
     pub fn reads(&self, unit: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::once(unit).chain(self.borrows[unit as usize].iter().copied())
@@ -84,6 +92,16 @@ impl Program {
     pub fn is_shared_between_stages(&self, unit: u32) -> bool {
         let borrows = |(by, from): (u32, &Vec<u32>)| from.contains(&unit) && self.runs(by) != self.runs(unit);
         (0..).zip(&self.borrows).any(borrows)
+    }
+
+    /// The pipeline stages that hold `unit`, ascending: the one that runs it, and those that run a
+    /// unit which borrows its parameters.
+    pub fn holders(&self, unit: u32) -> Vec<u32> {
+        let borrowers = (0..).zip(&self.borrows).filter(|(_, from)| from.contains(&unit)).map(|(by, _)| by);
+        let mut stages: Vec<u32> = borrowers.chain([unit]).map(|unit| self.stage_of(unit)).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        stages
     }
 
     /// The tier of the state that an action fetches or evicts; None for other actions.

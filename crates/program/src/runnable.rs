@@ -1,6 +1,6 @@
 //! The strategies that the engine can run, among those that can be lowered.
 
-use crate::{Mesh, PipelineSchedule, Strategy};
+use crate::Mesh;
 use std::fmt;
 
 /// The answer to whether a strategy can be run or only priced. `Display` gives it in words.
@@ -15,19 +15,11 @@ pub enum Runnable {
     },
 }
 
-/// Lists what the engine lacks to run `strategy` on `mesh`.
-pub fn runnable(mesh: &Mesh, strategy: &Strategy) -> Runnable {
-    let degrees = [
-        (mesh.pp, "pipeline parallelism"),
-        (mesh.tp, "tensor parallelism"),
-        (mesh.cp, "context parallelism"),
-        (mesh.ep, "expert parallelism"),
-    ];
+/// Lists what the engine lacks to run on `mesh`.
+pub fn runnable(mesh: &Mesh) -> Runnable {
+    let degrees = [(mesh.tp, "tensor parallelism"), (mesh.cp, "context parallelism"), (mesh.ep, "expert parallelism")];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
-    let mut lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
-    if mesh.pp > 1 && strategy.pipeline == PipelineSchedule::ZeroBubble {
-        lacks.push("backward in two halves".to_owned());
-    }
+    let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }
 }
 

@@ -6,6 +6,9 @@ use super::{DeviceKind, Inputs, Reshard};
 use serde::Serialize;
 use std::fmt;
 
+/// The most ranks, and the largest degree.
+const RANKS_MAX: u64 = 1 << 16;
+
 /// The ranks of a run and the state that each of them keeps, completely resolved.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct Parallel {
@@ -15,6 +18,12 @@ pub struct Parallel {
     pub replicate: usize,
     /// Shard degree: ranks of a group that share one state.
     pub shard: usize,
+    /// Pipeline stages.
+    pub pipeline: usize,
+    /// The order of forwards and backwards of a pipeline.
+    pub schedule: PipelineSchedule,
+    /// Stretches of layers per stage.
+    pub chunks: usize,
     /// ZeRO stage. 0: nothing is sharded; 1: masters and optimizer state; 2: gradients as well; 3:
     /// parameters as well.
     pub zero_stage: usize,
@@ -38,11 +47,12 @@ impl Parallel {
     }
 }
 
-/// `4 ranks = 2 replicas x 2 shards, ZeRO stage 3`
+/// `8 ranks = 2 stages x 2 replicas x 2 shards, ZeRO stage 3`; without a pipeline no stages.
 impl fmt::Display for Parallel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Parallel { ranks, replicate, shard, zero_stage, .. } = self;
-        write!(f, "{ranks} ranks = {replicate} replicas x {shard} shards, ZeRO stage {zero_stage}")
+        let Parallel { ranks, pipeline, replicate, shard, zero_stage, .. } = self;
+        let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
+        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards, ZeRO stage {zero_stage}")
     }
 }
 
@@ -51,7 +61,6 @@ impl Resolver {
     pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
         let section = self.config.parallel.clone();
         for (key, degree, choice) in [
-            ("pipeline_parallel_degree", section.pipeline_parallel_degree, "pp"),
             ("tensor_parallel_degree", section.tensor_parallel_degree, "tp"),
             ("context_parallel_degree", section.context_parallel_degree, "cp"),
         ] {
@@ -74,7 +83,11 @@ impl Resolver {
                            compute.device = \"cuda\", or leave it at \"off\"";
             self.problem("training.cuda_graphs", message.to_owned());
         }
-        let (replicate, shard) = self.degrees(&section, inputs);
+        let pipeline = section.pipeline_parallel_degree;
+        self.count("parallel.pipeline_parallel_degree", Some(pipeline as u64), 1, RANKS_MAX);
+        let pipeline = pipeline.clamp(1, RANKS_MAX as usize);
+        let (schedule, chunks) = self.pipeline(&section, pipeline);
+        let (replicate, shard) = self.degrees(&section, pipeline, inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),
             n => (3, format!("data_parallel_shard_degree is {n}")),
@@ -88,9 +101,12 @@ impl Resolver {
             self.problem("parallel.zero_stage", message);
         }
         let mut parallel = Parallel {
-            ranks: replicate * shard,
+            ranks: pipeline * replicate * shard,
             replicate,
             shard,
+            pipeline,
+            schedule,
+            chunks,
             zero_stage: stage,
             reshard_after_forward: Reshard::Always,
             prefetch: 1,
@@ -111,9 +127,30 @@ impl Resolver {
         parallel
     }
 
-    /// The replicate degree and the shard degree.
-    fn degrees(&mut self, section: &ParallelSection, inputs: &Inputs) -> (usize, usize) {
-        const RANKS_MAX: u64 = 1 << 16;
+    /// The schedule of a pipeline of `stages`, and the stretches of layers per stage.
+    fn pipeline(&mut self, section: &ParallelSection, stages: usize) -> (PipelineSchedule, usize) {
+        let one = PipelineSchedule::OneForwardOneBackward;
+        if stages == 1 {
+            let because = "pipeline_parallel_degree is 1";
+            self.unused("parallel.pipeline_schedule", &section.pipeline_schedule, because);
+            self.unused("parallel.pipeline_chunks", &section.pipeline_chunks, because);
+            return (one, 1);
+        }
+        let because = "the least memory for its speed";
+        let schedule = self.settle("parallel.pipeline_schedule", &section.pipeline_schedule, one, because);
+        if schedule != PipelineSchedule::Interleaved {
+            let because = format!("pipeline_schedule is \"{schedule}\"");
+            self.unused("parallel.pipeline_chunks", &section.pipeline_chunks, &because);
+            return (schedule, 1);
+        }
+        let because = "the fewest that interleave";
+        let chunks = self.settle("parallel.pipeline_chunks", &section.pipeline_chunks, 2, because);
+        self.count("parallel.pipeline_chunks", Some(chunks as u64), 1, 1 << 10);
+        (schedule, chunks)
+    }
+
+    /// The replicate degree and the shard degree, with `stages` pipeline stages.
+    fn degrees(&mut self, section: &ParallelSection, stages: usize, inputs: &Inputs) -> (usize, usize) {
         let (replicate, shard) = (section.data_parallel_replicate_degree, section.data_parallel_shard_degree);
         for (key, value) in [
             ("parallel.ranks", section.ranks),
@@ -123,7 +160,7 @@ impl Resolver {
             self.count(key, value.map(|n| n as u64), 1, RANKS_MAX);
         }
         let within = |n: usize| n.clamp(1, RANKS_MAX as usize);
-        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1)));
+        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1))).saturating_mul(stages);
         if let (Some(ranks), Some(started)) = (section.ranks, inputs.processes)
             && ranks != started
         {
@@ -136,11 +173,20 @@ impl Resolver {
                 started
             }
             None => {
-                self.fill("parallel.ranks", &product, "the product of the data-parallel degrees");
+                self.fill("parallel.ranks", &product, "the product of the degrees");
                 product
             }
         });
         let ranks = within(ranks);
+        if !ranks.is_multiple_of(stages) {
+            let message = format!(
+                "{ranks} ranks do not divide into parallel.pipeline_parallel_degree = {stages} stages of equally many ranks"
+            );
+            self.problem("parallel.pipeline_parallel_degree", message);
+            return (1, 1);
+        }
+        let of_stages = if stages > 1 { format!(" in each of {stages} stages") } else { String::new() };
+        let ranks = ranks / stages;
         let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();
         let divide = |by: usize| ranks.is_multiple_of(by).then(|| ranks / by);
         let (r, f) = match (replicate.map(within), shard.map(within)) {
@@ -153,7 +199,7 @@ impl Resolver {
         };
         let (Some(r), Some(f)) = (r, f) else {
             let message = format!(
-                "{ranks} ranks are not data_parallel_replicate_degree {} x data_parallel_shard_degree {}: leave one of the three out to have it \
+                "{ranks} ranks{of_stages} are not data_parallel_replicate_degree {} x data_parallel_shard_degree {}: leave one of the three out to have it \
                  derived",
                 replicate.map_or("?".to_owned(), |n| n.to_string()),
                 shard.map_or("?".to_owned(), |n| n.to_string()),
@@ -165,13 +211,17 @@ impl Resolver {
         let stage =
             section.zero_stage.map_or("no zero_stage asks for shards".to_owned(), |n| format!("zero_stage {n}"));
         if replicate.is_none() {
-            self.fill("parallel.data_parallel_replicate_degree", &r, format!("{ranks} ranks / shard degree {f}"));
+            self.fill(
+                "parallel.data_parallel_replicate_degree",
+                &r,
+                format!("{ranks} ranks{of_stages} / shard degree {f}"),
+            );
         }
         if shard.is_none() {
             self.fill(
                 "parallel.data_parallel_shard_degree",
                 &f,
-                format!("{ranks} ranks / replicate degree {r}; {stage}"),
+                format!("{ranks} ranks{of_stages} / replicate degree {r}; {stage}"),
             );
         }
         (r, f)

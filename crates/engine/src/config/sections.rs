@@ -160,6 +160,22 @@ choices! {
 }
 
 choices! {
+    /// The order of forwards and backwards in a pipeline.
+    PipelineSchedule {
+        /// All forwards, then all backwards (Huang et al. 2019).
+        Gpipe = "gpipe",
+        /// One forward, one backward (Narayanan et al. 2019).
+        OneForwardOneBackward = "1f1b",
+        /// One forward, one backward over several stretches of layers per stage (Narayanan et al.
+        /// 2021): a smaller bubble, more messages.
+        Interleaved = "interleaved",
+        /// Backward in two halves, of which the one for weights fills the bubble (Qi et al. 2023,
+        /// ZB-H1).
+        ZeroBubble = "zero_bubble",
+    }
+}
+
+choices! {
     /// The type of gradients while ranks exchange them. Sums are in f32 in either case.
     ReduceDtype {
         /// No rounding.
@@ -656,10 +672,17 @@ section! {
         /// Let a rank that waits for another work for it meanwhile, where ranks are threads of one
         /// process and each of their threads has a core. Changes no bit.
         lend_threads: bool = true;
-        /// Only 1 is supported.
+        /// Number of pipeline stages: groups of ranks that each hold a stretch of the model's
+        /// layers. Micro-batches pass through them one after the other.
         #[elsewhere("pipeline_model_parallel_size", "pp_size")]
         pipeline_parallel_degree: usize = 1;
-        /// Only 1 is supported.
+        /// The order of forwards and backwards in a pipeline. Unset: `1f1b`.
+        #[elsewhere("pipeline_parallel_schedule")]
+        pipeline_schedule: Option<PipelineSchedule> = None;
+        /// Stretches of layers per stage with `pipeline_schedule = "interleaved"`. Unset: 2.
+        #[elsewhere("virtual_pipeline_model_parallel_size", "pipeline_parallel_layers_per_stage")]
+        pipeline_chunks: Option<usize> = None;
+        /// Number of ranks that share every layer's products, each with a part of every weight.
         #[elsewhere("tensor_model_parallel_size", "tp_size")]
         tensor_parallel_degree: usize = 1;
         /// Only 1 is supported.

@@ -25,10 +25,11 @@ fn merge(into: &mut Reach, other: &Reach) {
 
 /// The allocations and frees due at each instruction of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers, fetches, and reductions into offloaded sums, by the compute instruction after which
+    /// Gathers, fetches, receives, and reductions into offloaded sums, by the compute instruction after which
     /// their memory is allocated; None is the start of the step.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
-    /// Releases and evictions whose memory is not freed yet, each with the clock that it waits for.
+    /// Releases, evictions and sends whose memory is not freed yet, each with the clock that it waits
+    /// for.
     gives: Vec<(u32, Reach)>,
     /// The clock after each instruction.
     clocks: Vec<Reach>,
@@ -58,6 +59,7 @@ impl Ledger {
                 Action::Fetch { .. } => true,
                 Action::Gather { .. } => sharded,
                 Action::Reduce { .. } => takes_sum(instruction),
+                Action::Recv { .. } => true,
                 _ => false,
             };
             if take {
@@ -73,6 +75,7 @@ impl Ledger {
                 Action::Evict { state: State::Parameters | State::Activations { .. } | State::Gradients, .. } => {
                     Some(only(Lane::HostIo, number + 1))
                 }
+                Action::Send { .. } => Some(only(Lane::Send, number + 1)),
                 _ => None,
             };
             gives.extend(give.map(|needed| (number, needed)));

@@ -13,6 +13,7 @@
 mod events;
 mod graphs;
 mod ledger;
+mod messages;
 mod offload;
 mod offloaded_activations;
 mod step;
@@ -25,7 +26,7 @@ use crate::config::OptimizerSettings;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
 use crate::lanes::{self, Handler};
-use crate::links::{ComputeLinks, GatherLinks, Links, ReduceLinks};
+use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks};
 use crate::optimizer::Optimizer;
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
@@ -39,7 +40,7 @@ use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
-use trainyard_program::{Action, Axis, Instruction, Lane, Program};
+use trainyard_program::{Action, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device};
@@ -57,6 +58,7 @@ pub struct Rank {
     gather_links: Mutex<GatherLinks>,
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
+    pipeline_links: PipelineLinks,
     alarm: Option<Communicator>,
     /// True if the GPU exchanges tensors by NCCL. Such an exchange may fail after the host has
     /// launched it.
@@ -119,9 +121,9 @@ impl Rank {
         settings: &RankSettings,
     ) -> Result<Rank> {
         links.reduce.stage(device, &model, &holding, settings.reduce)?;
-        let parameters = ParameterState::zeros(device, &model, holding, settings.compute, &tiers)?;
+        let parameters = ParameterState::zeros(device, &model, holding.clone(), settings.compute, &tiers)?;
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
-        let gradients = GradientState::new(device, &model, holding, &tiers)?;
+        let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
         let core = Core { scaler: settings.scaler, updates: 0 };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
@@ -178,6 +180,7 @@ impl Rank {
             gather_links: Mutex::new(links.gather),
             reduce_links: Mutex::new(links.reduce),
             compute_links: Mutex::new(links.compute),
+            pipeline_links: links.pipeline,
             alarm: links.alarm,
             by_nccl: links.by_nccl,
             positions: links.positions,
@@ -363,7 +366,25 @@ impl Rank {
                 rank.reduce(number, instruction, step, &mut links)
             })
         });
-        let handlers = vec![(Lane::Input, input), (Lane::HostIo, host), (Lane::Gather, gather), (Lane::Reduce, reduce)];
+        let between_stages = |link: &'_ Link, number: usize, instruction: &Instruction| {
+            perform(number, instruction, &mut |at| {
+                link.post(at);
+                step.messages().run(program, instruction.action, link)
+            })
+        };
+        let links = &rank.pipeline_links;
+        let send: Handler<'_, EngineError> =
+            Box::new(move |number, instruction| between_stages(&links.send, number, instruction));
+        let receive: Handler<'_, EngineError> =
+            Box::new(move |number, instruction| between_stages(&links.receive, number, instruction));
+        let handlers = vec![
+            (Lane::Input, input),
+            (Lane::HostIo, host),
+            (Lane::Gather, gather),
+            (Lane::Reduce, reduce),
+            (Lane::Send, send),
+            (Lane::Receive, receive),
+        ];
         let runs = |lane: &Lane| *lane == Lane::Compute || handlers.iter().any(|(handled, _)| handled == lane);
         if let Some(lane) = program.lanes().find(|lane| !runs(lane)) {
             let first = program.on_lane(lane).next().expect("a lane of the program has instructions");
@@ -478,14 +499,18 @@ impl Rank {
             Action::Reduce { unit, accumulate } => {
                 self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
             }
+            Action::Tie { unit } => self.gradients.tie(unit as usize, links.tie(unit), &links.staging),
             other => Err(cannot(other)),
         }
     }
 }
 
-/// This rank's index among the data ranks. Its micro-batches follow those of the ranks before it.
+/// This rank's index among the ranks with different micro-batches. Its micro-batches follow those of
+/// the ranks before it. Ranks that share a sequence, the parts of a product or a pipeline have the
+/// same.
 fn data_index(program: &Program) -> u64 {
-    u64::from(program.mesh.group(program.rank, Axis::Data).index)
+    let at = program.mesh.coordinates(program.rank);
+    u64::from(at.dp_replicate * program.mesh.dp_shard + at.dp_shard)
 }
 
 /// True if an instruction may wait for other ranks: one of the communicating lanes, the norm, or a

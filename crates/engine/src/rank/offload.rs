@@ -40,7 +40,7 @@ impl Rank {
     /// to write their values to. All ranks call this together.
     pub fn set_masters(&mut self, mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         let links = lock(&self.compute_links);
-        for number in 0..self.model.units().len() {
+        for number in (0..self.model.units().len()).filter(|unit| self.parameters.holds(*unit)) {
             let unit = self.parameters.unit(number);
             if self.parameters.is_offloaded() {
                 self.parameters.take(number)?;
@@ -169,6 +169,7 @@ impl Rank {
                 Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
                     self.gradients.take(unit as usize)?;
                 }
+                Action::Recv { .. } => step.take_message(&self.device, *number, self.parameters.compute())?,
                 other => return Err(cannot(other)),
             }
         }
@@ -185,6 +186,7 @@ impl Rank {
                     step.offloaded_activations().give_back((unit, micro_batch));
                 }
                 Action::Evict { unit, state: State::Gradients, .. } => self.gradients.leave(unit as usize),
+                Action::Send { unit, micro_batch, phase, .. } => step.messages().forget((phase, unit, micro_batch)),
                 _ => {}
             }
         }

@@ -2,22 +2,25 @@
 //! the instructions of the compute lane (forward, backward, fold, clip, update).
 
 use super::ledger::Ledger;
+use super::messages::{Message, Messages, message_of};
 use super::offloaded_activations::OffloadedActivations;
 use super::{Rank, cannot, data_index};
 use crate::Result;
 use crate::fp8::over_ranks;
 use crate::lanes::Span;
-use crate::links::Link;
+use crate::links::{ComputeLinks, Link};
 use crate::optimizer::Rates;
 use crate::state::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-use trainyard_autograd::{Place, Policy, Recording, Tape, Var};
+use trainyard_autograd::{Deferred, Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
-use trainyard_program::{Action, BackwardPart, Extent, Instruction, Keep, Lane, Program, State};
+use trainyard_program::{
+    Action, BackwardPart, Effect, Extent, Instruction, Keep, Lane, MemoryKind, Phase, Program, State,
+};
 use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{Purpose, Tensor};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// Settings of one step.
 #[derive(Clone, Copy, Debug)]
@@ -114,10 +117,11 @@ fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
     }
 }
 
-/// A forward whose backward has not run yet.
+/// A forward whose backward has not run yet, or whose weights have not been differentiated yet.
 enum Pending {
     Recorded { recording: Recording, input: Option<Place>, output: Place },
     InputOnly { input: Option<Tensor> },
+    Weights(Deferred),
 }
 
 /// The state of a step between its instructions.
@@ -134,16 +138,19 @@ pub(super) struct RunningStep<'p> {
     /// Units and micro-batches whose activations are offloaded between forward and backward.
     leave: BTreeSet<(u32, u32)>,
     offloaded_activations: OffloadedActivations,
+    /// The values that cross between pipeline stages, and those of them that this rank sends.
+    messages: Messages,
+    pub(super) sent: BTreeSet<Message>,
     outcome: Mutex<StepOutcome>,
 }
 
 /// The part of a step's state that only the compute lane uses.
 struct Carried {
     pending: BTreeMap<(u32, u32), Pending>,
-    /// The output of the last unit that ran on each micro-batch.
-    outputs: BTreeMap<u32, Tensor>,
-    /// The gradient of the next backward's output, by micro-batch.
-    flowing: BTreeMap<u32, Tensor>,
+    /// Outputs that the next unit has not read yet, by unit and micro-batch.
+    outputs: BTreeMap<(u32, u32), Tensor>,
+    /// The gradients of outputs that the backward of their unit has not read yet.
+    flowing: BTreeMap<(u32, u32), Tensor>,
     /// The loss of each of this rank's micro-batches. Losses are read together with the norm, so
     /// that the host waits for a GPU once.
     losses: Vec<Option<Tensor>>,
@@ -175,6 +182,13 @@ impl<'p> RunningStep<'p> {
             ledger: Mutex::new(Ledger::new(program)),
             leave: program.instructions.iter().filter_map(leaves).collect(),
             offloaded_activations: OffloadedActivations::default(),
+            messages: Messages::default(),
+            sent: program
+                .instructions
+                .iter()
+                .filter(|instruction| matches!(instruction.action, Action::Send { .. }))
+                .filter_map(|instruction| message_of(instruction.action))
+                .collect(),
             outcome: Mutex::default(),
         }
     }
@@ -189,6 +203,15 @@ impl<'p> RunningStep<'p> {
 
     pub fn ledger(&self) -> &Mutex<Ledger> {
         &self.ledger
+    }
+
+    pub fn messages(&self) -> &Messages {
+        &self.messages
+    }
+
+    /// Allocates memory for what the receive with this number receives.
+    pub fn take_message(&self, device: &Device, number: u32, dtype: DType) -> Result<()> {
+        self.messages.take(device, &self.program.instructions[number as usize], dtype)
     }
 
     pub fn offloaded_activations(&self) -> &OffloadedActivations {
@@ -278,7 +301,16 @@ impl<'p> RunningStep<'p> {
     }
 
     fn is_last(&self, unit: u32) -> bool {
-        unit as usize + 1 == self.program.units.len()
+        unit == self.program.loss_unit()
+    }
+
+    /// Frees a micro-batch that no later pass reads.
+    fn forget_batch(&self, micro_batch: u32) {
+        lock(&self.batches)[micro_batch as usize] = None;
+    }
+
+    fn rows(&self, micro_batch: u32) -> usize {
+        self.batch(micro_batch).len()
     }
 }
 
@@ -288,8 +320,13 @@ impl Rank {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part: BackwardPart::Whole } => {
-                self.backward(step, carried, unit, micro_batch)
+            Action::Backward { unit, micro_batch, part } => {
+                self.backward(step, carried, unit, micro_batch, part)?;
+                let frees = |effect: &Effect| effect.kind == MemoryKind::Data && effect.bytes < 0;
+                if instruction.effects.iter().any(frees) {
+                    step.forget_batch(micro_batch);
+                }
+                Ok(())
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
             Action::Clip => self.clip(step, carried),
@@ -306,7 +343,7 @@ impl Rank {
         micro_batch: u32,
         keep: Keep,
     ) -> Result<()> {
-        let input = carried.outputs.remove(&micro_batch);
+        let input = self.input(step, carried, unit, micro_batch)?;
         let policy = match keep {
             Keep::Everything => Policy::Everything,
             Keep::Selective => Policy::Selective,
@@ -314,10 +351,13 @@ impl Rank {
         };
         let kept = (keep == Keep::InputOnly).then(|| input.clone());
         let (recording, input, output) = self.run(step, unit, micro_batch, input, policy)?;
+        let message = (Phase::Forward, unit, micro_batch);
         if step.is_last(unit) {
             carried.losses[micro_batch as usize] = Some(output.tensor().clone());
+        } else if step.sends(message) {
+            step.messages.leave(message, output.tensor().clone());
         } else {
-            carried.outputs.insert(micro_batch, output.tensor().clone());
+            carried.outputs.insert((unit, micro_batch), output.tensor().clone());
         }
         let leaves = step.leave.contains(&(unit, micro_batch));
         let pending = match kept {
@@ -337,6 +377,21 @@ impl Rank {
         };
         carried.pending.insert((unit, micro_batch), pending);
         Ok(())
+    }
+
+    /// The input of a unit: the output of the unit before, which ran here or on another stage. None
+    /// for the first unit.
+    fn input(
+        &self,
+        step: &RunningStep<'_>,
+        carried: &mut Carried,
+        unit: u32,
+        micro_batch: u32,
+    ) -> Result<Option<Tensor>> {
+        let Some(below) = unit.checked_sub(1) else { return Ok(None) };
+        let arrived = step.messages.arrived((Phase::Forward, below, micro_batch), step.rows(micro_batch))?;
+        let input = arrived.or_else(|| carried.outputs.remove(&(below, micro_batch)));
+        Ok(Some(input.expect("the program runs or receives what a unit reads")))
     }
 
     /// Runs a unit's forward on a new tape.
@@ -374,10 +429,19 @@ impl Rank {
         (self.scaler().scale() / step.targets().max(1) as f64) as f32
     }
 
-    fn backward(&self, step: &RunningStep<'_>, carried: &mut Carried, unit: u32, micro_batch: u32) -> Result<()> {
+    fn backward(
+        &self,
+        step: &RunningStep<'_>,
+        carried: &mut Carried,
+        unit: u32,
+        micro_batch: u32,
+        part: BackwardPart,
+    ) -> Result<()> {
         let pending = carried.pending.remove(&(unit, micro_batch)).expect("the program runs forward before backward");
+        let mut target = self.gradients.of(micro_batch, step.apart);
         let back = step.offloaded_activations.remove((unit, micro_batch));
         let (recording, input, output) = match pending {
+            Pending::Weights(deferred) => return Ok(deferred.backward_parameters(&self.parameters, &mut target)?),
             Pending::Recorded { mut recording, input, output } => {
                 back.map_or(Ok(()), |back| recording.put_back(back))?;
                 (recording, input, output)
@@ -388,23 +452,44 @@ impl Rank {
                 (recording, input.as_ref().map(Place::from), Place::from(&output))
             }
         };
-        let (gradient, recording) = match carried.flowing.remove(&micro_batch) {
-            Some(gradient) => (gradient, recording),
-            None => {
+        let (gradient, recording) = match step.is_last(unit) {
+            true => {
                 let one = self.device.one(Purpose::Activations)?;
                 (one.clone(), recording.with_one(&one))
             }
+            false => (self.gradient_of_output(step, carried, unit, micro_batch)?, recording),
         };
-        let inputs: Vec<Place> = input.into_iter().collect();
-        let mut target = self.gradients.of(micro_batch, step.apart);
-        let mut gradients = recording.backward_at(&[(output, gradient)], &inputs, &self.parameters, &mut target)?;
+        let (outputs, inputs) = ([(output, gradient)], input.as_slice());
+        let mut gradients = match part {
+            BackwardPart::Input => {
+                let (gradients, deferred) = recording.backward_input(&outputs, inputs, &self.parameters)?;
+                carried.pending.insert((unit, micro_batch), Pending::Weights(deferred));
+                gradients
+            }
+            _ => recording.backward_at(&outputs, inputs, &self.parameters, &mut target)?,
+        };
         if let Some(Some(gradient)) = gradients.pop() {
-            carried.flowing.insert(micro_batch, gradient);
-        }
-        if unit == 0 {
-            lock(&step.batches)[micro_batch as usize] = None;
+            let below = unit - 1;
+            let message = (Phase::Backward, below, micro_batch);
+            match step.sends(message) {
+                true => step.messages.leave(message, gradient),
+                false => drop(carried.flowing.insert((below, micro_batch), gradient)),
+            }
         }
         Ok(())
+    }
+
+    /// The gradient of a unit's output, which the unit after it gave here or on another stage.
+    fn gradient_of_output(
+        &self,
+        step: &RunningStep<'_>,
+        carried: &mut Carried,
+        unit: u32,
+        micro_batch: u32,
+    ) -> Result<Tensor> {
+        let arrived = step.messages.arrived((Phase::Backward, unit, micro_batch), step.rows(micro_batch))?;
+        let gradient = arrived.or_else(|| carried.flowing.remove(&(unit, micro_batch)));
+        Ok(gradient.expect("the program differentiates a unit after the one that reads its output"))
     }
 
     fn clip(&self, step: &RunningStep<'_>, carried: &mut Carried) -> Result<()> {
@@ -412,13 +497,16 @@ impl Rank {
         let chunks = self.gradients.chunk_sums_of_squares()?;
         let summed = Instant::now();
         let links = lock(&self.compute_links);
-        let squares = match self.parameters.holding().placement.masters {
-            Extent::Full => chunks.iter().flatten().sum::<f64>(),
+        let chunks = match self.parameters.holding().placement.masters {
+            Extent::Full => chunks,
             Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
         };
+        let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.data.all_gather_numbers(&losses)?;
-        let amax = self.amax_over_ranks(&links.data)?;
+        // Stages without the loss unit have zeros.
+        let losses = sum_by_place(&links.pipeline.gather_lists(&losses)?);
+        let amax = self.amax_over_ranks(&links)?;
         drop(links);
         let exchanged = if step.program.mesh.ranks() > 1 { summed.elapsed() } else { Duration::ZERO };
 
@@ -453,10 +541,12 @@ impl Rank {
     }
 
     /// The step's largest magnitudes, over all ranks, of the values that products round to 8 bits.
-    fn amax_over_ranks(&self, data: &Link) -> Result<Option<Vec<f32>>> {
+    fn amax_over_ranks(&self, links: &ComputeLinks) -> Result<Option<Vec<f32>>> {
         let Some(fp8) = &self.fp8 else { return Ok(None) };
         let own = lock(fp8).of_step()?;
-        Ok(Some(over_ranks(&data.all_gather_numbers(&own)?, own.len())))
+        let of_data = links.data.all_gather_numbers(&own)?;
+        // A stage has zeros for the layers of the others.
+        Ok(Some(over_ranks(&links.pipeline.all_gather_numbers(&of_data)?, own.len())))
     }
 
     fn update(&self, step: &RunningStep<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
@@ -483,20 +573,45 @@ impl Rank {
     }
 }
 
-/// The sum of every rank's chunks, in the order in which one rank with all of them would add: by
-/// unit, and within a unit by rank and chunk. `own` holds this rank's chunks by unit; `all` holds
-/// every rank's, rank after rank.
-fn in_order(own: &[Vec<f64>], all: &[f64]) -> f64 {
+/// Every rank's chunks, by unit, in the order in which one rank with all of them has them: within a
+/// unit by rank and chunk. `own` holds this rank's chunks by unit; `all` holds every rank's, rank
+/// after rank.
+fn in_order(own: &[Vec<f64>], all: &[f64]) -> Vec<Vec<f64>> {
     let of_a_rank: usize = own.iter().map(Vec::len).sum();
     let mut first = 0;
-    let mut sum = 0.0;
-    for unit in own {
-        for rank in all.chunks(of_a_rank.max(1)) {
-            for chunk in rank.get(first..first + unit.len()).unwrap_or(&[]) {
-                sum += chunk;
+    let mut of_unit = |unit: &Vec<f64>| {
+        let range = first..first + unit.len();
+        first = range.end;
+        all.chunks(of_a_rank.max(1)).flat_map(|rank| rank.get(range.clone()).unwrap_or(&[])).copied().collect()
+    };
+    own.iter().map(&mut of_unit).collect()
+}
+
+/// The sum of the chunks of all units, in the order of units. Pipeline stages exchange theirs; what
+/// several stages hold counts once. Each stage has its chunks by unit, none for other stages' units.
+fn over_stages(own: Vec<Vec<f64>>, stages: &Link) -> Result<f64> {
+    if stages.size() == 1 {
+        return Ok(own.iter().flatten().sum());
+    }
+    let lengths: Vec<f64> = own.iter().map(|unit| unit.len() as f64).collect();
+    let message: Vec<f64> = lengths.into_iter().chain(own.iter().flatten().copied()).collect();
+    let mut of_units: Vec<Vec<f64>> = vec![Vec::new(); own.len()];
+    for list in stages.gather_lists(&message)? {
+        let (lengths, mut rest) = list.split_at(own.len().min(list.len()));
+        for (unit, length) in of_units.iter_mut().zip(lengths) {
+            let (chunks, others) = rest.split_at((*length as usize).min(rest.len()));
+            rest = others;
+            if unit.is_empty() {
+                unit.extend_from_slice(chunks);
             }
         }
-        first += unit.len();
     }
-    sum
+    Ok(of_units.iter().flatten().sum())
+}
+
+/// The sums of the numbers in the same place of every list.
+fn sum_by_place(lists: &[Vec<f64>]) -> Vec<f64> {
+    let length = lists.iter().map(Vec::len).max().unwrap_or(0);
+    let sum = |place: usize| lists.iter().filter_map(|list| list.get(place)).fold(0.0, |sum, number| sum + number);
+    (0..length).map(sum).collect()
 }

@@ -7,7 +7,7 @@
 
 use super::{Holding, lock, overlap};
 use crate::Result;
-use crate::links::{ReduceLinks, reduce};
+use crate::links::{Link, ReduceLinks, Staging, reduce};
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -101,21 +101,22 @@ impl GradientState {
     pub fn new(device: &Device, model: &Model, holding: Holding, tiers: &Tiers) -> Result<GradientState> {
         let lower = tiers.gradients.as_ref();
         let mut offset = 0;
-        let mut unit = |unit: &dyn trainyard_model::Unit| {
-            let specs = unit.parameters();
+        let mut unit = |unit: usize| {
+            let specs = holding.parameters(model, unit);
             let layout = UnitLayout::new(specs, holding.shards);
             let range = holding.range(holding.placement.gradients, &layout);
             let read = holding.range(holding.placement.masters, &layout);
             let zeros = |device: &Device| device.zeros([range.len()], DType::F32, Purpose::Grads);
-            let resident = lower.is_none().then(|| zeros(device)).transpose()?;
-            let on_host = lower.and_then(Lower::host).map(zeros).transpose()?;
+            let held = holding.holds(unit);
+            let resident = (held && lower.is_none()).then(|| zeros(device)).transpose()?;
+            let on_host = lower.and_then(Lower::host).filter(|_| held).map(zeros).transpose()?;
             let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
             let state = Mutex::new(State { resident, ..State::default() });
             let begin = offset;
             offset += aligned(4 * range.len() as u64);
             Ok(UnitGradients { layout, shapes, range, read, offset: begin, on_host, state })
         };
-        let units = model.units().iter().map(|u| unit(u.as_ref())).collect::<Result<Vec<_>>>()?;
+        let units = (0..model.units().len()).map(&mut unit).collect::<Result<Vec<_>>>()?;
         let lowered = |lower: &Lower| -> Result<Lowered> {
             let read: Vec<usize> = units.iter().map(|unit| unit.read.len()).collect();
             let squares = Mutex::new(ChunkSums::new(device, &read, UnitLayout::QUANTUM)?);
@@ -332,17 +333,37 @@ impl GradientState {
     /// Ends the backwards of a step: zeroes every gradient that was neither written nor reduced, so
     /// that the resident sums are the step's gradients.
     pub fn end_backward(&self) -> Result<()> {
-        for unit in &self.units {
-            let mut state = lock(&unit.state);
+        for unit in self.held() {
+            self.complete_sum(unit)?;
+            let mut state = lock(&self.units[unit].state);
             state.spent.clear();
-            if self.is_in_place() && !state.reduced && !self.is_offloaded() {
-                let before = state.fresh.pop();
-                let fresh = before.map_or_else(|| self.begin(unit, &mut state, 0), Ok)?;
-                unit.complete(&mut { fresh })?;
-            }
             state.fresh.clear();
         }
         Ok(())
+    }
+
+    /// Zeroes what was neither written nor reduced of a unit's sum in this step.
+    fn complete_sum(&self, unit: usize) -> Result<()> {
+        let unit = &self.units[unit];
+        let mut state = lock(&unit.state);
+        if self.is_in_place() && !state.reduced && !self.is_offloaded() {
+            let before = state.fresh.pop();
+            let fresh = before.map_or_else(|| self.begin(unit, &mut state, 0), Ok)?;
+            unit.complete(&mut { fresh })?;
+            state.reduced = true;
+        }
+        Ok(())
+    }
+
+    /// The units that this rank holds.
+    fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
+    }
+
+    /// Sums a unit's gradient over the ranks of `link`, each of which has contributed to it.
+    pub(crate) fn tie(&self, unit: usize, link: &Link, staging: &Staging) -> Result<()> {
+        self.complete_sum(unit)?;
+        link.all_reduce(&mut self.units[unit].sum(), staging)
     }
 
     /// Begins a fresh sum. It is the resident sum if gradients are written in place and this is the
@@ -369,14 +390,17 @@ impl GradientState {
         Ok(unit.sum().view(range.start - unit.range.start, [range.len()])?)
     }
 
-    /// Sums of squares of the gradients that this rank's update reads, by unit and chunk.
+    /// Sums of squares of the gradients that this rank's update reads, by unit and chunk; none for
+    /// units that it does not hold.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
         if let Some(lowered) = &self.lowered {
             return Ok(lock(&lowered.squares).read()?);
         }
-        let unit = |(index, unit): (usize, &UnitGradients)| self.range(index, unit.read.clone());
-        let read = self.units.iter().enumerate().map(unit).collect::<Result<Vec<_>>>()?;
-        Ok(ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?)
+        let read =
+            self.held().map(|unit| self.range(unit, self.units[unit].read.clone())).collect::<Result<Vec<_>>>()?;
+        let mut sums = ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?.into_iter();
+        let of_unit = |unit| if self.holding.holds(unit) { sums.next().unwrap_or_default() } else { Vec::new() };
+        Ok((0..self.units.len()).map(of_unit).collect())
     }
 }
 

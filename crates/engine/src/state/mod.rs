@@ -15,13 +15,16 @@ pub use parameters::{ParameterState, UnitParameters};
 
 use crate::EngineError;
 use std::ops::Range;
+use std::sync::Arc;
 pub(crate) use trainyard_base::lock;
-use trainyard_model::UnitLayout;
+use trainyard_model::{Model, ParameterSpec, UnitLayout};
 use trainyard_program::{Axis, Extent, Placement, Program};
 
-/// The part of every unit that a rank holds.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// The units that a rank holds, and the part of each.
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Holding {
+    /// Per unit, true if the rank holds it; None if it holds all.
+    units: Option<Arc<[bool]>>,
     /// Full or shard, for each kind of state.
     pub placement: Placement,
     /// Index of this rank's shard.
@@ -33,13 +36,26 @@ pub struct Holding {
 impl Holding {
     /// Everything, on one rank.
     pub fn whole() -> Holding {
-        Holding { placement: Placement::WHOLE, shard: 0, shards: 1 }
+        Holding { units: None, placement: Placement::WHOLE, shard: 0, shards: 1 }
     }
 
-    /// The part that the program's rank holds.
+    /// The part that the program's rank holds: that of the units it trains.
     pub fn of(program: &Program) -> Holding {
         let group = program.mesh.group(program.rank, Axis::Shard);
-        Holding { placement: program.placement, shard: group.index as usize, shards: group.ranks.len() }
+        let trains = program.trains();
+        let units = (0..program.units.len() as u32).map(|unit| trains.binary_search(&unit).is_ok()).collect();
+        let (shard, shards) = (group.index as usize, group.ranks.len());
+        Holding { units: Some(units), placement: program.placement, shard, shards }
+    }
+
+    /// True if the rank holds `unit`.
+    pub fn holds(&self, unit: usize) -> bool {
+        self.units.as_ref().is_none_or(|units| units.get(unit).is_some_and(|held| *held))
+    }
+
+    /// The parameters of `unit`; none if the rank does not hold it.
+    pub(crate) fn parameters<'m>(&self, model: &'m Model, unit: usize) -> &'m [ParameterSpec] {
+        if self.holds(unit) { model.units()[unit].parameters() } else { &[] }
     }
 
     /// The rank's own elements of a unit's flat buffer.

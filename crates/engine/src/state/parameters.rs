@@ -78,18 +78,28 @@ impl ParameterState {
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let here = apart && !tiers.has_masters(compute);
-            let mut unit = UnitParameters::new(device, model, unit, &holding, apart, here)?;
+            let here = apart && !tiers.has_masters(compute) && state.holding.holds(unit);
+            let mut unit = UnitParameters::new(device, model, unit, &state.holding, apart, here)?;
             unit.offset = offset;
             offset += aligned((unit.copy_range.len() * compute.size()) as u64);
             let on_host = |host: &Device| host.zeros([unit.copy_range.len()], compute, Purpose::Params);
-            unit.on_host = host.as_ref().map(on_host).transpose()?;
+            unit.on_host = host.as_ref().filter(|_| !unit.copy_range.is_empty()).map(on_host).transpose()?;
             state.units.push(unit);
         }
         if state.lower.is_none() {
-            (0..state.units.len()).try_for_each(|unit| state.take(unit))?;
+            state.held().try_for_each(|unit| state.take(unit))?;
         }
         Ok(state)
+    }
+
+    /// The units that this rank holds.
+    fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
+    }
+
+    /// True if this rank holds `unit`.
+    pub fn holds(&self, unit: usize) -> bool {
+        self.holding.holds(unit)
     }
 
     /// Identities of the buffers that forward reads, by unit; 0 for a unit without one.
@@ -129,7 +139,7 @@ impl ParameterState {
     /// Casts the masters into the rank's own part of every compute copy, after masters were changed
     /// from outside.
     fn refresh_own_copies(&self) -> Result<()> {
-        self.units.iter().try_for_each(UnitParameters::refresh_own_copy)
+        self.held().try_for_each(|unit| self.units[unit].refresh_own_copy())
     }
 
     /// Casts the masters into every compute copy, after masters were changed from outside. Where a
@@ -139,7 +149,7 @@ impl ParameterState {
     /// When copies lie in a tier.
     pub fn refresh_copies(&mut self, shard: &Link) -> Result<()> {
         self.refresh_own_copies()?;
-        (0..self.units.len()).try_for_each(|unit| self.complete_copy(unit, shard))
+        self.held().try_for_each(|unit| self.complete_copy(unit, shard))
     }
 
     /// Gathers the other ranks' parts of a copy that is whole on this rank.
@@ -292,8 +302,8 @@ impl ParameterState {
     }
 
     /// The part of each unit that this rank holds.
-    pub fn holding(&self) -> Holding {
-        self.holding
+    pub fn holding(&self) -> &Holding {
+        &self.holding
     }
 
     /// True if units must be gathered before they can be read.
@@ -313,7 +323,7 @@ impl UnitParameters {
         apart: bool,
         here: bool,
     ) -> Result<UnitParameters> {
-        let specs = model.units()[unit].parameters();
+        let specs = holding.parameters(model, unit);
         let layout = UnitLayout::new(specs, holding.shards);
         let placement = holding.placement;
         let master_range = holding.range(placement.masters, &layout);
