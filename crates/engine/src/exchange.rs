@@ -204,6 +204,27 @@ impl Link {
         }
     }
 
+    /// Sends a tensor of rows to the rank with index `to`, which calls [`Link::receive_rows`]. For
+    /// exchanges outside of steps, whose sizes the receiver does not know.
+    pub(crate) fn send_rows(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        if let Some(comm) = &self.host {
+            let rows = tensor.rows() as u64;
+            comm.send(&[rows, tensor.elements() as u64 / rows.max(1)], to)?;
+        }
+        self.send(tensor, to)
+    }
+
+    /// Receives a tensor of rows from the rank with index `from`.
+    pub(crate) fn receive_rows(&self, device: &Device, dtype: DType, from: usize) -> Result<Tensor> {
+        let mut shape = [0u64; 2];
+        if let Some(comm) = &self.host {
+            comm.recv(&mut shape, from)?;
+        }
+        let mut tensor = device.empty(shape.map(|size| size as usize), dtype, Purpose::Activations)?;
+        self.receive(&mut tensor, from)?;
+        Ok(tensor)
+    }
+
     /// Gathers every rank's list of numbers, which may have different lengths.
     pub(crate) fn gather_lists(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
         let lengths = self.all_gather_numbers(&[own.len() as f64])?;

@@ -127,7 +127,10 @@ fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<
     let batch = rank.model().batch(rank.device(), &slices)?;
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
     let mut cx = Forward::generation(&batch, cache);
-    Ok(rank.forward(&mut tape, &mut cx)?.tensor().to_f32_vec()?)
+    let logits = rank.forward(&mut tape, &mut cx)?;
+    let logits = logits
+        .ok_or_else(|| does_not_fit("a stage of a pipeline generates no text: take a rank with the whole model"))?;
+    Ok(logits.tensor().to_f32_vec()?)
 }
 
 #[cfg(test)]

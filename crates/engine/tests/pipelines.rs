@@ -48,3 +48,46 @@ fn every_schedule_trains_the_bits_of_one_rank() {
         }
     }
 }
+
+/// The layouts that pipelines compose with: replicas, shards of every stage of ZeRO, folded sums,
+/// offload and 16-bit gradients.
+#[test]
+fn pipelines_train_the_same_bits_whatever_else_is_sharded() {
+    let base = ["precision.compute='bf16'", "training.accumulation_steps=4"];
+    let with = |sets: &[&'static str]| trained(&[&base[..], sets].concat());
+    let one = with(&["parallel.ranks=2"]);
+    let pipeline = ["parallel.ranks=4", "parallel.pipeline_parallel_degree=2"];
+    for sets in [
+        &["parallel.zero_stage=0"][..],
+        &["parallel.zero_stage=1", "parallel.pipeline_schedule='zero_bubble'"],
+        &["parallel.zero_stage=2", "parallel.pipeline_schedule='1f1b'"],
+        &["parallel.zero_stage=3", "parallel.pipeline_schedule='interleaved'"],
+        &["parallel.zero_stage=3", "parallel.pipeline_schedule='zero_bubble'", "parallel.prefetch=2"],
+        &["parallel.zero_stage=3", "parallel.pipeline_schedule='gpipe'", "activation_checkpointing.mode='selective'"],
+    ] {
+        let many = with(&[&pipeline[..], sets].concat());
+        assert_eq!((&many.0, &many.1), (&one.0, &one.1), "{sets:?}: losses or norms");
+        assert!(many.2 == one.2, "{sets:?}: some weight differs");
+    }
+}
+
+/// The first and the last stage both add to a tied embedding, each over its own micro-batches, so
+/// sums are in another order than on one rank. All pipelines agree to the bit.
+#[test]
+fn a_tied_embedding_is_summed_over_its_stages() {
+    let tied = ["model.tie_embeddings=true", "precision.compute='f32'"];
+    let of = |sets: &[&'static str]| trained(&[&tied[..], sets].concat());
+    let one = of(&[]);
+    let pipeline = of(&["parallel.pipeline_parallel_degree=2", "parallel.pipeline_schedule='1f1b'"]);
+    for (a, b) in [(&one.0, &pipeline.0), (&one.1, &pipeline.1)] {
+        for (a, b) in a.iter().zip(b) {
+            assert!((a / b - 1.0).abs() < 1e-5, "{a} against {b}");
+        }
+    }
+    for schedule in ["gpipe", "zero_bubble"] {
+        let sets = ["parallel.pipeline_parallel_degree=2", &format!("parallel.pipeline_schedule='{schedule}'")];
+        let ends = train(&[MODEL, &tied, &sets].concat(), STEPS);
+        assert_eq!(losses(&ends), pipeline.0, "{schedule}");
+        assert!(weights(&ends) == pipeline.2, "{schedule}: some weight differs");
+    }
+}

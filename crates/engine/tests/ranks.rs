@@ -5,24 +5,15 @@
 mod common;
 
 use common::*;
-use std::sync::Arc;
 use std::time::Duration;
-use trainyard_comm::fault::{self, Fault};
-use trainyard_comm::{Communicator, local};
+use trainyard_comm::local;
 use trainyard_engine::EngineError;
-use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::faults::{Faults, Hang};
-use trainyard_engine::fp8::AmaxHistory;
-use trainyard_engine::links::Links;
-use trainyard_engine::predict::predict;
-use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
-use trainyard_engine::shape;
-use trainyard_engine::state::Holding;
 use trainyard_engine::world::run;
-use trainyard_model::{Batch, BatchShape, BatchSlices, Model};
-use trainyard_program::{MemoryKind, Program};
-use trainyard_tensor::cpu::{Isa, LentThreads};
-use trainyard_tensor::{Device, Purpose, Usage};
+use trainyard_model::Batch;
+use trainyard_program::Program;
+use trainyard_tensor::cpu::LentThreads;
+use trainyard_tensor::Purpose;
 
 const LLAMA: &[&str] = &["precision.compute='bf16'"];
 const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];

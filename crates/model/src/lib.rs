@@ -34,7 +34,7 @@ pub use batch::{Batch, BatchShape, BatchSlices, IGNORED};
 pub use cache::KvCache;
 pub use error::{ModelError, Result};
 pub use init::initialise;
-pub use model::{Model, Passage};
+pub use model::Model;
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};

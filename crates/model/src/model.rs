@@ -22,15 +22,6 @@ pub struct Model {
     positions_max: Option<usize>,
 }
 
-/// The moment of a forward at a unit.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Passage {
-    /// The unit is about to run.
-    Enter,
-    /// The unit has run.
-    Leave,
-}
-
 impl Model {
     /// The model that `spec` describes: an embedding, `layers` blocks, a head.
     pub fn new(spec: ModelSpec) -> Result<Model> {
@@ -147,30 +138,25 @@ impl Model {
     /// Runs every unit on one tape: evaluation, generation and small programs. (The engine runs
     /// units one at a time.)
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
-        self.forward_by_unit(tape, cx, |_, _| Ok(()))
+        self.begin_forward(tape, cx)?;
+        let mut x: Option<Var> = None;
+        for unit in &self.units {
+            x = Some(unit.forward(tape, cx, x.as_ref())?);
+        }
+        self.end_forward(cx);
+        x.ok_or_else(|| ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() })
     }
 
-    /// As [`Model::forward`]. `around` is called before and after each unit runs, and can bring its
-    /// parameters and take them away.
-    pub fn forward_by_unit<E: From<ModelError>>(
-        &self,
-        tape: &mut Tape<'_>,
-        cx: &mut Forward<'_>,
-        mut around: impl FnMut(usize, Passage) -> Result<(), E>,
-    ) -> Result<Var, E> {
-        if let Some(cache) = cx.cache.as_deref() {
-            self.check_cached(tape, cx, cache.len())?;
-        }
-        let mut x: Option<Var> = None;
-        for (number, unit) in self.units.iter().enumerate() {
-            around(number, Passage::Enter)?;
-            x = Some(unit.forward(tape, cx, x.as_ref())?);
-            around(number, Passage::Leave)?;
-        }
+    /// Checks that the units can run on `tape` and `cx`, for callers that run them one by one.
+    pub fn begin_forward(&self, tape: &Tape<'_>, cx: &Forward<'_>) -> Result<()> {
+        cx.cache.as_deref().map_or(Ok(()), |cache| self.check_cached(tape, cx, cache.len()))
+    }
+
+    /// Notes that all units have run on `cx`.
+    pub fn end_forward(&self, cx: &mut Forward<'_>) {
         if let Some(cache) = cx.cache.as_deref_mut() {
             cache.advance(cx.batch.len());
         }
-        Ok(x.ok_or_else(|| ModelError::Unit { unit: "none".into(), problem: "a model needs at least one".into() })?)
     }
 
     fn check_cached(&self, tape: &Tape<'_>, cx: &Forward<'_>, len: usize) -> Result<()> {

@@ -56,8 +56,8 @@ impl Trial {
         ];
         let model = Model::from_units(vec![Box::new(Holder(specs))], 1).unwrap();
         let (holding, tiers) = (Holding::whole(), Tiers::default());
-        let parameters = ParameterState::zeros(&device, &model, holding, DType::F32, &tiers).unwrap();
-        let gradients = GradientState::new(&device, &model, holding, &tiers).unwrap();
+        let parameters = ParameterState::zeros(&device, &model, holding.clone(), DType::F32, &tiers).unwrap();
+        let gradients = GradientState::new(&device, &model, holding.clone(), &tiers).unwrap();
         let optimizer = Optimizer::new(&device, &model, &holding, DType::F32, settings, &tiers).unwrap();
         Trial { model, parameters, gradients, optimizer }
     }

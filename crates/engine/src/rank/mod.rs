@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex};
 use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, Forward, Model, Passage};
+use trainyard_model::{Batch, Forward, Model};
 use trainyard_program::{Action, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
@@ -253,18 +253,33 @@ impl Rank {
 
     /// Runs the forward of every unit on one tape, for evaluation and generation. Sharded
     /// parameters of a unit are gathered only while it runs. All ranks of a shard group call this
-    /// together, each on its own batch.
-    pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Var> {
-        if !self.parameters.is_sharded() && !self.parameters.is_offloaded() {
-            return Ok(self.model.forward(tape, cx)?);
-        }
+    /// together, each on its own batch, and so do all stages of a pipeline, on the same batch. The
+    /// result is None on stages that do not run the last unit.
+    pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Option<Var>> {
         let links = lock(&self.compute_links);
-        self.model.forward_by_unit(tape, cx, |unit, passage| {
-            self.reads(unit).try_for_each(|unit| match passage {
-                Passage::Enter => self.bring_whole(unit, &links.shard),
-                Passage::Leave => self.let_go(unit),
-            })
-        })
+        let holding = self.parameters.holding();
+        let comes_and_goes = self.parameters.is_sharded() || self.parameters.is_offloaded();
+        let units = self.model.units().len();
+        self.model.begin_forward(tape, cx)?;
+        let mut x: Option<Var> = None;
+        for unit in (0..units).filter(|unit| holding.runs(*unit)) {
+            if let Some(below) = unit.checked_sub(1).filter(|below| !holding.runs(*below)) {
+                let from = holding.stage_of(below) as usize;
+                let received = links.pipeline.receive_rows(&self.device, self.parameters.compute(), from)?;
+                x = Some(tape.constant(received));
+            }
+            let bring = |unit| self.bring_whole(unit, &links.shard);
+            self.reads(unit).filter(|_| comes_and_goes).try_for_each(bring)?;
+            x = Some(self.model.units()[unit].forward(tape, cx, x.as_ref())?);
+            self.reads(unit).filter(|_| comes_and_goes).try_for_each(|unit| self.let_go(unit))?;
+            let above = unit + 1;
+            if above < units && !holding.runs(above) {
+                let output = x.take().expect("a unit has an output");
+                links.pipeline.send_rows(output.tensor(), holding.stage_of(above) as usize)?;
+            }
+        }
+        self.model.end_forward(cx);
+        Ok(x)
     }
 
     /// The units whose parameters `unit` reads.
@@ -279,7 +294,8 @@ impl Rank {
             return Ok(());
         }
         let links = lock(&self.compute_links);
-        for unit in (0..self.model.units().len()).flat_map(|unit| self.reads(unit)) {
+        let runs = (0..self.model.units().len()).filter(|unit| self.parameters.holding().runs(*unit));
+        for unit in runs.flat_map(|unit| self.reads(unit)) {
             self.bring_whole(unit, &links.shard)?;
             self.let_go(unit)?;
         }
@@ -288,8 +304,7 @@ impl Rank {
 
     /// This rank's index among the ranks with different data, and their number.
     pub fn data_place(&self) -> (usize, usize) {
-        let links = lock(&self.compute_links);
-        (links.data.index(), links.data.size())
+        self.parameters.holding().data
     }
 
     /// This rank's index among the ranks that hold the same shard, and their number.
@@ -298,10 +313,12 @@ impl Rank {
         (links.replicate.index(), links.replicate.size())
     }
 
-    /// Gathers the numbers of every data rank, in order of the ranks. All data ranks call this
-    /// together.
+    /// Gathers the numbers of every data rank, in order of the ranks. Stages of a pipeline that do
+    /// not know them give zeros. All ranks call this together.
     pub fn gather_numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
-        lock(&self.compute_links).data.all_gather_numbers(own)
+        let links = lock(&self.compute_links);
+        let of_data = links.data.all_gather_numbers(own)?;
+        Ok(step::sum_by_place(&links.pipeline.gather_lists(&of_data)?))
     }
 
     /// Runs one step. `load` returns the next micro-batch; it is called on the input lane.
@@ -503,14 +520,6 @@ impl Rank {
             other => Err(cannot(other)),
         }
     }
-}
-
-/// This rank's index among the ranks with different micro-batches. Its micro-batches follow those of
-/// the ranks before it. Ranks that share a sequence, the parts of a product or a pipeline have the
-/// same.
-fn data_index(program: &Program) -> u64 {
-    let at = program.mesh.coordinates(program.rank);
-    u64::from(at.dp_replicate * program.mesh.dp_shard + at.dp_shard)
 }
 
 /// True if an instruction may wait for other ranks: one of the communicating lanes, the norm, or a

@@ -4,7 +4,7 @@
 use super::ledger::Ledger;
 use super::messages::{Message, Messages, message_of};
 use super::offloaded_activations::OffloadedActivations;
-use super::{Rank, cannot, data_index};
+use super::{Rank, cannot};
 use crate::Result;
 use crate::fp8::over_ranks;
 use crate::lanes::Span;
@@ -406,7 +406,8 @@ impl Rank {
         let batch = step.batch(micro_batch);
         // Each micro-batch draws its own random numbers. They are the same on any number of ranks,
         // and the same when a forward is repeated.
-        let global = data_index(step.program) * u64::from(step.program.micro_batches) + u64::from(micro_batch);
+        let (data_index, _) = self.data_place();
+        let global = data_index as u64 * u64::from(step.program.micro_batches) + u64::from(micro_batch);
         let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
         let mut gradients = self.gradients.of(micro_batch, step.apart);
@@ -610,7 +611,7 @@ fn over_stages(own: Vec<Vec<f64>>, stages: &Link) -> Result<f64> {
 }
 
 /// The sums of the numbers in the same place of every list.
-fn sum_by_place(lists: &[Vec<f64>]) -> Vec<f64> {
+pub(super) fn sum_by_place(lists: &[Vec<f64>]) -> Vec<f64> {
     let length = lists.iter().map(Vec::len).max().unwrap_or(0);
     let sum = |place: usize| lists.iter().filter_map(|list| list.get(place)).fold(0.0, |sum, number| sum + number);
     (0..length).map(sum).collect()

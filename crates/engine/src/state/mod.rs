@@ -25,6 +25,13 @@ use trainyard_program::{Axis, Extent, Placement, Program};
 pub struct Holding {
     /// Per unit, true if the rank holds it; None if it holds all.
     units: Option<Arc<[bool]>>,
+    /// Per unit, the pipeline stage that runs it; empty if there is one stage.
+    stages: Arc<[u32]>,
+    /// This rank's pipeline stage.
+    stage: u32,
+    /// Index of this rank among those with different micro-batches, and their number. Ranks that
+    /// share a sequence, the parts of a product or a pipeline have the same index.
+    pub data: (usize, usize),
     /// Full or shard, for each kind of state.
     pub placement: Placement,
     /// Index of this rank's shard.
@@ -36,7 +43,15 @@ pub struct Holding {
 impl Holding {
     /// Everything, on one rank.
     pub fn whole() -> Holding {
-        Holding { units: None, placement: Placement::WHOLE, shard: 0, shards: 1 }
+        Holding {
+            units: None,
+            stages: Arc::default(),
+            stage: 0,
+            data: (0, 1),
+            placement: Placement::WHOLE,
+            shard: 0,
+            shards: 1,
+        }
     }
 
     /// The part that the program's rank holds: that of the units it trains.
@@ -45,7 +60,21 @@ impl Holding {
         let trains = program.trains();
         let units = (0..program.units.len() as u32).map(|unit| trains.binary_search(&unit).is_ok()).collect();
         let (shard, shards) = (group.index as usize, group.ranks.len());
-        Holding { units: Some(units), placement: program.placement, shard, shards }
+        let at = program.mesh.coordinates(program.rank);
+        let (stages, stage) = (program.unit_stages.clone().into(), at.pp);
+        let data =
+            ((at.dp_replicate * program.mesh.dp_shard + at.dp_shard) as usize, program.mesh.data_parallel() as usize);
+        Holding { units: Some(units), stages, stage, data, placement: program.placement, shard, shards }
+    }
+
+    /// The pipeline stage that runs `unit`.
+    pub fn stage_of(&self, unit: usize) -> u32 {
+        self.stages.get(unit).copied().unwrap_or(0)
+    }
+
+    /// True if the rank runs `unit`. It may hold it without: a stage holds what its units borrow.
+    pub fn runs(&self, unit: usize) -> bool {
+        self.stage_of(unit) == self.stage
     }
 
     /// True if the rank holds `unit`.
