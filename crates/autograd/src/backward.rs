@@ -4,26 +4,53 @@ use crate::functions::Function;
 use crate::tape::{Node, Operand, Place, Recording, Saved, Value, Var, in_backward};
 use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Result};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use trainyard_tensor::{Tensor, ops};
 
 /// The view of one function's backward: its saved tensors, the gradients of its outputs, and the
 /// destinations of its inputs' gradients.
 pub struct Backward<'a> {
-    parameters: &'a dyn Parameters,
-    gradients: &'a mut dyn Gradients,
-    values: &'a [Value],
+    pub(crate) parameters: &'a dyn Parameters,
+    pub(crate) gradients: &'a mut dyn Gradients,
+    pub(crate) values: &'a [Value],
     /// The nodes before this one, for recomputing their results.
-    earlier: &'a [Node],
-    node: &'a Node,
+    pub(crate) earlier: &'a [Node],
+    pub(crate) node: &'a Node,
+    pub(crate) pass: Pass<'a>,
     /// A scalar that is known to be 1.
-    one: Option<&'a Tensor>,
-    flow: &'a mut Flow,
+    pub(crate) one: Option<&'a Tensor>,
+    pub(crate) flow: &'a mut Flow,
+}
+
+/// The gradients that a walk over the nodes computes.
+#[derive(Clone, Copy)]
+pub(crate) enum Pass<'a> {
+    /// All that are wanted.
+    Whole,
+    /// Those of the values for which this is true, by value id.
+    Values(&'a [bool]),
+    /// Those of the inputs for which this is true, by index.
+    Rest {
+        wanted: &'a [bool],
+        /// True if the node's output gradient is the one that [`Backward::leave`] left.
+        left: bool,
+    },
 }
 
 /// Gradients on their way, and recomputed values, both by value id.
-struct Flow {
-    gradients: Vec<Option<Tensor>>,
-    recomputed: BTreeMap<usize, Tensor>,
+#[derive(Default)]
+pub(crate) struct Flow {
+    pub gradients: Vec<Option<Tensor>>,
+    pub recomputed: BTreeMap<usize, Tensor>,
+    /// Set by [`Backward::leave`].
+    pub left: Option<Left>,
+}
+
+/// The needs of a function's second half, where they are fewer than all.
+pub(crate) struct Left {
+    pub gradient: Option<Tensor>,
+    /// Indices of saved tensors.
+    pub saved: &'static [usize],
 }
 
 impl Recording {
@@ -58,20 +85,9 @@ impl Recording {
         parameters: &dyn Parameters,
         gradients: &mut dyn Gradients,
     ) -> Result<Vec<Option<Tensor>>> {
-        let mut flow = Flow { gradients: vec![None; self.values.len()], recomputed: BTreeMap::new() };
-        for (output, gradient) in outputs {
-            if output.shape != *gradient.shape() {
-                return Err(AutogradError::GradientShape {
-                    output: output.shape.to_string(),
-                    gradient: gradient.shape().to_string(),
-                });
-            }
-            if self.values.get(output.id).is_some_and(|value| value.wanted) {
-                flow.add(output.id, gradient.clone())?;
-            }
-        }
+        let mut flow = Flow::starting(&self.values, outputs)?;
         while let Some(node) = self.nodes.pop() {
-            let outputs = node.first_output..node.first_output + node.outputs;
+            let outputs = node.output_ids();
             if outputs.clone().any(|id| flow.gradients[id].is_some()) {
                 let name = node.function.info().name;
                 let mut cx = Backward {
@@ -80,21 +96,49 @@ impl Recording {
                     values: &self.values,
                     earlier: &self.nodes,
                     node: &node,
+                    pass: Pass::Whole,
                     one: self.one.as_ref(),
                     flow: &mut flow,
                 };
                 node.function.backward(&mut cx).map_err(in_backward(name))?;
             }
-            for id in outputs {
-                flow.gradients[id] = None;
-                flow.recomputed.remove(&id);
-            }
+            flow.forget(outputs);
         }
-        Ok(inputs.iter().map(|input| flow.gradients.get_mut(input.id).and_then(Option::take)).collect())
+        Ok(flow.take(inputs))
     }
 }
 
 impl Flow {
+    /// The gradients with which a walk begins.
+    pub fn starting(values: &[Value], outputs: &[(Place, Tensor)]) -> Result<Flow> {
+        let mut flow = Flow { gradients: vec![None; values.len()], ..Flow::default() };
+        for (output, gradient) in outputs {
+            if output.shape != *gradient.shape() {
+                return Err(AutogradError::GradientShape {
+                    output: output.shape.to_string(),
+                    gradient: gradient.shape().to_string(),
+                });
+            }
+            if values.get(output.id).is_some_and(|value| value.wanted) {
+                flow.add(output.id, gradient.clone())?;
+            }
+        }
+        Ok(flow)
+    }
+
+    /// Frees what belongs to the outputs of a node that is done.
+    pub fn forget(&mut self, outputs: Range<usize>) {
+        for id in outputs {
+            self.gradients[id] = None;
+            self.recomputed.remove(&id);
+        }
+    }
+
+    /// The gradients that arrived at `inputs`.
+    pub fn take(&mut self, inputs: &[Place]) -> Vec<Option<Tensor>> {
+        inputs.iter().map(|input| self.gradients.get_mut(input.id).and_then(Option::take)).collect()
+    }
+
     fn add(&mut self, id: usize, gradient: Tensor) -> Result<()> {
         self.gradients[id] = Some(match self.gradients[id].take() {
             None => gradient,
@@ -122,7 +166,7 @@ impl Backward<'_> {
         self.restore(saved)
     }
 
-    fn restore(&mut self, saved: Saved) -> Result<Tensor> {
+    pub(crate) fn restore(&mut self, saved: Saved) -> Result<Tensor> {
         let id = match saved {
             Saved::Tensor(tensor) => return Ok(tensor),
             Saved::Recompute(id) => id,
@@ -139,6 +183,7 @@ impl Backward<'_> {
             values: self.values,
             earlier: &self.earlier[..producer],
             node,
+            pass: self.pass,
             one: self.one,
             flow: &mut *self.flow,
         };
@@ -147,12 +192,30 @@ impl Backward<'_> {
         Ok(tensor)
     }
 
-    /// True if a gradient of input `index` is wanted.
+    /// True if this pass computes the gradient of input `index`.
     pub fn wants(&self, index: usize) -> Result<bool> {
-        match self.node.inputs[index] {
-            Operand::Value(id) => Ok(self.values.get(id).is_some_and(|value| value.wanted)),
-            Operand::Param(id) => Ok(self.parameters.parameter(id)?.trained),
+        match (self.pass, self.node.inputs[index]) {
+            (Pass::Whole, Operand::Value(id)) => Ok(self.values.get(id).is_some_and(|value| value.wanted)),
+            (Pass::Whole, Operand::Param(id)) => Ok(self.parameters.parameter(id)?.trained),
+            (Pass::Values(wanted), Operand::Value(id)) => Ok(wanted.get(id).is_some_and(|wanted| *wanted)),
+            (Pass::Values(_), Operand::Param(_)) => Ok(false),
+            (Pass::Rest { wanted, .. }, _) => Ok(wanted[index]),
         }
+    }
+
+    /// States what the second half of a divided backward needs of this node: this gradient in the
+    /// place of the output's, and the saved tensors of these indices, which are then the only ones.
+    /// Without the call it gets the output gradients and every saved tensor. The call has no effect
+    /// unless this is the first half.
+    pub fn leave(&mut self, gradient: Option<&Tensor>, saved: &'static [usize]) {
+        if let Pass::Values(_) = self.pass {
+            self.flow.left = Some(Left { gradient: gradient.cloned(), saved });
+        }
+    }
+
+    /// True in the second half of a divided backward, if the first one called [`Backward::leave`].
+    pub fn has_left(&self) -> bool {
+        matches!(self.pass, Pass::Rest { left: true, .. })
     }
 
     /// The number of inputs.
@@ -164,7 +227,7 @@ impl Backward<'_> {
     /// that input wants none.
     pub fn add_gradient(&mut self, index: usize, gradient: Tensor) -> Result<()> {
         match self.node.inputs[index] {
-            Operand::Value(id) if self.values.get(id).is_some_and(|value| value.wanted) => self.flow.add(id, gradient),
+            Operand::Value(id) if self.wants(index)? => self.flow.add(id, gradient),
             _ => Ok(()),
         }
     }
@@ -186,10 +249,11 @@ impl Backward<'_> {
         }
     }
 
-    /// The destination of the gradient of input `index`, a parameter; None if it is not trained.
+    /// The destination of the gradient of input `index`, a parameter; None if this pass computes
+    /// none.
     pub fn gradient_target(&mut self, index: usize) -> Result<Option<GradientTarget>> {
         match self.node.inputs[index] {
-            Operand::Param(id) if self.parameters.parameter(id)?.trained => self.gradients.target(id),
+            Operand::Param(id) if self.wants(index)? => self.gradients.target(id),
             _ => Ok(None),
         }
     }

@@ -93,6 +93,13 @@ pub(crate) struct Node {
     pub saved: Vec<Saved>,
 }
 
+impl Node {
+    /// The ids of its outputs.
+    pub fn output_ids(&self) -> std::ops::Range<usize> {
+        self.first_output..self.first_output + self.outputs
+    }
+}
+
 pub(crate) struct Value {
     /// The node that made it; None for leaves and constants.
     pub producer: Option<usize>,
@@ -153,6 +160,18 @@ impl<'a> Tape<'a> {
     pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
         self.fp8 = Some(layers);
         self
+    }
+
+    /// Continues the numbering of random functions after `sites` of them, for a unit that is
+    /// recorded on several tapes in turn. See [`Tape::sites`].
+    pub fn with_sites(mut self, sites: u32) -> Tape<'a> {
+        self.sites = sites;
+        self
+    }
+
+    /// The number of random functions so far, those before [`Tape::with_sites`] included.
+    pub fn sites(&self) -> u32 {
+        self.sites
     }
 
     pub(crate) fn fp8(&self, weight: ParamId) -> Option<&Scaling> {
@@ -278,13 +297,7 @@ impl<'a> Tape<'a> {
 impl Recording {
     /// Bytes of activations kept for backward, each buffer once.
     pub fn saved_bytes(&self) -> usize {
-        let mut seen = std::collections::BTreeSet::new();
-        let kept = self.nodes.iter().flat_map(|node| &node.saved);
-        kept.filter_map(|saved| match saved {
-            Saved::Tensor(tensor) if seen.insert(tensor.buffer_id()) => Some(tensor.buffer_bytes()),
-            _ => None,
-        })
-        .sum()
+        buffer_bytes(self.nodes.iter().flat_map(|node| &node.saved).filter_map(Saved::tensor))
     }
 
     /// Takes out the activations that are kept for backward, each region of memory once. Until
@@ -330,13 +343,20 @@ impl std::fmt::Debug for Recording {
     }
 }
 
-impl From<&Saved> for Option<Tensor> {
-    fn from(saved: &Saved) -> Option<Tensor> {
-        match saved {
-            Saved::Tensor(tensor) => Some(tensor.clone()),
+impl Saved {
+    /// The tensor, if it is here.
+    pub(crate) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Saved::Tensor(tensor) => Some(tensor),
             Saved::Recompute(_) | Saved::Away(..) => None,
         }
     }
+}
+
+/// Bytes of the buffers of `tensors`, each buffer once.
+pub(crate) fn buffer_bytes<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> usize {
+    let mut seen = std::collections::BTreeSet::new();
+    tensors.filter(|tensor| seen.insert(tensor.buffer_id())).map(Tensor::buffer_bytes).sum()
 }
 
 /// Names the function in an error of its backward.

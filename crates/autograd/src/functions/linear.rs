@@ -52,12 +52,15 @@ impl Tape<'_> {
 impl Differentiable for Linear {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(mut dy) = cx.output_gradient(0) else { return Ok(()) };
-        if self.residual {
-            cx.add_gradient(2 + self.bias as usize, dy.clone())?;
-        }
-        if self.activation != Activation::None {
-            let pre = cx.saved(1)?;
-            dy = ops::activation_backward(self.activation, &pre, dy)?;
+        if !cx.has_left() {
+            if self.residual {
+                cx.add_gradient(2 + self.bias as usize, dy.clone())?;
+            }
+            if self.activation != Activation::None {
+                let pre = cx.saved(1)?;
+                dy = ops::activation_backward(self.activation, &pre, dy)?;
+            }
+            cx.leave(Some(&dy), &[0]);
         }
         let mut dw = cx.gradient_target(1)?;
         let mut db = if self.bias { cx.gradient_target(2)? } else { None };

@@ -56,6 +56,7 @@ impl Differentiable for LinearCrossEntropy {
                 return Err(AutogradError::EagerUpstream(upstream.to_scalar()?));
             }
             let dx = cx.saved(0)?;
+            cx.leave(None, &[]);
             return cx.add_gradient(0, dx);
         }
         let x = cx.saved(0)?;
