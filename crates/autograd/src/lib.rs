@@ -5,8 +5,8 @@
 //! [`Recording`], which owns the tensors that backward needs. It refers to parameters by slot
 //! ([`ParamId`]) and never by data, so that a unit's parameters can leave between forward and
 //! backward. [`Recording::backward`] starts from given output gradients and ends at the given
-//! leaves, so a unit is differentiated alone. [`Recording::backward_input`] computes the gradients of
-//! values only, and leaves those of parameters to a later call ([`Deferred`]).
+//! leaves, so a unit is differentiated alone. [`Recording::backward_input`] computes the gradients
+//! of values only, and leaves those of parameters to a later call ([`Deferred`]).
 //!
 //! All functions are in one table, [`functions::TABLE`]. A test walks it and checks every backward
 //! against finite differences. This crate launches operations of `trainyard-tensor` and has no

@@ -101,6 +101,34 @@ fn every_row_has_a_right_backward() {
 }
 
 #[test]
+fn every_row_has_the_bits_of_the_whole_backward_in_two_halves() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let halves = |name: &str, example: &Example| {
+        let shapes: Vec<&Vec<usize>> = example.inputs.iter().chain(&example.params).collect();
+        let point: Vec<Vec<f32>> = shapes.iter().enumerate().map(|(i, s)| values(s.iter().product(), i)).collect();
+        for policy in [Policy::Everything, Policy::Selective] {
+            // With some inputs, and with none, so that all is left to the second half.
+            for wanted in [example.inputs.len(), 0] {
+                let run = |course| {
+                    let mut store = store(&device, example, &point);
+                    let (parameters, mut sink) = store.split();
+                    let tape = Tape::new(&device, &parameters, policy, KEY);
+                    let (got, _) =
+                        differentiate(&device, example, &point, tape, wanted, course, &parameters, &mut sink).unwrap();
+                    (got, parameter_gradients(&store, example))
+                };
+                assert_eq!(run(Course::Whole), run(Course::Halves), "{name}, {wanted} inputs, {policy:?}");
+            }
+        }
+    };
+    for row in TABLE.iter().filter(|row| row.differentiable) {
+        examples(row.name, &device).iter().for_each(|example| halves(row.name, example));
+    }
+    halves("a block", &block());
+    assert_eq!(device.pool().usage().live_total(), 0, "something leaked");
+}
+
+#[test]
 fn what_has_no_derivative_says_so_by_name() {
     let device = Device::cpu(Isa::detect(), 2, None);
     for row in TABLE.iter().filter(|row| !row.differentiable) {

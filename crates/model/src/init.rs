@@ -1,12 +1,13 @@
-//! Initial values as a function of (seed, slot, element). A shard fills its part by itself and gets
-//! the same bits.
+//! Initial values as a function of (seed, slot, element of the whole parameter). A shard, or a rank
+//! that holds a part of a split parameter, fills its part by itself and gets the same bits.
 
 use crate::parameter::{Init, ParameterSpec};
 use trainyard_autograd::ParamId;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::philox::{self, RandomKey};
 
-/// Fills `out` with the initial values of the elements `first ..` of parameter `id`.
+/// Fills `out` with the initial values of the elements `first ..` of parameter `id`, or of the part
+/// of it that is held.
 pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, first: usize, out: &mut [f32]) {
     match parameter.init {
         Init::Zeros => out.fill(0.0),
@@ -14,7 +15,9 @@ pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, 
         Init::Normal { std } => {
             let site = (id.unit << 12) | (id.index & 0xfff);
             let key = RandomKey { seed, step: RandomKey::INIT, site };
-            philox::fill_normal(cpu, key, first as u64, 0.0, std, out);
+            for (run, whole) in parameter.whole_runs(first..first + out.len()) {
+                philox::fill_normal(cpu, key, whole as u64, 0.0, std, &mut out[run.start - first..run.end - first]);
+            }
         }
     }
 }
@@ -22,7 +25,7 @@ pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::parameter::ParameterKind;
+    use crate::parameter::{ParameterKind, Piece, Split};
     use trainyard_tensor::cpu::Isa;
 
     #[test]
@@ -36,6 +39,13 @@ mod tests {
         let id = ParamId::new(3, 1);
         let whole = fill(id, 7, 0, 5000);
         assert_eq!(fill(id, 7, 1234, 1000), whole[1234..2234]);
+        let pieces = vec![Piece { local: 0..30, whole: 17..47, holders: 1, owned: true }];
+        let split = Some(Split { whole: vec![100, 50], dim: 1, pieces });
+        let part = ParameterSpec { shape: vec![100, 30], split, ..parameter.clone() };
+        let mut out = vec![0.0; 2000];
+        initialise(&Cpu::new(Isa::detect(), 2), 7, id, &part, 500, &mut out);
+        let expected = (500..2500).map(|i| whole[i / 30 * 50 + 17 + i % 30]);
+        assert!(out.iter().copied().eq(expected), "a rank's part differs from the whole");
         assert_ne!(fill(ParamId::new(3, 2), 7, 0, 5000), whole);
         assert_ne!(fill(id, 8, 0, 5000), whole);
         let mean = whole.iter().sum::<f32>() / 5000.0;

@@ -161,6 +161,36 @@ impl ParameterSpec {
         self.split.as_ref().map_or(&self.shape, |split| &split.whole)
     }
 
+    /// The places of the elements `local` in the whole parameter: runs of neighbours in both, in
+    /// order, each with its local elements and the first of its elements in the whole. A parameter
+    /// that is whole gives one run.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(Range<usize>, usize)> {
+        let Some(split) = &self.split else {
+            return if local.is_empty() { Vec::new() } else { vec![(local.clone(), local.start)] };
+        };
+        let inner: usize = split.whole[split.dim + 1..].iter().product();
+        let (row, whole_row) = (self.shape[split.dim] * inner, split.whole[split.dim] * inner);
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        if local.is_empty() || row == 0 {
+            return runs;
+        }
+        for outer in local.start / row..local.end.div_ceil(row) {
+            for piece in &split.pieces {
+                let start = (outer * row + piece.local.start * inner).max(local.start);
+                let end = (outer * row + piece.local.end * inner).min(local.end);
+                if start >= end {
+                    continue;
+                }
+                let whole = outer * whole_row + piece.whole.start * inner + start % row - piece.local.start * inner;
+                match runs.last_mut() {
+                    Some((run, first)) if run.end == start && *first + run.len() == whole => run.end = end,
+                    _ => runs.push((start..end, whole)),
+                }
+            }
+        }
+        runs
+    }
+
     /// Elements of one row of the first dimension.
     pub fn row_elements(&self) -> usize {
         self.shape.iter().skip(1).product()
@@ -244,6 +274,30 @@ mod tests {
 
     fn vector(elements: usize) -> ParameterSpec {
         ParameterSpec::new("p", &[elements], Init::Zeros, ParameterKind::Bias, "p")
+    }
+
+    #[test]
+    fn the_elements_of_a_split_parameter_have_their_places_in_the_whole() {
+        let whole_places = |parameter: &ParameterSpec, local: Range<usize>| -> Vec<usize> {
+            let runs = parameter.whole_runs(local.clone());
+            assert_eq!(runs.iter().flat_map(|(run, _)| run.clone()).collect::<Vec<_>>(), local.collect::<Vec<_>>());
+            runs.into_iter().flat_map(|(run, first)| first..first + run.len()).collect()
+        };
+        let piece = |local, whole| Piece { local, whole, holders: 1, owned: true };
+        let mut parameter = ParameterSpec::new("p", &[4, 6], Init::Zeros, ParameterKind::Matrix, "p");
+        assert_eq!(parameter.whole_runs(3..20), [(3..20, 3)]);
+        assert_eq!(parameter.whole_runs(3..3), []);
+        let pieces = vec![piece(0..1, 1..2), piece(1..3, 5..7), piece(3..4, 7..8)];
+        parameter.split = Some(Split { whole: vec![9, 6], dim: 0, pieces });
+        assert_eq!(parameter.whole_runs(0..24), [(0..6, 6), (6..24, 30)]);
+        assert_eq!(parameter.whole_runs(4..8), [(4..6, 10), (6..8, 30)]);
+        let pieces = vec![piece(0..2, 3..5), piece(2..6, 8..12)];
+        parameter.split = Some(Split { whole: vec![4, 14], dim: 1, pieces });
+        let expected: Vec<usize> =
+            (0..4).flat_map(|row| [3, 4, 8, 9, 10, 11].map(|column| row * 14 + column)).collect();
+        for (start, end) in [(0, 24), (1, 23), (2, 3), (5, 14), (12, 12)] {
+            assert_eq!(whole_places(&parameter, start..end), expected[start..end]);
+        }
     }
 
     proptest! {

@@ -11,7 +11,7 @@
 
 pub mod plain;
 
-use trainyard_autograd::{ParamId, Policy, Result, Store, Tape, Var};
+use trainyard_autograd::{Gradients, ParamId, Parameters, Place, Policy, Result, Store, Tape, Var};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{Device, Purpose, Tensor};
 
@@ -73,6 +73,14 @@ pub fn gradients(device: &Device, example: &Example, point: &[Vec<f32>], policy:
     backward(device, example, point, policy).unwrap()
 }
 
+/// The course of a backward.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Course {
+    Whole,
+    /// Gradients of inputs first, those of parameters later.
+    Halves,
+}
+
 pub fn backward(
     device: &Device,
     example: &Example,
@@ -81,7 +89,29 @@ pub fn backward(
 ) -> Result<(Vec<Vec<f32>>, Vec<f32>)> {
     let mut store = store(device, example, point);
     let (parameters, mut sink) = store.split();
-    let mut tape = Tape::new(device, &parameters, policy, KEY);
+    let tape = Tape::new(device, &parameters, policy, KEY);
+    let (wanted, course) = (example.inputs.len(), Course::Whole);
+    let (got, g) = differentiate(device, example, point, tape, wanted, course, &parameters, &mut sink)?;
+    let mut all: Vec<Vec<f32>> = got.into_iter().map(|gradient| gradient.expect("a gradient")).collect();
+    all.extend(parameter_gradients(&store, example).into_iter().map(|gradient| gradient.expect("a gradient")));
+    Ok((all, g))
+}
+
+/// A gradient, if any flowed.
+pub type MaybeGradient = Option<Vec<f32>>;
+
+/// Records `example` on `tape` and returns the gradients of its first `wanted` inputs, and the
+/// output's gradient.
+pub fn differentiate(
+    device: &Device,
+    example: &Example,
+    point: &[Vec<f32>],
+    mut tape: Tape<'_>,
+    wanted: usize,
+    course: Course,
+    parameters: &dyn Parameters,
+    sink: &mut dyn Gradients,
+) -> Result<(Vec<MaybeGradient>, Vec<f32>)> {
     let inputs: Vec<Var> =
         tensors(device, &example.inputs, point).into_iter().map(|tensor| tape.leaf(tensor)).collect();
     let y = (example.build)(&mut tape, &inputs).unwrap();
@@ -89,13 +119,23 @@ pub fn backward(
     let g = if scalar { vec![1.0] } else { values(y.tensor().elements(), 99) };
     let seed = device.tensor(*y.tensor().shape(), &g, Purpose::Activations).unwrap();
     let recording = tape.finish();
-    let wanted: Vec<&Var> = inputs.iter().collect();
-    let got = recording.backward(&[(&y, seed)], &wanted, &parameters, &mut sink)?;
-    let mut all: Vec<Vec<f32>> = got.into_iter().map(|t| t.expect("a gradient").to_f32_vec().unwrap()).collect();
-    for index in 0..example.params.len() {
-        all.push(store.gradient(p(index as u32)).expect("a gradient").to_f32_vec().unwrap());
-    }
-    Ok((all, g))
+    let wanted: Vec<Place> = inputs[..wanted].iter().map(Place::from).collect();
+    let outputs = [(Place::from(&y), seed)];
+    drop((inputs, y));
+    let got = match course {
+        Course::Whole => recording.backward_at(&outputs, &wanted, parameters, sink)?,
+        Course::Halves => {
+            let (got, deferred) = recording.backward_input(&outputs, &wanted, parameters)?;
+            drop(outputs);
+            deferred.backward_parameters(parameters, sink)?;
+            got
+        }
+    };
+    Ok((got.into_iter().map(|gradient| gradient.map(|g| g.to_f32_vec().unwrap())).collect(), g))
+}
+
+pub fn parameter_gradients(store: &Store, example: &Example) -> Vec<MaybeGradient> {
+    (0..example.params.len()).map(|i| store.gradient(p(i as u32)).map(|g| g.to_f32_vec().unwrap())).collect()
 }
 
 pub fn dot(a: &[f32], b: &[f32]) -> f64 {
