@@ -18,7 +18,7 @@ pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<
     let model = Model::new(spec.clone())?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
     let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
-    let strategy = shape::strategy(resolved, model.units().len());
+    let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;
     predict(model, &program, &batch, &shape::rank_settings(resolved))
 }

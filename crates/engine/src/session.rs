@@ -208,7 +208,7 @@ impl Session {
         let model = Model::new(spec.clone())?;
         let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
         let shape = shape::model_shape(&model, &batch, dtype)?;
-        let strategy = shape::strategy(&resolved, model.units().len());
+        let strategy = shape::strategy(&resolved, model.units().len())?;
         let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };

@@ -14,8 +14,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::unit_costs;
 use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
 use trainyard_program::{
-    Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, StateBytes, Strategy, Tier,
-    UnitShape, check, lower_rank,
+    Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule, ScheduleTable,
+    StateBytes, Strategy, Tier, UnitShape, check, lower_rank,
 };
 use trainyard_tensor::DType;
 
@@ -201,9 +201,12 @@ pub fn mesh(resolved: &Resolved) -> Mesh {
 }
 
 /// The strategy of a resolved configuration, on a model of `units` units.
-pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
+///
+/// # Errors
+/// A schedule's file that cannot be read, or is no schedule.
+pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
     let parallel = &resolved.parallel;
-    Strategy {
+    Ok(Strategy {
         accumulation_steps: resolved.batch.accumulation as u32,
         keep: keep(resolved, units),
         zero_stage: parallel.zero_stage as u8,
@@ -221,14 +224,35 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Strategy {
         offload: offload(resolved),
         update_chunk: update_chunk(resolved),
         bytes: state_bytes(resolved),
-        pipeline: match parallel.schedule {
-            ConfigPipeline::Gpipe => PipelineSchedule::GPipe,
-            ConfigPipeline::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
-            ConfigPipeline::Interleaved => PipelineSchedule::Interleaved { chunks: parallel.chunks as u32 },
-            ConfigPipeline::ZeroBubble => PipelineSchedule::ZeroBubble,
-        },
+        pipeline: pipeline(resolved)?,
         ..Strategy::new(units)
+    })
+}
+
+/// The order of forwards and backwards: a known schedule, or the table of a file.
+///
+/// # Errors
+/// A file that cannot be read, or is no schedule.
+fn pipeline(resolved: &Resolved) -> Result<Schedule> {
+    if let Some(path) = &resolved.config.parallel.pipeline_schedule_file {
+        let text = std::fs::read_to_string(path).map_err(|source| EngineError::File {
+            what: "cannot read",
+            path: path.display().to_string(),
+            source,
+        })?;
+        let table = ScheduleTable::parse(&text);
+        let table =
+            table.map_err(|error| does_not_fit(format!("parallel.pipeline_schedule_file {}: {error}", path.display())));
+        return Ok(Schedule::Own(table?));
     }
+    Ok(Schedule::Known(match resolved.parallel.schedule {
+        ConfigPipeline::Gpipe => PipelineSchedule::GPipe,
+        ConfigPipeline::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
+        ConfigPipeline::Interleaved => PipelineSchedule::Interleaved { chunks: resolved.parallel.chunks as u32 },
+        ConfigPipeline::ZeroBubble => PipelineSchedule::ZeroBubble,
+        ConfigPipeline::ZeroBubbleV => PipelineSchedule::ZeroBubbleV,
+        ConfigPipeline::DualPipeV => PipelineSchedule::DualPipeV,
+    }))
 }
 
 /// The tier of each kind of state.

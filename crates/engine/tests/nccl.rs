@@ -62,7 +62,7 @@ fn train_rank(resolved: &Resolved, world: &Communicator, fake: &Arc<Fake>, way: 
     let model = Model::new(spec.clone())?;
     let shape = BatchShape::uniform(resolved.batch.micro, LENGTH);
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
-    let strategy = shape::strategy(resolved, model.units().len());
+    let strategy = shape::strategy(resolved, model.units().len()).unwrap();
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = RankSettings { way, computes: Computes::Cuda, ..shape::rank_settings(resolved) };
     let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;

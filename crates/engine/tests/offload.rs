@@ -93,7 +93,7 @@ fn train_rank(resolved: &Resolved, world: Communicator, folder: &Path, steps: u6
     let rows = resolved.batch.micro;
     let batch_shape = BatchShape::uniform(rows, LENGTH);
     let model_shape = shape::model_shape(&model, &batch_shape, shape::compute_dtype(resolved))?;
-    let strategy = shape::strategy(resolved, model.units().len());
+    let strategy = shape::strategy(resolved, model.units().len()).unwrap();
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = shape::rank_settings(resolved);
     let prediction = predict(Model::new(spec)?, &program, &batch_shape, &settings)?;

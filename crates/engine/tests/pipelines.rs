@@ -37,6 +37,9 @@ fn every_schedule_trains_the_bits_of_one_rank() {
             (3, "1f1b"),
             (3, "zero_bubble"),
             (4, "gpipe"),
+            (2, "zero_bubble_v"),
+            (3, "zero_bubble_v"),
+            (2, "dual_pipe_v"),
             (4, "zero_bubble"),
             (2, "interleaved"),
         ] {

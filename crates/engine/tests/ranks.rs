@@ -12,8 +12,8 @@ use trainyard_engine::faults::{Faults, Hang};
 use trainyard_engine::world::run;
 use trainyard_model::Batch;
 use trainyard_program::Program;
-use trainyard_tensor::cpu::LentThreads;
 use trainyard_tensor::Purpose;
+use trainyard_tensor::cpu::LentThreads;
 
 const LLAMA: &[&str] = &["precision.compute='bf16'"];
 const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];

@@ -108,7 +108,8 @@ impl<'a> Bounds<'a> {
             chunks: Vec::new(),
             units: Vec::new(),
             borrows: Vec::new(),
-            stages: Vec::new(),
+            pipeline: Vec::new(),
+            fused_loss: false,
             micro_batches: 1,
             folded: false,
             snapshot: false,
@@ -314,7 +315,7 @@ impl Prices<'_> {
             least = least.max(before + start + passes + end);
             least = least.max(before + start + self.slowed_seconds(stage) + end_min);
             let first = &stage.stretches[0];
-            if self.candidate.pipeline != PipelineSchedule::ZeroBubble {
+            if !self.candidate.pipeline.facts().halves {
                 least = least.max(before + start + passes + after + end_of_first);
                 after += first.backward_s;
             }
@@ -362,10 +363,8 @@ impl Prices<'_> {
             if candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
                 let (all, _, most) = self.over(&stretch.kinds, |unit| self.reduce_s(unit));
                 let sums = all - ahead * most;
-                backward = match candidate.pipeline {
-                    PipelineSchedule::ZeroBubble => backward.max(stretch.input_s + sums),
-                    _ => backward.max(sums),
-                };
+                let apart = if candidate.pipeline.facts().halves { stretch.input_s } else { 0.0 };
+                backward = backward.max(apart + sums);
             }
             seconds += forward + backward;
             last_backward = backward;
@@ -375,8 +374,7 @@ impl Prices<'_> {
 
     /// True if each micro-batch's gradients are summed, and later micro-batches wait for that.
     fn sums_every_micro_batch(&self) -> bool {
-        self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch
-            && self.candidate.pipeline != PipelineSchedule::ZeroBubble
+        self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch && !self.candidate.pipeline.facts().halves
     }
 
     /// Seconds of all passes, with the cost of communication beside them.
@@ -388,7 +386,7 @@ impl Prices<'_> {
         let candidate = self.candidate;
         let steps = f64::from(candidate.accumulation);
         let plain: f64 = stage.stretches.iter().map(|stretch| stretch.forward_s + stretch.backward_s).sum();
-        if candidate.offload != Offload::default() || candidate.pipeline == PipelineSchedule::ZeroBubble {
+        if candidate.offload != Offload::default() || candidate.pipeline.facts().halves {
             return steps * plain;
         }
         let share = self.known.costs.constants.interference;

@@ -98,7 +98,7 @@ impl Candidate {
             reduce_schedule: self.reduce_schedule,
             offload: self.offload,
             bytes: state_bytes(self.format),
-            pipeline: self.pipeline,
+            pipeline: self.pipeline.into(),
             sequence_parallel: self.mesh.tp > 1,
             ..Strategy::new(units)
         }
@@ -112,10 +112,7 @@ impl Candidate {
 
     /// Number of stretches of units per pipeline stage.
     pub fn chunks(&self) -> u32 {
-        match self.pipeline {
-            PipelineSchedule::Interleaved { chunks } => chunks,
-            _ => 1,
-        }
+        self.pipeline.facts().chunks
     }
 
     /// Number of sequences of a step over all ranks.
@@ -220,16 +217,6 @@ pub fn checkpointing_words(checkpointing: Checkpointing, blocks: u32) -> String 
         (full, 0) => format!("full {full}/{blocks}"),
         (0, selective) => format!("sel. {selective}/{blocks}"),
         (full, selective) => format!("full {full} sel. {selective}"),
-    }
-}
-
-/// The schedule's usual name.
-pub fn schedule_words(schedule: PipelineSchedule) -> String {
-    match schedule {
-        PipelineSchedule::GPipe => "GPipe".to_owned(),
-        PipelineSchedule::OneForwardOneBackward => "1F1B".to_owned(),
-        PipelineSchedule::Interleaved { chunks } => format!("interleaved {chunks}"),
-        PipelineSchedule::ZeroBubble => "zero bubble".to_owned(),
     }
 }
 

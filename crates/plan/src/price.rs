@@ -9,7 +9,7 @@ use crate::search::{Bound, Simulated};
 use crate::{Candidate, Objective, Request};
 use std::collections::HashMap;
 use std::ops::Range;
-use trainyard_program::{MemoryKind, ModelShape, Program, lower_rank};
+use trainyard_program::{MemoryKind, ModelShape, Program, lower_stages};
 use trainyard_sim::transformer::{Units, Workload};
 use trainyard_sim::{Constants, Costs, Format, Generation, MemoryUse, RankTime, Stack, memory, own_units, simulate};
 use trainyard_tensor::DType;
@@ -69,15 +69,16 @@ impl Known {
         cuts
     }
 
-    /// The stretches of units that each pipeline stage of `candidate` runs. The numbers of
-    /// stretches in the model are chunk x pp + stage.
+    /// The stretches of units that each pipeline stage of `candidate` runs, ascending.
     pub(crate) fn stages(&self, candidate: &Candidate) -> Vec<Vec<Range<u32>>> {
         let cuts = self.cuts(candidate);
         let starts = std::iter::once(0).chain(cuts.iter().copied());
         let ends = cuts.iter().copied().chain([self.shape.units.len() as u32]);
-        let stretches: Vec<Range<u32>> = starts.zip(ends).map(|(start, end)| start..end).collect();
-        let pp = candidate.mesh.pp as usize;
-        (0..pp).map(|stage| stretches[stage..].iter().step_by(pp).cloned().collect()).collect()
+        let mut stages = vec![Vec::new(); candidate.mesh.pp as usize];
+        for ((start, end), stage) in starts.zip(ends).zip(candidate.pipeline.stage_of(candidate.mesh.pp)) {
+            stages[stage as usize].push(start..end);
+        }
+        stages
     }
 }
 
@@ -192,8 +193,7 @@ impl<'a> Pricer<'a> {
         let mut strategy = candidate.strategy(shape.units.len());
         strategy.cuts = known.cuts(candidate);
         let mesh = &candidate.mesh;
-        let stages = (0..mesh.pp).map(|stage| lower_rank(shape, mesh, &strategy, stage * mesh.stage_ranks()));
-        let programs: Vec<Program> = stages.collect::<Result<_, _>>().ok()?;
+        let programs = lower_stages(shape, mesh, &strategy).ok()?;
         let simulated = simulate(&programs, costs).ok()?;
         let memory =
             programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, costs)).collect();

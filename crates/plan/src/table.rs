@@ -1,6 +1,6 @@
 //! The answer for a terminal: a table of plans, the reasons, and the details of one.
 
-use crate::candidate::{checkpointing_words, details, schedule_words};
+use crate::candidate::{checkpointing_words, details};
 use crate::explain::duration;
 use crate::{Answer, Plan, Request};
 use std::fmt::Write as _;
@@ -81,7 +81,7 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
     let devices = candidate.mesh.ranks();
     let mut how = details(candidate);
     if candidate.mesh.pp > 1 {
-        how.insert(0, schedule_words(candidate.pipeline));
+        how.insert(0, candidate.pipeline.to_string());
     }
     if request.formats.len() > 1 {
         how.insert(0, candidate.format.name().to_owned());
@@ -172,7 +172,7 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
         ("precision", candidate.format.name().to_owned()),
     ];
     if pp > 1 {
-        facts.push(("pipeline_schedule", schedule_words(candidate.pipeline)));
+        facts.push(("pipeline_schedule", candidate.pipeline.to_string()));
     }
     let more = details(candidate);
     if !more.is_empty() {

@@ -51,7 +51,7 @@ pub fn sections() -> String {
         (
             "ZB-H1, the last of two stages",
             pipeline,
-            Strategy { pipeline: PipelineSchedule::ZeroBubble, ..pipelined.clone() },
+            Strategy { pipeline: PipelineSchedule::ZeroBubble.into(), ..pipelined.clone() },
         ),
         (
             "Tensor parallelism with split sequences",

@@ -6,7 +6,7 @@
 //! while those at hand are used.
 
 use crate::lower::Lowering;
-use crate::order::Pass;
+use crate::passes::Pass;
 use crate::{Action, Axis, Collective, Instruction, Keep, Phase};
 
 impl Lowering<'_> {

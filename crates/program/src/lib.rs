@@ -20,26 +20,30 @@ mod lower;
 mod memory;
 mod mesh;
 mod order;
+mod passes;
 mod print;
 mod program;
 mod runnable;
 mod sizes;
 mod strategy;
 mod streams;
+mod table;
 mod update;
 mod windows;
 
 pub use check::{CheckError, Deadlock, check, check_ranks};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use layout::{Change, Layout};
-pub use lower::{lower, lower_rank};
+pub use lower::{lower, lower_rank, lower_stages};
 pub use memory::{LaneSummary, Memory, Report};
 pub use mesh::{Axis, Coordinates, Group, Mesh};
-pub use order::{Turn, turns};
+pub use order::{MicroBatches, PipelineSchedule, ScheduleFacts, StretchMap, Turn};
+pub use passes::Stretch;
 pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use strategy::{
-    Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
-    StateBytes, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
+    Extent, Fresh, ModelShape, Offload, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM, StateBytes, Strategy,
+    StrategyError, Tier, UnitShape, chunk_elements, padded,
 };
 pub use streams::Streams;
+pub use table::{CellFault, Schedule, ScheduleTable, TableError, TurnTimes};

@@ -12,7 +12,7 @@
 //! is reduced; the walk is the same.
 
 use crate::builder::Builder;
-use crate::order::{self, Pass};
+use crate::passes::{Pass, Pipeline};
 use crate::sizes::Sizes;
 use crate::strategy::validate;
 use crate::windows::{GradientSpan, Stay, Window, activation_trips, gradient_spans, gradient_stays, parameter_windows};
@@ -27,17 +27,24 @@ use crate::{
 ///
 /// A strategy that does not fit the model or the mesh.
 pub fn lower(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec<Program>, StrategyError> {
-    validate(model, mesh, strategy)?;
-    let mut programs = Vec::with_capacity(mesh.ranks() as usize);
-    for stage in 0..mesh.pp {
-        let first = lower_rank(model, mesh, strategy, stage * mesh.stage_ranks())?;
-        programs.extend((0..mesh.stage_ranks()).map(|offset| at_rank(&first, offset)));
-    }
-    Ok(programs)
+    let firsts = lower_stages(model, mesh, strategy)?;
+    Ok(firsts.iter().flat_map(|first| (0..mesh.stage_ranks()).map(|offset| at_rank(first, offset))).collect())
 }
 
-/// Returns the program of one rank. The ranks of a pipeline stage have equal programs, except for
-/// rank numbers.
+/// Returns the programs of the first rank of every pipeline stage. The ranks of a stage have equal
+/// programs, except for rank numbers.
+///
+/// # Errors
+///
+/// As [`lower`].
+pub fn lower_stages(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec<Program>, StrategyError> {
+    validate(model, mesh, strategy)?;
+    let pipeline = Pipeline::new(model.units.len() as u32, mesh, strategy)?;
+    let ranks = (0..mesh.pp).map(|stage| stage * mesh.stage_ranks());
+    ranks.map(|rank| Ok(Lowering::new(model, mesh, strategy, &pipeline, rank)?.lower())).collect()
+}
+
+/// Returns the program of one rank.
 ///
 /// # Errors
 ///
@@ -47,18 +54,8 @@ pub fn lower_rank(model: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u3
     if rank >= mesh.ranks() {
         return Err(StrategyError::Rank { rank, ranks: mesh.ranks() });
     }
-    let mut lowering = Lowering::new(model, mesh, strategy, rank);
-    lowering.load();
-    for at in 0..lowering.passes.len() {
-        lowering.receive(at);
-        lowering.acquire(at);
-        lowering.run(at);
-        lowering.pass_on(at);
-        lowering.let_go(at);
-        lowering.complete_gradients(at);
-    }
-    lowering.update();
-    Ok(lowering.finish())
+    let pipeline = Pipeline::new(model.units.len() as u32, mesh, strategy)?;
+    Ok(Lowering::new(model, mesh, strategy, &pipeline, rank)?.lower())
 }
 
 /// The program of the rank `offset` after `first` in the same stage.
@@ -106,11 +103,14 @@ pub(crate) struct Lowering<'a> {
     /// buffers are freed when the compute lane knows that they are sent.
     gradients_sent: Vec<u32>,
     outputs_sent: Vec<Option<u32>>,
-    /// Passes whose input comes from another stage, ascending.
-    receives: Vec<usize>,
+    /// Passes whose input comes from another stage, in the order in which it comes, each with the
+    /// first pass that takes this input or a later one.
+    receives: Vec<(usize, usize)>,
     next_receive: usize,
     /// Per pass, the instructions that brought its activations and its input.
     brought: Vec<Brought>,
+    /// Per micro-batch, the last pass that reads it.
+    last_uses: Vec<usize>,
     /// Per phase, unit and micro-batch, the collective that completes the pass.
     exchanged: [Vec<Option<u32>>; 2],
     /// The gradients that begin and those that are complete with each pass.
@@ -149,17 +149,19 @@ struct Brought {
 }
 
 impl<'a> Lowering<'a> {
-    fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy, rank: u32) -> Lowering<'a> {
+    fn new(
+        model: &'a ModelShape,
+        mesh: &'a Mesh,
+        strategy: &'a Strategy,
+        pipeline: &Pipeline,
+        rank: u32,
+    ) -> Result<Lowering<'a>, StrategyError> {
         let units = model.units.len();
         let (accumulation, prefetch) = (strategy.accumulation_steps, strategy.prefetch as usize);
         let sizes = Sizes::new(model, mesh, strategy);
         let placement = sizes.placement;
-        let stage = mesh.coordinates(rank).pp;
-        let mut all = order::stages(units as u32, mesh, strategy);
-        let unit_stages = unit_stages(&all, units);
-        let stages = all.swap_remove(stage as usize);
-        let passes = order::passes(stage, &stages, mesh, strategy);
-        let program = Program {
+        let (passes, arrivals) = pipeline.passes(mesh.coordinates(rank).pp);
+        let mut program = Program {
             rank,
             mesh: *mesh,
             placement,
@@ -167,8 +169,8 @@ impl<'a> Lowering<'a> {
             chunks: Vec::new(),
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
-            stages,
-            unit_stages,
+            pipeline: pipeline.stretches.clone(),
+            fused_loss: backward_follows(&passes, units as u32 - 1),
             micro_batches: accumulation,
             folded: strategy.elastic,
             snapshot: strategy.snapshot,
@@ -179,15 +181,26 @@ impl<'a> Lowering<'a> {
         let windows =
             parameter_windows(&passes, units, |unit| program.reads(unit).collect(), &reach(mesh, strategy, &placement));
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
-        let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
-            true => program.reads(pass.unit).collect(),
-            false => Vec::new(),
+        let spans = |program: &Program, apart| {
+            let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
+                true => program.reads(pass.unit).collect(),
+                false => Vec::new(),
+            };
+            gradient_spans(&passes, units, accumulation, adds_to, apart)
         };
-        let gradients = gradient_spans(&passes, units, accumulation, adds_to, apart);
+        if apart || strategy.offload.gradients.is_some() {
+            // Sums of one micro-batch at a time: the loss's gradient must not begin with a forward
+            // if its half for weights comes after the next forward.
+            program.fused_loss &= mixed(&spans(&program, true)).is_none();
+            if let Some(unit) = mixed(&spans(&program, true)) {
+                return Err(StrategyError::MixedGradients { unit });
+            }
+        }
+        let gradients = spans(&program, apart);
         let stays = match strategy.offload.gradients {
             Some(_) => {
-                let of_micro_batches = gradient_spans(&passes, units, accumulation, adds_to, true);
-                gradient_stays(sums_needed(of_micro_batches, strategy, &placement), units, prefetch.max(1))
+                let needed = sums_needed(spans(&program, true), strategy, &placement);
+                gradient_stays(needed, units, prefetch.max(1))
             }
             None => Vec::new(),
         };
@@ -197,9 +210,10 @@ impl<'a> Lowering<'a> {
         };
         let mut returns: Vec<usize> = trips.iter().flatten().copied().collect();
         returns.sort_unstable();
-        let crosses = |at: &usize| crosses_in(&program, &passes[*at]);
+        let mut last_uses = vec![0; accumulation as usize];
+        passes.iter().enumerate().for_each(|(at, pass)| last_uses[pass.micro_batch as usize] = at);
         let places = units * accumulation as usize;
-        Lowering {
+        Ok(Lowering {
             strategy,
             sizes,
             builder: Builder::default(),
@@ -216,9 +230,10 @@ impl<'a> Lowering<'a> {
             next_return: 0,
             gradients_sent: Vec::new(),
             outputs_sent: vec![None; places],
-            receives: (0..passes.len()).filter(crosses).collect(),
+            receives: with_first_use(arrivals),
             next_receive: 0,
             brought: vec![Brought::default(); passes.len()],
+            last_uses,
             exchanged: [vec![None; places], vec![None; places]],
             begins: by_pass(passes.len(), gradients.iter().map(|span| span.first)),
             completes: by_pass(passes.len(), gradients.iter().map(|span| span.last)),
@@ -239,7 +254,21 @@ impl<'a> Lowering<'a> {
             updated: 0,
             passes,
             program,
+        })
+    }
+
+    fn lower(mut self) -> Program {
+        self.load();
+        for at in 0..self.passes.len() {
+            self.receive(at);
+            self.acquire(at);
+            self.run(at);
+            self.pass_on(at);
+            self.let_go(at);
+            self.complete_gradients(at);
         }
+        self.update();
+        self.finish()
     }
 
     fn finish(mut self) -> Program {
@@ -267,17 +296,16 @@ impl<'a> Lowering<'a> {
 
     /// Starts to receive the inputs of the next stretch of units while this one runs.
     fn receive(&mut self, at: usize) {
-        let stretch = self.program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
+        let horizon = at + self.program.units_ahead();
         let before = at.checked_sub(1).map(|before| self.ran[before]);
-        while let Some(pass) = self.receives.get(self.next_receive).copied().filter(|pass| *pass <= at + stretch) {
+        while let Some((pass, _)) = self.receives.get(self.next_receive).copied().filter(|(_, used)| *used <= horizon) {
             self.next_receive += 1;
             let Pass { phase, unit, micro_batch, .. } = self.passes[pass];
-            let mesh = self.sizes.mesh;
-            let (step, unit) = match phase {
-                Phase::Forward => (mesh.pp - 1, unit - 1),
-                Phase::Backward => (1, unit),
+            let (unit, maker) = match phase {
+                Phase::Forward => (unit - 1, unit - 1),
+                Phase::Backward => (unit, unit + 1),
             };
-            let from = (self.program.rank + step * mesh.stage_ranks()) % mesh.ranks();
+            let from = self.program.peer(maker);
             let receive =
                 Instruction::new(Action::Recv { from, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
             let receive = receive.taking(MemoryKind::Communication, self.sizes.sent(unit));
@@ -367,16 +395,15 @@ impl<'a> Lowering<'a> {
                 pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
             }
         }
-        if crosses_out(&self.program, &self.passes[at]) && part != BackwardPart::Weights {
-            let sent = if phase == Phase::Forward { unit } else { unit - 1 };
+        if let Some((sent, _)) = crosses_out(&self.program, &self.passes[at]).filter(|_| part != BackwardPart::Weights)
+        {
             pass = pass.taking(MemoryKind::Communication, self.sizes.sent(sent));
+            if phase == Phase::Backward {
+                needs.extend(self.room(&self.gradients_sent));
+            }
         }
-        let lowest = self.program.stages[0].start;
-        if phase == Phase::Backward && part != BackwardPart::Input && unit == lowest {
+        if at == self.last_uses[micro_batch as usize] {
             pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
-        }
-        if phase == Phase::Backward && part != BackwardPart::Weights && crosses_out(&self.program, &self.passes[at]) {
-            needs.extend(self.room(&self.gradients_sent));
         }
         if self.sizes.placement.fresh_gradients == Fresh::InPlace {
             for Stay { unit, begins, .. } in self.stays_from(at) {
@@ -454,13 +481,8 @@ impl<'a> Lowering<'a> {
         let exchange = self.exchange(at);
         let place = self.place(unit, micro_batch);
         self.exchanged[phase as usize][place] = exchange;
-        if crosses_out(&self.program, &self.passes[at]) {
-            let mesh = self.sizes.mesh;
-            let (step, unit) = match phase {
-                Phase::Forward => (1, unit),
-                Phase::Backward => (mesh.pp - 1, unit - 1),
-            };
-            let to = (self.program.rank + step * mesh.stage_ranks()) % mesh.ranks();
+        if let Some((unit, taker)) = crosses_out(&self.program, &self.passes[at]) {
+            let to = self.program.peer(taker);
             let mut send =
                 Instruction::new(Action::Send { to, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
             if phase == Phase::Backward {
@@ -508,8 +530,7 @@ impl<'a> Lowering<'a> {
                 let fold = Instruction::new(Action::Fold { unit, micro_batch });
                 complete = self.builder.push(fold.giving_back(MemoryKind::Gradients, merged * bytes), []);
             }
-            let per_step = self.strategy.reduce_schedule == ReduceSchedule::PerStep;
-            let due = !per_step || micro_batch + 1 == self.strategy.accumulation_steps;
+            let due = !self.strategy.elastic || micro_batch + 1 == self.strategy.accumulation_steps;
             if due && self.sizes.mesh.degree(Axis::Data) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.full(unit, self.strategy.bytes.reduce);
@@ -560,18 +581,6 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// Per unit, the stage that runs it; empty if there is one stage.
-fn unit_stages(stages: &[Vec<std::ops::Range<u32>>], units: usize) -> Vec<u32> {
-    if stages.len() == 1 {
-        return Vec::new();
-    }
-    let mut of_units = vec![0; units];
-    for (stage, stretches) in (0..).zip(stages) {
-        stretches.iter().cloned().flatten().for_each(|unit| of_units[unit as usize] = stage);
-    }
-    of_units
-}
-
 /// The rules by which windows over parameters are formed. Resident parameters have none.
 fn reach(mesh: &Mesh, strategy: &Strategy, placement: &Placement) -> crate::windows::Reach {
     let whole = placement.parameters == Extent::Full;
@@ -613,25 +622,51 @@ fn sums_needed<'a>(
     spans.into_iter().filter(move |span| !whole || span.micro_batch == last)
 }
 
-/// True if a pass's input comes from another stage.
-fn crosses_in(program: &Program, pass: &Pass) -> bool {
-    match (pass.phase, pass.part) {
-        (_, BackwardPart::Weights) => false,
-        (Phase::Forward, _) => pass.unit > 0 && program.stages.iter().any(|stretch| stretch.start == pass.unit),
-        (Phase::Backward, _) => {
-            pass.unit < program.loss_unit() && program.stages.iter().any(|stretch| stretch.end == pass.unit + 1)
-        }
-    }
+/// The unit whose output, or the gradient of it, goes to another stage after a pass, and the unit
+/// that takes it there.
+fn crosses_out(program: &Program, pass: &Pass) -> Option<(u32, u32)> {
+    let (unit, taker) = match pass.phase {
+        Phase::Forward => (pass.unit, pass.unit + 1),
+        Phase::Backward => (pass.unit.checked_sub(1)?, pass.unit - 1),
+    };
+    (taker <= program.loss_unit() && !program.runs(taker)).then_some((unit, taker))
 }
 
-/// True if a pass's result goes to another stage.
-fn crosses_out(program: &Program, pass: &Pass) -> bool {
-    match pass.phase {
-        Phase::Forward => {
-            pass.unit < program.loss_unit() && program.stages.iter().any(|stretch| stretch.end == pass.unit + 1)
-        }
-        Phase::Backward => pass.unit > 0 && program.stages.iter().any(|stretch| stretch.start == pass.unit),
-    }
+/// True if the loss unit is among the units of `passes`, and each of its forwards is followed by
+/// its backward on the same micro-batch, whole or the half for the input.
+fn backward_follows(passes: &[Pass], loss: u32) -> bool {
+    let is_forward = |pass: &Pass| pass.unit == loss && pass.phase == Phase::Forward;
+    let follows = |at: usize, pass: &Pass| {
+        let backward = |next: &&Pass| {
+            let same = (next.unit, next.micro_batch) == (loss, pass.micro_batch);
+            same && next.phase == Phase::Backward && next.part != BackwardPart::Weights
+        };
+        passes.get(at + 1).filter(backward).is_some()
+    };
+    let mut forwards = passes.iter().enumerate().filter(|(_, pass)| is_forward(pass)).peekable();
+    forwards.peek().is_some() && forwards.all(|(at, pass)| follows(at, pass))
+}
+
+/// A unit to whose gradient micro-batches add by turns, or in descending order.
+fn mixed(of_micro_batches: &[GradientSpan]) -> Option<u32> {
+    let by_turns = |pair: &&[GradientSpan]| pair[0].unit == pair[1].unit && pair[0].last >= pair[1].first;
+    of_micro_batches.windows(2).find(by_turns).map(|pair| pair[0].unit)
+}
+
+/// Each pass that receives its input, in the order in which it comes, with the first pass that
+/// takes this input or one that comes later.
+fn with_first_use(arrivals: Vec<usize>) -> Vec<(usize, usize)> {
+    let mut first = usize::MAX;
+    let mut receives: Vec<(usize, usize)> = arrivals
+        .into_iter()
+        .rev()
+        .map(|pass| {
+            first = first.min(pass);
+            (pass, first)
+        })
+        .collect();
+    receives.reverse();
+    receives
 }
 
 /// Per pass, the indices of the `ends` that name it.

@@ -1,6 +1,8 @@
 //! The program of one rank.
 
-use crate::{Action, BackwardPart, Effect, Instruction, Lane, Mesh, Offload, Phase, Placement, State, Tier};
+use crate::{
+    Action, BackwardPart, Effect, Instruction, Lane, MemoryKind, Mesh, Offload, Phase, Placement, State, Stretch, Tier,
+};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -24,12 +26,12 @@ pub struct Program {
     pub units: Vec<String>,
     /// Per unit, the other units whose parameters it reads.
     pub borrows: Vec<Vec<u32>>,
-    /// The stretches of units that this rank runs, ascending. Without a pipeline there is one
-    /// stretch of all units.
-    pub stages: Vec<Range<u32>>,
-    /// Per unit, the pipeline stage that runs it. Empty: there is one stage.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub unit_stages: Vec<u32>,
+    /// The model's stretches of units, ascending, with the pipeline stages that run them. Without a
+    /// pipeline there is one stretch of all units.
+    pub pipeline: Vec<Stretch>,
+    /// True if this rank's forwards of the loss unit compute its gradients, while they have the
+    /// logits. Each is then followed by its backward.
+    pub fused_loss: bool,
     /// Number of micro-batches per step on this rank.
     pub micro_batches: u32,
     /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
@@ -57,14 +59,50 @@ impl Program {
         Lane::ALL.into_iter().filter(|lane| self.on_lane(*lane).next().is_some())
     }
 
-    /// True if this rank runs `unit`.
-    pub fn runs(&self, unit: u32) -> bool {
-        self.stages.iter().any(|stage| stage.contains(&unit))
+    /// The pipeline stage of this rank.
+    pub fn stage(&self) -> u32 {
+        self.rank / self.mesh.stage_ranks()
     }
 
     /// The pipeline stage that runs `unit`.
+    ///
+    /// # Panics
+    ///
+    /// If the model has no such unit.
     pub fn stage_of(&self, unit: u32) -> u32 {
-        self.unit_stages.get(unit as usize).copied().unwrap_or(0)
+        self.pipeline[self.pipeline.partition_point(|stretch| stretch.units.end <= unit)].stage
+    }
+
+    /// The rank of the stage of `unit` that works with this one: it holds the same part of every
+    /// other axis.
+    pub fn peer(&self, unit: u32) -> u32 {
+        self.stage_of(unit) * self.mesh.stage_ranks() + self.rank % self.mesh.stage_ranks()
+    }
+
+    /// The stretches of units that this rank runs, ascending.
+    pub fn stretches(&self) -> impl Iterator<Item = Range<u32>> + '_ {
+        let stage = self.stage();
+        self.pipeline.iter().filter(move |stretch| stretch.stage == stage).map(|stretch| stretch.units.clone())
+    }
+
+    /// Number of passes by which a receive may run ahead: the units of the rank's longest stretch.
+    pub(crate) fn units_ahead(&self) -> usize {
+        self.stretches().map(|units| units.len()).max().unwrap_or(1)
+    }
+
+    /// True if this rank runs `unit`.
+    pub fn runs(&self, unit: u32) -> bool {
+        self.stage_of(unit) == self.stage()
+    }
+
+    /// The pipeline stages that train `unit`: the one that runs it, and those with a unit that
+    /// borrows it. Ascending.
+    pub fn holders(&self, unit: u32) -> Vec<u32> {
+        let borrowers = (0..).zip(&self.borrows).filter(|(_, from)| from.contains(&unit)).map(|(by, _)| by);
+        let mut stages: Vec<u32> = borrowers.chain([unit]).map(|unit| self.stage_of(unit)).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        stages
     }
 
     /// The units whose parameters `unit` reads: its own, and those it borrows.
@@ -80,28 +118,22 @@ impl Program {
     /// The units that the rank trains, ascending: those it runs, and those whose parameters they
     /// borrow.
     pub fn trains(&self) -> Vec<u32> {
-        let units = self.stages.iter().cloned().flatten();
+        let units = self.stretches().flatten();
         let mut units: Vec<u32> = units.flat_map(|unit| self.reads(unit)).collect();
         units.sort_unstable();
         units.dedup();
         units
     }
 
-    /// True if other pipeline stages hold `unit` too, because a unit on one side of a cut borrows
-    /// it.
+    /// True if several pipeline stages hold `unit`, because one borrows it from another.
     pub fn is_shared_between_stages(&self, unit: u32) -> bool {
-        let borrows = |(by, from): (u32, &Vec<u32>)| from.contains(&unit) && self.runs(by) != self.runs(unit);
-        (0..).zip(&self.borrows).any(borrows)
+        self.holders(unit).len() > 1
     }
 
-    /// The pipeline stages that hold `unit`, ascending: the one that runs it, and those that run a
-    /// unit which borrows its parameters.
-    pub fn holders(&self, unit: u32) -> Vec<u32> {
-        let borrowers = (0..).zip(&self.borrows).filter(|(_, from)| from.contains(&unit)).map(|(by, _)| by);
-        let mut stages: Vec<u32> = borrowers.chain([unit]).map(|unit| self.stage_of(unit)).collect();
-        stages.sort_unstable();
-        stages.dedup();
-        stages
+    /// True if the batch of instruction `number` is given back once it has run: no later pass of
+    /// this rank reads it.
+    pub fn frees_batch(&self, number: usize) -> bool {
+        self.instructions[number].effects.iter().any(|effect| effect.kind == MemoryKind::Data && effect.bytes < 0)
     }
 
     /// The tier of the state that an action fetches or evicts; None for other actions.
@@ -135,12 +167,10 @@ impl Program {
     }
 
     /// True if a pass over `unit` adds to the gradients of the units it reads. Backwards that
-    /// differentiate weights do. The loss's forward does too, because it differentiates while it
-    /// has the logits. In a pipeline, whose schedules separate forwards from backwards, the loss's
-    /// backward does it instead.
+    /// differentiate weights do. The loss's forward does too if it is [fused](Program::fused_loss).
     pub fn adds_gradients(&self, unit: u32, phase: Phase, part: BackwardPart) -> bool {
         match phase {
-            Phase::Forward => unit == self.loss_unit() && self.mesh.pp == 1,
+            Phase::Forward => unit == self.loss_unit() && self.fused_loss,
             Phase::Backward => part != BackwardPart::Input,
         }
     }

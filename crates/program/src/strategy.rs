@@ -1,7 +1,7 @@
 //! The input of a lowering: the model's units, the strategy, and the placement of state that
 //! follows from them.
 
-use crate::{Keep, Mesh};
+use crate::{Keep, Mesh, PipelineSchedule, Schedule};
 use serde::{Deserialize, Serialize};
 
 /// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
@@ -131,25 +131,6 @@ pub struct Offload {
     pub gradients: Option<Tier>,
 }
 
-/// The order of forwards and backwards in a pipeline.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PipelineSchedule {
-    /// All forwards, then all backwards (Huang et al. 2019).
-    GPipe,
-    /// One forward, one backward (Narayanan et al. 2019, "PipeDream-Flush").
-    #[default]
-    OneForwardOneBackward,
-    /// One forward, one backward over `chunks` stretches of units per rank (Narayanan et al. 2021).
-    Interleaved {
-        /// Number of stretches of units per rank.
-        chunks: u32,
-    },
-    /// Backward in two halves. The half for weights runs when the stage would be idle (Qi et al.
-    /// 2023, ZB-H1).
-    ZeroBubble,
-}
-
 /// The choices of how to run a step on a mesh.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Strategy {
@@ -181,7 +162,7 @@ pub struct Strategy {
     /// Bytes per element of the state.
     pub bytes: StateBytes,
     /// The order of forwards and backwards in a pipeline.
-    pub pipeline: PipelineSchedule,
+    pub pipeline: Schedule,
     /// The first unit of every pipeline stretch but the first, ascending. Empty: stretches get
     /// equally many blocks.
     pub cuts: Vec<u32>,
@@ -206,7 +187,7 @@ impl Strategy {
             offload: Offload::default(),
             update_chunk: None,
             bytes: StateBytes::MIXED,
-            pipeline: PipelineSchedule::default(),
+            pipeline: Schedule::default(),
             cuts: Vec::new(),
             sequence_parallel: false,
         }
@@ -338,9 +319,9 @@ pub enum StrategyError {
         /// Number of ranks of the shard group.
         shards: u32,
     },
-    /// Interleaving needs several stages and at least one stretch each.
+    /// Several stretches per stage need several stages, and every stage needs one.
     #[error(
-        "{chunks} stretches of units per stage, with {stages} stages: interleaving needs at least one stretch, and several stages"
+        "{chunks} stretches of units per stage, with {stages} stages: a stage has at least one stretch, and one stage has no more"
     )]
     Chunks {
         /// Number of stretches per stage.
@@ -356,15 +337,36 @@ pub enum StrategyError {
         /// Number of units of the model.
         units: u32,
     },
-    /// Interleaved schedules go round by round, and the micro-batches do not fill the last round.
-    #[error(
-        "an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches, not {micro_batches}"
-    )]
-    Interleaving {
+    /// A known schedule needs another number of micro-batches.
+    #[error("{schedule} on {stages} stages needs {}, not {micro_batches}",
+        schedule.facts().micro_batches.words(*stages))]
+    MicroBatches {
+        /// The schedule.
+        schedule: PipelineSchedule,
         /// Number of micro-batches of a step.
         micro_batches: u32,
         /// Number of pipeline stages.
         stages: u32,
+    },
+    /// The table of the schedule has other numbers than the mesh and the step.
+    #[error(
+        "the pipeline's table is for {} stages and {} micro-batches, the step has {} and {}",
+        .table[0], .table[1], .wanted[0], .wanted[1]
+    )]
+    Table {
+        /// Stages and micro-batches of the table.
+        table: [u32; 2],
+        /// Stages of the mesh and micro-batches of the step.
+        wanted: [u32; 2],
+    },
+    /// A unit's gradient would be summed from several micro-batches at a time, but each needs a sum
+    /// of its own.
+    #[error(
+        "the schedule adds to the gradient of unit {unit} from several micro-batches by turns: reduce once per step, without elastic bits"
+    )]
+    MixedGradients {
+        /// Index of the unit.
+        unit: u32,
     },
     /// The cuts do not divide the units into the wanted stretches.
     #[error(
@@ -453,16 +455,19 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
 }
 
 fn validate_pipeline(units: u32, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {
-    let chunks = crate::order::chunks(strategy);
-    if chunks == 0 || (chunks > 1 && mesh.pp == 1) {
-        return Err(StrategyError::Chunks { chunks, stages: mesh.pp });
+    let (pp, micro_batches) = (mesh.pp, strategy.accumulation_steps);
+    let stretches = strategy.pipeline.stretches(pp);
+    if let Schedule::Known(schedule) = strategy.pipeline {
+        let facts = schedule.facts();
+        if facts.chunks == 0 || (facts.chunks > 1 && pp == 1) {
+            return Err(StrategyError::Chunks { chunks: facts.chunks, stages: pp });
+        }
+        if pp > 1 && !facts.micro_batches.accept(pp, micro_batches) {
+            return Err(StrategyError::MicroBatches { schedule, micro_batches, stages: pp });
+        }
     }
-    let stretches = mesh.pp * chunks;
     if units < stretches {
         return Err(StrategyError::Stretches { stretches, units });
-    }
-    if chunks > 1 && !strategy.accumulation_steps.is_multiple_of(mesh.pp) {
-        return Err(StrategyError::Interleaving { micro_batches: strategy.accumulation_steps, stages: mesh.pp });
     }
     let bounds: Vec<u32> = std::iter::once(0).chain(strategy.cuts.iter().copied()).chain([units]).collect();
     if !strategy.cuts.is_empty() && (bounds.len() as u32 != stretches + 1 || !bounds.is_sorted_by(|a, b| a < b)) {

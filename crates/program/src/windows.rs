@@ -1,7 +1,7 @@
 //! Windows: the stretches of a step during which something that is not resident must be on the
 //! device, and the spans of gradients.
 
-use crate::order::Pass;
+use crate::passes::Pass;
 use crate::{BackwardPart, Phase, Reshard};
 
 /// The stretch from the first to the last pass that uses a unit's parameters without a release in
@@ -84,7 +84,8 @@ pub struct GradientSpan {
     pub last: usize,
 }
 
-/// The spans of all gradients, in arbitrary order. With `apart`, every micro-batch has its own.
+/// The spans of all gradients, by unit. With `apart`, every micro-batch has its own, in ascending
+/// order.
 pub fn gradient_spans(
     passes: &[Pass],
     units: usize,

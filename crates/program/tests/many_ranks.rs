@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use trainyard_program::{
-    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, StateBytes, Strategy as How,
-    UnitShape, check_ranks, lower, lower_rank, runnable,
+    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, Schedule, StateBytes,
+    Strategy as How, UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
 /// 10,000 of everything, of which 1,000 are drawn unless all are asked for: each lowered for all
@@ -67,11 +67,11 @@ fn a_pipeline_keeps_the_micro_batches_in_flight() {
     model.units.iter_mut().for_each(|unit| (unit.saved_bytes, unit.borrows) = ([1 << 20; 3], Vec::new()));
     let mesh = Mesh { pp: 4, ..Mesh::default() };
     let kept = |pipeline, stage| {
-        let strategy = How { accumulation_steps: 8, pipeline, ..How::new(10) };
+        let strategy = How { accumulation_steps: 8, pipeline: Schedule::Known(pipeline), ..How::new(10) };
         let program = lower_rank(&model, &mesh, &strategy, stage).unwrap();
         let memory = Memory::of(&program);
         let kept = memory.at_peak.iter().find(|effect| effect.kind == MemoryKind::Activations).unwrap();
-        kept.bytes / (program.stages[0].len() as i64 * (1 << 20))
+        kept.bytes / (program.stretches().map(|units| units.len()).sum::<usize>() as i64 * (1 << 20))
     };
     let stages = |pipeline| [0, 1, 2, 3].map(|stage| kept(pipeline, stage));
     assert_eq!(stages(PipelineSchedule::OneForwardOneBackward), [4, 3, 2, 1]);
@@ -121,7 +121,7 @@ fn strategies_that_do_not_fit_say_what_would() {
     says(Mesh { ep: 4, ..shards }, plain.clone(), "do not divide the shard group of 6");
     says(Mesh { pp: 8, ..Mesh::default() }, plain.clone(), "the model has 6");
     let interleaved =
-        How { pipeline: PipelineSchedule::Interleaved { chunks: 2 }, accumulation_steps: 3, ..plain.clone() };
+        How { pipeline: PipelineSchedule::Interleaved { chunks: 2 }.into(), accumulation_steps: 3, ..plain.clone() };
     says(Mesh { pp: 2, ..Mesh::default() }, interleaved, "a multiple of 2 micro-batches");
     says(Mesh { pp: 2, ..Mesh::default() }, How { cuts: vec![2, 4], ..plain.clone() }, "do not divide 6 units");
     let error = lower_rank(&common::model(6), &shards, &plain, 6).unwrap_err().to_string();

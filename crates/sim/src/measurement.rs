@@ -11,7 +11,7 @@ use crate::profile::{Format, ProfileError, Profiles};
 use crate::stack::{Partition, Stack};
 use crate::transformer::{Architecture, Experts, Workload};
 use serde::Deserialize;
-use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Strategy};
+use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy};
 
 /// The bytes that a memory figure counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -352,9 +352,9 @@ impl Row {
         strategy.bytes = stack.state;
         strategy.sequence_parallel = stack.sequence_parallel;
         strategy.pipeline = if self.chunks > 1 {
-            PipelineSchedule::Interleaved { chunks: self.chunks }
+            Schedule::from(PipelineSchedule::Interleaved { chunks: self.chunks })
         } else {
-            PipelineSchedule::OneForwardOneBackward
+            Schedule::default()
         };
         strategy
     }

@@ -6,7 +6,7 @@ use crate::measurement::{Case, MemoryFigure};
 use crate::simulate::{MemoryUse, SimulateError, Simulated, memory, simulate};
 use crate::stack::Partition;
 use crate::transformer::Units;
-use trainyard_program::{PipelineSchedule, Program, Strategy, StrategyError, lower_rank};
+use trainyard_program::{Program, Strategy, StrategyError, lower_stages};
 
 /// A lowered question. Its programs do not depend on prices.
 #[derive(Clone, PartialEq, Debug)]
@@ -72,9 +72,7 @@ impl Lowered {
         let units = case.model.units(&case.work, &case.stack);
         let shape = units.shape(&case.work, case.model.tied, case.stack.sequence_parallel);
         let strategy = Strategy { cuts: cuts(case), ..case.strategy.clone() };
-        let programs = (0..case.mesh.pp)
-            .map(|stage| lower_rank(&shape, &case.mesh, &strategy, stage * case.mesh.stage_ranks()))
-            .collect::<Result<Vec<Program>, StrategyError>>()?;
+        let programs = lower_stages(&shape, &case.mesh, &strategy)?;
         Ok(Lowered { case: case.clone(), units, programs })
     }
 
@@ -119,11 +117,7 @@ impl Lowered {
 /// The first unit of every pipeline stretch but the first, by the stack's division of units among
 /// stages.
 fn cuts(case: &Case) -> Vec<u32> {
-    let chunks = match case.strategy.pipeline {
-        PipelineSchedule::Interleaved { chunks } => chunks,
-        _ => 1,
-    };
-    let stretches = case.mesh.pp * chunks;
+    let stretches = case.strategy.pipeline.stretches(case.mesh.pp);
     let units = case.model.layers + case.model.encoder_layers + 2;
     match case.stack.partition {
         _ if stretches == 1 || units < stretches => Vec::new(),

@@ -126,7 +126,7 @@ fn sixteen_thousand_ranks_are_a_pipeline_of_sixteen() {
     strategy.accumulation_steps = 16;
     strategy.zero_stage = 1;
     strategy.sequence_parallel = true;
-    strategy.pipeline = PipelineSchedule::Interleaved { chunks: 8 };
+    strategy.pipeline = PipelineSchedule::Interleaved { chunks: 8 }.into();
     let case = Case {
         model: architecture,
         work: Workload { sequence: 8192, micro_batch: 1, tensor: 8, context: 1, expert: 1, operand_bytes: 2.0 },

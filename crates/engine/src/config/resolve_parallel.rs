@@ -133,6 +133,13 @@ impl Resolver {
         if stages == 1 {
             let because = "pipeline_parallel_degree is 1";
             self.unused("parallel.pipeline_schedule", &section.pipeline_schedule, because);
+            self.unused("parallel.pipeline_schedule_file", &section.pipeline_schedule_file, because);
+            self.unused("parallel.pipeline_chunks", &section.pipeline_chunks, because);
+            return (one, 1);
+        }
+        if section.pipeline_schedule_file.is_some() {
+            let because = "parallel.pipeline_schedule_file gives the order";
+            self.unused("parallel.pipeline_schedule", &section.pipeline_schedule, because);
             self.unused("parallel.pipeline_chunks", &section.pipeline_chunks, because);
             return (one, 1);
         }

@@ -172,6 +172,12 @@ choices! {
         /// Backward in two halves, of which the one for weights fills the bubble (Qi et al. 2023,
         /// ZB-H1).
         ZeroBubble = "zero_bubble",
+        /// Backward in two halves over two stretches of layers per stage, laid out as a V (Qi et
+        /// al. 2023, ZB-V): no bubble where forward and both halves take equally long.
+        ZeroBubbleV = "zero_bubble_v",
+        /// Pairs of a forward and a backward over the same layout (DeepSeek-AI 2024, DualPipe cut
+        /// in half).
+        DualPipeV = "dual_pipe_v",
     }
 }
 
@@ -679,6 +685,10 @@ section! {
         /// The order of forwards and backwards in a pipeline. Unset: `1f1b`.
         #[elsewhere("pipeline_parallel_schedule")]
         pipeline_schedule: Option<PipelineSchedule> = None;
+        /// A file with a table of your own in place of `pipeline_schedule`: a line per stage, with
+        /// cells like `0F1` (stretch, action, micro-batch), as PyTorch's schedules are written.
+        #[elsewhere("pipeline_parallel_schedule_csv")]
+        pipeline_schedule_file: Option<PathBuf> = None;
         /// Stretches of layers per stage with `pipeline_schedule = "interleaved"`. Unset: 2.
         #[elsewhere("virtual_pipeline_model_parallel_size", "pipeline_parallel_layers_per_stage")]
         pipeline_chunks: Option<usize> = None;

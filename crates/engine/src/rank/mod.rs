@@ -414,7 +414,7 @@ impl Rank {
                 if instruction.action == Action::Clip {
                     lock(&rank.compute_links).post(at);
                 }
-                rank.compute(instruction, step)?;
+                rank.compute(number, instruction, step)?;
                 rank.after(step, number)
             })
         };

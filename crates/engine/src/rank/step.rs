@@ -16,9 +16,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use trainyard_autograd::{Deferred, Place, Policy, Recording, Tape, Var};
 use trainyard_model::{Batch, Forward};
-use trainyard_program::{
-    Action, BackwardPart, Effect, Extent, Instruction, Keep, Lane, MemoryKind, Phase, Program, State,
-};
+use trainyard_program::{Action, BackwardPart, Extent, Instruction, Keep, Lane, Phase, Program, State};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -316,14 +314,13 @@ impl<'p> RunningStep<'p> {
 
 impl Rank {
     /// Runs an instruction of the compute lane.
-    pub(super) fn compute(&self, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
+    pub(super) fn compute(&self, number: usize, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
             Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
             Action::Backward { unit, micro_batch, part } => {
                 self.backward(step, carried, unit, micro_batch, part)?;
-                let frees = |effect: &Effect| effect.kind == MemoryKind::Data && effect.bytes < 0;
-                if instruction.effects.iter().any(frees) {
+                if step.program.frees_batch(number) {
                     step.forget_batch(micro_batch);
                 }
                 Ok(())
@@ -412,7 +409,7 @@ impl Rank {
         let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
         let mut gradients = self.gradients.of(micro_batch, step.apart);
         let mut tape = Tape::new(&self.device, &self.parameters, policy, key);
-        if step.is_last(unit) {
+        if step.is_last(unit) && step.program.fused_loss {
             tape = tape.with_gradients(&mut gradients);
         }
         let fp8 = self.fp8.as_ref().map(|fp8| lock(fp8).layers());

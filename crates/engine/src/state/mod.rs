@@ -61,7 +61,8 @@ impl Holding {
         let units = (0..program.units.len() as u32).map(|unit| trains.binary_search(&unit).is_ok()).collect();
         let (shard, shards) = (group.index as usize, group.ranks.len());
         let at = program.mesh.coordinates(program.rank);
-        let (stages, stage) = (program.unit_stages.clone().into(), at.pp);
+        let stages = (0..program.units.len() as u32).map(|unit| program.stage_of(unit)).collect();
+        let stage = program.stage();
         let data =
             ((at.dp_replicate * program.mesh.dp_shard + at.dp_shard) as usize, program.mesh.data_parallel() as usize);
         Holding { units: Some(units), stages, stage, data, placement: program.placement, shard, shards }

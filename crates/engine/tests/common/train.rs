@@ -105,7 +105,7 @@ pub fn train_rank_with(
     let rows = resolved.batch.micro;
     let shape = BatchShape::uniform(rows, LENGTH);
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
-    let strategy = shape::strategy(resolved, model.units().len());
+    let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = shape::rank_settings(resolved);
     let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;

@@ -233,7 +233,7 @@ fn what_has_other_lanes_between_its_passes_is_no_graph() {
     let trial = Trial::new(LLAMA, &[]);
     let dtype = trial.settings.compute;
     let shape = shape::model_shape(&trial.model(), &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
-    let strategy = shape::strategy(&resolved(LLAMA, &[]), trial.model().units().len());
+    let strategy = shape::strategy(&resolved(LLAMA, &[]), trial.model().units().len()).unwrap();
     let error = stretch(&lower_rank(&shape, &mesh, &strategy, 0).unwrap()).unwrap_err();
     assert!(error.contains("2 ranks exchange between"), "{error}");
 }

@@ -82,7 +82,7 @@ impl Trial {
         let model = Model::new(spec.clone()).unwrap();
         let dtype = shape::compute_dtype(&resolved);
         let model_shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
-        let strategy = Strategy { snapshot, ..shape::strategy(&resolved, model.units().len()) };
+        let strategy = Strategy { snapshot, ..shape::strategy(&resolved, model.units().len()).unwrap() };
         let program = lower_rank(&model_shape, &Mesh::default(), &strategy, 0).unwrap();
         check(&program).unwrap();
         Trial { spec, settings: shape::rank_settings(&resolved), program }

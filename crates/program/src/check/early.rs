@@ -3,7 +3,8 @@
 
 use super::CheckError;
 use crate::clocks::HappensBefore;
-use crate::{Action, BackwardPart, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State};
+use crate::{Action, BackwardPart, Extent, Fresh, Instruction, Lane, MemoryKind, Phase, Program, State};
+use std::collections::BTreeMap;
 
 /// Finds an instruction that takes memory without waiting for the pass or the reduction that bounds
 /// it.
@@ -14,7 +15,7 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
     };
     let passes: Vec<u32> = (0..program.instructions.len() as u32).filter(is_pass).collect();
     let under_way = program.prefetch.max(1) as usize;
-    let stretch = program.stages.iter().map(|stretch| stretch.len()).max().unwrap_or(1);
+    let receives = receives(program, &passes);
     let (mut reduces, mut evictions, mut copies, mut sums) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let room = |giving_back: &[u32]| giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last]);
     let mut states = 0;
@@ -48,7 +49,7 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
             Action::Update { .. } if takes(instruction, MemoryKind::Parameters) => room(&copies),
             Action::Gather { .. } if program.placement.parameters == Extent::Full => None,
             Action::Gather { .. } | Action::Fetch { .. } => ahead(program, &passes, number, program.prefetch as usize),
-            Action::Recv { .. } => ahead(program, &passes, number, stretch),
+            Action::Recv { .. } => receives.get(&number).copied().flatten(),
             _ => None,
         };
         if matches!(instruction.action, Action::Forward { .. })
@@ -108,6 +109,19 @@ fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Opt
         // Its result is used by the update.
         None => passes.last().copied(),
     }
+}
+
+/// Per receive, the pass that it must wait for. It may run a stretch of passes ahead of the first
+/// one that takes its message or a later one, because receives keep their order.
+fn receives(program: &Program, passes: &[u32]) -> BTreeMap<u32, Option<u32>> {
+    let mut first = None;
+    let receives: Vec<u32> = program.on_lane(Lane::Receive).map(|number| number as u32).collect();
+    let bound = |number: u32| {
+        let bound = ahead(program, passes, number, program.units_ahead());
+        first = Some(first.map_or(bound, |first: Option<u32>| first.min(bound)));
+        (number, first.flatten())
+    };
+    receives.into_iter().rev().map(bound).collect()
 }
 
 /// True if a pass over `runs` adds to the gradient of `unit`.

@@ -30,7 +30,7 @@ impl Gradients {
         let batches = program.micro_batches;
         let empty = Gradient { added: vec![0; batches as usize], ..Gradient::default() };
         let mut units = vec![empty; program.units.len()];
-        for runs in program.stages.iter().cloned().flatten() {
+        for runs in program.stretches().flatten() {
             let forward = program.adds_gradients(runs, Phase::Forward, BackwardPart::Whole);
             let passes = if forward { 2 } else { 1 };
             for unit in program.reads(runs) {

@@ -19,7 +19,7 @@ mod ranks;
 mod step;
 
 use crate::clocks::HappensBefore;
-use crate::{Action, Lane, Program, State, Streams};
+use crate::{Action, BackwardPart, Lane, Program, State, Streams, Stretch};
 pub use ranks::{Deadlock, check_ranks};
 
 /// The reason why a program must not run.
@@ -140,18 +140,50 @@ fn tables(program: &Program) -> Result<(), CheckError> {
     if program.borrows.len() != units || borrows.clone().any(|unit| *unit as usize >= units) {
         return malformed(format!("borrows do not fit {units} units: {:?}", program.borrows));
     }
-    let ends = program.stages.iter().map(|stretch| (stretch.start, stretch.end));
     if !(program.chunks.is_empty() || program.chunks.len() == units) || program.chunks.contains(&0) {
         return malformed(format!("chunks do not fit {units} units: {:?}", program.chunks));
-    }
-    if program.stages.is_empty() || ends.clone().any(|(start, end)| start >= end || end as usize > units) {
-        return malformed(format!("stages do not fit {units} units: {:?}", program.stages));
     }
     let degrees = [mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep];
     if degrees.contains(&0) || program.rank >= mesh.ranks() {
         return malformed(format!("rank {} is not in the mesh {mesh:?}", program.rank));
     }
+    let (mut end, mut stages) = (0, vec![false; mesh.pp as usize]);
+    for Stretch { units: stretch, stage } in &program.pipeline {
+        if stretch.start != end || stretch.end <= end || *stage >= mesh.pp {
+            return malformed(format!("the pipeline does not fit {units} units: {:?}", program.pipeline));
+        }
+        (end, stages[*stage as usize]) = (stretch.end, true);
+    }
+    if end as usize != units || stages.contains(&false) {
+        return malformed(format!("the pipeline does not fit {units} units: {:?}", program.pipeline));
+    }
+    if program.fused_loss && !backward_follows_loss(program) {
+        return malformed("the loss's forward computes gradients, but its backward does not follow".to_owned());
+    }
     Ok(())
+}
+
+/// True if each forward of the loss unit is followed by its backward on the same micro-batch.
+fn backward_follows_loss(program: &Program) -> bool {
+    let loss = program.loss_unit();
+    let mut forwarded = None;
+    for action in program.instructions.iter().map(|instruction| instruction.action) {
+        let follows = match action {
+            Action::Forward { .. } => forwarded.is_none(),
+            Action::Backward { unit, micro_batch, part } => {
+                forwarded.is_none_or(|on| (unit, part != BackwardPart::Weights) == (loss, true) && on == micro_batch)
+            }
+            _ => continue,
+        };
+        if !follows {
+            return false;
+        }
+        forwarded = match action {
+            Action::Forward { unit, micro_batch, .. } if unit == loss => Some(micro_batch),
+            _ => None,
+        };
+    }
+    forwarded.is_none()
 }
 
 fn operands(program: &Program) -> Result<(), CheckError> {

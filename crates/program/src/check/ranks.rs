@@ -2,7 +2,7 @@
 //! for each other for ever.
 
 use super::CheckError;
-use crate::{Action, Axis, Lane, Phase, Program};
+use crate::{Action, Axis, Lane, Program};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -37,8 +37,10 @@ impl fmt::Display for Deadlock {
 pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
     for (rank, program) in (0..).zip(programs) {
         super::check(program).map_err(|error| CheckError::OfRank { rank, error: Box::new(error) })?;
-        let fits =
-            program.rank == rank && program.mesh == programs[0].mesh && program.mesh.ranks() as usize == programs.len();
+        let fits = program.rank == rank
+            && program.mesh == programs[0].mesh
+            && program.pipeline == programs[0].pipeline
+            && program.mesh.ranks() as usize == programs.len();
         if !fits {
             let given = programs.len();
             let what = format!("program {rank} of {given} is that of rank {} in {:?}", program.rank, program.mesh);
@@ -60,15 +62,14 @@ struct Simulation<'p> {
     finished: Vec<Vec<bool>>,
     /// The ranks (and their instructions) that wait at each meeting.
     meetings: BTreeMap<Meeting, Vec<(u32, u32)>>,
-    /// Per unit, the stages that hold it.
-    holders: Vec<Vec<u32>>,
 }
 
-/// The identity of a meeting: ranks meet on a lane of a group, or in pairs for a message.
+/// The identity of a meeting: ranks meet on a lane of a group. Messages from one rank to another
+/// have no names, so the sends of a pair meet its receives in order.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Meeting {
     Group(Lane, Vec<u32>),
-    Message { from: u32, to: u32, unit: u32, micro_batch: u32, phase: Phase },
+    Message { from: u32, to: u32 },
 }
 
 impl<'p> Simulation<'p> {
@@ -76,16 +77,11 @@ impl<'p> Simulation<'p> {
         let queues = |program: &Program| {
             Lane::ALL.map(|lane| Queue { instructions: program.on_lane(lane).map(|n| n as u32).collect(), next: 0 })
         };
-        let mesh = programs[0].mesh;
-        let stage = |stage: u32| &programs[(stage * mesh.stage_ranks()) as usize];
-        let units = 0..programs[0].units.len() as u32;
-        let holds = |unit: u32| (0..mesh.pp).filter(|s| stage(*s).trains().contains(&unit)).collect();
         Simulation {
             programs,
             queues: programs.iter().map(queues).collect(),
             finished: programs.iter().map(|program| vec![false; program.instructions.len()]).collect(),
             meetings: BTreeMap::new(),
-            holders: units.map(holds).collect(),
         }
     }
 
@@ -148,18 +144,14 @@ impl<'p> Simulation<'p> {
     fn meeting(&self, rank: u32, action: Action) -> Option<(Meeting, usize)> {
         let mesh = &self.programs[0].mesh;
         let ranks = match action {
-            Action::Send { to, unit, micro_batch, phase } => {
-                return Some((Meeting::Message { from: rank, to, unit, micro_batch, phase }, 2));
-            }
-            Action::Recv { from, unit, micro_batch, phase } => {
-                return Some((Meeting::Message { from, to: rank, unit, micro_batch, phase }, 2));
-            }
+            Action::Send { to, .. } => return Some((Meeting::Message { from: rank, to }, 2)),
+            Action::Recv { from, .. } => return Some((Meeting::Message { from, to: rank }, 2)),
             Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
             Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
             Action::Clip => mesh.group(rank, Axis::World).ranks,
             Action::Exchange { axis, .. } => mesh.group(rank, axis).ranks,
             Action::Tie { unit } => {
-                let holders = &self.holders[unit as usize];
+                let holders = self.programs[rank as usize].holders(unit);
                 holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
             }
             _ => return None,
@@ -184,7 +176,14 @@ impl<'p> Simulation<'p> {
 fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
     let [a, b] = [a, b].map(|(rank, number)| &programs[rank as usize].instructions[number as usize]);
     match (a.action, b.action) {
-        (Action::Send { .. }, Action::Recv { .. }) | (Action::Recv { .. }, Action::Send { .. }) => a.bytes == b.bytes,
+        (
+            Action::Send { unit, micro_batch, phase, .. },
+            Action::Recv { unit: of, micro_batch: on, phase: during, .. },
+        )
+        | (
+            Action::Recv { unit, micro_batch, phase, .. },
+            Action::Send { unit: of, micro_batch: on, phase: during, .. },
+        ) => (unit, micro_batch, phase, a.bytes) == (of, on, during, b.bytes),
         // Pipeline stages compute partial norms over units of their own.
         (Action::Clip, Action::Clip) => true,
         _ => (a.action, a.bytes) == (b.action, b.bytes),

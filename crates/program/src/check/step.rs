@@ -13,6 +13,7 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
     for (number, instruction) in program.instructions.iter().enumerate() {
         let wrong = |what| CheckError::Order { number, action: instruction.action.name(), what };
         step.apply(instruction).map_err(wrong)?;
+        step.keep_batch(number, instruction).map_err(wrong)?;
         step.account(instruction).map_err(wrong)?;
     }
     step.end().map_err(CheckError::Leftover)
@@ -67,6 +68,8 @@ struct StepCheck<'p> {
     units: Vec<Unit>,
     gradients: Gradients,
     loaded: u32,
+    /// Per micro-batch, true once it is given back.
+    freed: Vec<bool>,
     counted: bool,
     clipped: bool,
     snapshot: bool,
@@ -107,6 +110,7 @@ impl<'p> StepCheck<'p> {
             units: vec![unit; program.units.len()],
             gradients: Gradients::new(program),
             loaded: 0,
+            freed: vec![false; program.micro_batches as usize],
             counted: false,
             clipped: false,
             snapshot: false,
@@ -161,6 +165,16 @@ impl<'p> StepCheck<'p> {
     fn load(&mut self, micro_batch: u32) -> Verdict {
         must(micro_batch == self.loaded, || format!("the next micro-batch is {}", self.loaded))?;
         self.loaded += 1;
+        Ok(())
+    }
+
+    /// Checks that no pass reads a batch that was given back before.
+    fn keep_batch(&mut self, number: usize, instruction: &Instruction) -> Verdict {
+        if let Action::Forward { micro_batch, .. } | Action::Backward { micro_batch, .. } = instruction.action {
+            let freed = &mut self.freed[micro_batch as usize];
+            must(!*freed, || format!("micro-batch {micro_batch} is given back already"))?;
+            *freed = self.program.frees_batch(number);
+        }
         Ok(())
     }
 
@@ -423,7 +437,7 @@ impl<'p> StepCheck<'p> {
     fn end(&self) -> Verdict {
         must(self.loaded == self.program.micro_batches, || "some micro-batch was never loaded".to_owned())?;
         must(self.counted, || "targets were never counted".to_owned())?;
-        for unit in self.program.stages.iter().cloned().flatten() {
+        for unit in self.program.stretches().flatten() {
             self.all_runs_done(unit)?;
         }
         for unit in &self.trains {

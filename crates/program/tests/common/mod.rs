@@ -62,7 +62,7 @@ pub fn cases(units: usize) -> impl Strategy<Value = Case> {
         let accumulation = if interleaved { rounds * pp } else { rounds };
         let mesh = Mesh { pp, dp_replicate, dp_shard, cp, tp, ep: if experts { dp_shard * cp } else { 1 } };
         strategies(model.units.len(), mesh, accumulation).prop_map(move |strategy| {
-            let strategy = How { pipeline, sequence_parallel: experts, ..strategy };
+            let strategy = How { pipeline: pipeline.into(), sequence_parallel: experts, ..strategy };
             Case { model: model.clone(), mesh, strategy }
         })
     })
