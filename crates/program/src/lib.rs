@@ -23,7 +23,9 @@ mod order;
 mod print;
 mod program;
 mod runnable;
+mod segments;
 mod sizes;
+mod split;
 mod strategy;
 mod streams;
 mod update;
@@ -32,12 +34,13 @@ mod windows;
 pub use check::{CheckError, Deadlock, check, check_ranks};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use layout::{Change, Layout};
-pub use lower::{lower, lower_rank};
+pub use lower::{lower, lower_all, lower_rank};
 pub use memory::{LaneSummary, Memory, Report};
-pub use mesh::{Axis, Coordinates, Group, Mesh};
+pub use mesh::{Axes, Axis, Coordinates, Group, Mesh};
 pub use order::{Turn, turns};
 pub use program::Program;
 pub use runnable::{Runnable, runnable};
+pub use split::{Border, SegmentShape, SplitShape, ValueShape};
 pub use strategy::{
     Extent, Fresh, ModelShape, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
     StateBytes, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,

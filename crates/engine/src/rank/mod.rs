@@ -39,7 +39,7 @@ use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, Passage};
-use trainyard_program::{Action, Axis, Instruction, Lane, Program};
+use trainyard_program::{Action, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device};
@@ -373,7 +373,7 @@ impl Rank {
             perform(number, instruction, &mut |at| {
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
                 rank.before(step, instruction)?;
-                if instruction.action == Action::Clip {
+                if matches!(instruction.action, Action::Clip { .. }) {
                     lock(&rank.compute_links).post(at);
                 }
                 rank.compute(instruction, step)?;
@@ -474,8 +474,8 @@ impl Rank {
         links: &mut ReduceLinks,
     ) -> Result<()> {
         match instruction.action {
-            Action::Count => step.count(&links.data),
-            Action::Reduce { unit, accumulate } => {
+            Action::Count { .. } => step.count(&links.data),
+            Action::Reduce { unit, accumulate, .. } => {
                 self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
             }
             other => Err(cannot(other)),
@@ -483,9 +483,10 @@ impl Rank {
     }
 }
 
-/// This rank's index among the data ranks. Its micro-batches follow those of the ranks before it.
+/// This rank's index among those with different micro-batches. Its micro-batches follow those of
+/// the ranks before it.
 fn data_index(program: &Program) -> u64 {
-    u64::from(program.mesh.group(program.rank, Axis::Data).index)
+    u64::from(program.mesh.data_rank(program.rank))
 }
 
 /// True if an instruction may wait for other ranks: one of the communicating lanes, the norm, or a
@@ -494,7 +495,7 @@ fn waits_for_others(instruction: &Instruction) -> bool {
     let lane = instruction.action.lane();
     instruction.bytes > 0 && lane != Lane::HostIo
         || matches!(lane, Lane::Gather | Lane::Reduce)
-        || matches!(instruction.action, Action::Clip | Action::Snapshot)
+        || matches!(instruction.action, Action::Clip { .. } | Action::Snapshot)
 }
 
 /// The instruction's name and unit, for reports.

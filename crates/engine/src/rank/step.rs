@@ -287,12 +287,14 @@ impl Rank {
     pub(super) fn compute(&self, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
-            Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part: BackwardPart::Whole } => {
+            Action::Forward { unit, segment: 0, micro_batch, keep } => {
+                self.forward_unit(step, carried, unit, micro_batch, keep)
+            }
+            Action::Backward { unit, segment: 0, micro_batch, part: BackwardPart::Whole } => {
                 self.backward(step, carried, unit, micro_batch)
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
-            Action::Clip => self.clip(step, carried),
+            Action::Clip { .. } => self.clip(step, carried),
             Action::Update { unit, chunk } => self.update(step, carried, unit as usize, chunk),
             other => Err(cannot(other)),
         }

@@ -155,10 +155,12 @@ impl<'p> Simulation<'p> {
                 return Some((Meeting::Message { from, to: rank, unit, micro_batch, phase }, 2));
             }
             Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
-            Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
-            Action::Clip => mesh.group(rank, Axis::World).ranks,
-            Action::Exchange { axis, .. } => mesh.group(rank, axis).ranks,
-            Action::Tie { unit } => {
+            Action::Count { axis }
+            | Action::Reduce { axis, .. }
+            | Action::Exchange { axis, .. }
+            | Action::Tie { axis: axis @ Axis::Tensor, .. } => mesh.group(rank, axis).ranks,
+            Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
+            Action::Tie { unit, .. } => {
                 let holders = &self.holders[unit as usize];
                 holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
             }
@@ -185,8 +187,9 @@ fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
     let [a, b] = [a, b].map(|(rank, number)| &programs[rank as usize].instructions[number as usize]);
     match (a.action, b.action) {
         (Action::Send { .. }, Action::Recv { .. }) | (Action::Recv { .. }, Action::Send { .. }) => a.bytes == b.bytes,
-        // Pipeline stages compute partial norms over units of their own.
-        (Action::Clip, Action::Clip) => true,
+        // Pipeline stages compute partial norms over units of their own, tensor-parallel ranks over
+        // parts that may differ in size.
+        (Action::Clip { axes }, Action::Clip { axes: others }) => axes == others,
         _ => (a.action, a.bytes) == (b.action, b.bytes),
     }
 }
