@@ -108,6 +108,7 @@ impl<'a> Bounds<'a> {
             chunks: Vec::new(),
             units: Vec::new(),
             borrows: Vec::new(),
+            splits: Vec::new(),
             pipeline: Vec::new(),
             fused_loss: false,
             micro_batches: 1,
@@ -241,8 +242,8 @@ impl Prices<'_> {
     fn pass_s(&self, unit: u32, phase: Phase, part: BackwardPart, keep: Keep) -> f64 {
         let micro_batch = 0;
         let action = match phase {
-            Phase::Forward => Action::Forward { unit, micro_batch, keep },
-            Phase::Backward => Action::Backward { unit, micro_batch, part },
+            Phase::Forward => Action::Forward { unit, segment: 0, micro_batch, keep },
+            Phase::Backward => Action::Backward { unit, segment: 0, micro_batch, part },
         };
         self.price(action, 0.0, keep)
     }
@@ -258,7 +259,8 @@ impl Prices<'_> {
             if self.candidate.mesh.degree(axis) == 1 || bytes == 0 || times == 0 {
                 return 0.0;
             }
-            let action = Action::Exchange { collective, axis, unit, micro_batch: 0, phase, times: again * times };
+            let times = again * times;
+            let action = Action::Exchange { collective, axis, unit, micro_batch: 0, phase, border: 0, times };
             self.price(action, bytes as f64, keep)
         };
         let tensor = seconds(Collective::GatherScatter, Axis::Tensor, output, shape.tensor_collectives);
@@ -283,7 +285,7 @@ impl Prices<'_> {
             return 0.0;
         }
         let bytes = self.elements(unit) * f64::from(self.bytes_per_element().reduce);
-        self.price(Action::Reduce { unit, accumulate: false }, bytes, Keep::Everything)
+        self.price(Action::Reduce { unit, accumulate: false, axis: Axis::Data }, bytes, Keep::Everything)
     }
 
     fn gather_s(&self, unit: u32, over: u32) -> f64 {

@@ -1,6 +1,8 @@
-//! The collectives inside units, which tensor, context and expert parallelism need.
+//! The collectives inside units that run as a whole, as a price.
 //!
-//! A program never divides a unit, so the collectives of a unit stand next to its pass. Those of
+//! The planner prices architectures by formulas, which know no segments. The collectives of such a
+//! unit stand next to its pass. (Those of a split unit are [between its
+//! segments](crate::segments).) Those of
 //! tensor and expert parallelism follow the pass: products wait for them, and they wait for
 //! products. The ring of context parallelism runs beside the pass: the next keys and values travel
 //! while those at hand are used.
@@ -14,6 +16,9 @@ impl Lowering<'_> {
     /// pass's result wait for it.
     pub(crate) fn exchange(&mut self, at: usize) -> Option<u32> {
         let Pass { phase, unit, micro_batch, .. } = self.passes[at];
+        if self.sizes.split(unit).is_some() {
+            return self.ran[at].exchange;
+        }
         let shape = &self.sizes.model.units[unit as usize];
         let cp = u64::from(self.sizes.mesh.cp);
         // A backward that runs the forward again repeats the forward's collectives.
@@ -37,8 +42,8 @@ impl Lowering<'_> {
                 continue;
             }
             let times = times * again;
-            let action = Action::Exchange { collective, axis, unit, micro_batch, phase, times };
-            let needs = if collective == Collective::Ring { self.inputs(at) } else { vec![self.ran[at]] };
+            let action = Action::Exchange { collective, axis, unit, micro_batch, phase, border: 0, times };
+            let needs = if collective == Collective::Ring { self.inputs(at) } else { vec![self.ran[at].last] };
             last = Some(self.builder.push(Instruction::new(action).moving(bytes), needs));
         }
         last

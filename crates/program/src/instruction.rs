@@ -1,6 +1,6 @@
 //! The instructions of a step: actions, the lanes they run on, and their effects on memory.
 
-use crate::Axis;
+use crate::{Axes, Axis};
 use serde::{Deserialize, Serialize};
 
 /// The amount of activations that a forward keeps for its backward.
@@ -86,10 +86,28 @@ pub enum Collective {
 impl Collective {
     /// The number of kinds.
     pub const COUNT: usize = 6;
+
+    /// The name in prints.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all-reduce",
+            Collective::AllGather => "all-gather",
+            Collective::ReduceScatter => "reduce-scatter",
+            Collective::GatherScatter => "gather-scatter",
+            Collective::Ring => "ring",
+            Collective::AllToAll => "all-to-all",
+        }
+    }
 }
 
 /// One thing that a rank does. `unit` and `micro_batch` count from zero. With A micro-batches per
-/// rank, micro-batch m of a rank is number (data-parallel rank) x A + m of the global batch.
+/// rank, micro-batch m of a rank is number d x A + m of the global batch, d being the rank's index
+/// among those with different micro-batches ([`Mesh::data_rank`](crate::Mesh::data_rank)).
+///
+/// A unit that is split over a tensor-parallel group runs as a chain of segments
+/// ([`SplitShape`](crate::SplitShape)), with exchanges at the borders between them. A unit that runs
+/// as a whole has one segment, number 0. If only its input was kept, a split unit's forwards and
+/// their exchanges run a second time before its backward, and keep everything then.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
@@ -100,7 +118,11 @@ pub enum Action {
     },
     /// Sums the step's tokens and targets over the data ranks. The loss is a mean over the targets
     /// of the whole global batch, so every rank needs their number.
-    Count,
+    Count {
+        /// Axis along which the numbers are summed: [`Axis::Data`]. Ranks of a tensor-parallel group
+        /// and pipeline stages have the same targets.
+        axis: Axis,
+    },
     /// Gathers a unit's parameters from ranks of the shard group.
     Gather {
         /// Index of the unit.
@@ -117,19 +139,26 @@ pub enum Action {
         /// shard stays.
         keep: u32,
     },
-    /// Runs a unit forward.
+    /// Runs a unit forward, or one segment of it.
     Forward {
         /// Index of the unit.
         unit: u32,
+        /// Index of the segment.
+        #[serde(default, skip_serializing_if = "is_first")]
+        segment: u32,
         /// Index of the micro-batch.
         micro_batch: u32,
         /// Activations to keep for backward.
         keep: Keep,
     },
-    /// Runs a unit backward. If only its input was kept, the forward runs again first.
+    /// Runs a unit backward, or one segment of it. If only the input of a unit that runs as a whole
+    /// was kept, the forward runs again first.
     Backward {
         /// Index of the unit.
         unit: u32,
+        /// Index of the segment.
+        #[serde(default, skip_serializing_if = "is_first")]
+        segment: u32,
         /// Index of the micro-batch.
         micro_batch: u32,
         /// Gradients to compute.
@@ -151,12 +180,18 @@ pub enum Action {
         unit: u32,
         /// True if the result is added to the resident sum, false if it replaces it.
         accumulate: bool,
+        /// Axis along which gradients are summed: [`Axis::Data`].
+        axis: Axis,
     },
-    /// Sums the gradient of a unit that several pipeline stages hold (a tied embedding) over those
-    /// stages.
+    /// Sums a gradient over ranks that hold the same parameters and compute different parts of
+    /// their gradient. It comes once a step, after the sum over the data ranks.
     Tie {
         /// Index of the unit.
         unit: u32,
+        /// [`Axis::Pipeline`]: the stages that hold the unit (a tied embedding) sum its whole
+        /// gradient. [`Axis::Tensor`]: the group sums the elements of the gradient that its ranks
+        /// share ([`SplitShape::shared_gradient_elements`](crate::SplitShape)).
+        axis: Axis,
     },
     /// Sends a unit's output, or the gradient of that output, to another pipeline stage.
     Send {
@@ -180,7 +215,9 @@ pub enum Action {
         /// Forward: the output. Backward: its gradient.
         phase: Phase,
     },
-    /// A collective inside a unit, for tensor, context or expert parallelism.
+    /// A collective inside a unit, for tensor, context or expert parallelism. In a split unit it
+    /// changes the layout of a value at a border, or, in backward, of that value's gradient. In
+    /// other units it stands for all collectives of its kind inside the pass, as a price.
     Exchange {
         /// Kind of collective.
         collective: Collective,
@@ -192,12 +229,21 @@ pub enum Action {
         micro_batch: u32,
         /// Pass that the collective belongs to.
         phase: Phase,
+        /// Index of the border of a split unit at which it takes place; 0 for other units.
+        #[serde(default, skip_serializing_if = "is_first")]
+        border: u32,
         /// Number of repetitions. Each one moves the instruction's bytes.
         times: u32,
     },
     /// Computes the global gradient norm, from it the factor by which updates scale gradients, and
-    /// the step's loss.
-    Clip,
+    /// the step's loss. All ranks take part.
+    Clip {
+        /// Axes along which ranks hold different gradients: their sums of squares are added. What
+        /// several ranks along them hold (a tied unit, a replicated weight) counts on the first of
+        /// them only.
+        #[serde(default, skip_serializing_if = "Axes::is_empty")]
+        axes: Axes,
+    },
     /// Runs the optimizer on a chunk of the rank's masters of a unit, and writes that part of the
     /// copy that the next forward reads.
     Update {
@@ -279,9 +325,9 @@ impl Action {
             Action::Forward { .. }
             | Action::Backward { .. }
             | Action::Fold { .. }
-            | Action::Clip
+            | Action::Clip { .. }
             | Action::Update { .. } => Lane::Compute,
-            Action::Count | Action::Reduce { .. } | Action::Tie { .. } => Lane::Reduce,
+            Action::Count { .. } | Action::Reduce { .. } | Action::Tie { .. } => Lane::Reduce,
             Action::Send { .. } => Lane::Send,
             Action::Recv { .. } => Lane::Receive,
             Action::Exchange { .. } => Lane::Inner,
@@ -293,7 +339,7 @@ impl Action {
     pub const fn name(self) -> &'static str {
         match self {
             Action::Load { .. } => "load",
-            Action::Count => "count",
+            Action::Count { .. } => "count",
             Action::Gather { .. } => "gather",
             Action::Release { .. } => "release",
             Action::Forward { .. } => "forward",
@@ -304,7 +350,7 @@ impl Action {
             Action::Send { .. } => "send",
             Action::Recv { .. } => "recv",
             Action::Exchange { .. } => "exchange",
-            Action::Clip => "clip",
+            Action::Clip { .. } => "clip",
             Action::Update { .. } => "update",
             Action::Fetch { .. } => "fetch",
             Action::Evict { .. } => "evict",
@@ -321,14 +367,14 @@ impl Action {
             | Action::Backward { unit, .. }
             | Action::Fold { unit, .. }
             | Action::Reduce { unit, .. }
-            | Action::Tie { unit }
+            | Action::Tie { unit, .. }
             | Action::Send { unit, .. }
             | Action::Recv { unit, .. }
             | Action::Exchange { unit, .. }
             | Action::Update { unit, .. }
             | Action::Fetch { unit, .. }
             | Action::Evict { unit, .. } => Some(unit),
-            Action::Load { .. } | Action::Count | Action::Clip | Action::Snapshot => None,
+            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Snapshot => None,
         }
     }
 
@@ -436,6 +482,10 @@ pub struct Instruction {
 
 fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
+}
+
+fn is_first(index: &u32) -> bool {
+    *index == 0
 }
 
 impl Instruction {

@@ -24,7 +24,9 @@ mod passes;
 mod print;
 mod program;
 mod runnable;
+mod segments;
 mod sizes;
+mod split;
 mod strategy;
 mod streams;
 mod table;
@@ -34,13 +36,14 @@ mod windows;
 pub use check::{CheckError, Deadlock, check, check_ranks};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use layout::{Change, Layout};
-pub use lower::{lower, lower_rank, lower_stages};
+pub use lower::{lower, lower_all, lower_rank, lower_stages};
 pub use memory::{LaneSummary, Memory, Report};
-pub use mesh::{Axis, Coordinates, Group, Mesh};
+pub use mesh::{Axes, Axis, Coordinates, Group, Mesh};
 pub use order::{MicroBatches, PipelineSchedule, ScheduleFacts, StretchMap, Turn};
 pub use passes::Stretch;
 pub use program::Program;
 pub use runnable::{Runnable, runnable};
+pub use split::{Border, SegmentShape, SplitShape, ValueShape};
 pub use strategy::{
     Extent, Fresh, ModelShape, Offload, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM, StateBytes, Strategy,
     StrategyError, Tier, UnitShape, chunk_elements, padded,

@@ -4,8 +4,8 @@
 //! Around each pass it inserts the instructions that the [`Placement`] requires:
 //!
 //! - before the pass: gathers, fetches and receives for the passes up to `prefetch` ahead;
-//! - after the pass: releases and evictions of what is not needed any more, collectives inside the
-//!   unit, and sends to other stages;
+//! - after the pass: releases and evictions of what is not needed any more, and sends to other
+//!   stages;
 //! - after the pass that completes a gradient: its fold, its reduction, and its move to its tier.
 //!
 //! The norm and the [updates](crate::update) follow. With one rank nothing is gathered and nothing
@@ -13,6 +13,7 @@
 
 use crate::builder::Builder;
 use crate::passes::{Pass, Pipeline};
+use crate::segments::{Around, Ran};
 use crate::sizes::Sizes;
 use crate::strategy::validate;
 use crate::windows::{GradientSpan, Stay, Window, activation_trips, gradient_spans, gradient_stays, parameter_windows};
@@ -21,7 +22,7 @@ use crate::{
     ReduceSchedule, Reshard, State, Strategy, StrategyError,
 };
 
-/// Returns the programs of all ranks.
+/// Returns the programs of all ranks, whose parts of units are equally large.
 ///
 /// # Errors
 ///
@@ -42,6 +43,28 @@ pub fn lower_stages(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Res
     let pipeline = Pipeline::new(model.units.len() as u32, mesh, strategy)?;
     let ranks = (0..mesh.pp).map(|stage| stage * mesh.stage_ranks());
     ranks.map(|rank| Ok(Lowering::new(model, mesh, strategy, &pipeline, rank)?.lower())).collect()
+}
+
+/// Returns the programs of all ranks of a model whose units are split over tensor-parallel ranks.
+/// `shape_of` gives the shape of the part that a position in the tensor-parallel group holds: parts
+/// may differ in size, for a vocabulary that is not a multiple of the degree, say.
+///
+/// # Errors
+///
+/// As [`lower`], for any of the shapes.
+pub fn lower_all<'m>(
+    shape_of: impl Fn(u32) -> &'m ModelShape,
+    mesh: &Mesh,
+    strategy: &Strategy,
+) -> Result<Vec<Program>, StrategyError> {
+    let of_part = |tp| lower_stages(shape_of(tp), mesh, strategy);
+    let firsts = (0..mesh.tp).map(of_part).collect::<Result<Vec<_>, _>>()?;
+    let stage_ranks = mesh.stage_ranks();
+    let rank = |rank: u32| {
+        let first = &firsts[(rank % mesh.tp) as usize][(rank / stage_ranks) as usize];
+        at_rank(first, rank % stage_ranks)
+    };
+    Ok((0..mesh.ranks()).map(rank).collect())
 }
 
 /// Returns the program of one rank.
@@ -81,8 +104,8 @@ pub(crate) struct Lowering<'a> {
     /// The units whose state the rank holds.
     pub(crate) trains: Vec<u32>,
     pub(crate) passes: Vec<Pass>,
-    /// Per pass so far, its instruction.
-    pub(crate) ran: Vec<u32>,
+    /// Per pass so far, its last instructions.
+    pub(crate) ran: Vec<Ran>,
     /// The instruction that the first pass waits for.
     counted: u32,
     /// Windows in order of first use. Those before `next_window` have been brought.
@@ -126,12 +149,14 @@ pub(crate) struct Lowering<'a> {
     sum_fetched: Vec<Option<u32>>,
     /// All evictions so far that free memory which the compute lane takes: of activations, of
     /// gradient sums and of updated parameters.
-    evictions: Vec<u32>,
+    pub(crate) evictions: Vec<u32>,
     pub(crate) sums_evicted: Vec<u32>,
     pub(crate) copies_evicted: Vec<u32>,
     /// All reductions so far, and the units that have been reduced.
     pub(crate) reduces: Vec<u32>,
     reduced: Vec<bool>,
+    /// The last sum of gradients over a tensor-parallel group.
+    pub(crate) tied: Option<u32>,
     /// Per unit, the instruction that completes its gradient sum.
     pub(crate) summed: Vec<Option<u32>>,
     /// Units and their chunks in update order, the fetches of their state where it lies in a tier,
@@ -169,6 +194,7 @@ impl<'a> Lowering<'a> {
             chunks: Vec::new(),
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
+            splits: model.units.iter().filter_map(|unit| unit.split.clone()).collect(),
             pipeline: pipeline.stretches.clone(),
             fused_loss: backward_follows(&passes, units as u32 - 1),
             micro_batches: accumulation,
@@ -248,6 +274,7 @@ impl<'a> Lowering<'a> {
             copies_evicted: Vec::new(),
             reduces: Vec::new(),
             reduced: vec![false; units],
+            tied: None,
             summed: vec![None; units],
             pieces: Vec::new(),
             fetched: Vec::new(),
@@ -290,14 +317,14 @@ impl<'a> Lowering<'a> {
             last = self.builder.push(load.taking(MemoryKind::Data, self.sizes.batch()), []);
         }
         // The message is two numbers: tokens and targets.
-        let count = Instruction::new(Action::Count).moving(self.sizes.message(Axis::Data, 16));
+        let count = Instruction::new(Action::Count { axis: Axis::Data }).moving(self.sizes.message(Axis::Data, 16));
         self.counted = self.builder.push(count, [last]);
     }
 
     /// Starts to receive the inputs of the next stretch of units while this one runs.
     fn receive(&mut self, at: usize) {
         let horizon = at + self.program.units_ahead();
-        let before = at.checked_sub(1).map(|before| self.ran[before]);
+        let before = at.checked_sub(1).map(|before| self.ran[before].last);
         while let Some((pass, _)) = self.receives.get(self.next_receive).copied().filter(|(_, used)| *used <= horizon) {
             self.next_receive += 1;
             let Pass { phase, unit, micro_batch, .. } = self.passes[pass];
@@ -317,7 +344,7 @@ impl<'a> Lowering<'a> {
     fn acquire(&mut self, at: usize) {
         let horizon = at + self.strategy.prefetch as usize;
         // Waiting for the pass before `at` bounds the memory of what is brought ahead.
-        let before = at.checked_sub(1).map(|before| self.ran[before]);
+        let before = at.checked_sub(1).map(|before| self.ran[before].last);
         while let Some(window) = self.windows.get(self.next_window).copied().filter(|w| w.first <= horizon) {
             self.next_window += 1;
             self.present[window.unit as usize] = Some(self.bring_parameters(&window, before));
@@ -380,48 +407,67 @@ impl<'a> Lowering<'a> {
     /// Runs a pass once everything that it reads is there.
     fn run(&mut self, at: usize) {
         let Pass { phase, part, unit, micro_batch } = self.passes[at];
-        let mut needs = self.inputs(at);
-        needs.extend(self.program.reads(unit).filter_map(|unit| self.present[unit as usize]));
+        let mut needs: Vec<u32> = self.program.reads(unit).filter_map(|unit| self.present[unit as usize]).collect();
         needs.extend(self.brought[at].activations);
         if phase == Phase::Forward {
             needs.extend(self.room(&self.evictions));
         }
-        let mut pass = self.pass_with_activations(phase, part, unit, micro_batch);
+        let mut gives_back = Vec::new();
         if self.brought[at].input.is_some() {
             let received = if phase == Phase::Forward { unit - 1 } else { unit };
-            pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(received));
+            gives_back.push((MemoryKind::Communication, self.sizes.sent(received)));
             if phase == Phase::Backward {
                 needs.extend(self.outputs_sent[self.place(unit, micro_batch)]);
-                pass = pass.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
+                gives_back.push((MemoryKind::Communication, self.sizes.sent(unit)));
             }
         }
-        if let Some((sent, _)) = crosses_out(&self.program, &self.passes[at]).filter(|_| part != BackwardPart::Weights)
-        {
-            pass = pass.taking(MemoryKind::Communication, self.sizes.sent(sent));
-            if phase == Phase::Backward {
-                needs.extend(self.room(&self.gradients_sent));
-            }
+        let sent = crosses_out(&self.program, &self.passes[at]).filter(|_| part != BackwardPart::Weights);
+        let leaves = sent.map_or(0, |(sent, _)| self.sizes.sent(sent));
+        if sent.is_some() && phase == Phase::Backward {
+            needs.extend(self.room(&self.gradients_sent));
         }
         if at == self.last_uses[micro_batch as usize] {
-            pass = pass.giving_back(MemoryKind::Data, self.sizes.batch());
+            gives_back.push((MemoryKind::Data, self.sizes.batch()));
         }
+        let gradients = self.begin_gradients(at, &mut needs);
+        let around = Around { inputs: self.inputs(at), needs, gradients, leaves, gives_back };
+        let ran = match self.sizes.split(unit) {
+            Some(split) => self.run_segments(at, split, around),
+            None => {
+                let mut pass = self.pass_with_activations(phase, part, unit, micro_batch);
+                for (kind, bytes) in around.gives_back {
+                    pass = pass.giving_back(kind, bytes);
+                }
+                let pass = pass.taking(MemoryKind::Gradients, around.gradients);
+                let pass = pass.taking(MemoryKind::Communication, around.leaves);
+                let last = self.builder.push(pass, around.inputs.into_iter().chain(around.needs));
+                Ran { last, result: last, exchange: None }
+            }
+        };
+        self.ran.push(ran);
+    }
+
+    /// Bytes of the gradients that begin with pass `at`. Adds the instructions that make room for
+    /// them to `needs`.
+    fn begin_gradients(&mut self, at: usize, needs: &mut Vec<u32>) -> u64 {
+        let mut bytes = 0;
         if self.sizes.placement.fresh_gradients == Fresh::InPlace {
             for Stay { unit, begins, .. } in self.stays_from(at) {
-                pass = pass.taking(MemoryKind::Gradients, if begins { self.sum(unit) } else { 0 });
+                bytes += if begins { self.sum(unit) } else { 0 };
                 needs.extend(self.room_for_sum(unit));
             }
         }
         for gradient in std::mem::take(&mut self.begins[at]) {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
             if self.begins_in_a_buffer(micro_batch) {
-                pass = pass.taking(MemoryKind::Gradients, self.sizes.gradient(unit));
+                bytes += self.sizes.gradient(unit);
                 needs.extend(self.room(&self.reduces));
                 if self.sizes.placement.fresh_gradients == Fresh::InPlace {
                     needs.extend(self.room(&self.sums_evicted));
                 }
             }
         }
-        self.ran.push(self.builder.push(pass, needs));
+        bytes
     }
 
     /// The release that must finish before the next piece of memory of its kind may be taken. At
@@ -434,11 +480,12 @@ impl<'a> Lowering<'a> {
     fn pass_with_activations(&self, phase: Phase, part: BackwardPart, unit: u32, micro_batch: u32) -> Instruction {
         let (saved, everything) = (self.sizes.saved(unit), self.sizes.everything(unit));
         let recomputed = everything.saturating_sub(saved);
-        let backward = Instruction::new(Action::Backward { unit, micro_batch, part });
+        let backward = Instruction::new(Action::Backward { unit, segment: 0, micro_batch, part });
         match (phase, part) {
             (Phase::Forward, _) => {
                 let keep = self.sizes.keep(unit);
-                Instruction::new(Action::Forward { unit, micro_batch, keep }).taking(MemoryKind::Activations, saved)
+                Instruction::new(Action::Forward { unit, segment: 0, micro_batch, keep })
+                    .taking(MemoryKind::Activations, saved)
             }
             (_, BackwardPart::Whole) => backward.giving_back(MemoryKind::Activations, saved).working(recomputed),
             // The second half reads what the first half recomputed.
@@ -453,7 +500,7 @@ impl<'a> Lowering<'a> {
         if part == BackwardPart::Weights {
             return Vec::new();
         }
-        let before = at.checked_sub(1).map_or(self.counted, |before| self.ran[before]);
+        let before = at.checked_sub(1).map_or(self.counted, |before| self.ran[before].last);
         let inputs = [Some(before), self.brought[at].input, self.input_exchange(phase, unit, micro_batch)];
         inputs.into_iter().flatten().collect()
     }
@@ -488,7 +535,7 @@ impl<'a> Lowering<'a> {
             if phase == Phase::Backward {
                 send = send.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
             }
-            let sent = self.builder.push(send, [self.ran[at]].into_iter().chain(exchange));
+            let sent = self.builder.push(send, [self.ran[at].result].into_iter().chain(exchange));
             match phase {
                 Phase::Forward => self.outputs_sent[place] = Some(sent),
                 Phase::Backward => self.gradients_sent.push(sent),
@@ -498,7 +545,7 @@ impl<'a> Lowering<'a> {
 
     /// Frees what pass `at` was the last to use for now.
     fn let_go(&mut self, at: usize) {
-        let ran = self.ran[at];
+        let ran = self.ran[at].last;
         for window in std::mem::take(&mut self.window_ends[at]) {
             let Window { unit, keep, .. } = self.windows[window];
             if self.sizes.placement.parameters == Extent::Full {
@@ -524,7 +571,7 @@ impl<'a> Lowering<'a> {
         for gradient in std::mem::take(&mut self.completes[at]) {
             let GradientSpan { unit, micro_batch, .. } = self.gradients[gradient];
             let bytes = self.sizes.gradient(unit);
-            let mut complete = self.ran[at];
+            let mut complete = self.ran[at].last;
             if self.strategy.elastic && micro_batch % 2 == 1 {
                 let merged = u64::from(micro_batch.trailing_ones());
                 let fold = Instruction::new(Action::Fold { unit, micro_batch });
@@ -534,7 +581,8 @@ impl<'a> Lowering<'a> {
             if due && self.sizes.mesh.degree(Axis::Data) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.full(unit, self.strategy.bytes.reduce);
-                let mut reduce = Instruction::new(Action::Reduce { unit, accumulate }).moving(message);
+                let mut reduce =
+                    Instruction::new(Action::Reduce { unit, accumulate, axis: Axis::Data }).moving(message);
                 let mut needs = vec![complete];
                 if self.sizes.placement.fresh_gradients == Fresh::Transient {
                     reduce = reduce.giving_back(MemoryKind::Gradients, bytes);
@@ -546,6 +594,9 @@ impl<'a> Lowering<'a> {
                 complete = self.builder.push(reduce, needs);
                 self.reduces.push(complete);
             }
+            if micro_batch + 1 == self.strategy.accumulation_steps {
+                complete = self.tie_in_group(unit, complete);
+            }
             self.summed[unit as usize] = Some(complete);
         }
         for stay in std::mem::take(&mut self.stay_ends[at]) {
@@ -553,9 +604,22 @@ impl<'a> Lowering<'a> {
             let (bytes, sum) = (self.sum(unit), self.summed[unit as usize]);
             let evict = Instruction::new(Action::Evict { unit, state: State::Gradients, write: true }).moving(bytes);
             let evict = evict.giving_back(MemoryKind::Gradients, bytes);
-            let evicted = self.builder.push(evict, [self.ran[at]].into_iter().chain(sum));
+            let evicted = self.builder.push(evict, [self.ran[at].last].into_iter().chain(sum));
             self.sums_evicted.push(evicted);
         }
+    }
+
+    /// Sums the parts of a unit's gradient that the ranks of a tensor-parallel group share, once they
+    /// are complete on the rank. Returns the instruction that completes the gradient.
+    fn tie_in_group(&mut self, unit: u32, complete: u32) -> u32 {
+        let shared = self.sizes.split(unit).map_or(0, |split| split.shared_gradient_elements);
+        if shared == 0 {
+            return complete;
+        }
+        let tie = Instruction::new(Action::Tie { unit, axis: Axis::Tensor });
+        let tie = self.builder.push(tie.moving(shared * u64::from(self.strategy.bytes.gradient)), [complete]);
+        self.tied = Some(tie);
+        tie
     }
 
     /// The gradient sums in tiers that must be on the device from pass `at` on.

@@ -1,7 +1,8 @@
 //! The mesh: the numbering of ranks along the axes of parallelism, and the group of ranks that
 //! works together along each axis.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::fmt;
 
 /// The degree along each axis. Ranks are numbered with `tp` innermost and `pp` outermost, as in
 /// torchtitan: rank = (((pp · R + replicate) · F + shard) · CP + cp) · TP + tp, with R =
@@ -44,6 +45,87 @@ pub enum Axis {
     Expert,
     /// Every rank.
     World,
+}
+
+impl Axis {
+    /// Every axis.
+    pub const ALL: [Axis; 8] = [
+        Axis::Pipeline,
+        Axis::Replicate,
+        Axis::Shard,
+        Axis::Data,
+        Axis::Context,
+        Axis::Tensor,
+        Axis::Expert,
+        Axis::World,
+    ];
+
+    /// The name in prints.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Axis::Pipeline => "pipeline",
+            Axis::Replicate => "replicate",
+            Axis::Shard => "shard",
+            Axis::Data => "data",
+            Axis::Context => "context",
+            Axis::Tensor => "tensor",
+            Axis::Expert => "expert",
+            Axis::World => "world",
+        }
+    }
+}
+
+/// A set of axes. It is serialised as a list of their names.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Axes(u8);
+
+impl Axes {
+    /// True if `axis` is in the set.
+    pub const fn contains(self, axis: Axis) -> bool {
+        self.0 >> axis as u8 & 1 == 1
+    }
+
+    /// True if no axis is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.0 == 0
+    }
+
+    /// The axes of the set, in the order of [`Axis::ALL`].
+    pub fn iter(self) -> impl Iterator<Item = Axis> {
+        Axis::ALL.into_iter().filter(move |axis| self.contains(*axis))
+    }
+}
+
+impl FromIterator<Axis> for Axes {
+    fn from_iter<I: IntoIterator<Item = Axis>>(axes: I) -> Axes {
+        Axes(axes.into_iter().fold(0, |set, axis| set | 1 << axis as u8))
+    }
+}
+
+impl fmt::Debug for Axes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+/// The names of the axes, or "this rank only".
+impl fmt::Display for Axes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.iter().map(Axis::name).collect();
+        f.write_str(&if names.is_empty() { "this rank only".to_owned() } else { names.join(", ") })
+    }
+}
+
+impl Serialize for Axes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for Axes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Axes, D::Error> {
+        Vec::<Axis>::deserialize(deserializer).map(Axes::from_iter)
+    }
 }
 
 /// The position of a rank along the axes.
@@ -98,6 +180,15 @@ impl Mesh {
     /// batch is this x accumulation x micro-batch.
     pub fn data_parallel(&self) -> u32 {
         self.dp_replicate * self.dp_shard
+    }
+
+    /// The index of `rank` among the ranks with different micro-batches: 0 to
+    /// [`Mesh::data_parallel`]. Ranks of one context, tensor or pipeline group have the same index,
+    /// because they work on the same micro-batches. Data and the random numbers of dropout are
+    /// dealt by this index, not by the position along [`Axis::Data`], which counts context ranks.
+    pub fn data_rank(&self, rank: u32) -> u32 {
+        let place = self.coordinates(rank);
+        place.dp_replicate * self.dp_shard + place.dp_shard
     }
 
     /// The number of ranks over which state is sharded.

@@ -1,6 +1,6 @@
 //! Programs as text.
 
-use crate::{Action, BackwardPart, Effect, Instruction, Keep, Memory, Phase, Program, State};
+use crate::{Action, Axis, BackwardPart, Effect, Instruction, Keep, Layout, Memory, Phase, Program, State};
 use std::fmt;
 
 impl fmt::Display for Program {
@@ -103,31 +103,32 @@ fn describe(program: &Program, action: Action) -> String {
     let name = action.name();
     let unit_name = |unit: u32| program.units.get(unit as usize).map_or("?", String::as_str);
     match action {
-        Action::Forward { unit, micro_batch, keep } => {
+        Action::Forward { unit, segment, micro_batch, keep } => {
             let keep = match keep {
                 Keep::Everything => "",
                 Keep::Selective => ", keep selective",
                 Keep::InputOnly => ", keep input",
             };
-            format!("{name} {} {micro_batch}{keep}", unit_name(unit))
+            format!("{name} {}{} {micro_batch}{keep}", segment_name(program, unit, segment), unit_name(unit))
         }
-        Action::Backward { unit, micro_batch, part } => {
+        Action::Backward { unit, segment, micro_batch, part } => {
             let part = match part {
                 BackwardPart::Whole => "",
                 BackwardPart::Input => ", of the input",
                 BackwardPart::Weights => ", of the weights",
             };
-            format!("{name} {} {micro_batch}{part}", unit_name(unit))
+            format!("{name} {}{} {micro_batch}{part}", segment_name(program, unit, segment), unit_name(unit))
         }
         Action::Load { micro_batch } => format!("{name} micro-batch {micro_batch}"),
         Action::Fold { unit, micro_batch } => format!("{name} {} {micro_batch}", unit_name(unit)),
         Action::Gather { unit, over } => format!("{name} {} from {over}", unit_name(unit)),
         Action::Release { unit, keep } if keep == program.mesh.shard_degree() => format!("{name} {}", unit_name(unit)),
         Action::Release { unit, keep } => format!("{name} {} to 1/{keep}", unit_name(unit)),
-        Action::Reduce { unit, accumulate } => {
-            format!("{name} {}{}", unit_name(unit), if accumulate { ", add" } else { "" })
+        Action::Reduce { unit, accumulate, axis } => {
+            let add = if accumulate { ", add" } else { "" };
+            format!("{name} {}{}{add}", unit_name(unit), unless(axis, Axis::Data))
         }
-        Action::Tie { unit } => format!("{name} {}", unit_name(unit)),
+        Action::Tie { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Pipeline)),
         Action::Update { unit, chunk } => format!("{name} {}{}", unit_name(unit), part(program, unit, chunk)),
         Action::Fetch { unit, state } => format!("{name} {}", state_name(program, unit, state)),
         Action::Evict { unit, state, write } => {
@@ -139,12 +140,46 @@ fn describe(program: &Program, action: Action) -> String {
         Action::Recv { from, unit, micro_batch, phase } => {
             format!("{name} {} {micro_batch} from {from}", flow(unit_name(unit), phase))
         }
-        Action::Exchange { collective, axis, unit, micro_batch, phase, times } => {
-            let what = format!("{collective:?} x {times} over {axis:?}").to_lowercase();
-            format!("{what}, {} {micro_batch}", flow(unit_name(unit), phase))
+        Action::Exchange { collective, axis, unit, micro_batch, phase, border, times } => {
+            match exchanged(program, unit, phase, border) {
+                Some((value, [from, to])) => {
+                    let (name, of) = (collective.name(), flow(value, phase));
+                    let layouts = format!("{} -> {} over {}", from.name(), to.name(), axis.name());
+                    format!("{name} {of} of {} {micro_batch}: {layouts}", unit_name(unit))
+                }
+                None => {
+                    let what = format!("{collective:?} x {times} over {axis:?}").to_lowercase();
+                    format!("{what}, {} {micro_batch}", flow(unit_name(unit), phase))
+                }
+            }
         }
-        Action::Count | Action::Clip | Action::Snapshot => name.to_owned(),
+        Action::Count { axis } => format!("{name}{}", unless(axis, Axis::Data)),
+        Action::Clip { .. } | Action::Snapshot => name.to_owned(),
     }
+}
+
+/// The axis in words, unless it is the usual one.
+fn unless(axis: Axis, usual: Axis) -> String {
+    if axis == usual { String::new() } else { format!(" over {}", axis.name()) }
+}
+
+/// The segment of a split unit in words; nothing for a unit that runs as a whole.
+fn segment_name(program: &Program, unit: u32, segment: u32) -> String {
+    let split = program.split_of(unit).and_then(|split| split.segments.get(segment as usize));
+    split.map_or_else(String::new, |segment| format!("{} of ", segment.name))
+}
+
+/// The name of the value that changes its layout at a border of a split unit, and the layouts of
+/// the value, or of its gradient, before and after.
+fn exchanged(program: &Program, unit: u32, phase: Phase, border: u32) -> Option<(&str, [Layout; 2])> {
+    let split = program.split_of(unit)?;
+    let border = split.borders.get(border as usize)?;
+    let [from, to] = [border.from, border.to].map(|value| &split.values[value as usize]);
+    let layouts = match phase {
+        Phase::Forward => [from.layout, to.layout],
+        Phase::Backward => [to.layout.of_gradient(), from.layout.of_gradient()],
+    };
+    Some((&from.name, layouts))
 }
 
 fn state_name(program: &Program, unit: u32, state: State) -> String {

@@ -1,7 +1,8 @@
 //! The program of one rank.
 
 use crate::{
-    Action, BackwardPart, Effect, Instruction, Lane, MemoryKind, Mesh, Offload, Phase, Placement, State, Stretch, Tier,
+    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, Phase, Placement,
+    SplitShape, State, Stretch, Tier,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -26,6 +27,9 @@ pub struct Program {
     pub units: Vec<String>,
     /// Per unit, the other units whose parameters it reads.
     pub borrows: Vec<Vec<u32>>,
+    /// Per unit, its inside if it is split over the tensor-parallel group. Empty: no unit is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub splits: Vec<SplitShape>,
     /// The model's stretches of units, ascending, with the pipeline stages that run them. Without a
     /// pipeline there is one stretch of all units.
     pub pipeline: Vec<Stretch>,
@@ -136,6 +140,25 @@ impl Program {
         self.instructions[number].effects.iter().any(|effect| effect.kind == MemoryKind::Data && effect.bytes < 0)
     }
 
+    /// The inside of `unit`; None if it runs as a whole.
+    pub fn split_of(&self, unit: u32) -> Option<&SplitShape> {
+        self.splits.get(unit as usize)
+    }
+
+    /// True if the ranks of a tensor-parallel group each compute a part of the gradient of some
+    /// parameters of `unit`, so that the group sums it.
+    pub fn is_shared_in_group(&self, unit: u32) -> bool {
+        self.split_of(unit).is_some_and(|split| split.shared_gradient_elements > 0)
+    }
+
+    /// The axes along which ranks hold different gradients when the norm is taken: shards of the
+    /// optimizer's part, parts of split parameters, and units of pipeline stages.
+    pub fn axes_of_norm(&self) -> Axes {
+        let shards = self.placement.masters == Extent::Shard;
+        let axes = [(Axis::Shard, shards), (Axis::Tensor, self.mesh.tp > 1), (Axis::Pipeline, self.mesh.pp > 1)];
+        axes.into_iter().filter(|(_, differ)| *differ).map(|(axis, _)| axis).collect()
+    }
+
     /// The tier of the state that an action fetches or evicts; None for other actions.
     pub fn tier_of(&self, action: Action) -> Option<Tier> {
         match action {
@@ -173,5 +196,12 @@ impl Program {
             Phase::Forward => unit == self.loss_unit() && self.fused_loss,
             Phase::Backward => part != BackwardPart::Input,
         }
+    }
+
+    /// True if the pass of one segment of `unit` adds to the gradients of the units it reads. In
+    /// forward it is the last segment of the loss.
+    pub fn segment_adds_gradients(&self, unit: u32, segment: u32, phase: Phase, part: BackwardPart) -> bool {
+        let last = self.split_of(unit).is_none_or(|split| segment as usize + 1 == split.segments.len());
+        self.adds_gradients(unit, phase, part) && (phase == Phase::Backward || last)
     }
 }

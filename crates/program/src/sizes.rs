@@ -1,8 +1,11 @@
 //! The sizes of one rank's state and messages.
 
-use crate::{Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, Strategy, chunk_elements, padded};
+use crate::{
+    Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, chunk_elements, padded,
+};
 
-/// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage.
+/// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage,
+/// unless units are split unevenly over tensor-parallel ranks.
 pub struct Sizes<'a> {
     pub model: &'a ModelShape,
     pub mesh: &'a Mesh,
@@ -16,6 +19,7 @@ impl<'a> Sizes<'a> {
     pub fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy) -> Sizes<'a> {
         let (shards, tp, ep) = (mesh.shard_degree(), u64::from(mesh.tp), u64::from(mesh.ep));
         let elements = |unit: &crate::UnitShape| {
+            let tp = if unit.split.is_some() { 1 } else { tp };
             let experts = unit.expert_elements.min(unit.flat_elements);
             let [dense, experts] = [unit.flat_elements - experts, experts].map(|elements| elements.div_ceil(tp));
             // Experts are split over `ep` neighbours of the shard group, and sharded over the rest
@@ -96,7 +100,15 @@ impl<'a> Sizes<'a> {
         self.saved_under(unit, Keep::Everything)
     }
 
+    /// The inside of a unit that is split over the tensor-parallel group.
+    pub fn split(&self, unit: u32) -> Option<&'a SplitShape> {
+        self.model.units[unit as usize].split.as_ref()
+    }
+
     fn saved_under(&self, unit: u32, keep: Keep) -> u64 {
+        if let Some(split) = self.split(unit) {
+            return split.saved(keep);
+        }
         let unit = &self.model.units[unit as usize];
         let saved = unit.saved_bytes[keep as usize] / u64::from(self.mesh.cp);
         // Tensor parallelism alone leaves norms, dropout and their inputs whole: 10 of 34 bytes per
@@ -116,8 +128,9 @@ impl<'a> Sizes<'a> {
     }
 
     /// Bytes of an output between pipeline stages: split along the sequence where the residual is.
+    /// The output of a split unit is what the rank holds of it.
     pub fn sent(&self, unit: u32) -> u64 {
-        if self.strategy.sequence_parallel {
+        if self.strategy.sequence_parallel && self.split(unit).is_none() {
             self.output_bytes(unit) / u64::from(self.mesh.tp)
         } else {
             self.output_bytes(unit)

@@ -1,7 +1,7 @@
 //! The input of a lowering: the model's units, the strategy, and the placement of state that
 //! follows from them.
 
-use crate::{Keep, Mesh, PipelineSchedule, Schedule};
+use crate::{Keep, Mesh, PipelineSchedule, Schedule, SplitShape};
 use serde::{Deserialize, Serialize};
 
 /// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
@@ -43,6 +43,10 @@ pub struct UnitShape {
     pub expert_elements: u64,
     /// Bytes that a dispatch to experts sends. A combine sends as many.
     pub expert_bytes: u64,
+    /// The inside of a unit that is split over the tensor-parallel group. The other sizes are then
+    /// those of one rank's part, and a lowering divides nothing. None: the unit runs as a whole,
+    /// and a lowering divides its sizes by the tensor-parallel degree.
+    pub split: Option<SplitShape>,
 }
 
 /// The facts about a model that a lowering needs: its units in order of execution. The last one
@@ -167,7 +171,8 @@ pub struct Strategy {
     /// equally many blocks.
     pub cuts: Vec<u32>,
     /// True if tensor parallelism splits norms and residuals along the sequence too (Korthikanti et
-    /// al. 2022).
+    /// al. 2022). It matters for units whose shapes are not split; the layouts of split ones say it
+    /// themselves.
     pub sequence_parallel: bool,
 }
 
@@ -387,6 +392,35 @@ pub enum StrategyError {
     /// Gradients are offloaded in a pipeline, but stages sum shared gradients on the device.
     #[error("in a pipeline gradients stay on the device: leave out their offload, or use one stage")]
     GradientsOfStages,
+    /// The description of a split unit contradicts itself.
+    #[error("unit {unit} is split, but {problem}")]
+    Split {
+        /// Name of the unit.
+        unit: String,
+        /// The contradiction, in words.
+        problem: String,
+    },
+    /// Some units are split and others are not, or there are no ranks to split them over.
+    #[error(
+        "{split} of {units} units are split over {tensor} tensor-parallel ranks: give all units split over several ranks, or none"
+    )]
+    SplitInPart {
+        /// Number of split units.
+        split: usize,
+        /// Number of units.
+        units: usize,
+        /// Tensor-parallel degree.
+        tensor: u32,
+    },
+    /// Split units are combined with an axis whose exchanges are not between segments yet.
+    #[error("split units know no {0} parallelism: leave it at degree 1")]
+    SplitWith(&'static str),
+    /// Gradients are offloaded, but parts of them are summed over the tensor-parallel group on the
+    /// device.
+    #[error(
+        "unit {0} has gradients that its tensor-parallel group sums on the device: leave out the offload of gradients"
+    )]
+    GradientsOfSplit(String),
     /// Update chunks would have no elements.
     #[error("update_chunk is 0: a chunk has at least one element")]
     NoChunk,
@@ -451,7 +485,31 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     if mesh.ep > 1 && !shards.is_multiple_of(mesh.ep) {
         return Err(StrategyError::Experts { experts: mesh.ep, shards });
     }
+    validate_splits(model, mesh, strategy)?;
     validate_pipeline(units as u32, mesh, strategy)
+}
+
+fn validate_splits(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {
+    let units = model.units.len();
+    let split = model.units.iter().filter(|unit| unit.split.is_some()).count();
+    if split == 0 {
+        return Ok(());
+    }
+    if split < units || mesh.tp == 1 {
+        return Err(StrategyError::SplitInPart { split, units, tensor: mesh.tp });
+    }
+    if let Some((_, axis)) = [(mesh.cp, "context"), (mesh.ep, "expert")].into_iter().find(|(degree, _)| *degree > 1) {
+        return Err(StrategyError::SplitWith(axis));
+    }
+    for (unit, split) in model.units.iter().filter_map(|unit| Some((unit, unit.split.as_ref()?))) {
+        if let Some(problem) = split.fault() {
+            return Err(StrategyError::Split { unit: unit.name.clone(), problem });
+        }
+        if strategy.offload.gradients.is_some() && split.shared_gradient_elements > 0 {
+            return Err(StrategyError::GradientsOfSplit(unit.name.clone()));
+        }
+    }
+    Ok(())
 }
 
 fn validate_pipeline(units: u32, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {

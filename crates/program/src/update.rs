@@ -10,7 +10,7 @@ impl Lowering<'_> {
     /// known. An update on the host therefore fetches them after the norm, unless they are on the
     /// host already.
     pub(crate) fn update(&mut self) {
-        let last_pass = self.ran.last().copied();
+        let last_pass = self.ran.last().map(|ran| ran.last);
         let tied = self.tie();
         let chunks = |unit: &u32| (0..self.sizes.chunks(*unit)).map(|chunk| (*unit, chunk)).collect::<Vec<_>>();
         self.pieces = self.trains.iter().flat_map(chunks).collect();
@@ -19,8 +19,9 @@ impl Lowering<'_> {
             self.fetch_state(0, last_pass);
         }
         let norm = self.sizes.norm(&self.trains);
-        let clip = Instruction::new(Action::Clip).moving(self.sizes.message(Axis::World, norm));
-        let sums = [self.reduces.last().copied(), self.sums_evicted.last().copied(), tied];
+        let clip = Instruction::new(Action::Clip { axes: self.program.axes_of_norm() })
+            .moving(self.sizes.message(Axis::World, norm));
+        let sums = [self.reduces.last().copied(), self.sums_evicted.last().copied(), self.tied, tied];
         let clip = self.builder.push(clip, sums.into_iter().flatten());
         if fetches_gradients {
             self.fetch_state(0, Some(clip));
@@ -55,9 +56,8 @@ impl Lowering<'_> {
         for unit in self.trains.clone() {
             if self.program.is_shared_between_stages(unit) {
                 let bytes = self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.reduce);
-                tied = Some(
-                    self.builder.push(Instruction::new(Action::Tie { unit }).moving(bytes), self.summed[unit as usize]),
-                );
+                let tie = Instruction::new(Action::Tie { unit, axis: Axis::Pipeline }).moving(bytes);
+                tied = Some(self.builder.push(tie, self.summed[unit as usize]));
             }
         }
         tied

@@ -126,9 +126,9 @@ fn strategies_that_do_not_fit_say_what_would() {
     says(Mesh { pp: 2, ..Mesh::default() }, How { cuts: vec![2, 4], ..plain.clone() }, "do not divide 6 units");
     let error = lower_rank(&common::model(6), &shards, &plain, 6).unwrap_err().to_string();
     assert_eq!(error, "rank 6 is not in a mesh of 6 ranks, 0 to 5");
-    let mesh = Mesh { pp: 2, tp: 4, ..Mesh::default() };
+    let mesh = Mesh { pp: 2, tp: 4, cp: 2, ep: 2, ..Mesh::default() };
     let words =
-        "priced, not runnable yet: the engine has no pipeline parallelism (degree 2), no tensor parallelism (degree 4)";
-    assert_eq!(runnable(&mesh, &plain).to_string(), words);
-    assert_eq!(runnable(&shards, &plain), Runnable::Yes);
+        "priced, not runnable yet: the engine has no context parallelism (degree 2), no expert parallelism (degree 2)";
+    assert_eq!(runnable(&mesh).to_string(), words);
+    assert_eq!(runnable(&shards), Runnable::Yes);
 }

@@ -45,7 +45,7 @@ fn explore() {
                     Action::Forward { unit, micro_batch, .. } if unit > 0 && !program.runs(unit - 1) => {
                         uses.push((unit - 1, micro_batch, Phase::Forward))
                     }
-                    Action::Backward { unit, micro_batch, part }
+                    Action::Backward { unit, micro_batch, part, .. }
                         if part != BackwardPart::Weights && unit < program.loss_unit() && !program.runs(unit + 1) =>
                     {
                         uses.push((unit, micro_batch, Phase::Backward))

@@ -105,7 +105,10 @@ impl Costs {
             Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
             Action::Reduce { .. } => self.reduce_s(mesh, bytes),
             // The first and the last stage share the unit.
-            Action::Tie { .. } => self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks()),
+            Action::Tie { axis: Axis::Pipeline, .. } => {
+                self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks())
+            }
+            Action::Tie { axis, .. } => self.collective(Operation::AllReduce, bytes, mesh.degree(axis), 1),
             Action::Send { to, .. } => {
                 let node = |rank: u32| rank / self.cluster.devices_per_node;
                 // Tensor-parallel ranks with a split sequence send parts. Otherwise each sends a
@@ -131,7 +134,7 @@ impl Costs {
                     _ => self.stream_s(bytes),
                 }
             }
-            Action::Clip => {
+            Action::Clip { .. } => {
                 let elements: f64 = (0..program.units.len() as u32)
                     .filter(|unit| program.runs(*unit))
                     .map(|unit| self.unit(unit).elements)
@@ -147,9 +150,11 @@ impl Costs {
             }
             Action::Fetch { .. } | Action::Evict { .. } => bytes / (self.cluster.device.host_gb_s * 1e9),
             Action::Fold { unit, .. } => self.stream_s(12.0 * self.unit(unit).elements),
-            Action::Load { .. } | Action::Count | Action::Release { .. } | Action::Recv { .. } | Action::Snapshot => {
-                0.0
-            }
+            Action::Load { .. }
+            | Action::Count { .. }
+            | Action::Release { .. }
+            | Action::Recv { .. }
+            | Action::Snapshot => 0.0,
         }
     }
 
@@ -334,6 +339,7 @@ impl Units {
                 kv_bytes: (unit.kv * context) as u64,
                 expert_elements: unit.expert_elements as u64,
                 expert_bytes: unit.expert_bytes as u64,
+                split: None,
             }
         };
         ModelShape {

@@ -253,7 +253,7 @@ impl<'a> Player<'a> {
         match lane {
             Lane::Compute => {
                 self.wait(start, waited_for);
-                if matches!(instruction.action, Action::Clip) {
+                if matches!(instruction.action, Action::Clip { .. }) {
                     // Postponed reductions run now, before the norm.
                     self.time.waited_s[Lane::Reduce as usize] += self.put_off;
                     seconds += std::mem::take(&mut self.put_off);

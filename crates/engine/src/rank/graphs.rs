@@ -47,7 +47,10 @@ pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
         |action: &Action| matches!(action, Action::Forward { .. } | Action::Backward { .. } | Action::Fold { .. });
     // The compute lane allocates and frees memory for all other instructions.
     let is_else = |one: &&Instruction| {
-        let known = matches!(one.action, Action::Load { .. } | Action::Count | Action::Clip | Action::Update { .. });
+        let known = matches!(
+            one.action,
+            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Update { .. }
+        );
         !known && !is_pass(&one.action) && one.action != Action::Snapshot
     };
     if let Some(other) = instructions.iter().find(is_else) {

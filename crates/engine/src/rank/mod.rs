@@ -40,7 +40,7 @@ use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model};
-use trainyard_program::{Action, Instruction, Lane, Program};
+use trainyard_program::{Action, Axis, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device};
@@ -411,7 +411,7 @@ impl Rank {
             perform(number, instruction, &mut |at| {
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
                 rank.before(step, instruction)?;
-                if instruction.action == Action::Clip {
+                if matches!(instruction.action, Action::Clip { .. }) {
                     lock(&rank.compute_links).post(at);
                 }
                 rank.compute(number, instruction, step)?;
@@ -512,11 +512,11 @@ impl Rank {
         links: &mut ReduceLinks,
     ) -> Result<()> {
         match instruction.action {
-            Action::Count => step.count(&links.data),
-            Action::Reduce { unit, accumulate } => {
+            Action::Count { .. } => step.count(&links.data),
+            Action::Reduce { unit, accumulate, .. } => {
                 self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
             }
-            Action::Tie { unit } => self.gradients.tie(unit as usize, links.tie(unit), &links.staging),
+            Action::Tie { unit, axis: Axis::Pipeline } => self.gradients.tie(unit as usize, links.tie(unit), &links.staging),
             other => Err(cannot(other)),
         }
     }
@@ -528,7 +528,7 @@ fn waits_for_others(instruction: &Instruction) -> bool {
     let lane = instruction.action.lane();
     instruction.bytes > 0 && lane != Lane::HostIo
         || matches!(lane, Lane::Gather | Lane::Reduce)
-        || matches!(instruction.action, Action::Clip | Action::Snapshot)
+        || matches!(instruction.action, Action::Clip { .. } | Action::Snapshot)
 }
 
 /// The instruction's name and unit, for reports.

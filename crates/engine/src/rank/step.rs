@@ -317,8 +317,10 @@ impl Rank {
     pub(super) fn compute(&self, number: usize, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
-            Action::Forward { unit, micro_batch, keep } => self.forward_unit(step, carried, unit, micro_batch, keep),
-            Action::Backward { unit, micro_batch, part } => {
+            Action::Forward { unit, segment: 0, micro_batch, keep } => {
+                self.forward_unit(step, carried, unit, micro_batch, keep)
+            }
+            Action::Backward { unit, segment: 0, micro_batch, part } => {
                 self.backward(step, carried, unit, micro_batch, part)?;
                 if step.program.frees_batch(number) {
                     step.forget_batch(micro_batch);
@@ -326,7 +328,7 @@ impl Rank {
                 Ok(())
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
-            Action::Clip => self.clip(step, carried),
+            Action::Clip { .. } => self.clip(step, carried),
             Action::Update { unit, chunk } => self.update(step, carried, unit as usize, chunk),
             other => Err(cannot(other)),
         }

@@ -9,11 +9,7 @@ use std::collections::BTreeMap;
 /// Finds an instruction that takes memory without waiting for the pass or the reduction that bounds
 /// it.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
-    let is_pass = |number: &u32| {
-        let action = program.instructions[*number as usize].action;
-        matches!(action, Action::Forward { .. } | Action::Backward { .. })
-    };
-    let passes: Vec<u32> = (0..program.instructions.len() as u32).filter(is_pass).collect();
+    let passes = passes(program);
     let under_way = program.prefetch.max(1) as usize;
     let receives = receives(program, &passes);
     let (mut reduces, mut evictions, mut copies, mut sums) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -28,7 +24,7 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
             Action::Forward { .. } | Action::Backward { .. } if begins_a_buffer(program, instruction) => room(&reduces),
             Action::Fetch { state: State::Optimizer { .. }, .. } => {
                 states += 1;
-                passes.last().copied()
+                passes.last().map(|pass| pass.last)
             }
             Action::Evict { state: State::Optimizer { .. }, .. } => {
                 states -= 1;
@@ -97,23 +93,62 @@ fn early(number: u32, instruction: &Instruction, earlier: u32) -> CheckError {
     CheckError::Order { number: number as usize, action: instruction.action.name(), what }
 }
 
-/// The pass that instruction `number` must wait for, if it may run `prefetch` passes ahead of the
-/// pass that uses its result.
-fn ahead(program: &Program, passes: &[u32], number: u32, prefetch: usize) -> Option<u32> {
-    let next = passes.partition_point(|pass| *pass < number);
-    let uses = |pass: &u32| {
-        uses(program, program.instructions[*pass as usize].action, program.instructions[number as usize].action)
-    };
+/// A forward or backward of a unit on a micro-batch: one instruction, or those of all segments.
+struct Pass {
+    /// Its first and last instruction on the compute lane.
+    first: u32,
+    last: u32,
+    actions: Vec<Action>,
+}
+
+/// The passes of a program. A forward that a split unit repeats for its backward belongs to that.
+fn passes(program: &Program) -> Vec<Pass> {
+    let mut passes: Vec<Pass> = Vec::new();
+    let mut forwarded = vec![false; program.units.len() * program.micro_batches as usize];
+    // Of the last instruction: the unit, the micro-batch, true for a backward, and its segment in the
+    // order in which the pass runs them.
+    let mut before = None;
+    for (number, instruction) in (0..).zip(&program.instructions) {
+        let action = instruction.action;
+        let (unit, segment, micro_batch, phase) = match action {
+            Action::Forward { unit, segment, micro_batch, .. } => (unit, segment, micro_batch, Phase::Forward),
+            Action::Backward { unit, segment, micro_batch, .. } => (unit, segment, micro_batch, Phase::Backward),
+            _ => continue,
+        };
+        let segments = program.split_of(unit).map_or(1, |split| split.segments.len() as u32);
+        let forwarded = &mut forwarded[(unit * program.micro_batches + micro_batch) as usize];
+        let backward = phase == Phase::Backward || *forwarded;
+        let place = if phase == Phase::Backward { 2 * segments - segment } else { segment };
+        let goes_on = before.is_some_and(|(of, earlier)| of == (unit, micro_batch, backward) && earlier <= place);
+        match passes.last_mut().filter(|_| goes_on && segments > 1) {
+            Some(pass) => {
+                pass.last = number;
+                pass.actions.push(action);
+            }
+            None => passes.push(Pass { first: number, last: number, actions: vec![action] }),
+        }
+        before = Some(((unit, micro_batch, backward), place));
+        *forwarded |= phase == Phase::Forward && segment + 1 == segments;
+    }
+    passes
+}
+
+/// The end of the pass that instruction `number` must wait for, if it may run `prefetch` passes
+/// ahead of the pass that uses its result.
+fn ahead(program: &Program, passes: &[Pass], number: u32, prefetch: usize) -> Option<u32> {
+    let next = passes.partition_point(|pass| pass.first < number);
+    let brings = program.instructions[number as usize].action;
+    let uses = |pass: &Pass| pass.actions.iter().any(|action| uses(program, *action, brings));
     match passes[next..].iter().position(uses) {
-        Some(place) => (next + place).checked_sub(prefetch + 1).map(|pass| passes[pass]),
+        Some(place) => (next + place).checked_sub(prefetch + 1).map(|pass| passes[pass].last),
         // Its result is used by the update.
-        None => passes.last().copied(),
+        None => passes.last().map(|pass| pass.last),
     }
 }
 
 /// Per receive, the pass that it must wait for. It may run a stretch of passes ahead of the first
 /// one that takes its message or a later one, because receives keep their order.
-fn receives(program: &Program, passes: &[u32]) -> BTreeMap<u32, Option<u32>> {
+fn receives(program: &Program, passes: &[Pass]) -> BTreeMap<u32, Option<u32>> {
     let mut first = None;
     let receives: Vec<u32> = program.on_lane(Lane::Receive).map(|number| number as u32).collect();
     let bound = |number: u32| {

@@ -1,6 +1,6 @@
 //! Checks that every gradient is summed over all micro-batches and all ranks exactly once.
 
-use crate::{Axis, BackwardPart, Phase, Program};
+use crate::{Axes, Axis, BackwardPart, Phase, Program};
 
 /// The state of every unit's gradient while the checker walks through the step.
 pub struct Gradients {
@@ -21,8 +21,8 @@ struct Gradient {
     buffers: Vec<u32>,
     /// Number of micro-batches in the resident sum.
     reduced: u32,
-    /// True once the stages that share the unit have summed its gradient.
-    tied: bool,
+    /// The axes over which ranks that hold the same parameters have summed their gradient.
+    tied: Axes,
 }
 
 impl Gradients {
@@ -32,7 +32,8 @@ impl Gradients {
         let mut units = vec![empty; program.units.len()];
         for runs in program.stretches().flatten() {
             let forward = program.adds_gradients(runs, Phase::Forward, BackwardPart::Whole);
-            let passes = if forward { 2 } else { 1 };
+            let backwards = program.split_of(runs).map_or(1, |split| split.differentiable().len() as u32);
+            let passes = backwards + u32::from(forward);
             for unit in program.reads(runs) {
                 units[unit as usize].expected += passes;
             }
@@ -110,18 +111,22 @@ impl Gradients {
         Ok(())
     }
 
-    /// Records that the gradient of `unit` is summed over the stages that share it.
-    pub fn tie(&mut self, unit: u32) -> Result<(), String> {
+    /// Records that the gradient of `unit` is summed over ranks along `axis` that hold the same
+    /// parameters.
+    pub fn tie(&mut self, unit: u32, axis: Axis) -> Result<(), String> {
         self.is_sum(unit)?;
-        match std::mem::replace(&mut self.units[unit as usize].tied, true) {
-            true => Err(format!("unit {unit} again")),
-            false => Ok(()),
+        let tied = &mut self.units[unit as usize].tied;
+        if tied.contains(axis) {
+            return Err(format!("unit {unit} is summed over {} again", axis.name()));
         }
+        *tied = tied.iter().chain([axis]).collect();
+        Ok(())
     }
 
-    /// True once the gradient of `unit` is summed over the stages that share it.
-    pub fn is_tied(&self, unit: u32) -> bool {
-        self.units[unit as usize].tied
+    /// True once the gradient of `unit` is summed over ranks along `axis` that hold the same
+    /// parameters.
+    pub fn is_tied(&self, unit: u32, axis: Axis) -> bool {
+        self.units[unit as usize].tied.contains(axis)
     }
 
     /// Checks that each micro-batch has added everything or nothing to the gradient of `unit`, and

@@ -3,7 +3,7 @@
 //! [`check`] looks at one rank's program, [`check_ranks`] at those of all ranks together.
 //!
 //! The meaning of a program is that of its instructions executed one after the other. The lanes
-//! execute them in another order. A program is therefore right if three conditions hold:
+//! execute them in another order. A program is therefore right if four conditions hold:
 //!
 //! 1. Any two instructions that touch the same thing, one of them changing it, are ordered by lanes
 //!    and dependencies (`races`). Every order that lanes can produce then means the same as the
@@ -11,12 +11,15 @@
 //! 2. In the program's own order, each instruction finds what it needs, and the step does all of
 //!    its work exactly once (`step`).
 //! 3. Nothing is brought earlier than planned, so that memory stays within the plan (`early`).
+//! 4. Every value has the layout over ranks that its users take, and every sum over ranks is over
+//!    the right axis (`types`).
 
 mod early;
 mod gradients;
 mod races;
 mod ranks;
 mod step;
+mod types;
 
 use crate::clocks::HappensBefore;
 use crate::{Action, BackwardPart, Lane, Program, State, Streams, Stretch};
@@ -42,7 +45,7 @@ pub enum CheckError {
         number: usize,
         /// Name of its action.
         action: &'static str,
-        /// `unit`, `chunk` or `micro-batch`.
+        /// `unit`, `segment`, `border`, `chunk` or `micro-batch`.
         operand: &'static str,
         /// Index that was given.
         index: u32,
@@ -73,6 +76,25 @@ pub enum CheckError {
         /// Name of its action.
         with: &'static str,
         /// The thing that both touch, in words.
+        what: String,
+    },
+    /// An operand does not have the layout over ranks that the instruction takes, or a sum is over a
+    /// wrong axis.
+    #[error("instruction {number} ({action}): {what}")]
+    Layout {
+        /// Number of the instruction.
+        number: usize,
+        /// Name of its action.
+        action: &'static str,
+        /// The fault, in words.
+        what: String,
+    },
+    /// The layouts inside a split unit break a rule.
+    #[error("unit {unit}: {what}")]
+    Rule {
+        /// Name of the unit.
+        unit: String,
+        /// The broken rule, in words.
         what: String,
     },
     /// Something is left over at the end of the step.
@@ -115,11 +137,13 @@ pub enum CheckError {
 /// The first fault that is found: an operand that does not exist, a dependency on a later
 /// instruction, two conflicting instructions without an order, use of something that is not there
 /// (a unit that is not gathered, state in a lower tier, activations that were evicted), a gradient
-/// that is reduced twice or never, an update before the norm, memory that is given back without
+/// that is reduced twice or never, a value in another layout than the one that is taken, a sum over
+/// a wrong axis, an update before the norm, memory that is given back without
 /// being taken, or anything left over at the end.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     tables(program)?;
     operands(program)?;
+    types::check(program)?;
     let order = HappensBefore::of(program);
     races::check(program, &order)?;
     let streams = Streams::new(program);
@@ -142,6 +166,14 @@ fn tables(program: &Program) -> Result<(), CheckError> {
     }
     if !(program.chunks.is_empty() || program.chunks.len() == units) || program.chunks.contains(&0) {
         return malformed(format!("chunks do not fit {units} units: {:?}", program.chunks));
+    }
+    if !program.splits.is_empty() && (program.splits.len() != units || mesh.tp == 1) {
+        return malformed(format!("{} of {units} units are split over {} ranks", program.splits.len(), mesh.tp));
+    }
+    for (name, split) in program.units.iter().zip(&program.splits) {
+        if let Some(fault) = split.fault() {
+            return malformed(format!("unit {name} is split, but {fault}"));
+        }
     }
     let degrees = [mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep];
     if degrees.contains(&0) || program.rank >= mesh.ranks() {
@@ -169,8 +201,11 @@ fn backward_follows_loss(program: &Program) -> bool {
     let mut forwarded = None;
     for action in program.instructions.iter().map(|instruction| instruction.action) {
         let follows = match action {
-            Action::Forward { .. } => forwarded.is_none(),
-            Action::Backward { unit, micro_batch, part } => {
+            Action::Forward { unit, micro_batch, .. } => {
+                // The segments of a split loss unit follow each other.
+                forwarded.is_none_or(|on| (unit, micro_batch) == (loss, on))
+            }
+            Action::Backward { unit, micro_batch, part, .. } => {
                 forwarded.is_none_or(|on| (unit, part != BackwardPart::Weights) == (loss, true) && on == micro_batch)
             }
             _ => continue,
@@ -201,6 +236,9 @@ fn operands(program: &Program) -> Result<(), CheckError> {
         if let Some(index) = instruction.action.unit().filter(|unit| !has(unit)) {
             return Err(CheckError::NoSuch { number, action, operand: "unit", index, count });
         }
+        if let Some((operand, index, count)) = inside(program, instruction.action).filter(|(_, i, count)| i >= count) {
+            return Err(CheckError::NoSuch { number, action, operand, index, count });
+        }
         if let Action::Update { unit, chunk }
         | Action::Fetch { unit, state: State::Optimizer { chunk } }
         | Action::Evict { unit, state: State::Optimizer { chunk }, .. } = instruction.action
@@ -215,4 +253,17 @@ fn operands(program: &Program) -> Result<(), CheckError> {
         }
     }
     Ok(())
+}
+
+/// The part of a unit that an action names: its kind, its index, and the number of such parts.
+fn inside(program: &Program, action: Action) -> Option<(&'static str, u32, u32)> {
+    match action {
+        Action::Forward { unit, segment, .. } | Action::Backward { unit, segment, .. } => {
+            Some(("segment", segment, program.split_of(unit).map_or(1, |split| split.segments.len() as u32)))
+        }
+        Action::Exchange { unit, border, .. } => {
+            Some(("border", border, program.split_of(unit).map_or(1, |split| split.borders.len() as u32)))
+        }
+        _ => None,
+    }
 }

@@ -3,7 +3,9 @@
 
 use super::CheckError;
 use crate::clocks::{HappensBefore, STREAMS};
-use crate::{Action, BackwardPart, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier};
+use crate::{
+    Action, BackwardPart, Border, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
+};
 
 /// Something that instructions read and change. The first number is the unit's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -18,6 +20,8 @@ enum Thing {
     /// input, and what collectives inside the unit make of it.
     Result(Phase, u32, u32),
     Completed(Phase, u32, u32),
+    /// A value inside a split unit, or its gradient: phase, unit, value and micro-batch.
+    Value(Phase, u32, u32, u32),
     /// A gradient before its reduction. The second number counts the unit's reductions.
     Fresh(u32, u32),
     /// The gradient sum that the update reads.
@@ -34,12 +38,18 @@ struct Places {
     /// Per unit, the total number of chunks of the units before it. The last entry is the total
     /// over all units.
     chunks: Vec<usize>,
+    /// The same for values inside units.
+    values: Vec<usize>,
 }
 
 impl Places {
     fn count(&self) -> usize {
+        self.before_chunks() + self.chunks[self.units] + 2 * self.values[self.units] * self.micro_batches
+    }
+
+    fn before_chunks(&self) -> usize {
         let (units, batches) = (self.units, self.micro_batches);
-        2 + batches + 3 * units + 5 * units * batches + units * (batches + 2) + self.chunks[units]
+        2 + batches + 3 * units + 5 * units * batches + units * (batches + 2)
     }
 
     fn of(&self, thing: Thing) -> usize {
@@ -54,8 +64,10 @@ impl Places {
             Thing::Parameters(unit) => per_unit + unit as usize,
             Thing::Gathered(unit) => per_unit + units + unit as usize,
             Thing::Gradient(unit) => per_unit + 2 * units + unit as usize,
-            Thing::Optimizer(unit, chunk) => {
-                self.count() - self.chunks[units] + self.chunks[unit as usize] + chunk as usize
+            Thing::Optimizer(unit, chunk) => self.before_chunks() + self.chunks[unit as usize] + chunk as usize,
+            Thing::Value(phase, unit, value, m) => {
+                let value = phase as usize * self.values[units] + self.values[unit as usize] + value as usize;
+                self.before_chunks() + self.chunks[units] + value * batches + m as usize
             }
             Thing::Activations(unit, m) => per_pair + pair(unit, m),
             Thing::Result(phase, unit, m) => per_pair + (1 + phase as usize) * units * batches + pair(unit, m),
@@ -78,11 +90,12 @@ struct Access {
 
 /// Finds two instructions that conflict and are not ordered.
 pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError> {
-    let mut chunks = vec![0];
+    let (mut chunks, mut values) = (vec![0], vec![0]);
     for unit in 0..program.units.len() {
         chunks.push(chunks[unit] + program.chunks_of(unit as u32) as usize);
+        values.push(values[unit] + program.split_of(unit as u32).map_or(0, |split| split.values.len()));
     }
-    let places = Places { units: program.units.len(), micro_batches: program.micro_batches as usize, chunks };
+    let places = Places { units: program.units.len(), micro_batches: program.micro_batches as usize, chunks, values };
     let mut accesses = vec![Access::default(); places.count()];
     let mut touching = Touching::new(program);
     for (number, instruction) in (0..).zip(&program.instructions) {
@@ -137,6 +150,11 @@ fn describe(program: &Program, thing: Thing) -> String {
         Thing::Result(Phase::Backward, unit, m) | Thing::Completed(Phase::Backward, unit, m) => {
             format!("the gradient of {}'s input on micro-batch {m}", name(unit))
         }
+        Thing::Value(phase, unit, value, m) => {
+            let of = if phase == Phase::Forward { "" } else { "the gradient of " };
+            let value = program.split_of(unit).map_or("?", |split| &split.values[value as usize].name);
+            format!("{of}{value} of {} on micro-batch {m}", name(unit))
+        }
         Thing::Fresh(unit, _) | Thing::Gradient(unit) => format!("the gradient of {}", name(unit)),
         Thing::Optimizer(unit, _) => format!("the optimizer state of {}", name(unit)),
     }
@@ -148,6 +166,9 @@ struct Touching<'p> {
     trains: Vec<u32>,
     /// Per unit, the number of reductions so far.
     reductions: Vec<u32>,
+    /// By unit and micro-batch, true once the unit has run forward. A split unit that runs again
+    /// makes no new output.
+    forwarded: Vec<bool>,
     reads: Vec<Thing>,
     changes: Vec<Thing>,
 }
@@ -155,7 +176,9 @@ struct Touching<'p> {
 impl<'p> Touching<'p> {
     fn new(program: &'p Program) -> Touching<'p> {
         let reductions = vec![0; program.units.len()];
-        Touching { program, trains: program.trains(), reductions, reads: Vec::new(), changes: Vec::new() }
+        let forwarded = vec![false; program.units.len() * program.micro_batches as usize];
+        let (reads, changes) = (Vec::new(), Vec::new());
+        Touching { program, trains: program.trains(), reductions, forwarded, reads, changes }
     }
 
     fn look_at(&mut self, instruction: &Instruction) {
@@ -163,7 +186,7 @@ impl<'p> Touching<'p> {
         self.changes.clear();
         match instruction.action {
             Action::Load { micro_batch } => self.changes.push(Thing::Batch(micro_batch)),
-            Action::Count => {
+            Action::Count { .. } => {
                 self.reads.extend((0..self.program.micro_batches).map(Thing::Batch));
                 self.changes.push(Thing::Targets);
             }
@@ -178,9 +201,9 @@ impl<'p> Touching<'p> {
                 Extent::Full => self.changes.push(Thing::Parameters(unit)),
             },
             Action::Release { unit, .. } => self.changes.push(Thing::Gathered(unit)),
-            Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
-            Action::Backward { unit, micro_batch, part } => {
-                self.backward(unit, micro_batch, part != BackwardPart::Weights);
+            Action::Forward { unit, segment, micro_batch, .. } => self.forward(unit, segment, micro_batch),
+            Action::Backward { unit, segment, micro_batch, part } => {
+                self.backward(unit, segment, micro_batch, part != BackwardPart::Weights);
                 if part != BackwardPart::Input {
                     self.adds_to_gradients(unit);
                 }
@@ -190,10 +213,13 @@ impl<'p> Touching<'p> {
                 self.changes.extend([self.fresh(unit), Thing::Gradient(unit)]);
                 self.reductions[unit as usize] += 1;
             }
-            Action::Tie { unit } => self.changes.push(Thing::Gradient(unit)),
+            Action::Tie { unit, .. } => self.changes.push(Thing::Gradient(unit)),
             Action::Send { unit, micro_batch, phase, .. } => self.reads.extend(result_of(phase, unit, micro_batch)),
             Action::Recv { unit, micro_batch, phase, .. } => {
                 self.changes.push(result_of(phase, unit, micro_batch)[0]);
+            }
+            Action::Exchange { unit, micro_batch, phase, border, .. } if self.program.split_of(unit).is_some() => {
+                self.exchange(unit, micro_batch, phase, border);
             }
             Action::Exchange { collective, unit, micro_batch, phase, .. } => {
                 match (collective, phase) {
@@ -211,7 +237,7 @@ impl<'p> Touching<'p> {
             }
             // Clipping sets to zero any part of a gradient that no backward wrote. Where sums lie
             // in a tier, this happens before they go there.
-            Action::Clip => {
+            Action::Clip { .. } => {
                 let in_tiers = self.program.offload.gradients.is_some();
                 let touched = if in_tiers { &mut self.reads } else { &mut self.changes };
                 touched.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
@@ -261,27 +287,65 @@ impl<'p> Touching<'p> {
         self.program.offload.optimizer == Some(Tier::Host)
     }
 
-    fn forward(&mut self, unit: u32, micro_batch: u32) {
+    fn forward(&mut self, unit: u32, segment: u32, micro_batch: u32) {
         self.reads.extend([Thing::Targets, Thing::Batch(micro_batch)]);
         self.reads_parameters(unit);
-        if unit > 0 {
-            self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
+        self.changes.push(Thing::Activations(unit, micro_batch));
+        let forwarded = (unit * self.program.micro_batches + micro_batch) as usize;
+        let program = self.program;
+        match program.split_of(unit) {
+            Some(split) => {
+                let shape = &split.segments[segment as usize];
+                let value = |value: &u32| value_of(program, Phase::Forward, unit, *value, micro_batch);
+                self.reads.extend(shape.takes.iter().flat_map(value));
+                let again = self.forwarded[forwarded];
+                let made = shape.gives.iter().filter(|value| !shape.takes.contains(value));
+                self.changes.extend(made.filter(|value| !again || **value != split.output()).flat_map(value));
+                self.forwarded[forwarded] |= segment as usize + 1 == split.segments.len();
+            }
+            None => {
+                if unit > 0 {
+                    self.reads.extend(result_of(Phase::Forward, unit - 1, micro_batch));
+                }
+                self.changes.push(Thing::Result(Phase::Forward, unit, micro_batch));
+            }
         }
-        self.changes.extend([Thing::Activations(unit, micro_batch), Thing::Result(Phase::Forward, unit, micro_batch)]);
-        if self.program.adds_gradients(unit, Phase::Forward, BackwardPart::Whole) {
+        if self.program.segment_adds_gradients(unit, segment, Phase::Forward, BackwardPart::Whole) {
             self.adds_to_gradients(unit);
         }
     }
 
-    fn backward(&mut self, unit: u32, micro_batch: u32, of_input: bool) {
+    fn backward(&mut self, unit: u32, segment: u32, micro_batch: u32, of_input: bool) {
         self.reads.extend([Thing::Targets, Thing::Batch(micro_batch)]);
         self.reads_parameters(unit);
+        self.changes.push(Thing::Activations(unit, micro_batch));
+        let program = self.program;
+        if let Some(split) = program.split_of(unit) {
+            let shape = &split.segments[segment as usize];
+            let gradient = |value: &u32| value_of(program, Phase::Backward, unit, *value, micro_batch);
+            let gradients = |values: &[u32]| -> Vec<Thing> {
+                values.iter().filter(|value| split.has_gradient(**value)).flat_map(gradient).collect()
+            };
+            self.reads.extend(gradients(&shape.gives));
+            if of_input {
+                self.changes.extend(gradients(&shape.takes));
+            }
+            return;
+        }
         let above = if unit == self.program.loss_unit() { Phase::Forward } else { Phase::Backward };
         self.reads.extend(result_of(above, unit, micro_batch));
-        self.changes.push(Thing::Activations(unit, micro_batch));
         if of_input {
             self.changes.push(Thing::Result(Phase::Backward, unit, micro_batch));
         }
+    }
+
+    /// A collective at a border of a split unit reads one value, or gradient, and makes another.
+    fn exchange(&mut self, unit: u32, micro_batch: u32, phase: Phase, border: u32) {
+        let Some(split) = self.program.split_of(unit) else { return };
+        let Border { from, to } = split.borders[border as usize];
+        let (source, made) = if phase == Phase::Forward { (from, to) } else { (to, from) };
+        self.reads.extend(value_of(self.program, phase, unit, source, micro_batch));
+        self.changes.extend(value_of(self.program, phase, unit, made, micro_batch));
     }
 
     fn reads_parameters(&mut self, unit: u32) {
@@ -319,4 +383,24 @@ fn writes_anew(update: &Instruction) -> bool {
 fn result_of(phase: Phase, unit: u32, micro_batch: u32) -> [Thing; 2] {
     let maker = if phase == Phase::Forward { unit } else { unit + 1 };
     [Thing::Result(phase, maker, micro_batch), Thing::Completed(phase, maker, micro_batch)]
+}
+
+/// The things that carry a value of a split unit, or its gradient. A value on the two sides of
+/// a border where nothing is exchanged is one thing. A unit's output is the next one's input.
+fn value_of(program: &Program, phase: Phase, unit: u32, value: u32, m: u32) -> [Thing; 2] {
+    let Some(split) = program.split_of(unit) else { return result_of(phase, unit, m) };
+    let alone = |border: &u32| split.collective(*border, phase).is_none();
+    let mut borders = (0..split.borders.len() as u32).filter(alone).map(|border| split.borders[border as usize]);
+    let value = match phase {
+        Phase::Forward => borders.find(|border| border.to == value).map_or(value, |border| border.from),
+        Phase::Backward => borders.find(|border| border.from == value).map_or(value, |border| border.to),
+    };
+    match phase {
+        Phase::Forward if split.input == Some(value) && unit > 0 => result_of(phase, unit - 1, m),
+        Phase::Forward if value == split.output() => [Thing::Result(phase, unit, m); 2],
+        Phase::Backward if split.input == Some(value) => [Thing::Result(phase, unit, m); 2],
+        Phase::Backward if value == split.output() && unit == program.loss_unit() => result_of(Phase::Forward, unit, m),
+        Phase::Backward if value == split.output() => result_of(phase, unit, m),
+        _ => [Thing::Value(phase, unit, value, m); 2],
+    }
 }

@@ -147,10 +147,12 @@ impl<'p> Simulation<'p> {
             Action::Send { to, .. } => return Some((Meeting::Message { from: rank, to }, 2)),
             Action::Recv { from, .. } => return Some((Meeting::Message { from, to: rank }, 2)),
             Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
-            Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
-            Action::Clip => mesh.group(rank, Axis::World).ranks,
-            Action::Exchange { axis, .. } => mesh.group(rank, axis).ranks,
-            Action::Tie { unit } => {
+            Action::Count { axis }
+            | Action::Reduce { axis, .. }
+            | Action::Exchange { axis, .. }
+            | Action::Tie { axis: axis @ Axis::Tensor, .. } => mesh.group(rank, axis).ranks,
+            Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
+            Action::Tie { unit, .. } => {
                 let holders = self.programs[rank as usize].holders(unit);
                 holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
             }
@@ -184,8 +186,9 @@ fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
             Action::Recv { unit, micro_batch, phase, .. },
             Action::Send { unit: of, micro_batch: on, phase: during, .. },
         ) => (unit, micro_batch, phase, a.bytes) == (of, on, during, b.bytes),
-        // Pipeline stages compute partial norms over units of their own.
-        (Action::Clip, Action::Clip) => true,
+        // Pipeline stages compute partial norms over units of their own, tensor-parallel ranks over
+        // parts that may differ in size.
+        (Action::Clip { axes }, Action::Clip { axes: others }) => axes == others,
         _ => (a.action, a.bytes) == (b.action, b.bytes),
     }
 }

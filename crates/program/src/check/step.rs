@@ -4,7 +4,8 @@
 use super::CheckError;
 use super::gradients::Gradients;
 use crate::{
-    Action, BackwardPart, Collective, Effect, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
+    Action, Axis, BackwardPart, Collective, Effect, Extent, Fresh, Instruction, Keep, MemoryKind, Phase, Program,
+    SplitShape, State, Tier,
 };
 
 /// Executes `program` on a model of the rank's state.
@@ -33,6 +34,14 @@ enum Kept {
 struct Run {
     forwarded: bool,
     kept: Kept,
+    /// The activations that the forward kept.
+    keep: Keep,
+    /// Number of segments that ran forward, that ran forward again, and that have the gradients of
+    /// their inputs and of their weights.
+    segments: u32,
+    again: u32,
+    of_inputs: u32,
+    of_weights: u32,
     differentiated_input: bool,
     differentiated_weights: bool,
     /// Per phase, true once the result crossed to or from another stage.
@@ -87,6 +96,11 @@ impl<'p> StepCheck<'p> {
         let run = Run {
             forwarded: false,
             kept: Kept::Nothing,
+            keep: Keep::Everything,
+            segments: 0,
+            again: 0,
+            of_inputs: 0,
+            of_weights: 0,
             differentiated_input: false,
             differentiated_weights: false,
             sent: [false; 2],
@@ -121,30 +135,30 @@ impl<'p> StepCheck<'p> {
     fn apply(&mut self, instruction: &Instruction) -> Verdict {
         match instruction.action {
             Action::Load { micro_batch } => self.load(micro_batch),
-            Action::Count => self.count(),
+            Action::Count { .. } => self.count(),
             Action::Gather { unit, over } => self.gather(unit, over),
             Action::Release { unit, keep } => self.release(unit, keep),
-            Action::Forward { unit, micro_batch, .. } => self.forward(unit, micro_batch),
-            Action::Backward { unit, micro_batch, part } => self.backward(unit, micro_batch, part),
+            Action::Forward { unit, segment, micro_batch, keep } => self.forward(unit, segment, micro_batch, keep),
+            Action::Backward { unit, segment, micro_batch, part } => self.backward(unit, segment, micro_batch, part),
             Action::Fold { unit, micro_batch } => {
                 self.adds_to_sum(unit, Fresh::InPlace)?;
                 self.gradients.fold(unit, micro_batch)
             }
-            Action::Reduce { unit, accumulate } => {
+            Action::Reduce { unit, accumulate, .. } => {
                 must(!self.clipped, || "the norm is taken already".to_owned())?;
                 self.adds_to_sum(unit, self.program.placement.fresh_gradients)?;
                 self.gradients.reduce(unit, accumulate)
             }
-            Action::Tie { unit } => {
+            Action::Tie { unit, axis } => {
                 must(!self.clipped, || "the norm is taken already".to_owned())?;
-                self.gradients.tie(unit)
+                self.gradients.tie(unit, axis)
             }
             Action::Send { unit, micro_batch, phase, .. } => self.send(unit, micro_batch, phase),
             Action::Recv { unit, micro_batch, phase, .. } => self.receive(unit, micro_batch, phase),
             Action::Exchange { collective, unit, micro_batch, phase, times, .. } => {
                 self.exchange(unit, micro_batch, phase, collective, times)
             }
-            Action::Clip => self.clip(),
+            Action::Clip { .. } => self.clip(),
             Action::Update { unit, chunk } => self.update(unit, chunk, instruction),
             Action::Fetch { unit, state } => self.fetch(unit, state),
             Action::Evict { unit, state, write } => self.evict(unit, state, write),
@@ -231,7 +245,7 @@ impl<'p> StepCheck<'p> {
         Ok(())
     }
 
-    fn forward(&mut self, unit: u32, micro_batch: u32) -> Verdict {
+    fn forward(&mut self, unit: u32, segment: u32, micro_batch: u32, keep: Keep) -> Verdict {
         must(self.counted, || "the targets are not counted".to_owned())?;
         must(!self.clipped, || "the norm is taken already".to_owned())?;
         self.readable(unit)?;
@@ -241,38 +255,73 @@ impl<'p> StepCheck<'p> {
                 format!("unit {below} has not run on micro-batch {micro_batch}")
             })?;
         }
+        let split = self.program.split_of(unit);
+        let segments = split.map_or(1, |split| split.segments.len() as u32);
         let run = self.run(unit, micro_batch);
-        must(!std::mem::replace(&mut run.forwarded, true), || format!("unit {unit} ran on micro-batch {micro_batch}"))?;
-        run.kept = Kept::Here;
-        self.add_gradients(unit, micro_batch, Phase::Forward, BackwardPart::Whole)
+        if run.forwarded {
+            let may = split.is_some() && run.keep == Keep::InputOnly && run.of_inputs == 0;
+            must(may && keep == Keep::Everything, || format!("unit {unit} ran on micro-batch {micro_batch}"))?;
+            must(run.kept == Kept::Here, || format!("the input of unit {unit} is in a lower tier"))?;
+            must(segment == run.again, || format!("the next segment of unit {unit} is {}", run.again))?;
+            run.again += 1;
+            return Ok(());
+        }
+        must(segment == run.segments, || format!("the next segment of unit {unit} is {}", run.segments))?;
+        must(segment == 0 || run.keep == keep, || format!("unit {unit} keeps the same in all segments"))?;
+        (run.kept, run.keep) = (Kept::Here, keep);
+        run.segments += 1;
+        run.forwarded = run.segments == segments;
+        self.add_gradients(unit, segment, micro_batch, Phase::Forward, BackwardPart::Whole)
     }
 
-    fn backward(&mut self, unit: u32, micro_batch: u32, part: BackwardPart) -> Verdict {
+    fn backward(&mut self, unit: u32, segment: u32, micro_batch: u32, part: BackwardPart) -> Verdict {
         must(!self.clipped, || "the norm is taken already".to_owned())?;
         self.readable(unit)?;
         let loss = unit == self.program.loss_unit();
         let received = self.run(unit, micro_batch).received[Phase::Backward as usize];
         let above = loss || received || self.run(unit + 1, micro_batch).differentiated_input;
         must(above, || format!("unit {} has not been differentiated", unit + 1))?;
+        let split = self.program.split_of(unit);
+        let differentiable = split.map_or_else(|| vec![0], SplitShape::differentiable);
+        let count = differentiable.len() as u32;
         let run = self.run(unit, micro_batch);
         match run.kept {
             Kept::Here => {}
             Kept::Nothing => return Err(format!("unit {unit} has kept nothing of micro-batch {micro_batch}")),
             Kept::Away => return Err(format!("the activations of unit {unit} are in a lower tier")),
         }
+        if let Some(split) = split {
+            must(run.forwarded, || format!("unit {unit} has not run on micro-batch {micro_batch} to its end"))?;
+            let again = run.keep != Keep::InputOnly || run.again as usize == split.segments.len();
+            must(again, || format!("unit {unit} has kept its input only, and has not run again"))?;
+        }
+        let is_next = |done: u32| differentiable.iter().rev().nth(done as usize) == Some(&segment);
         if part != BackwardPart::Weights {
-            must(!std::mem::replace(&mut run.differentiated_input, true), || format!("unit {unit} again"))?;
+            must(is_next(run.of_inputs), || format!("unit {unit} again, or segments out of order"))?;
+            run.of_inputs += 1;
+            run.differentiated_input = run.of_inputs == count;
         }
         if part != BackwardPart::Input {
-            must(run.differentiated_input, || format!("the input of unit {unit} comes before its weights"))?;
-            must(!std::mem::replace(&mut run.differentiated_weights, true), || format!("unit {unit} again"))?;
-            run.kept = Kept::Nothing;
+            must(run.of_weights < run.of_inputs, || format!("the input of unit {unit} comes before its weights"))?;
+            must(is_next(run.of_weights), || format!("unit {unit} again, or segments out of order"))?;
+            run.of_weights += 1;
+            run.differentiated_weights = run.of_weights == count;
+            if run.differentiated_weights {
+                run.kept = Kept::Nothing;
+            }
         }
-        self.add_gradients(unit, micro_batch, Phase::Backward, part)
+        self.add_gradients(unit, segment, micro_batch, Phase::Backward, part)
     }
 
-    fn add_gradients(&mut self, unit: u32, micro_batch: u32, phase: Phase, part: BackwardPart) -> Verdict {
-        if self.program.adds_gradients(unit, phase, part) {
+    fn add_gradients(
+        &mut self,
+        unit: u32,
+        segment: u32,
+        micro_batch: u32,
+        phase: Phase,
+        part: BackwardPart,
+    ) -> Verdict {
+        if self.program.segment_adds_gradients(unit, segment, phase, part) {
             for unit in self.program.reads(unit) {
                 self.adds_to_sum(unit, Fresh::InPlace)?;
                 self.gradients.add(unit, micro_batch)?;
@@ -317,7 +366,11 @@ impl<'p> StepCheck<'p> {
         must(!std::mem::replace(received, true), || format!("unit {unit} on micro-batch {micro_batch} again"))
     }
 
+    /// Records a collective inside a unit that runs as a whole. `types` checks those of split units.
     fn exchange(&mut self, unit: u32, micro_batch: u32, phase: Phase, collective: Collective, times: u32) -> Verdict {
+        if self.program.split_of(unit).is_some() {
+            return Ok(());
+        }
         let run = self.run(unit, micro_batch);
         let before = &mut run.exchanged[phase as usize][collective as usize];
         must(*before == 0, || format!("unit {unit} on micro-batch {micro_batch} again"))?;
@@ -329,8 +382,15 @@ impl<'p> StepCheck<'p> {
         must(!std::mem::replace(&mut self.clipped, true), || "again".to_owned())?;
         for unit in &self.trains {
             self.gradients.is_sum(*unit)?;
-            let shared = self.program.is_shared_between_stages(*unit);
-            must(shared == self.gradients.is_tied(*unit), || format!("unit {unit} is not summed over its stages"))?;
+            let shared = [
+                (Axis::Pipeline, self.program.is_shared_between_stages(*unit)),
+                (Axis::Tensor, self.program.is_shared_in_group(*unit)),
+            ];
+            for (axis, shared) in shared {
+                must(shared == self.gradients.is_tied(*unit, axis), || {
+                    format!("the gradient of unit {unit} is partial over {}", axis.name())
+                })?;
+            }
             self.sum_is_in_its_tier(*unit)?;
         }
         Ok(())

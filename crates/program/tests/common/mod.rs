@@ -82,6 +82,7 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
             kv_bytes: if i % 2 == 1 { 2 * output_bytes } else { 0 },
             expert_elements: if i % 2 == 1 { flat_elements / 2 } else { 0 },
             expert_bytes: if i % 2 == 1 { output_bytes } else { 0 },
+            split: None,
         };
         ModelShape { units: units.into_iter().enumerate().map(shape).collect(), batch_bytes }
     })

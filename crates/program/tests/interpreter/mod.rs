@@ -185,8 +185,8 @@ impl<'p> World<'p> {
             Action::Gather { over, .. } if over > 0 && mesh.shard_degree().is_multiple_of(over) => {
                 mesh.neighbours(rank, Axis::Shard, over).ranks
             }
-            Action::Count | Action::Reduce { .. } => mesh.group(rank, Axis::Data).ranks,
-            Action::Clip => mesh.group(rank, Axis::World).ranks,
+            Action::Count { axis } | Action::Reduce { axis, .. } => mesh.group(rank, axis).ranks,
+            Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
             _ => vec![rank],
         }
     }
@@ -196,10 +196,10 @@ impl<'p> World<'p> {
         let action = self.programs[rank].instructions[number].action;
         let ranks: Vec<usize> = meeting.iter().map(|(rank, _)| *rank).collect();
         match action {
-            Action::Count => self.count(&ranks)?,
+            Action::Count { .. } => self.count(&ranks)?,
             Action::Gather { unit, over } => self.gather(&ranks, unit as usize, over as usize)?,
-            Action::Reduce { unit, accumulate } => self.reduce(&ranks, unit as usize, accumulate)?,
-            Action::Clip => self.clip(&ranks)?,
+            Action::Reduce { unit, accumulate, .. } => self.reduce(&ranks, unit as usize, accumulate)?,
+            Action::Clip { .. } => self.clip(&ranks)?,
             _ => self.alone(rank, number, action)?,
         }
         for (rank, number) in meeting {

@@ -155,11 +155,11 @@ impl<'p> HostPrices<'p> {
                 let sum = self.collective("all_reduce", replicas, bytes / f64::from(shards.ranks));
                 (scatter + sum, shards.ranks.max(replicas.ranks))
             }
-            Action::Count => {
+            Action::Count { .. } => {
                 let data = along(Axis::Data);
                 (self.collective("all_reduce", data, bytes), data.ranks)
             }
-            Action::Clip => {
+            Action::Clip { .. } => {
                 // The norm's parts, if they are on several ranks, and then the losses.
                 let data = along(Axis::Data);
                 let losses = 8.0 * f64::from(program.micro_batches * data.ranks);
