@@ -374,8 +374,7 @@ impl Prices<'_> {
 
     /// True if each micro-batch's gradients are summed, and later micro-batches wait for that.
     fn sums_every_micro_batch(&self) -> bool {
-        self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch
-            && !self.candidate.pipeline.facts().halves
+        self.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch && !self.candidate.pipeline.facts().halves
     }
 
     /// Seconds of all passes, with the cost of communication beside them.

@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use trainyard_program::{
-    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, Schedule, StateBytes, Strategy as How,
-    UnitShape, check_ranks, lower, lower_rank, runnable,
+    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, Schedule, StateBytes,
+    Strategy as How, UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
 /// 10,000 of everything, of which 1,000 are drawn unless all are asked for: each lowered for all

@@ -37,8 +37,10 @@ impl fmt::Display for Deadlock {
 pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
     for (rank, program) in (0..).zip(programs) {
         super::check(program).map_err(|error| CheckError::OfRank { rank, error: Box::new(error) })?;
-        let fits =
-            program.rank == rank && program.mesh == programs[0].mesh && program.pipeline == programs[0].pipeline && program.mesh.ranks() as usize == programs.len();
+        let fits = program.rank == rank
+            && program.mesh == programs[0].mesh
+            && program.pipeline == programs[0].pipeline
+            && program.mesh.ranks() as usize == programs.len();
         if !fits {
             let given = programs.len();
             let what = format!("program {rank} of {given} is that of rank {} in {:?}", program.rank, program.mesh);

@@ -19,7 +19,8 @@ impl ScheduleTable {
             let mut turns = Vec::new();
             for (number, text) in line.split(',').map(str::trim).enumerate().filter(|(_, text)| !text.is_empty()) {
                 let (line, cell) = (at + 1, number + 1);
-                let read = cell_turns(text).map_err(|fault| TableError::Cell { line, cell, text: text.to_owned(), fault });
+                let read =
+                    cell_turns(text).map_err(|fault| TableError::Cell { line, cell, text: text.to_owned(), fault });
                 turns.extend(read?.into_iter().map(|turn| (cell, turn)));
             }
             stages.push(turns);

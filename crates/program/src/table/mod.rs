@@ -147,9 +147,13 @@ impl ScheduleTable {
             return Err(TableError::IdleStage(idle + 1));
         }
         let cells = || {
-            stages.iter().enumerate().flat_map(|(at, cells)| cells.iter().map(move |(cell, turn)| (at + 1, *cell, turn)))
+            stages
+                .iter()
+                .enumerate()
+                .flat_map(|(at, cells)| cells.iter().map(move |(cell, turn)| (at + 1, *cell, turn)))
         };
-        let refuse = |line, cell, turn: &Turn, fault| Err(TableError::Cell { line, cell, text: turn.to_string(), fault });
+        let refuse =
+            |line, cell, turn: &Turn, fault| Err(TableError::Cell { line, cell, text: turn.to_string(), fault });
         let count = cells().count();
         if let Some((line, cell, turn)) = cells().find(|(_, _, t)| t.stretch.max(t.micro_batch) as usize >= count) {
             return refuse(line, cell, turn, CellFault::TooHigh(count));
