@@ -17,7 +17,7 @@ pub enum Runnable {
 
 /// Lists what the engine lacks to run on `mesh`.
 pub fn runnable(mesh: &Mesh) -> Runnable {
-    let degrees = [(mesh.tp, "tensor parallelism"), (mesh.cp, "context parallelism"), (mesh.ep, "expert parallelism")];
+    let degrees = [(mesh.cp, "context parallelism"), (mesh.ep, "expert parallelism")];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
     let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }

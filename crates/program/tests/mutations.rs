@@ -7,12 +7,13 @@
 mod common;
 mod interpreter;
 
-use common::{Case, data_parallel_cases};
+use common::{Case, data_parallel_cases, pipeline_cases};
 use interpreter::{Order, Outcome, run};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use trainyard_program::{
-    Lane, Mesh, ModelShape, Offload, Program, ReduceSchedule, Strategy as How, Tier, check_ranks, lower,
+    Lane, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Strategy as How, Tier, check_ranks,
+    lower,
 };
 
 fn runner() -> TestRunner {
@@ -128,10 +129,13 @@ fn no_harmful_mutant_passes_the_checker() {
     let (mut runner, mut dice) = (runner(), Dice(3));
     let mut counts = [Count::default(); MUTATIONS.len()];
     let mut missed = Vec::new();
-    let cases = data_parallel_cases(4);
-    let rounds = trainyard_testing::cases("programs to break", 40, 160);
-    for _ in 0..rounds {
-        let case: Case = cases.new_tree(&mut runner).unwrap().current();
+    let (cases, pipelines) = (data_parallel_cases(4), pipeline_cases(5));
+    let rounds = trainyard_testing::cases("programs to break", 60, 240);
+    for round in 0..rounds {
+        let case: Case = match round % 3 {
+            2 => pipelines.new_tree(&mut runner).unwrap().current(),
+            _ => cases.new_tree(&mut runner).unwrap().current(),
+        };
         let programs = lower(&case.model, &case.mesh, &case.strategy).unwrap();
         let original = outcome(&programs, &orders(2)).unwrap();
         for _ in 0..4 {
@@ -177,19 +181,65 @@ fn strategies_and_orders_change_no_weight() {
         let weights = |strategy: &How| {
             let programs = lower(&case.model, &case.mesh, strategy).unwrap();
             let ends = outcome(&programs, &orders(4)).unwrap();
-            ends.iter().map(|rank| rank[rank.len() - 2..].to_vec()).collect::<Vec<_>>()
+            ends.iter().map(|rank| norm_and_weights(rank, &case.model).to_vec()).collect::<Vec<_>>()
         };
         assert_eq!(weights(&plain), weights(&case.strategy), "round {round}: {case:?}");
     }
 }
 
+/// The norm and the weights of every unit, of one rank of an outcome.
+fn norm_and_weights<'r>(rank: &'r [u64], model: &ModelShape) -> &'r [u64] {
+    &rank[rank.len() - model.units.len() - 1..]
+}
+
+/// A pipeline ends in the weights of one stage, by whatever schedule: forwards and backwards, their
+/// halves, messages and shared units give every gradient once.
+#[test]
+fn pipelines_end_in_the_weights_of_one_stage() {
+    let mut runner = runner();
+    for round in 0..trainyard_testing::cases("pipelines", 60, 400) {
+        let case = pipeline_cases(8).new_tree(&mut runner).unwrap().current();
+        let plain = How { accumulation_steps: case.strategy.accumulation_steps, ..How::new(case.model.units.len()) };
+        let stage = lower(&case.model, &Mesh { pp: 1, ..case.mesh }, &plain).unwrap();
+        let wanted = outcome(&stage, &[Order::Random(0)]).unwrap();
+        let programs = lower(&case.model, &case.mesh, &case.strategy).unwrap();
+        let ends = outcome(&programs, &orders(4)).unwrap_or_else(|error| panic!("round {round}: {case:?}: {error}"));
+        for (program, rank) in programs.iter().zip(&ends) {
+            let wanted = norm_and_weights(&wanted[program.rank as usize % wanted.len()], &case.model);
+            let rank = norm_and_weights(rank, &case.model);
+            let same = |unit: u32| rank[unit as usize + 1] == wanted[unit as usize + 1];
+            assert!(rank[0] == wanted[0] && program.trains().into_iter().all(same), "round {round}: {case:?}");
+        }
+    }
+}
+
 fn every_dependency_is_needed(model: &ModelShape, strategy: &How) {
     let programs = lower(model, &Mesh::data(1, 2), strategy).unwrap();
-    for (number, instruction) in programs[0].instructions.iter().enumerate() {
+    every_dependency_of(&programs[0], &programs, &format!("{strategy:?}"));
+}
+
+fn every_dependency_of(program: &Program, programs: &[Program], words: &str) {
+    for (number, instruction) in program.instructions.iter().enumerate() {
         for place in 0..instruction.after.len() {
-            let mut mutated = programs.clone();
-            mutated[0].instructions[number].after.remove(place);
-            assert!(check_ranks(&mutated).is_err(), "{strategy:?}, {number}:\n{}", programs[0]);
+            let mut mutated = programs.to_vec();
+            mutated[program.rank as usize].instructions[number].after.remove(place);
+            assert!(check_ranks(&mutated).is_err(), "{words}, {number}:\n{program}");
+        }
+    }
+}
+
+/// The same of every stage of a pipeline, by every schedule.
+#[test]
+fn no_dependency_of_a_pipeline_is_superfluous() {
+    for schedule in PipelineSchedule::ALL {
+        for (zero_stage, prefetch) in [(0, 1), (3, 2)] {
+            let strategy =
+                How { pipeline: schedule.into(), zero_stage, prefetch, accumulation_steps: 6, ..How::new(9) };
+            let mesh = Mesh { pp: 3, dp_shard: if zero_stage > 0 { 2 } else { 1 }, ..Mesh::default() };
+            let programs = lower(&common::model(9), &mesh, &strategy).unwrap();
+            for program in programs.iter().step_by(mesh.stage_ranks() as usize) {
+                every_dependency_of(program, &programs, &schedule.to_string());
+            }
         }
     }
 }

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use trainyard_program::{
-    Keep, Mesh, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes, Strategy as How, Tier,
-    UnitShape,
+    Keep, Mesh, MicroBatches, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes,
+    Strategy as How, StretchMap, Tier, UnitShape,
 };
 
 /// An embedding, blocks and a head tied to the embedding.
@@ -44,25 +44,48 @@ pub fn data_parallel_cases(units: usize) -> impl Strategy<Value = Case> {
     })
 }
 
+/// The same on pipelines of up to four stages, by any schedule.
+pub fn pipeline_cases(units: usize) -> impl Strategy<Value = Case> {
+    (2u32..5, 1u32..3, 1u32..3).prop_flat_map(move |(pp, dp_replicate, dp_shard)| {
+        pipelines(units, Mesh { pp, dp_replicate, dp_shard, ..Mesh::default() })
+    })
+}
+
 /// The same on meshes with every axis, of up to sixteen ranks.
 pub fn cases(units: usize) -> impl Strategy<Value = Case> {
     let degrees = (1u32..5, 1u32..3, 1u32..3, 1u32..3, 1u32..3, any::<bool>());
-    (models(units), degrees, 1u32..5, 0usize..5, 1u32..4).prop_flat_map(|(model, degrees, rounds, pipeline, chunks)| {
-        let count = model.units.len() as u32;
-        let (pp, dp_replicate, dp_shard, cp, tp, experts) = degrees;
-        let pp = pp.min(count);
-        let chunks = chunks.min(count / pp).max(1);
-        let pipeline = match pipeline {
-            0 => PipelineSchedule::GPipe,
-            1 => PipelineSchedule::ZeroBubble,
-            2 if pp > 1 => PipelineSchedule::Interleaved { chunks },
-            _ => PipelineSchedule::OneForwardOneBackward,
-        };
-        let interleaved = matches!(pipeline, PipelineSchedule::Interleaved { .. });
-        let accumulation = if interleaved { rounds * pp } else { rounds };
+    degrees.prop_flat_map(move |(pp, dp_replicate, dp_shard, cp, tp, experts)| {
         let mesh = Mesh { pp, dp_replicate, dp_shard, cp, tp, ep: if experts { dp_shard * cp } else { 1 } };
+        pipelines(units, mesh)
+    })
+}
+
+/// Models, schedules and strategies for a mesh, whose pipeline is shortened if the model has too
+/// few units.
+fn pipelines(units: usize, mesh: Mesh) -> impl Strategy<Value = Case> {
+    let schedule = prop::sample::select(PipelineSchedule::ALL.to_vec());
+    (models(units), 1u32..5, schedule, 1u32..4).prop_flat_map(move |(model, rounds, schedule, chunks)| {
+        let count = model.units.len() as u32;
+        let mesh = Mesh { pp: mesh.pp.min(count), ..mesh };
+        let chunks = chunks.min(count / mesh.pp).max(1);
+        let schedule = match schedule {
+            _ if mesh.pp == 1 => PipelineSchedule::OneForwardOneBackward,
+            PipelineSchedule::Interleaved { .. } => PipelineSchedule::Interleaved { chunks },
+            other if other.facts().chunks * mesh.pp > count => PipelineSchedule::ZeroBubble,
+            other => other,
+        };
+        let accumulation = match schedule.facts().micro_batches {
+            MicroBatches::Any => rounds,
+            MicroBatches::MultipleOfStages => rounds * mesh.pp,
+            MicroBatches::PerStage(each) => each * mesh.pp + rounds - 1,
+        };
+        // Two stretches of one rank add to a tied unit's gradient by turns.
+        let by_turns = schedule.facts().map == StretchMap::V && !model.units[count as usize - 1].borrows.is_empty();
         strategies(model.units.len(), mesh, accumulation).prop_map(move |strategy| {
-            let strategy = How { pipeline: pipeline.into(), sequence_parallel: experts, ..strategy };
+            let mut strategy = How { pipeline: schedule.into(), sequence_parallel: mesh.ep > 1, ..strategy };
+            if by_turns {
+                (strategy.elastic, strategy.reduce_schedule) = (false, ReduceSchedule::PerStep);
+            }
             Case { model: model.clone(), mesh, strategy }
         })
     })

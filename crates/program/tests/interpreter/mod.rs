@@ -5,7 +5,7 @@
 //! is an error, and so are ranks that wait for each other for ever. The result is the weights. Two
 //! programs are equivalent if no order tells them apart.
 
-use trainyard_program::{Action, Axis, BackwardPart, Extent, Fresh, Lane, MemoryKind, Program, State, Tier};
+use trainyard_program::{Action, Axis, BackwardPart, Extent, Fresh, Lane, MemoryKind, Phase, Program, State, Tier};
 
 /// The rule by which the next instruction is chosen among those that can run.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub enum Order {
 }
 
 /// The state of each rank after a step: its units' state, the snapshot, anything left over, and
-/// last the norm and the weights of its own parts.
+/// last the norm and, per unit, the weights of its own part.
 pub type Outcome = Vec<Vec<u64>>;
 
 /// The parts of a unit's flat buffer that are present.
@@ -68,6 +68,11 @@ struct Rank {
     away: Vec<Option<u64>>,
     outputs: Vec<Option<u64>>,
     flows: Vec<Option<u64>>,
+    /// By unit and micro-batch, the gradient that the first half of a backward leaves for the
+    /// second.
+    halves: Vec<Option<u64>>,
+    /// By micro-batch, true once it is given back.
+    freed: Vec<bool>,
     norm: Option<u64>,
     snapshot: Option<u64>,
     next: [usize; Lane::ALL.len()],
@@ -163,6 +168,10 @@ impl<'p> World<'p> {
             for (place, lane) in Lane::ALL.into_iter().enumerate() {
                 let Some(number) = self.at(rank, place) else { continue };
                 let action = self.programs[rank].instructions[number].action;
+                if let Action::Send { to, .. } = action {
+                    ready.extend(self.taker(rank, to as usize).map(|taker| (lane, vec![(rank, number), taker])));
+                    continue;
+                }
                 let members = self.members(rank, action);
                 if members[0] as usize != rank {
                     continue;
@@ -179,6 +188,13 @@ impl<'p> World<'p> {
         ready
     }
 
+    /// The receive that rank `to` stands at, if it is one of the next message from `rank`.
+    fn taker(&self, rank: usize, to: usize) -> Option<(usize, usize)> {
+        let number = self.ranks.get(to).and_then(|_| self.at(to, Lane::Receive as usize))?;
+        let action = self.programs[to].instructions[number].action;
+        matches!(action, Action::Recv { from, .. } if from as usize == rank).then_some((to, number))
+    }
+
     fn members(&self, rank: usize, action: Action) -> Vec<u32> {
         let (mesh, rank) = (&self.programs[0].mesh, rank as u32);
         match action {
@@ -187,6 +203,12 @@ impl<'p> World<'p> {
             }
             Action::Count { axis } | Action::Reduce { axis, .. } => mesh.group(rank, axis).ranks,
             Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
+            Action::Tie { unit, .. } => {
+                let holders = self.programs[rank as usize].holders(unit);
+                holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
+            }
+            // Receives are run with the send.
+            Action::Recv { from, .. } => vec![from],
             _ => vec![rank],
         }
     }
@@ -200,6 +222,8 @@ impl<'p> World<'p> {
             Action::Gather { unit, over } => self.gather(&ranks, unit as usize, over as usize)?,
             Action::Reduce { unit, accumulate, .. } => self.reduce(&ranks, unit as usize, accumulate)?,
             Action::Clip { .. } => self.clip(&ranks)?,
+            Action::Tie { unit, .. } => self.tie(&ranks, unit as usize)?,
+            Action::Send { .. } => self.message(meeting)?,
             _ => self.alone(rank, number, action)?,
         }
         for (rank, number) in meeting {
@@ -270,25 +294,75 @@ impl<'p> World<'p> {
         Ok(())
     }
 
+    /// Moves a value from one rank to another. A message has no name: the receiver takes it for what
+    /// it expects.
+    fn message(&mut self, meeting: &[(usize, usize)]) -> Step<()> {
+        let program = &self.programs[0];
+        let value = |action: Action| {
+            let (unit, micro_batch) = (action.unit().unwrap_or(0), action.micro_batch().unwrap_or(0));
+            let (Action::Send { phase, .. } | Action::Recv { phase, .. }) = action else { return (false, 0) };
+            (phase == Phase::Forward, Rank::place(program, unit, micro_batch))
+        };
+        let [sent, received] = [0, 1].map(|end| {
+            let (rank, number) = meeting[end];
+            value(self.programs[rank].instructions[number].action)
+        });
+        let sender = &self.ranks[meeting[0].0];
+        let message = there(&if sent.0 { &sender.outputs } else { &sender.flows }[sent.1], "what is to be sent")?;
+        let receiver = &mut self.ranks[meeting[1].0];
+        let values = if received.0 { &mut receiver.outputs } else { &mut receiver.flows };
+        values[received.1] = Some(message);
+        Ok(())
+    }
+
+    /// Sums the gradients of a unit over the stages that hold it.
+    fn tie(&mut self, ranks: &[usize], unit: usize) -> Step<()> {
+        let mut total = vec![0u64; self.shards()];
+        for rank in ranks {
+            let state = &self.ranks[*rank].units[unit];
+            let parts = match (&state.sum, &state.fresh[..]) {
+                (Some(sum), _) => sum,
+                (None, [buffer]) => &buffer.parts,
+                _ => return Err("there is not one gradient to sum over stages".to_owned()),
+            };
+            total.iter_mut().zip(parts).for_each(|(total, part)| *total = total.wrapping_add(*part));
+        }
+        for rank in ranks {
+            let state = &mut self.ranks[*rank].units[unit];
+            match (&mut state.sum, &mut state.fresh[..]) {
+                (Some(sum), _) => sum.clone_from(&total),
+                (None, [buffer]) => buffer.parts.clone_from(&total),
+                _ => return Err("there is not one gradient to sum over stages".to_owned()),
+            }
+        }
+        Ok(())
+    }
+
     fn clip(&mut self, ranks: &[usize]) -> Step<()> {
         let many = self.programs[0].mesh.degree(Axis::Data) > 1;
         let mut norm = 0u64;
         for rank in ranks {
             let own = self.own(*rank);
-            for (number, unit) in self.ranks[*rank].units.iter_mut().enumerate() {
+            let program = &self.programs[*rank];
+            for number in program.trains() {
+                let unit = &mut self.ranks[*rank].units[number as usize];
+                // A gradient that stages share counts once.
+                let counts = u64::from(program.runs(number));
                 if self.programs[0].offload.gradients.is_some() {
                     if !unit.fresh.is_empty() || unit.sum.is_some() {
                         return Err("a gradient is not in its tier".to_owned());
                     }
                     let sum = there(&unit.sum_in_tier, "the gradient in its tier")?.parts;
-                    norm = norm.wrapping_add(mix(&[number as u64, sum[own]]));
+                    norm = norm.wrapping_add(counts * mix(&[u64::from(number), sum[own]]));
                     continue;
                 }
                 if !many {
                     let [buffer] = &unit.fresh[..] else { return Err("there is not one gradient".to_owned()) };
                     unit.sum = Some(buffer.parts.clone());
                 }
-                norm = norm.wrapping_add(mix(&[number as u64, there(&unit.sum, "the gradient")?[own]]));
+                norm = norm.wrapping_add(
+                    counts.wrapping_mul(mix(&[u64::from(number), there(&unit.sum, "the gradient")?[own]])),
+                );
             }
         }
         ranks.iter().for_each(|rank| self.ranks[*rank].norm = Some(norm));
@@ -314,7 +388,9 @@ impl<'p> World<'p> {
                 });
             }
             Action::Forward { unit, micro_batch, .. } => state.forward(program, rank, number, unit, micro_batch)?,
-            Action::Backward { unit, micro_batch, .. } => state.backward(program, number, unit, micro_batch)?,
+            Action::Backward { unit, micro_batch, part, .. } => {
+                state.backward(program, number, unit, micro_batch, part)?;
+            }
             Action::Fold { unit, .. } => {
                 let buffers = &mut state.units[unit as usize].fresh;
                 while let [.., a, b] = &buffers[..] {
@@ -370,7 +446,7 @@ impl<'p> World<'p> {
                 };
                 state.snapshot = Some(mix(&state.units.iter().map(masters).collect::<Vec<_>>()));
             }
-            other => return Err(format!("{} is not for data-parallel programs", other.name())),
+            other => return Err(format!("{} is not for programs without collectives inside units", other.name())),
         }
         Ok(())
     }
@@ -396,8 +472,9 @@ impl<'p> World<'p> {
                 |unit: &UnitState| number(&unit.parameters.as_ref().unwrap_or(&unit.parameters_in_tier)[own]);
             let left = |values: &Vec<Option<u64>>| values.iter().flatten().count() as u64;
             let mut all: Vec<u64> = rank.units.iter().map(unit).collect();
-            let weights = mix(&rank.units.iter().map(own_part).collect::<Vec<_>>());
-            all.extend([number(&rank.snapshot), left(&rank.kept), number(&rank.norm), weights]);
+            let weights: Vec<u64> = rank.units.iter().map(own_part).collect();
+            all.extend([number(&rank.snapshot), left(&rank.kept), number(&rank.norm)]);
+            all.extend(weights);
             all
         };
         let own: Vec<usize> = (0..self.ranks.len()).map(|rank| self.own(rank)).collect();
@@ -439,6 +516,8 @@ impl Rank {
             away: vec![None; places],
             outputs: vec![None; places],
             flows: vec![None; places],
+            halves: vec![None; places],
+            freed: vec![false; program.micro_batches as usize],
             norm: None,
             snapshot: None,
             next: [0; Lane::ALL.len()],
@@ -465,30 +544,64 @@ impl Rank {
     fn forward(&mut self, program: &Program, rank: usize, number: usize, unit: u32, micro_batch: u32) -> Step<()> {
         let input = match unit.checked_sub(1) {
             Some(below) => there(&self.outputs[Self::place(program, below, micro_batch)], "the input")?,
-            None if micro_batch < self.loaded => mix(&[rank as u64, u64::from(micro_batch)]),
-            None => return Err("the batch is not there".to_owned()),
+            // Ranks of one pipeline have the same batches.
+            None => mix(&[rank as u64 % u64::from(program.mesh.stage_ranks()), u64::from(micro_batch)]),
         };
+        self.reads_batch(program, number, micro_batch)?;
         let targets = there(&self.targets, "the count")?;
         let output = mix(&[u64::from(unit), self.reads(program, unit)?, input, targets]);
         let place = Self::place(program, unit, micro_batch);
         (self.outputs[place], self.kept[place]) = (Some(output), Some(output));
-        if program.adds_gradients(unit, trainyard_program::Phase::Forward, BackwardPart::Whole) {
+        if unit == program.loss_unit() && program.fused_loss {
             self.add_gradients(program, number, output);
         }
         Ok(())
     }
 
-    fn backward(&mut self, program: &Program, number: usize, unit: u32, micro_batch: u32) -> Step<()> {
+    fn reads_batch(&mut self, program: &Program, number: usize, micro_batch: u32) -> Step<()> {
+        let freed = &mut self.freed[micro_batch as usize];
+        if *freed || micro_batch >= self.loaded {
+            return Err("the batch is not there".to_owned());
+        }
+        *freed = program.frees_batch(number);
+        Ok(())
+    }
+
+    fn backward(
+        &mut self,
+        program: &Program,
+        number: usize,
+        unit: u32,
+        micro_batch: u32,
+        part: BackwardPart,
+    ) -> Step<()> {
+        self.reads_batch(program, number, micro_batch)?;
         let place = Self::place(program, unit, micro_batch);
+        if part == BackwardPart::Weights {
+            let gradient = there(&self.halves[place].take(), "the first half")?;
+            return self.add_backward(program, number, place, gradient);
+        }
         let above = match unit == program.loss_unit() {
             true => there(&self.outputs[place], "the loss")?,
             false => there(&self.flows[place], "the gradient from above")?,
         };
         let kept = there(&self.kept[place], "what forward kept")?;
         let gradient = mix(&[above, kept, self.reads(program, unit)?]);
-        self.kept[place] = None;
         if let Some(below) = unit.checked_sub(1) {
             self.flows[Self::place(program, below, micro_batch)] = Some(gradient);
+        }
+        if part == BackwardPart::Input {
+            self.halves[place] = Some(gradient);
+            return Ok(());
+        }
+        self.add_backward(program, number, place, gradient)
+    }
+
+    /// Adds what a backward gives for weights. The loss's backward adds what its forward has not.
+    fn add_backward(&mut self, program: &Program, number: usize, place: usize, gradient: u64) -> Step<()> {
+        let output = there(&self.kept[place].take(), "what forward kept")?;
+        if program.instructions[number].action.unit() == Some(program.loss_unit()) && !program.fused_loss {
+            self.add_gradients(program, number, output);
         }
         self.add_gradients(program, number, gradient);
         Ok(())
