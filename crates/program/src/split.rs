@@ -235,9 +235,7 @@ impl SplitShape {
             users.iter().map(|user| &self.segments[*user as usize]).filter(|segment| segment.differentiable).collect();
         let used_later = value == self.output();
         let passing = differentiable.len().saturating_sub(usize::from(!used_later));
-        match differentiable[..passing].iter().find(|segment| !segment.gives.contains(&value)) {
-            Some(segment) => Some(format!("segment {} does not pass on {name}, which a later one uses", segment.name)),
-            None => None,
-        }
+        let ends = differentiable[..passing].iter().find(|segment| !segment.gives.contains(&value))?;
+        Some(format!("segment {} does not pass on {name}, which a later one uses", ends.name))
     }
 }

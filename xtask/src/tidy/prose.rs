@@ -46,6 +46,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/data.md",
     "docs/gpu.md",
     "docs/install.md",
+    "docs/layouts.md",
     "docs/models.md",
     "docs/parallelism.md",
     "docs/planning.md",

@@ -111,7 +111,8 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
     })
 }
 
-fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<Value = How> {
+/// Strategies for `units` units on `mesh`.
+pub fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<Value = How> {
     let shards = mesh.shard_degree();
     let keep = prop::sample::select(vec![Keep::Everything, Keep::Selective, Keep::InputOnly]);
     let parts: Vec<Reshard> = (1..=shards).filter(|part| shards.is_multiple_of(*part)).map(Reshard::To).collect();
