@@ -161,6 +161,41 @@ impl ParameterSpec {
         self.split.as_ref().map_or(&self.shape, |split| &split.whole)
     }
 
+    /// The runs of neighbouring elements of the whole parameter that the elements `local` of this
+    /// part are, in local order: (local range, first element in the whole).
+    ///
+    /// A split along the first dimension has at most as many runs as pieces, any other one as many
+    /// for each row. Without a split there is one run.
+    pub fn whole_runs(&self, local: Range<usize>) -> Vec<(Range<usize>, usize)> {
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        let mut push = |run: Range<usize>, first: usize| match runs.last_mut() {
+            Some((last, start)) if last.end == run.start && *start + last.len() == first => last.end = run.end,
+            _ => runs.push((run, first)),
+        };
+        let Some(Split { whole, dim, pieces }) = &self.split else {
+            if !local.is_empty() {
+                push(local.clone(), local.start);
+            }
+            return runs;
+        };
+        // Elements of one step along the dimension, and of all of it, here and in the whole.
+        let step: usize = self.shape.iter().skip(dim + 1).product();
+        let (row, whole_row) = (self.shape[*dim] * step, whole[*dim] * step);
+        let local = local.start..local.end.min(self.elements());
+        let mut at = local.start;
+        while at < local.end {
+            let (number, within) = (at / row, at % row);
+            let Some(piece) = pieces.iter().find(|piece| piece.local.contains(&(within / step))) else {
+                debug_assert!(false, "the pieces of a split are all of its part");
+                break;
+            };
+            let end = (number * row + piece.local.end * step).min(local.end);
+            push(at..end, number * whole_row + within - piece.local.start * step + piece.whole.start * step);
+            at = end;
+        }
+        runs
+    }
+
     /// Elements of one row of the first dimension.
     pub fn row_elements(&self) -> usize {
         self.shape.iter().skip(1).product()
