@@ -33,6 +33,7 @@ mod fault;
 mod group;
 mod manifest;
 mod read;
+mod runs;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -44,12 +45,12 @@ pub use fault::{Fault, FaultKind};
 pub use group::Trouble;
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
+pub use runs::{PlacedRuns, Runs};
 pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
 pub use write::Written;
 
 use crate::tier::{Store, TierError};
 use std::fmt;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_tensor::{DType, Tensor, TensorError};
@@ -76,7 +77,7 @@ pub struct SnapshotPart<'a> {
     pub regions: Vec<Region<'a>>,
 }
 
-/// A named tensor, or a range of its elements, as bytes, little-endian, row-major.
+/// A named tensor, or some of its elements, as bytes, little-endian.
 #[derive(Clone, Debug)]
 pub struct Region<'a> {
     /// Name of the tensor.
@@ -85,16 +86,22 @@ pub struct Region<'a> {
     pub dtype: DType,
     /// The whole tensor's shape.
     pub shape: Vec<usize>,
-    /// Range of the tensor's elements; all of them when one rank writes alone.
-    pub range: Range<usize>,
+    /// The tensor's elements in the order of the bytes; all of them, row-major, when one rank
+    /// writes alone.
+    pub runs: Vec<Runs>,
     /// The values.
     pub bytes: Bytes<'a>,
 }
 
 impl Region<'_> {
-    /// True if the range covers all elements of the tensor.
+    /// True if it has all elements of the tensor, row-major.
     pub fn is_whole(&self) -> bool {
-        self.range.start == 0 && self.range.end == self.shape.iter().product::<usize>()
+        self.runs == [Runs::from(0..self.shape.iter().product::<usize>())]
+    }
+
+    /// Number of its elements.
+    pub fn elements(&self) -> usize {
+        self.runs.iter().map(Runs::elements).sum()
     }
 }
 

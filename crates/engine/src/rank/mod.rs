@@ -137,11 +137,11 @@ impl Rank {
     /// the same values as its part of the whole.
     fn initialise(&mut self) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
-            self.model.parameters().map(|(id, spec)| (id, spec.init)).collect();
+            self.model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
         let seed = self.seed;
         self.set_masters(|id, range, values| {
             let site = (id.unit << 16) | id.index;
-            initialise(values, specs[&id], range.start, RandomKey { seed, step: RandomKey::INIT, site })
+            initialise(values, &specs[&id], range, RandomKey { seed, step: RandomKey::INIT, site })
         })
     }
 
