@@ -166,9 +166,8 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
     for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
         let pieces = writes.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
         if !pieces.is_empty() {
-            let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
             let shape = spec.whole_shape().to_vec();
-            model.push(region(name, shape, pieces, &rank.masters(id)?, copies)?);
+            model.push(region(name_of(rank, id), shape, pieces, &rank.masters(id)?, copies)?);
         }
     }
     let mut optimizer = Vec::new();
@@ -179,8 +178,9 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
             optimizer.push(region(state_name(rank, &part), vec![elements], pieces, &stored, copies)?);
         }
     }
-    let parts = [(MODEL, model), (OPTIMIZER, optimizer)];
-    Ok(parts.into_iter().map(|(name, regions)| SnapshotPart { name: name.into(), regions }).collect())
+    let parts = [(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
+    let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
+    Ok(parts.into_iter().map(part).collect())
 }
 
 /// Bytes of the copy that [`take`] makes.
@@ -348,13 +348,10 @@ fn of_another_optimizer(error: EngineError) -> EngineError {
 /// # Errors
 /// If a tensor of the model is missing or has another shape, or the checkpoint has others.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
-    let name = |(id, spec): (ParamId, &ParameterSpec)| {
-        let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
-        (id, (name, spec.clone()))
-    };
-    let specs: BTreeMap<_, _> = rank.model().parameters().map(name).collect();
-    let names: BTreeSet<&str> = specs.values().map(|(name, _)| name.as_str()).collect();
+    let names = all_names(rank);
     checkpoint.check_all_read(MODEL, |name| names.contains(name))?;
+    let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
+    let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
     rank.set_masters(|id, range, values| {
         let (name, spec) = &specs[&id];
         fill(checkpoint, MODEL, name, spec.whole_shape(), spec, range, values)
@@ -407,6 +404,15 @@ fn divided_like(rank: &Rank, part: &StatePart) -> Result<(ParameterSpec, usize)>
     Ok((ParameterSpec { shape: vec![part.elements], ..spec.clone() }, part.elements))
 }
 
+fn name_of(rank: &Rank, id: ParamId) -> String {
+    rank.model().parameter_name(id).expect("a parameter of the model has a name")
+}
+
+/// The names of all parameters of the model, those that other ranks hold included.
+fn all_names(rank: &Rank) -> BTreeSet<String> {
+    rank.model().parameters().map(|(id, _)| name_of(rank, id)).collect()
+}
+
 /// The names of all state tensors of the model, those that other ranks hold included.
 fn all_state_names(rank: &Rank) -> BTreeSet<String> {
     let units = rank.model().units().iter();
@@ -451,3 +457,6 @@ fn fill(
     let wanted: Vec<_> = placed(spec, &range, range.clone()).into_iter().map(|(placed, _)| placed).collect();
     Ok(target.overwrite_bytes(|bytes| checkpoint.read_runs(part, name, &wanted, bytes))??)
 }
+
+#[cfg(test)]
+mod tests;

@@ -50,6 +50,7 @@ pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find
 pub use write::Written;
 
 use crate::tier::{Store, TierError};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -75,6 +76,9 @@ pub struct SnapshotPart<'a> {
     pub name: String,
     /// The tensors, in any order; names are unique.
     pub regions: Vec<Region<'a>>,
+    /// Names of tensors that the whole part must have, on whatever ranks they are. A checkpoint
+    /// without one of them is not committed.
+    pub required: BTreeSet<String>,
 }
 
 /// A named tensor, or some of its elements, as bytes, little-endian.

@@ -44,8 +44,8 @@ fn snapshot(step: u64) -> Snapshot<'static> {
     Snapshot {
         step,
         parts: vec![
-            SnapshotPart { name: "model".to_owned(), regions: model },
-            SnapshotPart { name: "optimizer".to_owned(), regions: optimizer },
+            SnapshotPart { name: "model".to_owned(), regions: model, required: BTreeSet::new() },
+            SnapshotPart { name: "optimizer".to_owned(), regions: optimizer, required: BTreeSet::new() },
         ],
         state: json!({ "position": step * 17, "loss": 0.1 + step as f64 / 3.0 }),
         attachments: vec![("config.json".to_owned(), b"{}".to_vec())],
@@ -344,6 +344,12 @@ fn lying_headers_and_manifests_are_refused() {
     let tensor = |key: &'static str, value: serde_json::Value| {
         refusal(move |manifest, _| manifest["parts"]["optimizer"]["m"][key] = value.clone())
     };
+    // Two runs in each piece: (start, end, stride, place).
+    let runs = |pieces: [(usize, usize, usize, usize); 2]| {
+        let file = "optimizer.safetensors";
+        let piece = |(start, end, stride, at)| json!({ "file": file, "start": start, "end": end, "runs": 2, "stride": stride, "at": at });
+        tensor("pieces", pieces.map(piece).to_vec().into())
+    };
     let mut long = u64::MAX.to_le_bytes().to_vec();
     long.extend([0; 64]);
     let mut nonsense = 4u64.to_le_bytes().to_vec();
@@ -375,6 +381,15 @@ fn lying_headers_and_manifests_are_refused() {
         (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 0, "end": 39 }])), "not all of it"),
         (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 1, "end": 40 }])), "not all of it"),
         (tensor("pieces", json!([{ "file": "nowhere.safetensors", "start": 0, "end": 40 }])), "which is not listed"),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 20)]), ""),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 21)]), "optimizer.safetensors has a piece at element 21 and none at 20"),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 0)]), "has a piece at element 0 and none at 20"),
+        (runs([(0, 10, 20, 0), (10, 19, 20, 20)]), "not all of it: elements 19 to 20 were written by no rank or twice"),
+        (runs([(0, 11, 20, 0), (10, 20, 20, 20)]), "not all of it: elements 11 to 10 were written by no rank or twice"),
+        (runs([(0, 10, 20, 0), (10, 20, 10, 20)]), "columns of matrices of 20 and of 10 columns"),
+        (runs([(0, 10, 20, 0), (15, 25, 20, 20)]), "elements 15..25 (2 times, every 20) are no part of [40]"),
+        (runs([(0, 10, 0, 0), (10, 20, 20, 20)]), "are no part of [40]"),
+        (runs([(0, 10, usize::MAX, 0), (10, 20, 20, 20)]), "are no part of [40]"),
         (refusal(|manifest, _| *manifest = json!({ "version": 1, "files": [] })), "cannot be read: missing field"),
         (refusal(|_, folder| fs::remove_file(folder.join("config.json")).unwrap()), "config.json is missing"),
     ] {
@@ -643,7 +658,7 @@ proptest! {
         let regions = sizes.iter().enumerate().map(|(i, n)| region(&format!("tensor {i} \"é\\"), DType::F32, &[*n], i as u64)).collect();
         let want = Snapshot {
             step: u64::from(step),
-            parts: vec![SnapshotPart { name: "model".to_owned(), regions }],
+            parts: vec![SnapshotPart { name: "model".to_owned(), regions, required: BTreeSet::new() }],
             state: json!({ "numbers": numbers, "big": u64::MAX }),
             attachments: vec![],
         };

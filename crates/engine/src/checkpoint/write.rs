@@ -61,7 +61,7 @@ pub(super) const fn dtype_name(dtype: DType) -> &'static str {
 pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
     let refuse = |what: String| Err(CheckpointError::Snapshot(what));
     let mut parts = BTreeSet::new();
-    for SnapshotPart { name: part, regions } in &snapshot.parts {
+    for SnapshotPart { name: part, regions, .. } in &snapshot.parts {
         if !is_plain(part) || part.contains('.') || !parts.insert(part) {
             return refuse(format!("the part name {part:?} is no plain word or is used twice"));
         }
@@ -156,6 +156,12 @@ pub(super) fn write_rest(
     let mut manifest = Manifest::new(snapshot.step, snapshot.state.clone());
     let mut ours = partials.first().map_or_else(Vec::new, |first| first.files.clone());
     merge(&mut manifest, partials)?;
+    for SnapshotPart { name: part, required, .. } in &snapshot.parts {
+        let there = manifest.parts.get(part);
+        if let Some(name) = required.iter().find(|name| there.is_none_or(|tensors| !tensors.contains_key(*name))) {
+            return Err(CheckpointError::Snapshot(format!("{part}: `{name}` was written by no rank")));
+        }
+    }
     for (name, bytes) in &snapshot.attachments {
         let entry = write_file(disk, folder, name, sizes, bytes)?;
         ours.push(entry.clone());
