@@ -7,6 +7,7 @@
 //! r0 * columns + c1`, and the distance is `columns`. The form does not depend on the number of
 //! dimensions, so state that is stored flat is divided like its parameter.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -153,10 +154,8 @@ pub(super) fn check_cover(pieces: &[Runs], elements: usize) -> Result<(), String
     if let Some(other) = strides.find(|stride| *stride != width) {
         return Err(format!("its pieces are columns of matrices of {width} and of {other} columns"));
     }
-    let wrong = |from: usize, to: usize| match to == elements {
-        true => Err(format!("elements {from} to {to} were written by no rank")),
-        false => Err(format!("elements {from} to {to} were written by no rank or twice")),
-    };
+    let missing = |from: usize, to: usize| Err(format!("elements {from} to {to} were written by no rank"));
+    let doubled = |from: usize, to: usize| Err(format!("elements {from} to {to} were written twice"));
     let mut rows: BTreeMap<usize, Vec<(usize, Range<usize>)>> = BTreeMap::new();
     for runs in pieces {
         let columns = runs.first.start % width..runs.first.start % width + runs.first.len();
@@ -174,27 +173,28 @@ pub(super) fn check_cover(pieces: &[Runs], elements: usize) -> Result<(), String
     let mut done = 0;
     for (border, begun) in &rows {
         if *border != done && open.is_empty() {
-            return wrong(done * width, border * width);
+            return missing(done * width, border * width);
         }
         open.retain(|_, (_, bottom)| *bottom > *border);
         for (bottom, columns) in begun {
-            if open.insert(columns.start, (columns.end, *bottom)).is_some() {
-                return wrong(border * width + columns.start, border * width + columns.start);
+            if let Some((end, _)) = open.insert(columns.start, (columns.end, *bottom)) {
+                return doubled(border * width + columns.start, border * width + columns.end.min(end));
             }
         }
         let mut column = 0;
         for (start, (end, _)) in &open {
-            if *start != column {
-                return wrong(border * width + column, border * width + start);
+            match column.cmp(start) {
+                Ordering::Less => return missing(border * width + column, border * width + start),
+                Ordering::Greater => return doubled(border * width + start, border * width + column.min(*end)),
+                Ordering::Equal => column = *end,
             }
-            column = *end;
         }
         if column != width && !open.is_empty() {
-            return wrong(border * width + column, (border + 1) * width);
+            return missing(border * width + column, (border + 1) * width);
         }
         done = *border;
     }
-    if done * width != elements { wrong(done * width, elements) } else { Ok(()) }
+    if done * width != elements { missing(done * width, elements) } else { Ok(()) }
 }
 
 #[cfg(test)]
