@@ -418,6 +418,17 @@ impl Optimizer {
         &rule.names()[..tensors]
     }
 
+    /// Number of elements of a parameter's state, all of it on whatever ranks it is.
+    pub fn state_elements(&self, spec: &ParameterSpec) -> usize {
+        let Some(settings) = &self.settings else { return 0 };
+        let width: usize = spec.whole_shape().iter().skip(1).product();
+        let of = |member: Member| -> usize {
+            let rule = Rule::of(settings.name, spec, &member.rows);
+            rule.state_elements(member.rows.len() * width, settings).iter().sum()
+        };
+        members(spec).into_iter().map(of).sum()
+    }
+
     /// Sets the state. `set` is called for each part of a state tensor that this rank holds.
     pub fn set_state(&self, mut set: impl FnMut(&StatePart, &mut Tensor) -> Result<()>) -> Result<()> {
         for (unit, chunks) in self.units.iter().enumerate() {

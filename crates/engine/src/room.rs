@@ -14,9 +14,7 @@ use trainyard_base::format_bytes;
 /// # Errors
 /// If not even one checkpoint fits.
 pub(crate) fn check(session: &Session) -> Result<Option<String>> {
-    let replicas = session.rank.replica().1;
-    // State that replicas share is written once.
-    let each = snapshot::bytes_held(&session.rank)? * session.world.size() as u64 / replicas as u64;
+    let each = snapshot::bytes_of_tensors(&session.rank);
     let Some(free) = free(&session.folder) else { return Ok(None) };
     let kept = session.resolved.config.checkpoint.keep_last as u64;
     judge(each, free, kept, session.state.step == 0, &session.folder)

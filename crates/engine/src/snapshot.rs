@@ -6,10 +6,10 @@
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
 //!
-//! Names and shapes are those of whole parameters, and each rank writes the elements that it holds.
-//! So a reader need not know the layout of the writers' buffers.
+//! Names and shapes are those of whole parameters, and each rank writes elements that it holds:
+//! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
 
-use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, Region, Snapshot, SnapshotPart};
+use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, PlacedRuns, Region, Runs, Snapshot, SnapshotPart};
 use crate::early_stopping::EarlyStopping;
 use crate::fp8::AmaxHistory;
 use crate::optimizer::StatePart;
@@ -21,8 +21,9 @@ use crate::{EngineError, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 use trainyard_autograd::ParamId;
-use trainyard_model::ParameterSpec;
+use trainyard_model::{ParameterSpec, Patch};
 use trainyard_tensor::{DType, Tensor};
 
 /// The state of a run besides tensors: everything else that an exact resumption needs.
@@ -90,28 +91,96 @@ pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'sta
     })
 }
 
+/// The place of a rank among those that hold the same state: which of it the rank writes. Together
+/// the ranks write every element once.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Writes {
+    /// This rank's index among those that hold the same parts of every unit, and hold them as
+    /// copies of each other.
+    pub replica: usize,
+    /// Number of these ranks. They divide what they write.
+    pub replicas: usize,
+    /// True on the first rank of a tensor-parallel group. It writes the parameters that all of the
+    /// group hold whole.
+    pub first_of_tensor_group: bool,
+    /// The units that this rank holds and a lower pipeline stage writes: borrowed ones.
+    pub of_lower_stages: BTreeSet<usize>,
+}
+
+impl Writes {
+    /// Everything that the rank holds.
+    pub fn all() -> Writes {
+        Writes { replica: 0, replicas: 1, first_of_tensor_group: true, of_lower_stages: BTreeSet::new() }
+    }
+
+    fn of(rank: &Rank) -> Writes {
+        let (replica, replicas) = rank.replica();
+        Writes { replica, replicas, ..Writes::all() }
+    }
+
+    /// The pieces that the rank writes of a tensor that is divided like the parameter `spec` of
+    /// `unit`, if it holds the local elements `held`. Each has the place of its elements in `held`.
+    fn pieces(&self, unit: usize, spec: &ParameterSpec, held: &Range<usize>) -> Vec<PlacedRuns> {
+        if self.of_lower_stages.contains(&unit) || (spec.split.is_none() && !self.first_of_tensor_group) {
+            return Vec::new();
+        }
+        let cut = |part: usize| held.start + held.len() * part / self.replicas;
+        let owned = placed(spec, held, cut(self.replica)..cut(self.replica + 1)).into_iter();
+        owned.filter(|(_, owned)| *owned).map(|(placed, _)| placed).collect()
+    }
+}
+
+/// The elements of the whole parameter that the elements `local` of a rank's part are, each with
+/// its place in a buffer that holds `held`, and true if this rank writes them to checkpoints.
+fn placed(spec: &ParameterSpec, held: &Range<usize>, local: Range<usize>) -> Vec<(PlacedRuns, bool)> {
+    let mut all: Vec<(PlacedRuns, bool)> = Vec::new();
+    for patch in spec.patches(local) {
+        let Patch { rows, columns, width, local, local_stride, owned } = patch;
+        let at = local - held.start;
+        let first = rows.start * width + columns.start..rows.start * width + columns.end;
+        if rows.len() > 1 && columns.len() < width {
+            let runs = Runs { first, count: rows.len(), stride: width };
+            all.push((PlacedRuns { runs, at, stride: local_stride }, owned));
+            continue;
+        }
+        // One flat range, which may continue the one before.
+        let flat = first.start..first.start + rows.len() * columns.len();
+        match all.last_mut() {
+            Some((last, of_it))
+                if *of_it == owned
+                    && last.runs.count == 1
+                    && last.runs.first.end == flat.start
+                    && last.at + last.runs.first.len() == at =>
+            {
+                *last = (Runs::from(last.runs.first.start..flat.end)).placed_at(last.at);
+            }
+            _ => all.push((Runs::from(flat).placed_at(at), owned)),
+        }
+    }
+    all
+}
+
 fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
-    let (replica, replicas) = rank.replica();
-    let share = |range: &Range<usize>| {
-        let cut = |part: usize| range.len() * part / replicas;
-        cut(replica)..cut(replica + 1)
-    };
+    let writes = Writes::of(rank);
     let mut model = Vec::new();
     for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
-        let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
-        let range = rank.parameters.master_part_range(id);
-        let share = share(&range);
-        let bytes = bytes(rank.masters(id)?, &share, copies)?;
-        model.extend(region(name, &spec.shape, share, range, bytes));
+        let pieces = writes.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
+        if !pieces.is_empty() {
+            let shape = spec.whole_shape().to_vec();
+            model.push(region(name_of(rank, id), shape, pieces, &rank.masters(id)?, copies)?);
+        }
     }
     let mut optimizer = Vec::new();
-    for (name, elements, range, parts) in optimizer_tensors(rank)? {
-        let share = share(&range);
-        let bytes = bytes(parts, &share, copies)?;
-        optimizer.extend(region(name, &[elements], share, range, bytes));
+    for StateTensor { part, stored } in optimizer_tensors(rank)? {
+        let (spec, elements) = divided_like(rank, &part)?;
+        let pieces = writes.pieces(part.unit, &spec, &part.range);
+        if !pieces.is_empty() {
+            optimizer.push(region(state_name(rank, &part), vec![elements], pieces, &stored, copies)?);
+        }
     }
-    let parts = [(MODEL, model), (OPTIMIZER, optimizer)];
-    Ok(parts.into_iter().map(|(name, regions)| SnapshotPart { name: name.into(), regions }).collect())
+    let parts = [(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
+    let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
+    Ok(parts.into_iter().map(part).collect())
 }
 
 /// Bytes of the copy that [`take`] makes.
@@ -121,42 +190,55 @@ pub(crate) fn bytes_copied(rank: &Rank) -> Result<usize> {
     Ok(regions.filter(|region| matches!(region.bytes, Bytes::Live(_))).map(|region| region.bytes.len()).sum())
 }
 
-/// Bytes of the tensors of a checkpoint that this rank holds.
-pub(crate) fn bytes_held(rank: &Rank) -> Result<u64> {
-    let held = rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize));
-    let masters: usize = held.map(|(id, _)| rank.parameters.master_part_range(id).len()).sum();
-    let state: usize = rank.optimizer.state()?.iter().map(|(part, _)| part.range.len()).sum();
-    Ok(4 * (masters + state) as u64)
+/// Bytes of the tensors of a checkpoint, whatever rank writes them.
+pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
+    let of = |(_, spec): (ParamId, &ParameterSpec)| {
+        let elements: usize = spec.whole_shape().iter().product();
+        elements + rank.optimizer.state_elements(spec)
+    };
+    4 * rank.model().parameters().map(of).sum::<usize>() as u64
 }
 
-/// The region of the elements `share` of the part `range` of a tensor of `shape`.
+/// The region of the elements `pieces` of a tensor. `stored` are the elements that the rank holds.
 fn region(
     name: String,
-    shape: &[usize],
-    share: Range<usize>,
-    range: Range<usize>,
-    bytes: Bytes<'static>,
-) -> Option<Region<'static>> {
-    let range = range.start + share.start..range.start + share.end;
-    (!range.is_empty()).then(|| Region { name, dtype: DType::F32, shape: shape.to_vec(), range, bytes })
+    shape: Vec<usize>,
+    pieces: Vec<PlacedRuns>,
+    stored: &[(Stored, usize)],
+    copies: bool,
+) -> Result<Region<'static>> {
+    let bytes = bytes(stored, pieces.iter().flat_map(PlacedRuns::places), copies)?;
+    let runs = pieces.into_iter().map(|placed| placed.runs).collect();
+    Ok(Region { name, dtype: DType::F32, shape, runs, bytes })
 }
 
-/// The bytes of the elements `share` of the concatenation of `parts`.
-fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Result<Bytes<'static>> {
-    let (mut start, mut live, mut stored) = (0, Vec::new(), Vec::new());
-    for (part, elements) in parts {
-        let held = overlap(share, &(start..start + elements));
-        match part {
-            Stored::Here(values) if !held.is_empty() => {
-                live.push(values.view(held.start - start, [held.len()])?);
+/// The bytes of the elements `places` of the concatenation of `parts`.
+fn bytes(
+    parts: &[(Stored, usize)],
+    places: impl Iterator<Item = Range<usize>>,
+    copies: bool,
+) -> Result<Bytes<'static>> {
+    let mut ends = Vec::with_capacity(parts.len());
+    parts.iter().fold(0, |start, (_, elements)| {
+        ends.push(start + elements);
+        start + elements
+    });
+    let (mut live, mut stored) = (Vec::new(), Vec::new());
+    for place in joined(places) {
+        let first = ends.partition_point(|end| *end <= place.start);
+        for ((part, elements), end) in parts.iter().zip(&ends).skip(first) {
+            let start = end - elements;
+            let held = overlap(&place, &(start..*end));
+            if held.is_empty() {
+                break;
             }
-            Stored::Here(_) => {}
-            Stored::Away(store, offset) if !held.is_empty() => {
-                stored.push((store, offset + 4 * (held.start - start) as u64, 4 * held.len()));
+            match part {
+                Stored::Here(values) => live.push(values.view(held.start - start, [held.len()])?),
+                Stored::Away(store, offset) => {
+                    stored.push((Arc::clone(store), offset + 4 * (held.start - start) as u64, 4 * held.len()));
+                }
             }
-            Stored::Away(..) => {}
         }
-        start += elements;
     }
     // All parts are in memory, or all are in files.
     if !stored.is_empty() {
@@ -170,6 +252,18 @@ fn bytes(parts: Vec<(Stored, usize)>, share: &Range<usize>, copies: bool) -> Res
         values.with_bytes(|bytes| copy.extend_from_slice(bytes))?;
     }
     Ok(Bytes::from(copy))
+}
+
+/// The same places, neighbours joined.
+fn joined(places: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    let mut all: Vec<Range<usize>> = Vec::new();
+    for place in places {
+        match all.last_mut() {
+            Some(last) if last.end == place.start => last.end = place.end,
+            _ => all.push(place),
+        }
+    }
+    all
 }
 
 /// Restores a checkpoint's state in `rank`, bit for bit. Any number of ranks may have written it.
@@ -186,7 +280,8 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     load_parameters(rank, checkpoint)?;
     rank.optimizer.set_state(|part, values| {
         check_columns(checkpoint, &state_name(rank, part), part)?;
-        fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[part.elements], part.range.clone(), values)
+        let (spec, elements) = divided_like(rank, part)?;
+        fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[elements], &spec, part.range.clone(), values)
             .map_err(of_another_optimizer)
     })?;
     state.scaler = state.scaler.continued(rank.scaler());
@@ -253,16 +348,13 @@ fn of_another_optimizer(error: EngineError) -> EngineError {
 /// # Errors
 /// If a tensor of the model is missing or has another shape, or the checkpoint has others.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
-    let name = |(id, spec): (ParamId, &ParameterSpec)| {
-        let name = rank.model().parameter_name(id).expect("a parameter of the model has a name");
-        (id, (name, spec.shape.clone()))
-    };
-    let specs: BTreeMap<_, _> = rank.model().parameters().map(name).collect();
-    let names: BTreeSet<&str> = specs.values().map(|(name, _)| name.as_str()).collect();
+    let names = all_names(rank);
     checkpoint.check_all_read(MODEL, |name| names.contains(name))?;
+    let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
+    let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
     rank.set_masters(|id, range, values| {
-        let (name, shape) = &specs[&id];
-        fill(checkpoint, MODEL, name, shape, range, values)
+        let (name, spec) = &specs[&id];
+        fill(checkpoint, MODEL, name, spec.whole_shape(), spec, range, values)
     })
 }
 
@@ -273,22 +365,52 @@ pub fn read_state(checkpoint: &Checkpoint) -> Result<RunState> {
     })
 }
 
-/// A state tensor: its name, its number of elements, the range that the rank holds, and the places
-/// of that range.
-type StateTensor = (String, usize, Range<usize>, Vec<(Stored, usize)>);
+/// What a rank holds of a state tensor.
+struct StateTensor {
+    /// All of it that the rank holds.
+    part: StatePart,
+    /// The places of these elements, in order, each with its number of elements.
+    stored: Vec<(Stored, usize)>,
+}
 
 fn optimizer_tensors(rank: &Rank) -> Result<Vec<StateTensor>> {
-    let mut all: BTreeMap<String, StateTensor> = BTreeMap::new();
+    let mut all: BTreeMap<(usize, usize, &str), StateTensor> = BTreeMap::new();
     for (part, stored) in rank.optimizer.state()? {
-        let StatePart { elements, range, .. } = &part;
-        let name = state_name(rank, &part);
-        let begin = || (name.clone(), *elements, range.start..range.start, Vec::new());
-        let (_, _, held, parts) = all.entry(name.clone()).or_insert_with(begin);
+        let (range, elements) = (part.range.clone(), part.range.len());
+        let key = (part.unit, part.index, part.name);
+        let tensor = all.entry(key).or_insert_with(|| StateTensor { part, stored: Vec::new() });
         // Chunks come in order.
-        held.end = range.end;
-        parts.push((stored, range.len()));
+        tensor.part.range.end = range.end;
+        tensor.stored.push((stored, elements));
     }
     Ok(all.into_values().collect())
+}
+
+/// A parameter that is divided over ranks like a state tensor, and the elements of all of the
+/// tensor. State with an element for each of the parameter's is divided like the parameter; other
+/// state is not divided over a tensor-parallel group.
+///
+/// # Errors
+/// If the parameter is split and its state is not of its size: moments of rows and columns.
+fn divided_like(rank: &Rank, part: &StatePart) -> Result<(ParameterSpec, usize)> {
+    let spec = &rank.model().units()[part.unit].parameters()[part.index];
+    if part.elements == spec.elements() {
+        return Ok((spec.clone(), spec.whole_shape().iter().product()));
+    }
+    if spec.split.is_some() {
+        let name = state_name(rank, part);
+        return Err(does_not_fit(format!("`{name}` belongs to whole matrices, and its parameter is split over ranks")));
+    }
+    Ok((ParameterSpec { shape: vec![part.elements], ..spec.clone() }, part.elements))
+}
+
+fn name_of(rank: &Rank, id: ParamId) -> String {
+    rank.model().parameter_name(id).expect("a parameter of the model has a name")
+}
+
+/// The names of all parameters of the model, those that other ranks hold included.
+fn all_names(rank: &Rank) -> BTreeSet<String> {
+    rank.model().parameters().map(|(id, _)| name_of(rank, id)).collect()
 }
 
 /// The names of all state tensors of the model, those that other ranks hold included.
@@ -312,12 +434,14 @@ fn tensor_name(unit: &str, parameter: &ParameterSpec, tensor: &str) -> String {
     format!("{unit}.{}.{tensor}", parameter.name)
 }
 
-/// Reads the elements `range` of a tensor of `shape` into `target`.
+/// Reads into `target` the local elements `range` of a tensor of `shape`, which is divided like the
+/// parameter `spec`.
 fn fill(
     checkpoint: &Checkpoint,
     part: &str,
     name: &str,
     shape: &[usize],
+    spec: &ParameterSpec,
     range: Range<usize>,
     target: &mut Tensor,
 ) -> Result<(), EngineError> {
@@ -330,5 +454,9 @@ fn fill(
             stored.shape,
         )));
     }
-    Ok(target.overwrite_bytes(|bytes| checkpoint.read(part, name, range, bytes))??)
+    let wanted: Vec<_> = placed(spec, &range, range.clone()).into_iter().map(|(placed, _)| placed).collect();
+    Ok(target.overwrite_bytes(|bytes| checkpoint.read_runs(part, name, &wanted, bytes))??)
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,7 +18,6 @@ use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_autograd::ParamId;
 use trainyard_data::{Tokenizer, place_of};
 use trainyard_model::{Model, ModelSpec, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
@@ -185,27 +184,14 @@ fn open_hugging_face(
     Ok(Trained { rank, tokenizer, spec, run: None })
 }
 
-/// Loads the weights of a Hugging Face folder into `rank`. Returns notes on tensors of the folder
-/// that were not used.
+/// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it holds.
+/// Returns notes on tensors of the folder that were not used.
 pub(crate) fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
-    let model = Model::new(rank.model().spec().expect("a run's model is of a built-in family").clone())?;
-    let elements: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.elements())).collect();
-    // If the rank holds a parameter in parts, the whole parameter is read once and kept for all its
-    // parts. Only one whole parameter is in memory at a time.
-    let mut whole: Option<(ParamId, Vec<f32>)> = None;
+    let specs: BTreeMap<_, _> = rank.model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
     rank.set_masters(|id, range, values| {
-        let read = |values: &mut [f32]| reader.read_slot(&model, id, values).map_err(trainyard_model::ModelError::from);
-        if range.len() == elements[&id] {
-            return Ok(values.overwrite(|values: &mut [f32]| read(values))??);
-        }
-        if whole.as_ref().is_none_or(|(of, _)| *of != id) {
-            let mut all = vec![0.0; elements[&id]];
-            read(&mut all)?;
-            whole = Some((id, all));
-        }
-        let (_, all) = whole.as_ref().expect("it was just read");
-        Ok(values.write(&all[range])?)
+        let read = |values: &mut [f32]| reader.read_part(&specs[&id], range, values);
+        Ok(values.overwrite(read)?.map_err(trainyard_model::ModelError::from)?)
     })?;
     Ok(reader.notes().to_vec())
 }

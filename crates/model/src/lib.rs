@@ -9,7 +9,7 @@
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
-//! | [`parameter`], [`init`] | parameters, their layout in a unit's flat buffer, initial values |
+//! | [`parameter`], [`patch`], [`init`] | parameters, their layout in buffers and in the whole, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
 //!
@@ -23,6 +23,7 @@ pub mod hf;
 pub mod init;
 pub mod model;
 pub mod parameter;
+pub mod patch;
 pub mod presets;
 pub mod rope;
 pub mod spec;
@@ -36,6 +37,7 @@ pub use error::{ModelError, Result};
 pub use init::initialise;
 pub use model::Model;
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
+pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

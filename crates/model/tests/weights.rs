@@ -7,9 +7,10 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 use trainyard_model::weights::{ExportOptions, WeightReader, WeightsError, export};
-use trainyard_model::{Model, ModelSpec, hf, initialise, preset};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, Piece, Split, hf, initialise, preset};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::{Cpu, Isa};
 
@@ -94,6 +95,51 @@ fn shards_hold_what_one_file_holds() {
         let again = tempfile::tempdir().unwrap();
         write_all(again.path(), &model, dtype, 10_000, &back);
         assert_eq!(read_all(&model, &WeightReader::open(again.path(), &model).unwrap()), back);
+    }
+}
+
+/// The rank that holds the second and the last of four uneven stretches along `dim`, or the first
+/// if there is only one row.
+fn part_of(parameter: &ParameterSpec, dim: usize) -> ParameterSpec {
+    let size = parameter.shape[dim];
+    let first = if size < 4 { 0..1 } else { size / 5..size / 2 };
+    let last = if size < 4 { size..size } else { size - size / 4..size };
+    let stretches = [first, last];
+    let mut part = parameter.clone();
+    part.shape[dim] = stretches.iter().map(Range::len).sum();
+    let mut start = 0;
+    let pieces = stretches.into_iter().map(|whole| {
+        let local = start..start + whole.len();
+        start = local.end;
+        Piece { local, whole, holders: 1, owned: true }
+    });
+    part.split = Some(Split { whole: parameter.shape.clone(), dim, pieces: pieces.collect() });
+    part
+}
+
+/// Every golden model, by rows and by columns, transposed and fused sources included, whole or as
+/// ranges that begin and end inside rows.
+#[test]
+fn a_rank_reads_the_rows_and_columns_of_its_part() {
+    for name in GOLDENS {
+        let (model, reader) = open(&golden(name)).unwrap();
+        for (id, parameter) in model.parameters() {
+            let mut all = vec![f32::NAN; parameter.elements()];
+            reader.read_slot(&model, id, &mut all).unwrap();
+            let parts = (0..parameter.shape.len()).map(|dim| part_of(parameter, dim));
+            for part in [parameter.clone()].into_iter().chain(parts) {
+                let n = part.elements();
+                for range in [0..n, n / 3..n - n / 7, n / 2..n / 2 + 1, n / 4..n / 4] {
+                    let mut got = vec![f32::NAN; range.len()];
+                    reader.read_part(&part, range.clone(), &mut got).unwrap();
+                    let runs = part.whole_runs(range.clone());
+                    let want: Vec<_> = runs.into_iter().flat_map(|(run, at)| &all[at..at + run.len()]).collect();
+                    assert!(got.iter().eq(want), "{name} {} {:?} {range:?}", part.name, part.split);
+                }
+            }
+            let error = reader.read_part(parameter, 0..1, &mut [0.0; 2]).unwrap_err().to_string();
+            assert!(error.contains("2 elements are no room for 0..1"), "{error}");
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! `manifest.json`: the list of a checkpoint's contents, with the size and checksum of every file.
 
-use super::CheckpointError;
+use super::runs::check_cover;
+use super::{CheckpointError, Runs};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,10 +13,12 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The name of its checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.xxh3";
-/// Format versions: of a checkpoint whose tensors are each in one file, and of one with tensors in
-/// pieces. This program writes and reads both.
+/// Format versions: of a checkpoint whose tensors are each in one file, of one with tensors in
+/// pieces that are each a flat range, and of one whose files have pieces of many runs or several
+/// pieces of a tensor. This program reads all of them and writes the lowest that suffices.
 const WHOLE: u32 = 1;
-const IN_PIECES: u32 = 2;
+const IN_RANGES: u32 = 2;
+const IN_RUNS: u32 = 3;
 /// Upper limit for the size of a manifest. A hundred thousand tensors take a few tens of megabytes.
 const BYTES_MAX: u64 = 1 << 28;
 
@@ -60,15 +63,51 @@ pub struct TensorEntry {
     pub pieces: Vec<PieceEntry>,
 }
 
-/// A range of a tensor's elements, row-major.
+/// Some of a tensor's elements: a flat range, or runs of equal length at equal distances.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceEntry {
     /// The file it is in, under the tensor's name.
     pub file: String,
     /// The first element.
     pub start: usize,
-    /// One past the last element.
+    /// One past the last element of the first run.
     pub end: usize,
+    /// Number of runs.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub runs: usize,
+    /// Elements of the tensor from the start of one run to the start of the next.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub stride: usize,
+    /// The place of its first element in what the file has under the tensor's name. The runs lie
+    /// there one after the other.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub at: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(number: &usize) -> bool {
+    *number == 1
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
+impl PieceEntry {
+    /// The entry of `runs` in `file`, from element `at` on.
+    pub(super) fn new(file: String, runs: &Runs, at: usize) -> PieceEntry {
+        let Runs { first, count, stride } = runs;
+        let stride = if *count == 1 { 0 } else { *stride };
+        PieceEntry { file, start: first.start, end: first.end, runs: *count, stride, at }
+    }
+
+    /// Its elements of the tensor.
+    pub fn elements(&self) -> Runs {
+        Runs { first: self.start..self.end, count: self.runs, stride: self.stride }
+    }
 }
 
 impl TensorEntry {
@@ -80,9 +119,18 @@ impl TensorEntry {
     /// The pieces of the tensor; a single one if the tensor is whole in one file.
     pub(super) fn all_pieces(&self) -> Vec<PieceEntry> {
         if self.pieces.is_empty() {
-            return vec![PieceEntry { file: self.file.clone(), start: 0, end: self.elements() }];
+            return vec![PieceEntry::new(self.file.clone(), &Runs::from(0..self.elements()), 0)];
         }
         self.pieces.clone()
+    }
+
+    /// Checks that every element is in exactly one piece.
+    pub(super) fn check_pieces(&self) -> Result<(), String> {
+        let pieces: Vec<Runs> = self.all_pieces().iter().map(PieceEntry::elements).collect();
+        match pieces.iter().find(|runs| !runs.are_within(self.elements())) {
+            Some(runs) => Err(format!("{runs} are no part of {:?}", self.shape)),
+            None => check_cover(&pieces, self.elements()),
+        }
     }
 }
 
@@ -115,9 +163,9 @@ impl Manifest {
         }
         let parse = |error: serde_json::Error| damaged(format!("{MANIFEST} cannot be read: {error}"));
         let Version { version } = serde_json::from_slice(&text).map_err(parse)?;
-        if !(WHOLE..=IN_PIECES).contains(&version) {
+        if !(WHOLE..=IN_RUNS).contains(&version) {
             return Err(damaged(format!(
-                "its format is version {version}, and this program reads versions {WHOLE} and {IN_PIECES}"
+                "its format is version {version}, and this program reads versions {WHOLE} to {IN_RUNS}"
             )));
         }
         let manifest: Manifest = serde_json::from_slice(&text).map_err(parse)?;
@@ -136,11 +184,9 @@ impl Manifest {
                         "{part} tensor `{name}` is said to be in {file:?}, which is not listed"
                     )));
                 }
-                let ends = [0].into_iter().chain(pieces.iter().map(|piece| piece.end));
-                let joined = pieces.iter().zip(ends).all(|(piece, end)| piece.start == end && piece.start <= piece.end);
-                if !joined || pieces.last().map(|piece| piece.end) != Some(entry.elements()) {
-                    return Err(damaged(format!("{part} tensor `{name}`: its pieces are not all of it")));
-                }
+                entry.check_pieces().map_err(|problem| {
+                    damaged(format!("{part} tensor `{name}`: its pieces are not all of it: {problem}"))
+                })?;
             }
         }
         Ok(manifest)
@@ -148,8 +194,9 @@ impl Manifest {
 
     /// The manifest's text and its checksum.
     pub(super) fn encode(&self) -> Result<(Vec<u8>, String), CheckpointError> {
-        let in_pieces = self.parts.values().flatten().any(|(_, entry)| !entry.pieces.is_empty());
-        let version = if in_pieces { IN_PIECES } else { WHOLE };
+        let version_for = |piece: &PieceEntry| if piece.runs > 1 || piece.at > 0 { IN_RUNS } else { IN_RANGES };
+        let pieces = self.parts.values().flatten().flat_map(|(_, entry)| &entry.pieces);
+        let version = pieces.map(version_for).max().unwrap_or(WHOLE);
         let text = serde_json::to_vec_pretty(&Manifest { version, ..self.clone() })
             .map_err(|error| CheckpointError::Snapshot(format!("its state is no JSON: {error}")))?;
         let sum = hex(xxh3_64(&text)) + "\n";

@@ -33,6 +33,7 @@ mod fault;
 mod group;
 mod manifest;
 mod read;
+mod runs;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -44,12 +45,13 @@ pub use fault::{Fault, FaultKind};
 pub use group::Trouble;
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
+pub use runs::{PlacedRuns, Runs};
 pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
 pub use write::Written;
 
 use crate::tier::{Store, TierError};
+use std::collections::BTreeSet;
 use std::fmt;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_tensor::{DType, Tensor, TensorError};
@@ -74,9 +76,12 @@ pub struct SnapshotPart<'a> {
     pub name: String,
     /// The tensors, in any order; names are unique.
     pub regions: Vec<Region<'a>>,
+    /// Names of tensors that the whole part must have, on whatever ranks they are. A checkpoint
+    /// without one of them is not committed.
+    pub required: BTreeSet<String>,
 }
 
-/// A named tensor, or a range of its elements, as bytes, little-endian, row-major.
+/// A named tensor, or some of its elements, as bytes, little-endian.
 #[derive(Clone, Debug)]
 pub struct Region<'a> {
     /// Name of the tensor.
@@ -85,16 +90,22 @@ pub struct Region<'a> {
     pub dtype: DType,
     /// The whole tensor's shape.
     pub shape: Vec<usize>,
-    /// Range of the tensor's elements; all of them when one rank writes alone.
-    pub range: Range<usize>,
+    /// The tensor's elements in the order of the bytes; all of them, row-major, when one rank
+    /// writes alone.
+    pub runs: Vec<Runs>,
     /// The values.
     pub bytes: Bytes<'a>,
 }
 
 impl Region<'_> {
-    /// True if the range covers all elements of the tensor.
+    /// True if it has all elements of the tensor, row-major.
     pub fn is_whole(&self) -> bool {
-        self.range.start == 0 && self.range.end == self.shape.iter().product::<usize>()
+        self.runs == [Runs::from(0..self.shape.iter().product::<usize>())]
+    }
+
+    /// Number of its elements.
+    pub fn elements(&self) -> usize {
+        self.runs.iter().map(Runs::elements).sum()
     }
 }
 

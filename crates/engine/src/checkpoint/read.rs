@@ -2,7 +2,7 @@
 
 use super::manifest::{Manifest, TensorEntry};
 use super::write::{dtype_name, open, verify_contents};
-use super::{CheckpointError, FileEntry};
+use super::{CheckpointError, FileEntry, PlacedRuns, Runs};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -118,25 +118,50 @@ impl Checkpoint {
     /// # Errors
     /// A missing tensor, or a `target` of the wrong size.
     pub fn read(&self, part: &str, name: &str, range: Range<usize>, target: &mut [u8]) -> Result<(), CheckpointError> {
+        self.read_runs(part, name, &[Runs::from(range).placed_at(0)], target)
+    }
+
+    /// Reads some of a tensor's elements, little-endian, into their places in `target`. Of the
+    /// files, only those elements are touched.
+    ///
+    /// # Errors
+    /// A missing tensor, elements that it does not have, or a `target` of another size than theirs.
+    pub fn read_runs(
+        &self,
+        part: &str,
+        name: &str,
+        wanted: &[PlacedRuns],
+        target: &mut [u8],
+    ) -> Result<(), CheckpointError> {
         let entry = self.entry(part, name)?;
         let wrong = |what: &str| CheckpointError::damaged(&self.path, format!("{part} tensor `{name}`: {what}"));
         let size = dtype(&entry.dtype).ok_or_else(|| wrong("its type is unknown"))?.size();
-        if range.end > entry.elements() || target.len() != range.len() * size {
-            return Err(wrong(&format!("elements {range:?} were asked for, {} bytes of them", target.len())));
+        let elements: usize = wanted.iter().map(|placed| placed.runs.elements()).sum();
+        let fits = |placed: &PlacedRuns| {
+            placed.runs.are_within(entry.elements()) && placed.places().all(|place| place.end * size <= target.len())
+        };
+        if target.len() != elements * size || !wanted.iter().all(fits) {
+            let wanted = wanted.iter().map(|placed| placed.runs.to_string()).collect::<Vec<_>>().join(", ");
+            return Err(wrong(&format!("{wanted} were asked for, {} bytes of them", target.len())));
         }
+        let mut found = 0;
         for piece in entry.all_pieces() {
-            let held = range.start.max(piece.start)..range.end.min(piece.end);
-            if held.is_empty() {
-                continue;
-            }
+            let held = piece.elements().placed_at(piece.at);
             let file = self.files.get(&piece.file).ok_or_else(|| wrong("its file is missing"))?;
             let bytes = file.ranges.get(name).and_then(|range| file.bytes.get(range.clone()));
             let bytes = bytes.ok_or_else(|| wrong("its file does not have it"))?;
-            let (from, to) = (held.start - piece.start, held.start - range.start);
-            let bytes = &bytes[from * size..(from + held.len()) * size];
-            target[to * size..(to + held.len()) * size].copy_from_slice(bytes);
+            for placed in wanted {
+                placed.for_common(&held, |to, from, length| {
+                    let bytes = &bytes[from * size..(from + length) * size];
+                    target[to * size..(to + length) * size].copy_from_slice(bytes);
+                    found += length;
+                });
+            }
         }
-        Ok(())
+        match found == elements {
+            true => Ok(()),
+            false => Err(wrong(&format!("{found} of {elements} elements were found"))),
+        }
     }
 }
 
@@ -160,11 +185,22 @@ fn map(folder: &Path, entry: &FileEntry) -> Result<Mapped, CheckpointError> {
 /// Checks that the manifest's entry of a tensor agrees with the files.
 fn agree(folder: &Path, files: &BTreeMap<String, Mapped>, name: &str, entry: &TensorEntry) -> Result<(), String> {
     let dtype = dtype(&entry.dtype).ok_or_else(|| format!("the type {} is unknown", entry.dtype))?;
-    for piece in entry.all_pieces() {
-        let path = folder.join(&piece.file);
-        let file = files.get(&piece.file).ok_or_else(|| format!("{} is no safetensors file", path.display()))?;
-        let range = file.ranges.get(name).ok_or_else(|| format!("{} does not have it", piece.file))?;
-        if (piece.end - piece.start).checked_mul(dtype.size()) != Some(range.len()) {
+    let mut pieces = entry.all_pieces();
+    pieces.sort_by(|a, b| (&a.file, a.at).cmp(&(&b.file, b.at)));
+    for in_file in pieces.chunk_by(|a, b| a.file == b.file) {
+        let name_of_file = &in_file[0].file;
+        let path = folder.join(name_of_file);
+        let file = files.get(name_of_file).ok_or_else(|| format!("{} is no safetensors file", path.display()))?;
+        let range = file.ranges.get(name).ok_or_else(|| format!("{name_of_file} does not have it"))?;
+        // In the file the pieces lie one after the other.
+        let mut end = 0;
+        for piece in in_file {
+            if piece.at != end {
+                return Err(format!("{name_of_file} has a piece at element {} and none at {end}", piece.at));
+            }
+            end += piece.elements().elements();
+        }
+        if end.checked_mul(dtype.size()) != Some(range.len()) {
             return Err(format!("{} {:?} is not {} bytes", entry.dtype, entry.shape, range.len()));
         }
     }

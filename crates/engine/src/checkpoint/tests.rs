@@ -28,7 +28,7 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
 fn region(name: &str, dtype: DType, shape: &[usize], seed: u64) -> Region<'static> {
     let elements = shape.iter().product::<usize>();
     let bytes = noise(seed, elements * dtype.size()).into();
-    Region { name: name.to_owned(), dtype, shape: shape.to_vec(), range: 0..elements, bytes }
+    Region { name: name.to_owned(), dtype, shape: shape.to_vec(), runs: vec![Runs::from(0..elements)], bytes }
 }
 
 /// A model of two parts in several files, different at every step.
@@ -44,8 +44,8 @@ fn snapshot(step: u64) -> Snapshot<'static> {
     Snapshot {
         step,
         parts: vec![
-            SnapshotPart { name: "model".to_owned(), regions: model },
-            SnapshotPart { name: "optimizer".to_owned(), regions: optimizer },
+            SnapshotPart { name: "model".to_owned(), regions: model, required: BTreeSet::new() },
+            SnapshotPart { name: "optimizer".to_owned(), regions: optimizer, required: BTreeSet::new() },
         ],
         state: json!({ "position": step * 17, "loss": 0.1 + step as f64 / 3.0 }),
         attachments: vec![("config.json".to_owned(), b"{}".to_vec())],
@@ -344,6 +344,12 @@ fn lying_headers_and_manifests_are_refused() {
     let tensor = |key: &'static str, value: serde_json::Value| {
         refusal(move |manifest, _| manifest["parts"]["optimizer"]["m"][key] = value.clone())
     };
+    // Two runs in each piece: (start, end, stride, place).
+    let runs = |pieces: [(usize, usize, usize, usize); 2]| {
+        let file = "optimizer.safetensors";
+        let piece = |(start, end, stride, at)| json!({ "file": file, "start": start, "end": end, "runs": 2, "stride": stride, "at": at });
+        tensor("pieces", pieces.map(piece).to_vec().into())
+    };
     let mut long = u64::MAX.to_le_bytes().to_vec();
     long.extend([0; 64]);
     let mut nonsense = 4u64.to_le_bytes().to_vec();
@@ -371,10 +377,19 @@ fn lying_headers_and_manifests_are_refused() {
         (tensor("file", json!("../../x.safetensors")), "which is not listed"),
         (refusal(|manifest, _| manifest["files"][0]["name"] = json!("../../x")), "names a file"),
         (refusal(|manifest, _| manifest["files"][0]["name"] = json!("/etc/passwd")), "names a file"),
-        (refusal(|manifest, _| manifest["version"] = json!(3)), "version 3, and this program reads versions 1 and 2"),
+        (refusal(|manifest, _| manifest["version"] = json!(4)), "version 4, and this program reads versions 1 to 3"),
         (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 0, "end": 39 }])), "not all of it"),
         (tensor("pieces", json!([{ "file": "optimizer.safetensors", "start": 1, "end": 40 }])), "not all of it"),
         (tensor("pieces", json!([{ "file": "nowhere.safetensors", "start": 0, "end": 40 }])), "which is not listed"),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 20)]), ""),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 21)]), "optimizer.safetensors has a piece at element 21 and none at 20"),
+        (runs([(0, 10, 20, 0), (10, 20, 20, 0)]), "has a piece at element 0 and none at 20"),
+        (runs([(0, 10, 20, 0), (10, 19, 20, 20)]), "not all of it: elements 19 to 20 were written by no rank"),
+        (runs([(0, 11, 20, 0), (10, 20, 20, 20)]), "not all of it: elements 10 to 11 were written twice"),
+        (runs([(0, 10, 20, 0), (10, 20, 10, 20)]), "columns of matrices of 20 and of 10 columns"),
+        (runs([(0, 10, 20, 0), (15, 25, 20, 20)]), "elements 15..25 (2 times, every 20) are no part of [40]"),
+        (runs([(0, 10, 0, 0), (10, 20, 20, 20)]), "are no part of [40]"),
+        (runs([(0, 10, usize::MAX, 0), (10, 20, 20, 20)]), "are no part of [40]"),
         (refusal(|manifest, _| *manifest = json!({ "version": 1, "files": [] })), "cannot be read: missing field"),
         (refusal(|_, folder| fs::remove_file(folder.join("config.json")).unwrap()), "config.json is missing"),
     ] {
@@ -398,7 +413,9 @@ fn snapshots_that_could_not_be_read_are_refused() {
             .contains("`a.weight` is f32 [16, 7], elements 0..128, but has 512 bytes")
     );
     assert!(refused(&|s| s.parts[0].regions[1].shape = vec![usize::MAX, 2]).contains("but has 512 bytes"));
-    assert!(refused(&|s| s.parts[0].regions[1].range = 0..64).contains("elements 0..64, but has 512 bytes"));
+    assert!(
+        refused(&|s| s.parts[0].regions[1].runs = vec![(0..64).into()]).contains("elements 0..64, but has 512 bytes")
+    );
     assert!(refused(&|s| s.parts[0].regions[1].shape = vec![16, 9]).contains("elements 128 to 144 were written by no"));
     assert!(refused(&|s| s.parts[0].regions[1].name = "b.half".to_owned()).contains("used twice"));
     assert!(refused(&|s| s.parts[0].regions[1].name = "__metadata__".to_owned()).contains("reserved"));
@@ -413,12 +430,13 @@ fn snapshots_that_could_not_be_read_are_refused() {
 fn share(mut snapshot: Snapshot<'static>, rank: usize, ranks: usize) -> Snapshot<'static> {
     for part in &mut snapshot.parts {
         for region in &mut part.regions {
-            let (elements, size) = (region.range.end, region.dtype.size());
-            region.range = elements * rank / ranks..elements * (rank + 1) / ranks;
-            let bytes = all(&region.bytes)[region.range.start * size..region.range.end * size].to_vec();
+            let (elements, size) = (region.elements(), region.dtype.size());
+            let range = elements * rank / ranks..elements * (rank + 1) / ranks;
+            let bytes = all(&region.bytes)[range.start * size..range.end * size].to_vec();
             region.bytes = bytes.into();
+            region.runs = vec![range.into()];
         }
-        part.regions.retain(|region| !region.range.is_empty());
+        part.regions.retain(|region| region.elements() > 0);
     }
     snapshot
 }
@@ -451,7 +469,7 @@ fn write_on_three_ranks_with(
                 for step in [1, 2] {
                     let mut snapshot = snapshot(step);
                     // Empty regions belong to no rank's share.
-                    snapshot.parts[0].regions.retain(|region| !region.range.is_empty());
+                    snapshot.parts[0].regions.retain(|region| region.elements() > 0);
                     let mut share = share(snapshot, rank, 3);
                     change(rank, &mut share);
                     events += writer.submit(share)?.len();
@@ -470,7 +488,7 @@ fn ranks_write_their_parts_of_one_checkpoint() {
     assert_eq!(write_on_three_ranks(run.path(), |_, _| ()), [Ok(2), Ok(0), Ok(0)]);
     let found = latest(run.path());
     let mut want = snapshot(2);
-    want.parts[0].regions.retain(|region| !region.range.is_empty());
+    want.parts[0].regions.retain(|region| region.elements() > 0);
     assert_holds(&found.checkpoint, &want);
     let whole = want.parts[0].regions.iter().find(|region| region.name == "a.weight").unwrap();
     let mut some = vec![0; 4 * 60];
@@ -485,7 +503,7 @@ fn a_rank_that_cannot_write_its_part_leaves_no_checkpoint_and_is_named_everywher
     let run = tempfile::tempdir().unwrap();
     let said = write_on_three_ranks(run.path(), |rank, share| {
         if rank == 1 && share.step == 2 {
-            share.parts[0].regions[0].range.end += 1;
+            share.parts[0].regions[0].runs[0].first.end += 1;
         }
     });
     for said in said {
@@ -640,7 +658,7 @@ proptest! {
         let regions = sizes.iter().enumerate().map(|(i, n)| region(&format!("tensor {i} \"é\\"), DType::F32, &[*n], i as u64)).collect();
         let want = Snapshot {
             step: u64::from(step),
-            parts: vec![SnapshotPart { name: "model".to_owned(), regions }],
+            parts: vec![SnapshotPart { name: "model".to_owned(), regions, required: BTreeSet::new() }],
             state: json!({ "numbers": numbers, "big": u64::MAX }),
             attachments: vec![],
         };

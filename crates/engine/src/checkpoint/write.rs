@@ -3,7 +3,7 @@
 
 use super::fault::{Disk, Output};
 use super::manifest::{FileEntry, MANIFEST, MANIFEST_SUM, Manifest, PieceEntry, TensorEntry, hex, is_plain};
-use super::{Bytes, CheckpointError, Region, Snapshot, SnapshotPart};
+use super::{Bytes, CheckpointError, Region, Runs, Snapshot, SnapshotPart};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,22 +61,22 @@ pub(super) const fn dtype_name(dtype: DType) -> &'static str {
 pub(super) fn check(snapshot: &Snapshot<'_>) -> Result<(), CheckpointError> {
     let refuse = |what: String| Err(CheckpointError::Snapshot(what));
     let mut parts = BTreeSet::new();
-    for SnapshotPart { name: part, regions } in &snapshot.parts {
+    for SnapshotPart { name: part, regions, .. } in &snapshot.parts {
         if !is_plain(part) || part.contains('.') || !parts.insert(part) {
             return refuse(format!("the part name {part:?} is no plain word or is used twice"));
         }
         let mut names = BTreeSet::new();
-        for Region { name, dtype, shape, range, bytes } in regions {
+        for region in regions {
+            let Region { name, dtype, shape, runs, bytes } = region;
             if name.is_empty() || name == "__metadata__" || !names.insert(name) {
                 return refuse(format!("{part}: the tensor name {name:?} is reserved or used twice"));
             }
             let elements = shape.iter().try_fold(1usize, |size, n| size.checked_mul(*n));
             let got = bytes.len();
-            let fits = elements.is_some_and(|elements| range.start <= range.end && range.end <= elements);
-            if !fits || range.len().checked_mul(dtype.size()) != Some(got) {
-                return refuse(format!(
-                    "{part}: `{name}` is {dtype} {shape:?}, elements {range:?}, but has {got} bytes"
-                ));
+            let fits = elements.is_some_and(|elements| runs.iter().all(|runs| runs.are_within(elements)));
+            if !fits || region.elements().checked_mul(dtype.size()) != Some(got) {
+                let runs = runs.iter().map(Runs::to_string).collect::<Vec<_>>().join(", ");
+                return refuse(format!("{part}: `{name}` is {dtype} {shape:?}, {runs}, but has {got} bytes"));
             }
         }
     }
@@ -119,12 +119,12 @@ pub(super) struct Partial {
     pub pieces: BTreeMap<String, BTreeMap<String, Piece>>,
 }
 
-/// A range of a tensor in a file.
+/// The pieces of a tensor in a file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Piece {
     pub dtype: String,
     pub shape: Vec<usize>,
-    pub at: PieceEntry,
+    pub at: Vec<PieceEntry>,
 }
 
 /// Writes the tensors of one rank's snapshot into `folder`. The files are durable; the folder
@@ -156,6 +156,12 @@ pub(super) fn write_rest(
     let mut manifest = Manifest::new(snapshot.step, snapshot.state.clone());
     let mut ours = partials.first().map_or_else(Vec::new, |first| first.files.clone());
     merge(&mut manifest, partials)?;
+    for SnapshotPart { name: part, required, .. } in &snapshot.parts {
+        let there = manifest.parts.get(part);
+        if let Some(name) = required.iter().find(|name| there.is_none_or(|tensors| !tensors.contains_key(*name))) {
+            return Err(CheckpointError::Snapshot(format!("{part}: `{name}` was written by no rank")));
+        }
+    }
     for (name, bytes) in &snapshot.attachments {
         let entry = write_file(disk, folder, name, sizes, bytes)?;
         ours.push(entry.clone());
@@ -188,22 +194,13 @@ fn merge(manifest: &mut Manifest, partials: Vec<Partial>) -> Result<(), Checkpoi
                 if entry.dtype != dtype || entry.shape != shape {
                     return refuse(format!("ranks disagree on `{name}`: {dtype} {shape:?}, {entry:?}"));
                 }
-                entry.pieces.push(at);
+                entry.pieces.extend(at);
             }
         }
     }
     for (name, entry) in manifest.parts.values_mut().flatten() {
         entry.pieces.sort_by_key(|piece| piece.start);
-        let mut end = 0;
-        for piece in &entry.pieces {
-            if piece.start != end {
-                return refuse(format!("`{name}`: elements {end} to {} were written by no rank or twice", piece.start));
-            }
-            end = piece.end;
-        }
-        if end != entry.elements() {
-            return refuse(format!("`{name}`: elements {end} to {} were written by no rank", entry.elements()));
-        }
+        entry.check_pieces().map_err(|problem| CheckpointError::Snapshot(format!("`{name}`: {problem}")))?;
         if let [whole] = entry.pieces.as_mut_slice() {
             entry.file = std::mem::take(&mut whole.file);
             entry.pieces.clear();
@@ -257,14 +254,21 @@ fn write_part(
         partial.files.push(write_contents(disk, folder, &file, sizes, &contents)?);
         for region in shard {
             let dtype = dtype_name(region.dtype).to_owned();
-            let at = PieceEntry { file: file.clone(), start: region.range.start, end: region.range.end };
-            pieces.insert(region.name.clone(), Piece { dtype, shape: region.shape.clone(), at });
+            let mut end = 0;
+            let at = region.runs.iter().map(|runs| {
+                let at = end;
+                end += runs.elements();
+                PieceEntry::new(file.clone(), runs, at)
+            });
+            let (shape, at) = (region.shape.clone(), at.collect());
+            pieces.insert(region.name.clone(), Piece { dtype, shape, at });
         }
     }
     if count > 1 && writer.ranks == 1 {
         // The index that Hugging Face libraries look for beside sharded files.
         let total: usize = part.regions.iter().map(|region| region.bytes.len()).sum();
-        let map: BTreeMap<_, _> = pieces.iter().map(|(name, piece)| (name, &piece.at.file)).collect();
+        let map: BTreeMap<_, _> =
+            pieces.iter().filter_map(|(name, piece)| Some((name, &piece.at.first()?.file))).collect();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
         let name = format!("{}.safetensors.index.json", part.name);
         let text = format!("{index:#}");
@@ -282,7 +286,7 @@ fn header(regions: &[&Region<'_>]) -> Vec<u8> {
     for region in regions {
         let end = offset + region.bytes.len();
         // A part of a tensor has no shape of its own.
-        let part = [region.range.len()];
+        let part = [region.elements()];
         let shape = if region.is_whole() { region.shape.as_slice() } else { &part };
         let entry = json!({ "dtype": dtype_name(region.dtype), "shape": shape, "data_offsets": [offset, end] });
         entries.insert(region.name.clone(), entry);

@@ -137,6 +137,16 @@ fn muon_and_adafactor_update_each_matrix_of_a_fused_parameter_by_itself() {
     }
 }
 
+#[test]
+fn the_size_of_state_is_known_from_parameters() {
+    for name in ["adamw", "sgd", "lion", "muon", "adafactor"] {
+        let trial = Trial::new(&[8, 4, 4], 4, settings(&[format!("optimizer.name={name}")]));
+        let held: usize = trial.optimizer.state().unwrap().iter().map(|(part, _)| part.range.len()).sum();
+        let parameters = trial.model.parameters();
+        assert_eq!(parameters.map(|(_, spec)| trial.optimizer.state_elements(spec)).sum::<usize>(), held, "{name}");
+    }
+}
+
 /// The state of a fused parameter is one tensor in a checkpoint. Each part of it is the state of
 /// one matrix.
 #[test]

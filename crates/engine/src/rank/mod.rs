@@ -139,11 +139,11 @@ impl Rank {
     /// the same values as its part of the whole.
     fn initialise(&mut self) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
-            self.model.parameters().map(|(id, spec)| (id, spec.init)).collect();
+            self.model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
         let seed = self.seed;
         self.set_masters(|id, range, values| {
             let site = (id.unit << 16) | id.index;
-            initialise(values, specs[&id], range.start, RandomKey { seed, step: RandomKey::INIT, site })
+            initialise(values, &specs[&id], range, RandomKey { seed, step: RandomKey::INIT, site })
         })
     }
 
@@ -516,7 +516,9 @@ impl Rank {
             Action::Reduce { unit, accumulate, .. } => {
                 self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
             }
-            Action::Tie { unit, axis: Axis::Pipeline } => self.gradients.tie(unit as usize, links.tie(unit), &links.staging),
+            Action::Tie { unit, axis: Axis::Pipeline } => {
+                self.gradients.tie(unit as usize, links.tie(unit), &links.staging)
+            }
             other => Err(cannot(other)),
         }
     }

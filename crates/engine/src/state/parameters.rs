@@ -12,7 +12,7 @@ use crate::{EngineError, Result};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, ParamId, Parameter, Parameters};
-use trainyard_model::{Init, Model, UnitLayout};
+use trainyard_model::{Init, Model, ParameterSpec, UnitLayout};
 use trainyard_program::Extent;
 use trainyard_tensor::cpu::philox::{self, RandomKey};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
@@ -97,7 +97,7 @@ impl ParameterState {
         (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
     }
 
-    /// True if this rank holds `unit`.
+    /// True if this rank holds the unit, or a part of it.
     pub fn holds(&self, unit: usize) -> bool {
         self.holding.holds(unit)
     }
@@ -468,13 +468,60 @@ impl Parameters for ParameterState {
     }
 }
 
-/// Fills `values` with the initial values of a parameter's elements from `first` on.
-pub(crate) fn initialise(values: &mut Tensor, init: Init, first: usize, key: RandomKey) -> Result<()> {
+/// Fills `values` with the initial values of the elements `local` of the part of a parameter that a
+/// rank holds. They are those of the whole parameter, whatever the split.
+pub(crate) fn initialise(
+    values: &mut Tensor,
+    parameter: &ParameterSpec,
+    local: Range<usize>,
+    key: RandomKey,
+) -> Result<()> {
     let device = values.device().clone();
     let Some(cpu) = device.host() else { return Ok(()) };
-    Ok(values.overwrite::<f32, _>(|values| match init {
+    Ok(values.overwrite::<f32, _>(|values| match parameter.init {
         Init::Zeros => values.fill(0.0),
         Init::Ones => values.fill(1.0),
-        Init::Normal { std } => philox::fill_normal(cpu, key, first as u64, 0.0, std, values),
+        Init::Normal { std } => {
+            for (run, first) in parameter.whole_runs(local.clone()) {
+                let values = &mut values[run.start - local.start..run.end - local.start];
+                philox::fill_normal(cpu, key, first as u64, 0.0, std, values);
+            }
+        }
     })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trainyard_model::{ParameterKind, Piece, Split};
+    use trainyard_tensor::cpu::Isa;
+
+    /// By rows and by columns, from inside one row to inside another.
+    #[test]
+    fn a_part_begins_with_the_values_of_the_whole() {
+        let device = Device::cpu(Isa::detect(), 2, None);
+        let key = RandomKey { seed: 3, step: RandomKey::INIT, site: 65_537 };
+        let whole = ParameterSpec::new("w", &[30, 40], Init::Normal { std: 0.02 }, ParameterKind::Matrix, "w");
+        let fill = |spec: &ParameterSpec, local: Range<usize>| {
+            let mut values = device.empty([local.len()], DType::F32, Purpose::Params).unwrap();
+            initialise(&mut values, spec, local, key).unwrap();
+            values.to_f32_vec().unwrap()
+        };
+        let mut all = vec![0.0; 1200];
+        philox::fill_normal(device.host().unwrap(), key, 0, 0.0, 0.02, &mut all);
+        assert_eq!(fill(&whole, 0..1200), all);
+        assert_eq!(fill(&whole, 17..1003), all[17..1003]);
+        for dim in 0..2 {
+            let piece = |local, whole| Piece { local, whole, holders: 1, owned: true };
+            let pieces = vec![piece(0..5, 20..25), piece(5..11, 3..9)];
+            let mut part = whole.clone();
+            part.shape[dim] = 11;
+            part.split = Some(Split { whole: vec![30, 40], dim, pieces });
+            let end = part.elements();
+            let elements: Vec<usize> = part.whole_runs(0..end).iter().flat_map(|(r, at)| *at..at + r.len()).collect();
+            let want: Vec<f32> = elements.iter().map(|element| all[*element]).collect();
+            assert_eq!(fill(&part, 0..end), want);
+            assert_eq!(fill(&part, 13..end - 14), want[13..end - 14]);
+        }
+    }
 }

@@ -8,6 +8,7 @@ use crate::spec::Family;
 use crate::{Model, ModelError};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use trainyard_autograd::{ParamId, Store};
 use trainyard_tensor::{DType, Device, Purpose};
@@ -23,6 +24,16 @@ pub struct WeightReader {
     places: BTreeMap<String, (usize, StoredTensor)>,
     layouts: Vec<UnitLayout>,
     notes: Vec<String>,
+}
+
+/// A rectangle of a source, as the parameter has it: not transposed.
+struct Block {
+    rows: Range<usize>,
+    columns: Range<usize>,
+    /// Rows and columns of all of the source.
+    shape: [usize; 2],
+    /// Elements from the start of one row to the next where it is read to.
+    stride: usize,
 }
 
 #[derive(Deserialize)]
@@ -83,31 +94,84 @@ impl WeightReader {
     }
 
     fn read_parameter(&self, parameter: &ParameterSpec, out: &mut [f32]) -> Result<(), WeightsError> {
-        let width = parameter.row_elements();
-        for source in &parameter.sources {
-            let out = &mut out[source.rows.start * width..source.rows.end * width];
-            self.read_source(source, width, out)?;
+        self.read_part(parameter, 0..parameter.elements(), out)
+    }
+
+    /// Reads the elements `local` of the part of a parameter that a rank holds. Of the files, only
+    /// the rows and columns that these elements lie in are read.
+    ///
+    /// # Errors
+    /// Refusals of the operating system, and an `out` of another length than `local`.
+    pub fn read_part(
+        &self,
+        parameter: &ParameterSpec,
+        local: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
+        if out.len() != local.len() || local.end > parameter.elements() {
+            let path = self.files.first().map_or_else(PathBuf::new, |file| file.path().into());
+            let name = &parameter.name;
+            let problem = format!("{} elements are no room for {local:?} of a part of `{name}`", out.len());
+            return Err(WeightsError::Mismatch { path, problems: vec![problem] });
+        }
+        let rows = parameter.whole_shape().first().copied().unwrap_or(1);
+        for patch in parameter.patches(local.clone()) {
+            // Rows of the patch's matrix in one row of the parameter; more than one only if a split
+            // is along a later dimension than the second.
+            let each = parameter.whole_shape().iter().product::<usize>() / (rows * patch.width).max(1);
+            for source in &parameter.sources {
+                let start = source.rows.start * each;
+                let held = patch.rows.start.max(start)..patch.rows.end.min(source.rows.end * each);
+                if held.is_empty() {
+                    continue;
+                }
+                let first = patch.local - local.start + (held.start - patch.rows.start) * patch.local_stride;
+                let block = Block {
+                    rows: held.start - start..held.end - start,
+                    columns: patch.columns.clone(),
+                    shape: [source.rows.len() * each, patch.width],
+                    stride: patch.local_stride,
+                };
+                self.read_block(source, &block, &mut out[first..])?;
+            }
         }
         Ok(())
     }
 
-    fn read_source(&self, source: &Source, width: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+    /// Reads a rectangle of a source. Its first element goes to the front of `out`.
+    fn read_block(&self, source: &Source, block: &Block, out: &mut [f32]) -> Result<(), WeightsError> {
         let (file, tensor) = &self.places[&source.hf_name];
+        let Block { rows, columns, shape: [all_rows, width], stride } = block;
         if !source.transposed {
-            return self.read_range(*file, tensor, 0, out);
+            // Full rows lie one after the other, here and there.
+            if columns.len() == *width && stride == width {
+                return self.read_range(*file, tensor, rows.start * width, &mut out[..rows.len() * width]);
+            }
+            for (number, row) in rows.clone().enumerate() {
+                let out = &mut out[number * stride..][..columns.len()];
+                self.read_range(*file, tensor, row * width + columns.start, out)?;
+            }
+            return Ok(());
         }
         // Stored as [width, rows]: a stripe of stored rows becomes a stripe of the parameter's
         // columns.
-        let rows = source.rows.len();
-        let stripe = (CHUNK / 4 / rows.max(1)).clamp(1, width.max(1));
-        let mut values = vec![0.0; stripe * rows];
-        for first in (0..width).step_by(stripe) {
-            let columns = stripe.min(width - first);
-            let values = &mut values[..columns * rows];
-            self.read_range(*file, tensor, first * rows, values)?;
-            for (row, out) in out.chunks_exact_mut(width).enumerate() {
-                for (column, x) in out[first..first + columns].iter_mut().enumerate() {
-                    *x = values[column * rows + row];
+        let count = rows.len();
+        let stripe = (CHUNK / 4 / count.max(1)).clamp(1, columns.len().max(1));
+        let mut values = vec![0.0; stripe * count];
+        for first in columns.clone().step_by(stripe) {
+            let stored = first..columns.end.min(first + stripe);
+            let values = &mut values[..stored.len() * count];
+            if count == *all_rows {
+                self.read_range(*file, tensor, first * all_rows, values)?;
+            } else {
+                for (column, values) in stored.clone().zip(values.chunks_exact_mut(count)) {
+                    self.read_range(*file, tensor, column * all_rows + rows.start, values)?;
+                }
+            }
+            for row in 0..count {
+                let out = &mut out[row * stride + first - columns.start..][..stored.len()];
+                for (column, x) in out.iter_mut().enumerate() {
+                    *x = values[column * count + row];
                 }
             }
         }
@@ -148,7 +212,7 @@ impl WeightReader {
             }
             for source in &parameter.sources {
                 wanted.insert(source.hf_name.as_str());
-                let shape = source.shape(&parameter.shape);
+                let shape = source.shape(parameter.whole_shape());
                 match self.places.get(&source.hf_name) {
                     None => problems.push(format!("`{}` {shape:?} is missing", source.hf_name)),
                     Some((_, stored)) if stored.shape != shape => {
