@@ -9,6 +9,7 @@
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
+//! | [`split`] | the units of one rank of a tensor-parallel group |
 //! | [`parameter`], [`init`] | parameters, their layout in a unit's flat buffer, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
@@ -26,6 +27,7 @@ pub mod parameter;
 pub mod presets;
 pub mod rope;
 pub mod spec;
+pub mod split;
 pub mod unit;
 pub mod units;
 pub mod weights;
@@ -38,4 +40,5 @@ pub use model::{Model, Passage};
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
+pub use split::TensorSplit;
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};
