@@ -11,7 +11,7 @@ use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
-use trainyard_tensor::ops::{HeadLayout, Segments};
+use trainyard_tensor::ops::{HeadLayout, Segments, TablePart};
 use trainyard_tensor::{DType, Device, Purpose};
 
 /// At least one example for every row of the table.
@@ -38,6 +38,21 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         "linear_cross_entropy" => vec![example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
             let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
             t.linear_cross_entropy(&x[0], p(0), &targets, 0.7)
+        })],
+        "bias" => vec![example(&[&[5, 9]], &[&[9]], |t, x| t.add_bias(&x[0], p(0)))],
+        // Each part's loss is the whole one, and its gradient a summand: all but one loss is taken
+        // off without its gradient.
+        "part_cross_entropy" => vec![example(&[&[6, 5]], &[&[4, 5], &[7, 5]], move |t, x| {
+            let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
+            let parts = [TablePart { first: 0, whole: 11 }, TablePart { first: 4, whole: 11 }];
+            let first = t.vocabulary_statistics(&x[0], p(0), parts[0], &targets)?;
+            let second = t.vocabulary_statistics(&x[0], p(1), parts[1], &targets)?;
+            let all = t.cat(&[&first, &second], 0)?.into_tensor();
+            let first = t.part_cross_entropy(&x[0], p(0), parts[0], &all, &targets, 0.7)?;
+            let second = t.part_cross_entropy(&x[0], p(1), parts[1], &all, &targets, 0.7)?;
+            let twice = t.stop_gradient(&second);
+            let second = t.sub(&second, &twice)?;
+            t.add(&first, &second)
         })],
         "attention" => {
             let segments = Segments::new(&[0, 4, 5, 9]).unwrap();
@@ -78,11 +93,16 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         "activate" => [Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.activate(&x[0], a)))
             .into(),
-        "embedding" => vec![example(&[], &[&[10, 6], &[5, 6]], move |t, _| {
+        "embedding" => vec![example(&[], &[&[10, 6], &[5, 6], &[4, 6]], move |t, _| {
             let (tokens, positions) = (ints(&device, &[3, 9, 3, 0]), ints(&device, &[0, 1, 2, 4]));
-            t.embedding(&tokens, p(0), Some((&positions, p(1))))
+            let part = t.embedding_part(&tokens, p(2), TablePart { first: 3, whole: 10 })?;
+            let all = t.embedding(&tokens, p(0), Some((&positions, p(1))))?;
+            t.add(&all, &part)
         })],
-        "dropout" => vec![example(&[&[40, 33]], &[], |t, x| t.dropout(&x[0], 0.3, true))],
+        "dropout" => vec![
+            example(&[&[40, 33]], &[], |t, x| t.dropout(&x[0], 0.3, true)),
+            example(&[&[40, 33]], &[], |t, x| t.dropout_from(&x[0], 0.3, true, 5 * 33)),
+        ],
         _ => plain::examples(name, &device),
     }
 }

@@ -1,13 +1,13 @@
 // Embeddings, and reading and adding by indices. Where several entries share an index they are added in the order of the entries, by one thread a
 // column: sums are the same on every run. Entries with an index outside 0..n are passed over; `check_indices` is what reports them.
 
-KERNEL(embedding)(const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int vocab, int position_count) {
+KERNEL(embedding)(const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int first_row, int rows, int position_count) {
     i64 first = pack_start(), size = (i64)n * dim;
     if (first >= size) return;
     bool vectors = dim % PACK == 0 && all_aligned(table, position_table, y);
     for (i64 i = first; i < first + PACK && i < size; i += vectors ? PACK : 1) {
-        int row = (int)(i / dim), column = (int)(i % dim), token = tokens[row];
-        i64 at = token >= 0 && token < vocab ? (i64)token * dim + column : -1, place = -1;
+        int row = (int)(i / dim), column = (int)(i % dim), token = tokens[row] - first_row;
+        i64 at = token >= 0 && token < rows ? (i64)token * dim + column : -1, place = -1;
         if (positions && positions[row] >= 0 && positions[row] < position_count) place = (i64)positions[row] * dim + column;
         if (vectors) {
             float v[PACK] = {}, p[PACK];
@@ -36,21 +36,23 @@ KERNEL(check_indices)(const int* indices, unsigned* first_bad, long long n, int 
     }
 }
 
-KERNEL(first_use)(const int* indices, int* first, int n, int limit) {
+KERNEL(first_use)(const int* indices, int* first, int n, int least, int limit) {
     i64 start = pack_start();
-    for (i64 i = start; i < start + PACK && i < n; i++)
-        if (indices[i] >= 0 && indices[i] < limit) atomicMin(first + indices[i], (int)i);
+    for (i64 i = start; i < start + PACK && i < n; i++) {
+        int index = indices[i] - least;
+        if (index >= 0 && index < limit) atomicMin(first + index, (int)i);
+    }
 }
 
 // The block of an index's first entry sums all of them: it looks for the others among 2,048 entries at a time, eight a thread, writes their places
 // down in order where there are any, and every thread adds its column of each.
-KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums, int outer, int n, int k, int inner) {
+KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums, int outer, int least, int n, int k, int inner) {
     __shared__ int places[2048];
     // Two sets in turn: a warp may count the next entries while another still reads these counts.
     __shared__ unsigned counts[2][8];
     int mine = (int)(blockIdx.x % k), column = (int)(blockIdx.y * 256 + threadIdx.x);
     i64 o = blockIdx.x / k;
-    int index = indices[mine];
+    int index = indices[mine] - least;
     if (index < 0 || index >= n || first[index] != mine) return;
     float *target = sums + (o * n + index) * inner + column;
     const T *from = dy + o * k * inner + column;
@@ -59,7 +61,7 @@ KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums
         int entry = start + 8 * (int)threadIdx.x;
         unsigned same = 0;
 #pragma unroll
-        for (int j = 0; j < 8; j++) same |= (unsigned)(entry + j < k && indices[entry + j] == index) << j;
+        for (int j = 0; j < 8; j++) same |= (unsigned)(entry + j < k && indices[entry + j] - least == index) << j;
         unsigned up_to = (unsigned)__popc(same);
 #pragma unroll
         for (int by = 1; by < 32; by *= 2) {

@@ -8,7 +8,11 @@ struct RowLoss {
     float most, lse;
 };
 
-DEVICE RowLoss row_loss(const T *x, int vocab, bool vectors) {
+struct RowSum {
+    float most, sum;
+};
+
+DEVICE RowSum row_sum(const T *x, int vocab, bool vectors) {
     float most = NEGATIVE_INFINITY, sum = 0.0f;
     for (int i = threadIdx.x * PACK; i < vocab; i += blockDim.x * PACK) {
         float v[PACK];
@@ -25,7 +29,12 @@ DEVICE RowLoss row_loss(const T *x, int vocab, bool vectors) {
     float top = block_max(most);
     // A thread that saw nothing, and rows of nothing but minus infinity, have 0 here; a NaN stays in the sum.
     if (most > NEGATIVE_INFINITY) sum *= expf(most - top);
-    return RowLoss{top, top + logf(block_sum(sum))};
+    return RowSum{top, block_sum(sum)};
+}
+
+DEVICE RowLoss row_loss(const T *x, int vocab, bool vectors) {
+    RowSum found = row_sum(x, vocab, vectors);
+    return RowLoss{found.most, found.most + logf(found.sum)};
 }
 
 DEVICE void write_row(const RowLoss &found, const T *x, int target, int row, float *loss, float *lse, unsigned *hit) {
@@ -93,6 +102,53 @@ KERNEL(cross_entropy_backward)(const T* logits, const int* targets, const float*
     }
     float factor = counted ? *dy / (float)(*counted > 0 ? *counted : 1) : *dy;
     write_gradient(x, y, vocab, vectors, target, lse[row], factor);
+}
+
+// A target among the classes first .. first + vocab, from 0; -1 if it is elsewhere.
+DEVICE int local_target(int target, int first, int vocab) {
+    int at = target - first;
+    return at >= 0 && at < vocab ? at : -1;
+}
+
+KERNEL(cross_entropy_statistics)(const T* logits, const int* targets, float* statistics, int rows, int vocab, int stride, int first) {
+    int row = (int)blockIdx.x, target = targets[row];
+    const T *x = logits + (i64)row * stride;
+    RowSum found = {0.0f, 0.0f};
+    if (target != IGNORE) found = row_sum(x, vocab, aligned(x));
+    if (threadIdx.x != 0) return;
+    int at = local_target(target, first, vocab);
+    statistics[3 * row] = found.most;
+    statistics[3 * row + 1] = found.sum;
+    statistics[3 * row + 2] = at >= 0 ? widen(x[at]) : 0.0f;
+}
+
+KERNEL(merge_statistics)(const float* statistics, const int* targets, float* loss, float* lse, int rows, int parts) {
+    i64 start = pack_start();
+    for (i64 row = start; row < start + PACK && row < rows; row++) {
+        float most = NEGATIVE_INFINITY, sum = 0.0f, logit = 0.0f;
+        for (int part = 0; part < parts; part++) most = larger(most, statistics[3 * (part * (i64)rows + row)]);
+        for (int part = 0; part < parts; part++) {
+            const float *of = statistics + 3 * (part * (i64)rows + row);
+            sum += of[1] * expf(of[0] - most);
+            logit += of[2];
+        }
+        bool counts = targets[row] != IGNORE;
+        float total = most + logf(sum);
+        lse[row] = counts ? total : 0.0f;
+        loss[row] = counts ? total - logit : 0.0f;
+    }
+}
+
+KERNEL(cross_entropy_part_gradient)(T* logits, const int* targets, const float* lse, int rows, int vocab, int stride, int first, float scale, const float* scale_at) {
+    if (scale_at) scale = *scale_at;
+    int row = (int)blockIdx.x, target = targets[row];
+    T *x = logits + (i64)row * stride;
+    bool vectors = aligned(x);
+    if (target == IGNORE) {
+        write_zeros(x, vocab, vectors);
+        return;
+    }
+    write_gradient(x, x, vocab, vectors, local_target(target, first, vocab), lse[row], scale);
 }
 
 KERNEL(loss_summary)(const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, const float* scale_at, int mean) {

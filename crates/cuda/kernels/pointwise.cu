@@ -125,16 +125,17 @@ KERNEL(fill_u32)(unsigned* y, long long n, unsigned value) {
 }
 
 // A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with 16 bits each (`cpu::dropout`); neighbouring
-// threads have neighbouring elements.
-KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale) {
-    u64 counter = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    i64 first = (i64)(counter / 16 * 128 + counter % 16);
-    if (first >= n) return;
+// threads have neighbouring elements. Element 0 of x is number `first`, which may lie inside a group.
+KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, long long first, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale) {
+    u64 counter = (u64)first / 128 * 16 + (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    i64 start = (i64)(counter / 16 * 128 + counter % 16) - first;
+    if (start >= n) return;
     unsigned words[4] = {(unsigned)counter, (unsigned)(counter >> 32), site, step_at ? *step_at : step};
     philox(seed, words);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        i64 i = first + 16 * k;
+        i64 i = start + 16 * k;
+        if (i < 0) continue;
         if (i >= n) break;
         unsigned bits = k % 2 == 0 ? words[k / 2] & 0xffff : words[k / 2] >> 16;
         float kept = bits >= threshold ? widen(x[i]) * scale : 0.0f;

@@ -115,7 +115,9 @@ impl Writes {
 
     fn of(rank: &Rank) -> Writes {
         let (replica, replicas) = rank.replica();
-        Writes { replica, replicas, ..Writes::all() }
+        let holding = rank.parameters.holding();
+        let of_lower_stages = BTreeSet::clone(&holding.of_lower_stages);
+        Writes { replica, replicas, first_of_tensor_group: holding.tensor == 0, of_lower_stages }
     }
 
     /// The pieces that the rank writes of a tensor that is divided like the parameter `spec` of

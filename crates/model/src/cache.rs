@@ -19,9 +19,20 @@ pub struct KvCache {
 impl KvCache {
     /// An empty cache for `capacity` tokens, in the compute dtype.
     pub fn new(device: &Device, spec: &ModelSpec, capacity: usize, dtype: DType) -> Result<KvCache> {
-        let width = spec.kv_heads * spec.head_dim;
+        KvCache::of_width(device, spec.layers, spec.kv_heads * spec.head_dim, capacity, dtype)
+    }
+
+    /// The same, of `layers` layers whose keys have `width` columns each, as those of one rank of a
+    /// tensor-parallel group.
+    pub(crate) fn of_width(
+        device: &Device,
+        layers: usize,
+        width: usize,
+        capacity: usize,
+        dtype: DType,
+    ) -> Result<KvCache> {
         let tensor = || device.zeros([capacity.max(1), width], dtype, Purpose::Activations);
-        let layers = (0..spec.layers).map(|_| Ok((tensor()?, tensor()?))).collect::<Result<_>>()?;
+        let layers = (0..layers).map(|_| Ok((tensor()?, tensor()?))).collect::<Result<_>>()?;
         Ok(KvCache { layers, len: 0, capacity: capacity.max(1) })
     }
 

@@ -35,6 +35,9 @@ pub enum ModelError {
         /// The fault.
         problem: String,
     },
+    /// A model or a micro-batch cannot be divided among the ranks of a tensor-parallel group.
+    #[error("tensor parallelism: {0}")]
+    Split(String),
     /// The key/value cache cannot do what was asked.
     #[error("key/value cache: {0}")]
     Cache(String),

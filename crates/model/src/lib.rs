@@ -9,6 +9,7 @@
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
+//! | [`split`] | the units of one rank of a tensor-parallel group |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their layout in buffers and in the whole, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
@@ -27,6 +28,7 @@ pub mod patch;
 pub mod presets;
 pub mod rope;
 pub mod spec;
+pub mod split;
 pub mod unit;
 pub mod units;
 pub mod weights;
@@ -40,4 +42,5 @@ pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, Un
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
+pub use split::TensorSplit;
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

@@ -1,10 +1,12 @@
 //! A model: its units in order.
 
 use crate::batch::{Batch, BatchSlices};
+use crate::cache::KvCache;
 use crate::init::initialise;
 use crate::parameter::{ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
+use crate::split::{Division, TensorSplit};
 use crate::unit::{Forward, Unit};
 use crate::units::{Block, Embedding, Head};
 use crate::{ModelError, Result};
@@ -17,6 +19,8 @@ use trainyard_tensor::{DType, Device, Purpose};
 /// [`Store`](trainyard_autograd::Store).
 pub struct Model {
     spec: Option<ModelSpec>,
+    /// The shares of the ranks of a tensor-parallel group; None if units are whole.
+    division: Option<Division>,
     units: Vec<Box<dyn Unit>>,
     vocab_size: usize,
     positions_max: Option<usize>,
@@ -25,20 +29,35 @@ pub struct Model {
 impl Model {
     /// The model that `spec` describes: an embedding, `layers` blocks, a head.
     pub fn new(spec: ModelSpec) -> Result<Model> {
+        Model::split(spec, TensorSplit::WHOLE)
+    }
+
+    /// The units of one rank of a tensor-parallel group, which runs them in segments
+    /// ([`Unit::segments`]). A group of one rank has whole units.
+    ///
+    /// # Errors
+    /// A description that no model can follow; a degree that leaves ranks without work.
+    pub fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
         spec.validate()?;
+        let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let rope = RopeTables::new(&spec).map(Arc::new);
-        let mut units: Vec<Box<dyn Unit>> = vec![Box::new(Embedding::new(&spec))];
-        for layer in 0..spec.layers {
-            units.push(Box::new(Block::new(&spec, layer, rope.clone())));
+        let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
+        let mut blocks: Vec<Block> = (0..spec.layers).map(|layer| Block::new(&spec, layer, rope.clone())).collect();
+        if let Some(division) = &division {
+            embedding = embedding.split(division)?;
+            blocks = blocks.into_iter().map(|block| block.split(division)).collect::<Result<_>>()?;
+            head = head.split(division)?;
         }
-        units.push(Box::new(Head::new(&spec, spec.layers as u32 + 1)));
+        let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
+        units.extend(blocks.into_iter().map(|block| Box::new(block) as Box<dyn Unit>));
+        units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
-        Ok(Model { spec: Some(spec), units, vocab_size, positions_max })
+        Ok(Model { spec: Some(spec), division, units, vocab_size, positions_max })
     }
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
-        let model = Model { spec: None, units, vocab_size, positions_max: None };
+        let model = Model { spec: None, division: None, units, vocab_size, positions_max: None };
         model.check_units()?;
         Ok(model)
     }
@@ -69,6 +88,23 @@ impl Model {
         self.spec.as_ref()
     }
 
+    /// The place of the rank whose units these are in its tensor-parallel group.
+    pub fn tensor_split(&self) -> TensorSplit {
+        self.division.as_ref().map_or(TensorSplit::WHOLE, Division::split)
+    }
+
+    /// An empty cache of `capacity` tokens for this rank's keys and values.
+    ///
+    /// # Errors
+    /// Models of the caller's own units, whose heads are not known; no memory.
+    pub fn cache(&self, device: &Device, capacity: usize, dtype: DType) -> Result<KvCache> {
+        let Some(spec) = &self.spec else {
+            return Err(ModelError::Cache("the heads of a model of own units are not known here".into()));
+        };
+        let kv_heads = self.division.as_ref().map_or(spec.kv_heads, |division| division.heads().kv_heads);
+        KvCache::of_width(device, spec.layers, kv_heads * spec.head_dim, capacity, dtype)
+    }
+
     /// Its units, in order.
     pub fn units(&self) -> &[Box<dyn Unit>] {
         &self.units
@@ -97,7 +133,7 @@ impl Model {
         Some(format!("{}.{}", self.units[id.unit as usize].name(), parameter.name))
     }
 
-    /// Elements of all parameters. Tied ones count once.
+    /// Elements of all parameters, those of this rank if they are split. Tied ones count once.
     pub fn parameter_count(&self) -> usize {
         self.parameters().map(|(_, parameter)| parameter.elements()).sum()
     }

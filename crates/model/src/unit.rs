@@ -23,9 +23,11 @@ pub enum Output {
         /// Factor of the sum.
         scale: f32,
     },
-    /// The logits of every token, [m, v].
+    /// The logits of every token, [m, v]. The last segment of a split head gives those of this
+    /// rank's part of the vocabulary; the ranks' columns in their order are all.
     Logits,
-    /// The logits of the last token, [1, v]; no gradient flows through them.
+    /// The logits of the last token, [1, v]; no gradient flows through them. Of a split head as for
+    /// [`Output::Logits`].
     LastLogits,
 }
 
@@ -98,7 +100,7 @@ pub trait Unit: Send + Sync {
         takes: &[Var],
     ) -> Result<Vec<Var>> {
         let _ = (segment, tape, cx, takes);
-        Err(ModelError::Unit { unit: self.name().into(), problem: "runs as a whole: it has no segments".into() })
+        Err(without_segments(self.name()))
     }
 }
 
@@ -153,6 +155,22 @@ pub struct Exchange {
 /// The input of a unit that is not the first.
 pub fn require_input<'v>(unit: &str, input: Option<&'v Var>) -> Result<&'v Var> {
     input.ok_or_else(|| ModelError::Unit { unit: unit.into(), problem: "needs the output of the unit before".into() })
+}
+
+/// The error of a unit that is asked for a segment and has none.
+pub fn without_segments(unit: &str) -> ModelError {
+    ModelError::Unit { unit: unit.into(), problem: "runs as a whole: it has no segments".into() }
+}
+
+/// The error of a split unit that is run as a whole.
+pub fn in_segments(unit: &str) -> ModelError {
+    ModelError::Unit { unit: unit.into(), problem: "is split over ranks: run its segments".into() }
+}
+
+/// The error of a unit that has no such segment, or not with so many values.
+pub fn no_segment(unit: &str, segment: usize, takes: usize) -> ModelError {
+    let problem = format!("has no segment {segment} that takes {takes} values");
+    ModelError::Unit { unit: unit.into(), problem }
 }
 
 /// Collects a unit's parameters and hands out their slots.

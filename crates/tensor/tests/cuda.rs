@@ -21,7 +21,7 @@ use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
 use trainyard_tensor::ops::plain::{self, Dims, Reduction};
-use trainyard_tensor::ops::{self, HeadLayout, Segments};
+use trainyard_tensor::ops::{self, HeadLayout, Segments, TablePart};
 use trainyard_tensor::{Computes, Cost, DType, Device, Purpose, Result, Tensor, TensorError};
 
 /// Operands of a case on one device.
@@ -173,6 +173,31 @@ fn operations_of_training_are_those_of_the_cpu() {
             ops::embedding_backward(&o.floats(4, &[4, 10]), &tokens, &mut gradient, false)?;
             Ok(vec![y, ops::embedding(&tokens, &table, None)?, gradient])
         }),
+        ("a part of an embedding", |o| {
+            let tokens = o.integers(&[5], &[3, 0, 3, 5, 7]);
+            let (table, mut gradient) = (o.floats(1, &[4, 10]), o.wide(3, &[4, 10])?);
+            let part = TablePart { first: 2, whole: 8 };
+            ops::embedding_part_backward(&o.floats(4, &[5, 10]), &tokens, part, &mut gradient, false)?;
+            Ok(vec![ops::embedding_part(&tokens, &table, part)?, gradient])
+        }),
+        ("a head whose vocabulary lies in two parts", |o| {
+            let (x, targets) = (o.floats(1, &[5, 8]), o.integers(&[5], &[2, -100, 12, 0, 5]));
+            let (w, v) = (o.floats(2, &[5, 8]), o.floats(4, &[8, 8]));
+            let parts = [(&w, TablePart { first: 0, whole: 13 }), (&v, TablePart { first: 5, whole: 13 })];
+            let of = |(w, part): (&Tensor, TablePart)| ops::vocabulary_statistics(&x, w, part, &targets);
+            let statistics = plain::concat(&[&of(parts[0])?, &of(parts[1])?], 0)?;
+            let merged = ops::merge_statistics(&statistics, &targets, 0.25)?;
+            let mut all = Vec::new();
+            for (w, part) in parts {
+                let mut dw = o.wide(3, &[w.rows(), 8])?;
+                let slot = Some((&mut dw, part.first > 0));
+                let lse = &merged.lse;
+                all.push(ops::linear_cross_entropy_part_gradients(&x, w, part, &targets, lse, 0.25, slot)?);
+                all.push(dw);
+            }
+            all.extend([merged.loss, merged.lse, statistics]);
+            Ok(all)
+        }),
         ("head", |o| {
             let (x, w, targets) = (o.floats(1, &[5, 8]), o.floats(2, &[13, 8]), o.integers(&[5], &[2, -100, 12, 0, 5]));
             let mut dw = o.wide(3, &[13, 8])?;
@@ -201,6 +226,7 @@ fn operations_of_training_are_those_of_the_cpu() {
                 ops::swiglu(&pair)?,
                 ops::swiglu_backward(&pair, &b)?,
                 ops::dropout(&a, 0.3, key)?,
+                ops::dropout_from(&a, 0.3, key, 200)?,
                 plain::dropout_add(&a, &b, 0.3, key)?,
             ])
         }),

@@ -4,9 +4,14 @@
 //! gradients at hand ([`Tape::with_gradients`]), forward computes `dx` and adds to `dw` while a
 //! chunk exists, and backward has nothing left to compute. Otherwise backward computes the chunks
 //! again.
+//!
+//! Where ranks have a part of the vocabulary each, they exchange three numbers a row
+//! ([`Tape::vocabulary_statistics`]) before the loss ([`Tape::part_cross_entropy`]). Its forward
+//! computes logits only for gradients at hand.
 
 use super::prelude::*;
 use crate::AutogradError;
+use trainyard_tensor::ops::TablePart;
 
 /// One call; inputs are x and w.
 #[derive(Clone, Debug)]
@@ -17,7 +22,57 @@ pub struct LinearCrossEntropy {
     eager: bool,
 }
 
+/// One call of a head of whose vocabulary only a part is here; inputs are x and w.
+#[derive(Clone, Debug)]
+pub struct PartCrossEntropy {
+    targets: Tensor,
+    part: TablePart,
+    scale: f32,
+    /// True if forward already computed the gradients.
+    eager: bool,
+}
+
 impl Tape<'_> {
+    /// The statistics of the logits `x wᵀ` that are here, f32 [m, 3]: of each row the largest, the
+    /// sum of exponentials of the differences from it, and the target's logit, or 0 if it is
+    /// elsewhere. x [m, d]; w the rows `part` of the vocabulary; targets i32 [m] of the whole
+    /// vocabulary. No gradient flows through them.
+    pub fn vocabulary_statistics(&mut self, x: &Var, w: ParamId, part: TablePart, targets: &Tensor) -> Result<Var> {
+        let weight = self.parameter(w)?;
+        let statistics = ops::vocabulary_statistics(x.tensor(), &weight.value, part, targets)?;
+        Ok(self.constant(statistics))
+    }
+
+    /// [`Tape::linear_cross_entropy`] of a vocabulary of which only `part` is here: a scalar in
+    /// f32, the same on all ranks. `statistics` are those of all parts, [parts m, 3], one part
+    /// below the other. The gradient of x is the summand that comes from this part.
+    pub fn part_cross_entropy(
+        &mut self,
+        x: &Var,
+        w: ParamId,
+        part: TablePart,
+        statistics: &Tensor,
+        targets: &Tensor,
+        scale: f32,
+    ) -> Result<Var> {
+        let weight = self.parameter(w)?;
+        let inputs = [Operand::from(x), w.into()];
+        let ops::MergedLosses { loss, lse } = ops::merge_statistics(statistics, targets, scale)?;
+        let recorded = self.records() && self.any_wanted(&inputs)?;
+        let mut function = PartCrossEntropy { targets: targets.clone(), part, scale, eager: false };
+        if recorded && self.gradients().is_some() {
+            function.eager = true;
+            let trained = weight.trained;
+            let target = match self.gradients() {
+                Some(gradients) if trained => gradients.target(w)?,
+                _ => None,
+            };
+            let dx = function.gradients(x.tensor(), &weight.value, &lse, target)?;
+            return self.record_one(function, &inputs, loss, |_| vec![Saved::Tensor(dx)]);
+        }
+        self.record_one(function, &inputs, loss, |tape| vec![tape.save(x), Saved::Tensor(lse)])
+    }
+
     /// `scale` times the sum over rows of `-log softmax(x wᵀ)[target]`: x [m, d], w [v, d], targets
     /// i32 [m], -100 for rows that do not count. A scalar in f32.
     pub fn linear_cross_entropy(&mut self, x: &Var, w: ParamId, targets: &Tensor, scale: f32) -> Result<Var> {
@@ -47,24 +102,58 @@ impl LinearCrossEntropy {
     }
 }
 
+impl PartCrossEntropy {
+    fn gradients(&self, x: &Tensor, w: &Tensor, lse: &Tensor, mut dw: Option<GradientTarget>) -> Result<Tensor> {
+        let dw = dw.as_mut().map(|t| (&mut t.tensor, t.overwrite));
+        Ok(ops::linear_cross_entropy_part_gradients(x, w, self.part, &self.targets, lse, self.scale, dw)?)
+    }
+}
+
+/// The factor that upstream puts on the gradients of a loss. If they are there already (`eager`) it
+/// must be 1.
+fn upstream_factor(cx: &Backward<'_>, upstream: &Tensor, eager: bool) -> Result<f32> {
+    if cx.is_one(upstream) || upstream.device().is_meta() {
+        return Ok(1.0);
+    }
+    let factor = upstream.to_scalar()?;
+    if eager && factor != 1.0 {
+        return Err(AutogradError::EagerUpstream(factor));
+    }
+    Ok(factor)
+}
+
 impl Differentiable for LinearCrossEntropy {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(upstream) = cx.output_gradient(0) else { return Ok(()) };
-        let unit = cx.is_one(&upstream) || upstream.device().is_meta() || upstream.to_scalar()? == 1.0;
+        let factor = upstream_factor(cx, &upstream, self.eager)?;
         if self.eager {
-            if !unit {
-                return Err(AutogradError::EagerUpstream(upstream.to_scalar()?));
-            }
             let dx = cx.saved(0)?;
             cx.leave(None, &[]);
             return cx.add_gradient(0, dx);
         }
         let x = cx.saved(0)?;
         let weight = cx.parameter(1)?;
-        let scale = if unit { self.scale } else { self.scale * upstream.to_scalar()? };
         let target = cx.gradient_target(1)?;
-        let scaled = LinearCrossEntropy { scale, ..self.clone() };
+        let scaled = LinearCrossEntropy { scale: self.scale * factor, ..self.clone() };
         let (_, dx) = scaled.gradients(&x, &weight.value, target)?;
+        cx.add_gradient(0, dx)
+    }
+}
+
+impl Differentiable for PartCrossEntropy {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(upstream) = cx.output_gradient(0) else { return Ok(()) };
+        let factor = upstream_factor(cx, &upstream, self.eager)?;
+        if self.eager {
+            let dx = cx.saved(0)?;
+            cx.leave(None, &[]);
+            return cx.add_gradient(0, dx);
+        }
+        let (x, lse) = (cx.saved(0)?, cx.saved(1)?);
+        let weight = cx.parameter(1)?;
+        let target = cx.gradient_target(1)?;
+        let scaled = PartCrossEntropy { scale: self.scale * factor, ..self.clone() };
+        let dx = scaled.gradients(&x, &weight.value, &lse, target)?;
         cx.add_gradient(0, dx)
     }
 }

@@ -104,8 +104,10 @@ functions! {
     // selective checkpointing recomputes the result.
     Parameter(pointwise::Parameter):            "parameter",            "nothing",                           "0; m",                     kept;
     Add(pointwise::Add):                        "add",                  "nothing",                           "m d; 0",                   kept;
+    Bias(pointwise::Bias):                      "bias",                 "nothing",                           "m d; m d",                 kept;
     Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
+    PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
     Rope(attention::Rope):                      "rope",                 "nothing",                           "6 m h c; 6 m h c",         kept;
     QkNorm(norm::QkNorm):                       "qk_norm",              "qkv, inverse rms",                  "4 m h c; 8 m h c",         kept;

@@ -14,6 +14,10 @@ pub struct Add {
     shapes: [Shape; 2],
 }
 
+/// `x + b` of rows, b a parameter; inputs are x and b.
+#[derive(Clone, Debug)]
+pub struct Bias;
+
 /// An activation on its own.
 #[derive(Clone, Debug)]
 pub struct Activate {
@@ -36,6 +40,14 @@ impl Tape<'_> {
         let y = ops::add(a.tensor(), b.tensor())?;
         let shapes = [*a.tensor().shape(), *b.tensor().shape()];
         self.record_one(Add { shapes }, &[a.into(), b.into()], y, |_| Vec::new())
+    }
+
+    /// `x + b`: x [m, n], b [n]. For a bias that is added apart from its product, as where ranks
+    /// sum their products first.
+    pub fn add_bias(&mut self, x: &Var, b: ParamId) -> Result<Var> {
+        let bias = self.parameter(b)?;
+        let y = ops::add(x.tensor(), &bias.value)?;
+        self.record_one(Bias, &[x.into(), b.into()], y, |_| Vec::new())
     }
 
     /// The activation of each element.
@@ -71,6 +83,16 @@ impl Differentiable for Add {
             cx.add_gradient(1, ops::plain::sum_to(dy, &self.shapes[1])?)?;
         }
         Ok(())
+    }
+}
+
+impl Differentiable for Bias {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        if let Some(mut target) = cx.gradient_target(1)? {
+            ops::linear_weight_gradient(&dy, &dy, None, Some((&mut target.tensor, target.overwrite)))?;
+        }
+        cx.add_gradient(0, dy)
     }
 }
 

@@ -23,6 +23,9 @@ const fn small_tiles(of_rows: u32) -> Rule {
     Rule::Tiles { rows: 16, threads: 128, shared: 2 * 32 * 4, shared_a_column: (16 * of_rows + 2 * 32) * 4 }
 }
 
+/// Elements of dropout whose random bits come from one group of counters.
+pub const DROPOUT_GROUP: usize = 128;
+
 // Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads,
 // value heads. `starts` and `ends` [tokens] are the first row of each row's segment and the one
 // after its last; `window` is 0 for none; `lse` and `delta` are [heads, tokens]; out and dout are
@@ -148,9 +151,10 @@ kernels! {
     /// y = value.
     FILL_U32 = "fill_u32", Pointwise, Rule::Elements, "unsigned* y, long long n, unsigned value";
     /// y = residual + (kept ? x scale : 0), residual [n]?; kept where the element's 16 Philox bits
-    /// are at least `threshold`: the bits of the CPU. step_at [1]? stands for `step`.
+    /// are at least `threshold`: the bits of the CPU. The elements are those from `first` on.
+    /// step_at [1]? stands for `step`. Sizes: n + first % DROPOUT_GROUP.
     DROPOUT = "dropout", Pointwise, Rule::Elements,
-        "const T* x, const T* residual, T* y, long long n, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale";
+        "const T* x, const T* residual, T* y, long long n, long long first, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale";
     /// Turns head columns of x [rows, row_stride] in place, heads from column `first` on; cos and
     /// sin [positions, rotary_dim / 2]; sign 1 forward, -1 back. Sizes: rows heads rotary_dim / 2.
     ROPE = "rope", Pointwise, Rule::Elements,
@@ -220,26 +224,40 @@ kernels! {
     /// dx = dy [1] / max(counted [1]?, 1) (softmax - onehot).
     CROSS_ENTROPY_BACKWARD = "cross_entropy_backward", Loss, Rule::Rows,
         "const T* logits, const int* targets, const float* lse, const float* dy, const unsigned* counted, T* dx, int rows, int vocab, int stride";
+    /// statistics [rows, 3] of rows of logits that are those of the classes from `first` on: the
+    /// largest, the sum of exponentials of the differences from it, and the target's logit or 0.
+    /// All 0 in rows that do not count.
+    CROSS_ENTROPY_STATISTICS = "cross_entropy_statistics", Loss, Rule::Rows,
+        "const T* logits, const int* targets, float* statistics, int rows, int vocab, int stride, int first";
+    /// loss and lse [rows] from statistics [parts, rows, 3], 0 in rows that do not count. Sizes:
+    /// rows.
+    MERGE_STATISTICS = "merge_statistics", Loss, Rule::Elements,
+        "const float* statistics, const int* targets, float* loss, float* lse, int rows, int parts";
+    /// Logits of the classes from `first` on turned into scale (softmax - onehot), given lse [rows]
+    /// of all classes; 0 in rows that do not count. scale_at [1]? stands for `scale`.
+    CROSS_ENTROPY_PART_GRADIENT = "cross_entropy_part_gradient", Loss, Rule::Rows,
+        "T* logits, const int* targets, const float* lse, int rows, int vocab, int stride, int first, float scale, const float* scale_at";
     /// sum [1]: of losses [n], f64, in a fixed order; counts [2]: rows that count, and hits [n]?
     /// among them; loss [1]? = scale sum, over the count where `mean`; scale_at [1]? stands for
     /// `scale`.
     LOSS_SUMMARY = "loss_summary", Loss, Rule::One,
         "const float* losses, const unsigned* hits, const int* targets, int n, double* sum, unsigned* counts, float* loss, float scale, const float* scale_at, int mean";
 
-    /// y [n, dim] = rows of table [vocab, dim], plus rows of position_table [.., dim]? by positions
-    /// [n]?. Sizes: n dim.
+    /// y [n, dim] = rows of table [rows, dim], which holds the rows from `first_row` on, and zeros
+    /// for other rows; plus rows of position_table [.., dim]? by positions [n]?. Sizes: n dim.
     EMBEDDING = "embedding", Index, Rule::Elements,
-        "const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int vocab, int position_count";
+        "const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int first_row, int rows, int position_count";
     /// first_bad [1] = the least entry whose index is outside 0..limit, and not -100 where
     /// `ignore`; it must hold u32::MAX before. Unsigned indices as their bits.
     CHECK_INDICES = "check_indices", Index, Rule::Elements,
         "const int* indices, unsigned* first_bad, long long n, int limit, int ignore";
-    /// first [limit] = the least entry that is each index; it must hold i32::MAX before.
-    FIRST_USE = "first_use", Index, Rule::Elements, "const int* indices, int* first, int n, int limit";
-    /// sums [outer, n, inner] += dy [outer, k, inner] at indices [k], in order of k; `first` from
-    /// `first_use`. The gradient of an embedding: outer 1.
+    /// first [limit] = the least entry that is each index from `least` on; it must hold i32::MAX
+    /// before.
+    FIRST_USE = "first_use", Index, Rule::Elements, "const int* indices, int* first, int n, int least, int limit";
+    /// sums [outer, n, inner] += dy [outer, k, inner] at indices [k] less `least`, in order of k;
+    /// `first` from `first_use`. The gradient of an embedding: outer 1.
     INDEX_ADD = "index_add", Index, Rule::Indices,
-        "const T* dy, const int* indices, const int* first, float* sums, int outer, int n, int k, int inner";
+        "const T* dy, const int* indices, const int* first, float* sums, int outer, int least, int n, int k, int inner";
     /// y [outer, k, inner] of x [outer, n, inner]. Sizes: outer k inner.
     INDEX_SELECT = "index_select", Index, Rule::Elements,
         "const T* x, const int* indices, T* y, long long outer, int n, int k, int inner";

@@ -280,9 +280,9 @@ dtypes! {
                 let arguments = [x.at(), list.at(), y.at(), long(outer), int(n), int(k), int(inner)];
                 launch(&kernels::INDEX_SELECT, float::<T>(), [outer * k * inner, 1, 1], &arguments);
                 let (first, sums) = (Buffer::new(&vec![i32::MAX; n]), Buffer::new(&vec![0.5f32; outer * n * inner]));
-                launch(&kernels::FIRST_USE, float::<T>(), [k, 1, 1], &[list.at(), first.at(), int(k), int(n)]);
+                launch(&kernels::FIRST_USE, float::<T>(), [k, 1, 1], &[list.at(), first.at(), int(k), int(0), int(n)]);
                 let pointers = [dy.at(), list.at(), first.at(), sums.at()];
-                let arguments = [&pointers[..], &[outer, n, k, inner].map(int)].concat();
+                let arguments = [&pointers[..], &[outer, 0, n, k, inner].map(int)].concat();
                 launch(&kernels::INDEX_ADD, float::<T>(), [outer, k, inner], &arguments);
                 (y.get(), sums.get())
             });

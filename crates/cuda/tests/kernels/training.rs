@@ -208,7 +208,7 @@ dtypes! {
                 let in_memory = Buffer::new(&[key.step]);
                 let drop = |residual, y, step, step_at| {
                     let arguments = [
-                        x.at(), residual, y, long(len), Argument::U64(key.seed), Argument::U32(step), step_at, Argument::U32(key.site),
+                        x.at(), residual, y, long(len), long(0), Argument::U64(key.seed), Argument::U32(step), step_at, Argument::U32(key.site),
                         Argument::U32((probability * 65536.0) as u32), Argument::F32(scale),
                     ];
                     launch(&kernels::DROPOUT, float::<T>(), [len, 1, 1], &arguments);
@@ -239,16 +239,16 @@ dtypes! {
                 let (y, z) = (Buffer::<T>::empty(tokens * dim), Buffer::<T>::empty(tokens * dim));
                 let look = |positions, places, y| {
                     let pointers = [ids.at(), table.at(), positions, places, y];
-                    let arguments = [&pointers[..], &[tokens, dim, vocab, 9].map(int)].concat();
+                    let arguments = [&pointers[..], &[tokens, dim, 0, vocab, 9].map(int)].concat();
                     launch(&kernels::EMBEDDING, float::<T>(), [tokens * dim, 1, 1], &arguments);
                 };
                 look(NULL, NULL, y.at());
                 look(positions.at(), places.at(), z.at());
                 let (first, gradient) = (Buffer::new(&vec![i32::MAX; vocab]), Buffer::new(&vec![1.0f32; vocab * dim]));
-                let arguments = [ids.at(), first.at(), int(tokens), int(vocab)];
+                let arguments = [ids.at(), first.at(), int(tokens), int(0), int(vocab)];
                 launch(&kernels::FIRST_USE, float::<T>(), [tokens, 1, 1], &arguments);
                 let pointers = [dy.at(), ids.at(), first.at(), gradient.at()];
-                let arguments = [&pointers[..], &[1, vocab, tokens, dim].map(int)].concat();
+                let arguments = [&pointers[..], &[1, 0, vocab, tokens, dim].map(int)].concat();
                 launch(&kernels::INDEX_ADD, float::<T>(), [1, tokens, dim], &arguments);
                 (y.get(), z.get(), gradient.get())
             });
@@ -265,6 +265,60 @@ dtypes! {
                 }
             }
             assert!(gradient == want, "tokens are not added in order");
+        }
+    }
+}
+
+dtypes! {
+    fn dropout_of_a_part_has_the_bits_of_the_whole<T>() {
+        let (key, rate, len) = (RandomKey { seed: 11, step: 5, site: 2 }, DropRate::new(0.4).unwrap(), 9000);
+        let (threshold, scale) = ((rate.exact().0 * 65536.0) as u32, rate.exact().1);
+        let x = values::<T>(1, len);
+        let drop = |first: usize, end: usize| {
+            let (x, y) = (Buffer::new(&x[first..end]), Buffer::<T>::empty(end - first));
+            let arguments = [
+                x.at(), NULL, y.at(), long(end - first), long(first), Argument::U64(key.seed), Argument::U32(key.step), NULL,
+                Argument::U32(key.site), Argument::U32(threshold), Argument::F32(scale),
+            ];
+            launch(&kernels::DROPOUT, float::<T>(), [end - first + first % kernels::DROPOUT_GROUP, 1, 1], &arguments);
+            y.get()
+        };
+        let whole = both_orders(|| drop(0, len));
+        for (first, end) in [(1, 2), (5, 130), (127, 129), (128, 400), (300, 8999), (2050, 2060)] {
+            assert!(drop(first, end) == whole[first..end], "elements {first}..{end}");
+        }
+    }
+}
+
+dtypes! {
+    fn parts_of_an_embedding_are_those_of_the_whole<T>() {
+        let (tokens, dim, vocab) = (300, 40, 31);
+        let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * t + t / 3) % vocab as i32).collect();
+        let (table, dy) = (values::<T>(1, vocab * dim), values::<T>(3, tokens * dim));
+        let part = |first: usize, end: usize| {
+            let rows = end - first;
+            let (ids, dy, table) = (Buffer::new(&ids), Buffer::new(&dy), Buffer::new(&table[first * dim..end * dim]));
+            let y = Buffer::<T>::empty(tokens * dim);
+            let pointers = [ids.at(), table.at(), NULL, NULL, y.at()];
+            let arguments = [&pointers[..], &[tokens, dim, first, rows, 0].map(int)].concat();
+            launch(&kernels::EMBEDDING, float::<T>(), [tokens * dim, 1, 1], &arguments);
+            let (uses, gradient) = (Buffer::new(&vec![i32::MAX; rows]), Buffer::new(&vec![1.0f32; rows * dim]));
+            let arguments = [ids.at(), uses.at(), int(tokens), int(first), int(rows)];
+            launch(&kernels::FIRST_USE, float::<T>(), [tokens, 1, 1], &arguments);
+            let pointers = [dy.at(), ids.at(), uses.at(), gradient.at()];
+            let arguments = [&pointers[..], &[1, first, rows, tokens, dim].map(int)].concat();
+            launch(&kernels::INDEX_ADD, float::<T>(), [1, tokens, dim], &arguments);
+            (y.get(), gradient.get())
+        };
+        let (y, gradient) = part(0, vocab);
+        for (first, end) in [(0, 16), (16, 31), (30, 31)] {
+            let (y_part, gradient_part) = both_orders(|| part(first, end));
+            assert!(gradient_part == gradient[first * dim..end * dim], "rows {first}..{end}");
+            for (t, id) in ids.iter().enumerate() {
+                let (row, here) = (t * dim..(t + 1) * dim, (first..end).contains(&(*id as usize)));
+                let right = y_part[row.clone()].iter().zip(&y[row]).all(|(got, y)| *got == if here { *y } else { T::default() });
+                assert!(right, "token {t}, {id}, of rows {first}..{end}");
+            }
         }
     }
 }
@@ -344,6 +398,63 @@ dtypes! {
             assert!((sum[0] - total).abs() <= 1e-12 * total.abs(), "{} {total}", sum[0]);
             assert_eq!(counts, [counted as u32, right]);
             close("mean", &mean, &[total / counted.max(1) as f64], 0.0);
+        }
+    }
+}
+
+dtypes! {
+    fn cross_entropy_in_parts_is_that_of_the_whole<T>() {
+        for (rows, stride, bounds) in [(0, 3, vec![0, 2, 3]), (7, 24, vec![0, 1, 17]), (9, 5024, vec![0, 1600, 3200, 5003])] {
+            let vocab = bounds[bounds.len() - 1];
+            let mut logits: Vec<T> = spread(1, rows * stride);
+            logits.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * 1.5));
+            let targets: Vec<i32> =
+                (0..rows).map(|row| if row % 5 == 3 { IGNORE } else { (row * 31 % vocab) as i32 }).collect();
+            let scale = 0.125f32;
+            let (loss, lse, gradients) = both_orders(|| {
+                let t = Buffer::new(&targets);
+                let parts: Vec<_> = bounds.windows(2).map(|pair| (pair[0], pair[1] - pair[0])).collect();
+                let of_part = |first: usize, width: usize| -> Vec<T> {
+                    (0..rows * width).map(|i| logits[i / width * stride + first + i % width]).collect()
+                };
+                let mut statistics = Vec::new();
+                for (first, width) in &parts {
+                    let (x, out) = (Buffer::new(&of_part(*first, *width)), Buffer::<f32>::empty(3 * rows));
+                    let pointers = [x.at(), t.at(), out.at()];
+                    let arguments = [&pointers[..], &[rows, *width, *width, *first].map(int)].concat();
+                    launch(&kernels::CROSS_ENTROPY_STATISTICS, float::<T>(), [rows, *width, 1], &arguments);
+                    statistics.extend(out.get());
+                }
+                let (statistics, loss, lse) = (Buffer::new(&statistics), Buffer::<f32>::empty(rows), Buffer::<f32>::empty(rows));
+                let arguments = [statistics.at(), t.at(), loss.at(), lse.at(), int(rows), int(parts.len())];
+                launch(&kernels::MERGE_STATISTICS, Float::F32, [rows, 1, 1], &arguments);
+                let gradients: Vec<Vec<T>> = parts
+                    .iter()
+                    .map(|(first, width)| {
+                        let (x, in_memory) = (Buffer::new(&of_part(*first, *width)), Buffer::new(&[scale]));
+                        let pointers = [x.at(), t.at(), lse.at()];
+                        let scales = if *first > 0 { [Argument::F32(0.0), in_memory.at()] } else { [Argument::F32(scale), NULL] };
+                        let arguments = [&pointers[..], &[rows, *width, *width, *first].map(int), &scales].concat();
+                        launch(&kernels::CROSS_ENTROPY_PART_GRADIENT, float::<T>(), [rows, *width, 1], &arguments);
+                        x.get()
+                    })
+                    .collect();
+                (loss.get(), lse.get(), gradients)
+            });
+            for row in 0..rows {
+                let x = wide(&logits[row * stride..row * stride + vocab]);
+                let (want, mut slope) = oracle::cross_entropy(&x, target(targets[row]));
+                slope.iter_mut().for_each(|slope| *slope *= f64::from(scale));
+                let counts = targets[row] != IGNORE;
+                // As in one part, and two roundings a part of a sum relative to itself.
+                close("lse", &lse[row..=row], &[if counts { oracle::lse(&x) } else { 0.0 }], 70.0 * ULP);
+                close("loss", &loss[row..=row], &[want], 90.0 * ULP);
+                for (part, pair) in gradients.iter().zip(bounds.windows(2)) {
+                    let width = pair[1] - pair[0];
+                    let got = &part[row * width..(row + 1) * width];
+                    close("gradient", got, &slope[pair[0]..pair[1]], 90.0 * ULP * f64::from(scale));
+                }
+            }
         }
     }
 }

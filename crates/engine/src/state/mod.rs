@@ -14,6 +14,7 @@ pub(crate) use parameters::initialise;
 pub use parameters::{ParameterState, UnitParameters};
 
 use crate::EngineError;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use trainyard_base::lock;
@@ -32,6 +33,10 @@ pub struct Holding {
     /// Index of this rank among those with different micro-batches, and their number. Ranks that
     /// share a sequence, the parts of a product or a pipeline have the same index.
     pub data: (usize, usize),
+    /// Index of this rank in its tensor-parallel group.
+    pub tensor: usize,
+    /// The units that a lower pipeline stage holds as well, because this one borrows them.
+    pub of_lower_stages: Arc<BTreeSet<usize>>,
     /// Full or shard, for each kind of state.
     pub placement: Placement,
     /// Index of this rank's shard.
@@ -48,6 +53,8 @@ impl Holding {
             stages: Arc::default(),
             stage: 0,
             data: (0, 1),
+            tensor: 0,
+            of_lower_stages: Arc::default(),
             placement: Placement::WHOLE,
             shard: 0,
             shards: 1,
@@ -63,9 +70,19 @@ impl Holding {
         let at = program.mesh.coordinates(program.rank);
         let stages = (0..program.units.len() as u32).map(|unit| program.stage_of(unit)).collect();
         let stage = program.stage();
-        let data =
-            ((at.dp_replicate * program.mesh.dp_shard + at.dp_shard) as usize, program.mesh.data_parallel() as usize);
-        Holding { units: Some(units), stages, stage, data, placement: program.placement, shard, shards }
+        let lower = |unit: &u32| program.holders(*unit).first().is_some_and(|first| *first < stage);
+        let of_lower_stages = Arc::new(trains.iter().filter(|unit| lower(unit)).map(|unit| *unit as usize).collect());
+        Holding {
+            units: Some(units),
+            stages,
+            stage,
+            data: (program.mesh.data_rank(program.rank) as usize, program.mesh.data_parallel() as usize),
+            tensor: at.tp as usize,
+            of_lower_stages,
+            placement: program.placement,
+            shard,
+            shards,
+        }
     }
 
     /// The pipeline stage that runs `unit`.

@@ -6,11 +6,15 @@ use super::{bias, matrix};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::rope::RopeTables;
 use crate::spec::{self, Family, ModelSpec};
-use crate::unit::{Forward, Slots, Unit, require_input};
+use crate::split::{Division, TensorSplit};
+use crate::unit::{
+    Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, require_input, without_segments,
+};
 use crate::{Result, units};
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
 use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_program::Layout;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::ops::HeadLayout;
@@ -33,6 +37,15 @@ pub struct Block {
     mlp: Mlp,
     down: Linear,
     dropout: f32,
+    split: Option<SplitBlock>,
+}
+
+/// The part of a block that is one rank's.
+#[derive(Debug)]
+struct SplitBlock {
+    place: TensorSplit,
+    dim: usize,
+    segments: Segments,
 }
 
 /// A weight [out, in] with, perhaps, a bias.
@@ -120,15 +133,26 @@ impl Block {
             mlp,
             down,
             dropout: spec.dropout as f32,
+            split: None,
         }
     }
 
+    /// The part of one rank of a tensor-parallel group. A rank computes its heads and its columns
+    /// of the MLP; the products that end these give summands of the residual stream.
+    pub fn split(mut self, division: &Division) -> Result<Block> {
+        let place = division.split();
+        self.split = Some(SplitBlock { place, dim: self.parameters[0].shape[0], segments: segments(place.residual()) });
+        division.cut(&self.name, &mut self.parameters)?;
+        self.heads = division.heads();
+        let HeadLayout { heads, kv_heads, .. } = self.heads;
+        self.attention = AttentionSpec { heads, kv_heads, ..self.attention };
+        Ok(self)
+    }
+
     /// Attention over the normed input, before the product that ends it: [m, h c].
-    fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, x: &Var) -> Result<Var> {
-        let mut qkv = {
-            let h = self.norm[0].forward(tape, x)?;
-            self.qkv.forward(tape, &h, Activation::None, None)?
-        };
+    fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var) -> Result<Var> {
+        let mut qkv = self.qkv.forward(tape, &h, Activation::None, None)?;
+        drop(h);
         if let Some((query, key, eps)) = self.qk_norm {
             qkv = tape.qk_norm(&qkv, self.heads, query, key, eps)?;
         }
@@ -146,8 +170,7 @@ impl Block {
     }
 
     /// The MLP over the normed input, before the product that ends it: [m, f].
-    fn widen(&self, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
-        let h = self.norm[1].forward(tape, x)?;
+    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
         match self.mlp {
             Mlp::Plain(activation) => self.up.forward(tape, &h, activation, None),
             Mlp::Gated => {
@@ -167,11 +190,59 @@ impl Block {
         let y = tape.dropout(&y, self.dropout, true)?;
         Ok(tape.add(x, &y)?)
     }
+
+    /// `x + dropout(y + bias)`, where y is the sum of all ranks' products.
+    fn rejoin_sum(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, y: &Var, x: &Var) -> Result<Var> {
+        let mut y = y.clone();
+        if let Some(bias) = linear.bias {
+            y = tape.add_bias(&y, bias)?;
+        }
+        if let Some(split) = &self.split {
+            let first = split.place.rows(cx.batch.len())?.start * split.dim;
+            y = tape.dropout_from(&y, self.dropout, cx.training, first)?;
+        }
+        Ok(tape.add(x, &y)?)
+    }
+}
+
+/// The segments of a split block on a residual stream of this layout.
+fn segments(residual: Layout) -> Segments {
+    let value = |name, layout| Value { name, layout };
+    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
+    Segments {
+        values: vec![
+            value("x", residual),
+            value("h", residual),
+            value("h'", Layout::Replicated),
+            value("a", Layout::Partial),
+            value("a'", residual),
+            value("x2", residual),
+            value("h2", residual),
+            value("h2'", Layout::Replicated),
+            value("b", Layout::Partial),
+            value("b'", residual),
+            value("y", residual),
+        ],
+        input: Some(0),
+        segments: vec![
+            segment("norm", vec![0], vec![0, 1]),
+            segment("attention", vec![2], vec![3]),
+            segment("rejoin", vec![0, 4], vec![5, 6]),
+            segment("mlp", vec![7], vec![8]),
+            segment("output", vec![5, 9], vec![10]),
+        ],
+        exchanges: [(1, 2), (3, 4), (6, 7), (8, 9)].map(|(from, to)| Exchange { from, to }).into(),
+    }
 }
 
 impl Linear {
     fn forward(&self, tape: &mut Tape<'_>, x: &Var, activation: Activation, residual: Option<&Var>) -> Result<Var> {
         Ok(tape.linear(x, self.weight, LinearOptions { bias: self.bias, activation, residual })?)
+    }
+
+    /// The product alone.
+    fn product(&self, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
+        Ok(tape.linear(x, self.weight, LinearOptions::default())?)
     }
 }
 
@@ -184,13 +255,52 @@ impl Unit for Block {
         &self.parameters
     }
 
+    fn segments(&self) -> Option<&Segments> {
+        self.split.as_ref().map(|split| &split.segments)
+    }
+
+    fn forward_segment(
+        &self,
+        segment: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        takes: &[Var],
+    ) -> Result<Vec<Var>> {
+        if self.split.is_none() {
+            return Err(without_segments(&self.name));
+        }
+        match (segment, takes) {
+            (0, [x]) => Ok(vec![x.clone(), self.norm[0].forward(tape, x)?]),
+            (1, [h]) => {
+                let heads = self.attend(tape, cx, h.clone())?;
+                Ok(vec![self.out.product(tape, &heads)?])
+            }
+            (2, [x, sum]) => {
+                let x = self.rejoin_sum(tape, cx, self.out, sum, x)?;
+                let h = self.norm[1].forward(tape, &x)?;
+                Ok(vec![x, h])
+            }
+            (3, [h]) => {
+                let wide = self.widen(tape, h.clone())?;
+                Ok(vec![self.down.product(tape, &wide)?])
+            }
+            (4, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
+            _ => Err(no_segment(&self.name, segment, takes.len())),
+        }
+    }
+
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
+        if self.split.is_some() {
+            return Err(in_segments(&self.name));
+        }
         let x = require_input(&self.name, input)?;
         let x = {
-            let h = self.attend(tape, cx, x)?;
+            let h = self.norm[0].forward(tape, x)?;
+            let h = self.attend(tape, cx, h)?;
             self.rejoin(tape, cx, self.out, &h, x)?
         };
-        let h = self.widen(tape, &x)?;
+        let h = self.norm[1].forward(tape, &x)?;
+        let h = self.widen(tape, h)?;
         self.rejoin(tape, cx, self.down, &h, &x)
     }
 }

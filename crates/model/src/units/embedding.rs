@@ -2,9 +2,14 @@
 
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::spec::{Family, ModelSpec};
-use crate::unit::{Forward, Slots, Unit};
+use crate::split::{Division, TensorSplit};
+use crate::unit::{
+    Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, without_segments,
+};
 use crate::{Result, units};
 use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_program::Layout;
+use trainyard_tensor::ops::TablePart;
 
 /// Token table, plus learned positions in GPT-2, plus dropout.
 #[derive(Debug)]
@@ -13,6 +18,16 @@ pub struct Embedding {
     tokens: ParamId,
     positions: Option<ParamId>,
     dropout: f32,
+    split: Option<SplitEmbedding>,
+}
+
+/// The part of the embedding that is one rank's.
+#[derive(Debug)]
+struct SplitEmbedding {
+    place: TensorSplit,
+    tokens: TablePart,
+    dim: usize,
+    segments: Segments,
 }
 
 impl Embedding {
@@ -36,7 +51,27 @@ impl Embedding {
             Family::Llama => (table("tokens.weight", spec.vocab_size, "embed_tokens"), None),
         };
         debug_assert_eq!(tokens, Embedding::TOKENS);
-        Embedding { parameters: slots.finish(), tokens, positions, dropout: spec.dropout as f32 }
+        Embedding { parameters: slots.finish(), tokens, positions, dropout: spec.dropout as f32, split: None }
+    }
+
+    /// The part of one rank of a tensor-parallel group. Each rank looks up the tokens that it has,
+    /// the sum over ranks has all, and what follows works on the residual stream.
+    pub fn split(mut self, division: &Division) -> Result<Embedding> {
+        let dim = self.parameters[0].shape[1];
+        division.cut("embedding", &mut self.parameters)?;
+        let (place, residual) = (division.split(), division.split().residual());
+        let value = |name, layout| Value { name, layout };
+        let segments = Segments {
+            values: vec![value("e", Layout::Partial), value("e'", residual), value("x", residual)],
+            input: None,
+            segments: vec![
+                Segment { name: "lookup", takes: vec![], gives: vec![0], differentiable: true },
+                Segment { name: "positions", takes: vec![1], gives: vec![2], differentiable: true },
+            ],
+            exchanges: vec![Exchange { from: 0, to: 1 }],
+        };
+        self.split = Some(SplitEmbedding { place, tokens: division.vocabulary(), dim, segments });
+        Ok(self)
     }
 }
 
@@ -49,7 +84,37 @@ impl Unit for Embedding {
         &self.parameters
     }
 
+    fn segments(&self) -> Option<&Segments> {
+        self.split.as_ref().map(|split| &split.segments)
+    }
+
+    fn forward_segment(
+        &self,
+        segment: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        takes: &[Var],
+    ) -> Result<Vec<Var>> {
+        let split = self.split.as_ref().ok_or_else(|| without_segments("embedding"))?;
+        let rows = split.place.rows(cx.batch.len())?;
+        match (segment, takes) {
+            (0, []) => Ok(vec![tape.embedding_part(&cx.batch.tokens, self.tokens, split.tokens)?]),
+            (1, [e]) => {
+                let mut x = e.clone();
+                if let Some(table) = self.positions {
+                    let positions = tape.embedding(&cx.batch.positions.narrow(rows.clone())?, table, None)?;
+                    x = tape.add(&x, &positions)?;
+                }
+                Ok(vec![tape.dropout_from(&x, self.dropout, cx.training, rows.start * split.dim)?])
+            }
+            _ => Err(no_segment("embedding", segment, takes.len())),
+        }
+    }
+
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, _input: Option<&Var>) -> Result<Var> {
+        if self.split.is_some() {
+            return Err(in_segments("embedding"));
+        }
         let positions = self.positions.map(|table| (&cx.batch.positions, table));
         let x = tape.embedding(&cx.batch.tokens, self.tokens, positions)?;
         Ok(tape.dropout(&x, self.dropout, cx.training)?)

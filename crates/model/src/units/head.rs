@@ -4,9 +4,16 @@ use super::norm::Norm;
 use super::{Embedding, matrix};
 use crate::parameter::ParameterSpec;
 use crate::spec::{Family, ModelSpec};
-use crate::unit::{Forward, Output, Slots, Unit, require_input};
+use crate::split::{Division, TensorSplit};
+use crate::unit::{
+    Exchange, Forward, Output, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, require_input,
+    without_segments,
+};
 use crate::{Result, units};
 use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_program::Layout;
+use trainyard_tensor::ops::TablePart;
+use trainyard_tensor::{DType, Purpose};
 
 /// Final norm and LM head. Tied, it has no matrix of its own and borrows the token table.
 #[derive(Debug)]
@@ -15,6 +22,15 @@ pub struct Head {
     norm: Norm,
     weight: ParamId,
     borrowed: Vec<ParamId>,
+    split: Option<SplitHead>,
+}
+
+/// The part of the head that is one rank's.
+#[derive(Debug)]
+struct SplitHead {
+    place: TensorSplit,
+    vocabulary: TablePart,
+    segments: Segments,
 }
 
 impl Head {
@@ -31,7 +47,42 @@ impl Head {
         } else {
             (slots.add(matrix(spec, "lm.weight", [spec.vocab_size, spec.dim], "lm_head.weight".into())), Vec::new())
         };
-        Head { parameters: slots.finish(), norm, weight, borrowed }
+        Head { parameters: slots.finish(), norm, weight, borrowed, split: None }
+    }
+
+    /// The part of one rank of a tensor-parallel group. A rank computes the logits of the tokens
+    /// that it has. Of each row, ranks exchange the largest logit, the sum of exponentials and the
+    /// target's logit; from these each computes the loss, and the gradients of its part.
+    pub fn split(mut self, division: &Division) -> Result<Head> {
+        division.cut("head", &mut self.parameters)?;
+        let (place, residual) = (division.split(), division.split().residual());
+        let value = |name, layout| Value { name, layout };
+        let segments = Segments {
+            values: vec![
+                value("x", residual),
+                value("h", residual),
+                value("h'", Layout::Replicated),
+                value("s", Layout::Split),
+                value("s'", Layout::Invariant),
+                value("loss", Layout::Invariant),
+            ],
+            input: Some(0),
+            segments: vec![
+                Segment { name: "norm", takes: vec![0], gives: vec![1], differentiable: true },
+                Segment { name: "statistics", takes: vec![2], gives: vec![2, 3], differentiable: false },
+                Segment { name: "loss", takes: vec![2, 4], gives: vec![5], differentiable: true },
+            ],
+            exchanges: vec![Exchange { from: 1, to: 2 }, Exchange { from: 3, to: 4 }],
+        };
+        self.split = Some(SplitHead { place, vocabulary: division.vocabulary(), segments });
+        Ok(self)
+    }
+
+    /// The logits of the last row of h.
+    fn last_logits(&self, tape: &mut Tape<'_>, h: &Var) -> Result<Var> {
+        let rows = h.tensor().rows();
+        let last = tape.constant(h.tensor().narrow(rows - 1..rows)?);
+        Ok(tape.linear(&last, self.weight, Default::default())?)
     }
 }
 
@@ -48,7 +99,50 @@ impl Unit for Head {
         &self.borrowed
     }
 
+    fn segments(&self) -> Option<&Segments> {
+        self.split.as_ref().map(|split| &split.segments)
+    }
+
+    fn forward_segment(
+        &self,
+        segment: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        takes: &[Var],
+    ) -> Result<Vec<Var>> {
+        let split = self.split.as_ref().ok_or_else(|| without_segments("head"))?;
+        split.place.rows(cx.batch.len())?;
+        Ok(vec![match (segment, takes) {
+            (0, [x]) => self.norm.forward(tape, x)?,
+            (1, [h]) => {
+                let statistics = match cx.output {
+                    Output::Loss { .. } => {
+                        tape.vocabulary_statistics(h, self.weight, split.vocabulary, cx.targets()?)?
+                    }
+                    // Logits need none.
+                    Output::Logits | Output::LastLogits => {
+                        let zeros = tape.device().zeros([h.tensor().rows(), 3], DType::F32, Purpose::Activations)?;
+                        tape.constant(zeros)
+                    }
+                };
+                return Ok(vec![h.clone(), statistics]);
+            }
+            (2, [h, statistics]) => match cx.output {
+                Output::Loss { scale } => {
+                    let (part, statistics) = (split.vocabulary, statistics.tensor());
+                    tape.part_cross_entropy(h, self.weight, part, statistics, cx.targets()?, scale)?
+                }
+                Output::Logits => tape.linear(h, self.weight, Default::default())?,
+                Output::LastLogits => self.last_logits(tape, h)?,
+            },
+            _ => return Err(no_segment("head", segment, takes.len())),
+        }])
+    }
+
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
+        if self.split.is_some() {
+            return Err(in_segments("head"));
+        }
         let x = require_input("head", input)?;
         match cx.output {
             Output::Loss { scale } => {

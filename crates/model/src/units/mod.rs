@@ -5,6 +5,7 @@
 //! built.
 
 mod block;
+pub(crate) mod cuts;
 mod embedding;
 mod head;
 mod norm;

@@ -314,16 +314,16 @@ fn indexed<T: Element>(bench: &mut Bench<'_>, sizes: Sizes) -> Result<(), WrongR
     let ids: Vec<i32> = (0..tokens).map(|t| (t * 7919 % vocab) as i32).collect();
     let (table, dy) = (values::<T>(1, vocab * dim), values::<T>(2, tokens * dim));
     let (mut y, mut gradient) = (vec![T::default(); tokens * dim], vec![0.0; vocab * dim]);
-    embedding(cpu, dim, &ids, &table, None, &mut y).unwrap_or_else(|error| unreachable!("{error}"));
+    embedding(cpu, dim, &ids, &table, None, None, &mut y).unwrap_or_else(|error| unreachable!("{error}"));
     for r in sample(tokens) {
         let want = wide(&table[ids[r] as usize * dim..][..dim]);
         bench.check("embedding", &y[r * dim..(r + 1) * dim], &want)?;
     }
     bench.time("embedding", 2 * tokens * dim * each, |cpu| {
-        embedding(cpu, dim, &ids, &table, None, &mut y).unwrap_or_else(|error| unreachable!("{error}"));
+        embedding(cpu, dim, &ids, &table, None, None, &mut y).unwrap_or_else(|error| unreachable!("{error}"));
     });
     bench.time("embedding backward", tokens * dim * (each + 8), |cpu| {
-        embedding_backward(cpu, dim, &ids, &dy, &mut gradient).unwrap_or_else(|error| unreachable!("{error}"));
+        embedding_backward(cpu, dim, &ids, &dy, &mut gradient, None).unwrap_or_else(|error| unreachable!("{error}"));
     });
 
     let columns = HeadColumns { row_stride: 3 * dim, first: 0, heads: 2 * dim / head_dim, head_dim };

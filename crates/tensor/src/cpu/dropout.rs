@@ -52,8 +52,7 @@ impl DropRate {
     }
 }
 
-/// `y = x mask scale` for elements `first..` of the site, or the same for gradients; `first` must
-/// be a multiple of 128.
+/// `y = x mask scale` for elements `first..` of the site, or the same for gradients.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -85,10 +84,23 @@ fn dropout_any<T: Element>(
 ) {
     assert_eq!(x.len(), y.len(), "lengths of x and y");
     assert_eq!(residual.map_or(x.len(), <[T]>::len), x.len(), "length of the residual");
-    assert!(
-        first.is_multiple_of(GROUP_ELEMENTS as u64),
-        "dropout starts at element {first}, no multiple of {GROUP_ELEMENTS}"
-    );
+    // Elements of a group that begins before the first: with as many in front of them.
+    let before = (first % GROUP_ELEMENTS as u64) as usize;
+    let (mut first, mut x, mut residual, mut y) = (first, x, residual, y);
+    if before != 0 {
+        let count = x.len().min(GROUP_ELEMENTS - before);
+        let ends = |x: &[T]| {
+            let mut group = [T::default(); GROUP_ELEMENTS];
+            group[before..before + count].copy_from_slice(&x[..count]);
+            group
+        };
+        let mut group = [T::default(); GROUP_ELEMENTS];
+        let added = residual.map(ends);
+        drop_range(cpu.isa, key, first - before as u64, rate, &ends(x), added.as_ref().map(|r| &r[..]), &mut group);
+        y[..count].copy_from_slice(&group[before..before + count]);
+        first += count as u64;
+        (x, residual, y) = (&x[count..], residual.map(|residual| &residual[count..]), &mut y[count..]);
+    }
     let y = Shares::new(y);
     for_elements(cpu, x.len(), 3 * size_of::<T>(), |range| {
         // SAFETY: the ranges of a region do not overlap.

@@ -13,6 +13,7 @@ use crate::cpu::rows::{for_rows, for_tasks, load_at, store_at};
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use crate::simd_fn;
+use std::ops::Range;
 
 /// An index, such as a token, outside what it indexes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,6 +29,33 @@ pub struct IndexError {
     pub limit: usize,
 }
 
+/// The rows of a table that are here, where several ranks hold one table between them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TablePart {
+    /// The first row that is here.
+    pub first: usize,
+    /// Rows of the whole table.
+    pub whole: usize,
+}
+
+impl TablePart {
+    /// A table of `rows` rows that is all here.
+    pub const fn all(rows: usize) -> TablePart {
+        TablePart { first: 0, whole: rows }
+    }
+
+    /// The place among the `rows` rows that are here of row `index` of the whole; None if it is
+    /// elsewhere.
+    #[inline(always)]
+    pub fn local(self, index: i32, rows: usize) -> Option<usize> {
+        usize::try_from(index).ok()?.checked_sub(self.first).filter(|at| *at < rows)
+    }
+
+    fn check(self, rows: usize) {
+        assert!(self.first + rows <= self.whole, "rows {}.. ({rows}) of a table of {}", self.first, self.whole);
+    }
+}
+
 /// Checks that every index is in `0..limit`.
 pub(crate) fn check_indices(what: &'static str, indices: &[i32], limit: usize) -> Result<(), IndexError> {
     match indices.iter().position(|index| *index < 0 || *index as usize >= limit) {
@@ -39,10 +67,11 @@ pub(crate) fn check_indices(what: &'static str, indices: &[i32], limit: usize) -
 /// `y[t] = table[ids[t]]`, and with `positions = (p, position_table)` also
 /// `+ position_table[p[t]]`.
 ///
-/// `table` is `[vocab, dim]`, `y` is `[tokens, dim]`.
+/// `table` is `[vocab, dim]`, `y` is `[tokens, dim]`. Of a table of which only a `part` is here,
+/// rows that are elsewhere count as zeros.
 ///
 /// # Errors
-/// When an id or position has no row.
+/// When an id or position has no row in the whole table.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -51,12 +80,16 @@ pub fn embedding<T: Element>(
     dim: usize,
     ids: &[i32],
     table: &[T],
+    part: Option<TablePart>,
     positions: Option<(&[i32], &[T])>,
     y: &mut [T],
 ) -> Result<(), IndexError> {
     assert!(dim > 0 && table.len().is_multiple_of(dim), "{} elements are no rows of {dim}", table.len());
     assert_eq!(y.len(), ids.len() * dim, "length of y");
-    check_indices("token", ids, table.len() / dim)?;
+    let rows = table.len() / dim;
+    let part = part.unwrap_or(TablePart::all(rows));
+    part.check(rows);
+    check_indices("token", ids, part.whole)?;
     if let Some((positions, table)) = positions {
         assert_eq!(positions.len(), ids.len(), "one position a token");
         assert!(table.len().is_multiple_of(dim), "{} elements are no rows of {dim}", table.len());
@@ -67,16 +100,21 @@ pub fn embedding<T: Element>(
         // SAFETY: the ranges of a region do not overlap.
         let y = unsafe { y.part(range.start * dim..range.end * dim) };
         let positions = positions.map(|(positions, table)| (&positions[range.clone()], table));
-        gather(cpu.isa, dim, &ids[range], table, positions, y);
+        gather(cpu.isa, dim, &ids[range], table, part, positions, y);
     });
     Ok(())
 }
 
 simd_fn! {
-    fn gather[T: Element](s: S, dim: usize, ids: &[i32], table: &[T], positions: Option<(&[i32], &[T])>, y: &mut [T]) {
+    fn gather[T: Element](
+        s: S, dim: usize, ids: &[i32], table: &[T], part: TablePart, positions: Option<(&[i32], &[T])>, y: &mut [T]
+    ) {
+        let rows = table.len() / dim;
         for (t, (id, y)) in ids.iter().zip(y.chunks_exact_mut(dim)).enumerate() {
-            let row = &table[*id as usize * dim..][..dim];
+            // Empty where the row is elsewhere: loads beyond the end give zeros.
+            let row = part.local(*id, rows).map_or(&[][..], |at| &table[at * dim..(at + 1) * dim]);
             match positions {
+                None if row.is_empty() => y.fill(T::default()),
                 None => y.copy_from_slice(row),
                 Some((positions, table)) => {
                     let position = &table[positions[t] as usize * dim..][..dim];
@@ -92,9 +130,10 @@ simd_fn! {
 }
 
 /// `dtable[ids[t]] += dy[t]` for `t` in order; `dy` is `[tokens, dim]`, `dtable` is `[vocab, dim]`.
+/// Of a table of which only a `part` is here, nothing is added for rows that are elsewhere.
 ///
 /// # Errors
-/// When an id has no row; nothing is added then.
+/// When an id has no row in the whole table; nothing is added then.
 ///
 /// # Panics
 /// When the lengths disagree.
@@ -104,28 +143,36 @@ pub fn embedding_backward<T: Element>(
     ids: &[i32],
     dy: &[T],
     dtable: &mut [f32],
+    part: Option<TablePart>,
 ) -> Result<(), IndexError> {
     assert!(dim > 0 && dtable.len().is_multiple_of(dim), "{} elements are no rows of {dim}", dtable.len());
     assert_eq!(dy.len(), ids.len() * dim, "length of dy");
-    check_indices("token", ids, dtable.len() / dim)?;
+    let rows = dtable.len() / dim;
+    let part = part.unwrap_or(TablePart::all(rows));
+    part.check(rows);
+    check_indices("token", ids, part.whole)?;
     // Four cache lines of f32 at least, 16 tasks at most.
     let width = dim.div_ceil(16).next_multiple_of(64);
     let dtable = Shares::new(dtable);
     for_tasks(cpu, dim.div_ceil(width), dy.len() * (size_of::<T>() + 8), |task| {
-        scatter(cpu.isa, dim, task * width, width.min(dim - task * width), ids, dy, &dtable);
+        let columns = task * width..(task * width + width).min(dim);
+        scatter(cpu.isa, dim, columns, ids, dy, &dtable, (part, rows));
     });
     Ok(())
 }
 
 simd_fn! {
-    fn scatter[T: Element](s: S, dim: usize, first: usize, width: usize, ids: &[i32], dy: &[T], dtable: &Shares<'_, f32>) {
+    fn scatter[T: Element](
+        s: S, dim: usize, columns: Range<usize>, ids: &[i32], dy: &[T], dtable: &Shares<'_, f32>, here: (TablePart, usize)
+    ) {
+        let (part, rows) = here;
         for (id, dy) in ids.iter().zip(dy.chunks_exact(dim)) {
-            let at = *id as usize * dim + first;
+            let Some(row) = part.local(*id, rows) else { continue };
             // SAFETY: tasks own disjoint columns, and a task holds one row at a time.
-            let row = unsafe { dtable.part(at..at + width) };
-            let dy = &dy[first..first + width];
+            let row = unsafe { dtable.part(row * dim + columns.start..row * dim + columns.end) };
+            let dy = &dy[columns.clone()];
             let mut i = 0;
-            while i < width {
+            while i < dy.len() {
                 store_at(s, s.add(load_at(s, row, i, 0.0), load_at(s, dy, i, 0.0)), row, i);
                 i += S::LANES;
             }

@@ -9,19 +9,25 @@
 //! vocabulary 154 MB each way against `6 rows vocab dim` FLOPs. [`chunk_rows`] takes the longest
 //! chunk whose logits fit [`CHUNK_BYTES`]. The chunk lies in a workspace of the caller.
 //!
+//! Where ranks have a part of the vocabulary each, no rank has all logits of a row. Each makes
+//! [`vocabulary_statistics`] of its own; from those of all ranks the loss follows
+//! ([`merge_statistics`](crate::cpu::loss::merge_statistics)), and with it each rank makes its
+//! [`part_gradients`].
+//!
 //! The rounding of logits to the storage dtype is part of the model, as it is in other frameworks'
 //! mixed precision. Results depend on the chunk length only through the order in which `dw` is
 //! summed: not at all, because products continue their sums.
 
 use crate::cpu::Cpu;
-use crate::cpu::embedding::IndexError;
+use crate::cpu::embedding::{IndexError, TablePart};
 use crate::cpu::gemm::{
     Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Weight, forward, input_gradient, weight_gradient,
 };
-use crate::cpu::loss::{LossRow, check_targets, loss_row};
+use crate::cpu::loss::{IGNORE, LossRow, PartStatistics, check_targets, loss_row, part_gradient, part_statistics};
 use crate::cpu::rows::for_rows;
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes of logits that a chunk may take: at GPT-2's vocabulary 1,334 tokens in 16 bits.
@@ -96,34 +102,149 @@ pub fn linear_cross_entropy<T: Element>(
     let (tokens, vocab) = (x.rows(), w.plain.rows());
     assert_eq!((targets.len(), losses.len()), (tokens, tokens), "lengths of targets and losses");
     let counted = check_targets(targets, vocab)?;
-    let stride = stride(vocab);
-    let chunk = (workspace.len() / stride.max(1)).min(tokens.max(1));
-    assert!(chunk > 0, "a workspace of {} elements for rows of {stride}", workspace.len());
     let mut gradients = gradients;
     let correct = AtomicUsize::new(0);
-    for first in (0..tokens).step_by(chunk) {
-        let range = first..(first + chunk).min(tokens);
-        let x = x.row_range(range.clone());
-        let logits = &mut workspace[..range.len() * stride];
-        forward(cpu, x, w, Epilogue::default(), MatMut::with_stride(&mut *logits, range.len(), vocab, stride));
+    for_chunks(cpu, x, w, workspace, |range, logits| {
         let scale = gradients.as_ref().map(|gradients| gradients.scale);
         let (targets, losses) = (&targets[range.clone()], &mut losses[range.clone()]);
         correct.fetch_add(chunk_losses(cpu, vocab, logits, targets, scale, losses), Ordering::Relaxed);
-        let Some(gradients) = gradients.as_mut() else { continue };
-        let dlogits = MatRef::with_stride(logits, range.len(), vocab, stride);
-        if let Some(dx) = gradients.dx.as_mut() {
-            input_gradient(cpu, dlogits, w, GradientEpilogue::default(), dx.rows_mut(range));
+        if let Some(gradients) = gradients.as_mut() {
+            gradients.take(cpu, logits, x, w, range);
         }
-        if let Some(dw) = gradients.dw.as_deref_mut() {
-            let accumulate = if first == 0 { gradients.accumulate } else { Accumulate::Add };
-            weight_gradient(cpu, dlogits, x, dw, accumulate, None);
-        }
-    }
-    if let (0, Some(HeadGradients { dw: Some(dw), accumulate: Accumulate::Overwrite, .. })) = (tokens, gradients) {
-        dw.fill(0.0);
+    });
+    if let Some(gradients) = gradients {
+        gradients.finish(tokens);
     }
     let loss_sum = losses.iter().map(|loss| f64::from(*loss)).sum();
     Ok(HeadLoss { loss_sum, tokens: counted, correct: correct.into_inner() })
+}
+
+/// The statistics of the logits `x wᵀ` of which a `part` of the vocabulary is here, for
+/// [`merge_statistics`](crate::cpu::loss::merge_statistics): `x` is `[tokens, dim]`, `w`
+/// `[vocab of the part, dim]`, `out` `[tokens, 3]`. Rows that are ignored have 0 in all three.
+///
+/// # Errors
+/// As [`linear_cross_entropy`].
+///
+/// # Panics
+/// As [`linear_cross_entropy`].
+pub fn vocabulary_statistics<T: Element>(
+    cpu: &Cpu,
+    x: MatRef<'_, T>,
+    w: Weight<'_, T>,
+    part: TablePart,
+    targets: &[i32],
+    out: &mut [f32],
+    workspace: &mut [T],
+) -> Result<(), IndexError> {
+    const N: usize = PartStatistics::NUMBERS;
+    let (tokens, vocab) = (x.rows(), w.plain.rows());
+    assert_eq!((targets.len(), out.len()), (tokens, N * tokens), "lengths of targets and statistics");
+    check_targets(targets, part.whole)?;
+    let stride = stride(vocab);
+    let out = Shares::new(out);
+    for_chunks(cpu, x, w, workspace, |chunk, logits| {
+        let logits = &*logits;
+        for_rows(cpu, chunk.len(), stride * size_of::<T>(), |range| {
+            for row in range {
+                let (at, target) = (chunk.start + row, targets[chunk.start + row]);
+                // SAFETY: every row belongs to one range of one chunk.
+                let out = unsafe { out.part(N * at..N * (at + 1)) };
+                if target == IGNORE {
+                    out.fill(0.0);
+                    continue;
+                }
+                let x = &logits[row * stride..row * stride + vocab];
+                let PartStatistics { max, sum, logit } = part_statistics(cpu.isa, x, part.local(target, vocab));
+                out.copy_from_slice(&[max, sum, logit]);
+            }
+        });
+    });
+    Ok(())
+}
+
+/// The gradients of the loss of logits of which a `part` of the vocabulary is here, given the `lse`
+/// `[tokens]` of all logits of each row: `dx` is the summand of the gradient of `x` that comes from
+/// this part. FLOPs: `2 tokens vocab dim`, and as many for each gradient.
+///
+/// # Errors
+/// As [`linear_cross_entropy`].
+///
+/// # Panics
+/// As [`linear_cross_entropy`].
+pub fn part_gradients<T: Element>(
+    cpu: &Cpu,
+    x: MatRef<'_, T>,
+    w: Weight<'_, T>,
+    part: TablePart,
+    targets: &[i32],
+    lse: &[f32],
+    mut gradients: HeadGradients<'_, T>,
+    workspace: &mut [T],
+) -> Result<(), IndexError> {
+    let (tokens, vocab) = (x.rows(), w.plain.rows());
+    assert_eq!((targets.len(), lse.len()), (tokens, tokens), "lengths of targets and lse");
+    check_targets(targets, part.whole)?;
+    let stride = stride(vocab);
+    for_chunks(cpu, x, w, workspace, |chunk, logits| {
+        let (shared, scale) = (Shares::new(&mut *logits), gradients.scale);
+        for_rows(cpu, chunk.len(), 2 * stride * size_of::<T>(), |range| {
+            for row in range {
+                // SAFETY: every row belongs to one range.
+                let x = unsafe { shared.part(row * stride..row * stride + vocab) };
+                match targets[chunk.start + row] {
+                    IGNORE => x.fill(T::default()),
+                    target => part_gradient(cpu.isa, x, part.local(target, vocab), lse[chunk.start + row], scale),
+                }
+            }
+        });
+        gradients.take(cpu, logits, x, w, chunk);
+    });
+    gradients.finish(tokens);
+    Ok(())
+}
+
+/// Runs `body` on the logits `x wᵀ` of one chunk of rows after the other; they lie in `workspace`.
+fn for_chunks<T: Element>(
+    cpu: &Cpu,
+    x: MatRef<'_, T>,
+    w: Weight<'_, T>,
+    workspace: &mut [T],
+    mut body: impl FnMut(Range<usize>, &mut [T]),
+) {
+    let (tokens, vocab) = (x.rows(), w.plain.rows());
+    let stride = stride(vocab);
+    let chunk = (workspace.len() / stride.max(1)).min(tokens.max(1));
+    assert!(chunk > 0, "a workspace of {} elements for rows of {stride}", workspace.len());
+    for first in (0..tokens).step_by(chunk) {
+        let range = first..(first + chunk).min(tokens);
+        let logits = &mut workspace[..range.len() * stride];
+        let to = MatMut::with_stride(&mut *logits, range.len(), vocab, stride);
+        forward(cpu, x.row_range(range.clone()), w, Epilogue::default(), to);
+        body(range, logits);
+    }
+}
+
+impl<T: Element> HeadGradients<'_, T> {
+    /// Adds what follows from the gradient of the logits of the rows `range`.
+    fn take(&mut self, cpu: &Cpu, dlogits: &[T], x: MatRef<'_, T>, w: Weight<'_, T>, range: Range<usize>) {
+        let vocab = w.plain.rows();
+        let dlogits = MatRef::with_stride(dlogits, range.len(), vocab, stride(vocab));
+        if let Some(dx) = self.dx.as_mut() {
+            input_gradient(cpu, dlogits, w, GradientEpilogue::default(), dx.rows_mut(range.clone()));
+        }
+        if let Some(dw) = self.dw.as_deref_mut() {
+            let accumulate = if range.start == 0 { self.accumulate } else { Accumulate::Add };
+            weight_gradient(cpu, dlogits, x.row_range(range), dw, accumulate, None);
+        }
+    }
+
+    /// Zeroes what was to be overwritten, if there was nothing to write over it.
+    fn finish(self, tokens: usize) {
+        if let (0, Some(dw), Accumulate::Overwrite) = (tokens, self.dw, self.accumulate) {
+            dw.fill(0.0);
+        }
+    }
 }
 
 /// Losses of a chunk, and its logits turned into their gradient when there is a `scale`; returns

@@ -161,9 +161,9 @@ impl Fold for ExpAbout {
     }
 }
 
-/// The largest of `x` and the logarithm of the sum of exponentials.
+/// The largest of `x`, and the sum of exponentials of the differences from it.
 #[inline(always)]
-pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
+fn max_and_sum<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
     let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f32);
     for block in x.chunks(BLOCK) {
         let larger = largest(s, block).max(max);
@@ -173,6 +173,13 @@ pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
         }
         sum += total(s, fold(s, ExpAbout(max), 0.0, block));
     }
+    (max, sum)
+}
+
+/// The largest of `x` and the logarithm of the sum of exponentials.
+#[inline(always)]
+pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
+    let (max, sum) = max_and_sum(s, x);
     (max, max + sum.ln())
 }
 
@@ -217,15 +224,15 @@ simd_fn! {
         let (max, lse) = max_and_lse(s, x);
         let logit = x[target as usize].to_f32();
         if let Some(scale) = scale {
-            gradient_row(s, x, target as usize, lse, scale);
+            gradient_row(s, x, Some(target as usize), lse, scale);
         }
         LossRow { loss: lse - logit, lse, hit: logit >= max }
     }
 }
 
 #[inline(always)]
-fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: usize, lse: f32, scale: f32) {
-    let at_target = ((x[target].to_f32() - lse).exp() - 1.0) * scale;
+fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: Option<usize>, lse: f32, scale: f32) {
+    let at_target = target.map(|target| (target, ((x[target].to_f32() - lse).exp() - 1.0) * scale));
     if scale > 0.0 {
         // The scale goes into the exponent: e^(x - lse + ln scale). Not so large a one that it
         // overflows there.
@@ -243,7 +250,70 @@ fn gradient_row<S: Simd, T: Element>(s: S, x: &mut [T], target: usize, lse: f32,
             i += S::LANES;
         }
     }
-    x[target] = T::from_f32(at_target);
+    if let Some((target, gradient)) = at_target {
+        x[target] = T::from_f32(gradient);
+    }
+}
+
+/// The statistics of a row of which only some logits are here, for [`merge_statistics`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct PartStatistics {
+    /// The largest logit here.
+    pub max: f32,
+    /// The sum of exponentials of the differences from it.
+    pub sum: f32,
+    /// The target's logit; 0 if it is elsewhere.
+    pub logit: f32,
+}
+
+impl PartStatistics {
+    /// Numbers of a row in memory.
+    pub const NUMBERS: usize = 3;
+}
+
+simd_fn! {
+    /// The statistics of the logits of a row that are here; `target` is None if it is elsewhere.
+    pub(crate) fn part_statistics[T: Element](s: S, x: &[T], target: Option<usize>) -> PartStatistics {
+        let (max, sum) = max_and_sum(s, x);
+        PartStatistics { max, sum, logit: target.map_or(0.0, |target| x[target].to_f32()) }
+    }
+}
+
+simd_fn! {
+    /// Turns a row's logits that are here into their gradient, given the `lse` of all of them.
+    pub(crate) fn part_gradient[T: Element](s: S, x: &mut [T], target: Option<usize>, lse: f32, scale: f32) {
+        gradient_row(s, x, target, lse, scale);
+    }
+}
+
+/// Losses and `lse` of rows whose logits lie in several parts: `statistics` is
+/// `[parts, targets.len(), 3]`, of each part and row the largest logit, the sum of exponentials of
+/// the differences from it, and the target's logit or 0. The logarithm of the sum over parts
+/// follows from these, in the order of parts (Milakov & Gimelshein 2018, equation 4). Rows that are
+/// ignored have 0 in both results.
+///
+/// # Panics
+/// When the lengths disagree.
+pub fn merge_statistics(statistics: &[f32], targets: &[i32], loss: &mut [f32], lse: &mut [f32]) {
+    const N: usize = PartStatistics::NUMBERS;
+    let rows = targets.len();
+    assert_eq!((loss.len(), lse.len()), (rows, rows), "lengths of loss and lse");
+    assert!(statistics.len().is_multiple_of((N * rows).max(1)), "{} numbers for {rows} rows", statistics.len());
+    for (row, target) in targets.iter().enumerate() {
+        if *target == IGNORE {
+            (loss[row], lse[row]) = (0.0, 0.0);
+            continue;
+        }
+        let parts = || statistics[N * row..].chunks(N * rows).map(|part| (part[0], part[1], part[2]));
+        let max = parts().fold(f32::NEG_INFINITY, |max, (part, ..)| max.max(part));
+        let (mut sum, mut logit) = (0.0, 0.0);
+        for (part, exponentials, at_target) in parts() {
+            sum += exponentials * (part - max).exp();
+            logit += at_target;
+        }
+        lse[row] = max + sum.ln();
+        loss[row] = lse[row] - logit;
+    }
 }
 
 simd_fn! {
@@ -253,7 +323,7 @@ simd_fn! {
                 x.fill(T::default());
                 continue;
             }
-            gradient_row(s, x, *target as usize, *lse, scale);
+            gradient_row(s, x, Some(*target as usize), *lse, scale);
         }
     }
 }

@@ -71,8 +71,8 @@ pub(crate) fn index_add(
     zero(gpu, sums)?;
     let count = indices.elements();
     gpu.launch(&k::FILL_U32, DType::F32, [n, 1, 1], args![first, n, i32::MAX as u32])?;
-    gpu.launch(&k::FIRST_USE, DType::F32, [count, 1, 1], args![indices, first, count, n])?;
-    let args = args![dy, indices, first, sums, outer, n, count, inner];
+    gpu.launch(&k::FIRST_USE, DType::F32, [count, 1, 1], args![indices, first, count, 0usize, n])?;
+    let args = args![dy, indices, first, sums, outer, 0usize, n, count, inner];
     gpu.launch(&k::INDEX_ADD, dy.dtype(), [outer, count, inner], args)
 }
 

@@ -11,6 +11,8 @@ use std::sync::Arc;
 use trainyard_cuda::driver::{Product, Region};
 use trainyard_cuda::kernels as k;
 
+const OP: &str = "linear_cross_entropy";
+
 /// Bytes of logits at a time: large enough to fill a device, small beside what else it holds.
 const CHUNK_BYTES: usize = 256 << 20;
 
@@ -48,38 +50,118 @@ pub(crate) fn head(
     hits: Option<&Tensor>,
     scratch: HeadScratch<'_>,
 ) -> Result<()> {
-    const OP: &str = "linear_cross_entropy";
-    let (m, d, v) = (x.rows(), x.last_dim(), w.rows());
-    let (dtype, size) = (x.dtype(), x.dtype().size());
-    let rows_max = scratch.logits.rows();
-    for first in (0..m).step_by(rows_max.max(1)) {
-        let rows = rows_max.min(m - first);
-        let rows_of = |region: Region, row_bytes| part(region, first * row_bytes, rows * row_bytes);
-        let logits = |written| part(scratch.logits.region(written), 0, rows * v * size);
-        let form = Product { b_transposed: true, ..plain(OP, [rows, v, d], dtype, dtype)? };
-        let x_rows = rows_of(x.region(false), d * size);
-        gpu.product(&form, &operands(x_rows, w.region(false), logits(true), scratch.workspace))?;
+    let v = w.rows();
+    for_chunks(gpu, [x, w], scratch.logits, scratch.workspace, |Chunk { first, rows, logits }| {
         let chunk = |tensor| Arg::Part(tensor, 4 * first, 4 * rows);
         let hit = hits.map_or(Arg::Null, chunk);
-        let part_of_logits = Arg::Part(scratch.logits, 0, rows * v * size);
-        let Some(HeadGradients { scale, dx, dw }) = &gradients else {
-            let args = args![part_of_logits, chunk(targets), chunk(losses), chunk(scratch.lse), hit, rows, v, v];
-            gpu.launch(&k::CROSS_ENTROPY, dtype, [rows, v, 1], args)?;
-            continue;
+        let Some(gradients) = &gradients else {
+            let args = args![logits, chunk(targets), chunk(losses), chunk(scratch.lse), hit, rows, v, v];
+            return gpu.launch(&k::CROSS_ENTROPY, x.dtype(), [rows, v, 1], args);
         };
-        let varying = gpu.varying_scale(*scale)?;
-        let scale_at = Arg::from(varying.as_ref());
-        let args = args![part_of_logits, chunk(targets), chunk(losses), Arg::Null, hit, rows, v, v, *scale, scale_at];
-        gpu.launch(&k::CROSS_ENTROPY_IN_PLACE, dtype, [rows, v, 1], args)?;
-        let dx_rows = rows_of(dx.region(true), d * size);
-        let form = plain(OP, [rows, d, v], dtype, dtype)?;
-        gpu.product(&form, &operands(logits(false), w.region(false), dx_rows, scratch.workspace))?;
-        if let Some((dw, overwrite)) = dw {
-            let overwrite = *overwrite && first == 0;
-            weight_gradient(gpu, logits(false), x_rows, dw, rows, dtype, overwrite, scratch.workspace)?;
-        }
+        let varying = gpu.varying_scale(gradients.scale)?;
+        let (scale, scale_at) = (gradients.scale, Arg::from(varying.as_ref()));
+        let args = args![logits, chunk(targets), chunk(losses), Arg::Null, hit, rows, v, v, scale, scale_at];
+        gpu.launch(&k::CROSS_ENTROPY_IN_PLACE, x.dtype(), [rows, v, 1], args)?;
+        gradients.take(gpu, [x, w], [scratch.logits, scratch.workspace], first, rows)
+    })
+}
+
+/// Statistics [m, 3] of the logits of x [m, d] by w [v, d], the rows of the vocabulary from
+/// `first_token` on. `scratch`: logits [chunk_rows, v], and that of products.
+pub(crate) fn vocabulary_statistics(
+    gpu: &Arc<Cuda>,
+    [x, w, targets]: [&Tensor; 3],
+    first_token: usize,
+    statistics: &Tensor,
+    [logits, workspace]: [&Tensor; 2],
+) -> Result<()> {
+    let v = w.rows();
+    for_chunks(gpu, [x, w], logits, workspace, |Chunk { first, rows, logits }| {
+        let (targets, out) = (Arg::Part(targets, 4 * first, 4 * rows), Arg::Part(statistics, 12 * first, 12 * rows));
+        let args = args![logits, targets, out, rows, v, v, first_token];
+        gpu.launch(&k::CROSS_ENTROPY_STATISTICS, x.dtype(), [rows, v, 1], args)
+    })
+}
+
+/// Losses and lse [m] from the statistics of all parts of the vocabulary, [parts m, 3].
+pub(crate) fn merge_statistics(
+    gpu: &Arc<Cuda>,
+    [statistics, targets]: [&Tensor; 2],
+    [losses, lse]: [&Tensor; 2],
+) -> Result<()> {
+    let m = targets.elements();
+    let args = args![statistics, targets, losses, lse, m, statistics.rows() / m.max(1)];
+    gpu.launch(&k::MERGE_STATISTICS, DType::F32, [m, 1, 1], args)
+}
+
+/// The gradients of the rows of the vocabulary from `first_token` on, given lse [m].
+pub(crate) fn part_gradients(
+    gpu: &Arc<Cuda>,
+    [x, w, targets, lse]: [&Tensor; 4],
+    first_token: usize,
+    gradients: HeadGradients<'_, '_>,
+    [logits_of_chunk, workspace]: [&Tensor; 2],
+) -> Result<()> {
+    let v = w.rows();
+    for_chunks(gpu, [x, w], logits_of_chunk, workspace, |Chunk { first, rows, logits }| {
+        let chunk = |tensor| Arg::Part(tensor, 4 * first, 4 * rows);
+        let varying = gpu.varying_scale(gradients.scale)?;
+        let (scale, scale_at) = (gradients.scale, Arg::from(varying.as_ref()));
+        let args = args![logits, chunk(targets), chunk(lse), rows, v, v, first_token, scale, scale_at];
+        gpu.launch(&k::CROSS_ENTROPY_PART_GRADIENT, x.dtype(), [rows, v, 1], args)?;
+        gradients.take(gpu, [x, w], [logits_of_chunk, workspace], first, rows)
+    })
+}
+
+/// The logits of the rows `first .. first + rows`.
+struct Chunk<'a> {
+    first: usize,
+    rows: usize,
+    logits: Arg<'a>,
+}
+
+/// Runs `body` on the logits of x [m, d] by w [v, d], one chunk of rows after the other.
+fn for_chunks(
+    gpu: &Arc<Cuda>,
+    [x, w]: [&Tensor; 2],
+    logits: &Tensor,
+    workspace: &Tensor,
+    mut body: impl FnMut(Chunk<'_>) -> Result<()>,
+) -> Result<()> {
+    let (m, d, v) = (x.rows(), x.last_dim(), w.rows());
+    let (dtype, size) = (x.dtype(), x.dtype().size());
+    for first in (0..m).step_by(logits.rows().max(1)) {
+        let rows = logits.rows().min(m - first);
+        let form = Product { b_transposed: true, ..plain(OP, [rows, v, d], dtype, dtype)? };
+        let x_rows = part(x.region(false), first * d * size, rows * d * size);
+        let to = part(logits.region(true), 0, rows * v * size);
+        gpu.product(&form, &operands(x_rows, w.region(false), to, workspace))?;
+        body(Chunk { first, rows, logits: Arg::Part(logits, 0, rows * v * size) })?;
     }
     Ok(())
+}
+
+impl HeadGradients<'_, '_> {
+    /// Adds what follows from the gradient of the logits of a chunk. `scratch`: those logits, and
+    /// that of products.
+    fn take(
+        &self,
+        gpu: &Arc<Cuda>,
+        [x, w]: [&Tensor; 2],
+        [logits, workspace]: [&Tensor; 2],
+        first: usize,
+        rows: usize,
+    ) -> Result<()> {
+        let (d, v) = (x.last_dim(), w.rows());
+        let (dtype, size) = (x.dtype(), x.dtype().size());
+        let dlogits = || part(logits.region(false), 0, rows * v * size);
+        let rows_of = |region: Region| part(region, first * d * size, rows * d * size);
+        let form = plain(OP, [rows, d, v], dtype, dtype)?;
+        gpu.product(&form, &operands(dlogits(), w.region(false), rows_of(self.dx.region(true)), workspace))?;
+        let Some((dw, overwrite)) = self.dw else { return Ok(()) };
+        let overwrite = *overwrite && first == 0;
+        weight_gradient(gpu, dlogits(), rows_of(x.region(false)), dw, rows, dtype, overwrite, workspace)
+    }
 }
 
 /// Adds losses up, into a scalar times `scale` on the device, or as a summary for the host, which

@@ -38,8 +38,8 @@ pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version, stand_in, 
 pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
 pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};
 pub(crate) use loss::{
-    HeadGradients, HeadScratch, chunk_rows, cross_entropy, cross_entropy_backward, head, mse_loss, mse_loss_backward,
-    summary,
+    HeadGradients, HeadScratch, chunk_rows, cross_entropy, cross_entropy_backward, head, merge_statistics, mse_loss,
+    mse_loss_backward, part_gradients, summary, vocabulary_statistics,
 };
 pub(crate) use matrix_optim::{Factored, Lengths, MuonScratch, adafactor_matrix, adafactor_vector, muon};
 pub(crate) use norm::{

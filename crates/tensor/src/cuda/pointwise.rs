@@ -70,16 +70,20 @@ pub(crate) fn swiglu_backward(gpu: &Arc<Cuda>, dy: &Tensor, gate_up: &Tensor, dx
 pub(crate) fn dropout(
     gpu: &Arc<Cuda>,
     key: RandomKey,
+    first: usize,
     rate: DropRate,
     x: &Tensor,
     residual: Option<&Tensor>,
     y: &Tensor,
 ) -> Result<()> {
     let n = x.elements();
+    if n == 0 {
+        return Ok(());
+    }
     let (threshold, scale) = (rate.threshold(), rate.exact().1);
     let varying = gpu.varying_step(key.step)?;
-    let args = args![x, residual, y, n, key.seed, key.step, varying.as_ref(), key.site, threshold, scale];
-    gpu.launch(&k::DROPOUT, x.dtype(), [n, 1, 1], args)
+    let args = args![x, residual, y, n, first, key.seed, key.step, varying.as_ref(), key.site, threshold, scale];
+    gpu.launch(&k::DROPOUT, x.dtype(), [n + first % k::DROPOUT_GROUP, 1, 1], args)
 }
 
 /// Indices were checked when the batch was made.
@@ -87,27 +91,30 @@ pub(crate) fn embedding(
     gpu: &Arc<Cuda>,
     tokens: &Tensor,
     table: &Tensor,
+    first: usize,
     positions: Option<(&Tensor, &Tensor)>,
     y: &Tensor,
 ) -> Result<()> {
     let (n, dim) = (tokens.elements(), table.last_dim());
     let (rows, weight) = positions.unzip();
     let count = weight.map_or(0, |weight| weight.rows());
-    let args = args![tokens, table, rows, weight, y, n, dim, table.rows(), count];
+    let args = args![tokens, table, rows, weight, y, n, dim, first, table.rows(), count];
     gpu.launch(&k::EMBEDDING, table.dtype(), [n * dim, 1, 1], args)
 }
 
-/// `first`: scratch of as many i32 as the gradient has rows.
+/// The gradient's rows are those of the table from `first_row` on. `first`: scratch of as many i32
+/// as it has rows.
 pub(crate) fn embedding_backward(
     gpu: &Arc<Cuda>,
     dy: &Tensor,
     rows: &Tensor,
+    first_row: usize,
     gradient: &Tensor,
     first: &Tensor,
 ) -> Result<()> {
     let (n, dim, limit) = (rows.elements(), dy.last_dim(), gradient.rows());
     gpu.launch(&k::FILL_U32, DType::F32, [limit, 1, 1], args![first, limit, i32::MAX as u32])?;
-    gpu.launch(&k::FIRST_USE, dy.dtype(), [n, 1, 1], args![rows, first, n, limit])?;
-    let args = args![dy, rows, first, gradient, 1usize, limit, n, dim];
+    gpu.launch(&k::FIRST_USE, dy.dtype(), [n, 1, 1], args![rows, first, n, first_row, limit])?;
+    let args = args![dy, rows, first, gradient, 1usize, first_row, limit, n, dim];
     gpu.launch(&k::INDEX_ADD, dy.dtype(), [1, n, dim], args)
 }

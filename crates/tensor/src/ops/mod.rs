@@ -14,13 +14,18 @@ pub mod optim;
 pub mod plain;
 mod pointwise;
 
+pub use crate::cpu::embedding::TablePart;
 pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
-pub use embedding::{embedding, embedding_backward};
+pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
-pub use loss::{TokenLosses, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
+pub use loss::{
+    MergedLosses, TokenLosses, linear_cross_entropy, linear_cross_entropy_part_gradients,
+    linear_cross_entropy_with_gradients, merge_statistics, token_losses, vocabulary_statistics,
+};
 pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward};
 pub use pointwise::{
-    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, swiglu, swiglu_backward,
+    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, swiglu,
+    swiglu_backward,
 };
 
 use crate::cpu::gemm::{Accumulate, Activation};

@@ -198,15 +198,20 @@ pub fn swiglu_backward(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
 /// Each element zero with `probability`, else divided by the rest; the mask is a function of the
 /// key and the element. Its own backward.
 pub fn dropout(x: &Tensor, probability: f32, key: RandomKey) -> Result<Tensor> {
+    dropout_from(x, probability, key, 0)
+}
+
+/// As [`dropout`], of a part of a tensor: `x` holds its elements `first ..`, and gets their masks.
+pub fn dropout_from(x: &Tensor, probability: f32, key: RandomKey, first: usize) -> Result<Tensor> {
     const OP: &str = "dropout";
     let rate = dropouts::DropRate::new(probability)?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     by_float!(OP, x.dtype(), T => x.device().launch_on(OP, elements_of(x, 1, &[x, x]), |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
-            On::Cuda(gpu) => return cuda::dropout(gpu, key, rate, x, None, &y),
+            On::Cuda(gpu) => return cuda::dropout(gpu, key, first, rate, x, None, &y),
         };
-        dropouts::dropout(cpu, key, 0, rate, x.get::<T>(), y.get_mut::<T>());
+        dropouts::dropout(cpu, key, first as u64, rate, x.get::<T>(), y.get_mut::<T>());
         Ok(())
     })?);
     Ok(y)

@@ -60,7 +60,7 @@ fn lanes_are_consecutive_counters_on_every_rung() {
 
 dtypes! {
     fn dropout_follows_its_bits_and_its_backward_is_itself<T>() {
-        for (len, first) in [(0, 0), (1, 0), (127, 128), (70_001, 256)] {
+        for (len, first) in [(0, 0), (1, 0), (127, 128), (70_001, 256), (0, 5), (3, 126), (60, 17), (50_003, 391)] {
             let (x, r) = (values::<T>(1, len), values::<T>(2, len));
             for p in [0.0, 0.1, 0.5, 0.999] {
                 let rate = DropRate::new(p).unwrap();

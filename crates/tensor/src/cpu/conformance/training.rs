@@ -2,15 +2,20 @@
 
 use super::{ULP, close, dot, dtypes, is_gradient, on_every_cpu, roundoff, values, wide};
 use crate::cpu::activation::{Activation, activation, activation_backward, glu, glu_backward};
-use crate::cpu::embedding::{IndexError, embedding, embedding_backward};
+use crate::cpu::embedding::{IndexError, TablePart, embedding, embedding_backward};
 use crate::cpu::gemm::{Accumulate, MatMut, MatRef, Weight};
-use crate::cpu::head::{HeadGradients, chunk_rows, linear_cross_entropy, workspace};
-use crate::cpu::loss::{IGNORE, RowLosses, cross_entropy, cross_entropy_backward, cross_entropy_in_place};
+use crate::cpu::head::{
+    HeadGradients, chunk_rows, linear_cross_entropy, part_gradients, vocabulary_statistics, workspace,
+};
+use crate::cpu::loss::{
+    IGNORE, RowLosses, cross_entropy, cross_entropy_backward, cross_entropy_in_place, merge_statistics,
+};
 use crate::cpu::norm::HeadColumns;
 use crate::cpu::rope::{RopeError, RopeScaling, RopeTable, Rotation, rope, rope_frequencies};
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::Element;
 use crate::reference::{activation as curve, loss as oracle};
+use std::ops::Range;
 
 dtypes! {
     fn rope_turns_pairs_and_turns_back<T>() {
@@ -154,10 +159,10 @@ dtypes! {
             on_every_cpu(
                 |cpu| {
                     let (mut y, mut z) = (dy.clone(), dy.clone());
-                    embedding(cpu, dim, &ids, &table, None, &mut y).unwrap();
-                    embedding(cpu, dim, &ids, &table, Some((&positions, &places)), &mut z).unwrap();
+                    embedding(cpu, dim, &ids, &table, None, None, &mut y).unwrap();
+                    embedding(cpu, dim, &ids, &table, None, Some((&positions, &places)), &mut z).unwrap();
                     let mut gradient = vec![1.0; vocab * dim];
-                    embedding_backward(cpu, dim, &ids, &dy, &mut gradient).unwrap();
+                    embedding_backward(cpu, dim, &ids, &dy, &mut gradient, None).unwrap();
                     (y, z, gradient)
                 },
                 |isa, (y, z, gradient)| {
@@ -179,10 +184,50 @@ dtypes! {
         }
         let cpu = Cpu::new(Isa::Portable, 1);
         let mut y = [T::default(); 4];
-        let error = embedding(&cpu, 2, &[0, -1], &[T::default(); 6], None, &mut y);
+        let error = embedding(&cpu, 2, &[0, -1], &[T::default(); 6], None, None, &mut y);
         assert_eq!(error, Err(IndexError { what: "token", index: -1, entry: 1, limit: 3 }));
-        let error = embedding_backward(&cpu, 2, &[3], &y[..2], &mut [0.0; 6]);
+        let error = embedding_backward(&cpu, 2, &[3], &y[..2], &mut [0.0; 6], None);
         assert_eq!(error, Err(IndexError { what: "token", index: 3, entry: 0, limit: 3 }));
+    }
+}
+
+dtypes! {
+    fn parts_of_an_embedding_are_those_of_the_whole<T>() {
+        let (tokens, dim, vocab) = (700, 130, 300);
+        let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * t + t / 3) % vocab as i32).collect();
+        let positions: Vec<i32> = (0..tokens as i32).map(|t| t % 9).collect();
+        let (table, places, dy) = (values::<T>(1, vocab * dim), values::<T>(2, 9 * dim), values::<T>(3, tokens * dim));
+        for rows in [0..128, 128..300, 7..8, 5..5] {
+            let part = Some(TablePart { first: rows.start, whole: vocab });
+            let here = &table[rows.start * dim..rows.end * dim];
+            on_every_cpu(
+                |cpu| {
+                    let (mut y, mut z, mut gradient) = (dy.clone(), dy.clone(), vec![1.0; rows.len() * dim]);
+                    embedding(cpu, dim, &ids, here, part, None, &mut y).unwrap();
+                    embedding(cpu, dim, &ids, here, part, Some((&positions, &places)), &mut z).unwrap();
+                    embedding_backward(cpu, dim, &ids, &dy, &mut gradient, part).unwrap();
+                    (y, z, gradient)
+                },
+                |isa, (y, z, gradient)| {
+                    let mut want = vec![1.0f32; rows.len() * dim];
+                    for (t, id) in ids.iter().enumerate() {
+                        let place = &places[positions[t] as usize * dim..][..dim];
+                        let (y, z) = (&y[t * dim..(t + 1) * dim], &z[t * dim..(t + 1) * dim]);
+                        if !rows.contains(&(*id as usize)) {
+                            assert!(y.iter().all(|y| *y == T::default()) && z == place, "{isa}: token {t} is elsewhere");
+                            continue;
+                        }
+                        assert!(y == &table[*id as usize * dim..][..dim], "{isa}: token {t}");
+                        let sum: Vec<f64> = wide(y).iter().zip(wide(place)).map(|(a, b)| a + b).collect();
+                        close(isa, "token + position", z, &sum, ULP * 2.0);
+                        for j in 0..dim {
+                            want[(*id as usize - rows.start) * dim + j] += dy[t * dim + j].to_f32();
+                        }
+                    }
+                    assert!(*gradient == want, "{isa}: tokens are not added in order");
+                },
+            );
+        }
     }
 }
 
@@ -315,4 +360,97 @@ fn head_in_chunks_of_any_length() {
     assert_eq!(chunk_rows::<crate::dtype::bf16>(2048, 50_257), 1024);
     assert_eq!(chunk_rows::<f32>(2048, 50_257), 512);
     assert_eq!(chunk_rows::<f32>(7, 100), 7);
+}
+
+/// The losses and gradients of a vocabulary in parts are those of the whole, on every rung.
+#[test]
+fn head_in_parts_of_the_vocabulary() {
+    fn run<T: Element>() {
+        let (tokens, dim, vocab) = (75, 24, 301);
+        let (x, w) = (values::<T>(1, tokens * dim), values::<T>(2, vocab * dim));
+        let (targets, scale) = (targets(tokens, vocab), 0.5f32);
+        let (xs, ws) = (wide(&x), wide(&w));
+        let (mut losses, mut dx, mut dw) = (vec![0.0; tokens], vec![0.0; tokens * dim], vec![1.0; vocab * dim]);
+        for t in 0..tokens {
+            let row = &xs[t * dim..(t + 1) * dim];
+            let logits: Vec<f64> = ws.chunks(dim).map(|w| dot(row, w)).collect();
+            let (loss, slope) = oracle::cross_entropy(&logits, target(targets[t]));
+            losses[t] = loss;
+            for (v, slope) in slope.iter().enumerate() {
+                for j in 0..dim {
+                    dx[t * dim + j] += f64::from(scale) * slope * ws[v * dim + j];
+                    dw[v * dim + j] += f64::from(scale) * slope * row[j];
+                }
+            }
+        }
+        // As for the head in one part; each part's summand of dx is rounded once more, at a size
+        // below 1.
+        let slack = 13.0 * roundoff(T::DTYPE) + 200.0 * ULP;
+        let parts = [0..64, 64..208, 208..301];
+        for isa in Isa::tested(Isa::Avx512Bf16) {
+            let mut outcomes = Vec::new();
+            for (threads, chunk) in [(1, 75), (3, 75), (2, 32)] {
+                let cpu = Cpu::new(isa, threads);
+                let rows = MatRef::new(&x, tokens, dim);
+                let of = |rows: &Range<usize>| {
+                    let w = &w[rows.start * dim..rows.end * dim];
+                    let part = TablePart { first: rows.start, whole: vocab };
+                    (
+                        Weight::from(MatRef::new(w, rows.len(), dim)),
+                        part,
+                        vec![T::default(); workspace(chunk, rows.len())],
+                    )
+                };
+                let mut statistics = vec![9.0; 3 * 3 * tokens];
+                for (range, out) in parts.iter().zip(statistics.chunks_mut(3 * tokens)) {
+                    let (w, part, mut space) = of(range);
+                    vocabulary_statistics(&cpu, rows, w, part, &targets, out, &mut space).unwrap();
+                }
+                let (mut each, mut lse) = (vec![9.0; tokens], vec![9.0; tokens]);
+                merge_statistics(&statistics, &targets, &mut each, &mut lse);
+                let (mut sum_dx, mut got_dw) = (vec![0.0; tokens * dim], vec![1.0; vocab * dim]);
+                for range in &parts {
+                    let (w, part, mut space) = of(range);
+                    let mut got_dx = vec![T::default(); tokens * dim];
+                    let gradients = HeadGradients {
+                        scale,
+                        dx: Some(MatMut::new(&mut got_dx, tokens, dim)),
+                        dw: Some(&mut got_dw[range.start * dim..range.end * dim]),
+                        accumulate: Accumulate::Add,
+                    };
+                    part_gradients(&cpu, rows, w, part, &targets, &lse, gradients, &mut space).unwrap();
+                    sum_dx.iter_mut().zip(got_dx).for_each(|(sum, dx): (&mut f32, T)| *sum += dx.to_f32());
+                }
+                close(isa, "losses", &each, &losses, slack);
+                close(isa, "dx", &sum_dx, &dx, slack);
+                close(isa, "dw", &got_dw, &dw, 15.0 * slack);
+                outcomes.push((each, sum_dx, got_dw));
+            }
+            assert!(outcomes.windows(2).all(|pair| pair[0] == pair[1]), "{isa}: threads or chunks change bits");
+        }
+        let (cpu, mut space, mut out) = (Cpu::new(Isa::Portable, 1), vec![T::default(); 32], [0.0; 3]);
+        let (x, w) = (MatRef::new(&x[..1], 1, 1), Weight::from(MatRef::new(&w[..2], 2, 1)));
+        let part = TablePart { first: 2, whole: 5 };
+        let error = vocabulary_statistics(&cpu, x, w, part, &[5], &mut out, &mut space);
+        assert_eq!(error, Err(IndexError { what: "target", index: 5, entry: 0, limit: 5 }));
+    }
+    run::<f32>();
+    run::<crate::dtype::bf16>();
+    run::<crate::dtype::f16>();
+}
+
+#[test]
+fn broken_logits_in_one_part_make_a_broken_loss() {
+    for broken in [f32::NAN, f32::INFINITY] {
+        let (cpu, mut statistics) = (Cpu::new(Isa::detect(), 1), [0.0; 6]);
+        let (whole, w) = ([1.0f32], [[0.5f32, 0.25], [0.5, broken]]);
+        for (part, (w, out)) in w.iter().zip(statistics.chunks_mut(3)).enumerate() {
+            let w = Weight::from(MatRef::new(&w[..], 2, 1));
+            let part = TablePart { first: 2 * part, whole: 4 };
+            vocabulary_statistics(&cpu, MatRef::new(&whole, 1, 1), w, part, &[1], out, &mut [0.0; 32]).unwrap();
+        }
+        let (mut loss, mut lse) = ([0.0], [0.0]);
+        merge_statistics(&statistics, &[1], &mut loss, &mut lse);
+        assert!(!loss[0].is_finite(), "{broken} gives {}", loss[0]);
+    }
 }

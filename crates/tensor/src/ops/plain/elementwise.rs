@@ -306,7 +306,7 @@ pub fn dropout_add(x: &Tensor, residual: &Tensor, probability: f32, key: RandomK
     by_float!(OP, x.dtype(), T => x.device().launch_on(OP, Cost::streaming(2, &[x, residual, x]), |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
-            On::Cuda(gpu) => return cuda::dropout(gpu, key, rate, x, Some(residual), &y),
+            On::Cuda(gpu) => return cuda::dropout(gpu, key, 0, rate, x, Some(residual), &y),
         };
         dropout::dropout_add(cpu, key, 0, rate, x.get::<T>(), residual.get::<T>(), y.get_mut::<T>());
         Ok(())

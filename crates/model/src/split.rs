@@ -1,0 +1,333 @@
+//! Tensor parallelism (Shoeybi et al. 2019): the units of one rank of a group that computes every
+//! unit together. With `sequence`, the rows of the residual stream are divided among the ranks too
+//! (Korthikanti et al. 2022).
+//!
+//! A family's table (`units/cuts.rs`) says for each parameter how it lies on the axis. Everything
+//! else follows here: the heads, the columns of the MLP and the tokens of the vocabulary that a
+//! rank has, the shape and the place of its part of each parameter, and the layout of the residual
+//! stream.
+//!
+//! Parts may be unequal. Where a dimension allows it, parts of it are multiples of [`QUANTUM`], for
+//! the speed of products.
+
+use crate::parameter::{ParameterSpec, Piece, Split};
+use crate::spec::ModelSpec;
+use crate::units::cuts::{self, Cut};
+use crate::{ModelError, Result};
+use std::ops::Range;
+use trainyard_program::Layout;
+use trainyard_tensor::ops::{HeadLayout, TablePart};
+
+/// The sizes of parts of large dimensions are multiples of this, except for the last one.
+pub const QUANTUM: usize = 16;
+
+/// The place of a rank in a tensor-parallel group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TensorSplit {
+    /// The rank, from 0.
+    pub rank: usize,
+    /// The number of ranks in the group; 1 splits nothing.
+    pub ranks: usize,
+    /// True if the rows of the residual stream are divided among the ranks.
+    pub sequence: bool,
+}
+
+impl TensorSplit {
+    /// The one rank of a group of one.
+    pub const WHOLE: TensorSplit = TensorSplit { rank: 0, ranks: 1, sequence: false };
+
+    /// The layout of the residual stream over the group.
+    pub fn residual(&self) -> Layout {
+        if self.sequence { Layout::Split } else { Layout::Invariant }
+    }
+
+    /// This rank's rows of the residual stream of a micro-batch of `tokens` rows.
+    ///
+    /// # Errors
+    /// Rows that are to be divided and cannot be, evenly.
+    pub fn rows(&self, tokens: usize) -> Result<Range<usize>> {
+        if !self.sequence {
+            return Ok(0..tokens);
+        }
+        if !tokens.is_multiple_of(self.ranks) {
+            return Err(ModelError::Split(format!(
+                "a micro-batch of {tokens} tokens cannot be divided evenly among {} ranks: \
+                 make its tokens a multiple of {}, or turn sequence parallelism off",
+                self.ranks, self.ranks
+            )));
+        }
+        let rows = tokens / self.ranks;
+        Ok(self.rank * rows..(self.rank + 1) * rows)
+    }
+}
+
+/// The shares of the ranks of a group in one model, seen from one of them.
+#[derive(Clone, Debug)]
+pub struct Division {
+    split: TensorSplit,
+    table: &'static [(&'static str, Cut)],
+    /// The query heads of each rank.
+    heads: Vec<Range<usize>>,
+    head_dim: usize,
+    /// Query heads and key/value heads of the whole model.
+    whole_heads: [usize; 2],
+    ffn: Range<usize>,
+    ffn_dim: usize,
+    vocabulary: Range<usize>,
+    vocab_size: usize,
+}
+
+impl Division {
+    /// The shares of `split.ranks` ranks in `spec`.
+    ///
+    /// # Errors
+    /// Degrees that leave a rank without a head, a column of the MLP or a token.
+    pub fn new(spec: &ModelSpec, split: TensorSplit) -> Result<Division> {
+        let TensorSplit { rank, ranks, .. } = split;
+        if rank >= ranks {
+            return Err(ModelError::Split(format!("there is no rank {rank} in a group of {ranks}")));
+        }
+        let ModelSpec { heads, kv_heads, head_dim, ffn_dim, vocab_size, .. } = *spec;
+        let Some(division) = divide_heads(heads, kv_heads, ranks) else {
+            return Err(ModelError::Split(format!(
+                "{heads} query heads on {kv_heads} key/value heads cannot be divided among {ranks} ranks: \
+                 each rank needs at least one query head, so degrees from 1 to {heads} work"
+            )));
+        };
+        let share = |what: &str, total: usize| {
+            let parts = divide(total, ranks);
+            let problem = || ModelError::Split(format!("{total} {what} cannot be divided among {ranks} ranks"));
+            parts.map(|parts| parts[rank].clone()).ok_or_else(problem)
+        };
+        Ok(Division {
+            split,
+            table: cuts::table(spec.family),
+            heads: division,
+            head_dim,
+            whole_heads: [heads, kv_heads],
+            ffn: share("columns of the MLP", ffn_dim)?,
+            ffn_dim,
+            vocabulary: share("tokens of the vocabulary", vocab_size)?,
+            vocab_size,
+        })
+    }
+
+    /// The place of the rank in its group.
+    pub fn split(&self) -> TensorSplit {
+        self.split
+    }
+
+    /// The rank's heads.
+    pub fn heads(&self) -> HeadLayout {
+        let heads = self.heads[self.split.rank].clone();
+        HeadLayout { heads: heads.len(), kv_heads: self.kv_heads(&heads).len(), head_dim: self.head_dim }
+    }
+
+    /// The rank's rows of tables of the vocabulary.
+    pub fn vocabulary(&self) -> TablePart {
+        TablePart { first: self.vocabulary.start, whole: self.vocab_size }
+    }
+
+    /// The key/value heads that query heads `heads` attend to.
+    fn kv_heads(&self, heads: &Range<usize>) -> Range<usize> {
+        let group = self.whole_heads[0] / self.whole_heads[1];
+        heads.start / group..heads.end.div_ceil(group)
+    }
+
+    /// Replaces parameters of a whole unit by the rank's parts.
+    ///
+    /// # Errors
+    /// A parameter that the family's table does not have.
+    pub fn cut(&self, unit: &str, parameters: &mut [ParameterSpec]) -> Result<()> {
+        for parameter in parameters {
+            let row = self.table.iter().find(|(name, _)| *name == parameter.name);
+            let Some((_, cut)) = row else {
+                let problem = format!("the table of splits does not say how `{}` is split", parameter.name);
+                return Err(ModelError::Unit { unit: unit.into(), problem });
+            };
+            self.cut_one(*cut, parameter);
+        }
+        Ok(())
+    }
+
+    fn cut_one(&self, cut: Cut, parameter: &mut ParameterSpec) {
+        let (dim, stretches) = match cut {
+            Cut::Residual => {
+                // Of split rows each rank sees its own.
+                parameter.layout = if self.split.sequence { Layout::Replicated } else { Layout::Invariant };
+                return;
+            }
+            Cut::EachHead => {
+                parameter.layout = Layout::Replicated;
+                return;
+            }
+            Cut::VocabularyRows => (0, vec![Stretch::own(self.vocabulary.clone())]),
+            Cut::FfnRows => (0, vec![Stretch::own(self.ffn.clone())]),
+            Cut::GateUpRows => {
+                let up = self.ffn_dim + self.ffn.start..self.ffn_dim + self.ffn.end;
+                (0, vec![Stretch::own(self.ffn.clone()), Stretch::own(up)])
+            }
+            Cut::FfnColumns => (1, vec![Stretch::own(self.ffn.clone())]),
+            Cut::HeadColumns => {
+                let heads = &self.heads[self.split.rank];
+                (1, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])
+            }
+            Cut::HeadRows => (0, self.head_rows()),
+        };
+        let whole = parameter.shape.clone();
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut end = 0;
+        for Stretch { whole, holders, owned } in stretches {
+            let local = end..end + whole.len();
+            end = local.end;
+            match pieces.last_mut() {
+                Some(last) if last.whole.end == whole.start && (last.holders, last.owned) == (holders, owned) => {
+                    (last.local.end, last.whole.end) = (local.end, whole.end);
+                }
+                _ => pieces.push(Piece { local, whole, holders, owned }),
+            }
+        }
+        parameter.shape[dim] = end;
+        parameter.split = Some(Split { whole, dim, pieces });
+        parameter.layout = Layout::Split;
+    }
+
+    /// The rank's rows of a fused query, key and value projection. A key/value head whose query
+    /// heads are divided lies on each of their ranks.
+    fn head_rows(&self) -> Vec<Stretch> {
+        let [heads, kv_heads] = self.whole_heads;
+        let own = &self.heads[self.split.rank];
+        let rows = |first: usize, count: usize| first * self.head_dim..(first + count) * self.head_dim;
+        let mut stretches = vec![Stretch::own(rows(own.start, own.len()))];
+        for first in [heads, heads + kv_heads] {
+            for head in self.kv_heads(own) {
+                let holds = |heads: &Range<usize>| self.kv_heads(heads).contains(&head);
+                let holders = self.heads.iter().filter(|heads| holds(heads)).count();
+                let owned = self.heads.iter().position(holds) == Some(self.split.rank);
+                stretches.push(Stretch { whole: rows(first + head, 1), holders, owned });
+            }
+        }
+        stretches
+    }
+}
+
+/// A stretch of a dimension of a whole parameter that a rank holds.
+struct Stretch {
+    whole: Range<usize>,
+    holders: usize,
+    owned: bool,
+}
+
+impl Stretch {
+    /// One that no other rank holds.
+    fn own(whole: Range<usize>) -> Stretch {
+        Stretch { whole, holders: 1, owned: true }
+    }
+}
+
+/// A dimension in near-equal parts, None if there are fewer positions than ranks.
+fn divide(total: usize, ranks: usize) -> Option<Vec<Range<usize>>> {
+    let quantum = if total >= QUANTUM * ranks { QUANTUM } else { 1 };
+    let bound = |rank: usize| if rank == ranks { total } else { total * rank / ranks / quantum * quantum };
+    (total >= ranks).then(|| (0..ranks).map(|rank| bound(rank)..bound(rank + 1)).collect())
+}
+
+/// The query heads of each rank: consecutive ranges such that the key/value heads of a range serve
+/// equally many of its query heads each, as attention's kernels need it. Among these, a division
+/// whose largest range is smallest, then the most even one, then one with the fewest key/value
+/// heads in all. None if there are fewer query heads than ranks; else there is one, since a range
+/// within the query heads of one key/value head is always allowed.
+fn divide_heads(heads: usize, kv_heads: usize, ranks: usize) -> Option<Vec<Range<usize>>> {
+    if ranks > heads || !heads.is_multiple_of(kv_heads.max(1)) {
+        return None;
+    }
+    let group = heads / kv_heads.max(1);
+    let served = |range: &Range<usize>| range.end.div_ceil(group) - range.start / group;
+    let allowed = |range: &Range<usize>| {
+        let count = |kv: usize| range.end.min((kv + 1) * group) - range.start.max(kv * group);
+        let first = range.start / group;
+        (first..first + served(range)).all(|kv| count(kv) == count(first))
+    };
+    (heads.div_ceil(ranks)..=heads).find_map(|largest| {
+        // The best division of the first `end` heads among so many ranks: its cost, and the start
+        // of its last range.
+        let mut best: Vec<Option<([usize; 2], usize)>> = vec![None; heads + 1];
+        best[0] = Some(([0, 0], 0));
+        let mut rows = Vec::with_capacity(ranks);
+        for _ in 0..ranks {
+            let mut next = vec![None; heads + 1];
+            for end in 1..=heads {
+                let starts = (end.saturating_sub(largest)..end).filter(|start| allowed(&(*start..end)));
+                let costs = starts.filter_map(|start| {
+                    let ([squares, kv], _) = best[start]?;
+                    let length = end - start;
+                    Some(([squares + length * length, kv + served(&(start..end))], start))
+                });
+                next[end] = costs.min();
+            }
+            rows.push(std::mem::replace(&mut best, next));
+        }
+        let mut end = heads;
+        let mut ranges = Vec::with_capacity(ranks);
+        let mut found = best;
+        while let Some(before) = rows.pop() {
+            let (_, start) = found[end]?;
+            ranges.push(start..end);
+            (end, found) = (start, before);
+        }
+        ranges.reverse();
+        Some(ranges)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(ranges: &[Range<usize>]) -> Vec<usize> {
+        ranges.iter().map(Range::len).collect()
+    }
+
+    #[test]
+    fn dimensions_are_divided_in_multiples_where_they_allow_it() {
+        let of = |total, ranks| sizes(&divide(total, ranks).unwrap());
+        assert_eq!(of(257, 2), [128, 129]);
+        assert_eq!(of(257, 4), [64, 64, 64, 65]);
+        assert_eq!(of(1000, 3), [320, 336, 344]);
+        assert_eq!(of(50_257, 8)[..3], [6272, 6288, 6272]);
+        assert_eq!(of(40, 3), [13, 13, 14]);
+        assert_eq!(of(3, 3), [1, 1, 1]);
+        assert_eq!(divide(3, 4), None);
+    }
+
+    #[test]
+    fn each_key_value_head_serves_equally_many_local_query_heads() {
+        let of = |heads, kv_heads, ranks| divide_heads(heads, kv_heads, ranks).map(|ranges| sizes(&ranges));
+        assert_eq!(of(32, 8, 8), Some(vec![4; 8]));
+        assert_eq!(of(32, 8, 16), Some(vec![2; 16]));
+        assert_eq!(of(6, 2, 2), Some(vec![3, 3]));
+        assert_eq!(of(6, 2, 3), Some(vec![2, 2, 2]));
+        assert_eq!(of(12, 12, 5), Some(vec![2, 2, 2, 3, 3]));
+        // 4 + 4 + 4 would cut the second group in 1 and 2.
+        assert_eq!(of(12, 4, 3), Some(vec![3, 3, 6]));
+        assert_eq!(of(6, 2, 7), None);
+        for (heads, kv_heads) in [(1, 1), (6, 2), (12, 4), (14, 2), (16, 1), (15, 5)] {
+            let group = heads / kv_heads;
+            for ranks in 1..=heads {
+                let ranges = divide_heads(heads, kv_heads, ranks).unwrap();
+                assert!(ranges.len() == ranks && ranges[0].start == 0 && ranges[ranks - 1].end == heads);
+                assert!(
+                    ranges.windows(2).all(|pair| pair[0].end == pair[1].start) && ranges.iter().all(|r| !r.is_empty())
+                );
+                for range in ranges {
+                    let local = range.end.div_ceil(group) - range.start / group;
+                    let each = range.len() / local;
+                    // The local query head i attends to the local key/value head i / each.
+                    let right =
+                        range.clone().enumerate().all(|(i, head)| i / each == head / group - range.start / group);
+                    assert!(range.len() == local * each && right, "{heads} on {kv_heads} over {ranks}: {range:?}");
+                }
+            }
+        }
+    }
+}
