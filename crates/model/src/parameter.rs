@@ -100,6 +100,9 @@ pub struct Split {
     pub dim: usize,
     /// The held stretches along that dimension, in local order; together they are all that is held.
     pub pieces: Vec<Piece>,
+    /// The stretches of the whole that several ranks hold, whichever, ascending. The ranks of the
+    /// group sum their gradients of them.
+    pub shared: Vec<Range<usize>>,
 }
 
 /// A stretch of a split parameter, along the dimension of the split.
@@ -149,6 +152,56 @@ impl ParameterSpec {
     pub fn transposed(mut self) -> ParameterSpec {
         self.sources.iter_mut().for_each(|source| source.transposed = true);
         self
+    }
+
+    /// The elements of this part whose gradients the ranks of a tensor-parallel group sum, each run
+    /// with its place in a buffer that has room for those of all ranks; and the size of that buffer,
+    /// which is the same on every rank. Places that this rank does not hold stay zero.
+    pub fn shared_runs(&self) -> (Vec<(Range<usize>, usize)>, usize) {
+        let Some(split) = &self.split else {
+            return match self.layout {
+                Layout::Replicated => (vec![(0..self.elements(), 0)], self.elements()),
+                _ => (Vec::new(), 0),
+            };
+        };
+        let inner: usize = split.whole[split.dim + 1..].iter().product();
+        let outer: usize = split.whole[..split.dim].iter().product();
+        let row: usize = split.shared.iter().map(Range::len).sum();
+        let mut runs = Vec::new();
+        for piece in split.pieces.iter().filter(|piece| piece.holders > 1) {
+            let mut before = 0;
+            for shared in &split.shared {
+                let (start, end) = (piece.whole.start.max(shared.start), piece.whole.end.min(shared.end));
+                for outer in (0..outer).filter(|_| start < end) {
+                    let local = piece.local.start + start - piece.whole.start;
+                    let first = (outer * self.shape[split.dim] + local) * inner;
+                    let place = (outer * row + before + start - shared.start) * inner;
+                    runs.push((first..first + (end - start) * inner, place));
+                }
+                before += shared.len();
+            }
+        }
+        (runs, outer * row * inner)
+    }
+
+    /// The elements of this part that count in the norm of all ranks' gradients on this rank, which
+    /// is number `rank` of its tensor-parallel group: ascending runs. Every element of the whole
+    /// counts on one rank.
+    pub fn counted_runs(&self, rank: usize) -> Vec<Range<usize>> {
+        let Some(split) = &self.split else {
+            return if rank == 0 { vec![0..self.elements()] } else { Vec::new() };
+        };
+        if split.pieces.iter().all(|piece| piece.owned) {
+            return vec![0..self.elements()];
+        }
+        let inner: usize = split.whole[split.dim + 1..].iter().product();
+        let outer: usize = split.whole[..split.dim].iter().product();
+        let row = self.shape[split.dim];
+        let of_row = |outer: usize| {
+            let owned = split.pieces.iter().filter(|piece| piece.owned);
+            owned.map(move |piece| (outer * row + piece.local.start) * inner..(outer * row + piece.local.end) * inner)
+        };
+        (0..outer).flat_map(of_row).collect()
     }
 
     /// The number of elements.
@@ -288,11 +341,11 @@ mod tests {
         assert_eq!(parameter.whole_runs(3..20), [(3..20, 3)]);
         assert_eq!(parameter.whole_runs(3..3), []);
         let pieces = vec![piece(0..1, 1..2), piece(1..3, 5..7), piece(3..4, 7..8)];
-        parameter.split = Some(Split { whole: vec![9, 6], dim: 0, pieces });
+        parameter.split = Some(Split { whole: vec![9, 6], dim: 0, pieces, shared: Vec::new() });
         assert_eq!(parameter.whole_runs(0..24), [(0..6, 6), (6..24, 30)]);
         assert_eq!(parameter.whole_runs(4..8), [(4..6, 10), (6..8, 30)]);
         let pieces = vec![piece(0..2, 3..5), piece(2..6, 8..12)];
-        parameter.split = Some(Split { whole: vec![4, 14], dim: 1, pieces });
+        parameter.split = Some(Split { whole: vec![4, 14], dim: 1, pieces, shared: Vec::new() });
         let expected: Vec<usize> =
             (0..4).flat_map(|row| [3, 4, 8, 9, 10, 11].map(|column| row * 14 + column)).collect();
         for (start, end) in [(0, 24), (1, 23), (2, 3), (5, 14), (12, 12)] {

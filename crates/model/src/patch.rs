@@ -131,7 +131,7 @@ mod tests {
         let mut held = shape.to_vec();
         held[dim] = local;
         let mut spec = ParameterSpec::new("w", &held, Init::Zeros, ParameterKind::Matrix, "w");
-        spec.split = Some(Split { whole: shape.to_vec(), dim, pieces });
+        spec.split = Some(Split { whole: shape.to_vec(), dim, pieces, shared: Vec::new() });
         spec
     }
 

@@ -151,6 +151,7 @@ impl Division {
     }
 
     fn cut_one(&self, cut: Cut, parameter: &mut ParameterSpec) {
+        let mut shared = Vec::new();
         let (dim, stretches) = match cut {
             Cut::Residual => {
                 // Of split rows each rank sees its own.
@@ -172,7 +173,10 @@ impl Division {
                 let heads = &self.heads[self.split.rank];
                 (1, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])
             }
-            Cut::HeadRows => (0, self.head_rows()),
+            Cut::HeadRows => {
+                shared = self.shared_rows();
+                (0, self.head_rows())
+            }
         };
         let whole = parameter.shape.clone();
         let mut pieces: Vec<Piece> = Vec::new();
@@ -188,7 +192,7 @@ impl Division {
             }
         }
         parameter.shape[dim] = end;
-        parameter.split = Some(Split { whole, dim, pieces });
+        parameter.split = Some(Split { whole, dim, pieces, shared });
         parameter.layout = Layout::Split;
     }
 
@@ -208,6 +212,18 @@ impl Division {
             }
         }
         stretches
+    }
+}
+
+impl Division {
+    /// The rows of a fused query, key and value projection that several ranks hold.
+    fn shared_rows(&self) -> Vec<Range<usize>> {
+        let [heads, kv_heads] = self.whole_heads;
+        let holders = |head: usize| self.heads.iter().filter(|own| self.kv_heads(own).contains(&head)).count();
+        let shared = (0..kv_heads).filter(|head| holders(*head) > 1);
+        let rows = |first: usize| first * self.head_dim..(first + 1) * self.head_dim;
+        let of = |first: usize| shared.clone().map(move |head| rows(first + head));
+        of(heads).chain(of(heads + kv_heads)).collect()
     }
 }
 
