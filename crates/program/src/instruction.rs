@@ -105,9 +105,9 @@ impl Collective {
 /// among those with different micro-batches ([`Mesh::data_rank`](crate::Mesh::data_rank)).
 ///
 /// A unit that is split over a tensor-parallel group runs as a chain of segments
-/// ([`SplitShape`](crate::SplitShape)), with exchanges at the borders between them. A unit that runs
-/// as a whole has one segment, number 0. If only its input was kept, a split unit's forwards and
-/// their exchanges run a second time before its backward, and keep everything then.
+/// ([`SplitShape`](crate::SplitShape)), with exchanges at the borders between them. A unit that
+/// runs as a whole has one segment, number 0. If only its input was kept, a split unit's forwards
+/// and their exchanges run a second time before its backward, and keep everything then.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
@@ -119,8 +119,8 @@ pub enum Action {
     /// Sums the step's tokens and targets over the data ranks. The loss is a mean over the targets
     /// of the whole global batch, so every rank needs their number.
     Count {
-        /// Axis along which the numbers are summed: [`Axis::Data`]. Ranks of a tensor-parallel group
-        /// and pipeline stages have the same targets.
+        /// Axis along which the numbers are summed: [`Axis::Data`]. Ranks of a tensor-parallel
+        /// group and pipeline stages have the same targets.
         axis: Axis,
     },
     /// Gathers a unit's parameters from ranks of the shard group.

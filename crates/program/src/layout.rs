@@ -1,8 +1,8 @@
 //! The layout of a value over the ranks of one mesh axis, and the collectives that change it.
 //!
 //! A layout is a type: it says how the tensors of the ranks make up one value, and which layout the
-//! value's gradient has. Local compute and collectives have rules over these types; `docs/layouts.md`
-//! lists them with pictures.
+//! value's gradient has. Local compute and collectives have rules over these types;
+//! `docs/layouts.md` lists them with pictures.
 //!
 //! | layout | the ranks hold | its gradient is |
 //! |---|---|---|

@@ -609,8 +609,8 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Sums the parts of a unit's gradient that the ranks of a tensor-parallel group share, once they
-    /// are complete on the rank. Returns the instruction that completes the gradient.
+    /// Sums the parts of a unit's gradient that the ranks of a tensor-parallel group share, once
+    /// they are complete on the rank. Returns the instruction that completes the gradient.
     fn tie_in_group(&mut self, unit: u32, complete: u32) -> u32 {
         let shared = self.sizes.split(unit).map_or(0, |split| split.shared_gradient_elements);
         if shared == 0 {

@@ -2,8 +2,8 @@
 //! between them, and the borders at which a value changes its layout.
 //!
 //! A segment is local compute. A border whose two layouts differ by a collective is an instruction
-//! of its own ([`Action::Exchange`](crate::Action::Exchange)), in forward and in backward, so nothing
-//! that ranks exchange hides in an instruction of the compute lane.
+//! of its own ([`Action::Exchange`](crate::Action::Exchange)), in forward and in backward, so
+//! nothing that ranks exchange hides in an instruction of the compute lane.
 
 use crate::{Change, Collective, Keep, Layout, Phase};
 use serde::{Deserialize, Serialize};

@@ -1,10 +1,10 @@
 //! Faults of the kinds that trainers with tensor, sequence and pipeline parallelism have had, put
 //! into correct programs. The checker refuses all of them, each for its reason.
 //!
-//! Sources of the kinds: Megatron-LM's issue 7452 (sums over wrong groups, sums twice or not at all,
-//! local normalisation of losses, norms that count per rank), and torchtitan's and nanotron's
-//! issues about sequence parallelism. The programs are those of all ranks: a fault in the lowering
-//! is one on every rank.
+//! The kinds follow Megatron-LM's issue 7452: sums over wrong groups, sums twice or not at all,
+//! replicated weights whose gradients are not summed, losses that are normalised locally, norms
+//! that count per rank. The programs are those of all ranks: a fault in the lowering is one on
+//! every rank.
 
 mod split;
 

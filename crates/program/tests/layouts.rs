@@ -171,7 +171,7 @@ fn exchanges_of_gradients_hide_behind_the_gradients_of_weights() {
     }
 }
 
-/// What crosses a cut is what the rank holds of the residual stream.
+/// A message across a cut is the part of the residual stream that the rank holds.
 #[test]
 fn stages_send_the_parts_that_ranks_hold() {
     for (sequence_parallel, bytes) in [(true, split::RESIDUAL / 2), (false, split::RESIDUAL)] {

@@ -105,8 +105,8 @@ struct Pass {
 fn passes(program: &Program) -> Vec<Pass> {
     let mut passes: Vec<Pass> = Vec::new();
     let mut forwarded = vec![false; program.units.len() * program.micro_batches as usize];
-    // Of the last instruction: the unit, the micro-batch, true for a backward, and its segment in the
-    // order in which the pass runs them.
+    // Of the last instruction: the unit, the micro-batch, true for a backward, and its segment in
+    // the order in which the pass runs them.
     let mut before = None;
     for (number, instruction) in (0..).zip(&program.instructions) {
         let action = instruction.action;

@@ -78,8 +78,8 @@ pub enum CheckError {
         /// The thing that both touch, in words.
         what: String,
     },
-    /// An operand does not have the layout over ranks that the instruction takes, or a sum is over a
-    /// wrong axis.
+    /// An operand does not have the layout over ranks that the instruction takes, or a sum is over
+    /// a wrong axis.
     #[error("instruction {number} ({action}): {what}")]
     Layout {
         /// Number of the instruction.

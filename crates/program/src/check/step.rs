@@ -366,7 +366,8 @@ impl<'p> StepCheck<'p> {
         must(!std::mem::replace(received, true), || format!("unit {unit} on micro-batch {micro_batch} again"))
     }
 
-    /// Records a collective inside a unit that runs as a whole. `types` checks those of split units.
+    /// Records a collective inside a unit that runs as a whole. `types` checks those of split
+    /// units.
     fn exchange(&mut self, unit: u32, micro_batch: u32, phase: Phase, collective: Collective, times: u32) -> Verdict {
         if self.program.split_of(unit).is_some() {
             return Ok(());
