@@ -187,6 +187,38 @@ impl Link {
         }
     }
 
+    /// Sums `data` over the ranks in place, of f32 or bf16.
+    pub(crate) fn sum(&self, data: &mut Tensor) -> Result<()> {
+        if data.device().is_meta() {
+            return Ok(());
+        }
+        self.all_reduce(data, &Staging::default())
+    }
+
+    /// Sums `from`, which has one part of rows per rank, over the ranks. This rank's part of the sum
+    /// is written to `to`. Both are f32, or both bf16.
+    pub(crate) fn sum_to_parts(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        if from.device().is_meta() {
+            return Ok(());
+        }
+        match (&self.device, &self.host) {
+            (Some(circle), _) => {
+                let (region, stream) = placed(from)?;
+                circle.reduce_scatter_in_place(stream, region, element(from.dtype()))?;
+                Ok(to.copy_from(&from.narrow(self.index * to.rows()..(self.index + 1) * to.rows())?)?)
+            }
+            (None, Some(comm)) if from.dtype() == DType::BF16 => {
+                let scatter = |from: &[bf16]| to.overwrite(|to: &mut [bf16]| comm.reduce_scatter(from, to));
+                Ok(from.with_data(scatter)???)
+            }
+            (None, Some(comm)) => {
+                let scatter = |from: &[f32]| to.overwrite(|to: &mut [f32]| comm.reduce_scatter(from, to));
+                Ok(from.with_data(scatter)???)
+            }
+            (None, None) => Ok(to.copy_from(from)?),
+        }
+    }
+
     /// Sends a tensor to the rank with index `to`, which receives one of as many bytes. Messages
     /// from one rank to another arrive in the order sent. They go through host memory.
     pub(crate) fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {

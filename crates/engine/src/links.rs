@@ -32,6 +32,8 @@ pub struct ReduceLinks {
     pub(crate) data: Link,
     /// Per unit whose parameters others borrow, the pipeline stages that hold it.
     ties: BTreeMap<u32, Link>,
+    /// The tensor-parallel group.
+    pub(crate) tensor: Link,
     /// Buffers for data on their way, allocated by [`ReduceLinks::stage`].
     pub(crate) staging: Staging,
 }
@@ -43,6 +45,7 @@ pub struct ComputeLinks {
     pub(crate) shard: Link,
     pub(crate) data: Link,
     pub(crate) pipeline: Link,
+    pub(crate) tensor: Link,
 }
 
 /// Links of the lanes that send and receive between pipeline stages. The two may run at once on one
@@ -60,6 +63,8 @@ pub struct Links {
     pub(crate) reduce: ReduceLinks,
     pub(crate) compute: ComputeLinks,
     pub(crate) pipeline: PipelineLinks,
+    /// Link of the inner lane to the tensor-parallel group.
+    pub(crate) tensor: Link,
     /// Communicator that reports this rank's failure to all others.
     pub(crate) alarm: Option<Communicator>,
     /// True if any link uses NCCL.
@@ -134,6 +139,7 @@ impl Maker<'_> {
             replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
             data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
             ties: self.ties()?,
+            tensor: self.tensor_link("reduce")?,
             staging: Staging::default(),
         };
         let compute = ComputeLinks {
@@ -142,11 +148,30 @@ impl Maker<'_> {
             shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
             pipeline: numbers.link("compute", "stages", group(Axis::Pipeline))?,
+            tensor: numbers.link("compute", "parts of products", group(Axis::Tensor))?,
         };
         let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
         let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
+        let tensor = self.tensor_link("inner")?;
         let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
-        Ok(Links { gather, reduce, compute, pipeline, alarm, by_nccl: self.nccl.is_some(), positions: Arc::default() })
+        Ok(Links {
+            gather,
+            reduce,
+            compute,
+            pipeline,
+            tensor,
+            alarm,
+            by_nccl: self.nccl.is_some(),
+            positions: Arc::default(),
+        })
+    }
+
+    /// A link to the tensor-parallel group. Sums in a fixed order go through host memory.
+    fn tensor_link(&self, lane: &str) -> Result<Link> {
+        let group = self.program.mesh.group(self.program.rank, Axis::Tensor);
+        let by_nccl = self.way == Way::Nccl { fixed_order: false };
+        let maker = Maker { nccl: self.nccl.clone().filter(|_| by_nccl), ..*self };
+        maker.link(lane, "parts of products", group)
     }
 
     /// A link between the stages that hold a unit, for every unit whose parameters others borrow.
@@ -216,7 +241,7 @@ impl ReduceLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
         [&self.shard, &self.replicate, &self.data].into_iter().for_each(|link| link.post(position));
-        self.ties.values().for_each(|link| link.post(position));
+        self.ties.values().chain([&self.tensor]).for_each(|link| link.post(position));
     }
 
     /// The stages that hold `unit`.
@@ -228,7 +253,9 @@ impl ReduceLinks {
 impl ComputeLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.data, &self.pipeline].into_iter().for_each(|link| link.post_on_host(position));
+        [&self.shard, &self.data, &self.pipeline, &self.tensor]
+            .into_iter()
+            .for_each(|link| link.post_on_host(position));
     }
 }
 

@@ -25,10 +25,10 @@ fn merge(into: &mut Reach, other: &Reach) {
 
 /// The allocations and frees due at each instruction of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers, fetches, receives, and reductions into offloaded sums, by the compute instruction after which
+    /// Gathers, fetches, receives, exchanges, and reductions into offloaded sums, by the compute instruction after which
     /// their memory is allocated; None is the start of the step.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
-    /// Releases, evictions and sends whose memory is not freed yet, each with the clock that it waits
+    /// Releases, evictions, sends and exchanges whose memory is not freed yet, each with the clock that it waits
     /// for.
     gives: Vec<(u32, Reach)>,
     /// The clock after each instruction.
@@ -59,7 +59,7 @@ impl Ledger {
                 Action::Fetch { .. } => true,
                 Action::Gather { .. } => sharded,
                 Action::Reduce { .. } => takes_sum(instruction),
-                Action::Recv { .. } => true,
+                Action::Recv { .. } | Action::Exchange { .. } => true,
                 _ => false,
             };
             if take {
@@ -76,6 +76,7 @@ impl Ledger {
                     Some(only(Lane::HostIo, number + 1))
                 }
                 Action::Send { .. } => Some(only(Lane::Send, number + 1)),
+                Action::Exchange { .. } => Some(only(Lane::Inner, number + 1)),
                 _ => None,
             };
             gives.extend(give.map(|needed| (number, needed)));

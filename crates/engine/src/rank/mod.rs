@@ -11,11 +11,13 @@
 //! lanes use the same unit's buffers at once. Each lane has its own links to other ranks.
 
 mod events;
+mod exchanges;
 mod graphs;
 mod ledger;
 mod messages;
 mod offload;
 mod offloaded_activations;
+mod passes;
 mod step;
 
 pub use graphs::{kept, stretch};
@@ -59,6 +61,8 @@ pub struct Rank {
     reduce_links: Mutex<ReduceLinks>,
     compute_links: Mutex<ComputeLinks>,
     pipeline_links: PipelineLinks,
+    /// The link of the inner lane to the tensor-parallel group.
+    tensor_link: Link,
     alarm: Option<Communicator>,
     /// True if the GPU exchanges tensors by NCCL. Such an exchange may fail after the host has
     /// launched it.
@@ -181,6 +185,7 @@ impl Rank {
             reduce_links: Mutex::new(links.reduce),
             compute_links: Mutex::new(links.compute),
             pipeline_links: links.pipeline,
+            tensor_link: links.tensor,
             alarm: links.alarm,
             by_nccl: links.by_nccl,
             positions: links.positions,
@@ -394,6 +399,12 @@ impl Rank {
             Box::new(move |number, instruction| between_stages(&links.send, number, instruction));
         let receive: Handler<'_, EngineError> =
             Box::new(move |number, instruction| between_stages(&links.receive, number, instruction));
+        let inner: Handler<'_, EngineError> = Box::new(|number, instruction| {
+            perform(number, instruction, &mut |at| {
+                rank.tensor_link.post(at);
+                step.exchanges().run(instruction.action, &rank.tensor_link)
+            })
+        });
         let handlers = vec![
             (Lane::Input, input),
             (Lane::HostIo, host),
@@ -401,6 +412,7 @@ impl Rank {
             (Lane::Reduce, reduce),
             (Lane::Send, send),
             (Lane::Receive, receive),
+            (Lane::Inner, inner),
         ];
         let runs = |lane: &Lane| *lane == Lane::Compute || handlers.iter().any(|(handled, _)| handled == lane);
         if let Some(lane) = program.lanes().find(|lane| !runs(lane)) {

@@ -169,6 +169,7 @@ impl Rank {
                 Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
                     self.gradients.take(unit as usize)?;
                 }
+                action @ Action::Exchange { .. } => step.exchanges().take(action, self.tensor_link.size())?,
                 Action::Recv { .. } => step.take_message(&self.device, *number, self.parameters.compute())?,
                 other => return Err(cannot(other)),
             }
@@ -186,6 +187,7 @@ impl Rank {
                     step.offloaded_activations().give_back((unit, micro_batch));
                 }
                 Action::Evict { unit, state: State::Gradients, .. } => self.gradients.leave(unit as usize),
+                action @ Action::Exchange { .. } => step.exchanges().forget(action),
                 Action::Send { unit, micro_batch, phase, .. } => step.messages().forget((phase, unit, micro_batch)),
                 _ => {}
             }

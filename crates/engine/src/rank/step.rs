@@ -1,9 +1,11 @@
 //! One training step: [`RunningStep`] is its state between instructions, and [`Rank::compute`] runs
 //! the instructions of the compute lane (forward, backward, fold, clip, update).
 
+use super::exchanges::Exchanges;
 use super::ledger::Ledger;
 use super::messages::{Message, Messages, message_of};
 use super::offloaded_activations::OffloadedActivations;
+use super::passes::{At, Passes};
 use super::{Rank, cannot};
 use crate::Result;
 use crate::fp8::over_ranks;
@@ -11,14 +13,12 @@ use crate::lanes::Span;
 use crate::links::{ComputeLinks, Link};
 use crate::optimizer::Rates;
 use crate::state::lock;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-use trainyard_autograd::{Deferred, Place, Policy, Recording, Tape, Var};
-use trainyard_model::{Batch, Forward};
-use trainyard_program::{Action, BackwardPart, Extent, Instruction, Keep, Lane, Phase, Program, State};
-use trainyard_tensor::cpu::philox::RandomKey;
-use trainyard_tensor::{DType, Device, Purpose, Tensor};
+use trainyard_model::Batch;
+use trainyard_program::{Action, Extent, Instruction, Lane, Program, State};
+use trainyard_tensor::{DType, Device, Tensor};
 
 /// Settings of one step.
 #[derive(Clone, Copy, Debug)]
@@ -115,13 +115,6 @@ fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
     }
 }
 
-/// A forward whose backward has not run yet, or whose weights have not been differentiated yet.
-enum Pending {
-    Recorded { recording: Recording, input: Option<Place>, output: Place },
-    InputOnly { input: Option<Tensor> },
-    Weights(Deferred),
-}
-
 /// The state of a step between its instructions.
 pub(super) struct RunningStep<'p> {
     program: &'p Program,
@@ -138,17 +131,15 @@ pub(super) struct RunningStep<'p> {
     offloaded_activations: OffloadedActivations,
     /// The values that cross between pipeline stages, and those of them that this rank sends.
     messages: Messages,
+    /// The values that change their layout inside units.
+    exchanges: Exchanges,
     pub(super) sent: BTreeSet<Message>,
     outcome: Mutex<StepOutcome>,
 }
 
 /// The part of a step's state that only the compute lane uses.
 struct Carried {
-    pending: BTreeMap<(u32, u32), Pending>,
-    /// Outputs that the next unit has not read yet, by unit and micro-batch.
-    outputs: BTreeMap<(u32, u32), Tensor>,
-    /// The gradients of outputs that the backward of their unit has not read yet.
-    flowing: BTreeMap<(u32, u32), Tensor>,
+    passes: Passes,
     /// The loss of each of this rank's micro-batches. Losses are read together with the norm, so
     /// that the host waits for a GPU once.
     losses: Vec<Option<Tensor>>,
@@ -161,9 +152,7 @@ impl<'p> RunningStep<'p> {
     pub fn new(program: &'p Program, settings: StepSettings) -> RunningStep<'p> {
         let micro_batches = program.micro_batches as usize;
         let carried = Carried {
-            pending: BTreeMap::new(),
-            outputs: BTreeMap::new(),
-            flowing: BTreeMap::new(),
+            passes: Passes::default(),
             losses: vec![None; micro_batches],
             rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1 },
             reduced: 0,
@@ -181,6 +170,7 @@ impl<'p> RunningStep<'p> {
             leave: program.instructions.iter().filter_map(leaves).collect(),
             offloaded_activations: OffloadedActivations::default(),
             messages: Messages::default(),
+            exchanges: Exchanges::default(),
             sent: program
                 .instructions
                 .iter()
@@ -201,6 +191,20 @@ impl<'p> RunningStep<'p> {
 
     pub fn ledger(&self) -> &Mutex<Ledger> {
         &self.ledger
+    }
+
+    /// True if each micro-batch has its own gradients.
+    pub fn apart(&self) -> bool {
+        self.apart
+    }
+
+    /// True if the activations of a unit on a micro-batch are offloaded.
+    pub fn leaves(&self, run: (u32, u32)) -> bool {
+        self.leave.contains(&run)
+    }
+
+    pub fn exchanges(&self) -> &Exchanges {
+        &self.exchanges
     }
 
     pub fn messages(&self) -> &Messages {
@@ -250,9 +254,7 @@ impl<'p> RunningStep<'p> {
     /// Resets the state to that before any forward.
     pub fn forget_passes(&self) {
         let mut carried = lock(&self.carried);
-        carried.pending.clear();
-        carried.outputs.clear();
-        carried.flowing.clear();
+        carried.passes = Passes::default();
         carried.losses.iter_mut().for_each(|loss| *loss = None);
     }
 
@@ -294,7 +296,7 @@ impl<'p> RunningStep<'p> {
         carried.reduced
     }
 
-    fn batch(&self, micro_batch: u32) -> Batch {
+    pub fn batch(&self, micro_batch: u32) -> Batch {
         lock(&self.batches)[micro_batch as usize].clone().expect("the program loads before it uses")
     }
 
@@ -306,10 +308,6 @@ impl<'p> RunningStep<'p> {
     fn forget_batch(&self, micro_batch: u32) {
         lock(&self.batches)[micro_batch as usize] = None;
     }
-
-    fn rows(&self, micro_batch: u32) -> usize {
-        self.batch(micro_batch).len()
-    }
 }
 
 impl Rank {
@@ -317,11 +315,18 @@ impl Rank {
     pub(super) fn compute(&self, number: usize, instruction: &Instruction, step: &RunningStep<'_>) -> Result<()> {
         let carried = &mut *lock(&step.carried);
         match instruction.action {
-            Action::Forward { unit, segment: 0, micro_batch, keep } => {
-                self.forward_unit(step, carried, unit, micro_batch, keep)
+            Action::Forward { unit, segment, micro_batch, keep } => {
+                let at = At { unit, micro_batch, segment };
+                match self.forward_segment(step, &mut carried.passes, at, keep)? {
+                    Some(loss) if step.is_last(unit) => carried.losses[micro_batch as usize] = Some(loss),
+                    Some(output) => self.pass_on(step, &mut carried.passes, at, output),
+                    None => {}
+                }
+                Ok(())
             }
-            Action::Backward { unit, segment: 0, micro_batch, part } => {
-                self.backward(step, carried, unit, micro_batch, part)?;
+            Action::Backward { unit, segment, micro_batch, part } => {
+                let at = At { unit, micro_batch, segment };
+                self.backward_segment(step, &mut carried.passes, at, part)?;
                 if step.program.frees_batch(number) {
                     step.forget_batch(micro_batch);
                 }
@@ -334,162 +339,9 @@ impl Rank {
         }
     }
 
-    fn forward_unit(
-        &self,
-        step: &RunningStep<'_>,
-        carried: &mut Carried,
-        unit: u32,
-        micro_batch: u32,
-        keep: Keep,
-    ) -> Result<()> {
-        let input = self.input(step, carried, unit, micro_batch)?;
-        let policy = match keep {
-            Keep::Everything => Policy::Everything,
-            Keep::Selective => Policy::Selective,
-            Keep::InputOnly => Policy::Nothing,
-        };
-        let kept = (keep == Keep::InputOnly).then(|| input.clone());
-        let (recording, input, output) = self.run(step, unit, micro_batch, input, policy)?;
-        let message = (Phase::Forward, unit, micro_batch);
-        if step.is_last(unit) {
-            carried.losses[micro_batch as usize] = Some(output.tensor().clone());
-        } else if step.sends(message) {
-            step.messages.leave(message, output.tensor().clone());
-        } else {
-            carried.outputs.insert((unit, micro_batch), output.tensor().clone());
-        }
-        let leaves = step.leave.contains(&(unit, micro_batch));
-        let pending = match kept {
-            Some(input) if leaves => {
-                step.offloaded_activations.put(&self.tiers, (unit, micro_batch), input.into_iter().collect())?;
-                Pending::InputOnly { input: None }
-            }
-            Some(input) => Pending::InputOnly { input },
-            None => {
-                let mut recording = recording;
-                if leaves {
-                    step.offloaded_activations.put(&self.tiers, (unit, micro_batch), recording.take_saved())?;
-                }
-                let (input, output) = (input.as_ref().map(Place::from), Place::from(&output));
-                Pending::Recorded { recording, input, output }
-            }
-        };
-        carried.pending.insert((unit, micro_batch), pending);
-        Ok(())
-    }
-
-    /// The input of a unit: the output of the unit before, which ran here or on another stage. None
-    /// for the first unit.
-    fn input(
-        &self,
-        step: &RunningStep<'_>,
-        carried: &mut Carried,
-        unit: u32,
-        micro_batch: u32,
-    ) -> Result<Option<Tensor>> {
-        let Some(below) = unit.checked_sub(1) else { return Ok(None) };
-        let arrived = step.messages.arrived((Phase::Forward, below, micro_batch), step.rows(micro_batch))?;
-        let input = arrived.or_else(|| carried.outputs.remove(&(below, micro_batch)));
-        Ok(Some(input.expect("the program runs or receives what a unit reads")))
-    }
-
-    /// Runs a unit's forward on a new tape.
-    fn run(
-        &self,
-        step: &RunningStep<'_>,
-        unit: u32,
-        micro_batch: u32,
-        input: Option<Tensor>,
-        policy: Policy,
-    ) -> Result<(Recording, Option<Var>, Var)> {
-        let batch = step.batch(micro_batch);
-        // Each micro-batch draws its own random numbers. They are the same on any number of ranks,
-        // and the same when a forward is repeated.
-        let (data_index, _) = self.data_place();
-        let global = data_index as u64 * u64::from(step.program.micro_batches) + u64::from(micro_batch);
-        let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let key = RandomKey { seed, step: step.settings.step as u32, site: unit };
-        let mut gradients = self.gradients.of(micro_batch, step.apart);
-        let mut tape = Tape::new(&self.device, &self.parameters, policy, key);
-        if step.is_last(unit) && step.program.fused_loss {
-            tape = tape.with_gradients(&mut gradients);
-        }
-        let fp8 = self.fp8.as_ref().map(|fp8| lock(fp8).layers());
-        if let Some(layers) = &fp8 {
-            tape = tape.with_fp8(layers);
-        }
-        let input = input.map(|tensor| tape.leaf(tensor));
-        let mut cx = Forward::training(&batch, self.loss_scale(step));
-        let output = self.model.units()[unit as usize].forward(&mut tape, &mut cx, input.as_ref())?;
-        Ok((tape.finish(), input, output))
-    }
-
     /// The factor by which the sum of the step's losses is multiplied.
     pub(super) fn loss_scale(&self, step: &RunningStep<'_>) -> f32 {
         (self.scaler().scale() / step.targets().max(1) as f64) as f32
-    }
-
-    fn backward(
-        &self,
-        step: &RunningStep<'_>,
-        carried: &mut Carried,
-        unit: u32,
-        micro_batch: u32,
-        part: BackwardPart,
-    ) -> Result<()> {
-        let pending = carried.pending.remove(&(unit, micro_batch)).expect("the program runs forward before backward");
-        let mut target = self.gradients.of(micro_batch, step.apart);
-        let back = step.offloaded_activations.remove((unit, micro_batch));
-        let (recording, input, output) = match pending {
-            Pending::Weights(deferred) => return Ok(deferred.backward_parameters(&self.parameters, &mut target)?),
-            Pending::Recorded { mut recording, input, output } => {
-                back.map_or(Ok(()), |back| recording.put_back(back))?;
-                (recording, input, output)
-            }
-            Pending::InputOnly { input } => {
-                let input = input.or_else(|| back.and_then(|mut back| back.pop()));
-                let (recording, input, output) = self.run(step, unit, micro_batch, input, Policy::Everything)?;
-                (recording, input.as_ref().map(Place::from), Place::from(&output))
-            }
-        };
-        let (gradient, recording) = match step.is_last(unit) {
-            true => {
-                let one = self.device.one(Purpose::Activations)?;
-                (one.clone(), recording.with_one(&one))
-            }
-            false => (self.gradient_of_output(step, carried, unit, micro_batch)?, recording),
-        };
-        let (outputs, inputs) = ([(output, gradient)], input.as_slice());
-        let mut gradients = match part {
-            BackwardPart::Input => {
-                let (gradients, deferred) = recording.backward_input(&outputs, inputs, &self.parameters)?;
-                carried.pending.insert((unit, micro_batch), Pending::Weights(deferred));
-                gradients
-            }
-            _ => recording.backward_at(&outputs, inputs, &self.parameters, &mut target)?,
-        };
-        if let Some(Some(gradient)) = gradients.pop() {
-            let below = unit - 1;
-            let message = (Phase::Backward, below, micro_batch);
-            match step.sends(message) {
-                true => step.messages.leave(message, gradient),
-                false => drop(carried.flowing.insert((below, micro_batch), gradient)),
-            }
-        }
-        Ok(())
-    }
-
-    /// The gradient of a unit's output, which the unit after it gave here or on another stage.
-    fn gradient_of_output(
-        &self,
-        step: &RunningStep<'_>,
-        carried: &mut Carried,
-        unit: u32,
-        micro_batch: u32,
-    ) -> Result<Tensor> {
-        let arrived = step.messages.arrived((Phase::Backward, unit, micro_batch), step.rows(micro_batch))?;
-        let gradient = arrived.or_else(|| carried.flowing.remove(&(unit, micro_batch)));
-        Ok(gradient.expect("the program differentiates a unit after the one that reads its output"))
     }
 
     fn clip(&self, step: &RunningStep<'_>, carried: &mut Carried) -> Result<()> {
@@ -499,7 +351,13 @@ impl Rank {
         let links = lock(&self.compute_links);
         let chunks = match self.parameters.holding().placement.masters {
             Extent::Full => chunks,
+            // Parts of a tensor-parallel group may count elements here that others do not.
+            Extent::Shard if links.tensor.size() > 1 => by_rank(gather_by_unit(&chunks, &links.shard)?),
             Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
+        };
+        let chunks = match links.tensor.size() {
+            1 => chunks,
+            _ => by_rank(gather_by_unit(&chunks, &links.tensor)?),
         };
         let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
@@ -545,8 +403,10 @@ impl Rank {
         let Some(fp8) = &self.fp8 else { return Ok(None) };
         let own = lock(fp8).of_step()?;
         let of_data = links.data.all_gather_numbers(&own)?;
-        // A stage has zeros for the layers of the others.
-        Ok(Some(over_ranks(&links.pipeline.all_gather_numbers(&of_data)?, own.len())))
+        // Ranks of a tensor-parallel group round parts of one matrix. A stage has zeros for the
+        // layers of the others.
+        let of_group = links.tensor.all_gather_numbers(&of_data)?;
+        Ok(Some(over_ranks(&links.pipeline.all_gather_numbers(&of_group)?, own.len())))
     }
 
     fn update(&self, step: &RunningStep<'_>, carried: &Carried, unit: usize, chunk: u32) -> Result<()> {
@@ -593,20 +453,31 @@ fn over_stages(own: Vec<Vec<f64>>, stages: &Link) -> Result<f64> {
     if stages.size() == 1 {
         return Ok(own.iter().flatten().sum());
     }
-    let lengths: Vec<f64> = own.iter().map(|unit| unit.len() as f64).collect();
-    let message: Vec<f64> = lengths.into_iter().chain(own.iter().flatten().copied()).collect();
-    let mut of_units: Vec<Vec<f64>> = vec![Vec::new(); own.len()];
-    for list in stages.gather_lists(&message)? {
+    let all = gather_by_unit(&own, stages)?;
+    let first_holder = |unit: usize| all.iter().map(|stage| &stage[unit]).find(|chunks| !chunks.is_empty());
+    Ok((0..own.len()).filter_map(first_holder).flatten().sum())
+}
+
+/// Every rank's lists by unit, which may have different lengths.
+fn gather_by_unit(own: &[Vec<f64>], link: &Link) -> Result<Vec<Vec<Vec<f64>>>> {
+    let lengths = own.iter().map(|unit| unit.len() as f64);
+    let message: Vec<f64> = lengths.chain(own.iter().flatten().copied()).collect();
+    let by_unit = |list: Vec<f64>| {
         let (lengths, mut rest) = list.split_at(own.len().min(list.len()));
-        for (unit, length) in of_units.iter_mut().zip(lengths) {
+        let mut unit = |length: &f64| {
             let (chunks, others) = rest.split_at((*length as usize).min(rest.len()));
             rest = others;
-            if unit.is_empty() {
-                unit.extend_from_slice(chunks);
-            }
-        }
-    }
-    Ok(of_units.iter().flatten().sum())
+            chunks.to_vec()
+        };
+        lengths.iter().map(&mut unit).collect()
+    };
+    Ok(link.gather_lists(&message)?.into_iter().map(by_unit).collect())
+}
+
+/// By unit, the lists of all ranks one after the other.
+fn by_rank(all: Vec<Vec<Vec<f64>>>) -> Vec<Vec<f64>> {
+    let units = all.first().map_or(0, Vec::len);
+    (0..units).map(|unit| all.iter().flat_map(|rank| rank[unit].iter().copied()).collect()).collect()
 }
 
 /// The sums of the numbers in the same place of every list.

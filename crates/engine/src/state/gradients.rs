@@ -13,8 +13,8 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, GradientTarget, Gradients, ParamId};
-use trainyard_model::{Model, UnitLayout};
-use trainyard_program::Fresh;
+use trainyard_model::{Model, ParameterSpec, UnitLayout};
+use trainyard_program::{Extent, Fresh};
 use trainyard_tensor::ops::optim::ChunkSums;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
@@ -24,6 +24,8 @@ pub struct GradientState {
     holding: Holding,
     units: Vec<UnitGradients>,
     lowered: Option<Lowered>,
+    /// Memory for the shared gradients of one unit, while the reduce lane sums them.
+    shared: Option<Tensor>,
 }
 
 /// The tier of offloaded sums.
@@ -42,6 +44,11 @@ struct UnitGradients {
     range: Range<usize>,
     /// The elements that this rank's update reads.
     read: Range<usize>,
+    /// The elements that count in the norm on this rank; None if all do.
+    counted: Option<Vec<Range<usize>>>,
+    /// The elements whose gradients the tensor-parallel group sums, each run with its place in a
+    /// buffer for those of all ranks; and the size of that buffer.
+    shared: (Vec<(Range<usize>, usize)>, usize),
     /// Offset of the sum in the store.
     offset: u64,
     /// The sum on the host, if it lies there.
@@ -114,7 +121,9 @@ impl GradientState {
             let state = Mutex::new(State { resident, ..State::default() });
             let begin = offset;
             offset += aligned(4 * range.len() as u64);
-            Ok(UnitGradients { layout, shapes, range, read, offset: begin, on_host, state })
+            let counted = counted(specs, &layout, model.tensor_split().rank);
+            let shared = shared(specs, &layout);
+            Ok(UnitGradients { layout, shapes, range, read, counted, shared, offset: begin, on_host, state })
         };
         let units = (0..model.units().len()).map(&mut unit).collect::<Result<Vec<_>>>()?;
         let lowered = |lower: &Lower| -> Result<Lowered> {
@@ -123,12 +132,20 @@ impl GradientState {
             Ok(Lowered { lower: lower.clone(), squares })
         };
         let lowered = lower.map(lowered).transpose()?;
-        Ok(GradientState { device: device.clone(), holding, units, lowered })
+        let most = units.iter().map(|unit| unit.shared.1).max().unwrap_or(0);
+        let shared = (most > 0).then(|| device.zeros([most], DType::F32, Purpose::Comm)).transpose()?;
+        Ok(GradientState { device: device.clone(), holding, units, lowered, shared })
     }
 
     /// Makes no gradients, for a rank that does not train.
     pub fn none(device: &Device) -> GradientState {
-        GradientState { device: device.clone(), holding: Holding::whole(), units: Vec::new(), lowered: None }
+        GradientState {
+            device: device.clone(),
+            holding: Holding::whole(),
+            units: Vec::new(),
+            lowered: None,
+            shared: None,
+        }
     }
 
     /// Begins a step: every gradient counts as zero.
@@ -360,6 +377,36 @@ impl GradientState {
         (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
     }
 
+    /// Sums the shared part of a unit's gradient over the tensor-parallel group. Where ranks hold
+    /// shards of gradients, their parts are brought together first: shards of different ranks of
+    /// the group may hold different elements.
+    pub(crate) fn sum_shared(&self, unit: usize, tensor: &Link, shard: &Link) -> Result<()> {
+        self.complete_sum(unit)?;
+        let unit = &self.units[unit];
+        let (runs, elements) = &unit.shared;
+        let Some(memory) = self.shared.as_ref().filter(|_| *elements > 0) else { return Ok(()) };
+        let mut buffer = memory.view(0, [*elements])?;
+        let sum = unit.sum();
+        // The parts of the buffer that this rank's sum holds.
+        let held = runs.iter().filter_map(|(run, place)| {
+            let held = overlap(run, &unit.range);
+            (!held.is_empty()).then(|| (held.start - unit.range.start, place + held.start - run.start, held.len()))
+        });
+        let held: Vec<(usize, usize, usize)> = held.collect();
+        buffer.fill_zero()?;
+        for (at, place, length) in &held {
+            buffer.view(*place, [*length])?.copy_from(&sum.view(*at, [*length])?)?;
+        }
+        if self.holding.placement.gradients == Extent::Shard {
+            shard.sum(&mut buffer)?;
+        }
+        tensor.sum(&mut buffer)?;
+        for (at, place, length) in held {
+            sum.view(at, [length])?.copy_from(&buffer.view(place, [length])?)?;
+        }
+        Ok(())
+    }
+
     /// Sums a unit's gradient over the ranks of `link`, each of which has contributed to it.
     pub(crate) fn tie(&self, unit: usize, link: &Link, staging: &Staging) -> Result<()> {
         self.complete_sum(unit)?;
@@ -396,18 +443,75 @@ impl GradientState {
         if let Some(lowered) = &self.lowered {
             return Ok(lock(&lowered.squares).read()?);
         }
-        let read =
-            self.held().map(|unit| self.range(unit, self.units[unit].read.clone())).collect::<Result<Vec<_>>>()?;
-        let mut sums = ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?.into_iter();
-        let of_unit = |unit| if self.holding.holds(unit) { sums.next().unwrap_or_default() } else { Vec::new() };
-        Ok((0..self.units.len()).map(of_unit).collect())
+        let mut read = Vec::new();
+        let mut of_units = Vec::new();
+        for unit in self.held() {
+            for part in self.units[unit].counted_here() {
+                read.push(self.range(unit, part)?);
+                of_units.push(unit);
+            }
+        }
+        let mut sums = vec![Vec::new(); self.units.len()];
+        let chunks = ops::optim::chunk_sums_of_squares_of(&read, UnitLayout::QUANTUM)?;
+        for (unit, chunks) in of_units.into_iter().zip(chunks) {
+            sums[unit].extend(chunks);
+        }
+        Ok(sums)
     }
+}
+
+/// The elements of a unit's flat buffer that count in the norm on rank `rank` of the
+/// tensor-parallel group; None if all do.
+fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<Vec<Range<usize>>> {
+    let is_whole = |spec: &ParameterSpec| spec.counted_runs(rank) == vec![0..spec.elements()];
+    if specs.iter().all(is_whole) {
+        return None;
+    }
+    let of = |(index, spec): (usize, &ParameterSpec)| {
+        let start = layout.range(index).start;
+        spec.counted_runs(rank).into_iter().map(move |run| start + run.start..start + run.end)
+    };
+    Some(specs.iter().enumerate().flat_map(of).collect())
+}
+
+/// The elements of a unit's flat buffer that the ranks of the tensor-parallel group sum, as in
+/// [`ParameterSpec::shared_runs`].
+fn shared(specs: &[ParameterSpec], layout: &UnitLayout) -> (Vec<(Range<usize>, usize)>, usize) {
+    let (mut all, mut elements) = (Vec::new(), 0);
+    for (index, spec) in specs.iter().enumerate() {
+        let start = layout.range(index).start;
+        let (runs, of_all) = spec.shared_runs();
+        all.extend(runs.into_iter().map(|(run, place)| (start + run.start..start + run.end, elements + place)));
+        elements += of_all;
+    }
+    (all, elements)
 }
 
 impl UnitGradients {
     /// The resident sum. It must not be in its tier.
     fn sum(&self) -> Tensor {
         lock(&self.state).resident.clone().expect("the program brings a sum before it is used")
+    }
+
+    /// The elements that this rank's update reads and that count in the norm. They are cut where
+    /// chunks end, so that the bits of the norm do not depend on the number of shards.
+    fn counted_here(&self) -> Vec<Range<usize>> {
+        let Some(counted) = &self.counted else { return vec![self.read.clone()] };
+        let quantum = UnitLayout::QUANTUM;
+        let mut parts = Vec::new();
+        for run in counted {
+            let mut rest = overlap(run, &self.read);
+            for cut in [rest.start.next_multiple_of(quantum), rest.end / quantum * quantum] {
+                if rest.start < cut && cut < rest.end {
+                    parts.push(rest.start..cut);
+                    rest.start = cut;
+                }
+            }
+            if !rest.is_empty() {
+                parts.push(rest);
+            }
+        }
+        parts
     }
 
     /// Zeroes the gradients that nothing has written.
@@ -437,12 +541,18 @@ impl Gradients for MicroBatchGradients<'_> {
         let unit = self.gradients.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
         let shape = unit.shapes.get(id.index as usize).ok_or(AutogradError::NoParameter(id))?;
         let mut state = lock(&unit.state);
+        // The halves of a backward may come after the forward of the next micro-batch, which the
+        // loss differentiates.
         let goes_on = |fresh: &FreshSum| !self.apart || fresh.micro_batch == self.micro_batch;
-        if !state.fresh.last().is_some_and(goes_on) {
-            let fresh = self.gradients.begin(unit, &mut state, self.micro_batch)?;
-            state.fresh.push(fresh);
-        }
-        let fresh = state.fresh.last_mut().expect("one was just made sure of");
+        let at = match state.fresh.iter().rposition(goes_on) {
+            Some(at) => at,
+            None => {
+                let fresh = self.gradients.begin(unit, &mut state, self.micro_batch)?;
+                state.fresh.push(fresh);
+                state.fresh.len() - 1
+            }
+        };
+        let fresh = &mut state.fresh[at];
         fresh.micro_batch = self.micro_batch;
         let overwrite = !std::mem::replace(&mut fresh.written[id.index as usize], true);
         let tensor = fresh.flat.view(unit.layout.range(id.index as usize).start, shape)?;
