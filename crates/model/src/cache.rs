@@ -73,8 +73,9 @@ impl KvCache {
         Ok(ops::attention_decode(qkv, spec, keys, values, self.len)?)
     }
 
-    /// Counts the `new` tokens that all layers have appended. [`Model::forward`](crate::Model::forward)
-    /// does it itself; a caller that runs segments does it once all units have run.
+    /// Counts the `new` tokens that all layers have appended.
+    /// [`Model::forward`](crate::Model::forward) does it itself; a caller that runs segments does
+    /// it once all units have run.
     pub fn advance(&mut self, new: usize) {
         self.len += new;
     }

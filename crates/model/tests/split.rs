@@ -280,8 +280,8 @@ impl Group {
         let (outputs, ran) = self.forward(device, &batches, output, course, None);
         let losses = outputs[outputs.len() - 1].iter().flatten().map(|loss| loss.to_scalar().unwrap()).collect();
         let embedded = {
-            let rows = outputs[0].iter().flatten().map(|x| x.to_f32_vec().unwrap());
-            if self.models[0].tensor_split().sequence { rows.flatten().collect() } else { rows.last().unwrap() }
+            let mut rows = outputs[0].iter().flatten().map(|x| x.to_f32_vec().unwrap());
+            if self.models[0].tensor_split().sequence { rows.flatten().collect() } else { rows.next_back().unwrap() }
         };
         self.backward(device, course, ran);
         let mut gradients = BTreeMap::new();
