@@ -73,8 +73,10 @@ impl KvCache {
         Ok(ops::attention_decode(qkv, spec, keys, values, self.len)?)
     }
 
-    /// Counts the tokens that all layers have appended.
-    pub(crate) fn advance(&mut self, new: usize) {
+    /// Counts the `new` tokens that all layers have appended.
+    /// [`Model::forward`](crate::Model::forward) does it itself; a caller that runs segments does
+    /// it once all units have run.
+    pub fn advance(&mut self, new: usize) {
         self.len += new;
     }
 }

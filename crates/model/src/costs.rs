@@ -4,7 +4,13 @@
 //! [`Device::meta`], where each kernel states its FLOPs and bytes and every allocation is counted.
 //! A user's own unit is priced the same way.
 //!
+//! [`segment_costs`] does the same for units that are split over ranks, segment by segment.
+//!
 //! [`FlopsPerToken`] is the figure with which the field reports utilisation.
+
+mod segments;
+
+pub use segments::{SegmentCost, SegmentedCost, segment_costs, segment_costs_on};
 
 use crate::batch::{Batch, BatchShape};
 use crate::spec::ModelSpec;
