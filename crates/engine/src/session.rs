@@ -205,14 +205,15 @@ impl Session {
         let dataset = corpora.dataset(&resolved, spec.vocab_size)?;
         let validation = corpora.validation()?;
         let dtype = compute_dtype(&resolved);
-        let model = Model::new(spec.clone())?;
+        let own = world.rank() as u32;
+        let model = shape::model_of(&resolved, spec.clone(), own)?;
         let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len())?;
         let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
-        let prediction = predict(Model::new(spec.clone())?, &programs[0], &batch, &settings)?;
+        let prediction = predict(shape::model_of(&resolved, spec.clone(), own)?, &programs[0], &batch, &settings)?;
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
         if let Some(doubt) =
             limit::check_machine(&resolved, &spec, world.rank() as u32, &prediction, ranks_here(&world))?

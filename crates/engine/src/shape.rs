@@ -11,11 +11,13 @@ use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
-use trainyard_model::costs::unit_costs;
-use trainyard_model::{Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, hf};
+use trainyard_model::costs::{SegmentedCost, segment_costs, unit_costs};
+use trainyard_model::{
+    Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit, Value, hf,
+};
 use trainyard_program::{
-    Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule, ScheduleTable,
-    StateBytes, Strategy, Tier, UnitShape, check, lower_rank,
+    Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
+    ScheduleTable, SegmentShape, SplitShape, StateBytes, Strategy, Tier, UnitShape, ValueShape, check, lower_rank,
 };
 use trainyard_tensor::DType;
 
@@ -173,31 +175,112 @@ pub fn keep(resolved: &Resolved, units: usize) -> Vec<Keep> {
         .collect()
 }
 
-/// The model as the lowering needs it, with the bytes that each unit keeps under each policy.
+/// The policies in the order of [`Keep`].
+const POLICIES: [Policy; 3] = [Policy::Everything, Policy::Selective, Policy::Nothing];
+
+/// The model as the lowering needs it, with the bytes that each unit keeps under each policy. Of a
+/// split model these are the sizes of one rank's part.
 pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<ModelShape> {
-    let everything = unit_costs(model, batch, dtype, Policy::Everything)?;
-    let selective = unit_costs(model, batch, dtype, Policy::Selective)?;
-    let input_only = unit_costs(model, batch, dtype, Policy::Nothing)?;
-    let units = model.units().iter().enumerate().map(|(index, unit)| {
-        let mut borrows: Vec<u32> = unit.borrowed().iter().map(|id| id.unit).collect();
-        borrows.dedup();
+    let mut units = match model.tensor_split().ranks {
+        1 => whole_units(model, batch, dtype)?,
+        _ => split_units(model, batch, dtype)?,
+    };
+    for (index, (shape, unit)) in units.iter_mut().zip(model.units()).enumerate() {
+        shape.name = unit.name().to_owned();
+        shape.flat_elements = model.layout(index, 1).flat_elements() as u64;
+        shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
+        shape.borrows.dedup();
+        if index + 1 == model.units().len() {
+            shape.output_bytes = 0;
+        }
+    }
+    // Tokens, targets and positions are i32.
+    Ok(ModelShape { units, batch_bytes: 12 * batch.tokens() as u64 })
+}
+
+/// The sizes of units that run as a whole.
+fn whole_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<UnitShape>> {
+    let costs = POLICIES.map(|policy| unit_costs(model, batch, dtype, policy));
+    let [everything, selective, input_only] = costs;
+    let (everything, selective, input_only) = (everything?, selective?, input_only?);
+    let shape = |index: usize| UnitShape {
+        saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
+        output_bytes: everything[index].output_bytes as u64,
+        ..UnitShape::default()
+    };
+    Ok((0..model.units().len()).map(shape).collect())
+}
+
+/// The sizes of one rank's part of split units, by segment.
+fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<UnitShape>> {
+    let costs = POLICIES.map(|policy| segment_costs(model, batch, dtype, policy));
+    let [everything, selective, input_only] = costs;
+    let (everything, selective, input_only) = (everything?, selective?, input_only?);
+    let index_of = |values: &[usize]| values.iter().map(|value| *value as u32).collect();
+    let shape = |(index, unit): (usize, &Box<dyn Unit>)| {
+        let cost: &SegmentedCost = &everything[index];
+        let inside = &cost.segments;
+        let segment = |(number, segment): (usize, &Segment)| {
+            let saved = |costs: &[SegmentedCost]| costs[index].costs[number].saved_bytes as u64;
+            let saved = [&everything, &selective, &input_only].map(|costs| saved(costs));
+            SegmentShape {
+                name: segment.name.to_owned(),
+                takes: index_of(&segment.takes),
+                gives: index_of(&segment.gives),
+                differentiable: segment.differentiable,
+                saved_bytes: if segment.differentiable { saved } else { [0; 3] },
+            }
+        };
+        let value = |(value, bytes): (&Value, &usize)| ValueShape {
+            name: value.name.to_owned(),
+            layout: value.layout,
+            bytes: *bytes as u64,
+        };
+        let segments: Vec<SegmentShape> = inside.segments.iter().enumerate().map(segment).collect();
+        let saved = |keep: usize| segments.iter().map(|segment| segment.saved_bytes[keep]).sum();
         UnitShape {
-            name: unit.name().to_owned(),
-            flat_elements: model.layout(index, 1).flat_elements() as u64,
-            borrows,
-            saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
-            output_bytes: if index + 1 < model.units().len() { everything[index].output_bytes as u64 } else { 0 },
+            saved_bytes: [0, 1, 2].map(saved),
+            output_bytes: cost.value_bytes.last().map_or(0, |bytes| *bytes as u64),
+            split: Some(SplitShape {
+                values: inside.values.iter().zip(&cost.value_bytes).map(value).collect(),
+                input: inside.input.map(|value| value as u32),
+                segments,
+                borders: inside
+                    .exchanges
+                    .iter()
+                    .map(|exchange| Border { from: exchange.from as u32, to: exchange.to as u32 })
+                    .collect(),
+                shared_gradient_elements: unit.parameters().iter().map(|spec| spec.shared_runs().1 as u64).sum(),
+            }),
             ..UnitShape::default()
         }
-    });
-    // Tokens, targets and positions are i32.
-    Ok(ModelShape { units: units.collect(), batch_bytes: 12 * batch.tokens() as u64 })
+    };
+    Ok(model.units().iter().enumerate().map(shape).collect())
+}
+
+/// The part of every product that a rank has.
+pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
+    let parallel = &resolved.parallel;
+    let rank = mesh(resolved).coordinates(rank).tp as usize;
+    TensorSplit { rank, ranks: parallel.tensor, sequence: parallel.sequence }
+}
+
+/// The model of a rank: all units, or its parts of them.
+///
+/// # Errors
+/// A model that cannot be divided among the ranks.
+pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
+    Ok(Model::split(spec, tensor_split(resolved, rank))?)
 }
 
 /// The mesh of ranks of a resolved configuration.
 pub fn mesh(resolved: &Resolved) -> Mesh {
     let parallel = &resolved.parallel;
-    Mesh { pp: parallel.pipeline as u32, ..Mesh::data(parallel.replicate as u32, parallel.shard as u32) }
+    Mesh {
+        pp: parallel.pipeline as u32,
+        tp: parallel.tensor as u32,
+        ..Mesh::data(parallel.replicate as u32, parallel.shard as u32)
+    }
 }
 
 /// The strategy of a resolved configuration, on a model of `units` units.
@@ -225,6 +308,7 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         update_chunk: update_chunk(resolved),
         bytes: state_bytes(resolved),
         pipeline: pipeline(resolved)?,
+        sequence_parallel: parallel.sequence,
         ..Strategy::new(units)
     })
 }

@@ -18,6 +18,10 @@ pub struct Parallel {
     pub replicate: usize,
     /// Shard degree: ranks of a group that share one state.
     pub shard: usize,
+    /// Ranks that share every product.
+    pub tensor: usize,
+    /// True if these ranks divide the rows of norms and residuals too.
+    pub sequence: bool,
     /// Pipeline stages.
     pub pipeline: usize,
     /// The order of forwards and backwards of a pipeline.
@@ -50,9 +54,10 @@ impl Parallel {
 /// `8 ranks = 2 stages x 2 replicas x 2 shards, ZeRO stage 3`; without a pipeline no stages.
 impl fmt::Display for Parallel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Parallel { ranks, pipeline, replicate, shard, zero_stage, .. } = self;
+        let Parallel { ranks, pipeline, replicate, shard, tensor, zero_stage, .. } = self;
         let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
-        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards, ZeRO stage {zero_stage}")
+        let parts = if *tensor > 1 { format!(" x {tensor} parts of every product") } else { String::new() };
+        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{parts}, ZeRO stage {zero_stage}")
     }
 }
 
@@ -60,10 +65,7 @@ impl Resolver {
     /// Resolves degrees, ZeRO stage and the keys that depend on them.
     pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
         let section = self.config.parallel.clone();
-        for (key, degree, choice) in [
-            ("tensor_parallel_degree", section.tensor_parallel_degree, "tp"),
-            ("context_parallel_degree", section.context_parallel_degree, "cp"),
-        ] {
+        for (key, degree, choice) in [("context_parallel_degree", section.context_parallel_degree, "cp")] {
             if degree != 1 {
                 let message = format!(
                     "parallel.{key} = {degree} cannot be run yet: leave it at 1; what it would do on a cluster `trainyard plan --cluster` \
@@ -87,7 +89,8 @@ impl Resolver {
         self.count("parallel.pipeline_parallel_degree", Some(pipeline as u64), 1, RANKS_MAX);
         let pipeline = pipeline.clamp(1, RANKS_MAX as usize);
         let (schedule, chunks) = self.pipeline(&section, pipeline);
-        let (replicate, shard) = self.degrees(&section, pipeline, inputs);
+        let (tensor, sequence) = self.tensor(&section);
+        let (replicate, shard) = self.degrees(&section, pipeline, tensor, inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),
             n => (3, format!("data_parallel_shard_degree is {n}")),
@@ -101,9 +104,11 @@ impl Resolver {
             self.problem("parallel.zero_stage", message);
         }
         let mut parallel = Parallel {
-            ranks: pipeline * replicate * shard,
+            ranks: pipeline * replicate * shard * tensor,
             replicate,
             shard,
+            tensor,
+            sequence,
             pipeline,
             schedule,
             chunks,
@@ -156,8 +161,37 @@ impl Resolver {
         (schedule, chunks)
     }
 
-    /// The replicate degree and the shard degree, with `stages` pipeline stages.
-    fn degrees(&mut self, section: &ParallelSection, stages: usize, inputs: &Inputs) -> (usize, usize) {
+    /// The tensor-parallel degree, and true if its ranks divide rows too.
+    fn tensor(&mut self, section: &ParallelSection) -> (usize, bool) {
+        let degree = section.tensor_parallel_degree;
+        self.count("parallel.tensor_parallel_degree", Some(degree as u64), 1, RANKS_MAX);
+        let degree = degree.clamp(1, RANKS_MAX as usize);
+        if degree == 1 {
+            let because = "tensor_parallel_degree is 1";
+            self.unused("parallel.sequence_parallel", &section.sequence_parallel, because);
+            return (1, false);
+        }
+        if matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor) {
+            let message = format!(
+                "optimizer.name = \"{}\" looks at whole matrices, which parallel.tensor_parallel_degree = {degree} divides among ranks: use \
+                 adamw, sgd or lion with it, or degree 1",
+                self.config.optimizer.name
+            );
+            self.problem("optimizer.name", message);
+        }
+        if self.config.offload.gradients != OffloadTier::None {
+            let message = "memory.offload.gradients does not go with parallel.tensor_parallel_degree above 1, whose ranks sum some gradients on the \
+                           device: leave it at \"none\"";
+            self.problem("memory.offload.gradients", message);
+        }
+        let because = "less memory for the same traffic";
+        (degree, self.settle("parallel.sequence_parallel", &section.sequence_parallel, true, because))
+    }
+
+    /// The replicate degree and the shard degree, with `stages` pipeline stages and `tensor` ranks
+    /// that share every product.
+    fn degrees(&mut self, section: &ParallelSection, stages: usize, tensor: usize, inputs: &Inputs) -> (usize, usize) {
+        let model = stages.saturating_mul(tensor);
         let (replicate, shard) = (section.data_parallel_replicate_degree, section.data_parallel_shard_degree);
         for (key, value) in [
             ("parallel.ranks", section.ranks),
@@ -167,7 +201,7 @@ impl Resolver {
             self.count(key, value.map(|n| n as u64), 1, RANKS_MAX);
         }
         let within = |n: usize| n.clamp(1, RANKS_MAX as usize);
-        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1))).saturating_mul(stages);
+        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1))).saturating_mul(model);
         if let (Some(ranks), Some(started)) = (section.ranks, inputs.processes)
             && ranks != started
         {
@@ -185,15 +219,30 @@ impl Resolver {
             }
         });
         let ranks = within(ranks);
-        if !ranks.is_multiple_of(stages) {
-            let message = format!(
-                "{ranks} ranks do not divide into parallel.pipeline_parallel_degree = {stages} stages of equally many ranks"
-            );
-            self.problem("parallel.pipeline_parallel_degree", message);
+        if !ranks.is_multiple_of(model) {
+            let (key, message) = match tensor {
+                1 => (
+                    "parallel.pipeline_parallel_degree",
+                    format!(
+                        "{ranks} ranks do not divide into parallel.pipeline_parallel_degree = {stages} stages of equally many ranks"
+                    ),
+                ),
+                _ => (
+                    "parallel.tensor_parallel_degree",
+                    format!(
+                        "{ranks} ranks are not a multiple of parallel.pipeline_parallel_degree {stages} x parallel.tensor_parallel_degree {tensor}"
+                    ),
+                ),
+            };
+            self.problem(key, message);
             return (1, 1);
         }
-        let of_stages = if stages > 1 { format!(" in each of {stages} stages") } else { String::new() };
-        let ranks = ranks / stages;
+        let of_stages = match (stages, tensor) {
+            (1, 1) => String::new(),
+            (_, 1) => format!(" in each of {stages} stages"),
+            _ => format!(" for each of {stages} stages x {tensor} parts of every product"),
+        };
+        let ranks = ranks / model;
         let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();
         let divide = |by: usize| ranks.is_multiple_of(by).then(|| ranks / by);
         let (r, f) = match (replicate.map(within), shard.map(within)) {

@@ -695,6 +695,10 @@ section! {
         /// Number of ranks that share every layer's products, each with a part of every weight.
         #[elsewhere("tensor_model_parallel_size", "tp_size")]
         tensor_parallel_degree: usize = 1;
+        /// With tensor parallelism, divide the rows of norms and residuals among the same ranks
+        /// (Korthikanti et al. 2022): less memory, the same traffic. Unset: true.
+        #[elsewhere("disable_loss_parallel", "sequence_parallel_enabled")]
+        sequence_parallel: Option<bool> = None;
         /// Only 1 is supported.
         #[elsewhere("context_parallel_size", "cp_size")]
         context_parallel_degree: usize = 1;

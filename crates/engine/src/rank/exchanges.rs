@@ -10,7 +10,7 @@ use crate::links::Link;
 use crate::state::lock;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use trainyard_program::{Action, Collective, Phase};
+use trainyard_program::{Action, Axis, Change, Collective, Phase};
 use trainyard_tensor::{DType, Purpose, Tensor, ops};
 
 /// A border of a unit on a micro-batch, in forward or backward: phase, unit, border, micro-batch.
@@ -37,6 +37,36 @@ pub(super) fn crossing_of(action: Action) -> Option<(Crossing, Collective)> {
             Some(((phase, unit, border, micro_batch), collective))
         }
         _ => None,
+    }
+}
+
+/// The value in another layout, outside of steps.
+pub(super) fn change(from: &Tensor, change: Option<Change>, link: &Link) -> Result<Tensor> {
+    let one = Exchanges::default();
+    let (at, axis) = ((Phase::Forward, 0, 0, 0), Axis::Tensor);
+    match change {
+        Some(Change::By(collective)) => {
+            let (phase, unit, border, micro_batch) = at;
+            let action = Action::Exchange { collective, axis, unit, micro_batch, phase, border, times: 1 };
+            // The tape may hold the value, so a sum is formed in a copy.
+            let copy = match collective {
+                Collective::AllReduce => {
+                    let mut copy = from.device().empty(*from.shape(), from.dtype(), Purpose::Activations)?;
+                    copy.copy_from(from)?;
+                    copy
+                }
+                _ => from.clone(),
+            };
+            one.offer(at, copy);
+            one.take(action, link.size())?;
+            one.run(action, link)?;
+            Ok(one.arrived(at).expect("the exchange has run"))
+        }
+        Some(Change::TakePart) => {
+            let rows = from.rows() / link.size();
+            Ok(from.narrow(link.index() * rows..(link.index() + 1) * rows)?)
+        }
+        _ => Ok(from.clone()),
     }
 }
 

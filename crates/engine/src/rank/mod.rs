@@ -42,7 +42,7 @@ use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model};
-use trainyard_program::{Action, Axis, Instruction, Lane, Program};
+use trainyard_program::{Action, Axis, Change, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device};
@@ -275,7 +275,7 @@ impl Rank {
             }
             let bring = |unit| self.bring_whole(unit, &links.shard);
             self.reads(unit).filter(|_| comes_and_goes).try_for_each(bring)?;
-            x = Some(self.model.units()[unit].forward(tape, cx, x.as_ref())?);
+            x = Some(self.forward_unit(unit, tape, cx, x, &links.tensor)?);
             self.reads(unit).filter(|_| comes_and_goes).try_for_each(|unit| self.let_go(unit))?;
             let above = unit + 1;
             if above < units && !holding.runs(above) {
@@ -285,6 +285,40 @@ impl Rank {
         }
         self.model.end_forward(cx);
         Ok(x)
+    }
+
+    /// Runs the forward of a unit. The ranks of a tensor-parallel group exchange between its
+    /// segments.
+    fn forward_unit(
+        &self,
+        unit: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        input: Option<Var>,
+        group: &Link,
+    ) -> Result<Var> {
+        let unit = &self.model.units()[unit];
+        let Some(segments) = unit.segments() else { return Ok(unit.forward(tape, cx, input.as_ref())?) };
+        let mut values: Vec<Option<Var>> = vec![None; segments.values.len()];
+        if let (Some(value), Some(input)) = (segments.input, input) {
+            values[value] = Some(input);
+        }
+        for (number, segment) in segments.segments.iter().enumerate() {
+            for exchange in segments.exchanges.iter().filter(|exchange| segment.takes.contains(&exchange.to)) {
+                if values[exchange.to].is_none() {
+                    let from = values[exchange.from].take().expect("a segment before gives it");
+                    let [was, is] = [exchange.from, exchange.to].map(|value| segments.values[value].layout);
+                    let changed = exchanges::change(from.tensor(), Change::between(was, is), group)?;
+                    values[exchange.to] = Some(tape.constant(changed));
+                }
+            }
+            let takes = segment.takes.iter().map(|value| values[*value].take().expect("a segment before gives it"));
+            let gives = unit.forward_segment(number, tape, cx, &takes.collect::<Vec<_>>())?;
+            for (value, given) in segment.gives.iter().zip(gives) {
+                values[*value] = Some(given);
+            }
+        }
+        Ok(values.pop().flatten().expect("the last value is the unit's output"))
     }
 
     /// The units whose parameters `unit` reads.
@@ -527,6 +561,9 @@ impl Rank {
             Action::Count { .. } => step.count(&links.data),
             Action::Reduce { unit, accumulate, .. } => {
                 self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
+            }
+            Action::Tie { unit, axis: Axis::Tensor } => {
+                self.gradients.sum_shared(unit as usize, &links.tensor, &links.shard)
             }
             Action::Tie { unit, axis: Axis::Pipeline } => {
                 self.gradients.tie(unit as usize, links.tie(unit), &links.staging)
