@@ -433,19 +433,22 @@ fn every_element_of_a_parameter_is_owned_once_and_initialised_as_in_the_whole() 
         let whole = Model::new(spec.clone()).unwrap();
         let expected = whole.initial_store(&device, 7).unwrap();
         for ranks in [2, 3, 4, 6] {
-            let mut owners: BTreeMap<ParamId, Vec<u32>> =
-                whole.parameters().map(|(id, parameter)| (id, vec![0; parameter.elements()])).collect();
+            // Of each element: ranks that own it, ranks that hold it, and how many each says hold
+            // it.
+            let mut counts: BTreeMap<ParamId, Vec<[usize; 3]>> =
+                whole.parameters().map(|(id, parameter)| (id, vec![[0; 3]; parameter.elements()])).collect();
             for rank in 0..ranks {
                 let model = Model::split(spec.clone(), TensorSplit { rank, ranks, sequence: true }).unwrap();
                 let store = model.initial_store(&device, 7).unwrap();
                 for ((id, parameter), (_, of_whole)) in model.parameters().zip(whole.parameters()) {
                     assert_eq!(parameter.whole_shape(), of_whole.shape);
-                    let owned = |local: usize| match &parameter.split {
-                        None => rank == 0,
+                    let held = |local: usize| match &parameter.split {
+                        None => (rank == 0, ranks),
                         Some(split) => {
                             let inner: usize = split.whole[split.dim + 1..].iter().product();
                             let at = local / inner % parameter.shape[split.dim];
-                            split.pieces.iter().any(|piece| piece.owned && piece.local.contains(&at))
+                            let piece = split.pieces.iter().find(|piece| piece.local.contains(&at)).unwrap();
+                            (piece.owned, piece.holders)
                         }
                     };
                     let values = |store: &Store| store.parameter(id).unwrap().value.to_f32_vec().unwrap();
@@ -453,12 +456,17 @@ fn every_element_of_a_parameter_is_owned_once_and_initialised_as_in_the_whole() 
                     for (run, first) in parameter.whole_runs(0..here.len()) {
                         for (i, place) in run.zip(first..) {
                             assert!(here[i] == there[place], "{name}, {ranks} ranks: {} of {}", i, parameter.name);
-                            owners.get_mut(&id).unwrap()[place] += u32::from(owned(i));
+                            let (owned, holders) = held(i);
+                            let [owners, ranks, said] = &mut counts.get_mut(&id).unwrap()[place];
+                            (*owners, *ranks, *said) = (*owners + usize::from(owned), *ranks + 1, *said + holders);
                         }
                     }
                 }
             }
-            assert!(owners.values().flatten().all(|owners| *owners == 1), "{name} over {ranks} ranks");
+            for (id, counts) in counts {
+                let right = counts.iter().all(|[owners, ranks, said]| *owners == 1 && *said == ranks * ranks);
+                assert!(right, "{name} over {ranks} ranks: holders of {}", whole.parameter_name(id).unwrap());
+            }
         }
     }
 }
