@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use trainyard_autograd::ParamId;
@@ -33,11 +34,11 @@ pub fn resolved(sets: &[&str]) -> Resolved {
     Config::parse("test.toml".as_ref(), &tiny, &sets).unwrap().resolve(&inputs).unwrap()
 }
 
-/// The result of one rank: f32 masters of the parameters that it holds, with the range of its own
-/// elements.
+/// The result of one rank: f32 masters of the parameters that it holds, in runs of the whole
+/// parameter's elements.
 pub struct End {
     pub outcomes: Vec<StepOutcome>,
-    pub parts: BTreeMap<ParamId, (std::ops::Range<usize>, Vec<f32>)>,
+    pub parts: BTreeMap<ParamId, Vec<(usize, Vec<f32>)>>,
     pub memory: Usage,
     pub predicted: Usage,
     pub program: Program,
@@ -101,19 +102,19 @@ pub fn train_rank_with(
         None => Device::cpu(Isa::detect(), resolved.threads, None),
     };
     let spec = shape::model_spec(resolved)?;
-    let model = Model::new(spec.clone())?;
+    let own = world.rank() as u32;
+    let model = shape::model_of(resolved, spec.clone(), own)?;
     let rows = resolved.batch.micro;
     let shape = BatchShape::uniform(rows, LENGTH);
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
     let settings = shape::rank_settings(resolved);
-    let predicted = predict(Model::new(spec)?, &program, &shape, &settings)?.memory;
+    let predicted = predict(shape::model_of(resolved, spec, own)?, &program, &shape, &settings)?.memory;
     let links = Links::new(&world, &program)?;
     let mut rank = Rank::new(&device, model, Holding::of(&program), links, &settings)?;
     rank.inject(Arc::new(faults(&program)));
-    let at = program.mesh.coordinates(program.rank);
-    let data_rank = (at.dp_replicate * program.mesh.dp_shard + at.dp_shard) as usize;
+    let data_rank = program.mesh.data_rank(program.rank) as usize;
     let first = data_rank * resolved.batch.accumulation * rows;
     let mut outcomes = Vec::new();
     for step in 0..steps {
@@ -126,9 +127,14 @@ pub fn train_rank_with(
         outcomes.push(rank.execute(&program, settings, load, |_, _| Ok(()))?);
     }
     let held = rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize));
-    let parts = held.map(|(id, _)| {
+    let parts = held.map(|(id, spec)| {
         let (range, values) = rank.parameters.master_part(id)?;
-        Ok((id, (range, values.to_f32_vec()?)))
+        let values = values.to_f32_vec()?;
+        let runs = spec.whole_runs(range.clone()).into_iter();
+        let run = |(local, first): (Range<usize>, usize)| {
+            (first, values[local.start - range.start..local.end - range.start].to_vec())
+        };
+        Ok((id, runs.map(run).collect()))
     });
     let parts = parts.collect::<Result<_, EngineError>>()?;
     let amax = rank.amax_history();
@@ -140,10 +146,10 @@ pub fn train_rank_with(
 pub fn weights(ends: &[End]) -> Vec<Vec<u32>> {
     let mut parameters: BTreeMap<ParamId, Vec<Option<u32>>> = BTreeMap::new();
     for end in ends {
-        for (id, (range, values)) in &end.parts {
+        for (id, (first, values)) in end.parts.iter().flat_map(|(id, runs)| runs.iter().map(move |run| (id, run))) {
             let whole = parameters.entry(*id).or_default();
-            whole.resize(whole.len().max(range.end), None);
-            for (place, value) in range.clone().zip(values) {
+            whole.resize(whole.len().max(first + values.len()), None);
+            for (place, value) in (*first..).zip(values) {
                 let bits = value.to_bits();
                 assert_eq!(*whole[place].get_or_insert(bits), bits, "replicas of parameter {id} differ");
             }

@@ -1,0 +1,88 @@
+//! Tensor and sequence parallelism on the engine: the losses and weights of one rank, within what
+//! another order of sums changes, and memory as predicted.
+
+#[path = "common/train.rs"]
+mod common;
+
+use common::*;
+
+const STEPS: u64 = 6;
+
+struct Trained {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    weights: Vec<Vec<u32>>,
+}
+
+fn trained(sets: &[&str]) -> Trained {
+    let ends = train(sets, STEPS);
+    ends.iter().for_each(|end| check_memory(end, sets));
+    let norms = ends[0].outcomes.iter().map(|outcome| outcome.gradient_norm).collect();
+    Trained { losses: losses(&ends), norms, weights: weights(&ends) }
+}
+
+/// Asserts that two trainings agree: losses and norms at the first step within 1e-5, losses to the
+/// end within 1e-4, and every weight within 1e-3 of the largest change that steps of AdamW make.
+fn assert_close(one: &Trained, many: &Trained, what: &[&str]) {
+    let far = |a: f64, b: f64, limit: f64| (a / b - 1.0).abs() > limit;
+    assert!(!far(many.losses[0], one.losses[0], 1e-5), "{what:?}: {:?} against {:?}", many.losses, one.losses);
+    assert!(!far(many.norms[0], one.norms[0], 1e-5), "{what:?}: {:?} against {:?}", many.norms, one.norms);
+    for (a, b) in many.losses.iter().zip(&one.losses) {
+        assert!(!far(*a, *b, 1e-4), "{what:?}: {:?} against {:?}", many.losses, one.losses);
+    }
+    let largest = 0.003 * STEPS as f32;
+    for (index, (a, b)) in many.weights.iter().zip(&one.weights).enumerate() {
+        assert_eq!(a.len(), b.len(), "{what:?}: parameter {index}");
+        let distances = a.iter().zip(b).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+        let mean = distances.sum::<f32>() / a.len() as f32;
+        assert!(mean < 1e-3 * largest, "{what:?}: parameter {index} is off by {mean}");
+    }
+}
+
+fn set(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Six query heads on two key/value heads; a vocabulary of 64 and one that does not divide.
+const LLAMA: &str = "precision.compute='f32' model.heads=6 model.kv_heads=2 model.dim=48";
+const GPT2: &str =
+    "precision.compute='f32' model.family='gpt2' model.heads=4 model.kv_heads=4 model.dropout=0.1 model.vocab_size=67";
+
+fn agree(model: &str, layouts: &[&str]) {
+    let model = set(model);
+    let sets = |more: &str| -> Vec<String> { model.iter().cloned().chain(set(more)).collect() };
+    let strs = |sets: &[String]| -> Trained { trained(&sets.iter().map(String::as_str).collect::<Vec<_>>()) };
+    let one = strs(&sets(""));
+    for layout in layouts {
+        let sets = sets(layout);
+        let many = strs(&sets);
+        assert_close(&one, &many, &[layout]);
+    }
+}
+
+#[test]
+fn a_llama_split_over_ranks_trains_as_on_one() {
+    agree(
+        LLAMA,
+        &[
+            "parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false",
+            "parallel.tensor_parallel_degree=2",
+            "parallel.tensor_parallel_degree=3 parallel.sequence_parallel=false",
+            "parallel.tensor_parallel_degree=4",
+            "parallel.tensor_parallel_degree=2 activation_checkpointing.mode='full'",
+            "parallel.tensor_parallel_degree=2 activation_checkpointing.mode='selective' training.accumulation_steps=4",
+        ],
+    );
+}
+
+#[test]
+fn a_gpt_2_split_over_ranks_trains_as_on_one() {
+    agree(
+        GPT2,
+        &[
+            "parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false",
+            "parallel.tensor_parallel_degree=4",
+            "parallel.tensor_parallel_degree=2 model.tie_embeddings=true",
+        ],
+    );
+}
