@@ -34,7 +34,7 @@ fn programs(base: Base) -> Vec<Program> {
         Base::Stages | Base::Halves => Mesh { tp: 2, dp_shard: 2, pp: 2, ..Mesh::default() },
     };
     if base == Base::Halves {
-        strategy.pipeline = PipelineSchedule::ZeroBubble;
+        strategy.pipeline = PipelineSchedule::ZeroBubble.into();
     }
     let shapes = split::group(2, 2, base != Base::Tensor, true);
     lower_all(|tp| &shapes[tp as usize], &mesh, &strategy).unwrap()

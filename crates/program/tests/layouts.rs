@@ -103,8 +103,9 @@ fn random_lowerings_of_split_units_pass_the_checker() {
             };
             let interleaved = matches!(pipeline, PipelineSchedule::Interleaved { .. });
             let micro_batches = if interleaved { rounds * mesh.pp } else { rounds };
-            common::strategies(6, mesh, micro_batches)
-                .prop_map(move |strategy| (mesh, How { pipeline, ..strategy }, sequence_parallel, tied))
+            common::strategies(6, mesh, micro_batches).prop_map(move |strategy| {
+                (mesh, How { pipeline: pipeline.into(), ..strategy }, sequence_parallel, tied)
+            })
         },
     );
     let checked = runner.run(&all, |(mesh, strategy, sequence_parallel, tied)| {

@@ -10,7 +10,7 @@ use trainyard_engine::limit;
 use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
 use trainyard_engine::shape::{
-    compute_dtype, mesh, model_notes, model_shape, model_spec, programs, rank_settings, strategy,
+    compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
 };
 use trainyard_model::{BatchShape, Model, preset};
 use trainyard_program::Program;
@@ -156,10 +156,10 @@ pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2
         return Ok(None);
     }
     let spec = model_spec(resolved)?;
-    let model = Model::new(spec.clone())?;
+    let model = model_of(resolved, spec.clone(), rank)?;
     let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
     let shape = model_shape(&model, &batch, compute_dtype(resolved))?;
-    let programs = programs(&shape, &mesh(resolved), &strategy(resolved, model.units().len()), rank)?;
-    let prediction = predict(Model::new(spec)?, &programs[0], &batch, &rank_settings(resolved))?;
+    let programs = programs(&shape, &mesh(resolved), &strategy(resolved, model.units().len())?, rank)?;
+    let prediction = predict(model_of(resolved, spec, rank)?, &programs[0], &batch, &rank_settings(resolved))?;
     Ok(Some((model, programs, prediction)))
 }
