@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::Dice;
 use trainyard_program::{
     Action, BackwardPart, CellFault, CheckError, Lane, Mesh, ModelShape, Phase, PipelineSchedule, Program,
     ReduceSchedule, Schedule, ScheduleTable, Strategy as How, StrategyError, StretchMap, TableError, Turn, TurnTimes,
@@ -45,6 +46,21 @@ fn every_schedule_comes_to_an_end() {
         count += 1;
     }
     assert!(count > 1000, "{count}");
+}
+
+/// Any table whose turns can run has programs that come to an end, in whatever order it takes what
+/// stages send.
+#[test]
+fn every_table_that_can_run_comes_to_an_end() {
+    let mut dice = Dice(5);
+    for _ in 0..trainyard_testing::cases("tables", 600, 6_000) {
+        let pp = 2 + dice.below(5) as u32;
+        let stretches = pp + dice.below(pp as usize + 1) as u32;
+        let micro_batches = 1 + dice.below(6) as u32;
+        let table = common::random_table(pp, stretches, micro_batches, |limit| dice.below(limit));
+        let text = table.to_string();
+        assert_eq!(check_ranks(&programs(table, pp, micro_batches)), Ok(()), "\n{text}");
+    }
 }
 
 /// Messages have no names, so receives in another order than the sends are noticed.
