@@ -47,14 +47,17 @@ const STAGES_MAX: usize = 16;
 const STYLE: &str = "rect.weights{fill:#7a9e3d}.message{stroke:#2a9d8f;stroke-width:.8;opacity:.6}\
 text.number{fill:#fff;font-size:10px}";
 
-const KEY: [(&str, &str); 7] = [
+/// The words of each colour. Those that a picture has are in its key.
+const KEY: [(&str, &str); 9] = [
     ("forward", "forward"),
     ("backward", "backward, or its half for the input"),
     ("weights", "half for the weights"),
     ("update", "update"),
     ("gather", "gather"),
     ("reduce", "reduce"),
-    ("pipeline", "messages, exchanges, host: other colours"),
+    ("exchange", "exchange inside a unit"),
+    ("pipeline", "message"),
+    ("host", "data, host"),
 ];
 
 /// A box: from, to, class, number in it, words for the pointer.
@@ -85,7 +88,15 @@ pub fn svg(picture: &StepPicture<'_>) -> String {
     let mut canvas = Canvas::new(WIDTH, bottom + 34.0, title);
     canvas.style(STYLE);
     canvas.text(10.0, 41.0, "small faded", &words(basis, programs.len()));
-    canvas.key(62.0, &KEY);
+    let drawn: Vec<Vec<Block>> = rows
+        .iter()
+        .map(|(stage, lane, _)| blocks(&programs[*stage], &spans[*stage], *lane, programs.len() > 1))
+        .collect();
+    let lines = messages(programs, spans);
+    let has = |class: &str| {
+        drawn.iter().flatten().any(|block| block.class == class) || class == "pipeline" && !lines.is_empty()
+    };
+    canvas.key(62.0, &KEY.into_iter().filter(|(class, _)| has(class)).collect::<Vec<_>>());
     let (unit, scale) = match basis {
         TimeBasis::EqualUnits => ("", 1.0),
         TimeBasis::Predicted(_) if end < 1.0 => (" ms", 1e3),
@@ -95,13 +106,13 @@ pub fn svg(picture: &StepPicture<'_>) -> String {
         canvas.line((px(at), TOP - 4.0), (px(at), bottom), "grid");
         canvas.centred(px(at), bottom + 16.0, "small", &format!("{}{unit}", short(at * scale)));
     }
-    for &(stage, lane, y) in &rows {
+    for (&(stage, lane, y), blocks) in rows.iter().zip(&drawn) {
         let name = match programs.len() {
             1 => lane.name().to_owned(),
             _ => format!("rank {} {}", programs[stage].rank, lane.name()),
         };
         canvas.text(10.0, y + 13.0, "small", &name);
-        for block in blocks(&programs[stage], &spans[stage], lane, programs.len() > 1) {
+        for block in blocks {
             let (x, width) = (px(block.from), px(block.to) - px(block.from));
             // A gap of half a pixel parts neighbours, if there is room for it.
             canvas.box_with((x, y), ((width - 0.5).max(width / 2.0), ROW - 4.0), block.class, &block.words);
@@ -112,7 +123,6 @@ pub fn svg(picture: &StepPicture<'_>) -> String {
         }
     }
     let row_of = |stage: usize| rows.iter().find(|row| (row.0, row.1) == (stage, Lane::Compute)).map(|row| row.2);
-    let lines = messages(programs, spans);
     if lines.len() <= LINES_MAX {
         for (from, sent, to, taken) in lines {
             if let (Some(from), Some(to)) = (row_of(from), row_of(to)) {
@@ -145,9 +155,12 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, by_turn: bool) -> Vec<B
     let mut before = None;
     for number in program.on_lane(lane) {
         let (action, Span { start_s, end_s }) = (program.instructions[number].action, spans[number]);
+        let stretch = |unit: u32| program.pipeline.partition_point(|stretch| stretch.units.end <= unit);
         let turn = match action {
-            Action::Forward { micro_batch, .. } => Some((Phase::Forward, BackwardPart::Whole, micro_batch)),
-            Action::Backward { micro_batch, part, .. } => Some((Phase::Backward, part, micro_batch)),
+            Action::Forward { unit, micro_batch, .. } => {
+                Some((Phase::Forward, BackwardPart::Whole, stretch(unit), micro_batch))
+            }
+            Action::Backward { unit, micro_batch, part } => Some((Phase::Backward, part, stretch(unit), micro_batch)),
             _ => None,
         };
         match blocks.last_mut() {
@@ -156,10 +169,10 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, by_turn: bool) -> Vec<B
             }
             _ if end_s > start_s => {
                 let class = match turn {
-                    Some((_, BackwardPart::Weights, _)) => "weights",
+                    Some((_, BackwardPart::Weights, ..)) => "weights",
                     _ => class(TimeCategory::of(&action)),
                 };
-                let (number, words) = (turn.map(|(_, _, number)| number), program.describe(number));
+                let (number, words) = (turn.map(|(.., number)| number), program.describe(number));
                 blocks.push(Block { from: start_s, to: end_s, class, number, words });
                 before = turn;
             }

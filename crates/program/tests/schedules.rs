@@ -191,6 +191,26 @@ fn the_loss_is_fused_where_its_backward_follows() {
     assert!(check_ranks(&gpipe).unwrap_err().to_string().contains("does not follow"));
 }
 
+/// Ranks that disagree on the pipeline, and pipelines that leave out a unit or a stage, are refused.
+#[test]
+fn programs_of_one_step_have_one_pipeline() {
+    let programs = programs(PipelineSchedule::OneForwardOneBackward, 2, 4);
+    let refused = |change: &dyn Fn(&mut Program)| {
+        let mut mutated = programs.clone();
+        change(&mut mutated[1]);
+        check_ranks(&mutated).unwrap_err().to_string()
+    };
+    assert!(refused(&|program| program.pipeline[1].units.end += 1).contains("does not fit 3 units"));
+    assert!(refused(&|program| program.pipeline[1].stage = 0).contains("does not fit 3 units"));
+    assert!(refused(&|program| program.pipeline[0].units.end = 0).contains("does not fit 3 units"));
+    let mut other = self::programs(PipelineSchedule::OneForwardOneBackward, 2, 4);
+    let swapped = How { accumulation_steps: 4, cuts: vec![2], ..How::new(3) };
+    other[1] = lower(&common::model(3), &Mesh { pp: 2, ..Mesh::default() }, &swapped).unwrap().remove(1);
+    let first = other[0].pipeline[0].units.end;
+    assert_eq!(first, 1, "another cut than 2");
+    assert_eq!(check_ranks(&other).unwrap_err().to_string(), "rank 1 has another pipeline than rank 0");
+}
+
 /// Every batch is given back by the last pass of the rank that reads it.
 #[test]
 fn batches_are_given_back_at_their_last_use() {
