@@ -191,7 +191,7 @@ fn the_loss_is_fused_where_its_backward_follows() {
     assert!(check_ranks(&gpipe).unwrap_err().to_string().contains("does not follow"));
 }
 
-/// Ranks that disagree on the pipeline, and pipelines that leave out a unit or a stage, are refused.
+/// Ranks that disagree on the pipeline are refused, and so are pipelines without a unit or a stage.
 #[test]
 fn programs_of_one_step_have_one_pipeline() {
     let programs = programs(PipelineSchedule::OneForwardOneBackward, 2, 4);
