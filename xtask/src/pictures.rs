@@ -5,10 +5,10 @@
 //! `--check` nothing is written, and a picture that differs from its file fails the command;
 //! `cargo xtask test` runs that.
 
-mod canvas;
 mod data;
 mod memory;
 mod mesh;
+mod schedules;
 mod steps;
 
 use anyhow::{Context, Result};
@@ -71,6 +71,7 @@ fn all() -> Result<Vec<(&'static str, String)>> {
         ("step.svg", steps::sharded()?),
         ("offload.svg", steps::offloaded()?),
         ("plans.svg", steps::plans()?),
+        ("schedules.svg", schedules::picture()),
     ])
 }
 

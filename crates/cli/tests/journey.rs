@@ -178,6 +178,21 @@ fn configurations_and_programs_are_explained() {
     let json: serde_json::Value =
         serde_json::from_str(&folder.run(&["program", "tiny.toml", "--json"]).ok().stdout).unwrap();
     assert!(json["instructions"].is_array());
+    let drawn = ["program", "tiny.toml", "--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
+    let said = folder.run(&[&drawn[..], &["--rank", "1", "--picture", "step.svg"]].concat()).ok().stdout;
+    assert!(said.starts_with("step.svg: rank 1 of 2, "), "{said}");
+    let picture = fs::read_to_string(folder.join("step.svg")).unwrap();
+    let named = if said.contains("predicted times") { "predicted: this machine's profile" } else { "equal units" };
+    for part in [named, "rect class=\"forward\"", "rect class=\"backward\"", "rect class=\"gather\"", ">gather</text>"]
+    {
+        assert!(picture.contains(part), "{part} is not in {picture}");
+    }
+    let refused = folder.run(&[&drawn[..], &["--picture", "no/folder/step.svg"]].concat());
+    assert!(
+        refused.code != Some(0) && refused.stderr.contains("cannot write no/folder/step.svg"),
+        "{}",
+        refused.stderr
+    );
 }
 
 #[test]

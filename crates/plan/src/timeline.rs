@@ -135,7 +135,7 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, px: &impl Fn(f64) -> f6
 }
 
 /// The CSS class of a category's colour.
-fn class(part: TimeCategory) -> &'static str {
+pub(crate) fn class(part: TimeCategory) -> &'static str {
     match part {
         TimeCategory::Forward => "forward",
         TimeCategory::Backward => "backward",

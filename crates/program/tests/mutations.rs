@@ -7,7 +7,7 @@
 mod common;
 mod interpreter;
 
-use common::{Case, data_parallel_cases, pipeline_cases};
+use common::{Case, Dice, data_parallel_cases, pipeline_cases};
 use interpreter::{Order, Outcome, run};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -36,16 +36,6 @@ fn outcome(programs: &[Program], orders: &[Order]) -> Result<Outcome, String> {
         }
     }
     Ok(first)
-}
-
-/// A seeded sequence of numbers.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % limit
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]

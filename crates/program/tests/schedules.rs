@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::Dice;
 use trainyard_program::{
     Action, BackwardPart, CellFault, CheckError, Lane, Mesh, ModelShape, Phase, PipelineSchedule, Program,
     ReduceSchedule, Schedule, ScheduleTable, Strategy as How, StrategyError, StretchMap, TableError, Turn, TurnTimes,
@@ -45,6 +46,21 @@ fn every_schedule_comes_to_an_end() {
         count += 1;
     }
     assert!(count > 1000, "{count}");
+}
+
+/// Any table whose turns can run has programs that come to an end, in whatever order it takes what
+/// stages send.
+#[test]
+fn every_table_that_can_run_comes_to_an_end() {
+    let mut dice = Dice(5);
+    for _ in 0..trainyard_testing::cases("tables", 600, 6_000) {
+        let pp = 2 + dice.below(5) as u32;
+        let stretches = pp + dice.below(pp as usize + 1) as u32;
+        let micro_batches = 1 + dice.below(6) as u32;
+        let table = common::random_table(pp, stretches, micro_batches, |limit| dice.below(limit));
+        let text = table.to_string();
+        assert_eq!(check_ranks(&programs(table, pp, micro_batches)), Ok(()), "\n{text}");
+    }
 }
 
 /// Messages have no names, so receives in another order than the sends are noticed.
@@ -173,6 +189,26 @@ fn the_loss_is_fused_where_its_backward_follows() {
     let mut gpipe = self::programs(PipelineSchedule::GPipe, 2, 4);
     gpipe[1].fused_loss = true;
     assert!(check_ranks(&gpipe).unwrap_err().to_string().contains("does not follow"));
+}
+
+/// Ranks that disagree on the pipeline are refused, and so are pipelines without a unit or a stage.
+#[test]
+fn programs_of_one_step_have_one_pipeline() {
+    let programs = programs(PipelineSchedule::OneForwardOneBackward, 2, 4);
+    let refused = |change: &dyn Fn(&mut Program)| {
+        let mut mutated = programs.clone();
+        change(&mut mutated[1]);
+        check_ranks(&mutated).unwrap_err().to_string()
+    };
+    assert!(refused(&|program| program.pipeline[1].units.end += 1).contains("does not fit 3 units"));
+    assert!(refused(&|program| program.pipeline[1].stage = 0).contains("does not fit 3 units"));
+    assert!(refused(&|program| program.pipeline[0].units.end = 0).contains("does not fit 3 units"));
+    let mut other = self::programs(PipelineSchedule::OneForwardOneBackward, 2, 4);
+    let swapped = How { accumulation_steps: 4, cuts: vec![2], ..How::new(3) };
+    other[1] = lower(&common::model(3), &Mesh { pp: 2, ..Mesh::default() }, &swapped).unwrap().remove(1);
+    let first = other[0].pipeline[0].units.end;
+    assert_eq!(first, 1, "another cut than 2");
+    assert_eq!(check_ranks(&other).unwrap_err().to_string(), "rank 1 has another pipeline than rank 0");
 }
 
 /// Every batch is given back by the last pass of the rank that reads it.

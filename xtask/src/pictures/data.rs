@@ -1,6 +1,6 @@
 //! Documents on their way into rows of fixed length.
 
-use super::canvas::Canvas;
+use trainyard_plan::canvas::Canvas;
 
 /// Lengths of documents, in tokens.
 const DOCUMENTS: [usize; 6] = [9, 5, 14, 3, 7, 10];

@@ -1,8 +1,8 @@
 //! Memory of a rank under each stage of ZeRO, by the lowering's own count: the example of the paper
 //! (Rajbhandari et al. 2020, figure 1), 7.5 billion parameters on 64 ranks.
 
-use super::canvas::Canvas;
 use anyhow::Result;
+use trainyard_plan::canvas::Canvas;
 use trainyard_program::{MemoryKind, Mesh, ModelShape, StateBytes, Strategy, UnitShape, lower_rank};
 
 const RANKS: u32 = 64;

@@ -1,6 +1,6 @@
 //! The ranks of two hosts as a mesh, and the groups in which they work together.
 
-use super::canvas::Canvas;
+use trainyard_plan::canvas::Canvas;
 use trainyard_program::{Axis, Mesh};
 
 pub fn picture() -> String {

@@ -1,7 +1,7 @@
 //! Steps as the simulator sees them, and the plans of a search.
 
-use super::canvas::Canvas;
 use anyhow::{Context, Result};
+use trainyard_plan::canvas::Canvas;
 use trainyard_plan::svg::{Mark, Point, Scatter, scatter};
 use trainyard_plan::{Budget, Candidate, Facts, Fixed, Limits, Objective, Request, plan, step, timeline};
 use trainyard_program::{Mesh, Offload, Tier};

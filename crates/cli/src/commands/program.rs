@@ -1,8 +1,18 @@
-//! `trainyard program`: prints the instructions of a training step.
+//! `trainyard program`: prints the instructions of a training step, or draws them.
 
 use super::config::{ConfigArgs, plan};
+use crate::forecast;
 use crate::output::print;
 use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use trainyard_calibrate::layout;
+use trainyard_engine::config::Resolved;
+use trainyard_engine::predict::StepNeeds;
+use trainyard_plan::picture::{StepPicture, TimeBasis, svg};
+use trainyard_program::Program;
+use trainyard_sim::host::host_step;
+use trainyard_sim::machine::Machine;
+use trainyard_sim::{Span, equal_times};
 
 /// Print the step program of a configuration: every instruction with its lane, dependencies and
 /// bytes.
@@ -19,6 +29,11 @@ pub struct Args {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Draw the step as an SVG file instead: a row per lane, and in a pipeline per stage. Times are
+    /// those of this machine's profile if it has one (`trainyard calibrate`), else equal units; the
+    /// picture says which.
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    picture: Option<PathBuf>,
 }
 
 /// Runs the command.
@@ -28,11 +43,58 @@ pub fn run(args: &Args) -> Result<()> {
     if args.rank as usize >= ranks {
         bail!("--rank {} does not exist: there are {ranks} ranks, from 0", args.rank);
     }
-    let (_, programs, _) = plan(&resolved, args.rank)?
-        .context("the vocabulary is that of the text's characters: set model.vocab_size to see the program")?;
-    let program = &programs[usize::from(args.snapshot)];
+    let planned = |rank| {
+        let words = "the vocabulary is that of the text's characters: set model.vocab_size to see the program";
+        let (_, [plain, last], needs) = plan(&resolved, rank)?.context(words)?;
+        anyhow::Ok((if args.snapshot { last } else { plain }, needs))
+    };
+    let (program, needs) = planned(args.rank)?;
+    if let Some(path) = &args.picture {
+        let programs = match program.mesh.pp {
+            1 => vec![program],
+            pp => {
+                let ranks = (0..pp).map(|stage| stage * program.mesh.stage_ranks());
+                ranks.map(|rank| Ok(planned(rank)?.0)).collect::<Result<Vec<Program>>>()?
+            }
+        };
+        return draw(path, &programs, &needs, &resolved);
+    }
+    let program = &program;
     if args.json {
         return print(format_args!("{}\n", serde_json::to_string(&program.report())?));
     }
     print(program)
+}
+
+/// Draws the step of `programs`, one per pipeline stage, into an SVG file. `needs` are those of the
+/// first.
+fn draw(path: &Path, programs: &[Program], needs: &StepNeeds, resolved: &Resolved) -> Result<()> {
+    let predicted = match programs {
+        [program] => predicted(program, needs, resolved),
+        _ => Err("profiles price one stage".to_owned()),
+    };
+    let (spans, basis) = match &predicted {
+        Ok((spans, source)) => (vec![spans.clone()], TimeBasis::Predicted(source)),
+        Err(_) => (equal_times(programs)?, TimeBasis::EqualUnits),
+    };
+    let mesh = &programs[0].mesh;
+    let who = match programs {
+        [program] => format!("rank {} of {}", program.rank, mesh.ranks()),
+        _ => format!("{} stages of {} ranks", mesh.pp, mesh.stage_ranks()),
+    };
+    let title = format!("A step of {who}, micro-batches: {}", programs[0].micro_batches);
+    let drawn = svg(&StepPicture { title: &title, programs, spans: &spans, basis });
+    std::fs::write(path, drawn).with_context(|| format!("cannot write {}", path.display()))?;
+    let why = predicted.as_ref().err().map_or_else(String::new, |why| format!(" ({why})"));
+    let times = if basis == TimeBasis::EqualUnits { "equal units of time" } else { "predicted times" };
+    print(format_args!("{}: {who}, {times}{why}\n", path.display()))
+}
+
+/// The predicted intervals of a program's instructions on this machine, and their source; or the
+/// reason why there are none.
+fn predicted(program: &Program, needs: &StepNeeds, resolved: &Resolved) -> Result<(Vec<Span>, String), String> {
+    let here = Machine::here();
+    let profile = forecast::profile(forecast::profile_kind(&resolved.config), &here)?;
+    let mut step = host_step(program, &needs.calls, &profile, layout(resolved, &here), &profile.speeds);
+    Ok((step.simulated.ranks.swap_remove(0).spans, format!("this machine's profile, calibrated {}", profile.measured)))
 }

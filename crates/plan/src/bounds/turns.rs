@@ -76,7 +76,8 @@ impl Prices<'_> {
     }
 
     /// The earliest end of a stage's last reduction. The reductions of a stretch wait for the turn
-    /// that completes its gradients, which started at `began` (one per stretch), and for one another.
+    /// that completes its gradients, which started at `began` (one per stretch), and for one
+    /// another.
     fn sums_end(&self, stage: &Stage, began: impl Iterator<Item = f64>) -> f64 {
         let mut stretches: Vec<(f64, f64)> = stage
             .stretches

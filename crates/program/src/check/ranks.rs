@@ -37,14 +37,14 @@ impl fmt::Display for Deadlock {
 pub fn check_ranks(programs: &[Program]) -> Result<(), CheckError> {
     for (rank, program) in (0..).zip(programs) {
         super::check(program).map_err(|error| CheckError::OfRank { rank, error: Box::new(error) })?;
-        let fits = program.rank == rank
-            && program.mesh == programs[0].mesh
-            && program.pipeline == programs[0].pipeline
-            && program.mesh.ranks() as usize == programs.len();
-        if !fits {
-            let given = programs.len();
+        let first = &programs[0];
+        let given = programs.len();
+        if program.rank != rank || program.mesh != first.mesh || program.mesh.ranks() as usize != given {
             let what = format!("program {rank} of {given} is that of rank {} in {:?}", program.rank, program.mesh);
             return Err(CheckError::Malformed(what));
+        }
+        if program.pipeline != first.pipeline {
+            return Err(CheckError::Malformed(format!("rank {rank} has another pipeline than rank 0")));
         }
     }
     Simulation::new(programs).run()

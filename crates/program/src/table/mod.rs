@@ -4,6 +4,7 @@
 //! A table comes from a [known schedule](crate::PipelineSchedule) or from a
 //! [file](ScheduleTable::parse). All readers work on the table, whatever its origin.
 
+mod arrivals;
 mod csv;
 
 use crate::{BackwardPart, Phase, PipelineSchedule, Turn};
@@ -249,51 +250,6 @@ impl ScheduleTable {
     /// the end.
     pub fn play(&self, times: TurnTimes) -> Vec<Vec<Range<u64>>> {
         Walk::of(self, times).spans
-    }
-
-    /// Per stage, the turns whose input comes from another stage, in the order in which it comes.
-    ///
-    /// A stage sends its results one after the other, in the order of its turns, and receives one
-    /// after the other. All messages are in one order here in which every stage's sends ascend, and
-    /// receives follow it, so no stage waits for another for ever even if a send waits until it is
-    /// received. In this order a message comes just before the turn that takes it, unless its
-    /// sender sends another message that is taken earlier.
-    pub(crate) fn arrivals(&self) -> Vec<Vec<u32>> {
-        let walk = Walk::of(self, TurnTimes::EQUAL);
-        let stages = self.turns.len();
-        let place = |turn: &Turn| self.place(turn);
-        let mut sent_at = vec![0; 2 * self.stage_of.len() * self.micro_batches as usize];
-        let mut taken_by = vec![None; sent_at.len()];
-        for (at, (stage, number)) in walk.order.iter().enumerate() {
-            let turn = &self.turns[*stage as usize][*number as usize];
-            if turn.part != BackwardPart::Weights {
-                sent_at[place(turn)] = at;
-            }
-            if let Some((from, of)) = self.needs(turn).filter(|(_, of)| of != stage) {
-                taken_by[place(&from)] = Some((of, at, *stage, *number));
-            }
-        }
-        // Messages by sender, in the order in which they are sent.
-        let mut messages: Vec<Vec<_>> = vec![Vec::new(); stages];
-        for (sent, taken) in sent_at.iter().zip(&taken_by) {
-            if let Some((from, taken, stage, number)) = taken {
-                messages[*from as usize].push((*sent, *taken, *stage, *number));
-            }
-        }
-        let mut arrivals: Vec<Vec<_>> = vec![Vec::new(); stages];
-        for mut messages in messages {
-            messages.sort_unstable();
-            let mut before = usize::MAX;
-            for (sent, taken, stage, number) in messages.into_iter().rev() {
-                before = before.min(taken);
-                arrivals[stage as usize].push((before, sent, number));
-            }
-        }
-        let ordered = |mut arrivals: Vec<(usize, usize, u32)>| {
-            arrivals.sort_unstable();
-            arrivals.into_iter().map(|(_, _, number)| number).collect()
-        };
-        arrivals.into_iter().map(ordered).collect()
     }
 
     /// The number of a forward, or of the part of a backward that gives the input's gradient.

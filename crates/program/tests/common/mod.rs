@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use trainyard_program::{
-    Keep, Mesh, MicroBatches, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes,
-    Strategy as How, StretchMap, Tier, UnitShape,
+    BackwardPart, Keep, Mesh, MicroBatches, ModelShape, Offload, Phase, PipelineSchedule, ReduceSchedule, Reshard,
+    ScheduleTable, StateBytes, Strategy as How, StretchMap, Tier, Turn, UnitShape,
 };
 
 /// An embedding, blocks and a head tied to the embedding.
@@ -143,4 +143,49 @@ pub fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<
             }
         },
     )
+}
+
+/// A random table: turns run in a random order that their inputs allow, on random stages.
+pub fn random_table(
+    pp: u32,
+    stretches: u32,
+    micro_batches: u32,
+    mut dice: impl FnMut(usize) -> usize,
+) -> ScheduleTable {
+    let stage_of: Vec<u32> =
+        (0..stretches).map(|stretch| if stretch < pp { stretch } else { dice(pp as usize) as u32 }).collect();
+    let mut turns = vec![Vec::new(); pp as usize];
+    let turn = |phase, part, stretch, micro_batch| Turn { phase, part, stretch, micro_batch };
+    let forward = |stretch, micro_batch| turn(Phase::Forward, BackwardPart::Whole, stretch, micro_batch);
+    let mut ready: Vec<Turn> = (0..micro_batches).map(|micro_batch| forward(0, micro_batch)).collect();
+    while !ready.is_empty() {
+        let next = ready.swap_remove(dice(ready.len()));
+        turns[stage_of[next.stretch as usize] as usize].push(next);
+        let backward = match next {
+            Turn { phase: Phase::Forward, stretch, micro_batch, .. } if stretch + 1 < stretches => {
+                ready.push(forward(stretch + 1, micro_batch));
+                continue;
+            }
+            Turn { part: BackwardPart::Weights, .. } => continue,
+            Turn { phase: Phase::Forward, .. } => Some(next.stretch),
+            Turn { part: BackwardPart::Input, stretch, micro_batch, .. } => {
+                ready.push(turn(Phase::Backward, BackwardPart::Weights, stretch, micro_batch));
+                stretch.checked_sub(1)
+            }
+            Turn { stretch, .. } => stretch.checked_sub(1),
+        };
+        let part = if dice(2) == 0 { BackwardPart::Whole } else { BackwardPart::Input };
+        ready.extend(backward.map(|stretch| turn(Phase::Backward, part, stretch, next.micro_batch)));
+    }
+    ScheduleTable::new(turns).expect("an order in which all turns can run")
+}
+
+/// A seeded sequence of numbers below a limit.
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % limit
+    }
 }

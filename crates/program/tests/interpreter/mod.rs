@@ -294,8 +294,8 @@ impl<'p> World<'p> {
         Ok(())
     }
 
-    /// Moves a value from one rank to another. A message has no name: the receiver takes it for what
-    /// it expects.
+    /// Moves a value from one rank to another. A message has no name: the receiver takes it for
+    /// what it expects.
     fn message(&mut self, meeting: &[(usize, usize)]) -> Step<()> {
         let program = &self.programs[0];
         let value = |action: Action| {

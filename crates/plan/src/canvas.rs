@@ -1,7 +1,7 @@
 //! An SVG file under construction: boxes and words in the colours that all pictures share.
 
+use crate::svg::escaped;
 use std::fmt::Write as _;
-use trainyard_plan::svg::escaped;
 
 /// The colours of all pictures, for light and dark pages. The classes of timelines and scatters are
 /// those that `trainyard_plan` draws with.
@@ -24,7 +24,7 @@ pub struct Canvas {
 }
 
 impl Canvas {
-    /// An empty picture with a title.
+    /// An empty picture with a title. All pictures share their colours, for light and dark pages.
     pub fn new(width: f64, height: f64, title: &str) -> Canvas {
         let mut canvas = Canvas { width, height, body: String::new() };
         canvas.text(10.0, 22.0, "title", title);
@@ -37,6 +37,28 @@ impl Canvas {
             self.body,
             "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\"/>"
         );
+    }
+
+    /// The same with words that appear when the pointer is on it.
+    pub fn box_with(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), class: &str, words: &str) {
+        let _ = writeln!(
+            self.body,
+            "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\"><title>{}</title></rect>",
+            escaped(words)
+        );
+    }
+
+    /// A line between two points.
+    pub fn line(&mut self, (x, y): (f64, f64), (to_x, to_y): (f64, f64), class: &str) {
+        let _ = writeln!(
+            self.body,
+            "<line class=\"{class}\" x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{to_x:.1}\" y2=\"{to_y:.1}\"/>"
+        );
+    }
+
+    /// More colours, for this picture only.
+    pub fn style(&mut self, css: &str) {
+        let _ = writeln!(self.body, "<style>{css}</style>");
     }
 
     /// Words that begin at `x`, on the line `y`.
