@@ -96,7 +96,7 @@ pub fn generate(
     }
     let first = history.len().saturating_sub(context);
     let mut pending: Vec<u32> = history[first..].to_vec();
-    let mut cache = KvCache::new(rank.device(), spec, context, rank.parameters.compute())?;
+    let mut cache = rank.inference_model().cache(rank.device(), context, rank.parameters.compute())?;
     let random = Stream::new(sampling.seed, 0);
     for draw in 0..tokens_max as u64 {
         if cache.len() + pending.len() > context {
@@ -127,10 +127,12 @@ fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<
     let batch = rank.model().batch(rank.device(), &slices)?;
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
     let mut cx = Forward::generation(&batch, cache);
-    let logits = rank.forward(&mut tape, &mut cx)?;
-    let logits = logits
-        .ok_or_else(|| does_not_fit("a stage of a pipeline generates no text: take a rank with the whole model"))?;
-    Ok(logits.tensor().to_f32_vec()?)
+    let own = match rank.forward(&mut tape, &mut cx)? {
+        Some(logits) => logits.tensor().to_f32_vec()?,
+        // Another stage of the pipeline has them.
+        None => Vec::new(),
+    };
+    if rank.needs_others() { rank.gather_logits(&own) } else { Ok(own) }
 }
 
 #[cfg(test)]

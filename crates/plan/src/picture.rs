@@ -160,7 +160,7 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, by_turn: bool) -> Vec<B
             Action::Forward { unit, micro_batch, .. } => {
                 Some((Phase::Forward, BackwardPart::Whole, stretch(unit), micro_batch))
             }
-            Action::Backward { unit, micro_batch, part } => Some((Phase::Backward, part, stretch(unit), micro_batch)),
+            Action::Backward { unit, micro_batch, part, .. } => Some((Phase::Backward, part, stretch(unit), micro_batch)),
             _ => None,
         };
         match blocks.last_mut() {
@@ -191,7 +191,7 @@ fn messages(programs: &[Program], spans: &[Vec<Span>]) -> Vec<(usize, f64, usize
             // The output that a pass reads, or the output whose gradient it reads.
             let value = match instruction.action {
                 Action::Forward { unit, micro_batch, .. } if unit > 0 => (unit - 1, micro_batch, Phase::Forward),
-                Action::Backward { unit, micro_batch, part } if part != BackwardPart::Weights => {
+                Action::Backward { unit, micro_batch, part, .. } if part != BackwardPart::Weights => {
                     (unit, micro_batch, Phase::Backward)
                 }
                 _ => continue,

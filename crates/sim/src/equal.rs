@@ -18,7 +18,7 @@ fn units(program: &Program, number: usize, keep: &[Keep]) -> f64 {
             halves + if again { 1.0 } else { 0.0 }
         }
         Action::Update { .. } => 0.5,
-        Action::Send { .. } | Action::Recv { .. } | Action::Count | Action::Clip => 0.0,
+        Action::Send { .. } | Action::Recv { .. } | Action::Count { .. } | Action::Clip { .. } => 0.0,
         _ if instruction.bytes > 0 => 0.5,
         _ => 0.0,
     }
@@ -60,7 +60,7 @@ pub fn equal_times(programs: &[Program]) -> Result<Vec<Vec<Span>>, SimulateError
                             sent.insert((to / program.mesh.stage_ranks(), unit, micro_batch, phase), end);
                             end
                         }
-                        Action::Clip => {
+                        Action::Clip { .. } => {
                             at_clip.push((stage, number, start));
                             break;
                         }

@@ -268,7 +268,7 @@ fn train_rank(
     let summary = train(&mut session, &mut *display, control)?;
     // With sharded parameters all ranks are needed to generate.
     let samples = summary.ending == Ending::Complete && !verbosity.is_quiet();
-    if samples && (is_first || session.rank.parameters.is_sharded()) {
+    if samples && (is_first || session.rank.needs_others()) {
         show(sample(&session)?)?;
     }
     show(result(&session, &summary))?;

@@ -41,7 +41,7 @@ use std::sync::{Arc, Mutex};
 use step::RunningStep;
 use trainyard_autograd::{Tape, Var};
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, Forward, Model};
+use trainyard_model::{Batch, Forward, Model, TensorSplit};
 use trainyard_program::{Action, Axis, Change, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
@@ -51,6 +51,8 @@ use trainyard_tensor::{Computes, DType, Device};
 pub struct Rank {
     device: Device,
     model: Model,
+    /// The same model without divided rows, for evaluation and generation; None if it is the same.
+    undivided: Option<Model>,
     /// The parameters.
     pub parameters: ParameterState,
     gradients: GradientState,
@@ -133,6 +135,7 @@ impl Rank {
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
+        rank.undivided = undivided(&rank.model)?;
         rank.graphs = settings.graphs.then(Graphs::default);
         rank.fp8 = fp8.map(Mutex::new);
         rank.initialise()?;
@@ -176,6 +179,7 @@ impl Rank {
         Rank {
             device: device.clone(),
             model,
+            undivided: None,
             parameters,
             gradients,
             optimizer,
@@ -200,6 +204,28 @@ impl Rank {
     /// The model.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// The model in evaluation and generation: its ranks hold all rows, of any number.
+    pub fn inference_model(&self) -> &Model {
+        self.undivided.as_ref().unwrap_or(&self.model)
+    }
+
+    /// True if this rank cannot run the model by itself: others hold parts of it.
+    pub fn needs_others(&self) -> bool {
+        let holding = self.parameters.holding();
+        let all = (0..self.model.units().len()).all(|unit| holding.runs(unit));
+        self.parameters.is_sharded() || !all || self.model.tensor_split().ranks > 1
+    }
+
+    /// The logits of the last token from those that this rank has, for all ranks: the last stage
+    /// has them, and each of its tensor-parallel ranks those of its part of the vocabulary.
+    pub fn gather_logits(&self, own: &[f32]) -> Result<Vec<f32>> {
+        let links = lock(&self.compute_links);
+        let own: Vec<f64> = own.iter().map(|logit| f64::from(*logit)).collect();
+        let of_group = links.tensor.gather_lists(&own)?.concat();
+        let of_stages = links.pipeline.gather_lists(&of_group)?.concat();
+        Ok(of_stages.into_iter().map(|logit| logit as f32).collect())
     }
 
     /// The device that it runs on.
@@ -264,8 +290,9 @@ impl Rank {
         let links = lock(&self.compute_links);
         let holding = self.parameters.holding();
         let comes_and_goes = self.parameters.is_sharded() || self.parameters.is_offloaded();
-        let units = self.model.units().len();
-        self.model.begin_forward(tape, cx)?;
+        let model = self.inference_model();
+        let units = model.units().len();
+        model.begin_forward(tape, cx)?;
         let mut x: Option<Var> = None;
         for unit in (0..units).filter(|unit| holding.runs(*unit)) {
             if let Some(below) = unit.checked_sub(1).filter(|below| !holding.runs(*below)) {
@@ -283,7 +310,7 @@ impl Rank {
                 links.pipeline.send_rows(output.tensor(), holding.stage_of(above) as usize)?;
             }
         }
-        self.model.end_forward(cx);
+        model.end_forward(cx);
         Ok(x)
     }
 
@@ -297,7 +324,7 @@ impl Rank {
         input: Option<Var>,
         group: &Link,
     ) -> Result<Var> {
-        let unit = &self.model.units()[unit];
+        let unit = &self.inference_model().units()[unit];
         let Some(segments) = unit.segments() else { return Ok(unit.forward(tape, cx, input.as_ref())?) };
         let mut values: Vec<Option<Var>> = vec![None; segments.values.len()];
         if let (Some(value), Some(input)) = (segments.input, input) {
@@ -570,6 +597,15 @@ impl Rank {
             }
             other => Err(cannot(other)),
         }
+    }
+}
+
+/// The model without divided rows; None if its rows are not divided.
+fn undivided(model: &Model) -> Result<Option<Model>> {
+    let split = model.tensor_split();
+    match model.spec().filter(|_| split.sequence) {
+        Some(spec) => Ok(Some(Model::split(spec.clone(), TensorSplit { sequence: false, ..split })?)),
+        None => Ok(None),
     }
 }
 
