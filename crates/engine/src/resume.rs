@@ -76,6 +76,7 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
         )));
     }
     let mut config = Config::load(Some(&file), sets)?;
+    forget_dependents(&mut config);
     for (key, why) in DECIDED {
         if let origin @ Origin::Set(_) = config.origin(key) {
             return Err(does_not_fit(format!("{origin}: {key} has no effect on a run that goes on: {why}")));
@@ -96,6 +97,33 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
     let asked = spec_of(&config.resolve_model(&inputs)?, config.model.dropout)?;
     check_model(folder, &run, &asked, model_change)?;
     Ok(config)
+}
+
+/// Unsets keys of the run's file that mean nothing under the degrees that overrides ask for: the
+/// schedule of a pipeline that ends, the rows that no group divides any more, the number of ranks
+/// that was the product of other degrees. Keys that are overridden themselves stay.
+fn forget_dependents(config: &mut Config) {
+    let is_set = |config: &Config, key: &str| matches!(config.origin(&format!("parallel.{key}")), Origin::Set(_));
+    let pipeline = is_set(config, "pipeline_parallel_degree");
+    let tensor = is_set(config, "tensor_parallel_degree");
+    let data = is_set(config, "data_parallel_replicate_degree") || is_set(config, "data_parallel_shard_degree");
+    if pipeline && config.parallel.pipeline_parallel_degree == 1 {
+        if !is_set(config, "pipeline_schedule") {
+            config.parallel.pipeline_schedule = None;
+        }
+        if !is_set(config, "pipeline_schedule_file") {
+            config.parallel.pipeline_schedule_file = None;
+        }
+        if !is_set(config, "pipeline_chunks") {
+            config.parallel.pipeline_chunks = None;
+        }
+    }
+    if tensor && config.parallel.tensor_parallel_degree == 1 && !is_set(config, "sequence_parallel") {
+        config.parallel.sequence_parallel = None;
+    }
+    if (pipeline || tensor || data) && !is_set(config, "ranks") {
+        config.parallel.ranks = None;
+    }
 }
 
 /// A key in which a model differs from the run's.

@@ -89,6 +89,27 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
+/// A pipeline's schedule, rows that a group divides and a number of ranks mean nothing once their
+/// degree is 1, so the user need not unset each.
+#[test]
+fn a_degree_of_one_takes_along_the_keys_that_depend_on_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let pipeline = ["parallel.pipeline_parallel_degree=2", "parallel.pipeline_schedule='gpipe'"];
+    let split = ["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=true", "parallel.ranks=2"];
+    for (name, sets, on) in [
+        ("pipeline", &pipeline[..], "parallel.pipeline_parallel_degree=1"),
+        ("split", &split[..], "parallel.tensor_parallel_degree=1"),
+    ] {
+        start(folder, name, sets, "training.steps=2");
+        let (run_folder, sets) = (folder.join(name), [on.to_owned(), "training.steps=3".to_owned()]);
+        let going_on = GoingOn::new(&run_folder, &sets);
+        let config = Session::configuration(&going_on).unwrap();
+        assert_eq!(world::ranks(&config).unwrap(), 1, "{name}");
+        run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()));
+    }
+}
+
 #[test]
 fn a_run_goes_on_with_the_same_bits_on_ranks_that_share_otherwise() {
     let folder = tempfile::tempdir().unwrap();
