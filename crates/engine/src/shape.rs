@@ -185,7 +185,9 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         1 => whole_units(model, batch, dtype)?,
         _ => split_units(model, batch, dtype)?,
     };
+    let work = work(model, batch, dtype)?;
     for (index, (shape, unit)) in units.iter_mut().zip(model.units()).enumerate() {
+        shape.work = work[index];
         shape.name = unit.name().to_owned();
         shape.flat_elements = model.layout(index, 1).flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
@@ -196,6 +198,14 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     }
     // Tokens, targets and positions are i32.
     Ok(ModelShape { units, batch_bytes: 12 * batch.tokens() as u64 })
+}
+
+/// FLOPs of a forward and a backward of each whole unit.
+fn work(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<u64>> {
+    let whole = model.spec().filter(|_| model.tensor_split().ranks > 1);
+    let whole = whole.map(|spec| Model::new(spec.clone())).transpose()?;
+    let costs = unit_costs(whole.as_ref().unwrap_or(model), batch, dtype, Policy::Everything)?;
+    Ok(costs.iter().map(|cost| cost.forward.flops + cost.backward.flops).collect())
 }
 
 /// The sizes of units that run as a whole.

@@ -40,7 +40,7 @@ pub fn lower(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec
 /// As [`lower`].
 pub fn lower_stages(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Vec<Program>, StrategyError> {
     validate(model, mesh, strategy)?;
-    let pipeline = Pipeline::new(model.units.len() as u32, mesh, strategy)?;
+    let pipeline = Pipeline::new(model, mesh, strategy)?;
     let ranks = (0..mesh.pp).map(|stage| stage * mesh.stage_ranks());
     ranks.map(|rank| Ok(Lowering::new(model, mesh, strategy, &pipeline, rank)?.lower())).collect()
 }
@@ -77,7 +77,7 @@ pub fn lower_rank(model: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u3
     if rank >= mesh.ranks() {
         return Err(StrategyError::Rank { rank, ranks: mesh.ranks() });
     }
-    let pipeline = Pipeline::new(model.units.len() as u32, mesh, strategy)?;
+    let pipeline = Pipeline::new(model, mesh, strategy)?;
     Ok(Lowering::new(model, mesh, strategy, &pipeline, rank)?.lower())
 }
 

@@ -1,6 +1,6 @@
 //! The passes of a rank: its turns, unit by unit; and the cuts of a pipeline.
 
-use crate::{BackwardPart, Mesh, Phase, Schedule, ScheduleTable, Strategy, StrategyError, Turn};
+use crate::{BackwardPart, Mesh, ModelShape, Phase, Schedule, ScheduleTable, Strategy, StrategyError, Turn};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ impl Pipeline {
     /// # Errors
     ///
     /// A table of the user's own for another number of stages or micro-batches.
-    pub fn new(units: u32, mesh: &Mesh, strategy: &Strategy) -> Result<Pipeline, StrategyError> {
+    pub fn new(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<Pipeline, StrategyError> {
         let micro_batches = strategy.accumulation_steps;
         let table = match &strategy.pipeline {
             Schedule::Known(schedule) => schedule.table(mesh.pp, micro_batches),
@@ -53,7 +53,7 @@ impl Pipeline {
             });
         }
         let arrivals = table.arrivals();
-        Ok(Pipeline { stretches: stretches(units, table.stage_of(), &strategy.cuts), table, arrivals })
+        Ok(Pipeline { stretches: stretches(model, table.stage_of(), &strategy.cuts), table, arrivals })
     }
 
     /// The passes of a stage, in order; and the passes that receive their input, in the order in
@@ -70,13 +70,57 @@ impl Pipeline {
     }
 }
 
-/// The stretches of units of a pipeline, whose stages are given per stretch.
-fn stretches(units: u32, stage_of: &[u32], cuts: &[u32]) -> Vec<Stretch> {
-    let even = if cuts.is_empty() { even_cuts(units, stage_of.len() as u32) } else { Vec::new() };
-    let cuts = || cuts.iter().chain(&even).copied();
+/// The stretches of units of a pipeline, whose stages are given per stretch. Without cuts, stretches
+/// get equal work; if the work of units is not known, equally many blocks.
+fn stretches(model: &ModelShape, stage_of: &[u32], cuts: &[u32]) -> Vec<Stretch> {
+    let (units, count) = (model.units.len() as u32, stage_of.len() as u32);
+    let work: Vec<u64> = model.units.iter().map(|unit| unit.work).collect();
+    let chosen = match cuts.is_empty() {
+        true if work.iter().any(|work| *work > 0) => balanced_cuts(&work, count as usize),
+        true => even_cuts(units, count),
+        false => Vec::new(),
+    };
+    let cuts = || cuts.iter().chain(&chosen).copied();
     let starts = std::iter::once(0).chain(cuts());
     let ends = cuts().chain([units]);
     starts.zip(ends).zip(stage_of).map(|((start, end), stage)| Stretch { units: start..end, stage: *stage }).collect()
+}
+
+/// Cuts into stretches of which the one with the most work has least; among those, the ones with the
+/// least sum of squares. A head that multiplies by a large vocabulary so gets a stretch with fewer
+/// blocks. Every stretch has a unit.
+fn balanced_cuts(work: &[u64], count: usize) -> Vec<u32> {
+    let mut sums = vec![0u64];
+    work.iter().for_each(|work| sums.push(sums[sums.len() - 1] + work));
+    let units = work.len();
+    // The best division of the first `end` units into so many stretches: the most work, the sum of
+    // squares, and the start of the last stretch.
+    let mut best: Vec<Option<(u64, u128, usize)>> = vec![None; units + 1];
+    best[0] = Some((0, 0, 0));
+    let mut starts = Vec::with_capacity(count);
+    for stretch in 1..=count {
+        let mut next = vec![None; units + 1];
+        for (end, next) in next.iter_mut().enumerate().take(units + 1 - (count - stretch)).skip(stretch) {
+            let of = |start: usize| {
+                let (most, squares, _) = best[start]?;
+                let own = sums[end] - sums[start];
+                Some((most.max(own), squares + u128::from(own) * u128::from(own), start))
+            };
+            *next = (stretch - 1..end).filter_map(of).min();
+        }
+        starts.push(next.iter().map(|division| division.map_or(0, |(_, _, start)| start)).collect::<Vec<_>>());
+        best = next;
+    }
+    let mut end = units;
+    let mut cuts = Vec::with_capacity(count);
+    for of_stretch in starts.iter().rev() {
+        end = of_stretch[end];
+        cuts.push(end as u32);
+    }
+    // The first stretch begins with the first unit, which is no cut.
+    cuts.pop();
+    cuts.reverse();
+    cuts
 }
 
 /// Cuts that give every stretch equally many blocks; stretches in the middle get the remainder. The
@@ -97,5 +141,42 @@ fn units_of(turn: &Turn, stretch: &Range<u32>) -> Vec<Pass> {
     match phase {
         Phase::Forward => stretch.clone().map(pass).collect(),
         Phase::Backward => stretch.clone().rev().map(pass).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stretches_get_equal_work_and_a_unit_each() {
+        // Two blocks' work in the head: its stretch has fewer blocks.
+        assert_eq!(balanced_cuts(&[0, 1, 1, 1, 1, 1, 1, 2], 2), [5]);
+        assert_eq!(balanced_cuts(&[0, 1, 1, 1, 1, 1, 1, 2], 4), [3, 5, 7]);
+        // A head with more work than the rest is alone.
+        assert_eq!(balanced_cuts(&[0, 1, 1, 9], 2), [3]);
+        // As many stretches as units.
+        assert_eq!(balanced_cuts(&[0, 5, 5, 1], 4), [1, 2, 3]);
+        assert_eq!(balanced_cuts(&[1; 6], 3), [2, 4]);
+        // Every division of small models is compared with all others.
+        for seed in 0..200u64 {
+            let mixed = |i: u64| (seed * 31 + i * 17).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
+            let work: Vec<u64> = (0..3 + seed % 5).map(mixed).collect();
+            let count = 2 + (seed % 2) as usize;
+            let most = |cuts: &[u32]| {
+                let ends = cuts.iter().copied().chain([work.len() as u32]);
+                let starts = std::iter::once(0).chain(cuts.iter().copied());
+                let of = |(start, end): (u32, u32)| work[start as usize..end as usize].iter().sum::<u64>();
+                starts.zip(ends).map(of).max()
+            };
+            let cuts = balanced_cuts(&work, count);
+            assert!(cuts.len() + 1 == count && cuts.is_sorted_by(|a, b| a < b) && cuts[0] > 0, "{work:?}: {cuts:?}");
+            for first in 1..work.len() as u32 {
+                for second in first + 1..work.len() as u32 {
+                    let other = if count == 2 { vec![first] } else { vec![first, second] };
+                    assert!(most(&cuts) <= most(&other), "{work:?}: {cuts:?} against {other:?}");
+                }
+            }
+        }
     }
 }

@@ -37,6 +37,9 @@ pub struct UnitShape {
     /// Collectives of `output_bytes` inside a forward under tensor parallelism, and as many inside
     /// a backward: 2 for a transformer block.
     pub tensor_collectives: u32,
+    /// FLOPs of a forward and a backward on the whole unit, by which pipeline stages are balanced.
+    /// The same on all ranks; 0 if it is not known.
+    pub work: u64,
     /// Bytes of keys and values, which the ring of context parallelism passes on.
     pub kv_bytes: u64,
     /// Elements of `flat_elements` that expert parallelism splits.

@@ -102,6 +102,7 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
             saved_bytes,
             output_bytes,
             tensor_collectives,
+            work: 0,
             kv_bytes: if i % 2 == 1 { 2 * output_bytes } else { 0 },
             expert_elements: if i % 2 == 1 { flat_elements / 2 } else { 0 },
             expert_bytes: if i % 2 == 1 { output_bytes } else { 0 },
