@@ -336,6 +336,8 @@ impl Units {
                 saved_bytes: unit.saved.map(round),
                 output_bytes: (unit.output * context) as u64,
                 tensor_collectives: unit.exchanges,
+                // Measured runs cut by blocks.
+                work: 0,
                 kv_bytes: (unit.kv * context) as u64,
                 expert_elements: unit.expert_elements as u64,
                 expert_bytes: unit.expert_bytes as u64,
