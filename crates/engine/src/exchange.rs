@@ -195,8 +195,8 @@ impl Link {
         self.all_reduce(data, &Staging::default())
     }
 
-    /// Sums `from`, which has one part of rows per rank, over the ranks. This rank's part of the sum
-    /// is written to `to`. Both are f32, or both bf16.
+    /// Sums `from`, which has one part of rows per rank, over the ranks. This rank's part of the
+    /// sum is written to `to`. Both are f32, or both bf16.
     pub(crate) fn sum_to_parts(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
         if from.device().is_meta() {
             return Ok(());

@@ -367,7 +367,7 @@ pub fn read_state(checkpoint: &Checkpoint) -> Result<RunState> {
     })
 }
 
-/// What a rank holds of a state tensor.
+/// The part of a state tensor that a rank holds.
 struct StateTensor {
     /// All of it that the rank holds.
     part: StatePart,

@@ -184,8 +184,8 @@ fn open_hugging_face(
     Ok(Trained { rank, tokenizer, spec, run: None })
 }
 
-/// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it holds.
-/// Returns notes on tensors of the folder that were not used.
+/// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it
+/// holds. Returns notes on tensors of the folder that were not used.
 pub(crate) fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
     let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
     let specs: BTreeMap<_, _> = rank.model().parameters().map(|(id, spec)| (id, spec.clone())).collect();

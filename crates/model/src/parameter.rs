@@ -155,8 +155,8 @@ impl ParameterSpec {
     }
 
     /// The elements of this part whose gradients the ranks of a tensor-parallel group sum, each run
-    /// with its place in a buffer that has room for those of all ranks; and the size of that buffer,
-    /// which is the same on every rank. Places that this rank does not hold stay zero.
+    /// with its place in a buffer that has room for those of all ranks; and the size of that
+    /// buffer, which is the same on every rank. Places that this rank does not hold stay zero.
     pub fn shared_runs(&self) -> (Vec<(Range<usize>, usize)>, usize) {
         let Some(split) = &self.split else {
             return match self.layout {

@@ -25,11 +25,11 @@ fn merge(into: &mut Reach, other: &Reach) {
 
 /// The allocations and frees due at each instruction of the compute lane.
 pub(super) struct Ledger {
-    /// Gathers, fetches, receives, exchanges, and reductions into offloaded sums, by the compute instruction after which
-    /// their memory is allocated; None is the start of the step.
+    /// Gathers, fetches, receives, exchanges, and reductions into offloaded sums, by the compute
+    /// instruction after which their memory is allocated; None is the start of the step.
     takes: BTreeMap<Option<u32>, Vec<u32>>,
-    /// Releases, evictions, sends and exchanges whose memory is not freed yet, each with the clock that it waits
-    /// for.
+    /// Releases, evictions, sends and exchanges whose memory is not freed yet, each with the clock
+    /// that it waits for.
     gives: Vec<(u32, Reach)>,
     /// The clock after each instruction.
     clocks: Vec<Reach>,

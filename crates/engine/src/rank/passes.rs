@@ -47,7 +47,8 @@ enum Pending {
 #[derive(Default)]
 pub(super) struct Passes {
     pending: BTreeMap<At, Pending>,
-    /// The inputs of units that keep nothing else; None if the unit has none, or if it is offloaded.
+    /// The inputs of units that keep nothing else; None if the unit has none, or if it is
+    /// offloaded.
     kept_inputs: BTreeMap<Run, Option<Tensor>>,
     /// Outputs that the next unit has not read yet.
     outputs: BTreeMap<Run, Tensor>,
