@@ -10,6 +10,7 @@ mod memory;
 mod mesh;
 mod schedules;
 mod steps;
+mod tensor;
 
 use anyhow::{Context, Result};
 use std::path::Path;
@@ -72,6 +73,7 @@ fn all() -> Result<Vec<(&'static str, String)>> {
         ("offload.svg", steps::offloaded()?),
         ("plans.svg", steps::plans()?),
         ("schedules.svg", schedules::picture()),
+        ("tensor.svg", tensor::picture()),
     ])
 }
 

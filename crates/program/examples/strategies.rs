@@ -1,7 +1,11 @@
-//! Prints the programs that `docs/parallelism.md` shows: one section per strategy.
+//! Prints the programs that `docs/programs.md` shows: one section per strategy.
+
+#[allow(dead_code)]
+#[path = "../tests/split/mod.rs"]
+mod split;
 
 use trainyard_program::{
-    Mesh, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes, Strategy, Tier, UnitShape,
+    Keep, Mesh, ModelShape, Offload, PipelineSchedule, ReduceSchedule, Reshard, StateBytes, Strategy, Tier, UnitShape,
     lower_rank,
 };
 
@@ -13,7 +17,6 @@ fn model() -> ModelShape {
         flat_elements: 1 << 17,
         saved_bytes: [3 << 16, 2 << 16, 1 << 14],
         output_bytes: 1 << 14,
-        tensor_collectives: 2,
         ..UnitShape::default()
     };
     ModelShape { units: ["embedding", "block.0", "block.1", "head"].map(unit).into(), batch_bytes: 3 << 10 }
@@ -62,7 +65,9 @@ pub fn sections() -> String {
     let mut text = String::new();
     for (title, mesh, strategy) in sections {
         let rank = if title.contains("last") { mesh.ranks() - 1 } else { 0 };
-        let program = lower_rank(&model(), &mesh, &strategy, rank).expect("these go together");
+        let shape = if mesh.tp > 1 { split::llama(1, mesh.tp, rank, true, false) } else { model() };
+        let strategy = Strategy { keep: vec![Keep::Everything; shape.units.len()], ..strategy };
+        let program = lower_rank(&shape, &mesh, &strategy, rank).expect("these go together");
         text += &format!("### {title}\n\n```text\n{program}```\n\n");
     }
     text

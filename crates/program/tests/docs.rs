@@ -10,7 +10,7 @@ mod strategies;
 #[test]
 fn the_table_in_the_documentation_is_1f1b() {
     let page = include_str!("../../../docs/parallelism.md");
-    let (_, text) = page.split_once("```text\n0F0,").expect("a table");
+    let (_, text) = page.split_once("file=own.csv\n0F0,").expect("a table");
     let (text, _) = text.split_once("```").expect("its end");
     let table = ScheduleTable::parse(&format!("0F0,{text}")).expect("a schedule");
     assert_eq!(table, PipelineSchedule::OneForwardOneBackward.table(2, 3));
@@ -18,7 +18,7 @@ fn the_table_in_the_documentation_is_1f1b() {
 
 #[test]
 fn the_programs_in_the_documentation_are_real() {
-    let page = include_str!("../../../docs/parallelism.md");
+    let page = include_str!("../../../docs/programs.md");
     let sections = strategies::sections();
     assert!(page.contains(sections.trim_end()), "print them anew: cargo run -p trainyard-program --example strategies");
 }

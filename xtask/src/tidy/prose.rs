@@ -48,8 +48,10 @@ const SHORT_PAGES: &[&str] = &[
     "docs/install.md",
     "docs/layouts.md",
     "docs/models.md",
+    "docs/offload.md",
     "docs/parallelism.md",
     "docs/planning.md",
+    "docs/programs.md",
     "docs/training.md",
 ];
 

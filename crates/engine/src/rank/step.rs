@@ -448,8 +448,8 @@ fn in_order(own: &[Vec<f64>], all: &[f64]) -> Vec<Vec<f64>> {
 }
 
 /// The sum of the chunks of all units, in the order of units. Pipeline stages exchange theirs; what
-/// several stages hold counts once. Each stage has its chunks by unit, none for other stages'
-/// units.
+/// several stages hold counts once. Each stage has its chunks by unit, none for units of other
+/// stages.
 fn over_stages(own: Vec<Vec<f64>>, stages: &Link) -> Result<f64> {
     if stages.size() == 1 {
         return Ok(own.iter().flatten().sum());

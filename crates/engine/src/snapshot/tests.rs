@@ -136,7 +136,7 @@ fn held(unit: usize, spec: &ParameterSpec, range: Range<usize>) -> Vec<u8> {
     runs.flat_map(|(run, first)| first..first + run.len()).flat_map(|element| value(unit, element)).collect()
 }
 
-/// The snapshot of a rank: the parameters, and state that is stored flat.
+/// The tensors that a rank writes: the parameters, and state that is stored flat.
 fn snapshot_of(member: &Member) -> Snapshot<'static> {
     let part = |name: &str, flat: bool| {
         let of = |(unit, spec, range): &(usize, ParameterSpec, Range<usize>)| {
