@@ -263,7 +263,7 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room:
     })
 }
 
-/// `2 ranks x 1 thread, shard 2, ZeRO-1`
+/// `4 ranks x 1 thread, 2 stages, shard 2, ZeRO-1`
 fn layout(resolved: &Resolved) -> String {
     use trainyard_engine::config::Reshard;
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
@@ -272,6 +272,12 @@ fn layout(resolved: &Resolved) -> String {
         DeviceKind::Cpu => format!("{} x {}", plural(parallel.ranks, "rank"), plural(resolved.threads, "thread")),
         DeviceKind::Cuda(_) => plural(parallel.ranks, "GPU"),
     };
+    if parallel.pipeline > 1 {
+        text += &format!(", {} stages", parallel.pipeline);
+    }
+    if parallel.tensor > 1 {
+        text += &format!(", {} parts of every product", parallel.tensor);
+    }
     if parallel.shard > 1 {
         if parallel.replicate > 1 {
             text += &format!(", {} replicas", parallel.replicate);

@@ -133,9 +133,10 @@ impl Model {
         Some(format!("{}.{}", self.units[id.unit as usize].name(), parameter.name))
     }
 
-    /// Elements of all parameters, those of this rank if they are split. Tied ones count once.
+    /// Elements of all parameters of the whole model, of which a split model has a part. Tied ones
+    /// count once.
     pub fn parameter_count(&self) -> usize {
-        self.parameters().map(|(_, parameter)| parameter.elements()).sum()
+        self.parameters().map(|(_, parameter)| parameter.whole_shape().iter().product::<usize>()).sum()
     }
 
     /// The layout of the parameters of `unit` in its flat buffer.
