@@ -2,10 +2,11 @@
 
 use crate::config::{
     Activation as ConfigActivation, CheckpointMode, Compute, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
-    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, PipelineSchedule as ConfigPipeline,
-    ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
+    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
+    PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
+    Resolved, RopeScaling as ConfigScaling,
 };
-use crate::fp8::{Fp8Settings, check_sizes};
+use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::precision::LossScaler;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
@@ -13,7 +14,8 @@ use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, segment_costs, unit_costs};
 use trainyard_model::{
-    Activation, BatchShape, Family, Model, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit, Value, hf,
+    Activation, BatchShape, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit,
+    Value, hf,
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
@@ -33,8 +35,29 @@ pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
             ("model.ffn_dim", spec.ffn_dim),
             ("training.micro_batch_size x training.sequence_length", rows),
         ])?;
+        check_parts(resolved, &spec)?;
     }
     Ok(spec)
+}
+
+/// Checks that the parts of products that ranks have can be computed in 8 bits. All blocks are
+/// divided alike.
+fn check_parts(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
+    let ranks = resolved.parallel.tensor;
+    if ranks == 1 {
+        return Ok(());
+    }
+    let one_block = ModelSpec { layers: 1, ..spec.clone() };
+    for rank in 0..ranks {
+        let model = split(one_block.clone(), TensorSplit { rank, ranks, sequence: resolved.parallel.sequence })?;
+        let sides = model.parameters().filter(|(id, _)| layers(&model).contains(id)).flat_map(|(_, spec)| {
+            let name = format!("part {rank} of {ranks} (parallel.tensor_parallel_degree) of {}", spec.name);
+            spec.shape.iter().map(move |side| (name.clone(), *side)).collect::<Vec<_>>()
+        });
+        let sides: Vec<(String, usize)> = sides.collect();
+        check_sizes(&sides.iter().map(|(name, side)| (name.as_str(), *side)).collect::<Vec<_>>())?;
+    }
+    Ok(())
 }
 
 fn unchecked_spec(resolved: &Resolved) -> Result<ModelSpec> {
@@ -280,7 +303,17 @@ pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
 /// # Errors
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
-    Ok(Model::split(spec, tensor_split(resolved, rank))?)
+    split(spec, tensor_split(resolved, rank))
+}
+
+/// One rank's part of a model. An error names the key that asks for parts.
+fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
+    Model::split(spec, split).map_err(|error| match error {
+        ModelError::Split(problem) => {
+            does_not_fit(format!("parallel.tensor_parallel_degree = {}: {problem}", split.ranks))
+        }
+        other => other.into(),
+    })
 }
 
 /// The mesh of ranks of a resolved configuration.
@@ -334,19 +367,33 @@ fn pipeline(resolved: &Resolved) -> Result<Schedule> {
             path: path.display().to_string(),
             source,
         })?;
-        let table = ScheduleTable::parse(&text);
-        let table =
-            table.map_err(|error| does_not_fit(format!("parallel.pipeline_schedule_file {}: {error}", path.display())));
-        return Ok(Schedule::Own(table?));
+        let fail =
+            |problem: String| does_not_fit(format!("parallel.pipeline_schedule_file {}: {problem}", path.display()));
+        let table = ScheduleTable::parse(&text).map_err(|error| fail(error.to_string()))?;
+        let (stages, micro_batches) = (resolved.parallel.pipeline, resolved.batch.accumulation);
+        let of_table = [table.stages() as usize, table.micro_batches() as usize];
+        if of_table != [stages, micro_batches] {
+            return Err(fail(format!(
+                "it is for {} stages and {} micro-batches, but parallel.pipeline_parallel_degree is {stages} and \
+                 training.accumulation_steps is {micro_batches}",
+                of_table[0], of_table[1]
+            )));
+        }
+        return Ok(Schedule::Own(table));
     }
-    Ok(Schedule::Known(match resolved.parallel.schedule {
+    Ok(Schedule::Known(known_schedule(&resolved.parallel)))
+}
+
+/// The known schedule that the configuration asks for.
+pub(crate) fn known_schedule(parallel: &Parallel) -> PipelineSchedule {
+    match parallel.schedule {
         ConfigPipeline::Gpipe => PipelineSchedule::GPipe,
         ConfigPipeline::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
-        ConfigPipeline::Interleaved => PipelineSchedule::Interleaved { chunks: resolved.parallel.chunks as u32 },
+        ConfigPipeline::Interleaved => PipelineSchedule::Interleaved { chunks: parallel.chunks as u32 },
         ConfigPipeline::ZeroBubble => PipelineSchedule::ZeroBubble,
         ConfigPipeline::ZeroBubbleV => PipelineSchedule::ZeroBubbleV,
         ConfigPipeline::DualPipeV => PipelineSchedule::DualPipeV,
-    }))
+    }
 }
 
 /// The tier of each kind of state.

@@ -27,12 +27,27 @@ const DEADLINE: Duration = Duration::from_secs(3);
 /// Number of concurrent runs. They spend most of their time waiting for deadlines.
 const AT_ONCE: usize = 6;
 
-const LAYOUTS: [&[&str]; 4] = [
+const LAYOUTS: [&[&str]; 6] = [
     &["parallel.ranks=2"],
     &["parallel.ranks=2", "parallel.zero_stage=3"],
     &["parallel.ranks=4", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=3"],
     &["parallel.ranks=2", "parallel.zero_stage=1", "parallel.reduce_schedule='micro_batch'"],
+    &[
+        "parallel.ranks=4",
+        "parallel.pipeline_parallel_degree=2",
+        "parallel.pipeline_schedule='zero_bubble'",
+        "parallel.tensor_parallel_degree=2",
+        "model.tie_embeddings=true",
+    ],
+    &[
+        "parallel.ranks=4",
+        "parallel.pipeline_parallel_degree=2",
+        "parallel.pipeline_schedule='interleaved'",
+        "parallel.zero_stage=3",
+    ],
 ];
+/// The layout with stages and parts of every product.
+const SPLIT: usize = 4;
 
 fn config(folder: &Path, name: &str, layout: usize) -> Config {
     let text = format!(
@@ -191,6 +206,52 @@ fn the_report_says_where_every_lane_was() {
     assert_eq!((&compute["step"], &compute["instruction"]), (&3.into(), &forward.into()), "{report:#}");
     assert!(compute["what"].as_str().unwrap().starts_with("forward"), "{compute}");
     assert_eq!(report["failure"]["culprits"][0]["rank"], 1, "{report:#}");
+}
+
+/// The instructions that only stages and parts have: a fault in each is named on all ranks, with the
+/// instruction and its unit, and the run goes on from its last checkpoint.
+#[test]
+fn faults_in_exchanges_of_stages_and_parts_are_named() {
+    let (folder, programs) = prepared();
+    let programs = &programs[SPLIT];
+    let names = ["forward", "backward", "exchange", "send", "recv", "tie"];
+    let actions = [Action::Kill, Action::Hang, Action::Refuse];
+    let all = names.len() as u64 * actions.len() as u64;
+    let each = trainyard_testing::cases("faults in instructions", names.len() as u64, all) as usize / names.len();
+    let complaints = Mutex::new(Vec::new());
+    let of = |number: usize, action: Action| {
+        let name = names[number];
+        // Another rank for each instruction: the last that has it in its program.
+        let places = (0u32..).zip(programs).filter_map(|(rank, program)| {
+            let last = program.instructions.iter().rposition(|instruction| instruction.action.name() == name);
+            Some((rank, last? as u32))
+        });
+        let places: Vec<(u32, u32)> = places.collect();
+        let (rank, instruction) = places[number % places.len()];
+        let fault = Fault { rank, at: At::Position { step: 3, instruction }, action };
+        let run_name = format!("{name}-{}", fault.to_string().split(' ').next().unwrap());
+        if let Some(trouble) = trouble(folder.path(), &run_name, SPLIT, &fault) {
+            complaints.lock().unwrap().push(format!("{name}, `{fault}`: {trouble}"));
+        }
+        let unit = &programs[rank as usize].units
+            [programs[rank as usize].instructions[instruction as usize].action.unit().unwrap() as usize];
+        let reports = std::fs::read_dir(folder.path().join(&run_name).join("faults")).unwrap();
+        let own = reports.map(|entry| entry.unwrap().path()).find(|path| path.ends_with_rank(rank as usize)).unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&std::fs::read(own).unwrap()).unwrap();
+        let lane = programs[rank as usize].instructions[instruction as usize].action.lane().name();
+        let lanes = report["lanes"].as_array().unwrap();
+        let at = lanes.iter().find(|at| at["lane"] == lane).unwrap_or_else(|| panic!("no lane {lane}: {report:#}"));
+        assert_eq!((&at["step"], &at["instruction"]), (&3.into(), &instruction.into()), "{report:#}");
+        assert_eq!(at["what"], format!("{name} {unit}"), "{report:#}");
+    };
+    std::thread::scope(|scope| {
+        for number in 0..names.len() {
+            let of = &of;
+            scope.spawn(move || (number..number + each).for_each(|action| of(number, actions[action % actions.len()])));
+        }
+    });
+    let complaints = complaints.into_inner().unwrap();
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
 }
 
 trait Report {

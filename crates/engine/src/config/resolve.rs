@@ -265,6 +265,7 @@ impl Config {
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
+        r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);

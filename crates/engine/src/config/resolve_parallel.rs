@@ -2,7 +2,8 @@
 
 use super::resolve::Resolver;
 use super::sections::*;
-use super::{DeviceKind, Inputs, Reshard};
+use super::{Batch, DeviceKind, Inputs, ModelSource, Reshard};
+use crate::shape::known_schedule;
 use serde::Serialize;
 use std::fmt;
 
@@ -314,8 +315,65 @@ impl Resolver {
         }
     }
 
+    /// Checks that model and batch can be divided among stages and tensor-parallel ranks. A model
+    /// in a folder is checked once it is read.
+    pub(super) fn divisions(&mut self, parallel: &Parallel, batch: Batch, sequence_length: usize, model: &ModelSource) {
+        let Parallel { pipeline, tensor, .. } = *parallel;
+        let shape = match model {
+            ModelSource::Shape(shape) => Some(shape),
+            ModelSource::HuggingFace { .. } => None,
+        };
+        if pipeline > 1 && self.config.parallel.pipeline_schedule_file.is_none() {
+            let schedule = known_schedule(parallel);
+            let facts = schedule.facts();
+            if !facts.micro_batches.accept(pipeline as u32, batch.accumulation as u32) {
+                let message = format!(
+                    "parallel.pipeline_schedule = \"{}\" on {pipeline} stages needs {}, and training.accumulation_steps is {}",
+                    parallel.schedule,
+                    facts.micro_batches.words(pipeline as u32),
+                    batch.accumulation
+                );
+                self.problem("parallel.pipeline_schedule", message);
+            }
+            let stretches = pipeline.saturating_mul(facts.chunks as usize);
+            if let Some(layers) = shape.map(|shape| shape.layers).filter(|layers| layers + 2 < stretches) {
+                let per_stage = match facts.chunks {
+                    1 => String::new(),
+                    chunks => format!(" with {chunks} stretches of units each"),
+                };
+                let message = format!(
+                    "parallel.pipeline_parallel_degree = {pipeline}: that many stages{per_stage} need {stretches} units, and the model has {}: \
+                     the embedding, {layers} blocks and the head",
+                    layers + 2
+                );
+                self.problem("parallel.pipeline_parallel_degree", message);
+            }
+        }
+        if pipeline > 1 && self.config.offload.gradients != OffloadTier::None {
+            let message = "memory.offload.gradients does not go with parallel.pipeline_parallel_degree above 1, whose stages sum shared gradients on \
+                           the device: leave it at \"none\"";
+            self.problem("memory.offload.gradients", message);
+        }
+        if let Some(heads) = shape.map(|shape| shape.heads).filter(|heads| *heads < tensor) {
+            let message = format!(
+                "parallel.tensor_parallel_degree = {tensor} leaves ranks without a head: model.heads is {heads}, so degrees from 1 to {heads} work"
+            );
+            self.problem("parallel.tensor_parallel_degree", message);
+        }
+        let rows = batch.micro.saturating_mul(sequence_length);
+        if parallel.sequence && !rows.is_multiple_of(tensor) {
+            let message = format!(
+                "parallel.sequence_parallel divides the tokens of a micro-batch among parallel.tensor_parallel_degree = {tensor} ranks, and \
+                 training.micro_batch_size {} x sequence_length {sequence_length} = {rows} does not divide: change one of them, or set \
+                 parallel.sequence_parallel = false",
+                batch.micro
+            );
+            self.problem("parallel.sequence_parallel", message);
+        }
+    }
+
     /// Checks the batch for `training.elastic_bits`: counts must be powers of two.
-    pub(super) fn elastic(&mut self, parallel: &Parallel, batch: super::Batch) {
+    pub(super) fn elastic(&mut self, parallel: &Parallel, batch: Batch) {
         let powers = batch.accumulation.is_power_of_two() && parallel.data_degree().is_power_of_two();
         if parallel.elastic && !powers {
             let message = format!(

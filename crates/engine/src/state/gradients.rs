@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, GradientTarget, Gradients, ParamId};
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
-use trainyard_program::{Extent, Fresh};
+use trainyard_program::Fresh;
 use trainyard_tensor::ops::optim::ChunkSums;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
@@ -377,9 +377,9 @@ impl GradientState {
         (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
     }
 
-    /// Sums the shared part of a unit's gradient over the tensor-parallel group. Where ranks hold
-    /// shards of gradients, their parts are brought together first: shards of different ranks of
-    /// the group may hold different elements.
+    /// Sums the shared part of a unit's gradient over the tensor-parallel group. Where ranks have
+    /// reduced shards of gradients, their parts are brought together first: shards of different
+    /// ranks of the group may have different elements.
     pub(crate) fn sum_shared(&self, unit: usize, tensor: &Link, shard: &Link) -> Result<()> {
         self.complete_sum(unit)?;
         let unit = &self.units[unit];
@@ -387,9 +387,11 @@ impl GradientState {
         let Some(memory) = self.shared.as_ref().filter(|_| *elements > 0) else { return Ok(()) };
         let mut buffer = memory.view(0, [*elements])?;
         let sum = unit.sum();
-        // The parts of the buffer that this rank's sum holds.
+        // The parts of the buffer that this rank has reduced. In ZeRO stage 1 its sum holds more
+        // than that.
+        let own = self.holding.own(&unit.layout);
         let held = runs.iter().filter_map(|(run, place)| {
-            let held = overlap(run, &unit.range);
+            let held = overlap(run, &own);
             (!held.is_empty()).then(|| (held.start - unit.range.start, place + held.start - run.start, held.len()))
         });
         let held: Vec<(usize, usize, usize)> = held.collect();
@@ -397,7 +399,7 @@ impl GradientState {
         for (at, place, length) in &held {
             buffer.view(*place, [*length])?.copy_from(&sum.view(*at, [*length])?)?;
         }
-        if self.holding.placement.gradients == Extent::Shard {
+        if self.holding.shards > 1 {
             shard.sum(&mut buffer)?;
         }
         tensor.sum(&mut buffer)?;
