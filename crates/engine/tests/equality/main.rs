@@ -5,6 +5,11 @@
 #[path = "../common/train.rs"]
 mod common;
 mod layouts;
+mod resume;
+#[path = "../common/runs.rs"]
+mod runs;
+#[path = "../common/tensors.rs"]
+mod tensors;
 
 use common::{check_memory, documents, gradients, losses, train_on, weights};
 use layouts::{Layout, Model, SCHEDULES, models, of_eight, of_four};
@@ -20,12 +25,13 @@ const LOSS_MAX: f64 = 1e-4;
 const RESULTS: &str = "TRAINYARD_EQUALITY_RESULTS";
 
 /// The results of one training.
+#[derive(Clone)]
 struct Trained {
     losses: Vec<f64>,
     norms: Vec<f64>,
     gradients: Vec<Vec<u32>>,
     weights: Vec<Vec<u32>>,
-    /// The largest peak of a rank, in bytes. Every purpose of every rank has the predicted peak.
+    /// The largest peak of a rank, in bytes. Every rank has the predicted peak of every purpose.
     peak: usize,
 }
 
@@ -172,5 +178,66 @@ fn every_layout_trains_as_one_rank() {
         rows.push(row);
     }
     record("layouts", &rows);
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// A row of the table of schedules.
+#[derive(serde::Serialize)]
+struct ScheduleRow {
+    layout: String,
+    schedule: &'static str,
+    /// True if all bits are those of the layout without its pipeline, for every untied model.
+    untied_same: bool,
+    /// The same for tied models.
+    tied_same: bool,
+    /// The largest differences of tied models from the layout without its pipeline.
+    tied: Differences,
+}
+
+#[test]
+fn every_schedule_trains_the_bits_of_no_pipeline() {
+    let models = &models()[..trainyard_testing::cases("models", 3, 4) as usize];
+    let pipelines: Vec<Layout> = of_four().into_iter().filter(|layout| layout.pipeline > 1).collect();
+    let kept = trainyard_testing::cases("layouts", 3, pipelines.len() as u64) as usize;
+    let mut trainings = Trainings { steps: trainyard_testing::cases("steps", 3, 100), done: BTreeMap::new() };
+    let (mut rows, mut failures) = (Vec::new(), Vec::new());
+    for layout in pipelines.into_iter().rev().take(kept) {
+        // The first schedule of a tied model whose head and embedding are on two stages.
+        let mut apart: BTreeMap<Model, Trained> = BTreeMap::new();
+        for schedule in SCHEDULES {
+            let layout = Layout { schedule, ..layout };
+            let mut row = ScheduleRow {
+                layout: layout.without_pipeline().to_string(),
+                schedule,
+                untied_same: true,
+                tied_same: true,
+                tied: Differences::default(),
+            };
+            for model in models {
+                let many = Trained::new(model, &layout, trainings.steps);
+                let one = trainings.of(*model, layout.without_pipeline());
+                let same = many.has_bits_of(one);
+                if !model.tied {
+                    row.untied_same &= same;
+                    if !same {
+                        failures.push(format!("{model}: {layout}: bits differ from those without pipeline"));
+                    }
+                    continue;
+                }
+                let differences = Differences::new(&many, one);
+                row.tied_same &= same;
+                row.tied = row.tied.with(differences);
+                if !differences.is_within_bounds() {
+                    failures.push(format!("{model}: {layout}: {differences:?}"));
+                }
+                if !layout.joins_ends() && !apart.entry(*model).or_insert_with(|| many.clone()).has_bits_of(&many) {
+                    failures.push(format!("{model}: {layout}: bits differ from those of another schedule"));
+                }
+            }
+            eprintln!("{:50} {schedule:14} {} {} {:?}", row.layout, row.untied_same, row.tied_same, row.tied);
+            rows.push(row);
+        }
+    }
+    record("schedules", &rows);
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }
