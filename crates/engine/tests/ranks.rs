@@ -10,10 +10,10 @@ use trainyard_comm::local;
 use trainyard_engine::EngineError;
 use trainyard_engine::faults::{Faults, Hang};
 use trainyard_engine::world::run;
-use trainyard_model::Batch;
+use trainyard_model::{Batch, Model};
 use trainyard_program::Program;
-use trainyard_tensor::Purpose;
 use trainyard_tensor::cpu::LentThreads;
+use trainyard_tensor::{Device, Purpose};
 
 const LLAMA: &[&str] = &["precision.compute='bf16'"];
 const GPT2: &[&str] = &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1", "precision.compute='f32'"];
@@ -126,9 +126,9 @@ fn threads_that_are_lent_change_no_bit() {
         let lent = worlds[0].common::<LentThreads>().unwrap();
         // The second rank's batches come late, so the first waits for its gradients.
         let late = |rank: usize| {
-            move |_| {
+            move |device: &Device, model: &Model, step, first, rows| {
                 std::thread::sleep(Duration::from_millis(20 * rank as u64));
-                None
+                Ok(batch(device, model, step, first, rows))
             }
         };
         let ends: Vec<End> = std::thread::scope(|scope| {
@@ -320,9 +320,12 @@ fn fail_on_rank_one(sets: &[&str], fail: impl Fn() -> trainyard_engine::Result<B
             let (resolved, fail) = (&resolved, &fail);
             scope.spawn(move || {
                 let is_second = world.rank() == 1;
-                let instead = |step| (is_second && step == 2).then(fail);
+                let load = |device: &Device, model: &Model, step, first, rows| match is_second && step == 2 {
+                    true => fail(),
+                    false => Ok(batch(device, model, step, first, rows)),
+                };
                 let none = |_: &Program| Faults::new([], Hang::ForEver);
-                run(world, |world| train_rank_with(resolved, world, 4, instead, none)).map(|_| ())
+                run(world, |world| train_rank_with(resolved, world, 4, load, none)).map(|_| ())
             })
         });
         let ends = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().ok()?.err().map(|e| e.to_string()));

@@ -1,22 +1,21 @@
 //! Tests of runs that are stopped and resumed, on the same ranks or on others. A checkpoint of any
 //! layout can be read by any other layout.
 
+#[path = "common/runs.rs"]
+mod runs;
 #[path = "common/tensors.rs"]
 mod tensors;
 
+use runs::{copy, run_to_the_end};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 use tensors::tensors;
 use trainyard_engine::checkpoint::{Choice, find_latest};
 use trainyard_engine::config::Config;
-use trainyard_engine::metrics::Quiet;
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trained::{Runtime, open_trained};
-use trainyard_engine::trainer::{Control, Ending, train};
-use trainyard_engine::world;
+use trainyard_engine::trainer::Ending;
 
 const DDP: &[&str] = &["parallel.ranks=4"];
 const STAGE_1: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=1"];
@@ -49,12 +48,7 @@ fn run(
     ranks: &Config,
     open: impl Fn(trainyard_comm::Communicator) -> trainyard_engine::Result<Session> + Sync,
 ) -> BTreeMap<String, Vec<u8>> {
-    let (stop, process_start) = (AtomicBool::new(false), Instant::now());
-    let ending = world::on_threads(world::ranks(ranks).unwrap(), |world| {
-        let mut session = open(world)?;
-        let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");
-        Ok(train(&mut session, &mut Quiet, Control { stop: &stop, process_start, on_stuck })?.ending)
-    });
+    let ending = run_to_the_end(ranks, open);
     assert_eq!(ending.unwrap(), Ending::Complete);
     tensors(&find_latest(folder).unwrap().unwrap().checkpoint)
 }
@@ -77,18 +71,6 @@ fn go_on(folder: &Path, from: &str, name: &str, sets: &[&str], steps: &str) -> B
     run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()))
 }
 
-fn copy(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
-        let target = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy(&entry.path(), &target);
-        } else {
-            std::fs::copy(entry.path(), target).unwrap();
-        }
-    }
-}
-
 /// A pipeline's schedule, rows that a group divides and a number of ranks mean nothing once their
 /// degree is 1, so the user need not unset each.
 #[test]
@@ -105,7 +87,7 @@ fn a_degree_of_one_takes_along_the_keys_that_depend_on_it() {
         let (run_folder, sets) = (folder.join(name), [on.to_owned(), "training.steps=3".to_owned()]);
         let going_on = GoingOn::new(&run_folder, &sets);
         let config = Session::configuration(&going_on).unwrap();
-        assert_eq!(world::ranks(&config).unwrap(), 1, "{name}");
+        assert_eq!(trainyard_engine::world::ranks(&config).unwrap(), 1, "{name}");
         run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()));
     }
 }

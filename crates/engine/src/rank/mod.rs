@@ -37,15 +37,16 @@ use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use events::Events;
 use graphs::Graphs;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use step::RunningStep;
-use trainyard_autograd::{Tape, Var};
+use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, TensorSplit};
 use trainyard_program::{Action, Axis, Change, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
-use trainyard_tensor::{Computes, DType, Device};
+use trainyard_tensor::{Computes, DType, Device, Tensor};
 
 /// One rank: a model with its parameters, gradients, optimizer state, and links to other ranks.
 pub struct Rank {
@@ -256,6 +257,18 @@ impl Rank {
     /// Calls `with` on the loss scale and the number of updates, to save or restore them.
     pub fn core<T>(&self, with: impl FnOnce(&mut Core) -> T) -> T {
         with(&mut lock(&self.core))
+    }
+
+    /// The range of a parameter's elements whose gradient this rank's update reads, and their f32
+    /// values: the sum over all ranks, times the loss scale and before clipping. They are those of
+    /// the last step, after [`Rank::execute`] or in its snapshot. Replicas hold the same range, and
+    /// the range is empty if other ranks of the shard group hold the parameter.
+    ///
+    /// # Errors
+    /// When gradients lie in a tier, or the rank does not hold the parameter's unit.
+    pub fn read_gradient(&self, id: ParamId) -> Result<(Range<usize>, Tensor)> {
+        let range = self.parameters.master_part_range(id);
+        Ok((range.clone(), self.gradients.of_parameter(id, range)?))
     }
 
     /// The largest magnitudes of earlier steps, to save them; None without 8-bit products.

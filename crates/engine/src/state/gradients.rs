@@ -5,7 +5,7 @@
 //! - the *sum* of the step, which reductions write and the update reads. It is resident on the
 //!   device, or lies in a tier while nothing is added to it.
 
-use super::{Holding, lock, overlap};
+use super::{Holding, does_not_fit, lock, overlap};
 use crate::Result;
 use crate::links::{Link, ReduceLinks, Staging, reduce};
 use crate::tier::{Lower, Stored, Tiers, aligned};
@@ -437,6 +437,20 @@ impl GradientState {
     pub fn range(&self, unit: usize, range: Range<usize>) -> Result<Tensor> {
         let unit = &self.units[unit];
         Ok(unit.sum().view(range.start - unit.range.start, [range.len()])?)
+    }
+
+    /// Elements `range` of a parameter's resident sum.
+    ///
+    /// # Errors
+    /// When the sum lies in a tier, or this rank does not hold the parameter's unit.
+    pub fn of_parameter(&self, id: ParamId, range: Range<usize>) -> Result<Tensor> {
+        let unit = self.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
+        let Some(sum) = lock(&unit.state).resident.clone() else {
+            return Err(does_not_fit(format!("the gradient of parameter {id} is not on the device")));
+        };
+        // An empty range may begin before the sum.
+        let start = (unit.layout.range(id.index as usize).start + range.start).saturating_sub(unit.range.start);
+        Ok(sum.view(if range.is_empty() { 0 } else { start }, [range.len()])?)
     }
 
     /// Sums of squares of the gradients that this rank's update reads, by unit and chunk; none for

@@ -19,7 +19,7 @@ use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
 use trainyard_engine::world::run;
-use trainyard_model::{Batch, BatchShape, BatchSlices, Model};
+use trainyard_model::{Batch, BatchShape, BatchSlices, IGNORED, Model};
 use trainyard_program::{MemoryKind, Program};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{Device, Purpose, Usage};
@@ -49,11 +49,18 @@ pub fn resolve(sets: &[String]) -> Result<Resolved, ConfigError> {
     Ok(resolved)
 }
 
-/// The result of one rank: f32 masters of the parameters that it holds, in runs of the whole
-/// parameter's elements.
+/// Values that a rank holds of every parameter: runs of the whole parameter's elements, each with
+/// the place of its first.
+pub type Parts = BTreeMap<ParamId, Vec<(usize, Vec<f32>)>>;
+
+/// The result of one rank.
 pub struct End {
+    /// The result of every step.
     pub outcomes: Vec<StepOutcome>,
-    pub parts: BTreeMap<ParamId, Vec<(usize, Vec<f32>)>>,
+    /// The f32 masters after the last step.
+    pub parts: Parts,
+    /// The gradients of the first step, before clipping, in the same parts.
+    pub gradients: Parts,
     pub memory: Usage,
     pub predicted: Usage,
     /// Memory of the host beside the device: measured and predicted.
@@ -62,24 +69,32 @@ pub struct End {
     pub amax: Option<AmaxHistory>,
 }
 
-/// Rows `first ..` of a step's global batch. Every other token is random, so that the loss has a
-/// floor.
-pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
-    let vocab = model.vocab_size() as u64;
-    let row = |row: usize| -> Vec<i32> {
-        let mut token = (step * 31 + row as u64 * 7 + 3) % vocab;
-        (0..=LENGTH as u64)
-            .map(|place| {
-                token = (token * 5 + 11) % vocab;
-                if place % 2 == 0 {
-                    let mixed = (step * 1_000_003 + row as u64 * 10_007 + place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-                    token = (mixed >> 33) % vocab;
-                }
-                token as i32
-            })
-            .collect()
+/// A batch of rows `first .. first + rows` of a step's global batch: device, model, step, first,
+/// rows.
+pub type Rows = fn(&Device, &Model, u64, usize, usize) -> Batch;
+
+/// A well mixed number.
+fn mixed(number: u64) -> u64 {
+    number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33
+}
+
+/// The tokens of a row and the one that follows. Every other token is random, so that the loss has
+/// a floor.
+fn tokens(vocab: u64, step: u64, row: usize) -> Vec<i32> {
+    let mut token = (step * 31 + row as u64 * 7 + 3) % vocab;
+    let next = |place: u64| {
+        token = (token * 5 + 11) % vocab;
+        if place.is_multiple_of(2) {
+            token = mixed(step * 1_000_003 + row as u64 * 10_007 + place) % vocab;
+        }
+        token as i32
     };
-    let texts: Vec<Vec<i32>> = (first..first + rows).map(row).collect();
+    (0..=LENGTH as u64).map(next).collect()
+}
+
+/// Rows of one document each; every token has a target.
+pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    let texts: Vec<Vec<i32>> = (first..first + rows).map(|row| tokens(model.vocab_size() as u64, step, row)).collect();
     let tokens: Vec<i32> = texts.iter().flat_map(|t| t[..LENGTH].to_vec()).collect();
     let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
     let positions: Vec<i32> = (0..rows).flat_map(|_| 0..LENGTH as i32).collect();
@@ -89,29 +104,61 @@ pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usiz
     model.batch(device, &slices).unwrap()
 }
 
+/// Rows of one to three documents of uneven lengths. The last token of a document, a quarter of the
+/// others, and in every third step all of row 5 have no target.
+pub fn documents(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    let (mut all, mut targets, mut positions, mut cu_seqlens) = (Vec::new(), Vec::new(), Vec::new(), vec![0]);
+    for row in first..first + rows {
+        let text = tokens(model.vocab_size() as u64, step, row);
+        let number = step * 4_099 + row as u64;
+        let cuts = [1 + mixed(number) as usize % LENGTH, 1 + mixed(number + 7_919) as usize % LENGTH, LENGTH];
+        let mut position = 0;
+        for place in 0..LENGTH {
+            let is_last = cuts.contains(&(place + 1));
+            let is_masked = mixed(number * LENGTH as u64 + place as u64).is_multiple_of(4);
+            let is_target = !is_last && !is_masked && !(row == 5 && step.is_multiple_of(3));
+            all.push(text[place]);
+            targets.push(if is_target { text[place + 1] } else { IGNORED });
+            positions.push(position);
+            position = if is_last { 0 } else { position + 1 };
+            if is_last {
+                cu_seqlens.push(all.len() as i32);
+            }
+        }
+    }
+    let slices = BatchSlices { tokens: &all, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    model.batch(device, &slices).unwrap()
+}
+
 /// Trains on all ranks of `sets` and returns the result of each.
 pub fn train(sets: &[&str], steps: u64) -> Vec<End> {
+    train_on(batch, sets, steps)
+}
+
+/// Like [`train`], on other rows.
+pub fn train_on(rows: Rows, sets: &[&str], steps: u64) -> Vec<End> {
     let resolved = resolved(sets);
     let worlds = local::World::new(resolved.parallel.ranks);
     std::thread::scope(|scope| {
         let ranks = worlds.into_iter().map(|world| {
             let resolved = &resolved;
-            scope.spawn(move || run(world, |world| train_rank(resolved, world, steps)).unwrap())
+            scope.spawn(move || run(world, |world| train_rank(resolved, world, steps, rows)).unwrap())
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
-pub fn train_rank(resolved: &Resolved, world: Communicator, steps: u64) -> Result<End, EngineError> {
-    train_rank_with(resolved, world, steps, |_| None, |_| Faults::new([], Hang::ForEver))
+pub fn train_rank(resolved: &Resolved, world: Communicator, steps: u64, rows: Rows) -> Result<End, EngineError> {
+    let load = |device: &Device, model: &Model, step, first, count| Ok(rows(device, model, step, first, count));
+    train_rank_with(resolved, world, steps, load, |_| Faults::new([], Hang::ForEver))
 }
 
-/// Like [`train`], but `instead` may replace the batch of a step, and `faults` are injected.
+/// Trains one rank on the batches that `load` gives, as [`Rows`] does; `faults` are injected.
 pub fn train_rank_with(
     resolved: &Resolved,
     world: Communicator,
     steps: u64,
-    instead: impl Fn(u64) -> Option<Result<Batch, EngineError>> + Sync,
+    load: impl Fn(&Device, &Model, u64, usize, usize) -> Result<Batch, EngineError> + Sync,
     faults: impl Fn(&Program) -> Faults,
 ) -> Result<End, EngineError> {
     let device = match world.common().filter(|_| resolved.config.parallel.lend_threads) {
@@ -135,37 +182,60 @@ pub fn train_rank_with(
     rank.inject(Arc::new(faults(&program)));
     let data_rank = program.mesh.data_rank(program.rank) as usize;
     let first = data_rank * resolved.batch.accumulation * rows;
-    let mut outcomes = Vec::new();
+    let (mut outcomes, mut gradients) = (Vec::new(), Parts::new());
     for step in 0..steps {
         let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(0.5) };
         let mut next = first;
-        let load = |device: &Device, model: &Model| {
+        let next_batch = |device: &Device, model: &Model| {
             next += rows;
-            instead(step).unwrap_or_else(|| Ok(batch(device, model, step, next - rows, rows)))
+            load(device, model, step, next - rows, rows)
         };
-        outcomes.push(rank.execute(&program, settings, load, |_, _| Ok(()))?);
+        outcomes.push(rank.execute(&program, settings, next_batch, |_, _| Ok(()))?);
+        if step == 0 && program.offload.gradients.is_none() {
+            let read = |id| rank.read_gradient(id).and_then(|(range, values)| Ok((range, values.to_f32_vec()?)));
+            gradients = parts_of(&rank, read)?;
+        }
     }
+    let parts = parts_of(&rank, |id| Ok((rank.parameters.master_part_range(id), rank.read_masters(id)?)))?;
+    let amax = rank.amax_history();
+    let host = [rank.host_memory(), prediction.host_memory];
+    let (memory, predicted) = (device.pool().usage(), prediction.memory);
+    Ok(End { outcomes, parts, gradients, memory, predicted, host, program, amax })
+}
+
+/// What `read` gives of every parameter that the rank holds.
+fn parts_of(
+    rank: &Rank,
+    read: impl Fn(ParamId) -> Result<(Range<usize>, Vec<f32>), EngineError>,
+) -> Result<Parts, EngineError> {
     let held = rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize));
     let parts = held.map(|(id, spec)| {
-        let (range, values) = (rank.parameters.master_part_range(id), rank.read_masters(id)?);
+        let (range, values) = read(id)?;
         let runs = spec.whole_runs(range.clone()).into_iter();
         let run = |(local, first): (Range<usize>, usize)| {
             (first, values[local.start - range.start..local.end - range.start].to_vec())
         };
         Ok((id, runs.map(run).collect()))
     });
-    let parts = parts.collect::<Result<_, EngineError>>()?;
-    let amax = rank.amax_history();
-    let host = [rank.host_memory(), prediction.host_memory];
-    Ok(End { outcomes, parts, memory: device.pool().usage(), predicted: prediction.memory, host, program, amax })
+    parts.collect()
 }
 
-/// Every parameter's bits, assembled from the ranks' parts. Ranks that hold the same part must
-/// agree.
+/// Every parameter's bits after the last step.
 pub fn weights(ends: &[End]) -> Vec<Vec<u32>> {
+    whole(ends.iter().map(|end| &end.parts))
+}
+
+/// Every gradient's bits in the first step.
+pub fn gradients(ends: &[End]) -> Vec<Vec<u32>> {
+    whole(ends.iter().map(|end| &end.gradients))
+}
+
+/// The bits of whole parameters, assembled from the ranks' parts. Ranks that hold the same part
+/// must agree.
+fn whole<'e>(of_ranks: impl Iterator<Item = &'e Parts>) -> Vec<Vec<u32>> {
     let mut parameters: BTreeMap<ParamId, Vec<Option<u32>>> = BTreeMap::new();
-    for end in ends {
-        for (id, (first, values)) in end.parts.iter().flat_map(|(id, runs)| runs.iter().map(move |run| (id, run))) {
+    for parts in of_ranks {
+        for (id, (first, values)) in parts.iter().flat_map(|(id, runs)| runs.iter().map(move |run| (id, run))) {
             let whole = parameters.entry(*id).or_default();
             whole.resize(whole.len().max(first + values.len()), None);
             for (place, value) in (*first..).zip(values) {
@@ -234,7 +304,8 @@ pub fn train_late(sets: &[&str], steps: u64, seed: u64) -> Vec<End> {
             let (resolved, delays) = (&resolved, &delays);
             let late =
                 |program: &Program| Faults::new(delays(program.rank, program.instructions.len() as u32), Hang::ForEver);
-            scope.spawn(move || run(world, |world| train_rank_with(resolved, world, steps, |_| None, late)).unwrap())
+            let load = |device: &Device, model: &Model, step, first, rows| Ok(batch(device, model, step, first, rows));
+            scope.spawn(move || run(world, |world| train_rank_with(resolved, world, steps, load, late)).unwrap())
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
     })

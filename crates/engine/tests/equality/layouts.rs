@@ -1,0 +1,206 @@
+//! The models and the layouts that are compared.
+
+use std::fmt;
+
+/// A division of a training among ranks.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Layout {
+    pub replicate: usize,
+    pub shard: usize,
+    pub tensor: usize,
+    pub pipeline: usize,
+    /// True if tensor-parallel ranks divide rows too.
+    pub sequence: bool,
+    pub zero_stage: usize,
+    /// The schedule of the pipeline; it has no effect on one stage.
+    pub schedule: &'static str,
+    /// The mode of activation checkpointing.
+    pub checkpointing: &'static str,
+}
+
+/// All pipeline schedules.
+pub const SCHEDULES: [&str; 6] = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dual_pipe_v"];
+
+impl Layout {
+    pub const ONE: Layout = Layout {
+        replicate: 1,
+        shard: 1,
+        tensor: 1,
+        pipeline: 1,
+        sequence: false,
+        zero_stage: 0,
+        schedule: "1f1b",
+        checkpointing: "none",
+    };
+
+    pub fn ranks(&self) -> usize {
+        self.replicate * self.shard * self.tensor * self.pipeline
+    }
+
+    /// The same layout on one stage.
+    pub fn without_pipeline(self) -> Layout {
+        Layout { pipeline: 1, schedule: Layout::ONE.schedule, ..self }
+    }
+
+    /// True if one rank runs both the embedding and the head.
+    pub fn joins_ends(&self) -> bool {
+        self.pipeline == 1 || matches!(self.schedule, "zero_bubble_v" | "dual_pipe_v")
+    }
+
+    /// True if both layouts sum in the same order, for a model whose embedding and head share
+    /// nothing: they divide a batch among as many ranks and products in the same way.
+    pub fn shares_bits_with(&self, other: &Layout) -> bool {
+        let parts = |layout: &Layout| (layout.replicate * layout.shard, layout.tensor, layout.sequence);
+        parts(self) == parts(other)
+    }
+
+    /// The settings of it.
+    pub fn sets(&self) -> Vec<String> {
+        let mut sets = vec![
+            format!("parallel.ranks={}", self.ranks()),
+            format!("parallel.data_parallel_replicate_degree={}", self.replicate),
+            format!("parallel.data_parallel_shard_degree={}", self.shard),
+            format!("parallel.tensor_parallel_degree={}", self.tensor),
+            format!("parallel.pipeline_parallel_degree={}", self.pipeline),
+            format!("parallel.zero_stage={}", self.zero_stage),
+            format!("activation_checkpointing.mode='{}'", self.checkpointing),
+        ];
+        if self.tensor > 1 {
+            sets.push(format!("parallel.sequence_parallel={}", self.sequence));
+        }
+        if self.pipeline > 1 {
+            sets.push(format!("parallel.pipeline_schedule='{}'", self.schedule));
+        }
+        sets
+    }
+}
+
+/// `dp_replicate 2 x dp_shard 2 (ZeRO-3) x tp 2 (rows too) x pp 2 (1f1b), full checkpointing`,
+/// without degrees of 1.
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if self.replicate > 1 {
+            parts.push(format!("dp_replicate {}", self.replicate));
+        }
+        if self.shard > 1 {
+            parts.push(format!("dp_shard {} (ZeRO-{})", self.shard, self.zero_stage));
+        }
+        if self.tensor > 1 {
+            let rows = if self.sequence { " (rows too)" } else { "" };
+            parts.push(format!("tp {}{rows}", self.tensor));
+        }
+        if self.pipeline > 1 {
+            parts.push(format!("pp {} ({})", self.pipeline, self.schedule));
+        }
+        let product = if parts.is_empty() { "one rank".to_owned() } else { parts.join(" x ") };
+        match self.checkpointing {
+            "none" => write!(f, "{product}"),
+            mode => write!(f, "{product}, {mode} checkpointing"),
+        }
+    }
+}
+
+/// Every product `dp_replicate x dp_shard x tp x pp` of four ranks, with and without divided rows.
+pub fn of_four() -> Vec<Layout> {
+    let divisors = [1, 2, 4];
+    let mut all = Vec::new();
+    for (pipeline, replicate) in divisors.into_iter().flat_map(|p| divisors.map(|r| (p, r))) {
+        for (shard, tensor) in divisors.into_iter().flat_map(|f| divisors.map(|t| (f, t))) {
+            let zero_stage = if shard > 1 { 3 } else { 0 };
+            let layout = Layout { replicate, shard, tensor, pipeline, zero_stage, ..Layout::ONE };
+            if layout.ranks() == 4 {
+                all.push(layout);
+                all.extend((tensor > 1).then_some(Layout { sequence: true, ..layout }));
+            }
+        }
+    }
+    all
+}
+
+/// Chosen layouts of eight ranks: every ZeRO stage, schedule and checkpointing mode, and most pairs
+/// of them.
+pub fn of_eight() -> Vec<Layout> {
+    type Row = (usize, usize, usize, (usize, bool), (usize, &'static str), &'static str);
+    // Replicas, shards, ZeRO stage; parts, rows too; stages, schedule; checkpointing.
+    let rows: [Row; 24] = [
+        (2, 1, 0, (2, true), (2, "interleaved"), "selective"),
+        (1, 2, 3, (2, false), (2, "zero_bubble"), "full"),
+        (1, 2, 2, (1, false), (4, "zero_bubble_v"), "none"),
+        (1, 1, 0, (2, true), (4, "dual_pipe_v"), "full"),
+        (1, 8, 3, (1, false), (1, "1f1b"), "full"),
+        (2, 2, 1, (2, true), (1, "1f1b"), "selective"),
+        (8, 1, 0, (1, false), (1, "1f1b"), "none"),
+        (1, 8, 1, (1, false), (1, "1f1b"), "none"),
+        (1, 8, 2, (1, false), (1, "1f1b"), "selective"),
+        (2, 4, 3, (1, false), (1, "1f1b"), "none"),
+        (4, 2, 2, (1, false), (1, "1f1b"), "full"),
+        (4, 1, 0, (2, false), (1, "1f1b"), "none"),
+        (1, 4, 3, (2, true), (1, "1f1b"), "none"),
+        (1, 4, 1, (2, false), (1, "1f1b"), "full"),
+        (2, 1, 0, (4, true), (1, "1f1b"), "none"),
+        (1, 2, 2, (4, false), (1, "1f1b"), "selective"),
+        (4, 1, 0, (1, false), (2, "gpipe"), "selective"),
+        (1, 4, 2, (1, false), (2, "zero_bubble"), "none"),
+        (2, 2, 3, (1, false), (2, "1f1b"), "full"),
+        (2, 1, 0, (1, false), (4, "interleaved"), "none"),
+        (1, 1, 0, (1, false), (8, "1f1b"), "none"),
+        (1, 1, 0, (4, true), (2, "zero_bubble_v"), "selective"),
+        (1, 1, 0, (4, false), (2, "gpipe"), "full"),
+        (1, 2, 1, (2, true), (2, "dual_pipe_v"), "none"),
+    ];
+    let layout = |(replicate, shard, zero_stage, (tensor, sequence), (pipeline, schedule), checkpointing): Row| {
+        Layout { replicate, shard, tensor, pipeline, sequence, zero_stage, schedule, checkpointing }
+    };
+    rows.into_iter().map(layout).collect()
+}
+
+/// A small model.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Model {
+    pub family: &'static str,
+    /// True if the head uses the embedding's weights.
+    pub tied: bool,
+    pub vocab: usize,
+}
+
+impl Model {
+    pub fn sets(&self) -> Vec<String> {
+        let of_family: &[&str] = match self.family {
+            "llama" => &["model.kv_heads=2"],
+            _ => &["model.kv_heads=6", "model.dropout=0.1"],
+        };
+        let mut sets: Vec<String> = of_family.iter().map(|set| (*set).to_owned()).collect();
+        sets.extend(["model.heads=6", "model.dim=48", "model.layers=6", "precision.compute='f32'"].map(str::to_owned));
+        sets.push("training.micro_batch_size=1".to_owned());
+        // At ten times this rate, steps are so long that rounding grows a thousandfold in 50 steps,
+        // in data parallelism too.
+        sets.push("optimizer.learning_rate=0.0003".to_owned());
+        sets.push(format!("model.family='{}'", self.family));
+        sets.push(format!("model.tie_embeddings={}", self.tied));
+        sets.push(format!("model.vocab_size={}", self.vocab));
+        sets
+    }
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let family = if self.family == "llama" { "Llama" } else { "GPT-2" };
+        write!(f, "{family}, {}, {} tokens", if self.tied { "tied" } else { "untied" }, self.vocab)
+    }
+}
+
+/// Both families, tied and untied, with vocabularies that four ranks do and do not divide.
+pub fn models() -> Vec<Model> {
+    let rows = [
+        ("llama", false, 257),
+        ("gpt2", true, 1000),
+        ("llama", true, 257),
+        ("gpt2", false, 257),
+        ("llama", false, 1000),
+        ("gpt2", true, 257),
+        ("llama", true, 1000),
+        ("gpt2", false, 1000),
+    ];
+    rows.into_iter().map(|(family, tied, vocab)| Model { family, tied, vocab }).collect()
+}
