@@ -160,7 +160,9 @@ fn blocks(program: &Program, spans: &[Span], lane: Lane, by_turn: bool) -> Vec<B
             Action::Forward { unit, micro_batch, .. } => {
                 Some((Phase::Forward, BackwardPart::Whole, stretch(unit), micro_batch))
             }
-            Action::Backward { unit, micro_batch, part, .. } => Some((Phase::Backward, part, stretch(unit), micro_batch)),
+            Action::Backward { unit, micro_batch, part, .. } => {
+                Some((Phase::Backward, part, stretch(unit), micro_batch))
+            }
             _ => None,
         };
         match blocks.last_mut() {
