@@ -227,7 +227,7 @@ fn row(
     let spans: Vec<&Timed> = steps.iter().map(|step| &step.timed[0]).collect();
     let instructions = instructions(&forecast, &spans, profile, &speeds);
     let kernels = kernels(&forecast, &mut ranks, profile, &before).map_err(failed)?;
-    let needs = &forecast.needs.memory;
+    let needs = &forecast.first().1.memory;
     let pair = |measured: usize, predicted: usize| Pair { measured: measured as f64, predicted: predicted as f64 };
     let memory = Purpose::ALL.map(|purpose| (purpose.name(), pair(usage.peak(purpose), needs.peak(purpose))));
     Ok(Row {
@@ -272,7 +272,7 @@ fn instructions(
 ) -> BTreeMap<&'static str, Pair> {
     let mut kinds: BTreeMap<&'static str, Pair> = BTreeMap::new();
     let predicted = forecast.step(profile, speeds).simulated.ranks.remove(0).spans;
-    for (number, instruction) in forecast.program.instructions.iter().enumerate() {
+    for (number, instruction) in forecast.first().0.instructions.iter().enumerate() {
         let measured = steps.iter().map(|timed| {
             let span = &timed.spans[number];
             span.end.saturating_sub(span.start).as_secs_f64()

@@ -339,7 +339,7 @@ fn row(cuda: &Arc<Cuda>, case: &Case, profile: &MachineProfile) -> Result<Row, E
     }
     let steps = (0..STEPS).map(|_| Ok(stepper.step()?.seconds)).collect::<Result<Vec<f64>, EngineError>>()?;
     let usage = device.pool().usage();
-    let needs = &forecast.needs.memory;
+    let needs = &forecast.first().1.memory;
     let pair = |measured: usize, predicted: usize| Pair { measured: measured as f64, predicted: predicted as f64 };
     let memory = Purpose::ALL.map(|purpose| (purpose.name(), pair(usage.peak(purpose), needs.peak(purpose))));
     Ok(Row {

@@ -1,8 +1,9 @@
 //! The ways of running a configuration on this machine, priced from its profile.
 //! `trainyard train --plan auto` chooses among them, and `trainyard plan c.toml` shows them.
 //!
-//! The global batch is fixed. The search varies ranks and their threads, sharding (ZeRO stage,
-//! resharding), micro-batch and accumulation, recomputation and the reduction schedule. A way is a
+//! The global batch is fixed. The search varies ranks and their threads, pipeline stages and
+//! tensor-parallel degree, sharding (ZeRO stage, resharding), micro-batch and accumulation,
+//! recomputation and the reduction schedule. A way is a
 //! few settings over the configuration, so the priced way is the one that runs. Each is resolved,
 //! lowered and executed on the `meta` device like a run. This gives its memory to the byte and its
 //! kernel calls, which are priced from the profile.
@@ -137,14 +138,33 @@ struct Question<'a> {
     room: Room,
 }
 
-/// The sharding of a way: ranks, replicas and shards, ZeRO stage, and resharding after forward.
+/// The division of a way among ranks: pipeline stages and ranks that share every product, then, of
+/// the ranks that see different data, replicas and shards, ZeRO stage, and resharding after
+/// forward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Sharing {
-    ranks: usize,
+    pipeline: Option<&'static str>,
+    stages: usize,
+    tensor: usize,
+    data: usize,
     shard: usize,
     stage: usize,
     reshard: bool,
 }
+
+impl Sharing {
+    fn ranks(&self) -> usize {
+        self.stages * self.tensor * self.data
+    }
+}
+
+/// The most ranks that divide a model among them, by stages and products. More exchange more than
+/// they save on one machine.
+const MODEL_RANKS_MAX: usize = 8;
+
+/// Orders of a pipeline that are tried: the usual one, and the one with the smallest bubble of
+/// those with one stretch of layers per stage.
+const PIPELINES: [&str; 2] = ["1f1b", "zero_bubble"];
 
 /// Savings of memory, from none to the most expensive: the checkpointing mode, and true for sums
 /// per micro-batch.
@@ -198,40 +218,64 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
     Ok(ways)
 }
 
-/// The possible shardings. The number of ranks is at most that of cores or GPUs, and divides the
-/// batch; the number of processes is given.
+/// The possible divisions among ranks. The number of ranks is at most that of cores or GPUs (or
+/// that which the degrees of the configuration itself make); the number of processes is given. The
+/// ranks that see different data divide the batch.
 fn sharings(base: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Vec<Sharing> {
+    let own = base.parallel.pipeline * base.parallel.tensor;
     let numbers = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
-        (None, Some(gpu)) => 1..=gpu.count as usize,
-        (None, None) => 1..=Inputs::of_this_machine().cores,
+        (None, Some(gpu)) => 1..=own.max(gpu.count as usize),
+        (None, None) => 1..=own.max(Inputs::of_this_machine().cores),
     };
     let mut all = Vec::new();
-    for ranks in numbers.filter(|ranks| base.batch.global.is_multiple_of(*ranks)) {
-        all.push(Sharing { ranks, shard: 1, stage: 0, reshard: true });
-        for shard in (2..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
-            for (stage, reshard) in [(1, true), (2, true), (3, true), (3, false)] {
-                all.push(Sharing { ranks, shard, stage, reshard });
+    for ranks in numbers {
+        let divisors = |of: usize| (1..=of).filter(move |part| of.is_multiple_of(*part));
+        for stages in divisors(ranks) {
+            for tensor in divisors(ranks / stages) {
+                let (model, data) = (stages * tensor, ranks / stages / tensor);
+                if model > own.max(MODEL_RANKS_MAX) || !base.batch.global.is_multiple_of(data) {
+                    continue;
+                }
+                if stages == 1 {
+                    divide_state(None, [1, tensor, data], &mut all);
+                } else {
+                    PIPELINES.iter().for_each(|order| divide_state(Some(order), [stages, tensor, data], &mut all));
+                }
             }
         }
     }
     all
 }
 
-fn micro_batches(base: &Resolved, ranks: usize) -> Vec<usize> {
-    let of_a_rank = base.batch.global / ranks;
+/// The ways of dividing the state among the ranks that see different data. Together with stages or
+/// split products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
+fn divide_state(pipeline: Option<&'static str>, [stages, tensor, data]: [usize; 3], all: &mut Vec<Sharing>) {
+    let whole = Sharing { pipeline, stages, tensor, data, shard: 1, stage: 0, reshard: true };
+    all.push(whole);
+    let kinds = [(1, true), (2, true), (3, true), (3, false)];
+    let kinds = if stages * tensor > 1 { &kinds[..1] } else { &kinds[..] };
+    for shard in (2..=data).filter(|shard| data.is_multiple_of(*shard)) {
+        all.extend(kinds.iter().map(|(stage, reshard)| Sharing { shard, stage: *stage, reshard: *reshard, ..whole }));
+    }
+}
+
+/// The micro-batches of a division. A pipeline needs at least as many as it has stages to be full.
+fn micro_batches(base: &Resolved, sharing: Sharing) -> Vec<usize> {
+    let of_a_rank = base.batch.global / sharing.data;
     let few = |micro: &usize| of_a_rank / micro <= ACCUMULATION_MAX || *micro == base.batch.micro;
-    (1..=of_a_rank).filter(|micro| of_a_rank.is_multiple_of(*micro)).filter(few).collect()
+    let full = |micro: &usize| of_a_rank / micro >= sharing.stages || *micro == 1;
+    (1..=of_a_rank).filter(|micro| of_a_rank.is_multiple_of(*micro)).filter(few).filter(full).collect()
 }
 
 fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
-    let Sharing { ranks, shard, stage, reshard } = sharing;
+    let Sharing { pipeline, stages, tensor, data, shard, stage, reshard } = sharing;
     let mut sets = vec![
         format!("training.global_batch_size={}", base.batch.global),
         format!("training.micro_batch_size={micro}"),
-        format!("training.accumulation_steps={}", base.batch.global / ranks / micro),
-        format!("parallel.ranks={ranks}"),
-        format!("parallel.data_parallel_replicate_degree={}", ranks / shard),
+        format!("training.accumulation_steps={}", base.batch.global / data / micro),
+        format!("parallel.ranks={}", sharing.ranks()),
+        format!("parallel.data_parallel_replicate_degree={}", data / shard),
         format!("parallel.data_parallel_shard_degree={shard}"),
         format!("parallel.zero_stage={stage}"),
         format!("parallel.reduce_schedule={}", if each { "micro_batch" } else { "step" }),
@@ -240,6 +284,19 @@ fn settings(base: &Resolved, sharing: Sharing, micro: usize, mode: &str, each: b
     if stage == 3 {
         sets.push(format!("parallel.reshard_after_forward={reshard}"));
     }
+    // A configuration with degrees of its own is asked for others too.
+    if stages > 1 || base.config.parallel.pipeline_parallel_degree > 1 {
+        sets.push(format!("parallel.pipeline_parallel_degree={stages}"));
+    }
+    sets.extend(pipeline.map(|order| format!("parallel.pipeline_schedule={order}")));
+    if tensor > 1 || base.config.parallel.tensor_parallel_degree > 1 {
+        sets.push(format!("parallel.tensor_parallel_degree={tensor}"));
+    }
+    if tensor > 1 {
+        // Rows that do not divide evenly stay whole.
+        let rows = (micro * base.sequence_length).is_multiple_of(tensor);
+        sets.push(format!("parallel.sequence_parallel={rows}"));
+    }
     sets
 }
 
@@ -247,16 +304,17 @@ fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room:
     let forecast = forecast(resolved, &profile.machine).context("cannot price a plan of the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
+    let needs = forecast.fullest();
     Ok(Way {
         sets,
         layout: layout(resolved),
         batch: [resolved.batch.micro, resolved.batch.accumulation],
         savings: savings(resolved),
         step_s: step.simulated.step_s,
-        bytes: forecast.needs.memory.peak_total() as u64,
+        bytes: needs.memory.peak_total() as u64,
         limit: room.limit(resolved.parallel.ranks),
-        pinned_bytes: forecast.needs.host_memory.peak_total() as u64,
-        kinds: by_kind(&forecast.program, &step),
+        pinned_bytes: needs.host_memory.peak_total() as u64,
+        kinds: by_kind(forecast.first().0, &step),
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
         offloaded: is_offloaded(resolved),
         tried: None,
@@ -272,11 +330,11 @@ fn layout(resolved: &Resolved) -> String {
         DeviceKind::Cpu => format!("{} x {}", plural(parallel.ranks, "rank"), plural(resolved.threads, "thread")),
         DeviceKind::Cuda(_) => plural(parallel.ranks, "GPU"),
     };
-    if parallel.pipeline > 1 {
-        text += &format!(", {} stages", parallel.pipeline);
-    }
     if parallel.tensor > 1 {
-        text += &format!(", {} parts of every product", parallel.tensor);
+        text += &format!(", tp {}", parallel.tensor);
+    }
+    if parallel.pipeline > 1 {
+        text += &format!(", pp {} by {}", parallel.pipeline, parallel.schedule);
     }
     if parallel.shard > 1 {
         if parallel.replicate > 1 {
@@ -346,7 +404,7 @@ impl Ways {
     /// of `offloads` in `tier`.
     fn look(&mut self, question: &Question<'_>, offloads: &[&[&str]], tier: OffloadTier) -> Result<()> {
         for sharing in sharings(question.base, question.profile, question.inputs) {
-            for micro in micro_batches(question.base, sharing.ranks) {
+            for micro in micro_batches(question.base, sharing) {
                 self.first_that_fits(question, sharing, micro, offloads, tier)?;
             }
         }
@@ -361,7 +419,7 @@ impl Ways {
         offloads: &[&[&str]],
         tier: OffloadTier,
     ) -> Result<()> {
-        let accumulation = question.base.batch.global / sharing.ranks / micro;
+        let accumulation = question.base.batch.global / sharing.data / micro;
         for (mode, each) in SAVINGS {
             if each && (sharing.stage < 2 || accumulation == 1) {
                 // Gradients are not sharded here, so summing them more often saves nothing.
@@ -376,8 +434,13 @@ impl Ways {
                 else {
                     continue;
                 };
-                let way = price(sets, &resolved, question.profile, &question.room)?;
-                let on_host = question.room.share(sharing.ranks).is_none_or(|share| way.pinned_bytes <= share);
+                // A model of fewer heads or layers than ranks cannot be divided among them.
+                let whole = resolved.parallel.pipeline * resolved.parallel.tensor == 1;
+                let way = match price(sets, &resolved, question.profile, &question.room) {
+                    Err(_) if !whole => continue,
+                    priced => priced?,
+                };
+                let on_host = question.room.share(sharing.ranks()).is_none_or(|share| way.pinned_bytes <= share);
                 let fits = on_host && way.limit.is_none_or(|limit| way.bytes <= limit.bytes);
                 let list = if fits { &mut self.fitting } else { &mut self.too_large };
                 if !list.iter().any(|known| known.says_the_same(&way)) {

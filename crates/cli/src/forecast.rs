@@ -6,8 +6,9 @@ use trainyard_comm::Communicator;
 use trainyard_engine::config::{Config, DeviceKind};
 use trainyard_engine::predict::TimePrediction;
 use trainyard_engine::session::Session;
+use trainyard_engine::{EngineError, bench};
 use trainyard_program::Program;
-use trainyard_sim::host::{HostStep, host_step};
+use trainyard_sim::host::{HostStage, HostStep, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, load_local_profile};
 
@@ -64,7 +65,18 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
     }
     let layout = layout(&session.resolved, &here);
     let program = &session.programs[0];
-    let step = host_step(program, &session.prediction.calls, &profile, layout, &profile.speeds);
+    let own = program.stage() as usize;
+    let calls = &session.prediction.calls;
+    let others = (0..program.mesh.pp as usize).map(|stage| {
+        let first = stage as u32 * program.mesh.stage_ranks();
+        Ok(if stage == own { None } else { Some(bench::forecast(&session.resolved, first)?) })
+    });
+    let others = others.collect::<Result<Vec<_>, EngineError>>().map_err(|error| error.to_string())?;
+    let stages = others.iter().map(|other| match other {
+        None => HostStage { program, calls },
+        Some((program, needs)) => HostStage { program, calls: &needs.calls },
+    });
+    let step = host_step(&stages.collect::<Vec<_>>(), &profile, layout, &profile.speeds);
     let basis = format!("calibrated {}, at the speeds of that time{}", profile.measured, missing(&step));
     Ok(TimePrediction { step_s: step.simulated.step_s, instructions: by_kind(program, &step), basis })
 }
@@ -75,10 +87,11 @@ fn missing(step: &HostStep) -> String {
     if names.is_empty() { String::new() } else { format!("; not in it, priced as copies: {}", names.join(", ")) }
 }
 
-/// Seconds of a rank's instructions, summed by kind.
+/// Seconds of a rank's instructions, summed by kind. `program` is one of those of `step`.
 pub fn by_kind(program: &Program, step: &HostStep) -> BTreeMap<String, f64> {
     let mut kinds = BTreeMap::new();
-    for (instruction, span) in program.instructions.iter().zip(&step.simulated.ranks[0].spans) {
+    let spans = &step.simulated.ranks[program.stage() as usize].spans;
+    for (instruction, span) in program.instructions.iter().zip(spans) {
         *kinds.entry(instruction.action.name().to_owned()).or_default() += span.end_s - span.start_s;
     }
     kinds

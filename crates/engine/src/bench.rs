@@ -150,7 +150,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     }
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
-    let (_, prediction) = forecast(resolved)?;
+    let (_, prediction) = forecast(resolved, 0)?;
     limit::check(resolved, &spec, 0, &prediction)?;
     limit::check_machine(resolved, &spec, 0, &prediction, 1)?;
     // The peaks of a GPU are measured now, while there is memory for it.
@@ -263,8 +263,9 @@ impl Stepper {
     /// As [`Stepper::new`].
     pub fn on(device: &Device, resolved: &Resolved, world: Option<&Communicator>) -> Result<Stepper> {
         let spec = model_spec(resolved)?;
-        let model = Model::new(spec.clone())?;
-        let program = program(resolved, &model, world.map_or(0, Communicator::rank) as u32)?;
+        let own = world.map_or(0, Communicator::rank) as u32;
+        let model = shape::model_of(resolved, spec.clone(), own)?;
+        let program = program(resolved, &model, own)?;
         let links = match world {
             Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, device)?,
             None => Links::default(),
@@ -381,17 +382,28 @@ fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
     Ok(program)
 }
 
-/// The program of rank 0 and the needs of its step, predicted by executing it on the meta device.
+/// The program of `rank` and the needs of its step, predicted by executing it on the meta device.
 /// Allocates no tensor memory.
 ///
 /// # Errors
 ///
 /// A model that does not fit.
-pub fn forecast(resolved: &Resolved) -> Result<(Program, StepNeeds)> {
-    let model = Model::new(model_spec(resolved)?)?;
-    let program = program(resolved, &model, 0)?;
+pub fn forecast(resolved: &Resolved, rank: u32) -> Result<(Program, StepNeeds)> {
+    let model = shape::model_of(resolved, model_spec(resolved)?, rank)?;
+    let program = program(resolved, &model, rank)?;
     let prediction = predict(model, &program, &batch_shape(resolved), &settings(resolved))?;
     Ok((program, prediction))
+}
+
+/// As [`forecast`], for the first rank of every pipeline stage. The other ranks of a stage do the
+/// same.
+///
+/// # Errors
+///
+/// As [`forecast`].
+pub fn forecast_stages(resolved: &Resolved) -> Result<Vec<(Program, StepNeeds)>> {
+    let mesh = shape::mesh(resolved);
+    (0..mesh.pp).map(|stage| forecast(resolved, stage * mesh.stage_ranks())).collect()
 }
 
 fn kernel_times(device: &Device) -> Vec<KernelTime> {

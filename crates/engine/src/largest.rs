@@ -79,7 +79,7 @@ pub fn largest<E: From<EngineError>>(
 ) -> std::result::Result<Option<Largest>, E> {
     let fits = |layers: usize| -> std::result::Result<Option<Largest>, E> {
         let resolved = configure(layers)?;
-        let (_, prediction) = forecast(&resolved)?;
+        let (_, prediction) = forecast(&resolved, 0)?;
         if !room.holds(&prediction) {
             return Ok(None);
         }
@@ -137,7 +137,7 @@ mod tests {
             (Room { disk: 4 << 20, ..plenty }, &on_disk),
         ] {
             let found = largest(&room, |n| layers(n, sets)).unwrap().unwrap();
-            let more = forecast(&layers(found.layers + 1, sets).unwrap()).unwrap().1;
+            let more = forecast(&layers(found.layers + 1, sets).unwrap(), 0).unwrap().1;
             assert!(room.holds(&found.prediction) && !room.holds(&more), "{room:?}: {}", found.layers);
             assert!(found.layers > 1 && found.prediction.memory.peak(Purpose::Params) > 0);
         }

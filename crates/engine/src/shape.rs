@@ -351,6 +351,7 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         update_chunk: update_chunk(resolved),
         bytes: state_bytes(resolved),
         pipeline: pipeline(resolved)?,
+        cuts: cuts(resolved),
         sequence_parallel: parallel.sequence,
         ..Strategy::new(units)
     })
@@ -394,6 +395,12 @@ pub(crate) fn known_schedule(parallel: &Parallel) -> PipelineSchedule {
         ConfigPipeline::ZeroBubbleV => PipelineSchedule::ZeroBubbleV,
         ConfigPipeline::DualPipeV => PipelineSchedule::DualPipeV,
     }
+}
+
+/// The first unit of every stretch of the pipeline but the first; empty if they are not given.
+fn cuts(resolved: &Resolved) -> Vec<u32> {
+    let cuts = resolved.config.parallel.pipeline_cuts.iter().flat_map(|cuts| &cuts.0);
+    cuts.map(|unit| u32::try_from(*unit).unwrap_or(u32::MAX)).collect()
 }
 
 /// The tier of each kind of state.

@@ -9,6 +9,8 @@ use trainyard_program::MemoryKind;
 pub struct Plan {
     /// The choices that the plan makes.
     pub candidate: Candidate,
+    /// The first unit of every pipeline stretch but the first.
+    pub cuts: Vec<u32>,
     /// The layout in words.
     pub layout: String,
     /// Seconds of a step.

@@ -4,7 +4,7 @@
 use serde::Serialize;
 use std::fmt;
 use trainyard_program::{
-    Keep, Mesh, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, StateBytes, Strategy, Tier,
+    Keep, Mesh, Offload, PipelineSchedule, Placement, ReduceSchedule, Reshard, Runnable, StateBytes, Strategy, Tier,
 };
 use trainyard_sim::Format;
 
@@ -120,13 +120,9 @@ impl Candidate {
         u64::from(self.mesh.data_parallel()) * u64::from(self.micro_batch) * u64::from(self.accumulation)
     }
 
-    /// The reason why this program cannot run the candidate; None if it can.
-    pub fn not_runnable(&self) -> Option<&'static str> {
-        let Mesh { pp, cp, tp, ep, .. } = self.mesh;
-        if pp * cp * tp * ep > 1 {
-            return Some("tensor, pipeline, context and expert parallelism are priced, not run yet");
-        }
-        None
+    /// The answer to whether this program can run the candidate.
+    pub fn runnable(&self) -> Runnable {
+        trainyard_program::runnable(&self.mesh)
     }
 
     /// Degrees, ZeRO stage and format. Candidates of one layout differ only in how they run on it.

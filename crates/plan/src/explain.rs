@@ -162,6 +162,7 @@ mod tests {
         let breakdown = Breakdown(parts.to_vec());
         Plan {
             candidate: Candidate::plain(Mesh::default(), 1, 1, Format::Bf16),
+            cuts: Vec::new(),
             layout: layout.into(),
             step_s: breakdown.total(),
             tokens_per_s: 1.0,

@@ -4,6 +4,7 @@ use crate::planner::{Facts, Planner};
 use crate::space::meshes;
 use crate::{Fixed, Limits, Request};
 use trainyard_base::format_bytes;
+use trainyard_program::{Mesh, runnable};
 use trainyard_sim::Cluster;
 
 /// A request without an answer.
@@ -166,9 +167,16 @@ fn contradictions(request: &Request, devices: u32) -> Vec<String> {
     if let Some(ep) = fixed.ep.filter(|ep| *ep > 1 && model.experts.is_none()) {
         said.push(format!("ep={ep} splits experts, which this model has none of"));
     }
-    let degrees = [("tp", fixed.tp), ("pp", fixed.pp), ("cp", fixed.cp), ("ep", fixed.ep)];
-    for (name, degree) in degrees.into_iter().filter(|(_, degree)| fixed.runnable && one(*degree) > 1) {
-        said.push(format!("{name}={} is priced, not runnable yet: plan without --runnable", one(degree)));
+    let degree = |degree: Option<u32>| degree.unwrap_or(1);
+    let mesh = Mesh {
+        tp: degree(fixed.tp),
+        pp: degree(fixed.pp),
+        cp: degree(fixed.cp),
+        ep: degree(fixed.ep),
+        ..Mesh::default()
+    };
+    if fixed.runnable && !runnable(&mesh).is_yes() {
+        said.push(format!("{}: plan without --runnable", runnable(&mesh)));
     }
     said
 }

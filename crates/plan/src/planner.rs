@@ -215,6 +215,7 @@ impl<'a> Planner<'a> {
         let usd = request.cluster.device.usd_per_hour;
         Some(Plan {
             candidate: *candidate,
+            cuts: self.pricer.cuts(candidate),
             layout: candidate.layout().to_string(),
             step_s: step.step_s,
             tokens_per_s,

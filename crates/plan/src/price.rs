@@ -186,6 +186,11 @@ impl<'a> Pricer<'a> {
         &self.known[&Class::of(candidate)]
     }
 
+    /// The first unit of every pipeline stretch of `candidate` but the first.
+    pub fn cuts(&self, candidate: &Candidate) -> Vec<u32> {
+        self.known(candidate).cuts(candidate)
+    }
+
     /// Lowers and simulates a candidate; None if there is no lowering for it.
     pub fn step(&self, candidate: &Candidate) -> Option<PricedStep> {
         let known = self.known(candidate);

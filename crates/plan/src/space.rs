@@ -15,7 +15,7 @@
 
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
-use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier};
+use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier, runnable};
 use trainyard_sim::Format;
 
 /// The dimensions of the model, the batch and the cluster that bound the space.
@@ -157,7 +157,7 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
                             && (dp_shard * cp).is_multiple_of(ep)
-                            && !(fixed.runnable && pp * cp * tp * ep > 1);
+                            && (!fixed.runnable || runnable(&mesh).is_yes());
                         if wanted {
                             all.push(mesh);
                         }
@@ -340,7 +340,10 @@ mod tests {
         }
         let runnable = Fixed { runnable: true, ..Fixed::default() };
         let all = candidates(&extent(), &runnable);
-        assert!(all.iter().all(|candidate| candidate.not_runnable().is_none()));
+        assert!(all.iter().all(|candidate| candidate.runnable().is_yes()));
+        assert!(all.iter().any(|candidate| candidate.mesh.tp > 1 && candidate.mesh.pp > 1));
+        let context = |fixed| candidates(&extent(), &fixed).iter().any(|candidate| candidate.mesh.cp > 1);
+        assert!(context(Fixed::default()) && !context(Fixed { runnable: true, ..Fixed::default() }));
         // Offload to the host is for GPUs; CPU cores have no other host.
         let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
         assert!(all.iter().any(on_host));

@@ -15,7 +15,15 @@ pub enum Runnable {
     },
 }
 
-/// Lists what the engine lacks to run on `mesh`.
+impl Runnable {
+    /// True if the engine runs it.
+    pub fn is_yes(&self) -> bool {
+        *self == Runnable::Yes
+    }
+}
+
+/// Lists what the engine lacks to run on `mesh`. A mesh that does not divide the model (heads, for
+/// one) is refused by the model instead.
 pub fn runnable(mesh: &Mesh) -> Runnable {
     let degrees = [(mesh.cp, "context parallelism"), (mesh.ep, "expert parallelism")];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);

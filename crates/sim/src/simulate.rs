@@ -303,13 +303,19 @@ impl<'a> Player<'a> {
 
     fn kept(&mut self, instruction: &Instruction) -> Keep {
         match instruction.action {
-            Action::Forward { unit, keep, .. } => {
-                self.keep[unit as usize] = (keep, self.keep[unit as usize].1 + 1);
+            Action::Forward { unit, segment, keep, .. } => {
+                // A split unit of which only the input was kept repeats its forward, for one
+                // backward, and keeps everything then.
+                let (kept, open) = self.keep[unit as usize];
+                let again =
+                    self.program.split_of(unit).is_some() && (kept, keep) == (Keep::InputOnly, Keep::Everything);
+                let begins = segment == 0 && !again;
+                self.keep[unit as usize] = (keep, open + u32::from(begins));
                 keep
             }
-            Action::Backward { unit, part, .. } => {
+            Action::Backward { unit, segment, part, .. } => {
                 let (keep, open) = self.keep[unit as usize];
-                if part != BackwardPart::Weights {
+                if segment == 0 && part != BackwardPart::Weights {
                     self.keep[unit as usize].1 = open.saturating_sub(1);
                 }
                 keep

@@ -19,7 +19,7 @@ use trainyard_plan::{
     Answer, Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step,
     table, timeline,
 };
-use trainyard_program::{MemoryKind, ReduceSchedule, Reshard, Tier};
+use trainyard_program::{Keep, MemoryKind, PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Format, Generation, ProfileKind, Profiles, Stack, models};
 
@@ -172,12 +172,12 @@ pub fn run(args: &Args) -> Result<()> {
     let mut text = table::table(&request, &answer);
     if args.show.is_some() {
         text += &format!("\n{}", table::details_of(&request, shown, number, answer.bytes_max));
-        text += &match settings(&request, &shown.candidate) {
+        text += &match settings(&request, shown) {
             Ok(sets) => {
                 let sets = sets.iter().map(|set| format!("  --set {}\n", quoted(set)));
                 format!("\nto run it on {} ranks:\n{}", shown.candidate.mesh.ranks(), sets.collect::<String>())
             }
-            Err(why) => format!("\nit cannot be run yet: {why}\n"),
+            Err(why) => format!("\n{why}\n"),
         };
     }
     for (what, answer_then) in &different {
@@ -222,13 +222,14 @@ fn is_a_cluster(args: &Args, path: &Path, option: &str) -> Result<()> {
     Ok(())
 }
 
-/// The settings, as for `--set`, that make a configuration run as `candidate`; or the reason why it
+/// The settings, as for `--set`, that make a configuration run as `plan`; or the reason why it
 /// cannot run.
-fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
-    if let Some(why) = candidate.not_runnable() {
-        bail!("{why}");
+fn settings(request: &Request, plan: &Plan) -> Result<Vec<String>> {
+    let candidate = &plan.candidate;
+    if !candidate.runnable().is_yes() {
+        bail!("{}", candidate.runnable());
     }
-    let Candidate { mesh, micro_batch, accumulation, checkpointing, offload, .. } = *candidate;
+    let Candidate { mesh, micro_batch, accumulation, offload, .. } = *candidate;
     let mut sets = vec![
         format!("parallel.ranks={}", mesh.ranks()),
         format!("parallel.data_parallel_replicate_degree={}", mesh.dp_replicate),
@@ -251,21 +252,17 @@ fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
     if candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
         sets.push("parallel.reduce_schedule=micro_batch".to_owned());
     }
-    let blocks = request.model.layers;
-    let (full, selective) = (checkpointing.full, checkpointing.selective);
-    match (full, selective) {
-        (0, 0) => {}
-        (full, 0) if full >= blocks => sets.push("activation_checkpointing.mode=full".to_owned()),
-        (0, selective) if selective >= blocks => sets.push("activation_checkpointing.mode=selective".to_owned()),
-        _ => {
-            let stretches = [("full", 0, full), ("selective", full, full + selective)];
-            let stretches = stretches.into_iter().filter(|(_, from, to)| to > from);
-            let overrides = stretches
-                .map(|(mode, from, to)| format!("{{ blocks = '{from}-{}', mode = '{mode}' }}", to.min(blocks) - 1))
-                .collect::<Vec<_>>();
-            sets.push(format!("activation_checkpointing.overrides=[{}]", overrides.join(", ")));
-        }
+    if mesh.pp > 1 {
+        sets.push(format!("parallel.pipeline_parallel_degree={}", mesh.pp));
+        sets.extend(schedule(candidate.pipeline));
+        let cuts: Vec<String> = plan.cuts.iter().map(u32::to_string).collect();
+        sets.push(format!("parallel.pipeline_cuts=[{}]", cuts.join(", ")));
     }
+    if mesh.tp > 1 {
+        sets.push(format!("parallel.tensor_parallel_degree={}", mesh.tp));
+        sets.push("parallel.sequence_parallel=true".to_owned());
+    }
+    sets.extend(checkpointing(candidate, request.model.layers as usize));
     let parts = [
         ("optimizer", offload.optimizer),
         ("gradients", offload.gradients),
@@ -284,6 +281,50 @@ fn settings(request: &Request, candidate: &Candidate) -> Result<Vec<String>> {
         sets.push("compute.device=cuda".to_owned());
     }
     Ok(sets)
+}
+
+/// The settings of a pipeline's schedule.
+fn schedule(schedule: PipelineSchedule) -> Vec<String> {
+    let (name, chunks) = match schedule {
+        PipelineSchedule::GPipe => ("gpipe", None),
+        PipelineSchedule::OneForwardOneBackward => ("1f1b", None),
+        PipelineSchedule::Interleaved { chunks } => ("interleaved", Some(chunks)),
+        PipelineSchedule::ZeroBubble => ("zero_bubble", None),
+        PipelineSchedule::ZeroBubbleV => ("zero_bubble_v", None),
+        PipelineSchedule::DualPipeV => ("dual_pipe_v", None),
+    };
+    let mut sets = vec![format!("parallel.pipeline_schedule={name}")];
+    sets.extend(chunks.map(|chunks| format!("parallel.pipeline_chunks={chunks}")));
+    sets
+}
+
+/// The settings of what the `blocks` blocks of a model keep for backward: one mode, or the modes of
+/// ranges of blocks.
+fn checkpointing(candidate: &Candidate, blocks: usize) -> Vec<String> {
+    let keep = candidate.checkpointing.keep(blocks + 2, candidate.mesh.pp > 1);
+    let keep = &keep[1..=blocks];
+    let mode = |keep: Keep| match keep {
+        Keep::Everything => "none",
+        Keep::Selective => "selective",
+        Keep::InputOnly => "full",
+    };
+    let ranges: Vec<&[Keep]> = keep.chunk_by(|a, b| a == b).collect();
+    match ranges[..] {
+        [all] if all[0] == Keep::Everything => Vec::new(),
+        [all] => vec![format!("activation_checkpointing.mode={}", mode(all[0]))],
+        _ => {
+            let mut from = 0;
+            let mut overrides = Vec::new();
+            for range in ranges {
+                let to = from + range.len();
+                if range[0] != Keep::Everything {
+                    overrides.push(format!("{{ blocks = '{from}-{}', mode = '{}' }}", to - 1, mode(range[0])));
+                }
+                from = to;
+            }
+            vec![format!("activation_checkpointing.overrides=[{}]", overrides.join(", "))]
+        }
+    }
 }
 
 /// `set`, quoted as one word for a shell.
@@ -601,7 +642,7 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
         "gap": answer.gap,
         "plans": answer.plans.iter().map(|plan| {
             let mut value = plan_json(plan);
-            value["sets"] = settings(request, &plan.candidate).ok().into();
+            value["sets"] = settings(request, plan).ok().into();
             value
         }).collect::<Vec<_>>(),
         "reasons": answer.reasons,
@@ -632,8 +673,9 @@ pub fn plan_json(plan: &Plan) -> Value {
         "activation_checkpointing": candidate.checkpointing,
         "offload": candidate.offload,
         "pipeline_schedule": candidate.pipeline,
+        "pipeline_cuts": plan.cuts,
         "precision": candidate.format.name(),
-        "runnable": candidate.not_runnable().is_none(),
+        "runnable": candidate.runnable().is_yes(),
         "step_s": plan.step_s,
         "tokens_per_s": plan.tokens_per_s,
         "model_flops_per_s_per_device": plan.model_flops_per_s,

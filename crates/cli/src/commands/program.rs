@@ -10,7 +10,7 @@ use trainyard_engine::config::Resolved;
 use trainyard_engine::predict::StepNeeds;
 use trainyard_plan::picture::{StepPicture, TimeBasis, svg};
 use trainyard_program::Program;
-use trainyard_sim::host::host_step;
+use trainyard_sim::host::{HostStage, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{Span, equal_times};
 
@@ -50,14 +50,13 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let (program, needs) = planned(args.rank)?;
     if let Some(path) = &args.picture {
-        let programs = match program.mesh.pp {
-            1 => vec![program],
-            pp => {
-                let ranks = (0..pp).map(|stage| stage * program.mesh.stage_ranks());
-                ranks.map(|rank| Ok(planned(rank)?.0)).collect::<Result<Vec<Program>>>()?
-            }
+        let stage_ranks = program.mesh.stage_ranks();
+        let stages = match program.mesh.pp {
+            1 => vec![(program, needs)],
+            // The ranks of the same place in every stage.
+            pp => (0..pp).map(|stage| planned(stage * stage_ranks + args.rank % stage_ranks)).collect::<Result<_>>()?,
         };
-        return draw(path, &programs, &needs, &resolved);
+        return draw(path, stages, &resolved);
     }
     let program = &program;
     if args.json {
@@ -66,15 +65,13 @@ pub fn run(args: &Args) -> Result<()> {
     print(program)
 }
 
-/// Draws the step of `programs`, one per pipeline stage, into an SVG file. `needs` are those of the
-/// first.
-fn draw(path: &Path, programs: &[Program], needs: &StepNeeds, resolved: &Resolved) -> Result<()> {
-    let predicted = match programs {
-        [program] => predicted(program, needs, resolved),
-        _ => Err("profiles price one stage".to_owned()),
-    };
+/// Draws the step of `stages`, one program per pipeline stage, into an SVG file.
+fn draw(path: &Path, stages: Vec<(Program, StepNeeds)>, resolved: &Resolved) -> Result<()> {
+    let predicted = predicted(&stages, resolved);
+    let (programs, _): (Vec<Program>, Vec<StepNeeds>) = stages.into_iter().unzip();
+    let programs = &programs[..];
     let (spans, basis) = match &predicted {
-        Ok((spans, source)) => (vec![spans.clone()], TimeBasis::Predicted(source)),
+        Ok((spans, source)) => (spans.clone(), TimeBasis::Predicted(source)),
         Err(_) => (equal_times(programs)?, TimeBasis::EqualUnits),
     };
     let mesh = &programs[0].mesh;
@@ -90,11 +87,14 @@ fn draw(path: &Path, programs: &[Program], needs: &StepNeeds, resolved: &Resolve
     print(format_args!("{}: {who}, {times}{why}\n", path.display()))
 }
 
-/// The predicted intervals of a program's instructions on this machine, and their source; or the
-/// reason why there are none.
-fn predicted(program: &Program, needs: &StepNeeds, resolved: &Resolved) -> Result<(Vec<Span>, String), String> {
+/// The predicted intervals of the instructions of every stage's program on this machine, and their
+/// source; or the reason why there are none.
+fn predicted(stages: &[(Program, StepNeeds)], resolved: &Resolved) -> Result<(Vec<Vec<Span>>, String), String> {
     let here = Machine::here();
     let profile = forecast::profile(forecast::profile_kind(&resolved.config), &here)?;
-    let mut step = host_step(program, &needs.calls, &profile, layout(resolved, &here), &profile.speeds);
-    Ok((step.simulated.ranks.swap_remove(0).spans, format!("this machine's profile, calibrated {}", profile.measured)))
+    let stages = stages.iter().map(|(program, needs)| HostStage { program, calls: &needs.calls });
+    let stages: Vec<HostStage<'_>> = stages.collect();
+    let step = host_step(&stages, &profile, layout(resolved, &here), &profile.speeds);
+    let spans = step.simulated.ranks.into_iter().map(|rank| rank.spans).collect();
+    Ok((spans, format!("this machine's profile, calibrated {}", profile.measured)))
 }

@@ -29,6 +29,7 @@ mod resolve_model;
 mod resolve_parallel;
 mod section;
 mod sections;
+mod sections_parallel;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -45,7 +46,8 @@ pub(crate) use resolve::{omp_num_threads, usual_sequence_length};
 pub use resolve_parallel::Parallel;
 pub use section::{Key, Section};
 pub use sections::*;
-pub use value::{ByteSize, ConfigValue, Override, Overrides, Reshard, Source, Sources};
+pub use sections_parallel::*;
+pub use value::{ByteSize, ConfigValue, Cuts, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -2,7 +2,8 @@
 
 use super::resolve::Resolver;
 use super::sections::*;
-use super::{Batch, DeviceKind, Inputs, ModelSource, Reshard};
+use super::sections_parallel::*;
+use super::{Batch, Cuts, DeviceKind, Inputs, ModelSource, Reshard};
 use crate::shape::known_schedule;
 use serde::Serialize;
 use std::fmt;
@@ -90,6 +91,7 @@ impl Resolver {
         self.count("parallel.pipeline_parallel_degree", Some(pipeline as u64), 1, RANKS_MAX);
         let pipeline = pipeline.clamp(1, RANKS_MAX as usize);
         let (schedule, chunks) = self.pipeline(&section, pipeline);
+        self.cuts(&section, pipeline, schedule, chunks, inputs);
         let (tensor, sequence) = self.tensor(&section);
         let (replicate, shard) = self.degrees(&section, pipeline, tensor, inputs);
         let (stage, because) = match shard {
@@ -141,6 +143,7 @@ impl Resolver {
             self.unused("parallel.pipeline_schedule", &section.pipeline_schedule, because);
             self.unused("parallel.pipeline_schedule_file", &section.pipeline_schedule_file, because);
             self.unused("parallel.pipeline_chunks", &section.pipeline_chunks, because);
+            self.unused("parallel.pipeline_cuts", &section.pipeline_cuts, because);
             return (one, 1);
         }
         if section.pipeline_schedule_file.is_some() {
@@ -160,6 +163,40 @@ impl Resolver {
         let chunks = self.settle("parallel.pipeline_chunks", &section.pipeline_chunks, 2, because);
         self.count("parallel.pipeline_chunks", Some(chunks as u64), 1, 1 << 10);
         (schedule, chunks)
+    }
+
+    /// Checks `pipeline_cuts` against the number of stretches, and of units where it is known. The
+    /// lowering checks those of a schedule's file.
+    fn cuts(
+        &mut self,
+        section: &ParallelSection,
+        stages: usize,
+        schedule: PipelineSchedule,
+        chunks: usize,
+        inputs: &Inputs,
+    ) {
+        let Some(Cuts(cuts)) = section.pipeline_cuts.as_ref().filter(|_| stages > 1) else { return };
+        let key = "parallel.pipeline_cuts";
+        let of_a_stage = match schedule {
+            PipelineSchedule::ZeroBubbleV | PipelineSchedule::DualPipeV => 2,
+            _ => chunks,
+        };
+        let stretches = stages.saturating_mul(of_a_stage);
+        let layers = inputs.pretrained.map(|pretrained| pretrained.layers).or(self.config.model.layers);
+        let units = layers.map_or(usize::MAX, |layers| layers.saturating_add(2));
+        let ascending = cuts.is_sorted_by(|a, b| a < b) && cuts.first() != Some(&0);
+        let inside = cuts.last().is_none_or(|last| *last < units);
+        if section.pipeline_schedule_file.is_none() && cuts.len() + 1 != stretches {
+            let message = format!(
+                "{key} makes {} stretches of layers, and {stages} stages of {of_a_stage} have {stretches}: give {} units",
+                cuts.len() + 1,
+                stretches - 1
+            );
+            self.problem(key, message);
+        } else if !ascending || !inside {
+            let last = if layers.is_some() { format!(", to {}, the head", units - 1) } else { String::new() };
+            self.problem(key, format!("{key} = {cuts:?}: units go up from 1, the first block{last}"));
+        }
     }
 
     /// The tensor-parallel degree, and true if its ranks divide rows too.

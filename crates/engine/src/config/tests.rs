@@ -465,8 +465,9 @@ fn ranks_and_degrees_complete_each_other() {
     let of = |sets: &[&str]| {
         let r = resolve(GOOD, sets).unwrap_or_else(|error| panic!("{sets:?}: {error}"));
         let p = r.parallel;
-        assert_eq!(p.ranks, p.data_degree());
-        assert_eq!((r.batch.data_parallel_degree, r.batch.global), (p.ranks, p.ranks * 8 * r.batch.accumulation));
+        assert_eq!(p.ranks, p.pipeline * p.data_degree() * p.tensor);
+        let degree = p.data_degree();
+        assert_eq!((r.batch.data_parallel_degree, r.batch.global), (degree, degree * 8 * r.batch.accumulation));
         (p.replicate, p.shard, p.zero_stage)
     };
     assert_eq!(of(&[]), (1, 1, 0));
@@ -478,6 +479,14 @@ fn ranks_and_degrees_complete_each_other() {
     assert_eq!(of(&["parallel.data_parallel_replicate_degree=2"]), (2, 1, 0));
     assert_eq!(of(&["parallel.data_parallel_replicate_degree=2", "parallel.data_parallel_shard_degree=2"]), (2, 2, 3));
     assert_eq!(of(&["parallel.ranks=6", "parallel.data_parallel_shard_degree=3", "parallel.zero_stage=2"]), (2, 3, 2));
+    let (stages, parts) = ("parallel.pipeline_parallel_degree=2", "parallel.tensor_parallel_degree=2");
+    assert_eq!(of(&[stages]), (1, 1, 0));
+    assert_eq!(of(&[stages, parts]), (1, 1, 0));
+    assert_eq!(of(&[stages, parts, "parallel.ranks=8"]), (2, 1, 0));
+    assert_eq!(of(&[stages, parts, "parallel.ranks=16", "parallel.data_parallel_shard_degree=2"]), (2, 2, 3));
+    assert_eq!(of(&[parts, "parallel.ranks=4", "parallel.zero_stage=1"]), (1, 2, 1));
+    let whole = resolve(GOOD, &[stages, parts, "parallel.data_parallel_replicate_degree=3"]).unwrap();
+    assert_eq!((whole.parallel.ranks, whole.parallel.sequence), (12, true));
     let threads = resolve(GOOD, &["parallel.ranks=2"]).unwrap();
     assert_eq!(threads.threads, 1, "two cores for two ranks");
     assert!(threads.explain().contains("2 ranks on this host"), "{}", threads.explain());
@@ -493,7 +502,31 @@ fn impossible_ranks_are_refused() {
         (&["parallel.ranks=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
         (&["parallel.ranks=2", "parallel.prefetch=2"], "no effect"),
         (&["parallel.ranks=4", "parallel.zero_stage=3", "parallel.reshard_after_forward=3"], "must divide"),
-        (&["parallel.tensor_parallel_degree=2"], "--fix tp=2"),
+        (&["parallel.context_parallel_degree=2"], "--fix cp=2"),
+        (&["parallel.pipeline_parallel_degree=0"], "parallel.pipeline_parallel_degree = 0 is too small"),
+        (&["parallel.tensor_parallel_degree=0"], "parallel.tensor_parallel_degree = 0 is too small"),
+        (&["parallel.ranks=3", "parallel.pipeline_parallel_degree=2"], "do not divide into parallel.pipeline_parallel"),
+        (&["parallel.ranks=3", "parallel.tensor_parallel_degree=2"], "not a multiple of parallel.pipeline_parallel"),
+        (
+            &["parallel.ranks=4", "parallel.pipeline_parallel_degree=2", "parallel.data_parallel_shard_degree=4"],
+            "2 ranks in each of 2 stages are not",
+        ),
+        (&["parallel.pipeline_schedule=gpipe"], "parallel.pipeline_schedule has no effect"),
+        (&["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts has no effect"),
+        (&["parallel.sequence_parallel=false"], "parallel.sequence_parallel has no effect"),
+        (&["parallel.pipeline_parallel_degree=2", "parallel.pipeline_chunks=2"], "pipeline_chunks has no effect"),
+        (&["parallel.pipeline_parallel_degree=2", "parallel.pipeline_cuts=[1, 2]"], "2 stages of 1 have 2: give 1"),
+        (&["parallel.pipeline_parallel_degree=2", "parallel.pipeline_cuts=[0]"], "units go up from 1"),
+        (&["parallel.pipeline_parallel_degree=2", "parallel.pipeline_cuts=[1000]"], "units go up from 1"),
+        (
+            &[
+                "parallel.pipeline_parallel_degree=2",
+                "parallel.pipeline_schedule=zero_bubble_v",
+                "parallel.pipeline_cuts=[2]",
+            ],
+            "2 stages of 2 have 4: give 3 units",
+        ),
+        (&["parallel.tensor_parallel_degree=2", "optimizer.name=muon"], "parallel.tensor_parallel_degree = 2 divides"),
         (&["parallel.ranks=2", "parallel.collectives=nccl"], "exchanges the memory of GPUs"),
         (&["parallel.collectives=ncl"], "did you mean \"nccl\"?"),
         (&["training.cuda_graphs=on"], "captures what a GPU is given"),

@@ -339,6 +339,23 @@ impl ConfigValue for Sources {
     }
 }
 
+/// The first unit of every stretch of a pipeline but the first.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Cuts(pub Vec<usize>);
+
+impl ConfigValue for Cuts {
+    fn expected() -> String {
+        "a list of whole numbers".to_owned()
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        let list = value.as_array().ok_or_else(|| wrong::<Self>(value))?;
+        list.iter().map(usize::from_value).collect::<Result<_, _>>().map(Cuts).map_err(|_| wrong::<Self>(value))
+    }
+    fn to_value(&self) -> Option<Value> {
+        self.0.iter().map(usize::to_value).collect::<Option<_>>().map(Value::Array)
+    }
+}
+
 /// Modes of activation checkpointing for some of the blocks.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Overrides(pub Vec<Override>);

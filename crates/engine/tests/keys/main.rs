@@ -168,6 +168,8 @@ fn prepared() -> tempfile::TempDir {
     write("other.txt", (0..300).map(|i| format!("{} and ", (i * 104_729) % 97)).collect());
     let line =
         |i: usize| format!("{{\"text\": \"line {i} of {}\", \"body\": \"{} other words\"}}\n", i * 37 % 11, i * 7);
+    // Four micro-batches on two stages, all forwards first and the backwards in reverse.
+    write("order.csv", "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0\n".to_owned());
     write("lines.jsonl", (0..80).map(line).collect());
     Tokenizer::characters_from("0123456789 adnil").unwrap().save(&folder.path().join("tok.json")).unwrap();
 

@@ -83,6 +83,7 @@ const F16: &[&str] = &["precision.compute=f16"];
 const TWO: &[&str] = &["parallel.ranks=2"];
 const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
 const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
+const STAGES: &[&str] = &["parallel.pipeline_parallel_degree=2", "training.accumulation_steps=4"];
 const ON_DISK: &[&str] = &["memory.offload.optimizer=disk"];
 const OFTEN: &[&str] = &["checkpoint.interval_steps=1", "checkpoint.keep_last=3"];
 const EVALUATED: &[&str] = &["evaluation.interval_steps=1", "data.validation_fraction=0.1"];
@@ -235,8 +236,28 @@ pub const ROWS: &[Row] = &[
         &[],
         Elsewhere("crates/engine/tests/ranks.rs", "threads_that_are_lent_change_no_bit"),
     ),
-    row("parallel.pipeline_parallel_degree", TWO, &["parallel.pipeline_parallel_degree=2"], Refused("pipeline")),
-    row("parallel.tensor_parallel_degree", TWO, &["parallel.tensor_parallel_degree=2"], Refused("tensor")),
+    row("parallel.pipeline_parallel_degree", TWO, &["parallel.pipeline_parallel_degree=2"], Program),
+    row("parallel.pipeline_schedule", STAGES, &["parallel.pipeline_schedule=gpipe"], Program),
+    row("parallel.pipeline_schedule_file", STAGES, &["parallel.pipeline_schedule_file={F}/order.csv"], Program),
+    row(
+        "parallel.pipeline_chunks",
+        &[
+            "parallel.pipeline_parallel_degree=2",
+            "training.accumulation_steps=4",
+            "parallel.pipeline_schedule=interleaved",
+            "model.layers=6",
+        ],
+        &["parallel.pipeline_chunks=3"],
+        Program,
+    ),
+    row("parallel.pipeline_cuts", STAGES, &["parallel.pipeline_cuts=[1]"], Program),
+    row("parallel.tensor_parallel_degree", TWO, &["parallel.tensor_parallel_degree=2"], Program),
+    row(
+        "parallel.sequence_parallel",
+        &["parallel.tensor_parallel_degree=2"],
+        &["parallel.sequence_parallel=false"],
+        Program,
+    ),
     row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Refused("context")),
     row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),
     row("memory.offload.optimizer", &[], &["memory.offload.optimizer=disk"], Program),

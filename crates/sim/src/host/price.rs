@@ -3,7 +3,7 @@
 use super::HostLayout;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
-use trainyard_program::{Action, Axis, Extent, Group, Instruction, Lane, Mesh, Program, Tier};
+use trainyard_program::{Action, Axis, Collective, Extent, Group, Instruction, Lane, Mesh, Program, Tier};
 use trainyard_tensor::{Call, Computes};
 
 /// The price of one instruction.
@@ -167,7 +167,36 @@ impl<'p> HostPrices<'p> {
                     Extent::Full => 0.0,
                     Extent::Shard => self.collective("all_gather", along(Axis::Shard), bytes),
                 };
-                (parts + self.collective("all_gather", data, losses), data.ranks)
+                // Ranks of a tensor-parallel group have parts of a matrix, stages have other units.
+                let [tensor, stages] = [Axis::Tensor, Axis::Pipeline].map(along);
+                let rest = self.collective("all_gather", tensor, 8.0 * f64::from(tensor.ranks))
+                    + 2.0 * self.collective("all_gather", stages, losses * f64::from(stages.ranks));
+                let ranks = data.ranks.max(tensor.ranks).max(stages.ranks);
+                (parts + self.collective("all_gather", data, losses) + rest, ranks)
+            }
+            Action::Exchange { collective, axis, times, .. } => {
+                let group = along(axis);
+                let one = |operation| self.collective(operation, group, bytes);
+                let seconds = match collective {
+                    Collective::AllReduce => one("all_reduce"),
+                    Collective::ReduceScatter => one("reduce_scatter"),
+                    Collective::GatherScatter => one("all_gather") + one("reduce_scatter"),
+                    Collective::AllGather | Collective::Ring | Collective::AllToAll => one("all_gather"),
+                };
+                (f64::from(times) * seconds, group.ranks)
+            }
+            // The first and the last stage share the unit.
+            Action::Tie { axis: Axis::Pipeline, .. } => {
+                let hosts = along(Axis::Pipeline).hosts.min(2);
+                (self.collective("all_reduce", Spread { ranks: 2, hosts }, bytes), 2)
+            }
+            Action::Tie { axis, .. } => (self.collective("all_reduce", along(axis), bytes), along(axis).ranks),
+            // Messages were not measured. Each of two ranks that gather receives half of the
+            // buffer.
+            Action::Send { to, .. } => {
+                let host = |rank: u32| rank / self.ranks.max(1);
+                let hosts = if host(program.rank) == host(to) { 1 } else { 2 };
+                (self.collective("all_gather", Spread { ranks: 2, hosts }, 2.0 * bytes), 2)
             }
             _ => (0.0, 0),
         };

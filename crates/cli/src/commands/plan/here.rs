@@ -14,6 +14,7 @@ use trainyard_calibrate::probe_group::inputs;
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_engine::shape::model_spec;
 use trainyard_plan::{Fixed, Mode, PricedStep, table, timeline};
+use trainyard_program::{Mesh, runnable};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Format, MachineProfile, ProfileKind};
@@ -104,7 +105,6 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     for (number, reason) in ways.reasons().iter().enumerate() {
         text += &format!("{:<5}{reason}\n", if number == 0 { "why" } else { "" });
     }
-    text += "tensor, pipeline and context parallelism are not priced for this machine: with --cluster they are, and marked \"priced, not runnable yet\"\n";
     if args.show.is_some() {
         text += &format!("\n{}", shown(&ways)?.text);
     }
@@ -114,10 +114,10 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
 /// The choices of `--fix`, as settings.
 fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let Fixed { tp, pp, cp, ep, dp_replicate, dp_shard, zero_stage, micro_batch, accumulation, .. } = *fixed;
-    for (name, degree) in [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)] {
-        if let Some(degree) = degree.filter(|degree| *degree > 1) {
-            bail!("--fix {name}={degree}: this machine runs with {name} 1 as yet; with --cluster more is priced");
-        }
+    let degree = |degree: Option<u32>| degree.unwrap_or(1);
+    let mesh = Mesh { cp: degree(cp), ep: degree(ep), ..Mesh::default() };
+    if !runnable(&mesh).is_yes() {
+        bail!("--fix: {}; with --cluster it is priced", runnable(&mesh));
     }
     let mode = fixed.checkpointing.map(|mode| match mode {
         Mode::None => "none",
@@ -126,6 +126,8 @@ fn held(fixed: &Fixed) -> Result<Vec<String>> {
     });
     let mut sets = Vec::new();
     let numbers = [
+        ("parallel.tensor_parallel_degree", tp),
+        ("parallel.pipeline_parallel_degree", pp),
         ("parallel.data_parallel_replicate_degree", dp_replicate),
         ("parallel.data_parallel_shard_degree", dp_shard),
         ("parallel.zero_stage", zero_stage.map(u32::from)),
@@ -225,20 +227,17 @@ impl Shown {
             let _ = writeln!(text, "  {kind:<40} {:>9.2} ms  {:>5.1} %", 1e3 * seconds, 100.0 * seconds / step_s);
         }
         let _ = writeln!(text, "\n{} at most on each rank; of each purpose at its own peak:", format_bytes(way.bytes));
-        for (purpose, bytes) in forecast.needs.purposes() {
+        for (purpose, bytes) in forecast.fullest().purposes() {
             let _ = writeln!(text, "  {:<40} {:>11}", purpose.name(), format_bytes(bytes as u64));
         }
-        for (what, bytes) in [("beside it on the host", way.pinned_bytes), ("on disk", forecast.needs.disk)] {
+        for (what, bytes) in [("beside it on the host", way.pinned_bytes), ("on disk", forecast.fullest().disk)] {
             if bytes > 0 {
                 let _ = writeln!(text, "  {what:<40} {:>11}", format_bytes(bytes));
             }
         }
-        let mut ranks = forecast.step(profile, &profile.speeds).simulated.ranks;
-        ranks.truncate(1);
-        Ok(Shown {
-            step: PricedStep { programs: vec![forecast.program], times: ranks, memory: Vec::new(), step_s },
-            text,
-        })
+        let times = forecast.step(profile, &profile.speeds).simulated.ranks;
+        let programs = forecast.stages.into_iter().map(|(program, _)| program).collect();
+        Ok(Shown { step: PricedStep { programs, times, memory: Vec::new(), step_s }, text })
     }
 }
 

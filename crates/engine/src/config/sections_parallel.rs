@@ -1,0 +1,109 @@
+//! `[parallel]`: the ranks of a run and how they divide model, batch and state.
+
+use super::section::section;
+use super::sections::{Collectives, ReduceDtype, ReduceSchedule};
+use super::value::{Cuts, Reshard, choices};
+use std::path::PathBuf;
+
+choices! {
+    /// The order of forwards and backwards in a pipeline.
+    PipelineSchedule {
+        /// All forwards, then all backwards (Huang et al. 2019).
+        Gpipe = "gpipe",
+        /// One forward, one backward (Narayanan et al. 2019).
+        OneForwardOneBackward = "1f1b",
+        /// One forward, one backward over several stretches of layers per stage (Narayanan et al.
+        /// 2021): a smaller bubble, more messages.
+        Interleaved = "interleaved",
+        /// Backward in two halves, of which the one for weights fills the bubble (Qi et al. 2023,
+        /// ZB-H1).
+        ZeroBubble = "zero_bubble",
+        /// Backward in two halves over two stretches of layers per stage, laid out as a V (Qi et
+        /// al. 2023, ZB-V): no bubble where forward and both halves take equally long.
+        ZeroBubbleV = "zero_bubble_v",
+        /// Pairs of a forward and a backward over the same layout (DeepSeek-AI 2024, DualPipe cut
+        /// in half).
+        DualPipeV = "dual_pipe_v",
+    }
+}
+
+section! {
+    /// The ranks and the state that each of them keeps. Ranks are threads of one process, or
+    /// processes that `trainyard launch`, torchrun, srun or mpirun started.
+    ParallelSection = "parallel" {
+        /// Number of ranks. Unset: the number of processes that were started together, else the
+        /// product of the degrees.
+        #[elsewhere("world_size", "num_processes", "nproc_per_node")]
+        ranks: Option<usize> = None;
+        /// Number of replicas: groups of ranks with the same state (DDP). Unset: `ranks` / the
+        /// shard degree.
+        #[elsewhere("dp_replicate_size", "data_parallel_size")]
+        data_parallel_replicate_degree: Option<usize> = None;
+        /// Number of ranks that share one state (FSDP). Unset: `ranks` / the replicate degree; 1
+        /// without `zero_stage`.
+        #[elsewhere("dp_shard_size", "fsdp_size", "sharding_factor")]
+        data_parallel_shard_degree: Option<usize> = None;
+        /// The sharded state: 0 none, 1 optimizer state and masters, 2 gradients as well, 3
+        /// parameters as well. Unset: 3 when the shard degree is above 1, else 0.
+        #[elsewhere("stage", "zero_optimization", "data_parallel_sharding_strategy", "fsdp_sharding_strategy")]
+        zero_stage: Option<usize> = None;
+        /// zero_stage 3: after its forward, drop a unit's gathered parameters (true), keep them for
+        /// backward (false), or keep them on groups of this many neighbouring ranks (a number).
+        /// Unset: true.
+        #[elsewhere("fsdp_reshard_after_forward")]
+        reshard_after_forward: Option<Reshard> = None;
+        /// Number of units that are gathered and fetched ahead of the one that computes, with
+        /// zero_stage 3 or offloaded parameters, activations or gradients. Unset: 1.
+        #[elsewhere("stage3_prefetch_bucket_size", "fsdp_forward_prefetch")]
+        prefetch: Option<usize> = None;
+        /// The time at which gradients are summed over ranks.
+        #[elsewhere("overlap_comm", "require_backward_grad_sync")]
+        reduce_schedule: ReduceSchedule = ReduceSchedule::Step;
+        /// The type of gradients while ranks exchange them.
+        #[elsewhere("mixed_precision_reduce", "grad_reduce_in_fp32", "communication_data_type")]
+        reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// The transport of tensors between ranks with `compute.device = "cuda"`. Ranks on
+        /// processors use shared memory, TCP or MPI.
+        #[elsewhere("distributed_backend", "ddp_backend", "backend", "comm_backend")]
+        collectives: Collectives = Collectives::Auto;
+        /// Seconds that ranks wait for each other, and that one instruction may take, before the
+        /// run ends with a report of where each rank is. Saving and evaluating count.
+        #[elsewhere("timeout", "ddp_timeout", "init_timeout_seconds", "distributed_timeout_minutes")]
+        deadline_seconds: f64 = 600.0;
+        /// Send data between ranks with checksums, so that damaged data end the run. Costs one more
+        /// pass over the data at each end.
+        verify: bool = false;
+        /// Let a rank that waits for another work for it meanwhile, where ranks are threads of one
+        /// process and each of their threads has a core. Changes no bit.
+        lend_threads: bool = true;
+        /// Number of pipeline stages: groups of ranks that each hold a stretch of the model's
+        /// layers. Micro-batches pass through them one after the other.
+        #[elsewhere("pipeline_model_parallel_size", "pp_size")]
+        pipeline_parallel_degree: usize = 1;
+        /// The order of forwards and backwards in a pipeline. Unset: `1f1b`.
+        #[elsewhere("pipeline_parallel_schedule")]
+        pipeline_schedule: Option<PipelineSchedule> = None;
+        /// A file with a table of your own in place of `pipeline_schedule`: a line per stage, with
+        /// cells like `0F1` (stretch, action, micro-batch), as PyTorch's schedules are written.
+        #[elsewhere("pipeline_parallel_schedule_csv")]
+        pipeline_schedule_file: Option<PathBuf> = None;
+        /// Stretches of layers per stage with `pipeline_schedule = "interleaved"`. Unset: 2.
+        #[elsewhere("virtual_pipeline_model_parallel_size", "pipeline_parallel_layers_per_stage")]
+        pipeline_chunks: Option<usize> = None;
+        /// The first unit of every stretch of layers but the first, ascending: `[4, 8]` makes
+        /// three. Unit 0 is the embedding, 1 the first block, the last the head. Unset: equally
+        /// many blocks for each stretch.
+        #[elsewhere("module_fqns_per_model_part", "pipeline_parallel_split_points")]
+        pipeline_cuts: Option<Cuts> = None;
+        /// Number of ranks that share every layer's products, each with a part of every weight.
+        #[elsewhere("tensor_model_parallel_size", "tp_size")]
+        tensor_parallel_degree: usize = 1;
+        /// With tensor parallelism, divide the rows of norms and residuals among the same ranks
+        /// (Korthikanti et al. 2022): less memory, the same traffic. Unset: true.
+        #[elsewhere("disable_loss_parallel", "sequence_parallel_enabled")]
+        sequence_parallel: Option<bool> = None;
+        /// Only 1 is supported.
+        #[elsewhere("context_parallel_size", "cp_size")]
+        context_parallel_degree: usize = 1;
+    }
+}
