@@ -1,5 +1,5 @@
 //! Every chore of the project:
-//! `cargo xtask test | tidy | bench | choices | gpu | overlap | pictures | soak | validate`.
+//! `cargo xtask test | tidy | bench | choices | equality | gpu | overlap | pictures | soak | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -9,6 +9,7 @@
 
 mod bench;
 mod choices;
+mod equality;
 mod gpu;
 mod lexer;
 mod markdown;
@@ -48,6 +49,9 @@ enum Chore {
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
+    /// Train small models on every layout, compare them with one rank, and write the tables of
+    /// docs/equality.md.
+    Equality(equality::Options),
     /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by
     /// NVRTC, without one.
     Gpu(gpu::Options),
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
+        Chore::Equality(options) => equality::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::Soak(options) => soak::run(&root, &options),

@@ -5,6 +5,7 @@ mod common;
 
 use common::{Folder, Ran, tensors};
 use std::collections::BTreeSet;
+use std::fs;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -51,15 +52,34 @@ fn same_tensors(folder: &Folder, one: &str, other: &str) {
 const ZERO_3: [&str; 4] =
     ["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'", "precision.compute='bf16'"];
 const HYBRID: [&str; 3] = ["parallel.ranks=4", "parallel.zero_stage=3", "parallel.data_parallel_replicate_degree=2"];
+/// Products divided in two, rows too, on each of two stages.
+const TENSOR_PIPELINE: [&str; 5] = [
+    "parallel.ranks=4",
+    "parallel.tensor_parallel_degree=2",
+    "parallel.pipeline_parallel_degree=2",
+    "parallel.pipeline_schedule='zero_bubble_v'",
+    "model.dropout=0.1",
+];
+
+/// The losses and norms of a run's steps.
+fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 3]> {
+    let text = fs::read_to_string(folder.join(&format!("runs/{run}/metrics.jsonl"))).expect("metrics");
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a line of JSON"));
+    lines.map(|line| ["step", "loss", "grad_norm"].map(|key| line[key].clone())).collect()
+}
 
 #[test]
 fn launched_processes_train_the_bits_of_threads() {
     let folder = Folder::new();
-    for (name, ranks, sets) in [("zero-3", 2, &ZERO_3[..]), ("hybrid", 4, &HYBRID)] {
+    for (name, ranks, sets) in
+        [("zero-3", 2, &ZERO_3[..]), ("hybrid", 4, &HYBRID), ("tensor-pipeline", 4, &TENSOR_PIPELINE)]
+    {
         let threads = format!("{name}-threads");
         run(&folder, &train(&threads, sets), "").ok();
         let ran = run(&folder, &launch(ranks, &[], &train(name, sets)), "").ok();
         same_tensors(&folder, name, &threads);
+        let recorded = losses(&folder, name);
+        assert_eq!((recorded.len(), &recorded), (6, &losses(&folder, &threads)), "{name}");
         // Only rank 0 prints, and its lines have no prefix.
         assert_eq!(ran.stdout.matches("done: 6 steps").count(), 1, "{}", ran.stdout);
         assert!(

@@ -15,7 +15,7 @@ use std::fs;
 const STEPS: &str = "training.steps=6";
 
 /// Cases: a name (model, precision, layout of two or four ranks) and the settings.
-const CASES: [(&str, &[&str]); 8] = [
+const CASES: [(&str, &[&str]); 10] = [
     ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
     ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),
     (
@@ -35,6 +35,18 @@ const CASES: [(&str, &[&str]); 8] = [
             "model.family='gpt2'",
             "precision.compute='bf16'",
             "parallel.reduce_schedule='micro_batch'",
+        ],
+    ),
+    ("llama-f32-tensor", &["parallel.ranks=2", "parallel.tensor_parallel_degree=2", "model.tie_embeddings=true"]),
+    (
+        "gpt2-bf16-pipeline",
+        &[
+            "parallel.ranks=4",
+            "parallel.zero_stage=3",
+            "parallel.pipeline_parallel_degree=2",
+            "parallel.pipeline_schedule='zero_bubble'",
+            "model.family='gpt2'",
+            "precision.compute='bf16'",
         ],
     ),
 ];

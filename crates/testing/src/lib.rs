@@ -21,6 +21,19 @@ pub const IN_PART: &str = "test in part: ";
 /// Begins the line of a sweep that ran fewer cases than it has.
 pub const REDUCED: &str = "test reduced: ";
 
+/// The environment variable with the folder in which tests leave results for a page of the
+/// documentation.
+pub const RESULTS: &str = "TRAINYARD_TEST_RESULTS";
+
+/// Writes the results of a test to `NAME.json` in the folder that [`RESULTS`] names, if it is set.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn record(name: &str, json: &str) -> std::io::Result<()> {
+    let Some(folder) = std::env::var_os(RESULTS) else { return Ok(()) };
+    std::fs::write(std::path::Path::new(&folder).join(format!("{name}.json")), json)
+}
+
 /// Says that the calling test tests nothing here, and why. The test returns after it.
 ///
 /// ```

@@ -44,6 +44,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/config.md",
     "docs/cost-model.md",
     "docs/data.md",
+    "docs/equality.md",
     "docs/gpu.md",
     "docs/install.md",
     "docs/layouts.md",

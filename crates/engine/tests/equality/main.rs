@@ -20,10 +20,6 @@ const FIRST_MAX: f64 = 1e-5;
 /// Largest relative difference of a loss in any step.
 const LOSS_MAX: f64 = 1e-4;
 
-/// The environment variable that names the file for results, in which `cargo xtask equality` finds
-/// them.
-const RESULTS: &str = "TRAINYARD_EQUALITY_RESULTS";
-
 /// The results of one training.
 #[derive(Clone)]
 struct Trained {
@@ -106,138 +102,151 @@ impl Differences {
     }
 }
 
-/// A row of the matrix: the largest differences over all models.
-#[derive(serde::Serialize)]
-struct Row {
+/// The comparison of a layout with others, for one model or the worst of several.
+#[derive(Clone, serde::Serialize)]
+struct Compared {
     layout: String,
+    /// The schedule of the pipeline; empty without one.
+    schedule: &'static str,
     ranks: usize,
+    /// The largest differences from one rank.
     differences: Differences,
-    /// True if all bits are those of the one rank, for every model.
-    same_as_one: bool,
     /// True if all bits are those of the layout without its pipeline, for untied models; None
-    /// without a pipeline.
-    same_as_without_pipeline: Option<bool>,
+    /// without a pipeline, and where every model is tied.
+    untied_same: Option<bool>,
+    /// The same for tied models.
+    tied_same: Option<bool>,
+    /// The largest differences of tied models from the layout without its pipeline.
+    tied: Differences,
     /// The largest peak of a rank, in bytes.
     peak: usize,
+    #[serde(skip)]
+    failures: Vec<String>,
 }
 
-/// Adds `name` to the file of results, if results are wanted.
-fn record(name: &str, results: &impl serde::Serialize) {
-    let Some(folder) = std::env::var_os(RESULTS) else { return };
-    let path = std::path::Path::new(&folder).join(format!("{name}.json"));
-    std::fs::write(path, serde_json::to_string_pretty(results).unwrap()).unwrap();
+impl Compared {
+    fn with(mut self, other: Compared) -> Compared {
+        let both = |a: Option<bool>, b: Option<bool>| a.map_or(b, |a| Some(a && b.unwrap_or(true)));
+        self.failures.extend(other.failures);
+        Compared {
+            differences: self.differences.with(other.differences),
+            untied_same: both(self.untied_same, other.untied_same),
+            tied_same: both(self.tied_same, other.tied_same),
+            tied: self.tied.with(other.tied),
+            peak: self.peak.max(other.peak),
+            ..self
+        }
+    }
 }
 
-/// Trains each layout once per model.
+/// The trainings of one model.
 struct Trainings {
+    model: Model,
     steps: u64,
-    done: BTreeMap<(Model, Layout), Trained>,
+    /// Layouts that others are compared with.
+    done: BTreeMap<Layout, Trained>,
+    /// By layout without its pipeline, the first training whose embedding and head are on different
+    /// stages. All of these have the same bits.
+    apart: BTreeMap<Layout, Trained>,
 }
 
 impl Trainings {
-    fn of(&mut self, model: Model, layout: Layout) -> &Trained {
-        self.done.entry((model, layout)).or_insert_with(|| Trained::new(&model, &layout, self.steps))
+    fn of(&mut self, layout: Layout) -> &Trained {
+        self.done.entry(layout).or_insert_with(|| Trained::new(&self.model, &layout, self.steps))
     }
+
+    fn compare(&mut self, layout: &Layout) -> Compared {
+        let model = self.model;
+        let many = Trained::new(&model, layout, self.steps);
+        let is_pipeline = layout.pipeline > 1;
+        let mut compared = Compared {
+            layout: layout.to_string(),
+            schedule: if is_pipeline { layout.schedule } else { "" },
+            ranks: layout.ranks(),
+            differences: Differences::new(&many, self.of(Layout::ONE)),
+            untied_same: None,
+            tied_same: None,
+            tied: Differences::default(),
+            peak: many.peak,
+            failures: Vec::new(),
+        };
+        let mut failures = Vec::new();
+        let mut check = |holds: bool, what: &str| {
+            if !holds {
+                failures.push(format!("{model}: {layout}: {what}"));
+            }
+        };
+        check(compared.differences.is_within_bounds(), &format!("{:?}", compared.differences));
+        if is_pipeline {
+            let without = self.of(layout.without_pipeline()).clone();
+            let same = many.has_bits_of(&without);
+            if model.tied {
+                compared.tied_same = Some(same);
+                compared.tied = Differences::new(&many, &without);
+                check(compared.tied.is_within_bounds(), &format!("without pipeline {:?}", compared.tied));
+                if !layout.joins_ends() {
+                    let key = layout.without_pipeline();
+                    let other = self.apart.entry(key).or_insert_with(|| many.clone());
+                    check(many.has_bits_of(other), "bits differ from those of another pipeline");
+                }
+            } else {
+                compared.untied_same = Some(same);
+                check(same, "bits differ from those without pipeline");
+            }
+        }
+        compared.failures = failures;
+        compared
+    }
+}
+
+/// Compares each of `layouts` for all models at once. Leaves the results for the page as `name`.
+fn compare(name: &str, models: &[Model], layouts: &[Layout], steps: u64) {
+    let of_model = |model: Model| {
+        let mut trainings = Trainings { model, steps, done: BTreeMap::new(), apart: BTreeMap::new() };
+        layouts.iter().map(|layout| trainings.compare(layout)).collect::<Vec<_>>()
+    };
+    let rows: Vec<Compared> = std::thread::scope(|scope| {
+        let models = models.iter().map(|model| scope.spawn(|| of_model(*model)));
+        let models: Vec<_> = models.collect();
+        let rows = models.into_iter().map(|model| model.join().unwrap());
+        rows.reduce(|a, b| a.into_iter().zip(b).map(|(a, b)| a.with(b)).collect()).unwrap()
+    });
+    record(name, &rows);
+    let failures: Vec<&str> = rows.iter().flat_map(|row| &row.failures).map(String::as_str).collect();
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// Leaves the results of a test for the page.
+fn record(name: &str, results: &impl serde::Serialize) {
+    trainyard_testing::record(name, &serde_json::to_string_pretty(results).unwrap()).unwrap();
+}
+
+fn all_layouts() -> Vec<Layout> {
+    of_four().into_iter().chain(of_eight()).collect()
+}
+
+#[test]
+fn the_page_shows_every_layout() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/equality.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let missing: Vec<String> =
+        all_layouts().iter().map(Layout::to_string).filter(|layout| !page.contains(&format!("| {layout} |"))).collect();
+    assert!(missing.is_empty(), "run `cargo xtask equality`: docs/equality.md has no row for {missing:#?}");
 }
 
 #[test]
 fn every_layout_trains_as_one_rank() {
-    let models = &models()[..trainyard_testing::cases("models", 2, 8) as usize];
-    let all: Vec<Layout> = of_four().into_iter().chain(of_eight()).collect();
-    let layouts = &all[..trainyard_testing::cases("layouts", 20, all.len() as u64) as usize];
-    let mut trainings = Trainings { steps: trainyard_testing::cases("steps", 3, 100), done: BTreeMap::new() };
-    let (mut rows, mut failures) = (Vec::new(), Vec::new());
-    for layout in layouts {
-        let mut row = Row {
-            layout: layout.to_string(),
-            ranks: layout.ranks(),
-            differences: Differences::default(),
-            same_as_one: true,
-            same_as_without_pipeline: (layout.pipeline > 1).then_some(true),
-            peak: 0,
-        };
-        for model in models {
-            let many = Trained::new(model, layout, trainings.steps);
-            let one = trainings.of(*model, Layout::ONE);
-            let differences = Differences::new(&many, one);
-            if !differences.is_within_bounds() {
-                failures.push(format!("{model}: {layout}: {differences:?}"));
-            }
-            row.differences = row.differences.with(differences);
-            row.same_as_one &= many.has_bits_of(one);
-            row.peak = row.peak.max(many.peak);
-            if layout.pipeline > 1 && !model.tied {
-                let same = many.has_bits_of(trainings.of(*model, layout.without_pipeline()));
-                row.same_as_without_pipeline = row.same_as_without_pipeline.map(|before| before && same);
-                if !same {
-                    failures.push(format!("{model}: {layout}: bits differ from those without pipeline"));
-                }
-            }
-        }
-        eprintln!("{:60} {:?} {}", row.layout, row.differences, row.same_as_one);
-        rows.push(row);
-    }
-    record("layouts", &rows);
-    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
-}
-
-/// A row of the table of schedules.
-#[derive(serde::Serialize)]
-struct ScheduleRow {
-    layout: String,
-    schedule: &'static str,
-    /// True if all bits are those of the layout without its pipeline, for every untied model.
-    untied_same: bool,
-    /// The same for tied models.
-    tied_same: bool,
-    /// The largest differences of tied models from the layout without its pipeline.
-    tied: Differences,
+    let (models, layouts) = (models(), all_layouts());
+    let models = &models[..trainyard_testing::cases("models", 2, models.len() as u64) as usize];
+    let layouts = &layouts[..trainyard_testing::cases("layouts", 20, layouts.len() as u64) as usize];
+    compare("layouts", models, layouts, trainyard_testing::cases("steps", 3, 100));
 }
 
 #[test]
 fn every_schedule_trains_the_bits_of_no_pipeline() {
-    let models = &models()[..trainyard_testing::cases("models", 3, 4) as usize];
-    let pipelines: Vec<Layout> = of_four().into_iter().filter(|layout| layout.pipeline > 1).collect();
+    let pipelines: Vec<Layout> = of_four().into_iter().rev().filter(|layout| layout.pipeline > 1).collect();
     let kept = trainyard_testing::cases("layouts", 3, pipelines.len() as u64) as usize;
-    let mut trainings = Trainings { steps: trainyard_testing::cases("steps", 3, 100), done: BTreeMap::new() };
-    let (mut rows, mut failures) = (Vec::new(), Vec::new());
-    for layout in pipelines.into_iter().rev().take(kept) {
-        // The first schedule of a tied model whose head and embedding are on two stages.
-        let mut apart: BTreeMap<Model, Trained> = BTreeMap::new();
-        for schedule in SCHEDULES {
-            let layout = Layout { schedule, ..layout };
-            let mut row = ScheduleRow {
-                layout: layout.without_pipeline().to_string(),
-                schedule,
-                untied_same: true,
-                tied_same: true,
-                tied: Differences::default(),
-            };
-            for model in models {
-                let many = Trained::new(model, &layout, trainings.steps);
-                let one = trainings.of(*model, layout.without_pipeline());
-                let same = many.has_bits_of(one);
-                if !model.tied {
-                    row.untied_same &= same;
-                    if !same {
-                        failures.push(format!("{model}: {layout}: bits differ from those without pipeline"));
-                    }
-                    continue;
-                }
-                let differences = Differences::new(&many, one);
-                row.tied_same &= same;
-                row.tied = row.tied.with(differences);
-                if !differences.is_within_bounds() {
-                    failures.push(format!("{model}: {layout}: {differences:?}"));
-                }
-                if !layout.joins_ends() && !apart.entry(*model).or_insert_with(|| many.clone()).has_bits_of(&many) {
-                    failures.push(format!("{model}: {layout}: bits differ from those of another schedule"));
-                }
-            }
-            eprintln!("{:50} {schedule:14} {} {} {:?}", row.layout, row.untied_same, row.tied_same, row.tied);
-            rows.push(row);
-        }
-    }
-    record("schedules", &rows);
-    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+    let with_all = |layout: &Layout| SCHEDULES.map(|schedule| Layout { schedule, ..*layout });
+    let layouts: Vec<Layout> = pipelines[..kept].iter().flat_map(with_all).collect();
+    compare("schedules", &models(), &layouts, trainyard_testing::cases("steps", 3, 100));
 }
