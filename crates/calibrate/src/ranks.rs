@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use trainyard_comm::{Communicator, local};
 use trainyard_engine::bench::{Stepper, Timed};
 use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::rank::Pace;
 use trainyard_engine::{EngineError, Result};
 use trainyard_program::Program;
 use trainyard_tensor::Device;
@@ -48,7 +49,17 @@ impl Ranks {
     /// A model that does not fit.
     pub fn together(resolved: &Resolved) -> Result<Ranks> {
         let worlds = local::World::new(resolved.parallel.ranks).into_iter().map(Some);
-        Ranks::of(resolved, worlds.collect())
+        Ranks::of(resolved, worlds.collect(), None)
+    }
+
+    /// As [`Ranks::together`], with passes held to a pace.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ranks::together`].
+    pub fn paced(resolved: &Resolved, pace: &Pace) -> Result<Ranks> {
+        let worlds = local::World::new(resolved.parallel.ranks).into_iter().map(Some);
+        Ranks::of(resolved, worlds.collect(), Some(pace))
     }
 
     /// Starts the one rank of a run of `resolved` that is in this process. The other ranks are in
@@ -58,7 +69,7 @@ impl Ranks {
     ///
     /// As [`Ranks::together`].
     pub(crate) fn one_of(resolved: &Resolved, world: Communicator) -> Result<Ranks> {
-        Ranks::of(resolved, vec![Some(world)])
+        Ranks::of(resolved, vec![Some(world)], None)
     }
 
     /// Starts `ranks` independent runs of one rank each.
@@ -67,11 +78,11 @@ impl Ranks {
     ///
     /// As [`Ranks::together`].
     pub fn apart(resolved: &Resolved, ranks: u32) -> Result<Ranks> {
-        Ranks::of(resolved, (0..ranks).map(|_| None).collect())
+        Ranks::of(resolved, (0..ranks).map(|_| None).collect(), None)
     }
 
-    fn of(resolved: &Resolved, worlds: Vec<Option<Communicator>>) -> Result<Ranks> {
-        let begun: Vec<_> = worlds.into_iter().map(|world| begin(resolved.clone(), world)).collect();
+    fn of(resolved: &Resolved, worlds: Vec<Option<Communicator>>, pace: Option<&Pace>) -> Result<Ranks> {
+        let begun: Vec<_> = worlds.into_iter().map(|world| begin(resolved.clone(), world, pace.cloned())).collect();
         let ranks = begun.into_iter().map(Begun::wait).collect::<Vec<_>>();
         Ok(Ranks { ranks: ranks.into_iter().collect::<Result<_>>()? })
     }
@@ -106,7 +117,7 @@ struct Begun {
 }
 
 /// Starts a rank's thread. All ranks of a world start together.
-fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
+fn begin(resolved: Resolved, world: Option<Communicator>, pace: Option<Pace>) -> Begun {
     let (tell, made) = channel();
     let (go, words) = channel();
     let (done, steps) = channel();
@@ -120,6 +131,9 @@ fn begin(resolved: Resolved, world: Option<Communicator>) -> Begun {
                 return;
             }
         };
+        if let Some(pace) = pace {
+            stepper.pace(pace);
+        }
         let _ = tell.send(Ok((stepper.device().clone(), stepper.program().clone())));
         while words.recv().is_ok() {
             let step = stepper.step();

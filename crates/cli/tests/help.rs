@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 28] = [
+    let commands: [&[&str]; 30] = [
         &[],
         &["train"],
         &["launch"],
@@ -33,6 +33,8 @@ fn help_texts_are_as_agreed() {
         &["bench", "memory"],
         &["bench", "largest"],
         &["bench", "collectives"],
+        &["bench", "bubbles"],
+        &["bench", "layouts"],
         &["bench", "gpu"],
         &["completions"],
         &["man"],

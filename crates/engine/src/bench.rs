@@ -16,10 +16,11 @@ use crate::metrics::{MetricsError, Throughput};
 use crate::peaks::Peaks;
 use crate::precision::LossScaler;
 use crate::predict::{StepNeeds, predict};
-use crate::rank::{Launches, Rank, RankSettings, StepSettings};
+use crate::rank::{Launches, Pace, Rank, RankSettings, StepSettings};
 use crate::session;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::state::{Holding, does_not_fit};
+use crate::world;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -45,7 +46,9 @@ pub struct StepReport {
     pub dtype: &'static str,
     /// The rung of the kernel ladder, or the architecture of a GPU.
     pub isa: String,
-    /// Threads of the kernels.
+    /// Ranks.
+    pub ranks: usize,
+    /// Threads of the kernels of each rank.
     pub threads: usize,
     /// Timed steps.
     pub steps: u64,
@@ -127,13 +130,20 @@ pub struct KernelTime {
 }
 
 /// Runs the benchmark of `resolved` on its device: the first step, one warm-up step, `steps` timed
-/// steps and one profiled step.
+/// steps and one profiled step. Several ranks are threads of this process; the report is that of
+/// rank 0, with the peak of all ranks together.
 ///
 /// # Errors
 ///
 /// A model that does not fit, and a utilisation above one.
 pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<StepReport> {
-    steps_on(&crate::device::open(resolved, None, None)?, resolved, steps, process_start)
+    if resolved.parallel.ranks == 1 {
+        return steps_on(&crate::device::open(resolved, None, None)?, resolved, steps, process_start);
+    }
+    world::on_threads(resolved.parallel.ranks, |world| {
+        let device = crate::device::open(resolved, Some(&world), None)?;
+        steps_of_rank(&device, resolved, steps, process_start, Some(&world))
+    })
 }
 
 /// As [`steps`], on an open device.
@@ -142,22 +152,33 @@ pub fn steps(resolved: &Resolved, steps: u64, process_start: Instant) -> Result<
 ///
 /// As [`steps`].
 pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start: Instant) -> Result<StepReport> {
+    if resolved.parallel.ranks > 1 {
+        return Err(does_not_fit("one rank is measured on an open device: leave [parallel] out"));
+    }
+    steps_of_rank(device, resolved, steps, process_start, None)
+}
+
+fn steps_of_rank(
+    device: &Device,
+    resolved: &Resolved,
+    steps: u64,
+    process_start: Instant,
+    world: Option<&Communicator>,
+) -> Result<StepReport> {
     if steps == 0 {
         return Err(does_not_fit("0 steps measure nothing: take at least 1"));
     }
-    if resolved.parallel.ranks > 1 {
-        return Err(does_not_fit("one rank is measured here: leave [parallel] out"));
-    }
+    let (own, ranks) = world.map_or((0, 1), |world| (world.rank() as u32, world.size()));
     let spec = model_spec(resolved)?;
     let dtype = compute_dtype(resolved);
-    let (_, prediction) = forecast(resolved, 0)?;
-    limit::check(resolved, &spec, 0, &prediction)?;
-    limit::check_machine(resolved, &spec, 0, &prediction, 1)?;
+    let (_, prediction) = forecast(resolved, own)?;
+    limit::check(resolved, &spec, own, &prediction)?;
+    limit::check_machine(resolved, &spec, own, &prediction, ranks)?;
     // The peaks of a GPU are measured now, while there is memory for it.
     let measuring = Instant::now();
     let gpu_peaks = device.as_cuda().map(|_| Peaks::of(device)).transpose()?;
     let measured_s = measuring.elapsed().as_secs_f64();
-    let mut stepper = Stepper::on(device, resolved, None)?;
+    let mut stepper = Stepper::on(device, resolved, world)?;
     let parameters = stepper.rank.model().parameter_count() as u64;
 
     stepper.step()?;
@@ -167,8 +188,15 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
     for _ in 0..WARMUP_STEPS {
         stepper.step()?;
     }
+    // Ranks measure their peaks at the same time, because they share the machine.
+    world.map_or(Ok(()), Communicator::barrier)?;
     let peaks = gpu_peaks.map_or_else(|| Peaks::of(device), Ok)?;
-    let peak = peaks.flops(dtype);
+    let mut peak_of_each = vec![0.0; ranks];
+    match world {
+        Some(world) => world.all_gather(&[peaks.flops(dtype)], &mut peak_of_each)?,
+        None => peak_of_each[0] = peaks.flops(dtype),
+    }
+    let peak: f64 = peak_of_each.iter().sum();
     let mut timed = Vec::new();
     for _ in 0..steps {
         timed.push(stepper.step()?);
@@ -195,6 +223,7 @@ pub fn steps_on(device: &Device, resolved: &Resolved, steps: u64, process_start:
         tokens,
         dtype: dtype.name(),
         isa: peaks.isa().to_owned(),
+        ranks,
         threads: resolved.threads,
         steps,
         step_s,
@@ -291,6 +320,11 @@ impl Stepper {
     /// The program of a step.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// Makes every pass last at least as long as `pace` says.
+    pub fn pace(&mut self, pace: Pace) {
+        self.rank.pace(pace);
     }
 
     /// Makes a step.

@@ -4,6 +4,8 @@
 mod common;
 
 use common::*;
+use trainyard_engine::rank::Pace;
+use trainyard_program::{Action, BackwardPart, Phase, TurnTimes};
 
 const STEPS: u64 = 4;
 
@@ -92,5 +94,32 @@ fn a_tied_embedding_is_summed_over_its_stages() {
         let ends = train(&[MODEL, &tied, &sets].concat(), STEPS);
         assert_eq!(losses(&ends), pipeline.0, "{schedule}");
         assert!(weights(&ends) == pipeline.2, "{schedule}: some weight differs");
+    }
+}
+
+/// Ranks whose stages and passes are held to different paces train the same bits, and every pass
+/// lasts as long as it was told to.
+#[test]
+fn a_pace_changes_no_bit_and_is_kept() {
+    let uneven = |unit: u64| TurnTimes { forward: 400_000, input: 200_000 * unit, weights: 600_000 / (unit + 1) };
+    let pace = Pace::new((0..6).map(uneven).collect());
+    for schedule in ["1f1b", "zero_bubble", "zero_bubble_v"] {
+        let stages = stages(2, schedule);
+        let sets: Vec<&str> = MODEL.iter().copied().chain(stages.iter().map(String::as_str)).collect();
+        let (paced, free) = (train_paced(&sets, 2, &pace), train(&sets, 2));
+        assert_eq!(losses(&paced), losses(&free), "{schedule}");
+        assert!(weights(&paced) == weights(&free), "{schedule}: some weight differs");
+        for end in &paced {
+            let spans = end.outcomes.iter().flat_map(|outcome| end.program.instructions.iter().zip(&outcome.spans));
+            for (instruction, span) in spans {
+                let (unit, phase, part) = match instruction.action {
+                    Action::Forward { unit, .. } => (unit, Phase::Forward, BackwardPart::Whole),
+                    Action::Backward { unit, part, .. } => (unit, Phase::Backward, part),
+                    _ => continue,
+                };
+                let least = u128::from(pace.nanoseconds()[unit as usize].of(phase, part));
+                assert!((span.end - span.start).as_nanos() >= least, "{schedule}: {:?}", instruction.action);
+            }
+        }
     }
 }

@@ -1,26 +1,41 @@
-//! Plays programs in equal units of time, to show their order where no speeds are known. This is no
-//! prediction: nothing has a price.
+//! Plays programs with given durations of passes: equal ones, to show their order where no speeds
+//! are known, or those of a step whose passes are held to a pace. Nothing here has a price.
 
 use crate::simulate::{SimulateError, Span};
 use std::collections::HashMap;
-use trainyard_program::{Action, BackwardPart, Keep, Lane, Phase, Program};
+use trainyard_program::{Action, BackwardPart, Keep, Lane, Phase, Program, TurnTimes};
 
-/// The units of time of an instruction: 1 for a forward and for each half of a backward, 1 more for
-/// a backward that repeats its forward, 1/2 for what moves bytes beside them, and nothing for
-/// messages between stages and for the rest.
-fn units(program: &Program, number: usize, keep: &[Keep]) -> f64 {
-    let instruction = &program.instructions[number];
-    match instruction.action {
-        Action::Forward { .. } => 1.0,
-        Action::Backward { unit, part, .. } => {
-            let again = part != BackwardPart::Weights && keep[unit as usize] == Keep::InputOnly;
-            let halves = if part == BackwardPart::Whole { 2.0 } else { 1.0 };
-            halves + if again { 1.0 } else { 0.0 }
-        }
-        Action::Update { .. } => 0.5,
-        Action::Send { .. } | Action::Recv { .. } | Action::Count { .. } | Action::Clip { .. } => 0.0,
-        _ if instruction.bytes > 0 => 0.5,
-        _ => 0.0,
+/// The durations of a program's instructions.
+#[derive(Clone, Copy)]
+enum Durations<'a> {
+    /// 1 for a forward and for each half of a backward, 1 more for a backward that repeats its
+    /// forward, 1/2 for what moves bytes beside them, and nothing for messages between stages and
+    /// for the rest.
+    Equal,
+    /// Those of passes, by unit. Everything else takes no time.
+    OfPasses(&'a [TurnTimes]),
+}
+
+impl Durations<'_> {
+    fn of(self, program: &Program, number: usize, keep: &[Keep]) -> f64 {
+        let instruction = &program.instructions[number];
+        let times = |unit: u32| match self {
+            Durations::Equal => TurnTimes::EQUAL,
+            Durations::OfPasses(times) => times.get(unit as usize).copied().unwrap_or_default(),
+        };
+        let beside = if matches!(self, Durations::Equal) { 0.5 } else { 0.0 };
+        let units = match instruction.action {
+            Action::Forward { unit, .. } => times(unit).of(Phase::Forward, BackwardPart::Whole),
+            Action::Backward { unit, part, .. } => {
+                let again = part != BackwardPart::Weights && keep[unit as usize] == Keep::InputOnly;
+                times(unit).of(Phase::Backward, part) + if again { times(unit).forward } else { 0 }
+            }
+            Action::Update { .. } => return beside,
+            Action::Send { .. } | Action::Recv { .. } | Action::Count { .. } | Action::Clip { .. } => 0,
+            _ if instruction.bytes > 0 => return beside,
+            _ => 0,
+        };
+        units as f64
     }
 }
 
@@ -32,6 +47,20 @@ fn units(program: &Program, number: usize, keep: &[Keep]) -> f64 {
 ///
 /// A receive whose send is in none of the programs.
 pub fn equal_times(programs: &[Program]) -> Result<Vec<Vec<Span>>, SimulateError> {
+    play(programs, Durations::Equal)
+}
+
+/// As [`equal_times`], where the passes of unit `u` take `times[u]`, and nothing else takes any
+/// time. The unit of time is that of `times`.
+///
+/// # Errors
+///
+/// As [`equal_times`].
+pub fn paced_times(programs: &[Program], times: &[TurnTimes]) -> Result<Vec<Vec<Span>>, SimulateError> {
+    play(programs, Durations::OfPasses(times))
+}
+
+fn play(programs: &[Program], durations: Durations<'_>) -> Result<Vec<Vec<Span>>, SimulateError> {
     let mut spans: Vec<Vec<Option<Span>>> = programs.iter().map(|p| vec![None; p.instructions.len()]).collect();
     let mut next = vec![[0; Lane::ALL.len()]; programs.len()];
     let lanes: Vec<Vec<Vec<usize>>> =
@@ -48,7 +77,7 @@ pub fn equal_times(programs: &[Program]) -> Result<Vec<Vec<Span>>, SimulateError
                     let waits = program.instructions[number].after.iter().copied().chain(before);
                     let ends: Option<Vec<f64>> = waits.map(|on| Some(spans[stage][on as usize]?.end_s)).collect();
                     let Some(start) = ends.map(|ends| ends.into_iter().fold(0.0, f64::max)) else { break };
-                    let end = start + units(program, number, &keeps[stage]);
+                    let end = start + durations.of(program, number, &keeps[stage]);
                     let end = match program.instructions[number].action {
                         Action::Recv { unit, micro_batch, phase, .. } => {
                             match sent.get(&(program.stage(), unit, micro_batch, phase)) {
@@ -107,8 +136,8 @@ mod tests {
     use super::*;
     use trainyard_program::{Mesh, ModelShape, PipelineSchedule, Strategy, UnitShape, lower_stages};
 
-    /// The end of the passes on stages of one unit each.
-    fn passes_end(schedule: PipelineSchedule, pp: u32, micro_batches: u32) -> f64 {
+    /// The end of the passes on stages of one unit each, in equal times and in those of `times`.
+    fn passes_end(schedule: PipelineSchedule, pp: u32, micro_batches: u32, times: TurnTimes) -> [f64; 2] {
         let units = (pp * schedule.facts().chunks) as usize;
         let unit = UnitShape { flat_elements: 10, output_bytes: 4, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit; units], batch_bytes: 4 };
@@ -116,21 +145,26 @@ mod tests {
             Strategy { accumulation_steps: micro_batches, pipeline: schedule.into(), ..Strategy::new(units) };
         let mesh = Mesh { pp, ..Mesh::default() };
         let programs = lower_stages(&model, &mesh, &strategy).unwrap();
-        let spans = equal_times(&programs).unwrap();
         let is_pass = |action| matches!(action, Action::Forward { .. } | Action::Backward { .. });
-        let ends = programs.iter().zip(&spans).flat_map(|(program, spans)| {
-            program.instructions.iter().zip(spans).filter(|(i, _)| is_pass(i.action)).map(|(_, span)| span.end_s)
-        });
-        ends.fold(0.0, f64::max)
+        [equal_times(&programs), paced_times(&programs, &vec![times; units])].map(|spans| {
+            let spans = spans.unwrap();
+            let ends = programs.iter().zip(&spans).flat_map(|(program, spans)| {
+                program.instructions.iter().zip(spans).filter(|(i, _)| is_pass(i.action)).map(|(_, span)| span.end_s)
+            });
+            ends.fold(0.0, f64::max)
+        })
     }
 
     /// Programs take the time that the tables of their schedules say.
     #[test]
     fn programs_take_the_time_of_their_turns() {
         for schedule in PipelineSchedule::ALL {
-            let turns = schedule.table(4, 8).play(trainyard_program::TurnTimes::EQUAL);
-            let end = turns.iter().flatten().map(|span| span.end).max().unwrap();
-            assert_eq!(passes_end(schedule, 4, 8), end as f64, "{schedule}");
+            let uneven = TurnTimes { forward: 2, input: 5, weights: 3 };
+            let ends = [TurnTimes::EQUAL, uneven].map(|times| {
+                let turns = schedule.table(4, 8).play(times);
+                turns.iter().flatten().map(|span| span.end).max().unwrap() as f64
+            });
+            assert_eq!(passes_end(schedule, 4, 8, uneven), ends, "{schedule}");
         }
     }
 

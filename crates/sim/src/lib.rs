@@ -35,7 +35,7 @@ pub mod validate;
 pub use cluster::{Cluster, ClusterError, Placed, usual_network};
 pub use constants::{AttentionKind, Constants};
 pub use costs::{Costs, UnitCost};
-pub use equal::equal_times;
+pub use equal::{equal_times, paced_times};
 pub use machine::{MachineError, MachineProfile, ProfileKind, load_local_profile, local_profile_path};
 pub use models::{model, models};
 pub use own::own_units;

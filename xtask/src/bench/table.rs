@@ -12,6 +12,10 @@
 //!   process start), `data_wait_s` (per step), `peak_rss_bytes`; on our side also
 //!   `first_step_system_s` (processor time in the system until then).
 //! - **ddp, zero3**: `step_s` of the global batch; the peer's `tokens_per_s`.
+//! - **bubbles**: `cases`, each with `name`, `schedule` and `error` (of the simulator, relative).
+//! - **layouts**: `cases`, each with `name` (its settings), `step_s`, `tokens_per_s` and
+//!   `speed_ratio` (to the first case, the median over turns).
+//! - **tp, pp**: the same with one case; the peer's `tokens_per_s`.
 //! - **memory**: `cases`, each with `name`, `kind` (`peak`, `cut`), `error` (of the prediction,
 //!   relative, the worst purpose) or `cut` (activations without / with full checkpointing).
 //!
@@ -105,6 +109,33 @@ macro_rules! parallel {
     };
 }
 
+/// The layouts that are compared with PyTorch's.
+const TP: &str = "parallel.ranks=2 parallel.tensor_parallel_degree=2";
+const PP: &str = "parallel.ranks=2 parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble'";
+
+macro_rules! split {
+    ($name:literal, $dtype:literal, $about:literal, $rows:literal, $micro_batches:literal, $layout:expr, [$(($strategy:literal, $schedule:literal)),*]) => {
+        Benchmark {
+            name: $name,
+            about: concat!("GPT-2 124M, 8 x 256 tokens, ", $dtype, ", 2 ranks x 1 thread, ", $about),
+            files: &[],
+            ours: Ours::Prints(&[
+                "bench", "layouts", "--rows", $rows, "--accumulation", $micro_batches, "--length", "256", "--dtype", $dtype,
+                "--steps", "3", "--layout", $layout, "--json",
+            ]),
+            peers: &[$(Peer {
+                label: concat!("PyTorch over gloo, ", $strategy, ", ", $schedule),
+                script: "torch_split.py",
+                arguments: &[
+                    "--ranks", "2", "--threads", "1", "--strategy", $strategy, "--schedule", $schedule, "--dtype", $dtype,
+                ],
+            }),*],
+            peer_speed: "/tokens_per_s",
+            rows: split,
+        }
+    };
+}
+
 /// All of them, in the order in which they run.
 pub const BENCHMARKS: &[Benchmark] = &[
     Benchmark {
@@ -177,6 +208,61 @@ pub const BENCHMARKS: &[Benchmark] = &[
         peer_speed: "",
         rows: memory,
     },
+    Benchmark {
+        name: "bubbles",
+        about: "paced steps of six pipeline schedules on 2, 4 and 8 ranks, against the simulator",
+        files: &[],
+        ours: Ours::Prints(&["bench", "bubbles", "--json"]),
+        peers: &[],
+        peer_speed: "",
+        rows: bubbles,
+    },
+    Benchmark {
+        name: "layouts-f32",
+        about: "GPT-2 124M, 8 x 256 tokens, f32: 2 ranks x 1 thread against 1 rank x 2 threads",
+        files: &[],
+        ours: Ours::Prints(&[
+            "bench",
+            "layouts",
+            "--rows",
+            "1",
+            "--accumulation",
+            "8",
+            "--length",
+            "256",
+            "--dtype",
+            "f32",
+            "--json",
+        ]),
+        peers: &[],
+        peer_speed: "",
+        rows: layouts,
+    },
+    Benchmark {
+        name: "layouts-bf16",
+        about: "GPT-2 124M, 8 x 256 tokens, bf16: 2 ranks x 1 thread against 1 rank x 2 threads",
+        files: &[],
+        ours: Ours::Prints(&[
+            "bench",
+            "layouts",
+            "--rows",
+            "1",
+            "--accumulation",
+            "8",
+            "--length",
+            "256",
+            "--dtype",
+            "bf16",
+            "--json",
+        ]),
+        peers: &[],
+        peer_speed: "",
+        rows: layouts,
+    },
+    split!("tp-f32", "f32", "tensor parallelism", "8", "1", TP, [("tp", "1f1b")]),
+    split!("tp-bf16", "bf16", "tensor parallelism", "8", "1", TP, [("tp", "1f1b")]),
+    split!("pp-f32", "f32", "a pipeline of 8 micro-batches", "1", "8", PP, [("pp", "1f1b"), ("pp", "zbv")]),
+    split!("pp-bf16", "bf16", "a pipeline of 8 micro-batches", "1", "8", PP, [("pp", "1f1b"), ("pp", "zbv")]),
     parallel!("ddp", "everything replicated", "parallel.zero_stage=0", "ddp"),
     parallel!("zero3", "everything sharded", "parallel.zero_stage=3", "fsdp"),
 ];
@@ -185,6 +271,35 @@ fn parallel(m: &Measured) -> Result<Vec<Row>> {
     const TOKENS: f64 = 2048.0;
     let ours = TOKENS / m.ours("/step_s")?;
     Ok(vec![Row::new("speed", "tokens/s", ours).against(m.theirs("/tokens_per_s")?).ratio_at_least(3.0)])
+}
+
+/// The farthest case of each schedule from the simulator.
+fn bubbles(m: &Measured) -> Result<Vec<Row>> {
+    const SCHEDULES: [&str; 6] = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dual_pipe_v"];
+    let farthest = |schedule| -> Result<Row> {
+        let cases = m.cases(&[("schedule", schedule)], "error")?;
+        let error = cases.iter().map(|case| case.ours.abs()).fold(0.0, f64::max);
+        Ok(Row::new(format!("{schedule}, farthest step from the simulator"), "", error).at_most(0.05))
+    };
+    SCHEDULES.into_iter().map(farthest).collect()
+}
+
+fn layouts(m: &Measured) -> Result<Vec<Row>> {
+    let cases = m.cases(&[], "speed_ratio")?;
+    let row = |case: &super::measure::Case| {
+        let row = Row::new(format!("{}, speed", case.name), "x", case.ours);
+        match case.name.as_str() {
+            TP => row.at_least(0.85),
+            PP => row.at_least(0.9),
+            _ => row,
+        }
+    };
+    Ok(cases.iter().map(row).collect())
+}
+
+fn split(m: &Measured) -> Result<Vec<Row>> {
+    let ours = m.ours("/cases/0/tokens_per_s")?;
+    Ok(vec![Row::new("speed", "tokens/s", ours).against(m.theirs("/tokens_per_s")?).ratio_at_least(1.3)])
 }
 
 fn kernels(m: &Measured) -> Result<Vec<Row>> {
@@ -307,6 +422,23 @@ mod tests {
             [Some(false), None, None, Some(false), Some(false)]
         );
         assert_eq!(verdicts(startup, run(1.0, 1.0, 0.0), None), [Some(true), None]);
+    }
+
+    #[test]
+    fn layouts_and_bubbles_are_judged() {
+        let case = |name: &str, speed: f64| json!({"name": name, "speed_ratio": speed, "tokens_per_s": 260.0});
+        let ours = |tp: f64| json!({"cases": [case("parallel.ranks=1", 1.0), case(TP, tp), case(PP, 0.95)]});
+        assert_eq!(verdicts(layouts, ours(0.8), None), [None, Some(false), Some(true)]);
+        let theirs = json!({"tokens_per_s": 200.0});
+        assert_eq!(verdicts(split, ours(0.9), Some(theirs)), [Some(true)]);
+        let of = |schedule: &str, m: u32, error: f64| json!({"name": format!("{schedule} {m}"), "schedule": schedule, "error": error});
+        let schedules = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dual_pipe_v"];
+        let cases: Vec<_> = schedules
+            .iter()
+            .flat_map(|name| [of(name, 4, 0.02), of(name, 8, if *name == "1f1b" { -0.06 } else { 0.01 })])
+            .collect();
+        let judged = [Some(true), Some(false), Some(true), Some(true), Some(true), Some(true)];
+        assert_eq!(verdicts(bubbles, json!({"cases": cases}), None), judged);
     }
 
     #[test]

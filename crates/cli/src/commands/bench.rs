@@ -2,8 +2,10 @@
 
 use super::Precision;
 use super::bench_gpu::{self, GpuArgs};
+use super::bubbles::{self, BubblesArgs};
 use super::collectives::{self, CollectivesArgs};
 use super::largest::{self, LargestArgs};
+use super::layouts::{self, LayoutsArgs};
 use crate::output::{count, memory, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -31,6 +33,8 @@ pub enum Command {
     Largest(LargestArgs),
     /// Collectives between ranks, in percent of plain copies; fits latency and bandwidth.
     Collectives(CollectivesArgs),
+    Bubbles(BubblesArgs),
+    Layouts(LayoutsArgs),
     Gpu(GpuArgs),
 }
 
@@ -105,6 +109,8 @@ pub fn run(command: &Command, process_start: Instant) -> Result<()> {
         Command::Memory(args) => memory_table(args),
         Command::Largest(args) => largest::run(args, process_start),
         Command::Collectives(args) => collectives::run(args),
+        Command::Bubbles(args) => bubbles::run(args),
+        Command::Layouts(args) => layouts::run(args),
         Command::Gpu(args) => bench_gpu::run(args),
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod bench_gpu;
+pub mod bubbles;
 pub mod calibrate;
 pub mod collectives;
 pub mod completions;
@@ -13,6 +14,7 @@ pub mod generate;
 pub mod inspect;
 pub mod largest;
 pub mod launch;
+pub mod layouts;
 pub mod plan;
 pub mod program;
 pub mod supervise;

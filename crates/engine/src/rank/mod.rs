@@ -17,10 +17,12 @@ mod ledger;
 mod messages;
 mod offload;
 mod offloaded_activations;
+mod pace;
 mod passes;
 mod step;
 
 pub use graphs::{kept, stretch};
+pub use pace::Pace;
 pub use step::{Launches, StepOutcome, StepSettings};
 
 use crate::collectives::Way;
@@ -39,6 +41,7 @@ use events::Events;
 use graphs::Graphs;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 use step::RunningStep;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_comm::{Communicator, Position};
@@ -72,6 +75,7 @@ pub struct Rank {
     by_nccl: bool,
     positions: Arc<Positions>,
     faults: Option<Arc<Faults>>,
+    pace: Option<Pace>,
     reduce_dtype: DType,
     seed: u64,
     /// The CUDA graph of the step's passes; None if every kernel is launched by itself.
@@ -195,6 +199,7 @@ impl Rank {
             by_nccl: links.by_nccl,
             positions: links.positions,
             faults: None,
+            pace: None,
             reduce_dtype,
             seed,
             graphs: None,
@@ -242,6 +247,11 @@ impl Rank {
     /// Injects `faults` into its instructions. For tests.
     pub fn inject(&mut self, faults: Arc<Faults>) {
         self.faults = Some(faults);
+    }
+
+    /// Makes every pass last at least as long as `pace` says. For tests and benchmarks.
+    pub fn pace(&mut self, pace: Pace) {
+        self.pace = Some(pace);
     }
 
     /// Number of updates made.
@@ -550,12 +560,16 @@ impl Rank {
         body: &mut dyn FnMut(&Position) -> Result<()>,
     ) -> Result<()> {
         let lane = instruction.action.lane();
+        let began = Instant::now();
         self.positions.enter(lane, at);
         let struck = self.faults.as_ref().map_or(Ok(()), |f| f.strike(program.rank, at, self.alarm.as_ref()));
         if program.mesh.ranks() > 1 && waits_for_others(instruction) {
             self.positions.now(lane, Doing::Exchanging);
         }
         let result = struck.and_then(|()| body(at));
+        if let Some(pace) = &self.pace {
+            pace.hold(instruction.action, began);
+        }
         self.positions.now(lane, if result.is_ok() { Doing::Finished } else { Doing::Failed });
         result
     }

@@ -14,7 +14,7 @@ use trainyard_engine::faults::{Faults, Hang};
 use trainyard_engine::fp8::AmaxHistory;
 use trainyard_engine::links::Links;
 use trainyard_engine::predict::predict;
-use trainyard_engine::rank::{Rank, StepOutcome, StepSettings};
+use trainyard_engine::rank::{Pace, Rank, StepOutcome, StepSettings};
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
@@ -161,6 +161,34 @@ pub fn train_rank_with(
     load: impl Fn(&Device, &Model, u64, usize, usize) -> Result<Batch, EngineError> + Sync,
     faults: impl Fn(&Program) -> Faults,
 ) -> Result<End, EngineError> {
+    let inject = |rank: &mut Rank, program: &Program| rank.inject(Arc::new(faults(program)));
+    train_rank_as(resolved, world, steps, load, inject)
+}
+
+/// Like [`train`], with passes held to a pace.
+pub fn train_paced(sets: &[&str], steps: u64, pace: &Pace) -> Vec<End> {
+    let resolved = resolved(sets);
+    let worlds = local::World::new(resolved.parallel.ranks);
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            let resolved = &resolved;
+            let set = |rank: &mut Rank, _: &Program| rank.pace(pace.clone());
+            let load =
+                |device: &Device, model: &Model, step, first, count| Ok(batch(device, model, step, first, count));
+            scope.spawn(move || run(world, |world| train_rank_as(resolved, world, steps, load, set)).unwrap())
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Like [`train_rank_with`]; `set` changes the rank before it trains.
+fn train_rank_as(
+    resolved: &Resolved,
+    world: Communicator,
+    steps: u64,
+    load: impl Fn(&Device, &Model, u64, usize, usize) -> Result<Batch, EngineError> + Sync,
+    set: impl Fn(&mut Rank, &Program),
+) -> Result<End, EngineError> {
     let device = match world.common().filter(|_| resolved.config.parallel.lend_threads) {
         Some(lent) => Device::cpu_lending_threads(Isa::detect(), resolved.threads, None, &lent),
         None => Device::cpu(Isa::detect(), resolved.threads, None),
@@ -179,7 +207,7 @@ pub fn train_rank_with(
     let folder = tempfile::tempdir().unwrap();
     let tiers = Tiers::create(&program, &device, folder.path())?;
     let mut rank = Rank::with_tiers(&device, model, Holding::of(&program), tiers, links, &settings)?;
-    rank.inject(Arc::new(faults(&program)));
+    set(&mut rank, &program);
     let data_rank = program.mesh.data_rank(program.rank) as usize;
     let first = data_rank * resolved.batch.accumulation * rows;
     let (mut outcomes, mut gradients) = (Vec::new(), Parts::new());

@@ -98,7 +98,7 @@ pub enum CellFault {
 }
 
 /// The durations of turns, in any unit of time. A whole backward takes as long as its two halves.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TurnTimes {
     /// A forward.
     pub forward: u64,
@@ -112,8 +112,9 @@ impl TurnTimes {
     /// Forward and both halves take equally long.
     pub const EQUAL: TurnTimes = TurnTimes { forward: 1, input: 1, weights: 1 };
 
-    fn of(self, turn: &Turn) -> u64 {
-        match (turn.phase, turn.part) {
+    /// The duration of a forward, or of a part of a backward.
+    pub const fn of(self, phase: Phase, part: BackwardPart) -> u64 {
+        match (phase, part) {
             (Phase::Forward, _) => self.forward,
             (_, BackwardPart::Whole) => self.input + self.weights,
             (_, BackwardPart::Input) => self.input,
@@ -312,7 +313,7 @@ impl Walk {
             queued[stage] = false;
             let number = walk.spans[stage].len();
             let turn = &table.turns[stage][number];
-            let end = start + times.of(turn);
+            let end = start + times.of(turn.phase, turn.part);
             walk.spans[stage].push(start..end);
             walk.order.push((stage as u32, number as u32));
             look_at.push(stage);
