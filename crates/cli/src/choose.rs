@@ -434,6 +434,10 @@ impl Ways {
                 else {
                     continue;
                 };
+                // Degrees given by hand are those of another division.
+                if (resolved.parallel.pipeline, resolved.parallel.tensor) != (sharing.stages, sharing.tensor) {
+                    continue;
+                }
                 // A model of fewer heads or layers than ranks cannot be divided among them.
                 let whole = resolved.parallel.pipeline * resolved.parallel.tensor == 1;
                 let way = match price(sets, &resolved, question.profile, &question.room) {

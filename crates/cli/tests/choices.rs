@@ -47,7 +47,7 @@ fn json(folder: &Folder, file: &str) -> Value {
 fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     let folder = folder();
     let shown = run(&folder, &["plan", "c.toml"]).ok();
-    for part in ["1 rank x", "recompute", "runnable plans fit", "why  It computes for", "not runnable yet"] {
+    for part in ["1 rank x", "recompute", "runnable plans fit", "why  It computes for"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
     let plans: Value = serde_json::from_str(&run(&folder, &["plan", "c.toml", "--json"]).ok().stdout).unwrap();
@@ -56,8 +56,14 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     assert!(all.windows(2).all(|pair| pair[0]["step_s"].as_f64() <= pair[1]["step_s"].as_f64()));
     assert!(all.iter().all(|plan| {
         let number = |key: &str| plan[key].as_u64().unwrap();
-        let ranks: u64 = plan["layout"].as_str().unwrap().split(' ').next().unwrap().parse().unwrap();
-        ranks * number("micro_batch_size") * number("accumulation_steps") == 4
+        let layout = plan["layout"].as_str().unwrap();
+        let after = |name: &str| {
+            let rest = layout.split_once(name).map_or("1", |(_, rest)| rest);
+            rest.split([' ', ',']).next().unwrap().parse::<u64>().unwrap()
+        };
+        let ranks: u64 = layout.split(' ').next().unwrap().parse().unwrap();
+        let data = ranks / after(", tp ") / after(", pp ");
+        data * number("micro_batch_size") * number("accumulation_steps") == 4
     }));
 
     let trained = run(&folder, &["train", "c.toml", "--plan", "auto", "--verbose"]).ok();
@@ -89,6 +95,29 @@ fn what_is_shown_is_picked_and_run_and_its_prediction_kept() {
     let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
     assert_eq!(last["predicted_step_s"].as_f64(), Some(predicted));
     assert_eq!(last["predicted_mem_peak_bytes"], last["mem_peak_bytes"]);
+}
+
+#[test]
+fn stages_and_split_products_are_priced_and_run_on_this_machine() {
+    let folder = folder();
+    for (fixed, set, said) in [
+        ("tp=2", "parallel.tensor_parallel_degree=2", ", tp 2"),
+        ("pp=2", "parallel.pipeline_parallel_degree=2", ", pp 2 by "),
+    ] {
+        let shown = run(&folder, &["plan", "c.toml", "--fix", fixed, "--show", "1"]).ok().stdout;
+        assert!(shown.contains(said) && shown.contains(&format!("  --set {set}\n")), "{shown}");
+        let trained = run(&folder, &["train", "c.toml", "--plan", "auto", "--trial-seconds", "0", "--set", set]).ok();
+        assert!(trained.stdout.contains(said), "{}", trained.stdout);
+        // The stages' memory, too, is predicted to the byte.
+        let runs = std::fs::read_dir(folder.join("runs")).unwrap().map(|run| run.unwrap().path());
+        let plan = runs.filter(|run| run.join("plan.json").exists()).max().unwrap().join("plan.json");
+        let plan: Value = serde_json::from_str(&std::fs::read_to_string(plan).unwrap()).unwrap();
+        assert_eq!(plan["measured"]["mem_peak_bytes"], plan["predicted"]["mem_peak_bytes"], "{fixed}");
+        assert!(plan["predicted"]["time"]["step_s"].as_f64().unwrap() > 0.0, "{fixed}");
+        std::fs::remove_dir_all(folder.join("runs")).unwrap();
+    }
+    let refused = run(&folder, &["plan", "c.toml", "--fix", "cp=2"]);
+    assert!(refused.stderr.contains("the engine has no context parallelism (degree 2)"), "{}", refused.stderr);
 }
 
 /// The winner depends on the machine. In any case the contenders are tried, the winner is run, and

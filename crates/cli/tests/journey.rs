@@ -187,6 +187,16 @@ fn configurations_and_programs_are_explained() {
     {
         assert!(picture.contains(part), "{part} is not in {picture}");
     }
+    let shared = ["program", "tiny.toml", "--set", "training.accumulation_steps=4", "--set"];
+    let stages = [&shared[..], &["parallel.pipeline_parallel_degree=2", "--rank", "3"]].concat();
+    let stages = [&stages[..], &["--set", "parallel.tensor_parallel_degree=2", "--picture", "stages.svg"]].concat();
+    let said = folder.run(&stages).ok().stdout;
+    assert!(said.starts_with("stages.svg: 2 stages of 2 ranks, "), "{said}");
+    let picture = fs::read_to_string(folder.join("stages.svg")).unwrap();
+    // The ranks of rank 3's own pipeline, their messages, and what each group exchanges.
+    for part in ["rank 1 compute", "rank 3 compute", "class=\"message\"", "rect class=\"exchange\""] {
+        assert!(picture.contains(part), "{part} is not in {picture}");
+    }
     let refused = folder.run(&[&drawn[..], &["--picture", "no/folder/step.svg"]].concat());
     assert!(
         refused.code != Some(0) && refused.stderr.contains("cannot write no/folder/step.svg"),

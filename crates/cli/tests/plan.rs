@@ -62,10 +62,14 @@ fn a_degree_that_cannot_be_run_is_priced_on_a_cluster_as_the_refusal_says() {
     let folder = Folder::new();
     folder.write("c.toml", TINY);
     let plan = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--global-batch", "8"];
-    let refused = folder.run(&[&plan[..], &["--set", "parallel.tensor_parallel_degree=2"]].concat());
-    assert!(refused.code == Some(1) && refused.stderr.contains("--fix tp=2"), "{}", refused.stderr);
-    let ran = folder.run(&[&plan[..], &["--fix", "tp=2"]].concat()).ok();
-    assert!(ran.stdout.contains("  1  tp 2, "), "{}", ran.stdout);
+    let long = ["--sequence-length", "8192", "--set", "model.max_sequence_length=8192"];
+    let plan = [&plan[..], &long].concat();
+    let refused = folder.run(&[&plan[..], &["--set", "parallel.context_parallel_degree=2"]].concat());
+    assert!(refused.code == Some(1) && refused.stderr.contains("--fix cp=2"), "{}", refused.stderr);
+    let ran = folder.run(&[&plan[..], &["--fix", "cp=2"]].concat()).ok();
+    assert!(ran.stdout.contains("cp 2, ") && ran.stdout.contains("not runnable yet"), "{}", ran.stdout);
+    let shown = folder.run(&[&plan[..], &["--fix", "cp=2", "--show", "1"]].concat()).ok();
+    assert!(shown.stdout.contains("the engine has no context parallelism (degree 2)"), "{}", shown.stdout);
 }
 
 #[test]
@@ -145,10 +149,39 @@ fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
     let ran = folder
         .run(&["train", "c.toml"].into_iter().chain(here).chain(["--set", "training.steps=1"]).collect::<Vec<_>>());
     ran.ok();
+}
 
-    let priced = ["plan", "c.toml", "--cluster", "1x2xA100-80GB", "--fix", "tp=2", "--show", "1"];
-    let priced = folder.run(&priced).ok();
-    assert!(priced.stdout.contains("it cannot be run yet: tensor, pipeline"), "{}", priced.stdout);
+/// The settings of the first plan with these choices on four GPUs.
+fn sets_of_a_plan(folder: &Folder, fixed: &str) -> Vec<String> {
+    let asked = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--runnable", "--json", "--fix", fixed];
+    let layers = ["--set", "training.global_batch_size=8", "--set", "model.layers=6"];
+    let answer = folder.run(&[&asked[..], &layers].concat()).ok();
+    let answer: serde_json::Value = serde_json::from_str(&answer.stdout).unwrap();
+    let plan = &answer["plans"][0];
+    assert_eq!(plan["runnable"], true, "{plan}");
+    plan["sets"].as_array().unwrap().iter().map(|set| set.as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn plans_with_stages_and_split_products_run_with_the_settings_that_they_print() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    for (fixed, keys) in [
+        ("tp=2,pp=2,accumulation=4", ["parallel.tensor_parallel_degree=2", "parallel.pipeline_parallel_degree=2"]),
+        ("tp=2,dp_shard=2,zero=3,accumulation=2", ["parallel.sequence_parallel=true", "parallel.zero_stage=3"]),
+        ("pp=2,dp_replicate=2,accumulation=4", ["parallel.pipeline_cuts=[", "parallel.pipeline_schedule="]),
+    ] {
+        let sets = sets_of_a_plan(&folder, fixed);
+        for key in keys {
+            assert!(sets.iter().any(|set| set.starts_with(key)), "{fixed}: no {key} in {sets:?}");
+        }
+        // On processors, as there is no GPU here.
+        let here = sets.iter().filter(|set| *set != "compute.device=cuda").flat_map(|set| ["--set", set]);
+        let more = ["--set", "training.steps=1", "--set", "model.layers=6"];
+        let arguments: Vec<&str> = ["train", "c.toml"].into_iter().chain(here).chain(more).collect();
+        let ran = folder.run(&arguments).ok();
+        assert!(ran.stdout.contains("done: 1 step"), "{fixed}: {}", ran.stdout);
+    }
 }
 
 /// The planner of clusters once ignored the configuration's memory limit, and silently priced any

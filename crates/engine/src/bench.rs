@@ -410,10 +410,8 @@ fn settings(resolved: &Resolved) -> RankSettings {
 
 /// The program of `rank` without a snapshot.
 fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
-    let model_shape = shape::model_shape(model, &batch_shape(resolved), compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
-    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;
-    Ok(program)
+    shape::program(model, &batch_shape(resolved), compute_dtype(resolved), &shape::mesh(resolved), &strategy, rank)
 }
 
 /// The program of `rank` and the needs of its step, predicted by executing it on the meta device.

@@ -490,3 +490,20 @@ pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32)
     };
     Ok([program(false)?, program(true)?])
 }
+
+/// The checked program of a step of `model` for rank `rank` of `mesh`, whose micro-batches have
+/// `batch`'s shape.
+///
+/// # Errors
+/// A strategy that does not fit the model or the mesh.
+pub fn program(
+    model: &Model,
+    batch: &BatchShape,
+    dtype: DType,
+    mesh: &Mesh,
+    strategy: &Strategy,
+    rank: u32,
+) -> Result<Program> {
+    let [program, _] = programs(&model_shape(model, batch, dtype)?, mesh, strategy, rank)?;
+    Ok(program)
+}

@@ -5,7 +5,7 @@
 //! before, and the last gives the loss. A unit describes its parameters ([`ParameterSpec`]) and
 //! runs them on a tape; it holds no values. To add a model of your own, implement [`Unit`] and
 //! chain the units with [`Model::from_units`](crate::Model::from_units); see
-//! `examples/own_model.rs`.
+//! `examples/own_model.rs` of the engine, which trains one.
 
 use crate::cache::KvCache;
 use crate::{Batch, ModelError, ParameterSpec, Result};
@@ -59,6 +59,17 @@ impl<'a> Forward<'a> {
     /// continues `cache`.
     pub fn generation(batch: &'a Batch, cache: &'a mut KvCache) -> Forward<'a> {
         Forward { batch, training: false, output: Output::LastLogits, cache: Some(cache) }
+    }
+
+    /// The factor of the loss's sum over the targets of the batch.
+    ///
+    /// # Errors
+    /// A forward for logits, which has no loss.
+    pub fn loss_scale(&self) -> Result<f32> {
+        match self.output {
+            Output::Loss { scale } => Ok(scale),
+            _ => Err(ModelError::Batch("logits are asked for, and this unit gives only a loss".into())),
+        }
     }
 
     /// The batch's targets.

@@ -316,11 +316,11 @@ impl Config {
 pub(super) struct Resolver {
     pub(super) config: Config,
     derivations: Vec<Derivation>,
-    problems: Problems,
+    pub(super) problems: Problems,
 }
 
 impl Resolver {
-    fn new(config: Config) -> Resolver {
+    pub(super) fn new(config: Config) -> Resolver {
         Resolver { config, derivations: Vec::new(), problems: Problems::default() }
     }
 

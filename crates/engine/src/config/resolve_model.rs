@@ -3,7 +3,7 @@
 use super::presets::usual_ffn_dim;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
-use super::{Origin, Section};
+use super::{Config, ConfigError, Origin, Section};
 
 /// Keys of `[model]` that may be given beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
@@ -388,5 +388,18 @@ impl Resolver {
             update_clip,
             relative_step,
         }
+    }
+}
+
+impl Config {
+    /// As [`Config::resolve`], for `[optimizer]` alone.
+    ///
+    /// # Errors
+    ///
+    /// Every problem of the update rule.
+    pub fn resolve_optimizer(&self) -> Result<OptimizerSettings, ConfigError> {
+        let mut r = Resolver::new(self.clone());
+        let optimizer = r.optimizer();
+        r.problems.into_result(optimizer)
     }
 }

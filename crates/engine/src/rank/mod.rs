@@ -115,6 +115,23 @@ pub struct RankSettings {
     pub graphs: bool,
 }
 
+impl RankSettings {
+    /// Training in f32 on processors with `optimizer`.
+    pub fn new(optimizer: OptimizerSettings, seed: u64) -> RankSettings {
+        RankSettings {
+            computes: Computes::Cpu,
+            compute: DType::F32,
+            fp8: None,
+            reduce: DType::F32,
+            way: Way::Host,
+            optimizer,
+            scaler: LossScaler::none(),
+            seed,
+            graphs: false,
+        }
+    }
+}
+
 impl Rank {
     /// Makes a rank with freshly initialised parameters. It holds the parts of them that `holding`
     /// names, and exchanges with other ranks through `links`. All ranks call this together.

@@ -320,7 +320,9 @@ impl<'a> Player<'a> {
 mod tests {
     use super::*;
     use crate::machine::tests::small;
-    use trainyard_program::{Action, Instruction, Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank};
+    use trainyard_program::{
+        Action, Instruction, Mesh, ModelShape, Offload, Strategy, Tier, UnitShape, lower_rank, lower_stages,
+    };
 
     /// Two units on two replicas. Every forward, backward and reduction costs 1, the rest nothing.
     fn program() -> (Program, Vec<Priced>) {
@@ -358,6 +360,38 @@ mod tests {
         // Four ranks on two cores: compute runs at half speed, and reductions of two ranks at half
         // of their speed alone.
         assert_eq!(step(4, 1, 2), 12.0);
+    }
+
+    /// Two stages of one unit each, which take one second for a forward and one for a backward.
+    fn stages(micro_batches: u32, cores: u32) -> Simulated {
+        let unit = |name: &str| UnitShape { name: name.into(), output_bytes: 1 << 10, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let strategy = Strategy { accumulation_steps: micro_batches, ..Strategy::new(2) };
+        let programs = lower_stages(&model, &Mesh { pp: 2, ..Mesh::default() }, &strategy).unwrap();
+        let price = |instruction: &Instruction| match instruction.action {
+            Action::Forward { .. } | Action::Backward { .. } => Priced { work_s: 1.0, ..Priced::default() },
+            _ => Priced::default(),
+        };
+        let prices = programs.iter().map(|program| program.instructions.iter().map(price).collect::<Vec<_>>());
+        let prices: Vec<Vec<Priced>> = prices.collect();
+        let played: Vec<_> = programs.iter().zip(&prices).map(|(program, prices)| (program, &prices[..])).collect();
+        play(&played, HostLayout { ranks: 2, threads: 1 }, &profile(cores))
+    }
+
+    /// Regression: only one stage was simulated, and its messages took no time.
+    #[test]
+    fn stages_wait_for_each_other_and_share_the_cores() {
+        // 1F1B on p stages with m micro-batches takes (m + p - 1) forwards and backwards (Narayanan
+        // et al. 2021, section 2.2).
+        assert_eq!(stages(1, 2).step_s, 4.0);
+        assert_eq!(stages(4, 2).step_s, 10.0);
+        let waited: f64 = stages(4, 2).ranks[0].waited_s.iter().sum();
+        assert!((waited - 2.0).abs() < 1e-9, "{waited}");
+        // On one core nothing runs beside anything else: four micro-batches on two units.
+        assert_eq!(stages(4, 1).step_s, 16.0);
+        let norm = |simulated: Simulated| simulated.ranks.iter().map(|rank| rank.spans.last().unwrap().end_s).collect();
+        let ends: Vec<f64> = norm(stages(4, 2));
+        assert_eq!(ends[0], ends[1], "the stages find the norm together");
     }
 
     #[test]
