@@ -187,12 +187,24 @@ impl Link {
         }
     }
 
-    /// Sums `data` over the ranks in place, of f32 or bf16.
+    /// Sums `data` over the ranks in place, of f32 or bf16. NCCL adds in an order of its own, so
+    /// this is for links through host memory where a fixed order is requested, and for sums of
+    /// which at most one term is not zero.
     pub(crate) fn sum(&self, data: &mut Tensor) -> Result<()> {
-        if data.device().is_meta() {
+        if self.size == 1 || data.device().is_meta() {
             return Ok(());
         }
-        self.all_reduce(data, &Staging::default())
+        match (&self.device, &self.host) {
+            (Some(circle), _) => {
+                let (region, stream) = placed(data)?;
+                Ok(circle.all_reduce(stream, region, element(data.dtype()))?)
+            }
+            (None, Some(comm)) if data.dtype() == DType::BF16 => {
+                Ok(data.with_data_mut(|data: &mut [bf16]| comm.all_reduce(data))??)
+            }
+            (None, Some(comm)) => Ok(data.with_data_mut(|data: &mut [f32]| comm.all_reduce(data))??),
+            (None, None) => Ok(()),
+        }
     }
 
     /// Sums `from`, which has one part of rows per rank, over the ranks. This rank's part of the
@@ -332,24 +344,11 @@ impl Link {
         }
     }
 
-    /// Sums `data`, of f32 or bf16, over the ranks.
+    /// Sums `data`, of f32 or bf16, over the ranks, in the fixed order where one is requested.
     pub(crate) fn all_reduce(&self, data: &mut Tensor, staging: &Staging) -> Result<()> {
-        if self.size == 1 {
-            return Ok(());
-        }
-        if self.fixed_order {
-            return self.all_reduce_in_order(data, staging);
-        }
-        match (&self.device, &self.host) {
-            (Some(circle), _) => {
-                let (region, stream) = placed(data)?;
-                Ok(circle.all_reduce(stream, region, element(data.dtype()))?)
-            }
-            (None, Some(comm)) if data.dtype() == DType::BF16 => {
-                Ok(data.with_data_mut(|data: &mut [bf16]| comm.all_reduce(data))??)
-            }
-            (None, Some(comm)) => Ok(data.with_data_mut(|data: &mut [f32]| comm.all_reduce(data))??),
-            (None, None) => Ok(()),
+        match self.size > 1 && self.fixed_order {
+            true => self.all_reduce_in_order(data, staging),
+            false => self.sum(data),
         }
     }
 

@@ -166,12 +166,17 @@ impl Maker<'_> {
         })
     }
 
-    /// A link to the tensor-parallel group. Sums in a fixed order go through host memory.
+    /// A link to the tensor-parallel group.
     fn tensor_link(&self, lane: &str) -> Result<Link> {
         let group = self.program.mesh.group(self.program.rank, Axis::Tensor);
+        self.staged_nowhere().link(lane, "parts of products", group)
+    }
+
+    /// A maker of links whose sums have no staging buffers. In a fixed order they go through host
+    /// memory.
+    fn staged_nowhere(&self) -> Maker<'_> {
         let by_nccl = self.way == Way::Nccl { fixed_order: false };
-        let maker = Maker { nccl: self.nccl.clone().filter(|_| by_nccl), ..*self };
-        maker.link(lane, "parts of products", group)
+        Maker { nccl: self.nccl.clone().filter(|_| by_nccl), ..*self }
     }
 
     /// A link between the stages that hold a unit, for every unit whose parameters others borrow.
@@ -192,7 +197,7 @@ impl Maker<'_> {
                 Some(index) => Group { ranks, index: index as u32 },
                 None => Group { ranks: vec![program.rank], index: 0 },
             };
-            links.insert(unit, self.link_of("reduce", &format!("holders of unit {unit}"), &group)?);
+            links.insert(unit, self.staged_nowhere().link_of("reduce", &format!("holders of unit {unit}"), &group)?);
         }
         Ok(links)
     }

@@ -208,8 +208,8 @@ fn the_report_says_where_every_lane_was() {
     assert_eq!(report["failure"]["culprits"][0]["rank"], 1, "{report:#}");
 }
 
-/// The instructions that only stages and parts have: a fault in each is named on all ranks, with the
-/// instruction and its unit, and the run goes on from its last checkpoint.
+/// A fault in each kind of instruction of stages and parts is named on all ranks. The report has
+/// the instruction and its unit, and the run goes on from its last checkpoint.
 #[test]
 fn faults_in_exchanges_of_stages_and_parts_are_named() {
     let (folder, programs) = prepared();

@@ -636,9 +636,7 @@ impl Rank {
             Action::Tie { unit, axis: Axis::Tensor } => {
                 self.gradients.sum_shared(unit as usize, &links.tensor, &links.shard)
             }
-            Action::Tie { unit, axis: Axis::Pipeline } => {
-                self.gradients.tie(unit as usize, links.tie(unit), &links.staging)
-            }
+            Action::Tie { unit, axis: Axis::Pipeline } => self.gradients.tie(unit as usize, links.tie(unit)),
             other => Err(cannot(other)),
         }
     }

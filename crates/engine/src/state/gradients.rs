@@ -7,7 +7,7 @@
 
 use super::{Holding, does_not_fit, lock, overlap};
 use crate::Result;
-use crate::links::{Link, ReduceLinks, Staging, reduce};
+use crate::links::{Link, ReduceLinks, reduce};
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -400,6 +400,7 @@ impl GradientState {
             buffer.view(*place, [*length])?.copy_from(&sum.view(*at, [*length])?)?;
         }
         if self.holding.shards > 1 {
+            // Each element lies in one shard, so the order of the sum changes no bit.
             shard.sum(&mut buffer)?;
         }
         tensor.sum(&mut buffer)?;
@@ -410,9 +411,9 @@ impl GradientState {
     }
 
     /// Sums a unit's gradient over the ranks of `link`, each of which has contributed to it.
-    pub(crate) fn tie(&self, unit: usize, link: &Link, staging: &Staging) -> Result<()> {
+    pub(crate) fn tie(&self, unit: usize, link: &Link) -> Result<()> {
         self.complete_sum(unit)?;
-        link.all_reduce(&mut self.units[unit].sum(), staging)
+        link.sum(&mut self.units[unit].sum())
     }
 
     /// Begins a fresh sum. It is the resident sum if gradients are written in place and this is the

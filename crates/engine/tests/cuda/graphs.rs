@@ -229,11 +229,17 @@ fn what_has_other_lanes_between_its_passes_is_no_graph() {
         let outcomes: Vec<_> = (0..3).map(|step| trial.step(&mut rank, step)).collect();
         assert_eq!((launches(&outcomes), fake.problems().len()), (vec![Launches::OneByOne; 3], 0));
     }
-    let mesh = Mesh { dp_replicate: 2, ..Mesh::default() };
     let trial = Trial::new(LLAMA, &[]);
     let dtype = trial.settings.compute;
-    let shape = shape::model_shape(&trial.model(), &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
     let strategy = shape::strategy(&resolved(LLAMA, &[]), trial.model().units().len()).unwrap();
-    let error = stretch(&lower_rank(&shape, &mesh, &strategy, 0).unwrap()).unwrap_err();
-    assert!(error.contains("2 ranks exchange between"), "{error}");
+    for (mesh, ranks) in [
+        (Mesh { dp_replicate: 2, ..Mesh::default() }, 1),
+        (Mesh { pp: 2, ..Mesh::default() }, 1),
+        (Mesh { tp: 2, ..Mesh::default() }, 2),
+    ] {
+        let model = Model::split(trial.spec.clone(), TensorSplit { rank: 0, ranks, sequence: false }).unwrap();
+        let shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
+        let error = stretch(&lower_rank(&shape, &mesh, &strategy, 0).unwrap()).unwrap_err();
+        assert!(error.contains("2 ranks exchange between"), "{mesh:?}: {error}");
+    }
 }

@@ -30,7 +30,7 @@ use trainyard_engine::tier::Tiers;
 use trainyard_engine::trained::open_trained_on;
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::world;
-use trainyard_model::{Batch, BatchShape, BatchSlices, Forward, Model, ModelSpec, Output};
+use trainyard_model::{Batch, BatchShape, BatchSlices, Forward, Model, ModelSpec, Output, TensorSplit};
 use trainyard_program::{Action, Lane, Mesh, Program, State, Strategy, check, lower_rank};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::philox::RandomKey;
