@@ -91,8 +91,8 @@ section! {
         #[elsewhere("virtual_pipeline_model_parallel_size", "pipeline_parallel_layers_per_stage")]
         pipeline_chunks: Option<usize> = None;
         /// The first unit of every stretch of layers but the first, ascending: `[4, 8]` makes
-        /// three. Unit 0 is the embedding, 1 the first block, the last the head. Unset: equally
-        /// many blocks for each stretch.
+        /// three. Unit 0 is the embedding, 1 the first block, the last the head. Unset: equal work
+        /// for each stretch.
         #[elsewhere("module_fqns_per_model_part", "pipeline_parallel_split_points")]
         pipeline_cuts: Option<Cuts> = None;
         /// Number of ranks that share every layer's products, each with a part of every weight.
