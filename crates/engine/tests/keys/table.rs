@@ -81,6 +81,14 @@ const WSD: &[&str] = &["schedule.kind=wsd", "schedule.decay_steps=3"];
 const FP8: &[&str] = &["precision.compute=bf16", "precision.fp8=hybrid"];
 const F16: &[&str] = &["precision.compute=f16"];
 const TWO: &[&str] = &["parallel.ranks=2"];
+const PARTS: &[&str] = &["parallel.tensor_parallel_degree=2"];
+const STAGES: &[&str] = &["parallel.pipeline_parallel_degree=2", "training.accumulation_steps=4"];
+const INTERLEAVED: &[&str] = &[
+    "parallel.pipeline_parallel_degree=2",
+    "parallel.pipeline_schedule=interleaved",
+    "training.accumulation_steps=4",
+    "model.layers=3",
+];
 const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
 const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
 const ON_DISK: &[&str] = &["memory.offload.optimizer=disk"];
@@ -235,8 +243,17 @@ pub const ROWS: &[Row] = &[
         &[],
         Elsewhere("crates/engine/tests/ranks.rs", "threads_that_are_lent_change_no_bit"),
     ),
-    row("parallel.pipeline_parallel_degree", TWO, &["parallel.pipeline_parallel_degree=2"], Refused("pipeline")),
-    row("parallel.tensor_parallel_degree", TWO, &["parallel.tensor_parallel_degree=2"], Refused("tensor")),
+    row("parallel.pipeline_parallel_degree", TWO, &["parallel.pipeline_parallel_degree=2"], Program),
+    row("parallel.pipeline_schedule", STAGES, &["parallel.pipeline_schedule=gpipe"], Program),
+    row(
+        "parallel.pipeline_schedule_file",
+        &[],
+        &[],
+        Elsewhere("crates/engine/tests/composition.rs", "a_table_from_a_file_trains_the_bits_of_its_schedule"),
+    ),
+    row("parallel.pipeline_chunks", INTERLEAVED, &["parallel.pipeline_chunks=1"], Program),
+    row("parallel.tensor_parallel_degree", TWO, &["parallel.tensor_parallel_degree=2"], Program),
+    row("parallel.sequence_parallel", PARTS, &["parallel.sequence_parallel=false"], Program),
     row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Refused("context")),
     row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),
     row("memory.offload.optimizer", &[], &["memory.offload.optimizer=disk"], Program),
