@@ -89,9 +89,9 @@ fn what_was_set_when_a_run_was_resumed_is_kept() {
     assert_eq!(config, std::fs::read_to_string(folder.join("runs/tiny/config.toml")).unwrap());
 }
 
-/// Runs `begin`, and after each of `wanted` kills at a random moment `--resume` with the settings that
-/// `more` gives for the next start, of the run `killed`. Returns the number of kills before the run
-/// was over.
+/// Runs `begin`, and after each of `wanted` kills at a random moment `--resume` with the settings
+/// that `more` gives for the next start, of the run `killed`. Returns the number of kills before
+/// the run was over.
 fn kill_again_and_again(folder: &Folder, begin: &[&str], wanted: u64, more: impl Fn(u64) -> Vec<String>) -> u64 {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut kills = 0;

@@ -276,7 +276,8 @@ fn a_table_from_a_file_trains_the_bits_of_its_schedule() {
     }
 }
 
-/// What cannot be divided or run is refused with the names of the keys, before anything is read.
+/// Degrees and sizes that cannot be divided are refused with the names of the keys, before anything
+/// is read.
 #[test]
 fn what_cannot_be_divided_is_refused_with_the_names_of_its_keys() {
     let stages = "parallel.pipeline_parallel_degree";

@@ -189,10 +189,10 @@ impl ParameterSpec {
     /// counts on one rank.
     pub fn counted_runs(&self, rank: usize) -> Vec<Range<usize>> {
         let Some(split) = &self.split else {
-            return if rank == 0 { vec![0..self.elements()] } else { Vec::new() };
+            return (rank == 0).then_some(0..self.elements()).into_iter().collect();
         };
         if split.pieces.iter().all(|piece| piece.owned) {
-            return vec![0..self.elements()];
+            return std::iter::once(0..self.elements()).collect();
         }
         let inner: usize = split.whole[split.dim + 1..].iter().product();
         let outer: usize = split.whole[..split.dim].iter().product();

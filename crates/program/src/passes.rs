@@ -70,8 +70,8 @@ impl Pipeline {
     }
 }
 
-/// The stretches of units of a pipeline, whose stages are given per stretch. Without cuts, stretches
-/// get equal work; if the work of units is not known, equally many blocks.
+/// The stretches of units of a pipeline, whose stages are given per stretch. Without cuts,
+/// stretches get equal work; if the work of units is not known, equally many blocks.
 fn stretches(model: &ModelShape, stage_of: &[u32], cuts: &[u32]) -> Vec<Stretch> {
     let (units, count) = (model.units.len() as u32, stage_of.len() as u32);
     let work: Vec<u64> = model.units.iter().map(|unit| unit.work).collect();
@@ -86,9 +86,9 @@ fn stretches(model: &ModelShape, stage_of: &[u32], cuts: &[u32]) -> Vec<Stretch>
     starts.zip(ends).zip(stage_of).map(|((start, end), stage)| Stretch { units: start..end, stage: *stage }).collect()
 }
 
-/// Cuts into stretches of which the one with the most work has least; among those, the ones with the
-/// least sum of squares. A head that multiplies by a large vocabulary so gets a stretch with fewer
-/// blocks. Every stretch has a unit.
+/// Cuts into stretches of which the one with the most work has least; among those, the ones with
+/// the least sum of squares. A head that multiplies by a large vocabulary so gets a stretch with
+/// fewer blocks. Every stretch has a unit.
 fn balanced_cuts(work: &[u64], count: usize) -> Vec<u32> {
     let mut sums = vec![0u64];
     work.iter().for_each(|work| sums.push(sums[sums.len() - 1] + work));

@@ -170,8 +170,8 @@ pub struct Strategy {
     pub bytes: StateBytes,
     /// The order of forwards and backwards in a pipeline.
     pub pipeline: Schedule,
-    /// The first unit of every pipeline stretch but the first, ascending. Empty: stretches get equal
-    /// work, or equally many blocks if the units' work is not known.
+    /// The first unit of every pipeline stretch but the first, ascending. Empty: stretches get
+    /// equal work, or equally many blocks if the units' work is not known.
     pub cuts: Vec<u32>,
     /// True if tensor parallelism splits norms and residuals along the sequence too (Korthikanti et
     /// al. 2022). It matters for units whose shapes are not split; the layouts of split ones say it

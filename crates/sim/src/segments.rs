@@ -72,7 +72,8 @@ pub fn shares_by_kernels(cost: &SegmentedCost, device: &Device) -> Vec<SegmentSh
     )
 }
 
-/// The shares of the segments of `spec`'s embedding, block and head, split over `work.tensor` ranks.
+/// The shares of the segments of `spec`'s embedding, block and head, split over `work.tensor`
+/// ranks.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! `trainyard bench bubbles`: the step of every pipeline schedule, beside that of its program in the
-//! simulator and the bubble of its paper.
+//! `trainyard bench bubbles`: the step of every pipeline schedule, beside that of its program in
+//! the simulator and the bubble of its paper.
 //!
 //! The model is tiny and every pass of a block is held to a duration, asleep. A few cores can then
 //! run eight ranks, and the measured step is that of the schedule and of the engine's lanes and

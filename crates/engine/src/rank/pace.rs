@@ -12,8 +12,8 @@ use trainyard_program::{Action, BackwardPart, Phase, TurnTimes};
 pub struct Pace(Vec<TurnTimes>);
 
 impl Pace {
-    /// The passes of unit `u` last `nanoseconds[u]`; units beyond the end of the list are not paced.
-    /// A unit that is split into segments takes this time for each.
+    /// The passes of unit `u` last `nanoseconds[u]`; units beyond the end of the list are not
+    /// paced. A unit that is split into segments takes this time for each.
     pub fn new(nanoseconds: Vec<TurnTimes>) -> Pace {
         Pace(nanoseconds)
     }

@@ -480,7 +480,10 @@ impl GradientState {
 /// The elements of a unit's flat buffer that count in the norm on rank `rank` of the
 /// tensor-parallel group; None if all do.
 fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<Vec<Range<usize>>> {
-    let is_whole = |spec: &ParameterSpec| spec.counted_runs(rank) == vec![0..spec.elements()];
+    let is_whole = |spec: &ParameterSpec| match spec.counted_runs(rank).as_slice() {
+        [run] => *run == (0..spec.elements()),
+        _ => false,
+    };
     if specs.iter().all(is_whole) {
         return None;
     }
@@ -513,7 +516,7 @@ impl UnitGradients {
     /// The elements that this rank's update reads and that count in the norm. They are cut where
     /// chunks end, so that the bits of the norm do not depend on the number of shards.
     fn counted_here(&self) -> Vec<Range<usize>> {
-        let Some(counted) = &self.counted else { return vec![self.read.clone()] };
+        let Some(counted) = &self.counted else { return std::iter::once(self.read.clone()).collect() };
         let quantum = UnitLayout::QUANTUM;
         let mut parts = Vec::new();
         for run in counted {

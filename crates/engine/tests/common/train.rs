@@ -231,7 +231,7 @@ fn train_rank_as(
     Ok(End { outcomes, parts, gradients, memory, predicted, host, program, amax })
 }
 
-/// What `read` gives of every parameter that the rank holds.
+/// The values that `read` gives of every parameter that the rank holds.
 fn parts_of(
     rank: &Rank,
     read: impl Fn(ParamId) -> Result<(Range<usize>, Vec<f32>), EngineError>,

@@ -2,10 +2,10 @@
 //! that share cores and memory.
 //!
 //! The step programs are those that the engine executes, one per pipeline stage, and so are the
-//! kernel calls: the engine ran the programs on the `meta` device and recorded every call with the number of its instruction.
-//! [`HostPrices`] looks up each call in the measured curves ([`crate::machine`]) and each
-//! collective in those of its operation. [`play`] simulates the programs with the cores as a
-//! shared resource.
+//! kernel calls: the engine ran the programs on the `meta` device and recorded every call with the
+//! number of its instruction. [`HostPrices`] looks up each call in the measured curves
+//! ([`crate::machine`]) and each collective in those of its operation. [`play`] simulates the
+//! programs with the cores as a shared resource.
 
 mod play;
 mod price;
