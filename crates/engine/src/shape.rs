@@ -250,7 +250,7 @@ fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
     let [everything, selective, input_only] = costs;
     let (everything, selective, input_only) = (everything?, selective?, input_only?);
     let index_of = |values: &[usize]| values.iter().map(|value| *value as u32).collect();
-    let shape = |(index, unit): (usize, &Box<dyn Unit>)| {
+    let shape = |(index, unit): (usize, &dyn Unit)| {
         let cost: &SegmentedCost = &everything[index];
         let inside = &cost.segments;
         let segment = |(number, segment): (usize, &Segment)| {
@@ -288,7 +288,7 @@ fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
             ..UnitShape::default()
         }
     };
-    Ok(model.units().iter().enumerate().map(shape).collect())
+    Ok(model.units().iter().map(AsRef::as_ref).enumerate().map(shape).collect())
 }
 
 /// The part of every product that a rank has.

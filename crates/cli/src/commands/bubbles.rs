@@ -194,7 +194,7 @@ fn measure(
         schedule,
         stages,
         micro_batches,
-        measured: median(steps.into_iter()).context("no steps")?,
+        measured: median(steps).context("no steps")?,
         simulated: 1e-9 * end,
         busy: 1e-9 * f64::from(micro_batches * BLOCKS) * (3 * of_a_block) as f64,
     })
