@@ -116,7 +116,7 @@ pub fn documents(device: &Device, model: &Model, step: u64, first: usize, rows: 
         for place in 0..LENGTH {
             let is_last = cuts.contains(&(place + 1));
             let is_masked = mixed(number * LENGTH as u64 + place as u64).is_multiple_of(4);
-            let is_target = !is_last && !is_masked && !(row == 5 && step.is_multiple_of(3));
+            let is_target = !(is_last || is_masked || row == 5 && step.is_multiple_of(3));
             all.push(text[place]);
             targets.push(if is_target { text[place + 1] } else { IGNORED });
             positions.push(position);
