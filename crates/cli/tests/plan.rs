@@ -177,7 +177,8 @@ fn plans_with_stages_and_split_products_run_with_the_settings_that_they_print() 
         }
         // On processors, as there is no GPU here.
         let here = sets.iter().filter(|set| *set != "compute.device=cuda").flat_map(|set| ["--set", set]);
-        let more = ["--set", "training.steps=1", "--set", "model.layers=6"];
+        let name = format!("run.name='{}'", fixed.replace([',', '='], "-"));
+        let more = ["--set", "training.steps=1", "--set", "model.layers=6", "--set", &name];
         let arguments: Vec<&str> = ["train", "c.toml"].into_iter().chain(here).chain(more).collect();
         let ran = folder.run(&arguments).ok();
         assert!(ran.stdout.contains("done: 1 step"), "{fixed}: {}", ran.stdout);

@@ -138,7 +138,7 @@ mod tests {
         use Layout::{Invariant, Partial, Replicated, Split};
         let embedding = vec![segment("lookup", &[], &[0], true, 64), segment("positions", &[1], &[2], true, 8)];
         let block = vec![
-            segment("norm", &[0], &[1], true, 100),
+            segment("norm", &[0], &[0, 1], true, 100),
             segment("mlp", &[2], &[3], true, 700),
             segment("output", &[0, 4], &[5], true, 0),
         ];

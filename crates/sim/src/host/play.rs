@@ -159,7 +159,7 @@ struct Player<'a> {
     prices: &'a [Priced],
     layout: HostLayout,
     profile: &'a MachineProfile,
-    /// The host of the stage's first rank, and the number of its ranks there.
+    /// The host of the stage's first rank, and the number of ranks there that do the same.
     host: u32,
     ranks: f64,
     streams: Streams<'a>,
@@ -191,13 +191,14 @@ impl<'a> Player<'a> {
         }
         let action = |number: usize| program.instructions[number].action;
         let (of_stage, of_host) = (program.mesh.stage_ranks(), layout.ranks.max(1));
+        let stages_of_host = (of_host / of_stage).clamp(1, program.mesh.pp);
         Player {
             program,
             prices,
             layout,
             profile,
             host: program.stage() * of_stage / of_host,
-            ranks: f64::from(of_stage.min(of_host)),
+            ranks: f64::from(of_host) / f64::from(stages_of_host),
             streams,
             finished: vec![false; count],
             meetings: (0..count).filter(|number| is_one_meeting(action(*number), action(*number))).collect(),
