@@ -248,5 +248,5 @@ fn every_schedule_trains_the_bits_of_no_pipeline() {
     let kept = trainyard_testing::cases("layouts", 3, pipelines.len() as u64) as usize;
     let with_all = |layout: &Layout| SCHEDULES.map(|schedule| Layout { schedule, ..*layout });
     let layouts: Vec<Layout> = pipelines[..kept].iter().flat_map(with_all).collect();
-    compare("schedules", &models(), &layouts, trainyard_testing::cases("steps", 3, 100));
+    compare("schedules", &models(), &layouts, trainyard_testing::cases("steps", 3, 20));
 }
