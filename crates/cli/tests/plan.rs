@@ -175,9 +175,9 @@ fn plans_with_stages_and_split_products_run_with_the_settings_that_they_print() 
         for key in keys {
             assert!(sets.iter().any(|set| set.starts_with(key)), "{fixed}: no {key} in {sets:?}");
         }
+        let name = format!("run.name='{}'", fixed.replace([',', '='], "-"));
         // On processors, as there is no GPU here.
         let here = sets.iter().filter(|set| *set != "compute.device=cuda").flat_map(|set| ["--set", set]);
-        let name = format!("run.name='{}'", fixed.replace([',', '='], "-"));
         let more = ["--set", "training.steps=1", "--set", "model.layers=6", "--set", &name];
         let arguments: Vec<&str> = ["train", "c.toml"].into_iter().chain(here).chain(more).collect();
         let ran = folder.run(&arguments).ok();
