@@ -216,7 +216,8 @@ fn the_limit_of_memory_decides_and_what_cannot_be_is_said() {
 #[test]
 fn a_limit_that_nothing_else_keeps_is_kept_from_disk() {
     let folder = folder();
-    // Even half of it, as a pipeline stage holds, is more than the least limit that can be asked for.
+    // Even half of it, as a pipeline stage holds, is more than the least limit that can be asked
+    // for.
     let model = ["--set", "model.layers=8"];
     let plans = |limit: Option<u64>| -> Vec<Value> {
         let limit = limit.map(|limit| format!("--memory-limit={limit}B"));
