@@ -15,7 +15,25 @@ pub fn check(program: &Program, order: &HappensBefore) -> Result<(), CheckError>
     let (mut reduces, mut evictions, mut copies, mut sums) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let room = |giving_back: &[u32]| giving_back.len().checked_sub(under_way + 1).map(|last| giving_back[last]);
     let mut states = 0;
+    let starts: BTreeMap<u32, &Pass> = passes.iter().map(|pass| (pass.first, pass)).collect();
+    let (mut gradients_sent, mut outputs_sent) = (Vec::new(), BTreeMap::new());
     for (number, instruction) in (0..).zip(&program.instructions) {
+        match instruction.action {
+            Action::Send { phase: Phase::Backward, .. } => gradients_sent.push(number),
+            Action::Send { phase: Phase::Forward, unit, micro_batch, .. } => {
+                outputs_sent.insert((unit, micro_batch), number);
+            }
+            _ => {}
+        }
+        // A value that was sent is freed when the compute lane knows that it is.
+        if let Some((unit, micro_batch)) = starts.get(&number).and_then(|pass| pass.differentiates()) {
+            let sends = unit > 0 && !program.runs(unit - 1);
+            let bounds =
+                [sends.then(|| room(&gradients_sent)).flatten(), outputs_sent.get(&(unit, micro_batch)).copied()];
+            if let Some(earlier) = bounds.into_iter().flatten().find(|earlier| !order.holds(*earlier, number)) {
+                return Err(early(number, instruction, earlier));
+            }
+        }
         let waits_for = match instruction.action {
             Action::Reduce { .. } => {
                 reduces.push(number);
@@ -99,6 +117,18 @@ struct Pass {
     first: u32,
     last: u32,
     actions: Vec<Action>,
+}
+
+impl Pass {
+    /// The unit and micro-batch whose input it differentiates, if it does.
+    fn differentiates(&self) -> Option<(u32, u32)> {
+        self.actions.iter().find_map(|action| match *action {
+            Action::Backward { unit, micro_batch, part, .. } if part != BackwardPart::Weights => {
+                Some((unit, micro_batch))
+            }
+            _ => None,
+        })
+    }
 }
 
 /// The passes of a program. A forward that a split unit repeats for its backward belongs to that.
