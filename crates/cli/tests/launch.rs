@@ -9,8 +9,8 @@ use std::fs;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -239,6 +239,11 @@ fn a_signal_to_any_rank_or_host_stops_the_run_with_a_checkpoint() {
 /// The ranks of a killed launcher or supervisor end too, so that the run can be restarted at once.
 #[test]
 fn ranks_end_with_their_launcher_or_supervisor() {
+    // Where the tests run in the background or under `nohup`, these signals are ignored, and new
+    // processes would inherit that. They do not inherit a handler.
+    for signal in [signal_hook::consts::SIGHUP, signal_hook::consts::SIGQUIT] {
+        signal_hook::flag::register(signal, Arc::default()).expect("a handler");
+    }
     let folder = Folder::new();
     let program = env!("CARGO_BIN_EXE_trainyard").to_owned();
     let plain = |name: &str| train(name, &ENDLESS);
