@@ -11,9 +11,9 @@ of the global batch, peak_rss_bytes of one rank.
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
+
+from torchrun import arguments_of_rank
 
 
 def main():
@@ -24,12 +24,7 @@ def main():
     cli.add_argument("--seq", type=int, default=512)
     cli.add_argument("--steps", type=int, default=4, help="timed steps")
     cli.add_argument("--warmup", type=int, default=1, help="steps before them")
-    cli.add_argument("--threads", type=int, default=1, help="of each rank")
-    cli.add_argument("--ranks", type=int, default=0, help="start so many under torchrun")
-    a = cli.parse_args()
-    if a.ranks:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={a.ranks}", sys.argv[0]]
-        sys.exit(subprocess.call(torchrun + [f"--{key}={value}" for key, value in vars(a).items() if key != "ranks"]))
+    a = arguments_of_rank(cli)
 
     import torch
     import torch.distributed as dist

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""PyTorch baseline of split models: GPT-2 124M on random tokens over gloo, tensor parallelism or a pipeline, one process a rank.
+"""PyTorch baseline of split models: GPT-2 124M on random tokens over gloo, one process a rank.
 
     torchrun --nproc-per-node 2 torch_split.py --strategy tp --threads 1
     torch_split.py --ranks 2 --strategy pp --schedule 1f1b --threads 1      # starts torchrun itself
 
-Tensor parallelism is `parallelize_module` with DTensor: columns of qkv and of the first feed-forward product, rows of the second products, rows
-of the tied embedding, and a loss over the split vocabulary. The whole batch goes at once. A pipeline is `torch.distributed.pipelining` with one
-micro-batch per sequence; stages have equally many blocks, and the head has a matrix of its own. Rank 0 prints one JSON line: tokens_per_s and
-step_s (median) of the batch.
+Tensor parallelism is `parallelize_module` with DTensor: columns of qkv and of the first
+feed-forward product, rows of the second products, rows of the tied embedding, and a loss over the
+split vocabulary. The whole batch goes at once. A pipeline is `torch.distributed.pipelining` with
+one micro-batch per sequence; stages have equally many blocks, and the head has a matrix of its own.
+Rank 0 prints one JSON line: tokens_per_s and step_s (median) of the batch.
 """
 
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
+
+from torchrun import arguments_of_rank
 
 
 def main():
@@ -28,12 +29,7 @@ def main():
     cli.add_argument("--layers", type=int, default=12)
     cli.add_argument("--steps", type=int, default=3, help="timed steps")
     cli.add_argument("--warmup", type=int, default=1, help="steps before them")
-    cli.add_argument("--threads", type=int, default=1, help="of each rank")
-    cli.add_argument("--ranks", type=int, default=0, help="start so many under torchrun")
-    a = cli.parse_args()
-    if a.ranks:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={a.ranks}", sys.argv[0]]
-        sys.exit(subprocess.call(torchrun + [f"--{key}={value}" for key, value in vars(a).items() if key != "ranks"]))
+    a = arguments_of_rank(cli)
 
     import dataclasses
 
@@ -87,7 +83,8 @@ def tensor_parallel(a, shape, rank, world):
             plan[f"blocks.{layer}.{name}"] = ColwiseParallel()
         for name in ["attn_proj", "fc_proj"]:
             plan[f"blocks.{layer}.{name}"] = RowwiseParallel()
-        # Rows of qkv are cut as they lie, so each rank has whole heads of which it makes its queries, keys and values.
+        # Rows of qkv are cut as they lie, so each rank has whole heads of which it makes its
+        # queries, keys and values.
         block.heads //= world
         block.forward = block_forward.__get__(block)
     parallelize_module(model, mesh, plan)

@@ -124,8 +124,9 @@ KERNEL(fill_u32)(unsigned* y, long long n, unsigned value) {
     for (i64 i = first; i < first + PACK && i < n; i++) y[i] = value;
 }
 
-// A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with 16 bits each (`cpu::dropout`); neighbouring
-// threads have neighbouring elements. Element 0 of x is number `first`, which may lie inside a group.
+// A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with 16
+// bits each (`cpu::dropout`); neighbouring threads have neighbouring elements. Element 0 of x is
+// number `first`, which may lie inside a group.
 KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, long long first, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale) {
     u64 counter = (u64)first / 128 * 16 + (u64)blockIdx.x * blockDim.x + threadIdx.x;
     i64 start = (i64)(counter / 16 * 128 + counter % 16) - first;

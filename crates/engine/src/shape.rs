@@ -12,7 +12,7 @@ use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
-use trainyard_model::costs::{SegmentedCost, segment_costs, unit_costs};
+use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::{
     Activation, BatchShape, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit,
     Value, hf,
@@ -208,9 +208,7 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         1 => whole_units(model, batch, dtype)?,
         _ => split_units(model, batch, dtype)?,
     };
-    let work = work(model, batch, dtype)?;
     for (index, (shape, unit)) in units.iter_mut().zip(model.units()).enumerate() {
-        shape.work = work[index];
         shape.name = unit.name().to_owned();
         shape.flat_elements = model.layout(index, 1).flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
@@ -223,12 +221,9 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     Ok(ModelShape { units, batch_bytes: 12 * batch.tokens() as u64 })
 }
 
-/// FLOPs of a forward and a backward of each whole unit.
-fn work(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<u64>> {
-    let whole = model.spec().filter(|_| model.tensor_split().ranks > 1);
-    let whole = whole.map(|spec| Model::new(spec.clone())).transpose()?;
-    let costs = unit_costs(whole.as_ref().unwrap_or(model), batch, dtype, Policy::Everything)?;
-    Ok(costs.iter().map(|cost| cost.forward.flops + cost.backward.flops).collect())
+/// FLOPs of a forward and a backward of a whole unit.
+fn work(cost: &UnitCost) -> u64 {
+    cost.forward.flops + cost.backward.flops
 }
 
 /// The sizes of units that run as a whole.
@@ -239,16 +234,20 @@ fn whole_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
     let shape = |index: usize| UnitShape {
         saved_bytes: [&everything, &selective, &input_only].map(|costs| costs[index].saved_bytes as u64),
         output_bytes: everything[index].output_bytes as u64,
+        work: work(&everything[index]),
         ..UnitShape::default()
     };
     Ok((0..model.units().len()).map(shape).collect())
 }
 
-/// The sizes of one rank's part of split units, by segment.
+/// The sizes of one rank's part of split units, by segment. Their work is that of the whole units,
+/// so every rank divides the stages alike.
 fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<UnitShape>> {
     let costs = POLICIES.map(|policy| segment_costs(model, batch, dtype, policy));
     let [everything, selective, input_only] = costs;
     let (everything, selective, input_only) = (everything?, selective?, input_only?);
+    let spec = model.spec().expect("a model is split by its specification");
+    let whole = unit_costs(&Model::new(spec.clone())?, batch, dtype, Policy::Everything)?;
     let index_of = |values: &[usize]| values.iter().map(|value| *value as u32).collect();
     let shape = |(index, unit): (usize, &dyn Unit)| {
         let cost: &SegmentedCost = &everything[index];
@@ -274,6 +273,7 @@ fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
         UnitShape {
             saved_bytes: [0, 1, 2].map(saved),
             output_bytes: cost.value_bytes.last().map_or(0, |bytes| *bytes as u64),
+            work: work(&whole[index]),
             split: Some(SplitShape {
                 values: inside.values.iter().zip(&cost.value_bytes).map(value).collect(),
                 input: inside.input.map(|value| value as u32),

@@ -63,12 +63,7 @@ pub fn unit_costs_on(
 ) -> Result<Vec<UnitCost>> {
     device.set_profiling(true);
     let batch = shape.batch(device)?;
-    let mut store = Store::new();
-    for (id, parameter) in model.parameters() {
-        store.insert(id, device.zeros(&parameter.shape, dtype, Purpose::Params)?);
-        // Gradients exist before they are written, as in a run.
-        let _ = store.split().1.target(id)?;
-    }
+    let mut store = zeros(device, model, dtype)?;
     let mut costs = Vec::with_capacity(model.units().len());
     let mut input: Option<Tensor> = None;
     for unit in model.units() {
@@ -77,6 +72,16 @@ pub fn unit_costs_on(
         input = Some(output);
     }
     Ok(costs)
+}
+
+/// The parameters of `model`, all zero. Gradients exist before they are written, as in a run.
+fn zeros(device: &Device, model: &Model, dtype: DType) -> Result<Store> {
+    let mut store = Store::new();
+    for (id, parameter) in model.parameters() {
+        store.insert(id, device.zeros(&parameter.shape, dtype, Purpose::Params)?);
+        let _ = store.split().1.target(id)?;
+    }
+    Ok(store)
 }
 
 /// One unit, and its output for the next.

@@ -10,7 +10,7 @@
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
 //! | [`split`] | the units of one rank of a tensor-parallel group |
-//! | [`parameter`], [`patch`], [`init`] | parameters, their layout in buffers and in the whole, initial values |
+//! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
 //!

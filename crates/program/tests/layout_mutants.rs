@@ -458,6 +458,13 @@ fn in_gradients(all: &mut Mutants) {
     }
 }
 
+/// Takes an instruction out of the dependencies of all others.
+fn nothing_waits_for(p: &mut Program, at: usize) {
+    for instruction in &mut p.instructions {
+        instruction.after.retain(|on| *on as usize != at);
+    }
+}
+
 /// The loss's normalisation, order, dependencies, and ranks that differ.
 fn in_order(all: &mut Mutants) {
     let count = |action: &Action| matches!(action, Action::Count { .. });
@@ -479,22 +486,14 @@ fn in_order(all: &mut Mutants) {
         "a segment that does not wait",
         ("unordered", "h' of block.0"),
         ("block.0", "h", F),
-        |p, at| {
-            for instruction in &mut p.instructions {
-                instruction.after.retain(|on| *on as usize != at);
-            }
-        },
+        nothing_waits_for,
     );
     all.exchange(
         Base::Tensor,
         "a backward that does not wait",
         ("unordered", "the gradient of h"),
         ("block.0", "h", B),
-        |p, at| {
-            for instruction in &mut p.instructions {
-                instruction.after.retain(|on| *on as usize != at);
-            }
-        },
+        nothing_waits_for,
     );
     all.exchange(
         Base::Sequence,

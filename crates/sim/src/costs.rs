@@ -6,7 +6,7 @@ use crate::collective::{Operation, collective_s, message_s};
 use crate::constants::Constants;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
-use crate::segments::{SegmentShare, shares_by_activations};
+use crate::segments::SegmentShare;
 use crate::stack::{Bundle, Dispatch, Stack};
 use crate::transformer::{UnitWork, Units, Workload};
 use trainyard_program::{
@@ -58,9 +58,6 @@ pub struct Costs {
     pub kinds: Vec<UnitCost>,
     /// Per unit, its index in `kinds`.
     pub kind_of: Vec<usize>,
-    /// Of each kind of unit, the shares of its segments in a program that is split. Without an
-    /// entry they follow from the activations that they keep.
-    pub segments: Vec<Vec<SegmentShare>>,
     /// The cluster.
     pub cluster: Cluster,
     /// The constants.
@@ -84,7 +81,6 @@ impl Costs {
         Costs {
             kinds,
             kind_of: units.order.iter().map(|(kind, _)| *kind).collect(),
-            segments: Vec::new(),
             cluster: cluster.clone(),
             constants: constants.clone(),
             stack: stack.clone(),
@@ -96,18 +92,6 @@ impl Costs {
         &self.kinds[self.kind_of[unit as usize]]
     }
 
-    /// The share of a segment in its unit.
-    fn share(&self, program: &Program, unit: u32, segment: u32) -> SegmentShare {
-        let Some(split) = program.split_of(unit) else { return SegmentShare::WHOLE };
-        let known =
-            self.segments.get(self.kind_of[unit as usize]).filter(|shares| shares.len() == split.segments.len());
-        let share = match known {
-            Some(shares) => shares.get(segment as usize).copied(),
-            None => shares_by_activations(split).get(segment as usize).copied(),
-        };
-        share.unwrap_or(SegmentShare::WHOLE)
-    }
-
     /// Seconds that `instruction` takes on its lane. `keep` says which activations the unit's
     /// forward kept for the backward to come.
     pub fn device_s(&self, program: &Program, instruction: &Instruction, keep: Keep) -> f64 {
@@ -115,10 +99,10 @@ impl Costs {
         let bytes = instruction.bytes as f64;
         match instruction.action {
             Action::Forward { unit, segment, .. } => {
-                self.unit(unit).forward_s * self.share(program, unit, segment).forward
+                self.unit(unit).forward_s * SegmentShare::of(program, unit, segment).forward
             }
             Action::Backward { unit, segment, part, .. } => {
-                self.backward_s(unit, part, keep, self.share(program, unit, segment))
+                self.backward_s(unit, part, keep, SegmentShare::of(program, unit, segment))
             }
             Action::Gather { unit, over } if self.stack.gathers == Bundle::Tensor => {
                 self.gather_of_tensors_s(mesh, unit, over, bytes, keep)
@@ -214,15 +198,14 @@ impl Costs {
         let each = self.dispatch_s(self.stack.dispatch);
         match instruction.action {
             Action::Forward { unit, segment, .. } => {
-                each * self.unit(unit).launches[0] * self.share(program, unit, segment).forward
+                each * self.unit(unit).launches[0] * SegmentShare::of(program, unit, segment).forward
             }
             Action::Backward { unit, segment, part, .. } => {
-                let share = self.share(program, unit, segment);
+                let share = SegmentShare::of(program, unit, segment);
                 let [forward, backward] = self.unit(unit).launches;
                 let backward = match part {
-                    BackwardPart::Whole => 0.5 * backward * (share.backward_input + share.backward_weights),
-                    BackwardPart::Input => 0.5 * backward * share.backward_input,
-                    BackwardPart::Weights => 0.5 * backward * share.backward_weights,
+                    BackwardPart::Whole => backward * share.backward,
+                    BackwardPart::Input | BackwardPart::Weights => 0.5 * backward * share.backward,
                 };
                 let again = match keep {
                     _ if part == BackwardPart::Weights => 0.0,
@@ -266,8 +249,8 @@ impl Costs {
             Keep::Selective => cost.selective_s * share.forward,
             Keep::InputOnly => cost.forward_s * share.forward,
         };
-        let input = cost.backward_input_s * share.backward_input;
-        let weights = (cost.backward_weights_s + cost.accumulate_s) * share.backward_weights;
+        let input = cost.backward_input_s * share.backward;
+        let weights = (cost.backward_weights_s + cost.accumulate_s) * share.backward;
         match part {
             BackwardPart::Whole => again + input + weights,
             BackwardPart::Input => again + input,

@@ -41,6 +41,5 @@ pub use models::{model, models};
 pub use own::own_units;
 pub use predict::{Lowered, PredictError, Prediction, predict};
 pub use profile::{Device, Format, Generation, Network, ProfileError, Profiles};
-pub use segments::{SegmentShare, own_shares, shares_by_activations, shares_by_kernels};
 pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate};
 pub use stack::{Bundle, Dispatch, Partition, Selective, Stack};

@@ -1,105 +1,51 @@
 //! The price of one segment of a unit that is split over a tensor-parallel group: a share of the
 //! unit's price.
 //!
-//! The unit's own price comes from its kernels ([`crate::kernel`]), which know no segments. The
-//! shares come from running the segments on the `meta` device where the model is known
-//! ([`own_shares`]). Otherwise each segment takes the part of the unit's time that it has in the
-//! activations that the unit keeps.
+//! The unit's own price comes from its kernels ([`crate::kernel`]), which know no segments. Each
+//! segment takes the part of the unit's time that it has in the activations that the unit keeps.
 
-use crate::profile::Device;
-use crate::transformer::Workload;
-use trainyard_autograd::Policy;
-use trainyard_model::costs::{SegmentCost, SegmentedCost, segment_costs};
-use trainyard_model::{BatchShape, Model, ModelError, ModelSpec, TensorSplit};
-use trainyard_program::SplitShape;
-use trainyard_tensor::{Cost, DType};
+use trainyard_program::{Program, SegmentShape};
 
 /// The share of one segment in its unit's seconds and launches.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct SegmentShare {
+pub(crate) struct SegmentShare {
     /// Of the forward.
     pub forward: f64,
-    /// Of the half of backward for the gradients of values.
-    pub backward_input: f64,
-    /// Of the half of backward for the gradients of parameters.
-    pub backward_weights: f64,
+    /// Of each half of backward, in which only differentiable segments have a part.
+    pub backward: f64,
 }
 
 impl SegmentShare {
-    /// The share of a unit that runs as a whole.
-    pub const WHOLE: SegmentShare = SegmentShare { forward: 1.0, backward_input: 1.0, backward_weights: 1.0 };
+    /// The share of `segment` in `unit`. A unit that runs as a whole is one segment.
+    pub fn of(program: &Program, unit: u32, segment: u32) -> SegmentShare {
+        let Some(split) = program.split_of(unit) else { return SegmentShare { forward: 1.0, backward: 1.0 } };
+        let segment = &split.segments[segment as usize];
+        let among = |counts: &dyn Fn(&SegmentShape) -> bool| {
+            let all: Vec<f64> = split.segments.iter().filter(|one| counts(one)).map(kept).collect();
+            let total: f64 = all.iter().sum();
+            match counts(segment) {
+                true if total > 0.0 => kept(segment) / total,
+                true => 1.0 / all.len() as f64,
+                false => 0.0,
+            }
+        };
+        SegmentShare { forward: among(&|_| true), backward: among(&|one| one.differentiable) }
+    }
 }
 
-/// Shares in proportion to `weights`; equal ones if all weights are zero.
-fn in_proportion(weights: &[f64]) -> Vec<f64> {
-    let total: f64 = weights.iter().sum();
-    let share = |weight: &f64| if total > 0.0 { weight / total } else { 1.0 / weights.len() as f64 };
-    weights.iter().map(share).collect()
-}
-
-/// The shares of segments whose forwards and halves of backward have these weights.
-fn shares(forward: &[f64], backward_input: &[f64], backward_weights: &[f64]) -> Vec<SegmentShare> {
-    let [forward, input, weights] = [forward, backward_input, backward_weights].map(in_proportion);
-    let halves = input.into_iter().zip(weights);
-    let share =
-        |(forward, (backward_input, backward_weights))| SegmentShare { forward, backward_input, backward_weights };
-    forward.into_iter().zip(halves).map(share).collect()
-}
-
-/// Shares by the activations that the segments of a unit keep. Only differentiable segments have a
-/// backward.
-pub fn shares_by_activations(split: &SplitShape) -> Vec<SegmentShare> {
-    let kept = |segment: &trainyard_program::SegmentShape| segment.saved_bytes[0] as f64;
-    let weights: Vec<f64> = split.segments.iter().map(kept).collect();
-    let weights = in_proportion(&weights);
-    let backward: Vec<f64> =
-        weights.iter().zip(&split.segments).map(|(w, s)| if s.differentiable { *w } else { 0.0 }).collect();
-    shares(&weights, &backward, &backward)
-}
-
-/// Shares by the kernels that the segments of a unit launch. Each counts the longer of its
-/// arithmetic and its traffic on `device`.
-pub fn shares_by_kernels(cost: &SegmentedCost, device: &Device) -> Vec<SegmentShare> {
-    let (flops, bytes) = (1e12 * device.product_tflops, 1e9 * device.memory_gb_s);
-    let seconds = |of: &dyn Fn(&SegmentCost) -> Cost| -> Vec<f64> {
-        let costs = cost.costs.iter().map(of);
-        costs.map(|cost| (cost.flops as f64 / flops).max(cost.bytes as f64 / bytes)).collect()
-    };
-    shares(
-        &seconds(&|cost| cost.forward),
-        &seconds(&|cost| cost.backward_input),
-        &seconds(&|cost| cost.backward_parameters),
-    )
-}
-
-/// The shares of the segments of `spec`'s embedding, block and head, split over `work.tensor`
-/// ranks.
-///
-/// # Errors
-///
-/// A model that the ranks cannot divide among them.
-pub fn own_shares(
-    spec: &ModelSpec,
-    work: &Workload,
-    sequence: bool,
-    device: &Device,
-    dtype: DType,
-) -> Result<Vec<Vec<SegmentShare>>, ModelError> {
-    let one = ModelSpec { layers: 1, sliding_layers: None, ..spec.clone() };
-    let model = Model::split(one, TensorSplit { rank: 0, ranks: work.tensor as usize, sequence })?;
-    let shape = BatchShape::uniform(work.micro_batch as usize, work.sequence as usize);
-    let costs = segment_costs(&model, &shape, dtype, Policy::Everything)?;
-    Ok(costs.iter().map(|cost| shares_by_kernels(cost, device)).collect())
+/// Bytes of activations that a segment keeps, if it keeps all.
+fn kept(segment: &SegmentShape) -> f64 {
+    segment.saved_bytes[0] as f64
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::transformer::Architecture;
+    use crate::transformer::{Architecture, Workload};
     use crate::{Cluster, Constants, Costs, Format, Profiles, Stack, simulate};
+    use trainyard_model::ModelSpec;
     use trainyard_program::{
-        Action, Border, Keep, Layout, Mesh, ModelShape, Program, SegmentShape, Strategy, UnitShape, ValueShape,
-        lower_rank,
+        Action, Border, Keep, Layout, Mesh, ModelShape, Program, SegmentShape, SplitShape, Strategy, UnitShape,
+        ValueShape, lower_rank,
     };
 
     fn segment(name: &str, takes: &[u32], gives: &[u32], differentiable: bool, kept: u64) -> SegmentShape {
@@ -176,10 +122,7 @@ mod tests {
         let spec = ModelSpec { layers: 1, ..trainyard_model::preset("llama-1b").unwrap() };
         let work = Workload { sequence: 512, micro_batch: 2, tensor, context: 1, expert: 1, operand_bytes: 2.0 };
         let units = Architecture::from(&spec).units(&work, &stack);
-        let costs = Costs::new(&units, &work, &cluster, &stack, &Constants::builtin(), Format::Bf16);
-        let shares = own_shares(&spec, &work, false, &cluster.device, DType::BF16).unwrap();
-        assert_eq!(shares.len(), costs.kinds.len());
-        costs
+        Costs::new(&units, &work, &cluster, &stack, &Constants::builtin(), Format::Bf16)
     }
 
     /// Regression: every segment was priced like its whole unit.
@@ -206,23 +149,6 @@ mod tests {
             assert!(forward >= 0.999 * 2.0 * repeats * unit.forward_s, "{keep:?}: {forward:.3e}");
             assert!(forward <= 1.3 * 2.0 * repeats * unit.forward_s, "{keep:?}: {forward:.3e}");
             assert!((0.999..1.3).contains(&(backward / 2.0 / whole)), "{keep:?}: {backward:.3e} of {whole:.3e}");
-        }
-    }
-
-    #[test]
-    fn products_take_most_of_a_blocks_time() {
-        let spec = trainyard_model::preset("llama-1b").unwrap();
-        let work = Workload { sequence: 512, micro_batch: 2, tensor: 2, context: 1, expert: 1, operand_bytes: 2.0 };
-        let device = Cluster::parse("1x8xH100", &Profiles::builtin()).unwrap().device;
-        for sequence in [false, true] {
-            let shares = own_shares(&spec, &work, sequence, &device, DType::BF16).unwrap();
-            for unit in &shares {
-                let sum = |of: &dyn Fn(&SegmentShare) -> f64| unit.iter().map(of).sum::<f64>();
-                let sums = [sum(&|s| s.forward), sum(&|s| s.backward_input), sum(&|s| s.backward_weights)];
-                assert!(sums.iter().all(|sum| (sum - 1.0).abs() < 1e-9), "{unit:?}");
-            }
-            let most = shares[1].iter().map(|share| share.forward).fold(0.0, f64::max);
-            assert!((0.4..0.95).contains(&most), "{:?}", shares[1]);
         }
     }
 }

@@ -109,6 +109,32 @@ macro_rules! parallel {
     };
 }
 
+macro_rules! layouts {
+    ($name:literal, $dtype:literal) => {
+        Benchmark {
+            name: $name,
+            about: concat!("GPT-2 124M, 8 x 256 tokens, ", $dtype, ": 2 ranks x 1 thread against 1 rank x 2 threads"),
+            files: &[],
+            ours: Ours::Prints(&[
+                "bench",
+                "layouts",
+                "--rows",
+                "1",
+                "--accumulation",
+                "8",
+                "--length",
+                "256",
+                "--dtype",
+                $dtype,
+                "--json",
+            ]),
+            peers: &[],
+            peer_speed: "",
+            rows: layouts,
+        }
+    };
+}
+
 /// The layouts that are compared with PyTorch's.
 const TP: &str = "parallel.ranks=2 parallel.tensor_parallel_degree=2";
 const PP: &str = "parallel.ranks=2 parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble'";
@@ -217,48 +243,8 @@ pub const BENCHMARKS: &[Benchmark] = &[
         peer_speed: "",
         rows: bubbles,
     },
-    Benchmark {
-        name: "layouts-f32",
-        about: "GPT-2 124M, 8 x 256 tokens, f32: 2 ranks x 1 thread against 1 rank x 2 threads",
-        files: &[],
-        ours: Ours::Prints(&[
-            "bench",
-            "layouts",
-            "--rows",
-            "1",
-            "--accumulation",
-            "8",
-            "--length",
-            "256",
-            "--dtype",
-            "f32",
-            "--json",
-        ]),
-        peers: &[],
-        peer_speed: "",
-        rows: layouts,
-    },
-    Benchmark {
-        name: "layouts-bf16",
-        about: "GPT-2 124M, 8 x 256 tokens, bf16: 2 ranks x 1 thread against 1 rank x 2 threads",
-        files: &[],
-        ours: Ours::Prints(&[
-            "bench",
-            "layouts",
-            "--rows",
-            "1",
-            "--accumulation",
-            "8",
-            "--length",
-            "256",
-            "--dtype",
-            "bf16",
-            "--json",
-        ]),
-        peers: &[],
-        peer_speed: "",
-        rows: layouts,
-    },
+    layouts!("layouts-f32", "f32"),
+    layouts!("layouts-bf16", "bf16"),
     split!("tp-f32", "f32", "tensor parallelism", "8", "1", TP, [("tp", "1f1b")]),
     split!("tp-bf16", "bf16", "tensor parallelism", "8", "1", TP, [("tp", "1f1b")]),
     split!("pp-f32", "f32", "a pipeline of 8 micro-batches", "1", "8", PP, [("pp", "1f1b"), ("pp", "zbv")]),

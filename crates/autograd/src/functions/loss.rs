@@ -109,28 +109,29 @@ impl PartCrossEntropy {
     }
 }
 
-/// The factor that upstream puts on the gradients of a loss. If they are there already (`eager`) it
-/// must be 1.
-fn upstream_factor(cx: &Backward<'_>, upstream: &Tensor, eager: bool) -> Result<f32> {
-    if cx.is_one(upstream) || upstream.device().is_meta() {
-        return Ok(1.0);
+/// The factor that upstream puts on the gradients of a loss; None if nothing is left to compute. If
+/// forward computed the gradients (`eager`), the factor must be 1 and dx is the first saved tensor.
+fn upstream_factor(cx: &mut Backward<'_>, eager: bool) -> Result<Option<f32>> {
+    let Some(upstream) = cx.output_gradient(0) else { return Ok(None) };
+    let factor = match cx.is_one(&upstream) || upstream.device().is_meta() {
+        true => 1.0,
+        false => upstream.to_scalar()?,
+    };
+    if !eager {
+        return Ok(Some(factor));
     }
-    let factor = upstream.to_scalar()?;
-    if eager && factor != 1.0 {
+    if factor != 1.0 {
         return Err(AutogradError::EagerUpstream(factor));
     }
-    Ok(factor)
+    let dx = cx.saved(0)?;
+    cx.leave(None, &[]);
+    cx.add_gradient(0, dx)?;
+    Ok(None)
 }
 
 impl Differentiable for LinearCrossEntropy {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
-        let Some(upstream) = cx.output_gradient(0) else { return Ok(()) };
-        let factor = upstream_factor(cx, &upstream, self.eager)?;
-        if self.eager {
-            let dx = cx.saved(0)?;
-            cx.leave(None, &[]);
-            return cx.add_gradient(0, dx);
-        }
+        let Some(factor) = upstream_factor(cx, self.eager)? else { return Ok(()) };
         let x = cx.saved(0)?;
         let weight = cx.parameter(1)?;
         let target = cx.gradient_target(1)?;
@@ -142,13 +143,7 @@ impl Differentiable for LinearCrossEntropy {
 
 impl Differentiable for PartCrossEntropy {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
-        let Some(upstream) = cx.output_gradient(0) else { return Ok(()) };
-        let factor = upstream_factor(cx, &upstream, self.eager)?;
-        if self.eager {
-            let dx = cx.saved(0)?;
-            cx.leave(None, &[]);
-            return cx.add_gradient(0, dx);
-        }
+        let Some(factor) = upstream_factor(cx, self.eager)? else { return Ok(()) };
         let (x, lse) = (cx.saved(0)?, cx.saved(1)?);
         let weight = cx.parameter(1)?;
         let target = cx.gradient_target(1)?;

@@ -62,12 +62,15 @@ pub(super) fn change(from: &Tensor, change: Option<Change>, link: &Link) -> Resu
             one.run(action, link)?;
             Ok(one.arrived(at).expect("the exchange has run"))
         }
-        Some(Change::TakePart) => {
-            let rows = from.rows() / link.size();
-            Ok(from.narrow(link.index() * rows..(link.index() + 1) * rows)?)
-        }
+        Some(Change::TakePart) => part_of(from, link.index(), link.size()),
         _ => Ok(from.clone()),
     }
+}
+
+/// The rows of a value that rank `index` of `ranks` has when it is split.
+pub(super) fn part_of(from: &Tensor, index: usize, ranks: usize) -> Result<Tensor> {
+    let rows = from.rows() / ranks;
+    Ok(from.narrow(index * rows..(index + 1) * rows)?)
 }
 
 impl Exchanges {

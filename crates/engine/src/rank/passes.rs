@@ -4,8 +4,8 @@
 //! them. Every other unit is a chain of one segment, which takes the unit's input and gives its
 //! output. Each segment of each micro-batch is recorded on a tape of its own.
 
-use super::Rank;
 use super::step::RunningStep;
+use super::{Rank, exchanges};
 use crate::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -123,25 +123,32 @@ impl Passes {
     }
 }
 
-impl Rank {
+/// A pass over one segment, forward or backward.
+pub(super) struct Pass<'a> {
+    rank: &'a Rank,
+    step: &'a RunningStep<'a>,
+    passes: &'a mut Passes,
+    at: At,
+    inside: &'a SplitShape,
+}
+
+impl<'a> Pass<'a> {
+    pub fn new(rank: &'a Rank, step: &'a RunningStep<'a>, passes: &'a mut Passes, at: At) -> Pass<'a> {
+        Pass { rank, step, passes, at, inside: inside(step.program(), at.unit) }
+    }
+
     /// Runs a segment of a unit forward.
-    pub(super) fn forward_segment(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        keep: Keep,
-    ) -> Result<Option<Tensor>> {
-        let inside = inside(step.program(), at.unit);
+    pub fn forward(&mut self, keep: Keep) -> Result<Option<Tensor>> {
+        let Pass { rank, step, at, inside, .. } = *self;
         let segment = &inside.segments[at.segment as usize];
         let ends = at.segment as usize + 1 == inside.segments.len();
-        if at.segment == 0 && passes.kept_inputs.contains_key(&at.run()) {
-            passes.again.insert(at.run());
+        if at.segment == 0 && self.passes.kept_inputs.contains_key(&at.run()) {
+            self.passes.again.insert(at.run());
         }
-        let again = passes.again.contains(&at.run());
+        let again = self.passes.again.contains(&at.run());
         let mut takes = Vec::with_capacity(segment.takes.len());
         for value in &segment.takes {
-            takes.push(self.value(step, passes, at, inside, *value)?);
+            takes.push(self.value(*value)?);
         }
         let policy = match keep {
             _ if !segment.differentiable => Policy::Nothing,
@@ -154,19 +161,19 @@ impl Rank {
             let input = takes.first().cloned();
             let kept = match leaves {
                 true => {
-                    step.offloaded_activations().put(&self.tiers, at.run(), input.into_iter().collect())?;
+                    step.offloaded_activations().put(&rank.tiers, at.run(), input.into_iter().collect())?;
                     None
                 }
                 false => input,
             };
-            passes.kept_inputs.insert(at.run(), kept);
+            self.passes.kept_inputs.insert(at.run(), kept);
         }
-        let (recording, takes, gives) = self.record(step, passes, at, takes, policy)?;
+        let (recording, takes, gives) = self.record(takes, policy)?;
         let mut result = None;
         for (value, var) in segment.gives.iter().zip(&gives) {
             let tensor = var.tensor().clone();
             if *value != inside.output() {
-                self.give(step, passes, at, inside, *value, tensor);
+                self.give(*value, tensor);
             } else if !again {
                 result = Some(tensor);
             }
@@ -175,132 +182,103 @@ impl Rank {
             let places = |vars: &[Var]| vars.iter().map(Place::from).collect();
             let pending = Pending::Recorded { recording, takes: places(&takes), gives: places(&gives) };
             drop((takes, gives));
-            passes.pending.insert(at, pending);
+            self.passes.pending.insert(at, pending);
         }
         if ends {
-            passes.sites.remove(&at.run());
-            passes.again.remove(&at.run());
+            self.passes.sites.remove(&at.run());
+            self.passes.again.remove(&at.run());
             if leaves && keep != Keep::InputOnly && !again {
-                let saved = passes.take_saved(at);
-                step.offloaded_activations().put(&self.tiers, at.run(), saved)?;
+                let saved = self.passes.take_saved(at);
+                step.offloaded_activations().put(&rank.tiers, at.run(), saved)?;
             }
         }
         Ok(result)
     }
 
     /// Hands a unit's output on: to the next unit, or to another stage.
-    pub(super) fn pass_on(&self, step: &RunningStep<'_>, passes: &mut Passes, at: At, output: Tensor) {
+    pub fn pass_on(&mut self, output: Tensor) {
+        let Pass { step, at, .. } = *self;
         let message = (Phase::Forward, at.unit, at.micro_batch);
         match step.sends(message) {
             true => step.messages().leave(message, output),
-            false => drop(passes.outputs.insert(at.run(), output)),
+            false => drop(self.passes.outputs.insert(at.run(), output)),
         }
     }
 
     /// A value that a segment takes: the unit's input, a value that a segment before gave, or what
     /// an exchange made of it.
-    fn value(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        inside: &SplitShape,
-        value: u32,
-    ) -> Result<Tensor> {
-        if let Some(given) = passes.values.remove(&at.value(value)) {
+    fn value(&mut self, value: u32) -> Result<Tensor> {
+        let Pass { rank, step, at, inside, .. } = *self;
+        if let Some(given) = self.passes.values.remove(&at.value(value)) {
             return Ok(given);
         }
         let border = inside.borders.iter().position(|border| border.to == value);
-        let Some(border) = border else { return self.input(step, passes, at) };
+        let Some(border) = border else { return self.input() };
         if let Some(exchanged) = step.exchanges().arrived((Phase::Forward, at.unit, border as u32, at.micro_batch)) {
             return Ok(exchanged);
         }
-        let from = passes.values.remove(&at.value(inside.borders[border].from));
+        let from = self.passes.values.remove(&at.value(inside.borders[border].from));
         let from = from.expect("the program runs what makes a value before what takes it");
-        self.without_exchange(inside.change(border as u32, Phase::Forward), from)
-    }
-
-    /// A change of layout that exchanges nothing.
-    fn without_exchange(&self, change: Option<Change>, from: Tensor) -> Result<Tensor> {
-        match change {
-            Some(Change::TakePart) => {
-                let split = self.model.tensor_split();
-                let rows = from.rows() / split.ranks;
-                Ok(from.narrow(split.rank * rows..(split.rank + 1) * rows)?)
-            }
-            _ => Ok(from),
-        }
+        without_exchange(rank, inside.change(border as u32, Phase::Forward), from)
     }
 
     /// The input of a unit: the output of the unit before, which ran here or on another stage, or
     /// what a forward kept of it.
-    fn input(&self, step: &RunningStep<'_>, passes: &mut Passes, at: At) -> Result<Tensor> {
-        if passes.again.contains(&at.run())
-            && let Some(kept) = passes.kept_inputs.remove(&at.run())
+    fn input(&mut self) -> Result<Tensor> {
+        let Pass { step, at, .. } = *self;
+        if self.passes.again.contains(&at.run())
+            && let Some(kept) = self.passes.kept_inputs.remove(&at.run())
         {
             let back = || step.offloaded_activations().remove(at.run()).and_then(|mut back| back.pop());
             return Ok(kept.or_else(back).expect("a forward keeps its unit's input"));
         }
         let below = at.unit - 1;
-        let arrived = step.messages().arrived((Phase::Forward, below, at.micro_batch), self.rows(step, at))?;
-        let input = arrived.or_else(|| passes.outputs.remove(&(below, at.micro_batch)));
+        let arrived = step.messages().arrived((Phase::Forward, below, at.micro_batch), self.rows())?;
+        let input = arrived.or_else(|| self.passes.outputs.remove(&(below, at.micro_batch)));
         Ok(input.expect("the program runs or receives what a unit reads"))
     }
 
     /// This rank's rows of the residual stream of a micro-batch.
-    fn rows(&self, step: &RunningStep<'_>, at: At) -> usize {
+    fn rows(&self) -> usize {
+        let Pass { rank, step, at, .. } = *self;
         let rows = step.batch(at.micro_batch).len();
-        let split = self.model.tensor_split();
+        let split = rank.model.tensor_split();
         if split.sequence { rows / split.ranks } else { rows }
     }
 
     /// Hands on a value inside a unit: to later segments, or to an exchange.
-    fn give(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        inside: &SplitShape,
-        value: u32,
-        tensor: Tensor,
-    ) {
+    fn give(&mut self, value: u32, tensor: Tensor) {
+        let Pass { step, at, inside, .. } = *self;
         let border = inside.borders.iter().position(|border| border.from == value);
         match border.filter(|border| inside.collective(*border as u32, Phase::Forward).is_some()) {
             Some(border) => step.exchanges().offer((Phase::Forward, at.unit, border as u32, at.micro_batch), tensor),
-            None => drop(passes.values.insert(at.value(value), tensor)),
+            None => drop(self.passes.values.insert(at.value(value), tensor)),
         }
     }
 
     /// Runs a segment's forward on a new tape.
-    fn record(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        takes: Vec<Tensor>,
-        policy: Policy,
-    ) -> Result<(Recording, Vec<Var>, Vec<Var>)> {
+    fn record(&mut self, takes: Vec<Tensor>, policy: Policy) -> Result<(Recording, Vec<Var>, Vec<Var>)> {
+        let Pass { rank, step, at, inside, .. } = *self;
         let At { unit, micro_batch, segment } = at;
         let program = step.program();
-        let inside = inside(program, unit);
         let batch = step.batch(micro_batch);
         // Each micro-batch draws its own random numbers. They are the same on any number of ranks,
         // and the same when a forward is repeated.
-        let (data_index, _) = self.data_place();
+        let (data_index, _) = rank.data_place();
         let global = data_index as u64 * u64::from(program.micro_batches) + u64::from(micro_batch);
-        let seed = self.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let seed = rank.seed ^ global.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let key = RandomKey { seed, step: step.settings().step as u32, site: unit };
-        let mut gradients = self.gradients.of(micro_batch, step.apart());
-        let mut tape = Tape::new(&self.device, &self.parameters, policy, key);
+        let mut gradients = rank.gradients.of(micro_batch, step.apart());
+        let mut tape = Tape::new(&rank.device, &rank.parameters, policy, key);
         if unit == program.loss_unit() && program.fused_loss {
             tape = tape.with_gradients(&mut gradients);
         }
-        let fp8 = self.fp8.as_ref().map(|fp8| crate::state::lock(fp8).layers());
+        let fp8 = rank.fp8.as_ref().map(|fp8| crate::state::lock(fp8).layers());
         if let Some(layers) = &fp8 {
             tape = tape.with_fp8(layers);
         }
         if segment > 0 {
-            tape = tape.with_sites(passes.sites.get(&at.run()).copied().unwrap_or(0));
+            tape = tape.with_sites(self.passes.sites.get(&at.run()).copied().unwrap_or(0));
         }
         let values = &inside.segments[segment as usize].takes;
         let place = |(value, tensor): (&u32, Tensor)| match inside.has_gradient(*value) {
@@ -308,145 +286,131 @@ impl Rank {
             false => tape.constant(tensor),
         };
         let takes: Vec<Var> = values.iter().zip(takes).map(place).collect();
-        let mut cx = Forward::training(&batch, self.loss_scale(step));
-        let module = &self.model.units()[unit as usize];
+        let mut cx = Forward::training(&batch, rank.loss_scale(step));
+        let module = &rank.model.units()[unit as usize];
         let gives = match program.split_of(unit) {
             Some(_) => module.forward_segment(segment as usize, &mut tape, &mut cx, &takes)?,
             None => vec![module.forward(&mut tape, &mut cx, takes.first())?],
         };
         if inside.segments.len() > 1 {
-            passes.sites.insert(at.run(), tape.sites());
+            self.passes.sites.insert(at.run(), tape.sites());
         }
         Ok((tape.finish(), takes, gives))
     }
 
     /// Runs a segment of a unit backward, or a half of that.
-    pub(super) fn backward_segment(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        part: BackwardPart,
-    ) -> Result<()> {
+    pub fn backward(&mut self, part: BackwardPart) -> Result<()> {
+        let Pass { rank, step, at, inside, .. } = *self;
         let program = step.program();
-        let inside = inside(program, at.unit);
         let segment = &inside.segments[at.segment as usize];
-        let mut target = self.gradients.of(at.micro_batch, step.apart());
-        if let Some(Pending::Weights(deferred)) = passes.pending.get_mut(&at) {
+        let mut target = rank.gradients.of(at.micro_batch, step.apart());
+        if let Some(Pending::Weights(deferred)) = self.passes.pending.get_mut(&at) {
             let deferred = std::mem::take(deferred);
-            passes.pending.remove(&at);
-            return Ok(deferred.backward_parameters(&self.parameters, &mut target)?);
+            self.passes.pending.remove(&at);
+            return Ok(deferred.backward_parameters(&rank.parameters, &mut target)?);
         }
-        if passes.away.contains_key(&at.run()) {
+        if self.passes.away.contains_key(&at.run()) {
             let back = step.offloaded_activations().remove(at.run());
-            passes.put_back(at, back.unwrap_or_default())?;
+            self.passes.put_back(at, back.unwrap_or_default())?;
         }
-        let (mut recording, takes, gives) = match passes.pending.remove(&at) {
+        let (mut recording, takes, gives) = match self.passes.pending.remove(&at) {
             Some(Pending::Recorded { recording, takes, gives }) => (recording, takes, gives),
-            _ => self.record_again(step, passes, at)?,
+            _ => self.record_again()?,
         };
         let mut outputs = Vec::with_capacity(gives.len());
         for (value, place) in segment.gives.iter().zip(gives) {
-            if let Some(gradient) = self.gradient(step, passes, at, inside, *value)? {
+            if let Some(gradient) = self.gradient(*value)? {
                 outputs.push((place, gradient));
             } else if *value == inside.output() && at.unit == program.loss_unit() {
-                let one = self.device.one(Purpose::Activations)?;
+                let one = rank.device.one(Purpose::Activations)?;
                 recording = recording.with_one(&one);
                 outputs.push((place, one));
             }
         }
         let gradients = match part {
             BackwardPart::Input => {
-                let (gradients, deferred) = recording.backward_input(&outputs, &takes, &self.parameters)?;
-                passes.pending.insert(at, Pending::Weights(deferred));
+                let (gradients, deferred) = recording.backward_input(&outputs, &takes, &rank.parameters)?;
+                self.passes.pending.insert(at, Pending::Weights(deferred));
                 gradients
             }
-            _ => recording.backward_at(&outputs, &takes, &self.parameters, &mut target)?,
+            _ => recording.backward_at(&outputs, &takes, &rank.parameters, &mut target)?,
         };
         drop(outputs);
         for (value, gradient) in segment.takes.iter().zip(gradients) {
             if let Some(gradient) = gradient {
-                self.give_gradient(step, passes, at, inside, *value, gradient);
+                self.give_gradient(*value, gradient);
             }
         }
         Ok(())
     }
 
     /// Runs the forward of a unit that kept only its input, for its backward.
-    fn record_again(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-    ) -> Result<(Recording, Vec<Place>, Vec<Place>)> {
-        passes.again.insert(at.run());
-        let takes = match inside(step.program(), at.unit).input {
-            Some(_) => vec![self.input(step, passes, at)?],
+    fn record_again(&mut self) -> Result<(Recording, Vec<Place>, Vec<Place>)> {
+        let Pass { at, inside, .. } = *self;
+        self.passes.again.insert(at.run());
+        let takes = match inside.input {
+            Some(_) => vec![self.input()?],
             None => {
-                passes.kept_inputs.remove(&at.run());
+                self.passes.kept_inputs.remove(&at.run());
                 Vec::new()
             }
         };
-        passes.again.remove(&at.run());
-        let (recording, takes, gives) = self.record(step, passes, at, takes, Policy::Everything)?;
+        self.passes.again.remove(&at.run());
+        let (recording, takes, gives) = self.record(takes, Policy::Everything)?;
         let places = |vars: &[Var]| vars.iter().map(Place::from).collect();
         Ok((recording, places(&takes), places(&gives)))
     }
 
     /// The gradient of a value that a segment gave; None if nothing flowed into it.
-    fn gradient(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        inside: &SplitShape,
-        value: u32,
-    ) -> Result<Option<Tensor>> {
+    fn gradient(&mut self, value: u32) -> Result<Option<Tensor>> {
+        let Pass { rank, step, at, inside, .. } = *self;
         if value == inside.output() {
             if at.unit == step.program().loss_unit() {
                 return Ok(None);
             }
             let message = (Phase::Backward, at.unit, at.micro_batch);
-            let arrived = step.messages().arrived(message, self.rows(step, at))?;
-            let gradient = arrived.or_else(|| passes.flowing.remove(&at.run()));
+            let arrived = step.messages().arrived(message, self.rows())?;
+            let gradient = arrived.or_else(|| self.passes.flowing.remove(&at.run()));
             return Ok(Some(gradient.expect("the program differentiates a unit after the one that reads its output")));
         }
-        if let Some(gradient) = passes.gradients.remove(&at.value(value)) {
+        if let Some(gradient) = self.passes.gradients.remove(&at.value(value)) {
             return Ok(Some(gradient));
         }
         let Some(border) = inside.borders.iter().position(|border| border.from == value) else { return Ok(None) };
         if let Some(exchanged) = step.exchanges().arrived((Phase::Backward, at.unit, border as u32, at.micro_batch)) {
             return Ok(Some(exchanged));
         }
-        let to = passes.gradients.remove(&at.value(inside.borders[border].to));
-        to.map(|to| self.without_exchange(inside.change(border as u32, Phase::Backward), to)).transpose()
+        let to = self.passes.gradients.remove(&at.value(inside.borders[border].to));
+        to.map(|to| without_exchange(rank, inside.change(border as u32, Phase::Backward), to)).transpose()
     }
 
     /// Hands on the gradient of a value that a segment took: to the unit or the segment before, to
     /// an exchange or to another stage.
-    fn give_gradient(
-        &self,
-        step: &RunningStep<'_>,
-        passes: &mut Passes,
-        at: At,
-        inside: &SplitShape,
-        value: u32,
-        gradient: Tensor,
-    ) {
+    fn give_gradient(&mut self, value: u32, gradient: Tensor) {
+        let Pass { step, at, inside, .. } = *self;
         let complete = inside.first_user(value) == Some(at.segment);
         if inside.input == Some(value) && complete {
             let below = at.unit - 1;
             let message = (Phase::Backward, below, at.micro_batch);
             match step.sends(message) {
                 true => step.messages().leave(message, gradient),
-                false => drop(passes.flowing.insert((below, at.micro_batch), gradient)),
+                false => drop(self.passes.flowing.insert((below, at.micro_batch), gradient)),
             }
             return;
         }
         let border = inside.borders.iter().position(|border| border.to == value).filter(|_| complete);
         match border.filter(|border| inside.collective(*border as u32, Phase::Backward).is_some()) {
             Some(border) => step.exchanges().offer((Phase::Backward, at.unit, border as u32, at.micro_batch), gradient),
-            None => drop(passes.gradients.insert(at.value(value), gradient)),
+            None => drop(self.passes.gradients.insert(at.value(value), gradient)),
         }
+    }
+}
+
+/// A change of layout that exchanges nothing.
+fn without_exchange(rank: &Rank, change: Option<Change>, from: Tensor) -> Result<Tensor> {
+    let split = rank.model.tensor_split();
+    match change {
+        Some(Change::TakePart) => exchanges::part_of(&from, split.rank, split.ranks),
+        _ => Ok(from),
     }
 }

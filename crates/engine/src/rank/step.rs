@@ -5,7 +5,7 @@ use super::exchanges::Exchanges;
 use super::ledger::Ledger;
 use super::messages::{Message, Messages, message_of};
 use super::offloaded_activations::OffloadedActivations;
-use super::passes::{At, Passes};
+use super::passes::{At, Pass, Passes};
 use super::{Rank, cannot};
 use crate::Result;
 use crate::fp8::over_ranks;
@@ -317,16 +317,17 @@ impl Rank {
         match instruction.action {
             Action::Forward { unit, segment, micro_batch, keep } => {
                 let at = At { unit, micro_batch, segment };
-                match self.forward_segment(step, &mut carried.passes, at, keep)? {
+                let mut pass = Pass::new(self, step, &mut carried.passes, at);
+                match pass.forward(keep)? {
                     Some(loss) if step.is_last(unit) => carried.losses[micro_batch as usize] = Some(loss),
-                    Some(output) => self.pass_on(step, &mut carried.passes, at, output),
+                    Some(output) => pass.pass_on(output),
                     None => {}
                 }
                 Ok(())
             }
             Action::Backward { unit, segment, micro_batch, part } => {
                 let at = At { unit, micro_batch, segment };
-                self.backward_segment(step, &mut carried.passes, at, part)?;
+                Pass::new(self, step, &mut carried.passes, at).backward(part)?;
                 if step.program.frees_batch(number) {
                     step.forget_batch(micro_batch);
                 }

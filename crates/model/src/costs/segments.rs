@@ -6,7 +6,7 @@
 use crate::batch::{Batch, BatchShape};
 use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value};
 use crate::{Model, ModelError, Result};
-use trainyard_autograd::{Gradients, Place, Policy, RandomKey, Recording, Store, Tape, Var};
+use trainyard_autograd::{Place, Policy, RandomKey, Recording, Store, Tape, Var};
 use trainyard_program::{Change, Collective, Layout};
 use trainyard_tensor::{Cost, DType, Device, Purpose, Tensor};
 
@@ -78,12 +78,7 @@ pub fn segment_costs_on(
 ) -> Result<Vec<SegmentedCost>> {
     device.set_profiling(true);
     let batch = shape.batch(device)?;
-    let mut store = Store::new();
-    for (id, parameter) in model.parameters() {
-        store.insert(id, device.zeros(&parameter.shape, dtype, Purpose::Params)?);
-        // Gradients exist before they are written, as in a run.
-        let _ = store.split().1.target(id)?;
-    }
+    let mut store = super::zeros(device, model, dtype)?;
     let ranks = model.tensor_split().ranks;
     let mut costs = Vec::with_capacity(model.units().len());
     let mut input: Option<Tensor> = None;

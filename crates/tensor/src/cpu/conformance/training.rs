@@ -298,6 +298,24 @@ fn the_cross_entropy_oracle_is_a_gradient() {
     is_gradient("ignored", &x, &oracle::cross_entropy(&x, None).1, |x| oracle::cross_entropy(x, None).0);
 }
 
+/// The losses of a head and `scale` times their gradients dx and dw, which is added to ones. All in
+/// f64; x [tokens, dim], w [vocab, dim].
+fn head_in_f64(x: &[f64], w: &[f64], targets: &[i32], dim: usize, scale: f32) -> [Vec<f64>; 3] {
+    let (mut losses, mut dx, mut dw) = (Vec::new(), vec![0.0; x.len()], vec![1.0; w.len()]);
+    for ((row, dx), wanted) in x.chunks(dim).zip(dx.chunks_mut(dim)).zip(targets) {
+        let logits: Vec<f64> = w.chunks(dim).map(|w| dot(row, w)).collect();
+        let (loss, slope) = oracle::cross_entropy(&logits, target(*wanted));
+        losses.push(loss);
+        for ((w, dw), slope) in w.chunks(dim).zip(dw.chunks_mut(dim)).zip(slope) {
+            for j in 0..dim {
+                dx[j] += f64::from(scale) * slope * w[j];
+                dw[j] += f64::from(scale) * slope * row[j];
+            }
+        }
+    }
+    [losses, dx, dw]
+}
+
 /// Every rung of the products too, so `Isa::available` and not only the vector rungs.
 #[test]
 fn head_in_chunks_of_any_length() {
@@ -306,23 +324,9 @@ fn head_in_chunks_of_any_length() {
         let (x, w) = (values::<T>(1, tokens * dim), values::<T>(2, vocab * dim));
         let targets = targets(tokens, vocab);
         let scale = 0.5f32;
-        let (xs, ws) = (wide(&x), wide(&w));
-        // The oracle in f64 throughout; logits are sums of 24 products below 1, so below 12 with
-        // this data.
-        let (mut losses, mut dx, mut dw) = (vec![0.0; tokens], vec![0.0; tokens * dim], vec![1.0; vocab * dim]);
-        for t in 0..tokens {
-            let row = &xs[t * dim..(t + 1) * dim];
-            let logits: Vec<f64> = ws.chunks(dim).map(|w| dot(row, w)).collect();
-            let (loss, slope) = oracle::cross_entropy(&logits, target(targets[t]));
-            losses[t] = loss;
-            for (v, slope) in slope.iter().enumerate() {
-                for j in 0..dim {
-                    dx[t * dim + j] += f64::from(scale) * slope * ws[v * dim + j];
-                    dw[v * dim + j] += f64::from(scale) * slope * row[j];
-                }
-            }
-        }
-        // Logits are rounded to T at a size of 8: u 8. The loss moves by as much; a gradient's
+        let [losses, dx, dw] = head_in_f64(&wide(&x), &wide(&w), &targets, dim, scale);
+        // Logits are sums of 24 products below 1, below 12 with this data. They are rounded to T at
+        // a size of 8: u 8. The loss moves by as much; a gradient's
         // softmax by that relative to itself and by one more rounding, the sums over vocab or
         // tokens by their weighted mean, at most 1.
         let slack = 10.0 * roundoff(T::DTYPE) + 200.0 * ULP;
@@ -369,20 +373,7 @@ fn head_in_parts_of_the_vocabulary() {
         let (tokens, dim, vocab) = (75, 24, 301);
         let (x, w) = (values::<T>(1, tokens * dim), values::<T>(2, vocab * dim));
         let (targets, scale) = (targets(tokens, vocab), 0.5f32);
-        let (xs, ws) = (wide(&x), wide(&w));
-        let (mut losses, mut dx, mut dw) = (vec![0.0; tokens], vec![0.0; tokens * dim], vec![1.0; vocab * dim]);
-        for t in 0..tokens {
-            let row = &xs[t * dim..(t + 1) * dim];
-            let logits: Vec<f64> = ws.chunks(dim).map(|w| dot(row, w)).collect();
-            let (loss, slope) = oracle::cross_entropy(&logits, target(targets[t]));
-            losses[t] = loss;
-            for (v, slope) in slope.iter().enumerate() {
-                for j in 0..dim {
-                    dx[t * dim + j] += f64::from(scale) * slope * ws[v * dim + j];
-                    dw[v * dim + j] += f64::from(scale) * slope * row[j];
-                }
-            }
-        }
+        let [losses, dx, dw] = head_in_f64(&wide(&x), &wide(&w), &targets, dim, scale);
         // As for the head in one part; each part's summand of dx is rounded once more, at a size
         // below 1.
         let slack = 13.0 * roundoff(T::DTYPE) + 200.0 * ULP;
