@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use trainyard_data::corpus::rust_sources;
 use trainyard_data::{
-    Dataset, DatasetSpec, Loader, LoaderConfig, Position, PrepareOptions, Sampling, Source, Tokenizer, prepare,
+    Dataset, DatasetSpec, Loader, LoaderConfig, Position, PrepareOptions, Sampling, Source, Transforms, Tokenizer, prepare,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -66,6 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             respect_document_boundaries: true,
             sampling,
             seed: 1,
+            transforms: Transforms::default(),
         })?);
         for workers in [0, 1] {
             let config = LoaderConfig { workers, ..LoaderConfig::new(rows) };

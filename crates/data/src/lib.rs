@@ -6,6 +6,7 @@
 //! | module | from | to |
 //! |---|---|---|
 //! | [`corpus`] | files and folders | documents: streamed, with errors that name file and line |
+//! | [`clean`] | documents | fewer documents: without duplicates, by rules, mixed |
 //! | [`tokenizer`] | documents | tokens: `tokenizer.json`, bytes, characters; BPE training |
 //! | [`prepare`] | documents, tokenizer | token files: parallel, deterministic, reused |
 //! | [`indexed`] | token files | mapped tokens: Megatron-LM's format, validated before use |
@@ -17,6 +18,7 @@
 //! nothing.
 
 mod atomic;
+pub mod clean;
 pub mod corpus;
 pub mod dataset;
 pub mod error;
@@ -28,8 +30,11 @@ pub mod rng;
 pub mod tokenizer;
 
 pub use atomic::write as write_atomically;
-pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line};
-pub use dataset::{Dataset, DatasetSpec, IGNORE, MicroBatch, Position, Sampling, Source, rows_of};
+pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line, parse_mds};
+pub use dataset::{
+    Dataset, DatasetSpec, FillInTheMiddle, IGNORE, LengthCurriculum, MicroBatch, PackingReport, Position, Sampling, Source,
+    Transforms, packing_report, rows_in_epoch, rows_of,
+};
 pub use error::{DataError, Result, place_of};
 pub use evaluation::{EvalBatches, EvalOptions, eval_batches, text_bytes};
 pub use indexed::{IndexedTokens, IndexedWriter, TokenType, parse_idx};

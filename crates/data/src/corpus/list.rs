@@ -8,7 +8,7 @@ use std::time::UNIX_EPOCH;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Compression, Corpus, CorpusOptions, Format, OnInvalid, SourceFile};
+use super::{Compression, Corpus, CorpusOptions, Format, OnInvalid, SourceFile, mds};
 use crate::error::{DataError, Result};
 
 /// Extensions that are read as text when found in a folder.
@@ -26,11 +26,8 @@ const JSONL_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 /// Extensions that are certainly not text. Naming such a file is a mistake that deserves a better
 /// message than "not UTF-8".
 const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
-    ("parquet", "convert it to .jsonl"),
-    ("arrow", "convert it to .jsonl"),
+    ("arrow", "convert it to .parquet or .jsonl"),
     ("zip", "unpack it"),
-    ("tar", "unpack it"),
-    ("tgz", "unpack it"),
     ("xz", "unpack it, or compress with zstd"),
     ("bz2", "unpack it, or compress with zstd"),
     ("7z", "unpack it"),
@@ -44,11 +41,41 @@ const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
 /// Maximum depth of folders. Anything deeper is a loop or a mistake.
 const DEPTH_MAX: usize = 64;
 
+/// The files and folders that `path` stands for: itself if it exists or is no pattern, else what
+/// the pattern matches, in the order of names.
+///
+/// # Errors
+/// The pattern is malformed or matches nothing, or a folder cannot be listed.
+pub fn expand(path: &Path) -> Result<Vec<PathBuf>> {
+    let pattern = path.to_str().filter(|text| text.contains(['*', '?', '[']) && !path.exists());
+    let Some(pattern) = pattern else { return Ok(vec![path.to_path_buf()]) };
+    const FIX: &str = "write * for any characters, ? for one, [abc] for one of them, ** for any folders";
+    let matches = glob::glob(pattern)
+        .map_err(|error| DataError::input(path, None, format!("is not a pattern of paths ({error})"), FIX))?;
+    let mut paths = Vec::new();
+    for found in matches {
+        paths.push(found.map_err(|error| {
+            let folder = error.path().to_path_buf();
+            DataError::io("list", &folder)(error.into())
+        })?);
+    }
+    if paths.is_empty() {
+        return Err(DataError::input(path, None, "matches no file", "check the pattern, and quote it in a shell"));
+    }
+    Ok(paths)
+}
+
 /// Adds a file, or the files of a folder.
 pub(super) fn add(path: &Path, files: &mut Vec<SourceFile>) -> Result<()> {
     let metadata = fs::metadata(path).map_err(DataError::io("open", path))?;
     if metadata.is_dir() {
         return walk(path, 0, files);
+    }
+    if path.file_name().is_some_and(|name| name == mds::INDEX) {
+        return match mds::shards(path)? {
+            Some(shards) => add_shards(path, shards, files),
+            None => Err(DataError::input(path, None, "is not the index of an MDS dataset", "name the files with text")),
+        };
     }
     if !metadata.is_file() {
         // Text is read more than once, and to its end: what a pipe gives is gone, and a device may
@@ -65,6 +92,12 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
     if depth > DEPTH_MAX {
         let what = format!("lies more than {DEPTH_MAX} folders deep");
         return Err(DataError::input(folder, None, what, "check for links that lead back"));
+    }
+    let index = folder.join(mds::INDEX);
+    if index.is_file()
+        && let Some(shards) = mds::shards(&index)?
+    {
+        return add_shards(&index, shards, files);
     }
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder).map_err(DataError::io("list", folder))? {
@@ -96,6 +129,24 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
     Ok(())
 }
 
+/// Adds the shards of an MDS dataset in the order of its index.
+fn add_shards(index: &Path, shards: Vec<mds::Shard>, files: &mut Vec<SourceFile>) -> Result<()> {
+    let folder = index.parent().unwrap_or(Path::new("."));
+    for shard in shards {
+        // A dataset may be unpacked beside its compressed shards.
+        let raw = folder.join(&shard.raw);
+        let (path, compression) = match shard.zip {
+            Some((zip, compression)) if !raw.is_file() => (folder.join(zip), compression),
+            _ => (raw, Compression::None),
+        };
+        let metadata = fs::metadata(&path).map_err(DataError::io("open", &path))?;
+        let mut file = source(path, &metadata, false, Format::Mds, compression);
+        file.expected = Some(shard.expected);
+        files.push(file);
+    }
+    Ok(())
+}
+
 fn leads_back(link: &Path, folder: &Path) -> bool {
     matches!((fs::canonicalize(link), fs::canonicalize(folder)), (Ok(to), Ok(from)) if from.starts_with(&to))
 }
@@ -114,6 +165,17 @@ fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
         inner.set_extension("");
     }
     let extension = extension(&inner).unwrap_or_default();
+    match extension.as_str() {
+        "parquet" if compression == Compression::None => return Ok(Some((Format::Parquet, compression))),
+        "parquet" => {
+            let what = "is a compressed Parquet file, which cannot be read from its end";
+            return Err(DataError::input(path, None, what, "unpack it: its pages are compressed anyway"));
+        }
+        "tar" => return Ok(Some((Format::Tar, compression))),
+        "tgz" if compression == Compression::None => return Ok(Some((Format::Tar, Compression::Gzip))),
+        "mds" => return Ok(Some((Format::Mds, compression))),
+        _ => {}
+    }
     if JSONL_EXTENSIONS.contains(&extension.as_str()) {
         return Ok(Some((Format::JsonLines, compression)));
     }
@@ -129,7 +191,7 @@ fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
 fn source(path: PathBuf, metadata: &Metadata, named: bool, format: Format, compression: Compression) -> SourceFile {
     let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let modified_ns = modified.map_or(0, |since| since.as_nanos() as u64);
-    SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression }
+    SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression, expected: None }
 }
 
 /// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`,

@@ -2,18 +2,24 @@
 //! corpus.
 //!
 //! A text file is one document, or several if a separator is set. A line of a `.jsonl` file is one
-//! document, whose text is in a field. `.gz` and `.zst` forms of both are decompressed on the fly.
+//! document, whose text is in a field. So is a row of a Parquet file, a sample of a WebDataset tar
+//! and a sample of a shard of MosaicML's MDS. `.gz` and `.zst` forms are decompressed on the fly.
 //! Folders are walked in the order of their names, so that a corpus has the same order on every
 //! machine.
 //!
 //! This module does not guess encodings, filter for quality or remove duplicates.
 
 mod list;
+mod mds;
+mod parquet;
 mod read;
+mod records;
+mod tar;
 
 use std::path::{Path, PathBuf};
 
-pub use list::rust_sources;
+pub use list::{expand, rust_sources};
+pub use mds::{MdsFault, MdsLayout, parse_mds};
 pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
 
 use crate::error::{DataError, Result};
@@ -73,6 +79,16 @@ pub struct SourceFile {
     pub(crate) named: bool,
     pub(crate) format: Format,
     pub(crate) compression: Compression,
+    /// What the index of an MDS dataset says about the unpacked shard.
+    pub(crate) expected: Option<Expected>,
+}
+
+/// The size and the hashes of an unpacked MDS shard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Expected {
+    pub(crate) bytes: u64,
+    /// Pairs of an algorithm's name and its digest in hexadecimal.
+    pub(crate) hashes: Vec<(String, String)>,
 }
 
 /// One document.
@@ -82,7 +98,8 @@ pub struct Document {
     pub text: String,
     /// Index of its file in [`Corpus::files`].
     pub file: usize,
-    /// Its line in a JSONL file, counted from 1; 0 elsewhere.
+    /// Its line in a JSONL file, or its record in a Parquet, tar or MDS file, counted from 1; 0
+    /// elsewhere.
     pub line: u64,
 }
 
@@ -91,6 +108,9 @@ pub struct Document {
 pub(crate) enum Format {
     Text,
     JsonLines,
+    Parquet,
+    Tar,
+    Mds,
 }
 
 /// The compression of a file.
@@ -102,7 +122,8 @@ pub(crate) enum Compression {
 }
 
 impl Corpus {
-    /// Lists `paths`: files are taken as named, folders are walked for text and JSONL files.
+    /// Lists `paths`: files are taken as named, folders are walked for files that hold text, and
+    /// patterns such as `shards/*.tar` are expanded.
     ///
     /// Fails when a path does not exist, is of a kind that holds no text, or when nothing is found.
     pub fn open<P: AsRef<Path>>(paths: &[P], options: CorpusOptions) -> Result<Self> {
@@ -115,13 +136,15 @@ impl Corpus {
         }
         let mut files = Vec::new();
         for path in paths {
-            list::add(path.as_ref(), &mut files)?;
+            for path in expand(path.as_ref())? {
+                list::add(&path, &mut files)?;
+            }
         }
         if files.is_empty() {
             let names: Vec<String> = paths.iter().map(|p| p.as_ref().display().to_string()).collect();
             return Err(DataError::TooLittle {
                 what: format!("no text found in [{}]", names.join(", ")),
-                fix: "give text or .jsonl files (also .gz or .zst of them), or a folder that holds some".into(),
+                fix: "give text, .jsonl, .parquet, .tar or MDS files, or a folder that holds some".into(),
             });
         }
         Ok(Self { files, options })
@@ -144,7 +167,7 @@ impl Corpus {
 
     /// True if any file is compressed, so that its text is larger than [`Corpus::bytes`].
     pub fn is_compressed(&self) -> bool {
-        self.files.iter().any(|f| f.compression != Compression::None)
+        self.files.iter().any(|f| f.compression != Compression::None || f.format == Format::Parquet)
     }
 
     /// Reads from the beginning.

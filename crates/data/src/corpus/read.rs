@@ -8,7 +8,11 @@ use std::path::Path;
 use flate2::bufread::MultiGzDecoder;
 use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{Compression, Corpus, Document, Format, OnInvalid};
+use super::mds::MdsTexts;
+use super::parquet::ParquetTexts;
+use super::records::{Record, Records};
+use super::tar::TarTexts;
+use super::{Compression, Corpus, Document, Format, OnInvalid, SourceFile};
 use crate::error::{DataError, Result};
 
 /// Number of bytes read at a time.
@@ -37,11 +41,19 @@ pub struct Skipped {
 
 struct OpenFile {
     file: usize,
-    reader: Box<dyn BufRead + Send>,
+    reader: Reader,
     /// Number of lines begun, for messages.
     line: u64,
     /// True once the file has given any bytes.
     has_content: bool,
+}
+
+/// The way in which a file gives its documents.
+enum Reader {
+    /// Bytes, which separators divide.
+    Bytes(Box<dyn BufRead + Send>),
+    /// Records of a container.
+    Records(Box<dyn Records>),
 }
 
 /// The reason why a JSONL line was refused.
@@ -100,20 +112,38 @@ impl<'c> Documents<'c> {
             let source = &self.corpus.files[open.file];
             let options = &self.corpus.options;
             let path = &source.path;
-            let separator: Option<&[u8]> = match source.format {
-                Format::JsonLines => Some(b"\n"),
-                Format::Text => options.document_separator.as_deref().map(str::as_bytes),
+            let reader = match &mut open.reader {
+                Reader::Bytes(reader) => reader,
+                Reader::Records(records) => {
+                    let Some(Record { number, text }) = records.next()? else {
+                        self.open = None;
+                        continue;
+                    };
+                    let file = open.file;
+                    match text {
+                        Ok(text) if text.is_empty() => self.skipped.empty += 1,
+                        Ok(text) => return Ok(Some(Document { text, file, line: number })),
+                        Err(_) if options.on_invalid == OnInvalid::Skip => self.skipped.invalid += 1,
+                        Err(error) => return Err(error),
+                    }
+                    continue;
+                }
+            };
+            let is_text = source.format == Format::Text;
+            let separator: Option<&[u8]> = match is_text {
+                true => options.document_separator.as_deref().map(str::as_bytes),
+                false => Some(b"\n"),
             };
             self.buffer.clear();
             let first_line = open.line + 1;
             let limit = options.document_bytes_max;
-            let found = read_document(&mut open.reader, separator, limit, &mut self.buffer)
+            let found = read_document(reader, separator, limit, &mut self.buffer)
                 .map_err(|reason| read_error(path, source.compression, reason))?;
             if self.buffer.len() as u64 > limit {
                 let what = format!("a document is longer than {limit} bytes");
-                let fix = match source.format {
-                    Format::Text => "set a document separator, or raise the limit if there is memory for it",
-                    Format::JsonLines => "check that it has one object per line, or raise the limit",
+                let fix = match is_text {
+                    true => "set a document separator, or raise the limit if there is memory for it",
+                    false => "check that it has one object per line, or raise the limit",
                 };
                 return Err(DataError::input(path, Some(first_line), what, fix));
             }
@@ -135,15 +165,15 @@ impl<'c> Documents<'c> {
                 self.buffer.drain(..3);
             }
             open.has_content |= !self.buffer.is_empty();
-            open.line += match source.format {
-                Format::JsonLines => 1,
-                Format::Text => self.buffer.iter().filter(|&&b| b == b'\n').count() as u64,
+            open.line += match is_text {
+                true => self.buffer.iter().filter(|&&b| b == b'\n').count() as u64,
+                false => 1,
             };
             let file = open.file;
-            let text = match source.format {
-                Format::Text => take_text(path, first_line, separator, &mut self.buffer),
-                Format::JsonLines if self.buffer.iter().all(u8::is_ascii_whitespace) => continue,
-                Format::JsonLines => parse_jsonl_line(&self.buffer, &options.field).map_err(|fault| {
+            let text = match is_text {
+                true => take_text(path, first_line, separator, &mut self.buffer),
+                false if self.buffer.iter().all(u8::is_ascii_whitespace) => continue,
+                false => parse_jsonl_line(&self.buffer, &options.field).map_err(|fault| {
                     let fix = match &fault {
                         LineFault::Missing { .. } | LineFault::NotString { .. } => "set the field that holds the text",
                         _ => "repair or remove the line",
@@ -154,7 +184,7 @@ impl<'c> Documents<'c> {
             match text {
                 Ok(text) if text.is_empty() => self.skipped.empty += 1,
                 Ok(text) => {
-                    let line = if source.format == Format::JsonLines { first_line } else { 0 };
+                    let line = if is_text { 0 } else { first_line };
                     return Ok(Some(Document { text, file, line }));
                 }
                 Err(_) if options.on_invalid == OnInvalid::Skip => self.skipped.invalid += 1,
@@ -178,18 +208,28 @@ impl Iterator for Documents<'_> {
 }
 
 fn open_file(corpus: &Corpus, file: usize) -> Result<OpenFile> {
-    let source = &corpus.files[file];
+    let (source, options) = (&corpus.files[file], &corpus.options);
+    let reader = match source.format {
+        Format::Text | Format::JsonLines => Reader::Bytes(unpacked(source)?),
+        Format::Parquet => Reader::Records(Box::new(ParquetTexts::open(source, options)?)),
+        Format::Tar => Reader::Records(Box::new(TarTexts::open(source, options)?)),
+        Format::Mds => Reader::Records(Box::new(MdsTexts::open(source, options)?)),
+    };
+    Ok(OpenFile { file, reader, line: 0, has_content: false })
+}
+
+/// The bytes of a file, decompressed.
+pub(super) fn unpacked(source: &SourceFile) -> Result<Box<dyn BufRead + Send>> {
     let path = &source.path;
     let raw = BufReader::with_capacity(BUFFER_BYTES, File::open(path).map_err(DataError::io("open", path))?);
-    let reader: Box<dyn BufRead + Send> = match source.compression {
+    Ok(match source.compression {
         Compression::None => Box::new(raw),
         Compression::Gzip => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(raw))),
         Compression::Zstd => {
             let decoder = zstd::stream::read::Decoder::with_buffer(raw).map_err(DataError::io("read", path))?;
             Box::new(BufReader::with_capacity(BUFFER_BYTES, decoder))
         }
-    };
-    Ok(OpenFile { file, reader, line: 0, has_content: false })
+    })
 }
 
 /// Reads up to and including the next `separator`, or to the end, or until `buffer` is longer than
@@ -239,7 +279,7 @@ fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mu
 /// The words of zstd for a window that is larger than its decoder takes memory for.
 const WINDOW_TOO_LARGE: &str = "Frame requires too much memory for decoding";
 
-fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataError {
+pub(super) fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataError {
     if compression == Compression::Zstd && reason.to_string().contains(WINDOW_TOO_LARGE) {
         let what = "is compressed with a window of more than 128 MiB (zstd --long=28 or more), and that is the most \
                     memory that reading takes for one";

@@ -1,5 +1,7 @@
 //! The batches that a model trains on.
 
+use std::ops::Range;
+
 use crate::indexed::IndexedTokens;
 
 /// The target of a position without one, as cross-entropy losses expect it.
@@ -94,5 +96,48 @@ impl MicroBatch {
         }
         self.rows += 1;
         self.cu_seqlens.push((base + self.sequence_length) as i32);
+    }
+
+    /// Adds a row of whole pieces. Each section of `tokens` holds the inputs of a piece and one
+    /// token more, its last target. The rest of the row is padding, a segment of its own.
+    pub(crate) fn push_pieces(&mut self, tokens: &[i32], sections: &[Range<usize>], respect_boundaries: bool) {
+        let base = self.tokens.len();
+        for section in sections {
+            let piece = &tokens[section.clone()];
+            let inputs = piece.len() - 1;
+            self.tokens.extend_from_slice(&piece[..inputs]);
+            self.targets.extend_from_slice(&piece[1..]);
+            self.cu_seqlens.push(self.tokens.len() as i32);
+            self.positions.extend(0..inputs as i32);
+        }
+        let end = base + self.sequence_length;
+        if self.tokens.len() < end {
+            self.positions.extend(0..(end - self.tokens.len()) as i32);
+            self.tokens.resize(end, 0);
+            self.targets.resize(end, IGNORE);
+            self.cu_seqlens.push(end as i32);
+        }
+        if !respect_boundaries {
+            self.cu_seqlens.retain(|start| *start as usize <= base || *start as usize == end);
+            self.positions.truncate(base);
+            self.positions.extend(0..self.sequence_length as i32);
+        }
+        self.rows += 1;
+    }
+
+    /// Divides the segments of the last row that are longer than `longest`.
+    pub(crate) fn divide_last_row(&mut self, longest: usize) {
+        let base = (self.rows - 1) * self.sequence_length;
+        let kept = self.cu_seqlens.iter().rposition(|start| *start as usize == base).unwrap_or(0);
+        let ends = self.cu_seqlens.split_off(kept + 1);
+        let mut begin = base;
+        for end in ends {
+            while begin < end as usize {
+                let part = (end as usize).min(begin + longest);
+                self.positions[begin..part].iter_mut().zip(0..).for_each(|(slot, position)| *slot = position);
+                self.cu_seqlens.push(part as i32);
+                begin = part;
+            }
+        }
     }
 }

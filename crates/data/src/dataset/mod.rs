@@ -4,15 +4,17 @@
 //! them: the inputs, and the targets one token further. `packed` sampling cuts the sequence into
 //! rows and gives out every row once an epoch in a seeded order. The cuts shift from epoch to
 //! epoch, so that no tail is left out for ever. `in_order` gives the rows out as they lie. `random`
-//! sampling draws offsets uniformly, with replacement. Corpora are mixed by a fixed table that
-//! follows the weights as evenly as whole
-//! samples allow.
+//! sampling draws offsets uniformly, with replacement. `best_fit` sampling puts whole documents into
+//! rows, and gives out every row once an epoch in a seeded order. Corpora are mixed by a fixed table
+//! that follows the weights as evenly as whole samples allow.
 //!
 //! Nothing here has state. Any number of ranks and workers therefore gives out the same samples,
 //! and a position is one number.
 
 mod batch;
 mod mixture;
+mod packing;
+mod transforms;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -21,12 +23,15 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 pub use batch::{IGNORE, MicroBatch};
+pub use packing::PackingReport;
+pub use transforms::{FillInTheMiddle, LengthCurriculum, Transforms};
 
 use crate::error::{DataError, Result};
 use crate::indexed::IndexedTokens;
 use crate::prepare::Sidecar;
 use crate::rng::{Permutation, Stream};
 use mixture::Mixture;
+use packing::Packing;
 
 /// The specification of a sequence of samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,6 +49,9 @@ pub struct DatasetSpec {
     pub sampling: Sampling,
     /// Seed of the order.
     pub seed: u64,
+    /// Changes to the samples.
+    #[serde(default)]
+    pub transforms: Transforms,
 }
 
 /// One corpus of a mixture.
@@ -66,6 +74,9 @@ pub enum Sampling {
     InOrder,
     /// Uniformly random offsets.
     Random,
+    /// Whole documents, each in the fullest row that has room; every row once an epoch, in a seeded
+    /// order.
+    BestFit,
 }
 
 /// A position in the endless sequence of samples, part of every checkpoint.
@@ -83,6 +94,8 @@ pub struct Dataset {
     /// Hash of each corpus's tokens, if its description has one.
     hashes: Vec<Option<String>>,
     mixture: Mixture,
+    /// The rows of each corpus, for best-fit sampling.
+    packings: Vec<Packing>,
 }
 
 /// The random streams of a corpus: bits 2 and up hold the number of the corpus, these constants the
@@ -106,7 +119,17 @@ impl Dataset {
             hashes.push(hash);
         }
         let weights: Vec<f64> = spec.sources.iter().map(|s| s.weight).collect();
-        Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora, hashes })
+        let mut packings = Vec::new();
+        if spec.sampling == Sampling::BestFit {
+            packings.extend(corpora.iter().map(|c| Packing::best_fit(documents_of(c), spec.sequence_length)));
+        }
+        if let Some(c) = packings.iter().position(|packing| packing.report().rows == 0) {
+            return Err(DataError::TooLittle {
+                what: format!("{} has no document of two tokens", corpora[c].prefix().display()),
+                fix: "give text with longer documents".into(),
+            });
+        }
+        Ok(Self { mixture: Mixture::new(&weights)?, spec, corpora, hashes, packings })
     }
 
     /// The specification that it was opened with.
@@ -127,7 +150,7 @@ impl Dataset {
     /// Number of samples until the corpora together have given as many tokens as they hold. It is
     /// informative only, because the corpora of a mixture come to their ends at different times.
     pub fn samples_per_epoch(&self) -> u64 {
-        self.corpora.iter().map(|c| self.rows(c)).sum()
+        (0..self.corpora.len()).map(|c| self.rows(c)).sum()
     }
 
     /// The tokens dealt before `position`, as a multiple of those that the corpora hold together.
@@ -137,7 +160,7 @@ impl Dataset {
 
     /// The number of passes over corpus `c` at `position`, with fractions.
     pub fn epochs(&self, c: usize, position: Position) -> f64 {
-        self.mixture.samples_before(position.samples, c) as f64 / self.rows(&self.corpora[c]) as f64
+        self.mixture.samples_before(position.samples, c) as f64 / self.rows(c) as f64
     }
 
     /// Identifies the samples and their order: equal fingerprints mean equal samples. A resumed run
@@ -152,6 +175,7 @@ impl Dataset {
                 Sampling::Random => 0,
                 Sampling::Packed => 1,
                 Sampling::InOrder => 2,
+                Sampling::BestFit => 3,
             },
             spec.seed,
         ];
@@ -161,49 +185,75 @@ impl Dataset {
             hash.update(tokens.as_deref().unwrap_or("unknown").as_bytes());
             corpus.fingerprint_into(&mut hash);
         }
+        if spec.transforms != Transforms::default() {
+            hash.update(format!("{:?}", spec.transforms).as_bytes());
+        }
         format!("{:016x}", hash.digest())
     }
 
     /// Samples `first..first + rows` as one micro-batch of `rows` rows.
     pub fn micro_batch(&self, first: u64, rows: usize) -> Result<MicroBatch> {
-        let mut batch = MicroBatch::with_capacity(rows, self.spec.sequence_length);
-        let mut tokens = Vec::with_capacity(self.spec.sequence_length + 1);
+        let spec = &self.spec;
+        let (seed, vocab_size, transforms) = (spec.seed, spec.vocab_size, &spec.transforms);
+        let mut batch = MicroBatch::with_capacity(rows, spec.sequence_length);
+        let mut tokens = Vec::with_capacity(spec.sequence_length + 1);
         for sample in first..first + rows as u64 {
-            let (corpus, range) = self.locate(sample);
+            let (corpus, ranges) = self.locate(sample);
             let corpus = &self.corpora[corpus];
             tokens.clear();
-            corpus.read_into(range.clone(), self.spec.vocab_size, &mut tokens)?;
-            batch.push_row(&tokens, range.start, corpus, self.spec.respect_document_boundaries);
+            if spec.sampling == Sampling::BestFit {
+                let mut ends = Vec::with_capacity(ranges.len());
+                for range in ranges {
+                    corpus.read_into(range, vocab_size, &mut tokens)?;
+                    ends.push(tokens.len());
+                }
+                let begins = [0].into_iter().chain(ends.iter().copied());
+                let sections: Vec<_> = begins.zip(&ends).map(|(begin, end)| begin..*end).collect();
+                transforms.fill(seed, sample, &sections, &mut tokens);
+                batch.push_pieces(&tokens, &sections, spec.respect_document_boundaries);
+            } else {
+                for range in ranges {
+                    corpus.read_into(range.clone(), vocab_size, &mut tokens)?;
+                    if transforms.fill_in_the_middle.is_some() {
+                        transforms.fill(seed, sample, &sections_of(corpus, &range), &mut tokens);
+                    }
+                    batch.push_row(&tokens, range.start, corpus, spec.respect_document_boundaries);
+                }
+            }
+            transforms.finish_row(seed, sample, vocab_size, &mut batch);
         }
         Ok(batch)
     }
 
-    /// The corpus and the tokens of sample `i`: `sequence_length` + 1 of them.
-    pub fn locate(&self, i: u64) -> (usize, Range<u64>) {
+    /// The corpus of sample `i`, and the ranges of its tokens: one, or for best-fit sampling one a
+    /// piece. A range holds inputs and one token more, the last target.
+    pub fn locate(&self, i: u64) -> (usize, Vec<Range<u64>>) {
         let (c, nth) = self.mixture.place(i);
         let corpus = &self.corpora[c];
         let length = self.spec.sequence_length as u64;
         let stream = (c as u32) << 2;
+        let rows = self.rows(c);
+        let (epoch, place) = (nth / rows, nth % rows);
+        let shuffled = || Permutation::new(rows, self.spec.seed, stream | STREAM_ORDER, epoch).apply(place);
+        let slack = (corpus.tokens() - 1) % length;
         let start = match self.spec.sampling {
+            // Draws among all offsets that have length + 1 tokens.
             Sampling::Random => {
-                // Draws among all offsets that have length + 1 tokens.
                 Stream::new(self.spec.seed, stream | STREAM_OFFSET).below(nth, corpus.tokens() - length)
             }
-            Sampling::Packed | Sampling::InOrder => {
-                let rows = self.rows(corpus);
-                let (epoch, place) = (nth / rows, nth % rows);
-                let slack = (corpus.tokens() - 1) % length;
-                let (row, shift) = match self.spec.sampling {
-                    Sampling::InOrder => (place, epoch % 2 * slack),
-                    _ => (
-                        Permutation::new(rows, self.spec.seed, stream | STREAM_ORDER, epoch).apply(place),
-                        Stream::new(self.spec.seed, stream | STREAM_SHIFT).below(epoch, slack + 1),
-                    ),
-                };
-                row * length + shift
+            Sampling::BestFit => return (c, self.packings[c].row(shuffled()).collect()),
+            Sampling::InOrder => place * length + epoch % 2 * slack,
+            Sampling::Packed => {
+                let shift = Stream::new(self.spec.seed, stream | STREAM_SHIFT).below(epoch, slack + 1);
+                shuffled() * length + shift
             }
         };
-        (c, start..start + length + 1)
+        (c, vec![start..start + length + 1])
+    }
+
+    /// Counts of the rows of each corpus, for best-fit sampling.
+    pub fn packing_reports(&self) -> Vec<PackingReport> {
+        self.packings.iter().map(Packing::report).collect()
     }
 
     /// Asks the kernel to bring all corpora into memory in the background.
@@ -211,13 +261,49 @@ impl Dataset {
         self.corpora.iter().for_each(IndexedTokens::warm);
     }
 
-    /// Number of rows of a corpus in one epoch; at least one, by [`Dataset::open`].
-    fn rows(&self, corpus: &IndexedTokens) -> u64 {
-        rows_of(corpus.tokens(), self.spec.sequence_length)
+    /// Number of rows of corpus `c` in one epoch; at least one, by [`Dataset::open`].
+    fn rows(&self, c: usize) -> u64 {
+        match self.packings.get(c) {
+            Some(packing) => packing.report().rows,
+            None => rows_of(self.corpora[c].tokens(), self.spec.sequence_length),
+        }
     }
 }
 
-/// Samples that `tokens` tokens give in one epoch: each takes a token more than its inputs, and
+/// Samples that a corpus gives in one epoch.
+pub fn rows_in_epoch(corpus: &IndexedTokens, sequence_length: usize, sampling: Sampling) -> u64 {
+    match sampling {
+        Sampling::BestFit => packing_report(corpus, sequence_length, sampling).rows,
+        _ => rows_of(corpus.tokens(), sequence_length),
+    }
+}
+
+/// Counts of the rows that `sampling` makes of a corpus, in its first epoch if they shift.
+pub fn packing_report(corpus: &IndexedTokens, sequence_length: usize, sampling: Sampling) -> PackingReport {
+    match sampling {
+        Sampling::BestFit => Packing::best_fit(documents_of(corpus), sequence_length).report(),
+        _ => packing::back_to_back(documents_of(corpus), sequence_length),
+    }
+}
+
+/// The documents of a corpus, as ranges of its tokens.
+fn documents_of(corpus: &IndexedTokens) -> impl Iterator<Item = Range<u64>> + '_ {
+    (0..corpus.documents()).map(|document| corpus.document(document))
+}
+
+/// The documents in a range of tokens, counted from its beginning.
+fn sections_of(corpus: &IndexedTokens, range: &Range<u64>) -> Vec<Range<usize>> {
+    let mut sections = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let end = corpus.document(corpus.document_of(at)).end.min(range.end);
+        sections.push((at - range.start) as usize..(end - range.start) as usize);
+        at = end;
+    }
+    sections
+}
+
+/// Rows that `tokens` tokens give in one epoch: each takes a token more than its inputs, and
 /// shares it with the next.
 pub fn rows_of(tokens: u64, sequence_length: usize) -> u64 {
     tokens.saturating_sub(1) / sequence_length.max(1) as u64
@@ -235,7 +321,7 @@ fn check(spec: &DatasetSpec) -> Result<()> {
     if spec.vocab_size == 0 {
         return Err(DataError::setting("vocab_size", "is 0", "give the model's vocabulary size"));
     }
-    Ok(())
+    spec.transforms.check(spec.sequence_length, spec.vocab_size)
 }
 
 /// Opens a corpus, with the hash of its tokens if its description has one.

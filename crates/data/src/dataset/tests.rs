@@ -27,6 +27,7 @@ fn spec(prefixes: &[PathBuf], sequence_length: usize, sampling: Sampling) -> Dat
         respect_document_boundaries: true,
         sampling,
         seed: 5,
+        transforms: Transforms::default(),
     }
 }
 
@@ -64,7 +65,7 @@ fn random_offsets_reach_both_ends() {
     let folder = tempfile::tempdir().unwrap();
     let prefix = counting(folder.path(), "a", &[20]);
     let dataset = Dataset::open(spec(&[prefix], 15, Sampling::Random)).unwrap();
-    let starts: std::collections::BTreeSet<u64> = (0..200).map(|i| dataset.locate(i).1.start).collect();
+    let starts: std::collections::BTreeSet<u64> = (0..200).map(|i| dataset.locate(i).1[0].start).collect();
     assert_eq!(starts.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 }
 
@@ -109,13 +110,13 @@ fn samples_in_order_are_the_text_from_its_beginning() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (counting(folder.path(), "a", &[30, 13]), counting(folder.path(), "b", &[22]));
     let dataset = Dataset::open(spec(std::slice::from_ref(&a), 10, Sampling::InOrder)).unwrap();
-    let starts = |samples: Range<u64>| samples.map(|i| dataset.locate(i).1.start).collect::<Vec<_>>();
+    let starts = |samples: Range<u64>| samples.map(|i| dataset.locate(i).1[0].start).collect::<Vec<_>>();
     assert_eq!(starts(0..4), [0, 10, 20, 30], "42 inputs are 4 rows and 2 tokens more");
     assert_eq!(starts(4..8), [2, 12, 22, 32], "the second pass ends at the last token");
     assert_eq!(starts(8..12), starts(0..4));
     // In a mixture each corpus goes on where it was.
     let mixed = Dataset::open(spec(&[a, b], 10, Sampling::InOrder)).unwrap();
-    let places: Vec<_> = (0..6).map(|i| (mixed.locate(i).0, mixed.locate(i).1.start)).collect();
+    let places: Vec<_> = (0..6).map(|i| (mixed.locate(i).0, mixed.locate(i).1[0].start)).collect();
     assert_eq!(places, [(0, 0), (1, 0), (0, 10), (1, 10), (0, 20), (1, 1)]);
 }
 

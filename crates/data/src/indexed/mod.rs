@@ -5,18 +5,23 @@
 //! [`IndexedTokens`] maps both files and validates the index against the data before anything is
 //! read through it. [`IndexedWriter`] leaves a complete pair or none. The files are compatible with
 //! other tools in both directions; multimodal modes are accepted and ignored.
+//!
+//! A `.bin` of llm.c needs no index: its header says what it is, and its end-of-text tokens say where
+//! documents begin.
 
 mod format;
+mod llm_c;
 mod writer;
 
 use std::ffi::OsString;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 
 use trainyard_tensor::mapped::MappedFile;
 use xxhash_rust::xxh3::Xxh3;
 
 pub use format::{HEADER_BYTES, IdxFault, IdxLayout, MAGIC, TokenType, VERSION, parse_idx};
+pub use llm_c::is_llm_c;
 pub use writer::{IndexedSummary, IndexedWriter};
 
 use crate::error::{DataError, Result};
@@ -29,8 +34,29 @@ const REBUILD: &str = "the file is damaged or incomplete: run `trainyard data pr
 pub struct IndexedTokens {
     prefix: PathBuf,
     layout: IdxLayout,
-    idx: MappedFile,
+    idx: Index,
     bin: MappedFile,
+    /// Bytes of the `.bin` before its first token.
+    header_bytes: usize,
+}
+
+/// The bytes of an index.
+#[derive(Debug)]
+enum Index {
+    Mapped(MappedFile),
+    /// Made of a token file that has none.
+    Made(Vec<u8>),
+}
+
+impl Deref for Index {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Index::Mapped(map) => map,
+            Index::Made(bytes) => bytes,
+        }
+    }
 }
 
 impl IndexedTokens {
@@ -42,6 +68,9 @@ impl IndexedTokens {
             _ => prefix.to_path_buf(),
         };
         let (bin_path, idx_path) = (bin_path(&prefix), idx_path(&prefix));
+        if !idx_path.exists() && is_llm_c(&bin_path) {
+            return Self::open_llm_c(prefix, &bin_path);
+        }
         let idx = MappedFile::open(&idx_path).map_err(DataError::io("open", &idx_path))?;
         let bin = MappedFile::open(&bin_path).map_err(DataError::io("open", &bin_path))?;
         let layout = parse_idx(&idx).map_err(|fault| DataError::token_file(&idx_path, fault.to_string(), REBUILD))?;
@@ -55,7 +84,15 @@ impl IndexedTokens {
             );
             return Err(DataError::token_file(&bin_path, what, REBUILD));
         }
-        Ok(Self { prefix, layout, idx, bin })
+        Ok(Self { prefix, layout, idx: Index::Mapped(idx), bin, header_bytes: 0 })
+    }
+
+    fn open_llm_c(prefix: PathBuf, path: &Path) -> Result<Self> {
+        let bin = MappedFile::open(path).map_err(DataError::io("open", path))?;
+        let refuse = |what: String| DataError::token_file(path, what, llm_c::FIX);
+        let idx = llm_c::index_of(&bin).map_err(refuse)?;
+        let layout = parse_idx(&idx).map_err(|fault| refuse(fault.to_string()))?;
+        Ok(Self { prefix, layout, idx: Index::Made(idx), bin, header_bytes: llm_c::HEADER_BYTES })
     }
 
     /// The path without `.bin` or `.idx`.
@@ -114,7 +151,7 @@ impl IndexedTokens {
             return Err(DataError::token_file(&bin_path(&self.prefix), what, "please report this"));
         }
         let size = self.layout.token_type.bytes();
-        let bytes = &self.bin[range.start as usize * size..range.end as usize * size];
+        let bytes = &self.bin[self.header_bytes..][range.start as usize * size..range.end as usize * size];
         let before = out.len();
         // Values that exceed an i32 become negative or saturate, which the check below refuses.
         match self.layout.token_type {
@@ -160,7 +197,9 @@ impl IndexedTokens {
 
     /// Asks the kernel to bring both files into memory in the background.
     pub fn warm(&self) {
-        self.idx.warm();
+        if let Index::Mapped(idx) = &self.idx {
+            idx.warm();
+        }
         self.bin.warm();
     }
 

@@ -2,7 +2,7 @@
 //! threads end.
 
 use super::*;
-use crate::dataset::{DatasetSpec, Sampling, Source};
+use crate::dataset::{DatasetSpec, Sampling, Source, Transforms};
 use crate::indexed::{IndexedWriter, TokenType};
 
 fn dataset(folder: &std::path::Path, last_token: u32) -> Arc<Dataset> {
@@ -21,6 +21,7 @@ fn dataset(folder: &std::path::Path, last_token: u32) -> Arc<Dataset> {
         respect_document_boundaries: true,
         sampling: Sampling::Packed,
         seed: 11,
+        transforms: Transforms::default(),
     };
     Arc::new(Dataset::open(spec).unwrap())
 }

@@ -1,0 +1,42 @@
+//! Cleans text before it is tokenized: removes duplicates, applies quality rules, masks personal
+//! data, mixes corpora.
+//!
+//! Each operation reads a [`Corpus`](crate::Corpus) and writes documents under a prefix:
+//!
+//! | file | holds |
+//! |---|---|
+//! | `OUT.jsonl.zst` | the documents that were kept, with their sources |
+//! | `OUT.dropped.jsonl.zst` | the others, each with the reason |
+//! | `OUT.report.json` | counts of documents and bytes for each reason |
+//!
+//! Results do not depend on the number of workers. Nothing here judges what a text says.
+
+mod dedup;
+mod documents;
+mod filter;
+mod language;
+mod mix;
+mod output;
+mod pii;
+mod quality;
+mod sketch;
+mod spill;
+mod words;
+
+pub use dedup::{DedupOptions, Method, dedup};
+pub use filter::{FilterOptions, filter};
+pub use language::{Language, known_languages};
+pub use mix::{MixOptions, MixReport, MixShare, mix};
+pub use output::{DropCount, Report};
+pub use quality::Rule;
+pub use sketch::{Shape, jaccard, shingles};
+
+use std::thread::available_parallelism;
+
+/// Number of threads for a setting, where 0 stands for one per core.
+fn threads(workers: usize) -> usize {
+    match workers {
+        0 => available_parallelism().map_or(1, |n| n.get()),
+        n => n,
+    }
+}

@@ -1,0 +1,160 @@
+//! The files that cleaning writes: documents kept, documents dropped, and a report.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use zstd::stream::write::Encoder;
+
+use crate::atomic::{self, AtomicFile};
+use crate::corpus::{Corpus, Skipped};
+use crate::error::{DataError, Result};
+use crate::indexed::with_suffix;
+
+/// Level of compression: text shrinks to a third and compressing keeps up with reading.
+const LEVEL: i32 = 3;
+
+/// Bytes handed to the file at a time.
+const BUFFER_BYTES: usize = 1 << 16;
+
+/// One document as it is written.
+#[derive(Serialize)]
+pub(super) struct Line<'d> {
+    pub(super) text: &'d str,
+    /// The file that it came from.
+    pub(super) source: std::borrow::Cow<'d, str>,
+    /// Its line or record there, counted from 1; 0 for a file that is one document.
+    pub(super) line: u64,
+    /// Number of the document in the corpus, from 0.
+    pub(super) number: u64,
+    /// The reason why it was dropped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reason: Option<&'d str>,
+    /// The document that was kept in its place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) duplicate_of: Option<u64>,
+}
+
+/// Documents and bytes of text that were dropped for a reason.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct DropCount {
+    /// Number of documents.
+    pub documents: u64,
+    /// Bytes of their text.
+    pub bytes: u64,
+}
+
+/// Counts of a cleaning.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Documents that were read.
+    pub documents: u64,
+    /// Bytes of their text.
+    pub bytes: u64,
+    /// Documents that were kept.
+    pub kept: u64,
+    /// Bytes of text that were kept, after any change.
+    pub kept_bytes: u64,
+    /// What was dropped, by reason.
+    pub dropped: BTreeMap<String, DropCount>,
+    /// Documents that were kept with a changed text, by the kind of change.
+    pub changed: BTreeMap<String, u64>,
+    /// Documents without any text.
+    pub empty: u64,
+    /// Documents that could not be read, where skipping them was asked for.
+    pub invalid: u64,
+}
+
+impl Report {
+    /// Documents that were dropped, for all reasons together.
+    pub fn dropped_documents(&self) -> u64 {
+        self.dropped.values().map(|count| count.documents).sum()
+    }
+}
+
+/// The files of one cleaning while they are written.
+pub(super) struct Output {
+    out: PathBuf,
+    kept: Lines,
+    dropped: Lines,
+    pub(super) report: Report,
+}
+
+impl Output {
+    /// Starts the files of the prefix `out`, none of which may be read by `corpora`.
+    pub(super) fn create(out: &Path, corpora: &[&Corpus]) -> Result<Self> {
+        if out.file_name().is_none() {
+            return Err(DataError::setting("out", format!("{out:?} has no file name"), "give a prefix such as data/my"));
+        }
+        let kept = with_suffix(out, ".jsonl.zst");
+        let dropped = with_suffix(out, ".dropped.jsonl.zst");
+        let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        for file in corpora.iter().flat_map(|corpus| corpus.files()) {
+            if [&kept, &dropped].iter().any(|path| same(path) == same(&file.path)) {
+                let what = format!("{} would be read and written", file.path.display());
+                return Err(DataError::setting("out", what, "give another prefix"));
+            }
+        }
+        Ok(Self { out: out.to_path_buf(), kept: Lines::create(&kept)?, dropped: Lines::create(&dropped)?, report: Report::default() })
+    }
+
+    pub(super) fn keep(&mut self, line: &Line<'_>) -> Result<()> {
+        self.report.kept += 1;
+        self.report.kept_bytes += line.text.len() as u64;
+        self.kept.write(line)
+    }
+
+    /// Writes a document that is dropped; `line.reason` says why.
+    pub(super) fn drop(&mut self, line: &Line<'_>) -> Result<()> {
+        let count = self.report.dropped.entry(line.reason.unwrap_or_default().to_owned()).or_default();
+        count.documents += 1;
+        count.bytes += line.text.len() as u64;
+        self.dropped.write(line)
+    }
+
+    /// Makes the files appear.
+    pub(super) fn finish(mut self, skipped: Skipped) -> Result<Report> {
+        (self.report.empty, self.report.invalid) = (skipped.empty, skipped.invalid);
+        self.kept.finish()?;
+        self.dropped.finish()?;
+        let path = with_suffix(&self.out, ".report.json");
+        let text = serde_json::to_string_pretty(&self.report).map_err(|e| DataError::io("write", &path)(e.into()))?;
+        atomic::write(&path, format!("{text}\n").as_bytes())?;
+        Ok(self.report)
+    }
+}
+
+/// A compressed file of JSON lines.
+struct Lines {
+    path: PathBuf,
+    file: AtomicFile,
+    encoder: Encoder<'static, Vec<u8>>,
+    line: Vec<u8>,
+}
+
+impl Lines {
+    fn create(path: &Path) -> Result<Self> {
+        let file = AtomicFile::create(path)?;
+        let encoder = Encoder::new(Vec::with_capacity(2 * BUFFER_BYTES), LEVEL).map_err(DataError::io("create", path))?;
+        Ok(Self { path: path.to_path_buf(), file, encoder, line: Vec::new() })
+    }
+
+    fn write(&mut self, line: &Line<'_>) -> Result<()> {
+        self.line.clear();
+        serde_json::to_writer(&mut self.line, line).map_err(|e| DataError::io("write", &self.path)(e.into()))?;
+        self.line.push(b'\n');
+        self.encoder.write_all(&self.line).map_err(DataError::io("write", &self.path))?;
+        if self.encoder.get_ref().len() >= BUFFER_BYTES {
+            self.file.write(self.encoder.get_ref())?;
+            self.encoder.get_mut().clear();
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<()> {
+        let rest = self.encoder.finish().map_err(DataError::io("write", &self.path))?;
+        self.file.write(&rest)?;
+        self.file.commit()
+    }
+}
