@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 30] = [
+    let commands: [&[&str]; 35] = [
         &[],
         &["train"],
         &["launch"],
@@ -20,6 +20,11 @@ fn help_texts_are_as_agreed() {
         &["data"],
         &["data", "prepare"],
         &["data", "inspect"],
+        &["data", "dedup"],
+        &["data", "filter"],
+        &["data", "mix"],
+        &["data", "bench"],
+        &["data", "warm"],
         &["config"],
         &["config", "check"],
         &["config", "print"],

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use trainyard_data::corpus::rust_sources;
 use trainyard_data::{
-    Dataset, DatasetSpec, Loader, LoaderConfig, Position, PrepareOptions, Sampling, Source, Transforms, Tokenizer, prepare,
+    Dataset, DatasetSpec, Loader, LoaderConfig, Position, PrepareOptions, Sampling, Source, Tokenizer, Transforms,
+    prepare,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -9,7 +9,7 @@ use trainyard_data::indexed::{TokenType, bin_path, idx_path};
 use trainyard_data::prepare::Sidecar;
 use trainyard_data::{
     Corpus, CorpusOptions, DataError, Dataset, DatasetSpec, EvalOptions, IndexedTokens, IndexedWriter, Loader,
-    LoaderConfig, Position, PrepareOptions, Sampling, Source, Transforms, Tokenizer, eval_batches, prepare,
+    LoaderConfig, Position, PrepareOptions, Sampling, Source, Tokenizer, Transforms, eval_batches, prepare,
 };
 
 /// A case: an operation in a fresh folder, the expected kind of error, and words that its message

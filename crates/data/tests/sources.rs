@@ -145,7 +145,11 @@ fn refused(folder: &Path) -> Vec<(PathBuf, CorpusOptions, &'static str)> {
         (dataset("size", &index, &shard[1..]), whole(), "bytes of its index"),
         (dataset("up", &index.replace("shard.00000.mds", "../a.mds"), &shard), whole(), "which is no file name"),
         (dataset("gone", &index.replace("shard.00000.mds", "shard.mds"), &shard), whole(), "cannot open"),
-        (write("br/index.json", index.replace("\"compression\": null", "\"compression\": \"br:3\"").as_bytes()), whole(), "compressed by \"br\""),
+        (
+            write("br/index.json", index.replace("\"compression\": null", "\"compression\": \"br:3\"").as_bytes()),
+            whole(),
+            "compressed by \"br\"",
+        ),
         (write("half/index.json", index.replace("raw_data", "raw").as_bytes()), whole(), "damaged index of MDS"),
         (write("other/index.json", b"{}"), whole(), "is not the index of an MDS dataset"),
         (folder.join("none/*.tar"), whole(), "matches no file"),
@@ -203,7 +207,8 @@ fn no_damage_makes_a_reader_panic() {
             let mut bytes = whole.clone();
             for _ in 0..1 + random(3) {
                 // Headers and footers are where it hurts.
-                let at = if random(2) == 0 { random(bytes.len()) } else { bytes.len() - 1 - random(bytes.len().min(900)) };
+                let at =
+                    if random(2) == 0 { random(bytes.len()) } else { bytes.len() - 1 - random(bytes.len().min(900)) };
                 bytes[at] = random(256) as u8;
             }
             if random(8) == 0 {

@@ -4,15 +4,17 @@
 //! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
 //! machine. Text is tokenized once into `data.cache` and found again.
 
-use crate::config::{Config, Resolved, Sampling as ConfigSampling, TokenizerKind};
+use crate::config::{Config, Resolved, Sampling as ConfigSampling, Source as ConfigSource, TokenizerKind};
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use trainyard_data::corpus::expand;
+use trainyard_data::indexed::{bin_path, is_llm_c};
 use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
-    Corpus, CorpusOptions, Dataset, DatasetSpec, IndexedTokens, PrepareOptions, Sampling, Sidecar, Source, Tokenizer,
-    prepare, rows_of,
+    Corpus, CorpusOptions, Dataset, DatasetSpec, FillInTheMiddle, IndexedTokens, LengthCurriculum, PrepareOptions,
+    Sampling, Sidecar, Source, Tokenizer, Transforms, prepare, rows_in_epoch,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -29,7 +31,8 @@ const TOKENIZER_BYTES: u64 = 8 << 20;
 /// True if `path` can be a source: it exists, it is a prefix of token files, or it is
 /// [`RUST_SOURCES`].
 pub fn source_exists(path: &Path) -> bool {
-    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
+    let is_pattern = || path.to_str().is_some_and(|text| text.contains(['*', '?', '['])) && expand(path).is_ok();
+    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some() || is_pattern()
 }
 
 /// True if the model's folder contains its tokenizer.
@@ -50,7 +53,38 @@ fn token_prefix(path: &Path) -> Option<PathBuf> {
         name.push(".idx");
         Path::new(&name).is_file()
     };
-    [train_prefix(&bare), bare].into_iter().find(|prefix| has(prefix))
+    let of_llm_c = |prefix: &Path| is_llm_c(&bin_path(prefix));
+    [train_prefix(&bare), bare].into_iter().find(|prefix| has(prefix) || of_llm_c(prefix))
+}
+
+/// The sources of `data.train` with patterns of token files expanded. A pattern of text stays: its
+/// files are one corpus.
+fn expanded(sources: &[ConfigSource]) -> Result<Vec<ConfigSource>> {
+    let mut all = Vec::new();
+    for source in sources {
+        if source_is_single(&source.path) {
+            all.push(source.clone());
+            continue;
+        }
+        let mut prefixes: Vec<PathBuf> = expand(&source.path)?.iter().filter_map(|path| token_source(path)).collect();
+        prefixes.dedup();
+        match (prefixes.is_empty(), source.weight) {
+            (true, _) => all.push(source.clone()),
+            (false, Some(_)) => {
+                return Err(does_not_fit(format!(
+                    "data.train: the pattern {} names several pairs of token files, which cannot share a weight: name \
+                     each with its own",
+                    source.path.display()
+                )));
+            }
+            (false, None) => all.extend(prefixes.into_iter().map(|path| ConfigSource { path, weight: None })),
+        }
+    }
+    Ok(all)
+}
+
+fn source_is_single(path: &Path) -> bool {
+    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
 /// The training prefix of `path`, if it names token files rather than text or a folder.
@@ -98,7 +132,7 @@ impl Corpora {
         let mut sources = Vec::new();
         let mut validation = Vec::new();
         let holds_back = data.validation.is_none() && data.validation_fraction != Some(0.0);
-        for source in &data.train.0 {
+        for source in &expanded(&data.train.0)? {
             match token_source(&source.path) {
                 Some(prefix) => {
                     validation.extend(held_back_part(&source.path).filter(|_| holds_back));
@@ -180,31 +214,41 @@ impl Corpora {
         Ok(Corpora { tokenizer, sources, validation, notes })
     }
 
-    /// Sequences of `sequence_length` tokens in one pass over the training data.
+    /// Sequences in one pass over the training data.
     ///
     /// # Errors
     /// A pair of token files cannot be opened.
-    pub fn sequences_per_epoch(&self, sequence_length: usize) -> Result<u64> {
-        let tokens = self.sources.iter().map(|source| Ok(IndexedTokens::open(&source.prefix)?.tokens()));
-        tokens.map(|tokens: Result<u64>| Ok(rows_of(tokens?, sequence_length))).sum()
+    pub fn sequences_per_epoch(&self, resolved: &Resolved) -> Result<u64> {
+        let (length, sampling) = (resolved.sequence_length, sampling(resolved));
+        let rows = |source: &Source| Ok(rows_in_epoch(&IndexedTokens::open(&source.prefix)?, length, sampling));
+        self.sources.iter().map(rows).sum()
     }
 
     /// The training samples for a model of `vocab_size` rows.
     pub fn dataset(&self, resolved: &Resolved, vocab_size: usize) -> Result<Arc<Dataset>> {
         let data = &resolved.config.data;
-        let sampling = match (data.sampling, data.shuffle) {
-            (ConfigSampling::Packed, Some(false)) => Sampling::InOrder,
-            (ConfigSampling::Packed, _) => Sampling::Packed,
-            (ConfigSampling::Random, _) => Sampling::Random,
-        };
         Ok(Arc::new(Dataset::open(DatasetSpec {
             sources: self.sources.clone(),
             sequence_length: resolved.sequence_length,
             vocab_size: vocab_size as u32,
             respect_document_boundaries: data.respect_document_boundaries,
-            sampling,
+            sampling: sampling(resolved),
             seed: resolved.config.training.seed,
+            transforms: self.transforms(resolved)?,
         })?))
+    }
+
+    fn transforms(&self, resolved: &Resolved) -> Result<Transforms> {
+        let data = &resolved.config.data;
+        let fill_in_the_middle = match data.fim_rate > 0.0 {
+            true => Some(fill_in_the_middle(&self.tokenizer, data.fim_rate, data.fim_spm_rate)?),
+            false => None,
+        };
+        let curriculum = data.curriculum_start.zip(data.curriculum_steps);
+        let global = resolved.batch.global as u64;
+        let curriculum =
+            curriculum.map(|(start, steps)| LengthCurriculum { start, samples: steps.saturating_mul(global) });
+        Ok(Transforms { fill_in_the_middle, noise_rate: data.token_noise, curriculum })
     }
 
     /// The validation text.
@@ -220,6 +264,41 @@ impl Corpora {
             None => Ok(texts),
         }
     }
+}
+
+/// The way in which sequences are cut.
+fn sampling(resolved: &Resolved) -> Sampling {
+    let data = &resolved.config.data;
+    match (data.sampling, data.shuffle) {
+        (ConfigSampling::Packed, Some(false)) => Sampling::InOrder,
+        (ConfigSampling::Packed, _) => Sampling::Packed,
+        (ConfigSampling::Random, _) => Sampling::Random,
+        (ConfigSampling::BestFit, _) => Sampling::BestFit,
+    }
+}
+
+/// The names that models give to the tokens before prefix, middle and suffix: StarCoder and others,
+/// Qwen, Code Llama, Codestral's tokenizer.
+const FILL_TOKENS: [[&str; 3]; 4] = [
+    ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"],
+    ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"],
+    ["\u{2581}<PRE>", "\u{2581}<MID>", "\u{2581}<SUF>"],
+    ["[PREFIX]", "[MIDDLE]", "[SUFFIX]"],
+];
+
+fn fill_in_the_middle(tokenizer: &Tokenizer, rate: f64, spm_rate: f64) -> Result<FillInTheMiddle> {
+    let found = FILL_TOKENS.iter().find_map(|names| {
+        let [prefix, middle, suffix] = names.map(|name| tokenizer.token_to_id(name));
+        Some((prefix?, middle?, suffix?))
+    });
+    let (prefix, middle, suffix) = found.ok_or_else(|| {
+        does_not_fit(format!(
+            "data.fim_rate = {rate}, and the tokenizer has no tokens for it ({}, or the names of other models): take \
+             one that has them, or set data.fim_rate = 0",
+            FILL_TOKENS[0].join(", ")
+        ))
+    })?;
+    Ok(FillInTheMiddle { rate, spm_rate, prefix, middle, suffix, eos: tokenizer.eos() })
 }
 
 fn file_error(what: &'static str, path: &Path, source: std::io::Error) -> EngineError {

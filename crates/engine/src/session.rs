@@ -542,7 +542,7 @@ pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str
     crate::device::check(&first, world)?;
     let corpora = Corpora::open(&first, &mut *note)?;
     inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
-    inputs.sequences_per_epoch = Some(corpora.sequences_per_epoch(first.sequence_length)?);
+    inputs.sequences_per_epoch = Some(corpora.sequences_per_epoch(&first)?);
     Ok((config.resolve(&inputs)?, corpora))
 }
 

@@ -231,7 +231,10 @@ impl<'s> Run<'s> {
         let rank = session.world.rank();
         let window = config.metrics.profile_steps;
         let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank, window)).transpose()?;
-        session.dataset.warm();
+        match session.resolved.config.data.warm {
+            true => session.dataset.read_ahead()?,
+            false => session.dataset.warm(),
+        }
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
         let mut left = TimeLeft::new(limits);

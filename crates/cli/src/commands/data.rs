@@ -1,6 +1,6 @@
 //! `trainyard data`: makes token files from text, and shows the samples that training reads.
 
-use super::inspect;
+use super::{clean, feed, inspect};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -9,19 +9,25 @@ use trainyard_data::{
     Corpus, CorpusOptions, OnInvalid, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare,
 };
 
-/// Prepare text for training, and show the samples that training reads.
+/// Clean and prepare text for training, show the samples that training reads, and measure how fast
+/// they come.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Tokenize text into token files (Megatron's .bin and .idx) that `train` reads: name OUT in
     /// data.train.
     Prepare(PrepareArgs),
     Inspect(inspect::Args),
+    Dedup(clean::DedupArgs),
+    Filter(clean::FilterArgs),
+    Mix(clean::MixArgs),
+    Bench(feed::BenchArgs),
+    Warm(feed::WarmArgs),
 }
 
 /// Arguments of `data prepare`.
 #[derive(clap::Args)]
 pub struct PrepareArgs {
-    /// Files or folders of text, JSONL, .zst, .gz.
+    /// Files, folders or patterns of text, JSONL, Parquet, WebDataset tar, MDS, .zst, .gz.
     #[arg(required = true)]
     text: Vec<PathBuf>,
     /// A tokenizer.json, a folder that has one, `bytes`, or `characters` (those of the text).
@@ -47,7 +53,7 @@ pub struct PrepareArgs {
     /// the tokenizer asks.
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
-    /// The field of a JSONL record that holds the text.
+    /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
     #[arg(long, default_value = "text")]
     text_field: String,
     /// A line of text that separates documents within a file.
@@ -66,6 +72,11 @@ pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Prepare(args) => prepare_text(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Dedup(args) => clean::run_dedup(args),
+        Command::Filter(args) => clean::run_filter(args),
+        Command::Mix(args) => clean::run_mix(args),
+        Command::Bench(args) => feed::run_bench(args),
+        Command::Warm(args) => feed::run_warm(args),
     }
 }
 

@@ -33,7 +33,7 @@ pub struct Args {
     max_shard_size: u64,
 }
 
-fn parse_size(text: &str) -> Result<u64, String> {
+pub fn parse_size(text: &str) -> Result<u64, String> {
     match ByteSize::from_value(&toml::Value::String(text.to_owned())) {
         Ok(ByteSize(0)) => Err("0 bytes hold nothing".to_owned()),
         Ok(ByteSize(bytes)) => Ok(bytes),

@@ -21,13 +21,13 @@ const SHOWN: u64 = 256;
 
 /// Show the data that training reads: counts, and samples as text with the boundaries of documents.
 ///
-/// In token files a sample is a document. In a configuration or a run it is a sequence of the
+/// In token files and text a sample is a document. In a configuration or a run it is a sequence of the
 /// loader: packed documents, and the targets that count. Text that is not tokenized yet is
 /// tokenized as by `train`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Token files (the OUT of `data prepare`, or a .bin or .idx), a configuration in TOML, or a
-    /// run's folder.
+    /// Token files (the OUT of `data prepare`, or a .bin or .idx), a configuration in TOML, a run's
+    /// folder, or text.
     path: PathBuf,
     /// The number of the sample to show, from 0.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -39,6 +39,9 @@ pub struct Args {
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     sets: Vec<String>,
+    /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
+    #[arg(long, default_value = "text")]
+    text_field: String,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -138,11 +141,12 @@ pub fn run(args: &Args) -> Result<()> {
     } else if path.is_file() && path.extension().is_some_and(|extension| extension == "toml" || extension == "json") {
         Config::load(Some(path), &args.sets).map_err(Into::into).and_then(|config| of_training(&config, args))
     } else if path.exists() {
-        bail!(
-            "{} is no token files, configuration (.toml) or run folder: make token files of text by `trainyard data prepare`, or name the text in \
-             data.train of a configuration",
-            path.display()
-        )
+        return super::inspect_text::run(&super::inspect_text::Args {
+            path,
+            sample: args.sample,
+            text_field: &args.text_field,
+            json: args.json,
+        });
     } else {
         let named = path.display();
         bail!("{named} does not exist: neither token files ({named}.idx, {named}.train.idx) nor a configuration")
@@ -222,11 +226,9 @@ fn of_training(config: &Config, args: &Args) -> Result<Inspection> {
 
 /// Sample `number` as the model receives it.
 fn fed(dataset: &Dataset, resolved: &Resolved, number: u64, tokenizer: &Tokenizer) -> Result<Sample> {
-    let (index, range) = dataset.locate(number);
+    let (index, ranges) = dataset.locate(number);
     let corpus = &dataset.corpora()[index];
     let row = dataset.micro_batch(number, 1)?;
-    // The last token of the range is only a target.
-    let inputs = range.start..range.end - 1;
     let (global, micro) = (resolved.batch.global as u64, resolved.batch.micro as u64);
     let accumulation = resolved.batch.accumulation as u64;
     let micro_batch = number % global / micro;
@@ -240,8 +242,19 @@ fn fed(dataset: &Dataset, resolved: &Resolved, number: u64, tokenizer: &Tokenize
     Ok(Sample {
         number,
         prefix: corpus.prefix().to_owned(),
-        first_token: range.start,
-        pieces: pieces(corpus, inputs, &row.tokens, Some(&row.targets), Some(tokenizer)),
+        first_token: ranges[0].start,
+        pieces: ranges
+            .into_iter()
+            .scan(0, |at, range| {
+                // The last token of a range is only a target.
+                let inputs = range.start..range.end - 1;
+                let held = *at..*at + (inputs.end - inputs.start) as usize;
+                *at = held.end;
+                let (tokens, targets) = (&row.tokens[held.clone()], &row.targets[held]);
+                Some(pieces(corpus, inputs, tokens, Some(targets), Some(tokenizer)))
+            })
+            .flatten()
+            .collect(),
         targets: Some(row.targets.iter().map(|target| Some(*target).filter(|target| *target != IGNORE)).collect()),
         tokens: row.tokens,
         place: Some(place),
@@ -337,6 +350,7 @@ fn describe(inspection: &Inspection) -> String {
             Sampling::Packed => format!("packed, shuffled by seed {}", samples.seed),
             Sampling::InOrder => "packed, in order".to_owned(),
             Sampling::Random => format!("drawn at random by seed {}", samples.seed),
+            Sampling::BestFit => format!("whole documents by best fit, shuffled by seed {}", samples.seed),
         };
         let apart = if samples.respect_document_boundaries { "kept apart" } else { "not kept apart" };
         let _ = writeln!(

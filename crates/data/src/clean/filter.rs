@@ -85,7 +85,9 @@ fn judge(document: Document, options: &FilterOptions, masks: Option<&Masks>) -> 
         judged.reason = match Language::of_text(text) {
             None => Some("language: none found".to_owned()),
             Some((found, _)) if !options.languages.contains(&found) => Some(format!("language: {found}")),
-            Some((found, confidence)) if confidence < options.confidence_min => Some(format!("language: unsure, {found}")),
+            Some((found, confidence)) if confidence < options.confidence_min => {
+                Some(format!("language: unsure, {found}"))
+            }
             Some(_) => None,
         };
         if judged.reason.is_some() {

@@ -6,7 +6,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `OUT.jsonl.zst` | the documents that were kept, with their sources |
-//! | `OUT.dropped.jsonl.zst` | the others, each with the reason |
+//! | `OUT.dropped` | the others as `.jsonl.zst`, each with the reason |
 //! | `OUT.report.json` | counts of documents and bytes for each reason |
 //!
 //! Results do not depend on the number of workers. Nothing here judges what a text says.

@@ -18,6 +18,9 @@ const LEVEL: i32 = 3;
 /// Bytes handed to the file at a time.
 const BUFFER_BYTES: usize = 1 << 16;
 
+/// Suffix of the file of dropped documents. Reading a folder passes over it.
+const DROPPED: &str = ".dropped";
+
 /// One document as it is written.
 #[derive(Serialize)]
 pub(super) struct Line<'d> {
@@ -77,7 +80,8 @@ impl Report {
 pub(super) struct Output {
     out: PathBuf,
     kept: Lines,
-    dropped: Lines,
+    /// Begun with the first document that is dropped.
+    dropped: Option<Lines>,
     pub(super) report: Report,
 }
 
@@ -85,10 +89,14 @@ impl Output {
     /// Starts the files of the prefix `out`, none of which may be read by `corpora`.
     pub(super) fn create(out: &Path, corpora: &[&Corpus]) -> Result<Self> {
         if out.file_name().is_none() {
-            return Err(DataError::setting("out", format!("{out:?} has no file name"), "give a prefix such as data/my"));
+            return Err(DataError::setting(
+                "out",
+                format!("{out:?} has no file name"),
+                "give a prefix such as data/my",
+            ));
         }
         let kept = with_suffix(out, ".jsonl.zst");
-        let dropped = with_suffix(out, ".dropped.jsonl.zst");
+        let dropped = with_suffix(out, DROPPED);
         let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         for file in corpora.iter().flat_map(|corpus| corpus.files()) {
             if [&kept, &dropped].iter().any(|path| same(path) == same(&file.path)) {
@@ -96,7 +104,8 @@ impl Output {
                 return Err(DataError::setting("out", what, "give another prefix"));
             }
         }
-        Ok(Self { out: out.to_path_buf(), kept: Lines::create(&kept)?, dropped: Lines::create(&dropped)?, report: Report::default() })
+        let kept = Lines::create(&kept)?;
+        Ok(Self { out: out.to_path_buf(), kept, dropped: None, report: Report::default() })
     }
 
     pub(super) fn keep(&mut self, line: &Line<'_>) -> Result<()> {
@@ -110,14 +119,22 @@ impl Output {
         let count = self.report.dropped.entry(line.reason.unwrap_or_default().to_owned()).or_default();
         count.documents += 1;
         count.bytes += line.text.len() as u64;
-        self.dropped.write(line)
+        let dropped = match &mut self.dropped {
+            Some(dropped) => dropped,
+            none => none.insert(Lines::create(&with_suffix(&self.out, DROPPED))?),
+        };
+        dropped.write(line)
     }
 
     /// Makes the files appear.
     pub(super) fn finish(mut self, skipped: Skipped) -> Result<Report> {
         (self.report.empty, self.report.invalid) = (skipped.empty, skipped.invalid);
         self.kept.finish()?;
-        self.dropped.finish()?;
+        match self.dropped {
+            Some(dropped) => dropped.finish()?,
+            // That of an earlier run.
+            None => atomic::remove_if_present(&with_suffix(&self.out, DROPPED))?,
+        }
         let path = with_suffix(&self.out, ".report.json");
         let text = serde_json::to_string_pretty(&self.report).map_err(|e| DataError::io("write", &path)(e.into()))?;
         atomic::write(&path, format!("{text}\n").as_bytes())?;
@@ -136,7 +153,8 @@ struct Lines {
 impl Lines {
     fn create(path: &Path) -> Result<Self> {
         let file = AtomicFile::create(path)?;
-        let encoder = Encoder::new(Vec::with_capacity(2 * BUFFER_BYTES), LEVEL).map_err(DataError::io("create", path))?;
+        let encoder =
+            Encoder::new(Vec::with_capacity(2 * BUFFER_BYTES), LEVEL).map_err(DataError::io("create", path))?;
         Ok(Self { path: path.to_path_buf(), file, encoder, line: Vec::new() })
     }
 

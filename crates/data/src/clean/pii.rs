@@ -79,7 +79,12 @@ mod tests {
         let masks = Masks::new();
         for (text, expected, emails, ips) in [
             ("mail jane.doe+x@mail.example.org, now", "mail email@example.com, now", 1, 0),
-            ("8.8.8.8 and 10.0.0.1 and 127.0.0.1 and 192.168.1.1", "192.0.2.1 and 10.0.0.1 and 127.0.0.1 and 192.168.1.1", 0, 1),
+            (
+                "8.8.8.8 and 10.0.0.1 and 127.0.0.1 and 192.168.1.1",
+                "192.0.2.1 and 10.0.0.1 and 127.0.0.1 and 192.168.1.1",
+                0,
+                1,
+            ),
             ("version 1.2.3.4.5? 300.1.1.1, @ home, a@b", "version 192.0.2.1.5? 300.1.1.1, @ home, a@b", 0, 1),
             ("nothing", "nothing", 0, 0),
         ] {

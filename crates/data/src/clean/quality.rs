@@ -58,7 +58,7 @@ fn gopher_quality(text: &str) -> Option<&'static str> {
     let words = words(text);
     let (mut plain, mut letters, mut alphabetic) = (0, 0, 0);
     for word in &words {
-        if word.chars().any(|c| c.is_alphanumeric() || matches!(c, '<' | '>')) {
+        if word.chars().any(|c| !is_punctuation(c)) {
             plain += 1;
             letters += length(word);
         }
@@ -75,7 +75,9 @@ fn gopher_quality(text: &str) -> Option<&'static str> {
         () if mean > 10.0 => "gopher: words of more than 10 characters on average",
         () if symbols(text.matches('#').count()) => "gopher: too many hash signs",
         () if symbols(text.matches("...").count() + text.matches('…').count()) => "gopher: too many ellipses",
-        () if lines_that(|line| line.trim_start().starts_with(['•', '-'])) > 0.9 => "gopher: nearly all lines are bullets",
+        () if lines_that(|line| line.trim_start().starts_with(['•', '-'])) > 0.9 => {
+            "gopher: nearly all lines are bullets"
+        }
         () if lines_that(|line| line.trim_end().ends_with("...") || line.trim_end().ends_with('…')) > 0.3 => {
             "gopher: too many lines end in an ellipsis"
         }
@@ -83,6 +85,15 @@ fn gopher_quality(text: &str) -> Option<&'static str> {
         () if STOP_WORDS.iter().filter(|stop| words.contains(stop)).count() < 2 => "gopher: fewer than 2 stop words",
         () => return None,
     })
+}
+
+/// The characters of which a word that is none consists, as in datatrove.
+fn is_punctuation(c: char) -> bool {
+    const MARKS: &str = "!/—”:％１〈&(、━\\【#%「」，】；+^]~“《„';’{|∶´[=-`*．（–？！：$～«〉,><》)?）。…@_.\"}►»";
+    match c.is_ascii() {
+        true => c.is_ascii_punctuation() || (c.is_ascii_control() && c != '\t' && c != '\n'),
+        false => c.is_control() || MARKS.contains(c),
+    }
 }
 
 /// Elements that occurred before, and their characters.
@@ -143,7 +154,10 @@ fn gopher_repetition(text: &str) -> Option<&'static str> {
         (9, 0.11, "gopher: characters in repeated 9-grams"),
         (10, 0.10, "gopher: characters in repeated 10-grams"),
     ];
-    AGAIN.iter().find(|(n, most, _)| share(repeated_grams(&hashes, &lengths, *n), characters) > *most).map(|found| found.2)
+    AGAIN
+        .iter()
+        .find(|(n, most, _)| share(repeated_grams(&hashes, &lengths, *n), characters) > *most)
+        .map(|found| found.2)
 }
 
 /// A hash of the words of an n-gram.
@@ -248,7 +262,9 @@ fn without_citations(line: &str) -> Cow<'_, str> {
 
 fn fineweb(text: &str) -> Option<&'static str> {
     let lines: Vec<&str> = text.split('\n').filter(|line| !line.trim().is_empty()).collect();
-    let is_end = |c: char| matches!(c, '.' | '!' | '?' | '。' | '！' | '？' | '．' | '؟' | '۔' | '।' | '…' | '⁇' | '⁈' | '⁉' | '‼');
+    let is_end = |c: char| {
+        matches!(c, '.' | '!' | '?' | '。' | '！' | '？' | '．' | '؟' | '۔' | '।' | '…' | '⁇' | '⁈' | '⁉' | '‼')
+    };
     let ending = lines.iter().filter(|line| line.ends_with(is_end)).count();
     let short = lines.iter().filter(|line| length(line) <= 30).count();
     let (_, _, again) = duplicates(lines.iter().copied());
@@ -288,7 +304,11 @@ mod tests {
             (Rule::GopherQuality, long_words, "more than 10"),
             (Rule::GopherQuality, GOOD.replace(' ', " # "), "hash signs"),
             (Rule::GopherQuality, GOOD.replace(' ', "... "), "ellipses"),
-            (Rule::GopherQuality, GOOD.replace(". ", ".\n- ").replacen("The", "- The", 1).replace("! ", "!\n- ").replace("? ", "?\n- "), "bullets"),
+            (
+                Rule::GopherQuality,
+                GOOD.replace(". ", ".\n- ").replacen("The", "- The", 1).replace("! ", "!\n- ").replace("? ", "?\n- "),
+                "bullets",
+            ),
             (Rule::GopherQuality, format!("{GOOD} {}", "12 34 56 ".repeat(12)), "without letters"),
             (Rule::GopherQuality, GOOD.to_uppercase(), "stop words"),
             (Rule::GopherRepetition, format!("{GOOD}\n\n{GOOD}"), "repeated paragraphs"),
@@ -308,7 +328,8 @@ mod tests {
 
     #[test]
     fn c4_keeps_the_lines_that_it_wants() {
-        let text = format!("Home\n{GOOD}[12][edit]\nThis site uses cookies for you.\nPlease enable javascript now.\n[a] See.");
+        let text =
+            format!("Home\n{GOOD}[12][edit]\nThis site uses cookies for you.\nPlease enable javascript now.\n[a] See.");
         assert_eq!(Rule::C4.apply(&text).as_deref(), Ok(GOOD));
         assert_eq!(without_citations("a[1] b[x] c[citation needed]["), "a b[x] c[");
     }

@@ -98,7 +98,7 @@ fn sketch(set: &[u64], size: usize) -> Vec<u64> {
     let mut bins = vec![EMPTY; size];
     let mut empty = size;
     // In the first `size` rounds an element falls into a bin by chance, in the others into that of
-    // the round. So no bin stays empty. A number of an earlier round is smaller than any of a later.
+    // the round. So no bin stays empty. Numbers of an earlier round are smaller.
     for round in 0..2 * size as u64 {
         let salt = round.wrapping_mul(0xd1b5_4a32_d192_ed03);
         for element in set {

@@ -47,7 +47,8 @@ impl<const K: usize> Spill<K> {
         written.map_err(DataError::io("write", &self.path))
     }
 
-    /// Calls `same` for documents with the same key, the smaller number first, and removes the file.
+    /// Calls `same` for documents with the same key, the smaller number first, and removes the
+    /// file.
     ///
     /// It takes at most about `memory` bytes. Where all pairs do not fit, the file is read several
     /// times, each time for another range of keys.

@@ -67,9 +67,10 @@ mod tests {
 
     #[test]
     fn punctuation_is_a_word_of_its_own() {
-        assert_eq!(words("Well, (yes)... it's #1 \u{2014} 3.5%!"), [
-            "Well", ",", "(", "yes", ")", "...", "it's", "#1", "\u{2014}", "3.5%", "!"
-        ]);
+        assert_eq!(
+            words("Well, (yes)... it's #1 \u{2014} 3.5%!"),
+            ["Well", ",", "(", "yes", ")", "...", "it's", "#1", "\u{2014}", "3.5%", "!"]
+        );
         assert_eq!(words(" \n "), [""; 0]);
     }
 

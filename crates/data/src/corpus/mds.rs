@@ -76,16 +76,16 @@ pub(super) fn shards(index: &Path) -> Result<Option<Vec<Shard>>> {
                 return Err(refuse(format!("lists a shard named {:?}, which is no file name", file.basename)));
             }
         }
-        let zip = match (shard.compression.as_deref().map(|name| name.split(':').next().unwrap_or(name)), shard.zip_data)
-        {
-            (Some("zstd"), Some(zip)) => Some((zip.basename, Compression::Zstd)),
-            (Some("gz"), Some(zip)) => Some((zip.basename, Compression::Gzip)),
-            (Some(other), _) => {
-                let what = format!("lists shards compressed by {other:?}");
-                return Err(DataError::input(index, None, what, "write them with zstd, gz or no compression"));
-            }
-            (None, _) => None,
-        };
+        let zip =
+            match (shard.compression.as_deref().map(|name| name.split(':').next().unwrap_or(name)), shard.zip_data) {
+                (Some("zstd"), Some(zip)) => Some((zip.basename, Compression::Zstd)),
+                (Some("gz"), Some(zip)) => Some((zip.basename, Compression::Gzip)),
+                (Some(other), _) => {
+                    let what = format!("lists shards compressed by {other:?}");
+                    return Err(DataError::input(index, None, what, "write them with zstd, gz or no compression"));
+                }
+                (None, _) => None,
+            };
         let hashes = shard.raw_data.hashes.into_iter();
         let hashes = hashes.filter_map(|(name, digest)| Some((name, digest.as_str()?.to_owned()))).collect();
         let expected = Expected { bytes: shard.raw_data.bytes, hashes };

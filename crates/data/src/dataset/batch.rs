@@ -69,7 +69,8 @@ impl MicroBatch {
         self.tokens.extend(std::iter::repeat_n(0, padding));
         self.targets.extend_from_slice(&tokens[1..]);
         self.targets.extend(std::iter::repeat_n(IGNORE, padding));
-        self.positions.extend(0..self.sequence_length as i32);
+        // The beginning of the segment whose positions are not written yet.
+        let mut begin = 0;
         if respect_boundaries {
             let mut document = corpus.document_of(start) + 1;
             let mut last = start;
@@ -88,12 +89,12 @@ impl MicroBatch {
                     break;
                 }
                 self.cu_seqlens.push((base + at) as i32);
-                for (position, slot) in self.positions[base + at..].iter_mut().enumerate() {
-                    *slot = position as i32;
-                }
+                self.positions.extend(0..(at - begin) as i32);
+                begin = at;
                 last = boundary;
             }
         }
+        self.positions.extend(0..(self.sequence_length - begin) as i32);
         self.rows += 1;
         self.cu_seqlens.push((base + self.sequence_length) as i32);
     }

@@ -4,9 +4,9 @@
 //! them: the inputs, and the targets one token further. `packed` sampling cuts the sequence into
 //! rows and gives out every row once an epoch in a seeded order. The cuts shift from epoch to
 //! epoch, so that no tail is left out for ever. `in_order` gives the rows out as they lie. `random`
-//! sampling draws offsets uniformly, with replacement. `best_fit` sampling puts whole documents into
-//! rows, and gives out every row once an epoch in a seeded order. Corpora are mixed by a fixed table
-//! that follows the weights as evenly as whole samples allow.
+//! sampling draws offsets uniformly, with replacement. `best_fit` sampling puts whole documents
+//! into rows, and gives out every row once an epoch in a seeded order. Corpora are mixed by a fixed
+//! table that follows the weights as evenly as whole samples allow.
 //!
 //! Nothing here has state. Any number of ranks and workers therefore gives out the same samples,
 //! and a position is one number.
@@ -259,6 +259,11 @@ impl Dataset {
     /// Asks the kernel to bring all corpora into memory in the background.
     pub fn warm(&self) {
         self.corpora.iter().for_each(IndexedTokens::warm);
+    }
+
+    /// Brings all corpora into memory, and returns when they are there.
+    pub fn read_ahead(&self) -> Result<()> {
+        self.corpora.iter().try_for_each(IndexedTokens::read_ahead)
     }
 
     /// Number of rows of corpus `c` in one epoch; at least one, by [`Dataset::open`].

@@ -51,6 +51,18 @@ impl PackingReport {
     }
 }
 
+impl std::ops::AddAssign for PackingReport {
+    fn add_assign(&mut self, other: Self) {
+        self.rows += other.rows;
+        self.tokens += other.tokens;
+        self.padded += other.padded;
+        self.documents += other.documents;
+        self.documents_cut += other.documents_cut;
+        self.documents_dropped += other.documents_dropped;
+        self.tokens_dropped += other.tokens_dropped;
+    }
+}
+
 impl Packing {
     /// Packs documents, given as ranges of the corpus, into rows of `length` inputs.
     pub(super) fn best_fit(documents: impl Iterator<Item = Range<u64>>, length: usize) -> Self {

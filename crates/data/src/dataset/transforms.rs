@@ -100,12 +100,8 @@ impl Transforms {
         for (number, section) in sections.iter().enumerate() {
             let place = sample * PLACES + 4 * number as u64;
             let draws = Stream::new(seed, STREAM_FILL);
-            let mut body = &mut tokens[section.clone()];
-            if let Some((last, before)) = body.split_last_mut()
-                && fill.eos == Some(*last as u32)
-            {
-                body = before;
-            }
+            let ends = section.end > section.start && fill.eos == Some(tokens[section.end - 1] as u32);
+            let body = &mut tokens[section.start..section.end - usize::from(ends)];
             if body.len() < FILL_TOKENS_MIN || !happens(&draws, place, fill.rate) {
                 continue;
             }

@@ -61,7 +61,8 @@ pub(super) fn index_of(bin: &[u8]) -> Result<Vec<u8>, String> {
     idx.extend((documents + 1).to_le_bytes());
     for pair in begins.windows(2) {
         // Tokens are counted by an i32 in the header, so a document is no longer.
-        let length = i32::try_from(pair[1] - pair[0]).map_err(|_| "has a document of 2^31 tokens or more".to_owned())?;
+        let length =
+            i32::try_from(pair[1] - pair[0]).map_err(|_| "has a document of 2^31 tokens or more".to_owned())?;
         idx.extend(length.to_le_bytes());
     }
     begins[..documents as usize].iter().for_each(|at| idx.extend((at * token_type.bytes() as u64).to_le_bytes()));

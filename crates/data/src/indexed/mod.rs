@@ -14,6 +14,8 @@ mod llm_c;
 mod writer;
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
 use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 
@@ -201,6 +203,25 @@ impl IndexedTokens {
             idx.warm();
         }
         self.bin.warm();
+    }
+
+    /// Reads both files once, so that the page cache holds them, as far as it has room.
+    pub fn read_ahead(&self) -> Result<()> {
+        for path in self.files() {
+            let mut file = File::open(&path).map_err(DataError::io("open", &path))?;
+            let mut buffer = vec![0; 1 << 20];
+            while file.read(&mut buffer).map_err(DataError::io("read", &path))? > 0 {}
+        }
+        Ok(())
+    }
+
+    /// The files: tokens, and the index where there is one.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let mut files = vec![bin_path(&self.prefix)];
+        if let Index::Mapped(_) = self.idx {
+            files.push(idx_path(&self.prefix));
+        }
+        files
     }
 
     /// Adds the identity of this data to `hash`: the whole index, which changes with any document's

@@ -43,10 +43,23 @@ impl Resolver {
         };
         match data.sampling {
             Sampling::Random => self.unused("data.shuffle", &data.shuffle, "random sampling has no order"),
+            Sampling::BestFit => self.unused("data.shuffle", &data.shuffle, "rows of best fit have no order"),
             Sampling::Packed => drop(self.settle("data.shuffle", &data.shuffle, true, "the usual for training")),
         }
         if data.text_field.is_empty() {
             self.problem("data.text_field", "data.text_field is empty: name the field that holds the text");
+        }
+        self.within("data.fim_rate", data.fim_rate, 0.0, 1.0);
+        self.within("data.fim_spm_rate", data.fim_spm_rate, 0.0, 1.0);
+        self.within("data.token_noise", data.token_noise, 0.0, 1.0);
+        self.count("data.curriculum_start", data.curriculum_start.map(|start| start as u64), 8, 1 << 24);
+        self.count("data.curriculum_steps", data.curriculum_steps, 1, 1 << 40);
+        match (data.curriculum_start, data.curriculum_steps) {
+            (Some(_), None) => {
+                self.problem("data.curriculum_steps", "data.curriculum_start needs data.curriculum_steps")
+            }
+            (None, steps) => self.unused("data.curriculum_steps", &steps, "there is no data.curriculum_start"),
+            _ => {}
         }
         self.count("data.workers", Some(data.workers as u64), 1, 256);
         self.count("data.prefetch", Some(data.prefetch as u64), 1, 4096);

@@ -67,6 +67,9 @@ choices! {
         Packed = "packed",
         /// Windows that begin anywhere, drawn with replacement.
         Random = "random",
+        /// Whole documents, each in the fullest sequence that has room; only documents longer than a
+        /// sequence are cut. What is left of a sequence is padding.
+        BestFit = "best_fit",
     }
 }
 
@@ -376,8 +379,9 @@ section! {
 section! {
     /// Text and token files, and how sequences are cut from them.
     DataSection = "data" {
-        /// Corpora to train on: text, JSONL, `.zst`, `.gz`, directories, or tokens prepared by
-        /// `data prepare`; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
+        /// Corpora to train on: text, JSONL, Parquet, WebDataset tar, MDS, `.zst`, `.gz`, directories,
+        /// patterns such as `shards/*.tar`, or tokens: prepared by `data prepare`, Megatron's or
+        /// llm.c's; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
         /// Corpora for evaluation only. Unset: the part of `train` that is held back.
@@ -396,9 +400,26 @@ section! {
         /// Let tokens attend only within their own document.
         #[elsewhere("reset_attention_mask", "document_masking", "eod_mask_loss")]
         respect_document_boundaries: bool = true;
-        /// The field of a JSONL record that holds the text.
+        /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
         #[elsewhere("text_column", "content_field", "json_keys", "text_key")]
         text_field: String = "text".to_owned();
+        /// Share of the documents whose middle is moved behind their end, to be filled in (FIM). The
+        /// tokenizer must have the tokens for it, such as `<fim_prefix>`.
+        #[elsewhere("fim_ratio", "fill_in_the_middle")]
+        fim_rate: f64 = 0.0;
+        /// Share of these in the order suffix, prefix, middle (SPM); the others are prefix, suffix,
+        /// middle (PSM).
+        fim_spm_rate: f64 = 0.5;
+        /// Probability with which an input token is replaced by a random one; targets stay.
+        token_noise: f64 = 0.0;
+        /// Longest segment at the first step of a length curriculum; rows keep their length. Unset:
+        /// no curriculum.
+        #[elsewhere("min_difficulty", "seqlen_start")]
+        curriculum_start: Option<usize> = None;
+        /// Steps until segments have their full length.
+        curriculum_steps: Option<u64> = None;
+        /// Read all token files into memory before the first step. False: in the background.
+        warm: bool = false;
         /// Threads that assemble batches.
         #[elsewhere("num_workers", "dataloader_num_workers")]
         workers: usize = 1;
