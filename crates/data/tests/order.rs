@@ -15,7 +15,9 @@ use xxhash_rust::xxh3::Xxh3;
 const VOCABULARY: u32 = 1000;
 const LENGTH: usize = 32;
 const EOS: u32 = 900;
-const [PREFIX, MIDDLE, SUFFIX]: [u32; 3] = [901, 902, 903];
+const PREFIX: u32 = 901;
+const MIDDLE: u32 = 902;
+const SUFFIX: u32 = 903;
 
 fn tokens(folder: &Path, name: &str, lengths: impl Iterator<Item = u32>) -> PathBuf {
     let prefix = folder.join(name);
@@ -109,7 +111,7 @@ fn best_fit_gives_each_prediction_once_an_epoch() {
     let prefix = tokens(folder.path(), "a", (0..80).map(|i| 1 + i * 11 % 100));
     let dataset = Dataset::open(spec(&[prefix], Sampling::BestFit, Transforms::default())).unwrap();
     let corpus = &dataset.corpora()[0];
-    let mut predicted = Vec::new();
+    let mut predicted: Vec<i32> = Vec::new();
     for epoch in 0..2 {
         let rows = dataset.samples_per_epoch();
         for sample in epoch * rows..(epoch + 1) * rows {

@@ -29,7 +29,7 @@ pub use language::{Language, known_languages};
 pub use mix::{MixOptions, MixReport, MixShare, mix};
 pub use output::{DropCount, Report};
 pub use quality::Rule;
-pub use sketch::{Shape, jaccard, shingles};
+pub use sketch::{Shape, shingles};
 
 use std::thread::available_parallelism;
 

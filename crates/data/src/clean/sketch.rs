@@ -73,14 +73,6 @@ pub fn shingles(text: &str, ngram: usize) -> Vec<u64> {
     hashes
 }
 
-/// The similarity of two texts, computed from their sets of n-grams.
-pub fn jaccard(a: &str, b: &str, ngram: usize) -> f64 {
-    let set = |text| -> std::collections::BTreeSet<u64> { shingles(text, ngram).into_iter().collect() };
-    let (a, b) = (set(a), set(b));
-    let common = a.intersection(&b).count();
-    common as f64 / (a.len() + b.len() - common).max(1) as f64
-}
-
 /// The keys of the bands of a text; none for a text without words.
 pub(super) fn band_keys(text: &str, shape: &Shape) -> Vec<u64> {
     let shingles = shingles(text, shape.ngram);
@@ -152,6 +144,6 @@ mod tests {
         assert_eq!(shingles("Hello, WORLD again: you", 3), shingles("hello world again you!", 3));
         assert_eq!(shingles("one two", 5).len(), 1);
         assert!(shingles("... !", 5).is_empty());
-        assert_eq!(jaccard("a b c d e f", "a b c d e g", 5), 1.0 / 3.0);
+        assert_eq!(shingles("a b c d e f", 5)[0], shingles("a b c d e g", 5)[0]);
     }
 }
