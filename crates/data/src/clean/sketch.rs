@@ -96,7 +96,7 @@ fn sketch(set: &[u64], size: usize) -> Vec<u64> {
         for element in set {
             let hash = mix(element ^ salt);
             let bin = match round < size as u64 {
-                true => (u64::from(hash as u32) * size as u64 >> 32) as usize,
+                true => ((u64::from(hash as u32) * size as u64) >> 32) as usize,
                 false => round as usize - size,
             };
             // Sizes are below 2^15, so rounds fit above 48 bits of the hash.

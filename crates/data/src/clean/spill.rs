@@ -66,7 +66,7 @@ impl<const K: usize> Spill<K> {
                 reader.read_exact(&mut bytes).map_err(DataError::io("read", &self.path))?;
                 let (key, document) = split::<K>(&bytes);
                 let range = key.iter().take(4).fold(0u64, |number, byte| number << 8 | u64::from(*byte));
-                if range * passes >> 32 != pass {
+                if (range * passes) >> 32 != pass {
                     continue;
                 }
                 if pairs.len() as u64 == limit {

@@ -248,7 +248,8 @@ impl Dataset {
                 shuffled() * length + shift
             }
         };
-        (c, vec![start..start + length + 1])
+        let row = start..start + length + 1;
+        (c, vec![row])
     }
 
     /// Counts of the rows of each corpus, for best-fit sampling.
