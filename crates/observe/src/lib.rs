@@ -6,4 +6,5 @@
 //! This crate measures nothing and changes no run. It reads what was recorded.
 
 pub mod span;
+pub mod traces;
 pub mod verdict;
