@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 30] = [
+    let commands: [&[&str]; 31] = [
         &[],
         &["train"],
         &["launch"],
@@ -28,6 +28,7 @@ fn help_texts_are_as_agreed() {
         &["calibrate"],
         &["plan"],
         &["program"],
+        &["doctor"],
         &["bench", "train"],
         &["bench", "kernels"],
         &["bench", "memory"],

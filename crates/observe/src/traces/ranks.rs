@@ -32,12 +32,12 @@ impl RankSteps {
     /// The steps of a window, with the rows that were computed of them.
     pub fn of(window: &Window, rank: u32, rows: &[super::steps::StepRow]) -> RankSteps {
         let trace = window.trace;
-        let mut collectives: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
-        for op in &window.ops {
-            let span = trace.op_span(op);
-            if span.kind == Kind::Communication
-                && let Some(step) = window.step_of(span.step)
-            {
+        let mut collectives: Vec<Vec<f64>> = vec![Vec::new(); window.steps.len()];
+        // Without a device, the host's annotations of messages are the collectives.
+        let of_device = window.ops.iter().map(|op| trace.op_span(op));
+        let of_host = trace.timeline.spans.iter().filter(|_| trace.ops.is_empty());
+        for span in of_device.chain(of_host).filter(|span| span.kind == Kind::Communication) {
+            if let Some(step) = window.step_of(span.step) {
                 collectives[step].push(seconds(span.duration_ns()));
             }
         }
