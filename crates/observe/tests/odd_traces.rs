@@ -161,6 +161,21 @@ fn without_profiler_steps_the_optimizer_or_the_whole_recording_counts() {
 }
 
 #[test]
+fn a_region_around_the_training_loop_is_no_wait_for_batches() {
+    let mut events = Vec::new();
+    for number in 0..4 {
+        events.push(step(number, 100 * i64::from(number), 100));
+        events.extend(kernel(number, 100 * i64::from(number) + 40, 10, 40, 7));
+        events.push(event("user_annotation", "my_dataloader.next", 100 * i64::from(number) + 1, 30, ""));
+    }
+    let waits = report(&trace(&events));
+    assert_eq!(waits.diagnosis.verdicts[0].cause, Cause::InputBound);
+    assert_eq!(waits.ranks[0].steps[0].input_seconds, 30e-6);
+    events.push(event("user_annotation", "loop over dataloader", 0, 400, ""));
+    assert_eq!(report(&trace(&events)).ranks[0].steps, waits.ranks[0].steps);
+}
+
+#[test]
 fn kernels_of_one_graph_launch_share_a_correlation() {
     let mut events = vec![event("cuda_runtime", "cudaGraphLaunch", 0, 20, r#""correlation":5"#)];
     for index in 0..50 {
