@@ -103,8 +103,24 @@ pub fn diagnose(examined: Vec<Examined>) -> Report {
         verdict
     };
     let mut verdicts: Vec<Verdict> = verdicts.into_iter().map(told).collect();
-    verdicts.extend(ranks::straggler(&ranks));
+    if let Some(straggler) = ranks::straggler(&ranks) {
+        verdicts.retain_mut(|verdict| verdict.cause != Cause::CommunicationBound || beyond(verdict, &straggler));
+        verdicts.push(straggler);
+    }
     Report { ranks: reports, diagnosis: Diagnosis::new(verdicts) }
+}
+
+/// Takes the waiting for a slow rank, which has a verdict of its own, out of the saving of one about
+/// communication. False if nothing worth mentioning is left.
+fn beyond(verdict: &mut Verdict, straggler: &Verdict) -> bool {
+    let (Some(saving), Some(waited)) = (verdict.saving.as_mut(), straggler.saving) else { return true };
+    saving.seconds = (saving.seconds - waited.seconds).max(0.0);
+    saving.low_seconds = (saving.low_seconds - waited.high_seconds).max(0.0);
+    saving.high_seconds = (saving.high_seconds - waited.low_seconds).max(saving.seconds);
+    verdict.severity = verdict.severity.min(Severity::of_share(saving.share()));
+    let share = saving.share();
+    verdict.evidence.push(Evidence::new("waiting for slower ranks, not counted", waited.seconds, Unit::Seconds));
+    share >= SHARE_MIN
 }
 
 fn notes(window: &Window) -> Vec<String> {
