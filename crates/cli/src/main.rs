@@ -15,8 +15,8 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer,
-    train,
+    bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
+    tokenizer, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -47,6 +47,7 @@ enum Command {
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Program(program::Args),
+    Doctor(doctor::Args),
     #[command(subcommand)]
     Bench(bench::Command),
     Completions(completions::Args),
@@ -88,6 +89,7 @@ fn main() -> ExitCode {
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => completions::man(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

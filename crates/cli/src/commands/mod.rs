@@ -9,6 +9,7 @@ pub mod collectives;
 pub mod completions;
 pub mod config;
 pub mod data;
+pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod feed;

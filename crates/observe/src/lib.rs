@@ -1,0 +1,10 @@
+//! Explains where the time of a training step goes, what bounds it and what a cure would save.
+//!
+//! Measurements of any origin become [`span`]s: named intervals on the lanes of a rank. Analyses of
+//! spans end in [`verdict`]s, each with numbers, a place in the trace and the predicted saving.
+//!
+//! This crate measures nothing and changes no run. It reads what was recorded.
+
+pub mod span;
+pub mod traces;
+pub mod verdict;
