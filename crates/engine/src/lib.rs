@@ -5,7 +5,7 @@
 //! | [`config`], [`schedule`] | the configuration as requested and as resolved; the learning-rate schedule |
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
-//! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | the files that a run writes |
+//! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
 //! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`] | the positions of ranks, the detection of failed ones, and injected faults |
 //! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
@@ -41,6 +41,7 @@ pub mod positions;
 pub mod precision;
 pub mod predict;
 pub mod rank;
+pub mod recording;
 pub mod resume;
 mod room;
 mod same_on_all_ranks;

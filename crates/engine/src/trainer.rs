@@ -9,6 +9,7 @@ use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, Sitting, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
+use crate::recording::{Moments, Recording};
 use crate::resume::rate_change;
 use crate::schedule::Schedule;
 use crate::session::Session;
@@ -20,7 +21,7 @@ use crate::watch::Watch;
 use crate::{EngineError, Result, world};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_tensor::{Purpose, TensorError};
@@ -165,6 +166,9 @@ struct Run<'s> {
     /// On rank 0 only.
     recorder: Option<Recorder>,
     trace: Option<TraceWriter>,
+    recording: Option<Recording>,
+    /// Time that the ranks took to agree on the step that runs.
+    agreed: Duration,
     clock: Clock,
     /// The step and time of the last snapshot.
     saved: (u64, Instant),
@@ -231,6 +235,13 @@ impl<'s> Run<'s> {
         let rank = session.world.rank();
         let window = config.metrics.profile_steps;
         let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank, window)).transpose()?;
+        let recording = match config.metrics.record.then(|| Recording::open(session)).transpose() {
+            Ok(recording) => recording,
+            Err(error) => {
+                progress.note(&warning(no_record(&error)));
+                None
+            }
+        };
         session.dataset.warm();
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
@@ -265,6 +276,8 @@ impl<'s> Run<'s> {
             writer,
             recorder,
             trace,
+            recording,
+            agreed: Duration::ZERO,
             clock,
             saved,
             owed: false,
@@ -280,6 +293,7 @@ impl<'s> Run<'s> {
 
     /// Broadcasts rank 0's decisions: the next action and the length of the schedule.
     fn agree(&mut self) -> Result<Next> {
+        let began = Instant::now();
         let is_asked_to_stop = self.control.is_asked_to_stop(&self.session.world);
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
@@ -295,6 +309,7 @@ impl<'s> Run<'s> {
         };
         let mut word = [next, self.clock.steps.unwrap_or(u64::MAX)];
         self.session.world.broadcast(&mut word, 0)?;
+        self.agreed = began.elapsed();
         let [next, steps] = word;
         if steps != u64::MAX && self.clock.steps != Some(steps) {
             self.session.state.schedule_steps = Some(steps);
@@ -407,7 +422,8 @@ impl<'s> Run<'s> {
     /// Computes the step's metrics, records them and shows them.
     fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
         let now = Instant::now();
-        let step_s = (now - std::mem::replace(&mut self.clock.last_step_end, now)).as_secs_f64();
+        let last_end = std::mem::replace(&mut self.clock.last_step_end, now);
+        let step_s = (now - last_end).as_secs_f64();
         let session = &mut *self.session;
         session.state.seconds = self.clock.elapsed();
         self.first_step_done_s.get_or_insert_with(|| self.control.process_start.elapsed().as_secs_f64());
@@ -466,6 +482,13 @@ impl<'s> Run<'s> {
         self.kinds.add(program, &outcome.spans);
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
+        }
+        let moments = Moments { last_end, agreed: self.agreed, end: now };
+        if let Some(recording) = &mut self.recording
+            && let Err(error) = recording.step(step, snapshot, outcome, moments)
+        {
+            self.recording = None;
+            self.progress.note(&warning(no_record(&error)));
         }
         if session.is_first() {
             self.clock.calibrate(&mut session.state);
@@ -657,6 +680,11 @@ impl Clock {
         self.steps = Some(steps);
         self.left.set_steps(steps);
     }
+}
+
+/// A sentence about a record that could not be written.
+fn no_record(error: &trainyard_record::RecordError) -> String {
+    format!("this run is no longer recorded for `trainyard doctor`: {error}")
 }
 
 fn skip_note(step: u64, outcome: &StepOutcome, scale: f64) -> String {

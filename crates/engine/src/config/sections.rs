@@ -702,6 +702,10 @@ section! {
         /// Write TensorBoard event files.
         #[elsewhere("enable_tensorboard", "report_to")]
         tensorboard: bool = true;
+        /// Keep a record of the run for `trainyard doctor` and `trainyard trace`: the times of every
+        /// instruction of recent steps (`trace/`), and a sample of the machine a second
+        /// (`monitor.jsonl`).
+        record: bool = true;
         /// Write `trace/rank-0.json`: a timeline, for Perfetto, of the program's instructions in
         /// the first and the last steps since the run was started or resumed.
         #[elsewhere("enable_profiling", "profiling")]

@@ -544,6 +544,7 @@ impl Rank {
             }
             _ => one(number, instruction),
         };
+        let began = Instant::now();
         let spans = if rank.device.is_meta() {
             lanes::run_in_order(program, handlers, compute)?;
             Vec::new()
@@ -564,6 +565,7 @@ impl Rank {
         }
         let spans = ended?;
         let mut outcome = step.outcome();
+        outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)
     }

@@ -50,6 +50,8 @@ pub struct StepOutcome {
     pub skipped: bool,
     /// The times at which each instruction of this rank waited and ran.
     pub spans: Vec<Span>,
+    /// The moment from which `spans` count; None on meta.
+    pub began: Option<Instant>,
     /// Time that this rank's compute lane waited for batches.
     pub data_wait: Duration,
     /// Time that this rank's lanes spent in exchanges with other ranks.
