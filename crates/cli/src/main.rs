@@ -15,8 +15,8 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer,
-    train,
+    bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise, tokenizer,
+    trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -44,6 +44,8 @@ enum Command {
     Data(data::Command),
     #[command(subcommand)]
     Config(config::Command),
+    Doctor(doctor::Args),
+    Trace(trace::Args),
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Program(program::Args),
@@ -85,6 +87,8 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Trace(args) => trace::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),

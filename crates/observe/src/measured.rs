@@ -2,6 +2,7 @@
 
 use crate::run::{RankRecord, Run};
 use crate::verdict::Saving;
+use std::ops::RangeInclusive;
 use trainyard_program::{Instruction, Program};
 use trainyard_record::monitor::Sample;
 use trainyard_record::programs::Work;
@@ -85,20 +86,35 @@ fn program<'a>(record: &'a RankRecord, step: &Step) -> &'a Program {
 /// The steps of a run that every recorded rank has recorded, warm-up left out; at most
 /// [`STEPS_MAX`] of them, oldest first.
 pub fn measured(run: &Run) -> Vec<Measured<'_>> {
-    let Some(first) = run.ranks.first() else { return Vec::new() };
-    let find = |record: &RankRecord, number: u64| record.steps.binary_search_by_key(&number, |step| step.step).ok();
-    let everywhere =
-        |step: &&Step| run.ranks.iter().all(|record| find(record, step.step).is_some_and(|at| record.steps[at].snapshot == step.snapshot));
-    let common: Vec<u64> = first.steps.iter().filter(everywhere).map(|step| step.step).collect();
+    let common = common(run);
     let warm = if common.len() >= 3 * WARM_UP { WARM_UP } else { common.len().min(1) };
     let common = &common[warm..];
     let count = common.len().min(STEPS_MAX);
-    let chosen = (0..count).map(|index| common[index * common.len() / count]);
-    let one = |number: u64| {
-        let of = |record: &'_ RankRecord| find(record, number).expect("every rank has this step");
-        assemble(run, run.ranks.iter().map(|record| (record, &record.steps[of(record)])).collect())
+    (0..count).map(|index| one(run, common[index * common.len() / count])).collect()
+}
+
+/// The steps in `range` that every recorded rank has recorded.
+pub fn measured_in<'a>(run: &'a Run, range: &RangeInclusive<u64>) -> Vec<Measured<'a>> {
+    common(run).into_iter().filter(|step| range.contains(step)).map(|step| one(run, step)).collect()
+}
+
+/// The numbers of the steps that every recorded rank has recorded.
+fn common(run: &Run) -> Vec<u64> {
+    let Some(first) = run.ranks.first() else { return Vec::new() };
+    let has = |record: &RankRecord, step: &Step| {
+        find(record, step.step).is_some_and(|at| record.steps[at].snapshot == step.snapshot)
     };
-    chosen.map(one).collect()
+    let everywhere = first.steps.iter().filter(|step| run.ranks.iter().all(|record| has(record, step)));
+    everywhere.map(|step| step.step).collect()
+}
+
+fn find(record: &RankRecord, number: u64) -> Option<usize> {
+    record.steps.binary_search_by_key(&number, |step| step.step).ok()
+}
+
+fn one(run: &Run, number: u64) -> Measured<'_> {
+    let of = |record: &RankRecord| find(record, number).expect("every rank has this step");
+    assemble(run, run.ranks.iter().map(|record| (record, &record.steps[of(record)])).collect())
 }
 
 fn assemble<'a>(run: &'a Run, of_ranks: Vec<(&'a RankRecord, &'a Step)>) -> Measured<'a> {

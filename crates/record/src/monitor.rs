@@ -74,6 +74,9 @@ pub struct Cpu {
     /// Share of the scheduling periods in which the control group was stopped before their end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throttled: Option<f64>,
+    /// Cores that the control group withheld from threads that could have run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub throttled_cores: Option<f64>,
 }
 
 /// Memory.

@@ -8,6 +8,7 @@ pub mod collectives;
 pub mod completions;
 pub mod config;
 pub mod data;
+pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod generate;
@@ -19,6 +20,7 @@ pub mod plan;
 pub mod program;
 pub mod supervise;
 pub mod tokenizer;
+pub mod trace;
 pub mod train;
 
 use crate::output::note;

@@ -447,7 +447,7 @@ impl Rank {
         let events = &Events::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
             tag_calls(number as u32);
-            let what = describe(program, instruction);
+            let what = program.name_of(instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
             let performed = events.around(number, instruction, || rank.perform(program, instruction, &at, body));
             match performed {
@@ -660,13 +660,6 @@ fn waits_for_others(instruction: &Instruction) -> bool {
     instruction.bytes > 0 && lane != Lane::HostIo
         || matches!(lane, Lane::Gather | Lane::Reduce)
         || matches!(instruction.action, Action::Clip { .. } | Action::Snapshot)
-}
-
-/// The instruction's name and unit, for reports.
-fn describe(program: &Program, instruction: &Instruction) -> String {
-    let action = instruction.action;
-    let unit = action.unit().and_then(|unit| program.units.get(unit as usize));
-    [Some(action.name()), unit.map(String::as_str)].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 fn cannot(action: Action) -> EngineError {

@@ -25,8 +25,9 @@ pub struct Counters {
     network: [u64; 4],
     /// Microseconds of pressure: CPU, memory, IO.
     pressure: [Option<u64>; 3],
-    /// Periods of the control group, and those in which it was stopped.
-    periods: Option<[u64; 2]>,
+    /// Periods of the control group, those in which it was stopped, and the nanoseconds for which its
+    /// cores were.
+    periods: Option<[u64; 3]>,
     /// What is no rate.
     now: Sample,
 }
@@ -183,6 +184,7 @@ impl Counters {
                 let periods = now[0].saturating_sub(before[0]);
                 (periods > 0).then(|| round(now[1].saturating_sub(before[1]) as f64 / periods as f64))
             }),
+            throttled_cores: self.periods.zip(before.periods).map(|(now, before)| round(rate(now[2], before[2]) / 1e9)),
             ..sample.cpu
         };
         sample.memory = Memory {
@@ -247,8 +249,9 @@ fn temperature() -> Option<f64> {
 
 struct ControlGroup {
     limit: Option<f64>,
-    /// Scheduling periods so far, and those in which the group used up its time.
-    periods: [u64; 2],
+    /// Scheduling periods so far, those in which the group used up its time, and the nanoseconds
+    /// for which its cores were then stopped.
+    periods: [u64; 3],
 }
 
 /// The group of this process, or the one above it, that limits its cores most.
@@ -284,6 +287,8 @@ fn read_group(folder: &Path) -> Option<ControlGroup> {
         }
         Err(_) => number("cpu.cfs_quota_us").zip(number("cpu.cfs_period_us")),
     };
+    // Version 1 counts nanoseconds, version 2 microseconds.
+    let stopped_ns = field("throttled_time").max(1000 * field("throttled_usec"));
     let limit = limit.filter(|(quota, period)| *quota > 0.0 && *period > 0.0).map(|(quota, period)| quota / period);
-    Some(ControlGroup { limit, periods: [field("nr_periods"), field("nr_throttled")] })
+    Some(ControlGroup { limit, periods: [field("nr_periods"), field("nr_throttled"), stopped_ns] })
 }
