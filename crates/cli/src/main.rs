@@ -15,8 +15,8 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise, tokenizer,
-    trace, train,
+    bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
+    tokenizer, trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -6,8 +6,8 @@
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
-//! | [`positions`], [`watch`], [`faults`] | the positions of ranks, the detection of failed ones, and injected faults |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
+//! | [`positions`], [`watch`], [`faults`], [`lasting_faults`] | the positions of ranks, the detection of failed ones, and injected faults |
 //! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
 //! | [`predict`], [`limit`], [`host`] | the memory and cost of a step, predicted by executing it without data; settings that fit |
 //! | [`bench`], [`largest`] | the measured time of a step on random tokens; the largest model that fits |
@@ -28,9 +28,11 @@ mod exchange;
 pub mod faults;
 pub mod fp8;
 pub mod generate;
+pub mod health;
 pub mod host;
 pub mod lanes;
 pub mod largest;
+pub mod lasting_faults;
 pub mod limit;
 pub mod links;
 pub mod measured;

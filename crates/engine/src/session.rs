@@ -280,6 +280,7 @@ impl Session {
             scaler: settings.scaler,
             amax_history: None,
             early_stopping: EarlyStopping::default(),
+            history: Default::default(),
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
         };

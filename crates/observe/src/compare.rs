@@ -42,8 +42,10 @@ impl Part {
 pub fn compare(runs: [&Run; 2]) -> Option<Comparison> {
     let steps = runs.map(measured);
     let step_s = |n: usize| median(steps[n].iter().map(|step| step.seconds));
-    let accounts: Vec<Account> =
-        steps.iter().filter_map(|steps| mean(&steps.iter().map(|step| Account::of(step, 0)).collect::<Vec<_>>())).collect();
+    let accounts: Vec<Account> = steps
+        .iter()
+        .filter_map(|steps| mean(&steps.iter().map(|step| Account::of(step, 0)).collect::<Vec<_>>()))
+        .collect();
     let [first, second] = <[Account; 2]>::try_from(accounts).ok()?;
     let named = |account: &Account| {
         account.parts().into_iter().map(|(name, seconds)| (name.to_owned(), seconds)).collect::<Vec<_>>()
@@ -90,7 +92,8 @@ fn settings(runs: [&Run; 2]) -> Vec<(String, [String; 2])> {
     let texts = runs.map(|run| std::fs::read_to_string(run.folder.join("config.toml")).unwrap_or_default());
     let [first, second] = texts.map(|text| keys(&text));
     let names: std::collections::BTreeSet<&String> = first.keys().chain(second.keys()).collect();
-    let value = |of: &BTreeMap<String, String>, name: &String| of.get(name).cloned().unwrap_or_else(|| "unset".to_owned());
+    let value =
+        |of: &BTreeMap<String, String>, name: &String| of.get(name).cloned().unwrap_or_else(|| "unset".to_owned());
     let pairs = names.into_iter().map(|name| (name.clone(), [value(&first, name), value(&second, name)]));
     pairs.filter(|(_, [one, other])| one != other).collect()
 }

@@ -15,10 +15,11 @@ pub const EXPLAINED_MIN: f64 = 0.98;
 /// The diagnosis of a run.
 pub fn diagnose(run: &Run) -> Diagnosis {
     let findings = Findings { run, steps: measured(run) };
-    let mut verdicts: Vec<Verdict> = [causes::hang(&findings), causes::wrong_numbers(&findings), causes::leak(&findings)]
-        .into_iter()
-        .flatten()
-        .collect();
+    let mut verdicts: Vec<Verdict> =
+        [causes::hang(&findings), causes::wrong_numbers(&findings), causes::leak(&findings)]
+            .into_iter()
+            .flatten()
+            .collect();
     verdicts.extend(incomplete(&findings));
     if findings.steps.len() >= STEPS_MIN {
         let of_time = [
@@ -61,11 +62,22 @@ fn incomplete(findings: &Findings<'_>) -> Option<Verdict> {
         advice.push(Advice::new("copy trace/ of every host into one run folder"));
     }
     if run.samples.len() < 2 {
-        evidence.push(Evidence::new("samples of the machine; causes outside of the program stay unknown", run.samples.len() as f64, Unit::Count));
+        evidence.push(Evidence::new(
+            "samples of the machine; causes outside of the program stay unknown",
+            run.samples.len() as f64,
+            Unit::Count,
+        ));
     }
     let severity = if findings.steps.len() < STEPS_MIN { Severity::Warning } else { Severity::Info };
     let summary = "The record does not hold everything that verdicts need.".to_owned();
-    (!evidence.is_empty()).then_some(Verdict { cause: Cause::IncompleteData, severity, summary, evidence, saving: None, advice })
+    (!evidence.is_empty()).then_some(Verdict {
+        cause: Cause::IncompleteData,
+        severity,
+        summary,
+        evidence,
+        saving: None,
+        advice,
+    })
 }
 
 /// Time without a name, and compute that took longer than predicted for no known cause.

@@ -63,10 +63,16 @@ fn names(run: &Run) -> Vec<Value> {
     for record in &run.ranks {
         let rank = record.rank;
         let host = if record.host.is_empty() { String::new() } else { format!(" on {}", record.host) };
-        events.push(json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}{host}")}}));
+        events.push(
+            json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}{host}")}}),
+        );
         for lane in Lane::ALL {
-            for (track, name) in [(lane as usize, lane.name().to_owned()), (PREDICTED + lane as usize, format!("{} predicted", lane.name()))] {
-                events.push(json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}));
+            for (track, name) in [
+                (lane as usize, lane.name().to_owned()),
+                (PREDICTED + lane as usize, format!("{} predicted", lane.name())),
+            ] {
+                events
+                    .push(json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}));
                 events.push(json!({"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": track, "args": {"sort_index": track}}));
             }
         }

@@ -2,11 +2,11 @@
 
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+use trainyard_record::RecordError;
 use trainyard_record::health::{self, HealthEvent};
 use trainyard_record::monitor::{self, Sample};
 use trainyard_record::programs::{Predicted, Programs};
 use trainyard_record::steps::{self, Step};
-use trainyard_record::RecordError;
 
 /// What a run left about itself.
 #[derive(Debug, Default)]

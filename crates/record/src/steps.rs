@@ -134,7 +134,17 @@ impl StepWriter {
         let file = begin(&new, &line)?;
         let clock = (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
         let lanes = [0, 1].map(|n| programs[n].instructions.iter().map(|i| i.action.lane() as u8).collect());
-        Ok(StepWriter { file, path: new, header: line, lanes, clock, written: 0, in_file: 0, steps: 0, block: Vec::new() })
+        Ok(StepWriter {
+            file,
+            path: new,
+            header: line,
+            lanes,
+            clock,
+            written: 0,
+            in_file: 0,
+            steps: 0,
+            block: Vec::new(),
+        })
     }
 
     /// The time of `moment` since the Unix epoch.
@@ -173,7 +183,9 @@ impl StepWriter {
 }
 
 fn begin(path: &Path, header: &[u8]) -> Result<File, RecordError> {
-    File::create(path).and_then(|mut file| file.write_all(header).map(|()| file)).map_err(RecordError::io("write", path))
+    File::create(path)
+        .and_then(|mut file| file.write_all(header).map(|()| file))
+        .map_err(RecordError::io("write", path))
 }
 
 fn remove(path: &Path) -> Result<(), RecordError> {

@@ -65,7 +65,16 @@ fn key(program: &Program, action: Action) -> Option<Key> {
         _ => (ranks[0], ranks.len() as u32),
     };
     let unit = action.unit().unwrap_or(u32::MAX);
-    (ranks.len() > 1).then_some((first, size, name, unit, action.micro_batch().unwrap_or(u32::MAX), last[0], last[1], 0))
+    (ranks.len() > 1).then_some((
+        first,
+        size,
+        name,
+        unit,
+        action.micro_batch().unwrap_or(u32::MAX),
+        last[0],
+        last[1],
+        0,
+    ))
 }
 
 impl<'a> Replay<'a> {

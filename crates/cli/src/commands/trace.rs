@@ -37,14 +37,20 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let run = Run::open(&args.run).with_context(|| format!("cannot explain {}", args.run.display()))?;
-    let recorded: Vec<u64> = run.ranks.first().map_or(&[][..], |rank| &rank.steps).iter().map(|step| step.step).collect();
+    let recorded: Vec<u64> =
+        run.ranks.first().map_or(&[][..], |rank| &rank.steps).iter().map(|step| step.step).collect();
     let (Some(first), Some(last)) = (recorded.first(), recorded.last()) else {
         bail!("{} has no recorded steps: train with metrics.record=true", run.name())
     };
     let range = args.steps.clone().unwrap_or_else(|| recorded[recorded.len().saturating_sub(3)]..=*last);
     let steps = measured_in(&run, &range);
     if steps.is_empty() {
-        bail!("no step of {} to {} is recorded: the record has {} steps from {first} to {last}", range.start(), range.end(), recorded.len());
+        bail!(
+            "no step of {} to {} is recorded: the record has {} steps from {first} to {last}",
+            range.start(),
+            range.end(),
+            recorded.len()
+        );
     }
     let path = args.out.clone().unwrap_or_else(|| trainyard_record::trace_folder(&args.run).join("steps.json"));
     let writing = || format!("cannot write {}", path.display());

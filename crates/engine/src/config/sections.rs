@@ -149,6 +149,18 @@ choices! {
 }
 
 choices! {
+    /// The reaction to a spike of the loss or the gradient norm.
+    OnSpike {
+        /// Say it, and go on.
+        Warn = "warn",
+        /// Say it, and leave the step's update out.
+        Skip = "skip",
+        /// Say it, leave the update out, and end the run with a checkpoint.
+        Stop = "stop",
+    }
+}
+
+choices! {
     /// The time at which gradients are summed over ranks.
     ReduceSchedule {
         /// Once, under the backward of the step's last micro-batch.
@@ -687,6 +699,19 @@ section! {
         /// improvement to count as one. Unset: 0.
         #[elsewhere("min_delta", "early_stopping_threshold")]
         early_stopping_min_delta: Option<f64> = None;
+    }
+}
+
+section! {
+    /// Suspicious losses and gradient norms. They are said when they happen, with step and samples,
+    /// and written to `health.jsonl`.
+    HealthSection = "health" {
+        /// The reaction to a step whose loss or gradient norm is a spike.
+        on_spike: OnSpike = OnSpike::Warn;
+        /// Deviations above the median of the last 128 steps from which a loss or norm is a spike. A
+        /// deviation is 1.4826 times the median absolute deviation, at least 2 % of the median loss
+        /// and 10 % of the median norm.
+        spike_deviations: f64 = 10.0;
     }
 }
 

@@ -67,7 +67,11 @@ pub fn stolen_cores(findings: &Findings<'_>) -> Option<Verdict> {
     let evidence = vec![
         Evidence::new("cores that other programs used", mean_of_samples(findings, |s| s.cpu.others), Unit::Count),
         Evidence::new("cores that the hypervisor gave away", mean_of_samples(findings, |s| s.cpu.steal), Unit::Count),
-        Evidence::new("threads of the run that waited for a core", mean_of_samples(findings, |s| s.cpu.run_delay), Unit::Count),
+        Evidence::new(
+            "threads of the run that waited for a core",
+            mean_of_samples(findings, |s| s.cpu.run_delay),
+            Unit::Count,
+        ),
         Evidence::new("cores that the run got", mean_of_samples(findings, |s| s.cpu.process), Unit::Count),
         Evidence::new("share of its cores that it lost", mean_of_samples(findings, stolen), Unit::Share),
     ];
@@ -91,13 +95,18 @@ pub fn throttled(findings: &Findings<'_>) -> Option<Verdict> {
     if mean_of_samples(findings, lost) < LOST_MIN {
         return None;
     }
-    let mut evidence = vec![Evidence::new("share of its cores that the run lost", mean_of_samples(findings, lost), Unit::Share)];
+    let mut evidence =
+        vec![Evidence::new("share of its cores that the run lost", mean_of_samples(findings, lost), Unit::Share)];
     let mut advice = Vec::new();
     let limit = of_samples(findings, |sample| sample.cpu.limit.unwrap_or(f64::NAN)).filter(|limit| limit.is_finite());
     if mean_of_samples(findings, withheld) >= LOST_MIN {
         let stopped = mean_of_samples(findings, |sample| sample.cpu.throttled.unwrap_or(0.0));
         evidence.push(Evidence::new("scheduling periods in which the limit was reached", stopped, Unit::Share));
-        evidence.push(Evidence::new("cores that the run used", mean_of_samples(findings, |s| s.cpu.process), Unit::Count));
+        evidence.push(Evidence::new(
+            "cores that the run used",
+            mean_of_samples(findings, |s| s.cpu.process),
+            Unit::Count,
+        ));
         if let Some(limit) = limit {
             evidence.push(Evidence::new("cores that the control group allows", limit, Unit::Count));
             let threads = (limit.floor() as u64).max(1);
@@ -142,11 +151,20 @@ pub fn noisy_neighbour(findings: &Findings<'_>) -> Option<Verdict> {
     });
     let evidence = vec![
         Evidence::new("work of a step while others are active, over that while they are not", ratio, Unit::Ratio),
-        Evidence::new("steps while others were active", noisy_steps as f64 / (noisy_steps + quiet_steps) as f64, Unit::Share),
+        Evidence::new(
+            "steps while others were active",
+            noisy_steps as f64 / (noisy_steps + quiet_steps) as f64,
+            Unit::Share,
+        ),
         Evidence::new("cores that they used", mean_of_samples(findings, |s| s.cpu.others), Unit::Count),
-        Evidence::new("disk traffic of everybody", mean_of_samples(findings, |s| s.disk.read + s.disk.write), Unit::BytesPerSecond),
+        Evidence::new(
+            "disk traffic of everybody",
+            mean_of_samples(findings, |s| s.disk.read + s.disk.write),
+            Unit::BytesPerSecond,
+        ),
     ];
-    let advice = vec![Advice::new("move the other programs to another memory node, disk or machine, or to other hours")];
+    let advice =
+        vec![Advice::new("move the other programs to another memory node, disk or machine, or to other hours")];
     verdict(Cause::NoisyNeighbour, saving, "The run is slower while other programs are active.", evidence, advice)
 }
 
@@ -167,8 +185,16 @@ pub fn memory_pressure(findings: &Findings<'_>) -> Option<Verdict> {
     let available = of_samples(findings, |sample| sample.memory.available_bytes as f64).unwrap_or(0.0);
     let evidence = vec![
         Evidence::new("time in which tasks waited for memory (PSI)", mean_of_samples(findings, pressure), Unit::Share),
-        Evidence::new("pages to or from swap, a second", mean_of_samples(findings, |s| s.memory.swapped_pages), Unit::Count),
-        Evidence::new("page faults that waited for a disk, a second", mean_of_samples(findings, |s| s.memory.major_faults), Unit::Count),
+        Evidence::new(
+            "pages to or from swap, a second",
+            mean_of_samples(findings, |s| s.memory.swapped_pages),
+            Unit::Count,
+        ),
+        Evidence::new(
+            "page faults that waited for a disk, a second",
+            mean_of_samples(findings, |s| s.memory.major_faults),
+            Unit::Count,
+        ),
         Evidence::new("memory that was available", available, Unit::Bytes),
     ];
     let advice = vec![
@@ -183,7 +209,8 @@ pub fn memory_pressure(findings: &Findings<'_>) -> Option<Verdict> {
 pub fn leak(findings: &Findings<'_>) -> Option<Verdict> {
     let samples = &findings.run.samples;
     // A resumed run is another process, whose memory begins anew.
-    let begin = samples.windows(2).rposition(|pair| pair[1].step < pair[0].step || pair[1].unix_s - pair[0].unix_s > 30.0);
+    let begin =
+        samples.windows(2).rposition(|pair| pair[1].step < pair[0].step || pair[1].unix_s - pair[0].unix_s > 30.0);
     let samples = &samples[begin.map_or(0, |at| at + 1)..];
     let samples = &samples[samples.len() / 4..];
     if samples.len() < 12 {
@@ -246,7 +273,12 @@ impl Growth {
         let rising = windows.windows(2).filter(|pair| pair[1] > pair[0]).count() as f64 / 11.0;
         let (first, last) = (&samples[0], &samples[samples.len() - 1]);
         let steps = last.step.saturating_sub(first.step).max(1) as f64;
-        Growth { bytes: grown, per_step: grown / steps, per_second: grown / (last.unix_s - first.unix_s).max(1e-9), rising }
+        Growth {
+            bytes: grown,
+            per_step: grown / steps,
+            per_second: grown / (last.unix_s - first.unix_s).max(1e-9),
+            rising,
+        }
     }
 
     /// A leak grows in nearly every window, by more than what allocators keep.

@@ -13,7 +13,8 @@ pub fn wrong_numbers(findings: &Findings<'_>) -> Option<Verdict> {
     let corrupt = run.faults.iter().filter(|report| report.error.contains("checksum")).max_by_key(|r| r.lanes.len());
     if let Some(report) = corrupt {
         severity = Severity::Critical;
-        let at = Place { rank: Some(report.rank), step: report.lanes.first().map(|lane| lane.step + 1), ..Place::default() };
+        let at =
+            Place { rank: Some(report.rank), step: report.lanes.first().map(|lane| lane.step + 1), ..Place::default() };
         evidence.push(Evidence::new(report.error.clone(), 1.0, Unit::Count).at(at));
         advice.push(Advice::new("take the named host out, and go on from the last checkpoint"));
     }
@@ -35,7 +36,14 @@ pub fn wrong_numbers(findings: &Findings<'_>) -> Option<Verdict> {
             span: Some(format!("samples {} to {}", first.samples[0], first.samples[0] + first.samples[1].max(1) - 1)),
             ..Place::default()
         };
-        evidence.push(Evidence::new(format!("{}: number of steps; the first", symptom.in_words()), events.len() as f64, Unit::Count).at(at));
+        evidence.push(
+            Evidence::new(
+                format!("{}: number of steps; the first", symptom.in_words()),
+                events.len() as f64,
+                Unit::Count,
+            )
+            .at(at),
+        );
         advice.push(Advice::set("skip updates at spikes, or go back to the checkpoint before", "health.on_spike"));
     }
     if evidence.is_empty() {

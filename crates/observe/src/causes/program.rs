@@ -28,7 +28,9 @@ pub fn input_bound(findings: &Findings<'_>) -> Option<Verdict> {
     if faults >= 1.0 || reads > 1e6 {
         evidence.push(Evidence::new("page faults of the run that waited for a disk, a second", faults, Unit::Count));
         evidence.push(Evidence::new("read from disks by the run", reads, Unit::BytesPerSecond));
-        advice.push(Advice::new("the token files are not in memory: keep them on a faster disk, or free memory for them"));
+        advice.push(Advice::new(
+            "the token files are not in memory: keep them on a faster disk, or free memory for them",
+        ));
     }
     advice.push(Advice::set("load with more workers", "data.workers"));
     advice.push(Advice::set("load further ahead", "data.prefetch"));
@@ -74,7 +76,8 @@ pub fn communication_bound(findings: &Findings<'_>) -> Option<Verdict> {
         return None;
     }
     let saving = findings.saving_on(|instruction| is_exchange(instruction.action.lane()))?;
-    let busy = findings.mean_of(0, |_, place, own| if is_exchange(place.instruction.action.lane()) { own.took_s } else { 0.0 });
+    let busy = findings
+        .mean_of(0, |_, place, own| if is_exchange(place.instruction.action.lane()) { own.took_s } else { 0.0 });
     let bytes = findings.mean_of(0, |_, place, _| {
         if is_exchange(place.instruction.action.lane()) { place.instruction.bytes as f64 } else { 0.0 }
     });
@@ -102,7 +105,8 @@ pub fn communication_bound(findings: &Findings<'_>) -> Option<Verdict> {
         }
         Lane::Reduce => {
             advice.push(Advice::set("send gradients in two bytes", "parallel.reduce_dtype=\"bf16\""));
-            advice.push(Advice::set("exchange less often: accumulate more micro-batches", "training.global_batch_size"));
+            advice
+                .push(Advice::set("exchange less often: accumulate more micro-batches", "training.global_batch_size"));
         }
         Lane::Inner => advice.push(Advice::set("split products over fewer ranks", "parallel.tensor_parallel_degree")),
         _ => advice.push(Advice::set("send larger messages less often", "training.micro_batch_size")),
@@ -115,8 +119,8 @@ pub fn offload_bound(findings: &Findings<'_>) -> Option<Verdict> {
     let moves = |action: &Action| matches!(action, Action::Fetch { .. } | Action::Evict { .. });
     let saving = findings.saving_on(|instruction| moves(&instruction.action));
     let busy = findings.mean_of(0, |_, place, own| if moves(&place.instruction.action) { own.took_s } else { 0.0 });
-    let bytes =
-        findings.mean_of(0, |_, place, _| if moves(&place.instruction.action) { place.instruction.bytes as f64 } else { 0.0 });
+    let bytes = findings
+        .mean_of(0, |_, place, _| if moves(&place.instruction.action) { place.instruction.bytes as f64 } else { 0.0 });
     let mut evidence = vec![
         Evidence::new("moving state of a step on rank 0", busy, Unit::Seconds),
         Evidence::new("bytes that it moves", bytes, Unit::Bytes),
@@ -139,7 +143,11 @@ pub fn checkpoint_stall(findings: &Findings<'_>) -> Option<Verdict> {
         median(findings.steps.iter().filter(|step| step.snapshot == snapshot).map(|step| step.seconds)).unwrap_or(0.0)
     };
     let mut evidence = vec![
-        Evidence::new("steps that end in a checkpoint", with().count() as f64 / findings.steps.len().max(1) as f64, Unit::Share),
+        Evidence::new(
+            "steps that end in a checkpoint",
+            with().count() as f64 / findings.steps.len().max(1) as f64,
+            Unit::Share,
+        ),
         Evidence::new("such a step, median", steps(true), Unit::Seconds),
         Evidence::new("another step, median", steps(false), Unit::Seconds),
     ];
@@ -154,9 +162,13 @@ pub fn checkpoint_stall(findings: &Findings<'_>) -> Option<Verdict> {
 /// The engine around instructions and kernels takes the time: tiny kernels, many instructions, work
 /// between steps.
 pub fn host_overhead(findings: &Findings<'_>) -> Option<Verdict> {
-    let kernels = findings.mean_of(0, |_, place, _| {
-        if computes(place.instruction) { f64::from(findings.work(place).kernels) } else { 0.0 }
-    });
+    let kernels =
+        findings.mean_of(
+            0,
+            |_, place, _| {
+                if computes(place.instruction) { f64::from(findings.work(place).kernels) } else { 0.0 }
+            },
+        );
     let busy = findings.mean_of(0, |_, place, own| if computes(place.instruction) { own.took_s } else { 0.0 });
     let each = busy / kernels.max(1.0);
     // The cheapest instructions have next to no work: what their kernels take is overhead.
@@ -196,7 +208,13 @@ pub fn host_overhead(findings: &Findings<'_>) -> Option<Verdict> {
         Advice::set("use fewer threads for small products", "compute.threads"),
         Advice::set("write metrics less often", "metrics.interval_steps"),
     ];
-    verdict(Cause::HostOverhead, Some(saving), "Kernels are so short that what is around them counts.", evidence, advice)
+    verdict(
+        Cause::HostOverhead,
+        Some(saving),
+        "Kernels are so short that what is around them counts.",
+        evidence,
+        advice,
+    )
 }
 
 /// What bounds a step in which nothing is lost: arithmetic, or memory.

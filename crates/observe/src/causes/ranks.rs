@@ -46,7 +46,13 @@ fn typical(findings: &Findings<'_>) -> Typical {
 
 /// The typical seconds of a kind on ranks other than `rank`.
 fn on_others(typical: &Typical, rank: usize, kind: &Kind) -> Option<f64> {
-    median(typical.iter().enumerate().filter(|(other, _)| *other != rank).filter_map(|(_, kinds)| kinds.get(kind).copied()))
+    median(
+        typical
+            .iter()
+            .enumerate()
+            .filter(|(other, _)| *other != rank)
+            .filter_map(|(_, kinds)| kinds.get(kind).copied()),
+    )
 }
 
 /// One rank is slower than the others at the same work, and they wait for it.
@@ -61,7 +67,13 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
             findings.mean_of(rank, |_, place, own| {
                 let other = kind(findings, place).and_then(|kind| on_others(&typical, rank, &kind));
                 match other {
-                    Some(seconds) => if on_other { seconds } else { own.took_s },
+                    Some(seconds) => {
+                        if on_other {
+                            seconds
+                        } else {
+                            own.took_s
+                        }
+                    }
                     None => 0.0,
                 }
             })
@@ -70,7 +82,8 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
     };
     let factors: Vec<(f64, f64)> = (0..findings.ranks()).map(compared).collect();
     let factor = |rank: usize| factors[rank].0 / factors[rank].1.max(1e-12);
-    let slow = (0..findings.ranks()).filter(|rank| factors[*rank].1 > 0.0).max_by(|a, b| factor(*a).total_cmp(&factor(*b)))?;
+    let slow =
+        (0..findings.ranks()).filter(|rank| factors[*rank].1 > 0.0).max_by(|a, b| factor(*a).total_cmp(&factor(*b)))?;
     let slower = factor(slow);
     if slower < SLOWER {
         return None;
@@ -96,7 +109,10 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
     ));
     let host = if record.host.is_empty() { String::new() } else { format!(" (host {})", record.host) };
     let advice = vec![
-        Advice::new(format!("look after the machine of rank {}{host}: clock, temperature, other programs", record.rank)),
+        Advice::new(format!(
+            "look after the machine of rank {}{host}: clock, temperature, other programs",
+            record.rank
+        )),
         Advice::new("leave the rank out and go on from the last checkpoint with fewer ranks"),
     ];
     verdict(Cause::Straggler, saving, format!("All ranks wait for rank {}.", record.rank), evidence, advice)
@@ -163,7 +179,13 @@ fn stages(findings: &Findings<'_>) -> Option<Verdict> {
         Advice::new("move units from the heaviest stage to the lightest"),
         Advice::new("choose a number of layers that gives every stage as much, embedding and head counted"),
     ];
-    verdict(Cause::Imbalance, saving, format!("Stage {most} of the pipeline has more work than the others."), evidence, advice)
+    verdict(
+        Cause::Imbalance,
+        saving,
+        format!("Stage {most} of the pipeline has more work than the others."),
+        evidence,
+        advice,
+    )
 }
 
 /// Micro-batches of unequal work: a rank that is slow in one step is not in the next, and its
@@ -194,7 +216,9 @@ fn lengths(findings: &Findings<'_>) -> Option<Verdict> {
         Unit::Ratio,
     )];
     let advice = vec![
-        Advice::new("the work of micro-batches differs, for example by the lengths of documents: pack them to equal lengths"),
+        Advice::new(
+            "the work of micro-batches differs, for example by the lengths of documents: pack them to equal lengths",
+        ),
         Advice::set("let more micro-batches even out in a step", "training.global_batch_size"),
     ];
     verdict(Cause::Imbalance, saving, "Ranks get unequal work in each step.", evidence, advice)
@@ -209,7 +233,9 @@ fn pass_correlation(findings: &Findings<'_>, typical: &Typical) -> f64 {
             for (number, instruction) in program.instructions.iter().enumerate() {
                 let place = Place { rank, number, instruction };
                 let Some(micro_batch) = instruction.action.micro_batch() else { continue };
-                let Some(usual) = kind(findings, place).and_then(|kind| on_others(typical, rank, &kind)) else { continue };
+                let Some(usual) = kind(findings, place).and_then(|kind| on_others(typical, rank, &kind)) else {
+                    continue;
+                };
                 let at = if instruction.action.name() == "forward" { 0 } else { 2 };
                 let sums = sums.entry(micro_batch).or_default();
                 sums[at] += step.replay.own[rank][number].took_s;

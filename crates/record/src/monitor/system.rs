@@ -77,8 +77,7 @@ impl Counters {
                 .map(|core| {
                     let iowait = core.iowait.unwrap_or(0);
                     let steal = core.steal.unwrap_or(0);
-                    let busy =
-                        core.user + core.nice + core.system + core.irq.unwrap_or(0) + core.softirq.unwrap_or(0);
+                    let busy = core.user + core.nice + core.system + core.irq.unwrap_or(0) + core.softirq.unwrap_or(0);
                     CoreTicks { busy, all: busy + core.idle + iowait + steal }
                 })
                 .collect();
